@@ -1,0 +1,61 @@
+# make demo      train a small model, run it through splitkv, print every decision
+# make test      lint, types, every test that needs no GPU, kernels compiled on two Tritons
+# make test-gpu  the tests that need an NVIDIA GPU; writes tests/gpu/last_run.json
+# make bench     the benchmarks; need an NVIDIA GPU
+#
+# demo and test set up .venv first. test-gpu and bench use PYTHON as it is where its torch sees a
+# GPU, and .venv elsewhere.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+NEWEST := .triton-newest
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+WORKERS ?= 2
+
+.PHONY: demo test lint types test-cpu test-newest test-gpu bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/splitkv demo
+
+test: lint types test-newest test-cpu
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+test-cpu: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/cpu tests/integrations
+
+# The kernels once more, compiled by the newest Triton in place of the pinned one.
+test-newest: $(NEWEST)/.installed
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(WORKERS) tests/cpu/test_compile.py
+
+test-gpu bench: GPU_PYTHON = $(shell $(PYTHON) -c \
+	"import torch, triton; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
+	&& echo $(PYTHON) || { $(MAKE) $(INSTALLED) >&2; echo $(BIN)/python; })
+
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu
+
+bench:
+	PYTHONPATH=src $(GPU_PYTHON) -m splitkv.lab.bench
+
+# torch before the rest, so that the wheel chosen for it is the one that the rest builds on.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), 'Python 3.10 or newer is needed'"
+	$(PYTHON) -m venv --clear .venv
+	$(PIP) --constraint constraints.txt torch numpy
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(NEWEST)/.installed: constraints-newest.txt $(INSTALLED)
+	rm -rf $(NEWEST)
+	$(PIP) --no-deps --target $(NEWEST) --requirement constraints-newest.txt
+	touch $@
+
+clean:
+	rm -rf .venv $(NEWEST)

@@ -1,0 +1,71 @@
+"""Attention whose work is split, packed and scheduled so that the GPU is full.
+
+    import splitkv
+
+    out = splitkv.decode(q, k_cache, v_cache, cache_seqlens=lengths)
+    print(splitkv.explain(q, k_cache, v_cache, cache_seqlens=lengths))
+
+Names are imported when first used: `import splitkv` alone loads neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitkv.api import (
+        attention,
+        attention_varlen,
+        decode,
+        explain,
+        merge_states,
+        plan,
+        warmup,
+    )
+    from splitkv.device import Device
+    from splitkv.errors import UnsupportedProblem
+    from splitkv.plans import Plan
+    from splitkv.problem import Problem
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Device": "device",
+    "Plan": "plans",
+    "Problem": "problem",
+    "UnsupportedProblem": "errors",
+    "attention": "api",
+    "attention_varlen": "api",
+    "decode": "api",
+    "explain": "api",
+    "merge_states": "api",
+    "plan": "api",
+    "warmup": "api",
+}
+
+__all__ = [
+    "Device",
+    "Plan",
+    "Problem",
+    "UnsupportedProblem",
+    "attention",
+    "attention_varlen",
+    "decode",
+    "explain",
+    "merge_states",
+    "plan",
+    "warmup",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'splitkv' has no attribute {name!r}")
+    value = getattr(import_module(f"splitkv.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,20 @@
+"""`python -m splitkv` and the `splitkv` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, which needs the packages of the extra `lab`."""
+    try:
+        from splitkv.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"splitkv: the command line needs {error.name}: pip install 'splitkv[lab]'")
+    app(prog_name="splitkv")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,437 @@
+"""The functions that users call: tensors -> Problem -> Plan -> launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv.autograd import attention_op
+from splitkv.device import Device, current
+from splitkv.errors import (
+    dtype_name,
+    expect,
+    expect_int,
+    expect_number,
+    expect_positive,
+    expect_tensor,
+)
+from splitkv.explanation import Explanation
+from splitkv.explanation import explain as explain_problem
+from splitkv.launch import decode_op, describe, device_of, is_plain, run_attention, run_decode
+from splitkv.plans import Plan
+from splitkv.policies import DEFAULT, Policy
+from splitkv.problem import Problem, expect_out, expect_window
+from splitkv.reference import merge_states
+from splitkv.registry import make_plan
+
+__all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan", "warmup"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    sink_tokens: int = 0,
+    sink_logits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    plan: Plan | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over dense batches, differentiable.
+
+    q              [batch, seqlen_q, num_heads, head_dim], bf16, fp16, fp32 or fp64
+    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type; num_heads is a
+                   multiple of num_kv_heads, head h reads KV head h // (num_heads // num_kv_heads)
+    causal         query i sees keys up to seqlen_k - seqlen_q + i (bottom-right alignment)
+    window_size    (left, right) keys around that position, inclusive; -1: unbounded
+    sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM)
+    sink_logits    [num_heads], a logit a head that joins the softmax denominator and adds nothing to
+                   the output (gpt-oss); differentiable
+    softmax_scale  default head_dim ** -0.5
+    softcap        above 0: scores become softcap * tanh(score / softcap) before the mask
+    alibi_slopes   [num_heads] or [batch, num_heads] fp32: bias -slope * |i + seqlen_k - seqlen_q - j|
+    dropout_p      probability of dropping an attention weight
+    deterministic  backward gives the same bits every time
+    plan           a Plan of `splitkv.plan` for this problem, to skip deciding
+
+    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural log of the
+    softmax denominator without the sink, [batch, num_heads, seqlen_q] fp32. A row that sees no key
+    gives 0 and -inf.
+
+    Raises ValueError for malformed arguments, UnsupportedProblem where no kernel can.
+
+    Equivalent PyTorch, for one sequence and one head of each::
+
+        s = softmax_scale * q @ k.T
+        s = softcap * tanh(s / softcap)                  # with softcap
+        s = s - slope * (pos[:, None] - key).abs()       # with ALiBi
+        s = s.masked_fill(~visible, -inf)
+        lse = s.logsumexp(-1)
+        out = (s - logaddexp(lse, sink_logit)[:, None]).exp() @ v
+    """
+    arguments = (
+        causal,
+        tuple(window_size) if isinstance(window_size, list) else window_size,
+        sink_tokens,
+        sink_logits,
+        softmax_scale,
+        softcap,
+        alibi_slopes,
+        dropout_p,
+        deterministic,
+        return_lse,
+        plan,
+    )
+    return _attention(q, k, v, None, None, None, None, *arguments)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    sink_tokens: int = 0,
+    sink_logits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    plan: Plan | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of different lengths laid end to end, differentiable.
+
+    q                          [total_q, num_heads, head_dim]
+    k, v                       [total_k, num_kv_heads, head_dim (v: head_dim_v)]
+    cu_seqlens_q, cu_seqlens_k [batch + 1] int32 on the device: sequence b is rows
+                               cu_seqlens[b] : cu_seqlens[b + 1]; never read by the host
+    max_seqlen_q, max_seqlen_k upper bounds of the lengths
+
+    Everything else as `attention`; the mask of each sequence is aligned by its own lengths. Returns
+    out [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
+    Equivalent PyTorch: `attention` on each sequence, the results concatenated.
+    """
+    arguments = (
+        causal,
+        tuple(window_size) if isinstance(window_size, list) else window_size,
+        sink_tokens,
+        sink_logits,
+        softmax_scale,
+        softcap,
+        alibi_slopes,
+        dropout_p,
+        deterministic,
+        return_lse,
+        plan,
+    )
+    expect_tensor("cu_seqlens_q", cu_seqlens_q)
+    expect_tensor("cu_seqlens_k", cu_seqlens_k)
+    return _attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *arguments
+    )
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) = arguments[:4]
+    causal, window_size, sink_tokens, sink_logits, softmax_scale, softcap = arguments[4:10]
+    alibi_slopes, dropout_p, deterministic, return_lse, plan = arguments[10:]
+    if is_plain(q, k, v, sink_logits, alibi_slopes):
+        out, lse = run_attention(q, k, v, *arguments)
+    else:
+        expect_window(window_size)
+        expect_number("dropout_p", dropout_p)
+        seed = None
+        if dropout_p > 0:
+            seed = torch.randint(0, 2**62, (), dtype=torch.int64)
+        out, lse = attention_op(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            causal,
+            *window_size,
+            sink_tokens,
+            sink_logits,
+            softmax_scale,
+            softcap,
+            alibi_slopes,
+            dropout_p,
+            deterministic,
+            return_lse,
+            seed,
+            _handle(plan),
+        )
+    return (out, lse) if return_lse else out
+
+
+def _handle(plan: Plan | None) -> str:
+    """What an operator is given of a plan."""
+    expect(plan is None or isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
+    return "" if plan is None else plan.handle
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    sink_tokens: int = 0,
+    sink_logits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int = 0,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: Plan | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a few new tokens against a KV cache that already holds their keys and values.
+
+    q              [batch, seqlen_q, num_heads, head_dim]; the queries are the last seqlen_q keys
+    k_cache        [batch, capacity, num_kv_heads, head_dim], or with a page table
+                   [num_pages, page_size, num_kv_heads, head_dim], any page size; v_cache likewise
+    cache_seqlens  [batch] int32 on the device: keys of each sequence, those of q included; None: all
+                   max_seqlen_k. Never read by the host: it may change between graph replays
+    page_table     [batch, max_pages] int32 on the device; entries past a length may hold anything
+    max_seqlen_k   upper bound of the lengths, default the capacity; longer ones are undefined
+    q_scale        a scale of a quantised q: one, [num_heads], [batch, num_heads] or one a token and head
+    k_scale        scales of an int8 or float8_e4m3fn cache, fp32: one, [num_kv_heads],
+                   [batch, num_kv_heads], or as the cache without its last dimension; v_scale likewise
+    num_splits     parts that the keys of each sequence are cut into; 0: the policy decides
+    out            where to write the result
+    plan           a Plan of `splitkv.plan`, to skip deciding
+
+    The mask and score arguments are those of `attention`. Nothing synchronises with the host; a call
+    can be captured in a CUDA graph. Not differentiable on a GPU kernel: tensors that need a gradient
+    are served by plain torch, with a warning.
+
+    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural LSE without
+    the sink, [batch, num_heads, seqlen_q] fp32. Equivalent PyTorch: `attention` of each sequence of q
+    against the first cache_seqlens[b] keys and values of its cache, times their scales.
+    """
+    if isinstance(window_size, list):
+        window_size = tuple(window_size)
+    if is_plain(q, k_cache, v_cache, cache_seqlens, page_table, out):
+        result, lse = run_decode(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            page_table,
+            max_seqlen_k,
+            causal,
+            window_size,
+            sink_tokens,
+            sink_logits,
+            softmax_scale,
+            softcap,
+            alibi_slopes,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            return_lse,
+            num_splits,
+            plan,
+        )
+    else:
+        expect_window(window_size)
+        result, lse = decode_op(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            page_table,
+            max_seqlen_k,
+            causal,
+            *window_size,
+            sink_tokens,
+            sink_logits,
+            softmax_scale,
+            softcap,
+            alibi_slopes,
+            q_scale,
+            k_scale,
+            v_scale,
+            return_lse,
+            num_splits,
+            _handle(plan),
+        )
+        if out is not None:
+            expect_out(out, tuple(result.shape), dtype_name(result), q.device)
+            result = out.copy_(result)
+    return (result, lse) if return_lse else result  # type: ignore[return-value]
+
+
+def plan(
+    problem: Problem | Tensor,
+    *tensors: Any,
+    device: Device | None = None,
+    policy: str | Policy = DEFAULT,
+    num_splits: int = 0,
+    **arguments: Any,
+) -> Plan:
+    """The decision for a problem, without running it.
+
+    problem     a Problem, for any Device (`Device.named("h200")`; default: the one here); or q, and then
+                the arguments of `decode` (q, k_cache, v_cache, cache_seqlens=...), of
+                `attention_varlen` where cu_seqlens are given, or of `attention` with `dense=True`
+    policy      a name (`splitkv explain --help` lists them) or a function (problem, device, kernels)
+    num_splits  above 0 forces the number of splits
+
+    The plan can be printed, compared, stored, and passed back as `plan=`, which skips deciding. Raises
+    UnsupportedProblem where no kernel can run the problem.
+    """
+    if not isinstance(problem, Problem):
+        expect_tensor("problem", problem)
+        device = device or device_of(problem)
+        problem = describe(problem, *tensors, **arguments)
+    else:
+        _expect_nothing_beside(problem, tensors, arguments)
+    return make_plan(problem, device or current(), policy=policy, num_splits=num_splits)
+
+
+def explain(
+    problem: Problem | Plan | Tensor,
+    *tensors: Any,
+    device: Device | None = None,
+    policies: Sequence[str] = (DEFAULT,),
+    num_splits: int = 0,
+    **arguments: Any,
+) -> Explanation:
+    """Why a call runs as it does; print it. Takes a Problem, a Plan, or the arguments of a call.
+
+    policies   names of policies to show side by side
+
+    Shows the problem, every kernel with the reasons against it, each policy's plan with its grid, waves,
+    share of SMs busy, bytes, and the time that the bytes take at full bandwidth.
+    """
+    if not isinstance(problem, Problem | Plan):
+        expect_tensor("problem", problem)
+        device = device or device_of(problem)
+        problem = describe(problem, *tensors, **arguments)
+    else:
+        _expect_nothing_beside(problem, tensors, arguments)
+    expect(device is None or isinstance(device, Device), "device", "a splitkv.Device", device)
+    names = isinstance(policies, Sequence) and not isinstance(policies, str) and len(policies) > 0
+    expect(names, "policies", "names of policies", policies)
+    if isinstance(problem, Plan):
+        expect(device is None, "device", "nothing beside a Plan", device)
+        expect(tuple(policies) == (DEFAULT,), "policies", "nothing beside a Plan", policies)
+        expect(num_splits == 0, "num_splits", "nothing beside a Plan", num_splits)
+    return explain_problem(problem, device, policies, num_splits)
+
+
+def _expect_nothing_beside(
+    problem: Problem | Plan, tensors: Sequence[Any], arguments: Mapping[str, Any]
+) -> None:
+    """A Problem and a Plan say it all: what is given beside them would be ignored."""
+    kind = type(problem).__name__
+    expect(not tensors, "tensors", f"none beside a {kind}", len(tensors))
+    for name, value in arguments.items():
+        expect(False, name, f"nothing beside a {kind}", value)
+
+
+def warmup(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_seqlen_k: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_sizes: Sequence[int] = (1,),
+    seqlens_q: Sequence[int] = (1,),
+    page_size: int | None = None,
+    cache_seqlens: bool = True,
+    sink_logits: bool = False,
+    alibi_slopes: bool = False,
+    device: torch.device | str | int | None = None,
+    **arguments: Any,
+) -> list[Plan]:
+    """Compile and load every decode kernel that a model will need, so that serving never compiles.
+
+    max_seqlen_k   the longest cache; every power of two below it is planned too, as the policy may choose
+                   other tiles for shorter caches
+    batch_sizes    and seqlens_q: every combination is warmed up
+    page_size      of a paged cache; None: contiguous
+    cache_seqlens, sink_logits, alibi_slopes    whether those tensors will be given
+    arguments      other arguments of `decode`: causal, window_size, sink_tokens, softcap, return_lse, ...
+
+    Returns the plans. Needs no memory for a cache.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
+    expect(isinstance(dtype, torch.dtype), "dtype", "a torch.dtype", dtype)
+    sizes = {
+        "num_heads": (num_heads,),
+        "num_kv_heads": (num_kv_heads,),
+        "head_dim": (head_dim,),
+        "head_dim_v": () if head_dim_v is None else (head_dim_v,),
+        "max_seqlen_k": (max_seqlen_k,),
+        "page_size": () if page_size is None else (page_size,),
+        "batch_sizes": batch_sizes,
+        "seqlens_q": seqlens_q,
+    }
+    for name, values in sizes.items():
+        expect(isinstance(values, Sequence), name, "a sequence of integers", values)
+        for value in values:
+            expect_int(name, value)
+            expect_positive(name, value)
+    lengths = [max_seqlen_k]
+    while lengths[-1] > 64:
+        lengths.append(1 << (lengths[-1] - 1).bit_length() - 1)
+    plans = []
+    for batch in batch_sizes:
+        for seqlen_q in seqlens_q:
+            for seqlen_k in lengths:
+                q = torch.zeros(batch, seqlen_q, num_heads, head_dim, dtype=dtype, device=target)
+                caches = [
+                    torch.zeros(1, 1, num_kv_heads, dim, dtype=dtype, device=target)
+                    for dim in (head_dim, head_dim_v or head_dim)
+                ]
+                given = dict(arguments)
+                if page_size is None:
+                    k, v = (x.expand(batch, seqlen_k, -1, -1) for x in caches)
+                else:
+                    k, v = (x.expand(1, page_size, -1, -1) for x in caches)
+                    pages = -(-seqlen_k // page_size)
+                    given["page_table"] = q.new_zeros((batch, pages), dtype=torch.int32)
+                if cache_seqlens:
+                    given["cache_seqlens"] = q.new_ones(batch, dtype=torch.int32)
+                if sink_logits:
+                    given["sink_logits"] = q.new_zeros(num_heads)
+                if alibi_slopes:
+                    given["alibi_slopes"] = q.new_zeros(num_heads, dtype=torch.float32)
+                plans.append(plan(q, k, v, **given))
+                decode(q, k, v, **given)
+    return plans

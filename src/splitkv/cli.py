@@ -1,0 +1,235 @@
+"""The command line: `splitkv demo | explain | doctor`.
+
+Exit status: 0 done; 1 the answer is no (no kernel can run it, a check of the demo failed); 2 the
+question is malformed, said in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+
+from splitkv import __version__
+from splitkv.device import Device, cpu, current
+from splitkv.errors import (
+    expect_at_least,
+    expect_divides,
+    expect_one_of,
+    expect_positive,
+)
+from splitkv.kv import Contiguous, Paged
+from splitkv.masks import Mask
+from splitkv.problem import DTYPE_BYTES, Problem
+from splitkv.scores import Score
+
+if TYPE_CHECKING:
+    from splitkv.explanation import Explanation
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+TYPICAL = Problem("decode", 1, 32, 8, 128, 128, 1, 4096, mask=Mask(causal=True))
+
+
+class Lengths(str, Enum):
+    """Who knows the sequence lengths."""
+
+    host = "host"
+    device = "device"
+
+
+@app.callback()
+def splitkv() -> None:
+    """Attention that shows its decisions: which kernel, how many splits of the keys, and why."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(help="Training steps; else by time.")] = None,
+    seconds: Annotated[float, typer.Option(help="Training time.")] = 60.0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; else what is here.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the data order.")] = 0,
+) -> None:
+    """Train a small model, generate with it through splitkv, and print every decision."""
+    with one_line_errors():
+        if steps is not None:
+            expect_positive("steps", steps)
+        expect_positive("seconds", seconds)
+        from splitkv.demo import run
+
+        raise typer.Exit(run(steps=steps, seconds=seconds, device=device, seed=seed))
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Head dimension of queries and keys.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Of values, if another.")] = None,
+    seqlen_q: Annotated[int, typer.Option(help="Query tokens a sequence.")] = 1,
+    seqlen_k: Annotated[int, typer.Option(help="Keys a sequence.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="Type of queries, keys and values.")] = "bfloat16",
+    page_size: Annotated[int | None, typer.Option(help="Paged keys; else contiguous.")] = None,
+    causal: Annotated[bool, typer.Option(help="No key after a query's own position.")] = True,
+    window: Annotated[str, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
+    sink_tokens: Annotated[int, typer.Option(help="First keys that stay visible.")] = 0,
+    sink_logits: Annotated[bool, typer.Option(help="A learnable sink logit per head.")] = False,
+    softcap: Annotated[bool, typer.Option(help="Scores capped by tanh.")] = False,
+    alibi: Annotated[bool, typer.Option(help="ALiBi slopes.")] = False,
+    lengths: Annotated[Lengths, typer.Option(help="Who knows the lengths.")] = Lengths.host,
+    num_splits: Annotated[int, typer.Option(help="Force it; 0 asks the policy.")] = 0,
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU by name, or cpu; else the one here.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat to compare.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show which kernel runs a decode call, how it is split, and why, for any known GPU."""
+    with one_line_errors():
+        expect_positive("batch", batch)
+        expect_positive("heads", heads)
+        expect_positive("kv_heads", kv_heads)
+        expect_divides("heads", heads, kv_heads=kv_heads)
+        expect_positive("head_dim", head_dim)
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        expect_positive("head_dim_v", head_dim_v)
+        expect_positive("seqlen_q", seqlen_q)
+        expect_at_least("seqlen_k", seqlen_k, 0)
+        expect_one_of("dtype", dtype, DTYPE_BYTES)
+        expect_at_least("sink_tokens", sink_tokens, 0)
+        expect_at_least("num_splits", num_splits, 0)
+        if page_size is not None:
+            expect_positive("page_size", page_size)
+        left, right = parse_window(window)
+        problem = Problem(
+            kind="decode",
+            batch=batch,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            dtype=dtype,
+            mask=Mask(causal, left, right, sink_tokens),
+            place=Contiguous() if page_size is None else Paged(page_size),
+            score=Score(softcap, alibi),
+            sink_logits=sink_logits,
+            lengths=lengths.value,
+        )
+        device = find_device(gpu)
+        from splitkv.explanation import explain as explain_problem
+        from splitkv.registry import POLICIES
+
+        names = policy or ["waves"]
+        for name in names:
+            expect_one_of("policy", name, POLICIES)
+        explanation = explain_problem(problem, device, names, num_splits)
+    if as_json:
+        typer.echo(json.dumps(explanation.as_dict(), indent=2))
+    else:
+        show(explanation)
+    raise typer.Exit(0 if explanation.plans else 1)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which GPU is here, and which kernels can run a typical decode call."""
+    from splitkv.explanation import explain as explain_problem
+
+    for name, value in versions().items():
+        typer.echo(f"{name:<8} {value}")
+    explanation = explain_problem(TYPICAL, current())
+    typer.echo()
+    show(explanation)
+    raise typer.Exit(0 if explanation.plans else 1)
+
+
+def versions() -> dict[str, str]:
+    """What a measurement or a bug report has to name."""
+    found = {"python": platform.python_version(), "splitkv": __version__}
+    for package in ("torch", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["driver"] = driver_version()
+    found["device"] = str(current())
+    return found
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version, or `none`."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return answer.stdout.splitlines()[0].strip() if answer.stdout.strip() else "none"
+
+
+def find_device(gpu: str | None) -> Device:
+    """The device named, or the one that torch sees here."""
+    if gpu is None:
+        return current()
+    return cpu() if gpu.lower() == "cpu" else Device.named(gpu)
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """`LEFT,RIGHT` as two numbers of keys."""
+    try:
+        left, right = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"window: expected LEFT,RIGHT as integers, got {text!r}") from None
+    expect_at_least("window left", left, -1)
+    expect_at_least("window right", right, -1)
+    return left, right
+
+
+def show(explanation: Explanation) -> None:
+    """Tables on a terminal, plain text anywhere else."""
+    if console.is_terminal:
+        console.print(render(explanation))
+    else:
+        typer.echo(str(explanation))
+
+
+def render(explanation: Explanation) -> Group:
+    """The explanation as rich tables: the question, the kernels, the plans, the reasons."""
+    kernels = Table("kernel", "", box=None, pad_edge=False)
+    for name, reason in explanation.kernel_rows():
+        kernels.add_row(f"[bold]{name}[/]", reason)
+    question = Panel(f"{explanation.problem}\non {explanation.device}", title="problem")
+    if not explanation.plans:
+        return Group(question, kernels, "[red]no kernel can run this problem here[/]")
+    header, *rows = explanation.plan_rows()
+    plans = Table(*header)
+    for row in rows:
+        plans.add_row(*row)
+    why = Table("policy", "why", box=None, pad_edge=False)
+    for name, reason in explanation.why_rows():
+        why.add_row(f"[bold]{name}[/]", reason)
+    return Group(question, kernels, plans, why)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A malformed question is one line on stderr and exit status 2, not a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"splitkv: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None

@@ -1,0 +1,1 @@
+"""splitkv inside other libraries: one module each, imported only on request."""

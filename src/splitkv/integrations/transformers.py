@@ -1,0 +1,489 @@
+"""splitkv as an attention implementation of Hugging Face transformers 5.
+
+    from splitkv.integrations import transformers as splitkv_transformers
+
+    splitkv_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="splitkv")
+
+Two functions are registered under one name. `visible_keys` runs once a forward pass, in place of
+the mask matrix: it recognises the mask that the model asked for and describes it in O(batch) or
+O(batch * keys) numbers. `attention_forward` runs in every layer: cached queries go to
+`splitkv.decode`, padded and packed batches to `splitkv.attention_varlen`, the rest to
+`splitkv.attention`. What cannot be described raises; nothing is dropped and nothing falls back.
+
+The meaning is that of eager attention, except for the outputs at padding positions, which are 0
+in causal layers (eager attention leaves an average of unrelated values there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
+from transformers.utils.import_utils import is_tracing
+
+import splitkv
+from splitkv.errors import UnsupportedProblem, expect, expect_given_with
+
+NAME = "splitkv"
+MAX_DECODE_QUERIES = 16
+
+# Arguments that a model hands down to its layers and that do not change attention's result.
+INERT = {
+    "cache_position",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
+}
+
+
+def register(name: str = NAME) -> None:
+    """Make `attn_implementation=name` mean splitkv, for every model of this process."""
+    # transformers reads "flash" in a name as FlashAttention, with its masks and its checks.
+    expect("flash" not in name, "name", 'a name without "flash"', name)
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, visible_keys)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A batch read as one run of tokens, cut where sequences and padding begin and end.
+
+    cu_seqlens_q, cu_seqlens_k [segments + 1] int32: segment i of the queries sees segment i of the
+    keys. Padding has segments of its own, so no token moves and no length is read by the host.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query of one forward pass sees: what a mask matrix would say, without it.
+
+    shape           of the matrix that this stands for: [batch, 1, q_length, kv_length]
+    window_size     keys to the left and right of a query, -1 is unbounded
+    length          key slots from this one on are empty
+    cache_seqlens   [batch] int32: visible keys a sequence, for decode
+    slots           [batch, kv_length] int32: the slots of these keys in order; None: the first ones
+    segments        for a padded or packed batch, where decode does not apply
+    """
+
+    shape: tuple[int, int, int, int]
+    causal: bool
+    window_size: tuple[int, int]
+    length: int
+    cache_seqlens: Tensor | None = None
+    slots: Tensor | None = None
+    segments: Segments | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def contiguous(self) -> Visibility:
+        """Itself: generation with a static cache asks this of the masks it makes ahead."""
+        return self
+
+
+# What was asked for: recognising the mask
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A mask function of transformers, read: causality, window and packing."""
+
+    causal: bool = False
+    left: int = -1
+    right: int = -1
+    packed: Tensor | None = None  # [batch, q_length], one number a packed sequence
+
+
+def recognise(mask_function: Callable[..., Any]) -> Pattern:
+    """The pattern of a mask function made by `transformers.masking_utils`; others raise."""
+    if mask_function is causal_mask_function:
+        return Pattern(causal=True)
+    if mask_function is bidirectional_mask_function:
+        return Pattern()
+    return _recognise_closure(mask_function)
+
+
+@torch.compiler.disable(reason="torch.compile cannot read the window out of a mask function")
+def _recognise_closure(mask_function: Callable[..., Any]) -> Pattern:
+    maker = getattr(mask_function, "__qualname__", "of no name").partition(".")[0]
+    cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    match maker:
+        case "and_masks":
+            return _both([recognise(part) for part in cells[0]])
+        case "sliding_window_overlay":
+            return Pattern(left=cells[0] - 1)
+        case "sliding_window_bidirectional_overlay":
+            return Pattern(left=cells[0], right=cells[0])
+        case "packed_sequence_mask_function":
+            return Pattern(packed=cells[0])
+        case "remap_positions_for_packed_sequence":
+            return recognise(next(cell for cell in cells if callable(cell)))
+    raise _unsupported(
+        "attention_mask: expected causal, bidirectional, sliding window, padding or packed "
+        f"sequences, got the mask function {maker}"
+    )
+
+
+def _both(patterns: list[Pattern]) -> Pattern:
+    """What all patterns let through; transformers combines no two windows and no two packings."""
+    merged = Pattern()
+    for pattern in patterns:
+        merged = Pattern(
+            merged.causal or pattern.causal,
+            max(merged.left, pattern.left),
+            max(merged.right, pattern.right),
+            pattern.packed if merged.packed is None else merged.packed,
+        )
+    return merged
+
+
+# Once a forward pass: the mask function
+
+
+def visible_keys(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | Visibility | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Visibility | None:
+    """The mask of one forward pass; None where causality alone (or nothing at all) says it.
+
+    Slot j of the keys holds position `kv_offset + j`, query i stands at `q_offset + i`, and
+    `attention_mask` `[batch, positions]` is False at padding. A padding mask is read by the host
+    once, as every mask function of transformers does; under tracing it is never read, and a
+    pattern that cannot be honoured stops the device instead.
+    """
+    if isinstance(attention_mask, Visibility):
+        return attention_mask
+    pattern = recognise(mask_function)
+    plain = Visibility(
+        (batch_size, 1, q_length, kv_length),
+        pattern.causal,
+        (pattern.left, pattern.right) if kv_length > pattern.left + 1 else (-1, -1),
+        kv_length,
+    )
+    if pattern.packed is not None:
+        segments = _packed_segments(pattern.packed)
+        return _unless_trivial(plain) if segments is None else replace(plain, segments=segments)
+
+    # Keys that exist: a static cache is longer than what it holds.
+    filled = q_offset + q_length - kv_offset if pattern.causal else kv_length
+    decodes = _decodes(q_length, kv_length) and not torch.is_grad_enabled()
+    if isinstance(filled, int) and not decodes:
+        plain = replace(plain, length=filled)
+    whole = isinstance(filled, int) and filled == plain.length
+    if attention_mask is None and whole:
+        return _unless_trivial(plain)
+
+    slot = torch.arange(plain.length, device=device)
+    valid = (slot < filled).expand(batch_size, -1)
+    if attention_mask is not None:
+        valid = valid & _padding(attention_mask, kv_offset, plain.length)
+    start, count = valid.int().argmax(-1), valid.sum(-1)
+    run = (slot >= start[:, None]) & (slot < (start + count)[:, None])
+    is_run = (valid == run).all()
+    # Decode aligns the last query with the last key: padding may only come before the queries.
+    ends = valid[:, :-1] & ~valid[:, 1:] & (slot[:-1] >= filled - q_length) & (slot[1:] < filled)
+    is_aligned = ~ends.any()
+
+    windowed = plain.window_size != (-1, -1)
+    needs_alignment = pattern.causal or windowed
+    if attention_mask is None:
+        facts = Facts(all_valid=False, is_run=True, is_aligned=True, from_zero=True)
+    elif is_tracing(valid):
+        facts = Facts(all_valid=False, is_run=False, is_aligned=True, from_zero=False)
+        if decodes and needs_alignment:
+            torch._assert_async(is_aligned, "attention_mask: padding after a query")
+        if windowed or not decodes:
+            torch._assert_async(is_run, "attention_mask: padding between tokens")
+    else:
+        facts = Facts(*torch.stack([valid.all(), is_run, is_aligned, (start == 0).all()]).tolist())
+        decodes = decodes and (facts.is_aligned or not needs_alignment)
+        if not facts.is_run and (windowed or not decodes):
+            raise _unsupported(
+                "attention_mask: expected one run of tokens in each row here, got padding between "
+                "tokens; pad on the left"
+            )
+    if facts.all_valid:
+        return _unless_trivial(plain)
+    if not decodes:
+        every_query = not needs_alignment
+        segments = _padded_segments(start, count, filled, q_length, plain.length, every_query)
+        return replace(plain, segments=segments)
+    slots = None
+    if not facts.is_run:
+        slots = (~valid).byte().argsort(dim=-1, stable=True).int()
+    elif not facts.from_zero:
+        slots = (start[:, None] + slot).int()
+    return replace(plain, cache_seqlens=count.int(), slots=slots)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the host knows of a padding mask.
+
+    all_valid: nothing is hidden; is_run: one run of tokens a row; is_aligned: no token of the new
+    queries is followed by padding; from_zero: every run starts in slot 0.
+    """
+
+    all_valid: bool
+    is_run: bool
+    is_aligned: bool
+    from_zero: bool
+
+
+def _decodes(q_length: int, kv_length: int) -> bool:
+    return q_length <= MAX_DECODE_QUERIES and kv_length > q_length
+
+
+def _unless_trivial(seen: Visibility) -> Visibility | None:
+    trivial = seen.window_size == (-1, -1) and seen.length == seen.shape[-1]
+    return None if trivial else seen
+
+
+def _padding(attention_mask: Tensor, kv_offset: int, length: int) -> Tensor:
+    """The padding mask over the first `length` slots; positions it does not reach are hidden."""
+    expect(attention_mask.ndim == 2, "attention_mask", "[batch, positions]", attention_mask)
+    mask = attention_mask[:, kv_offset : kv_offset + length].bool()
+    return torch.nn.functional.pad(mask, (0, length - mask.shape[1]))
+
+
+@torch.compiler.disable(reason="whether sequences are packed is data: pass an attention_mask")
+def _packed_segments(ids: Tensor) -> Segments | None:
+    """One segment for each run of equal ids `[batch, q_length]` of a row; None: rows are whole."""
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    bounds = first.flatten().nonzero()[:, 0]
+    if bounds.numel() == ids.shape[0]:
+        return None
+    cu_seqlens = torch.nn.functional.pad(bounds, (0, 1), value=ids.numel()).int()
+    longest = int(cu_seqlens.diff().max())
+    return Segments(cu_seqlens, cu_seqlens, longest, longest)
+
+
+def _padded_segments(
+    start: Tensor,
+    count: Tensor,
+    filled: int | Tensor,
+    q_length: int,
+    length: int,
+    every_query: bool,
+) -> Segments:
+    """Four segments a sequence, of which one has both queries and keys: its run of tokens.
+
+    Keys before the run and after it meet no query, queries after it meet no key. Queries before it
+    may stay: the alignment at the end of the run puts them before its first key. `every_query`: no
+    query is after the run, as in layers where a query's position says nothing (encoders and
+    cross-attention).
+    """
+    batch = torch.arange(start.shape[0], device=start.device)[:, None]
+    stop, all_queries = start + count, torch.full_like(start, q_length)
+    high = all_queries if every_query else (stop - filled + q_length).clamp(0, q_length)
+    all_keys = torch.full_like(start, length)
+
+    def cumulative(*bounds: Tensor) -> Tensor:
+        """Bounds within each sequence, as bounds within the batch."""
+        of_batch = torch.stack(bounds, -1) + batch * bounds[-1][:, None]
+        return torch.nn.functional.pad(of_batch.flatten(), (1, 0)).int()
+
+    return Segments(
+        cumulative(torch.zeros_like(start), high, all_queries, all_queries),
+        cumulative(start, stop, stop, all_keys),
+        q_length,
+        length,
+        padded=True,
+    )
+
+
+# In every layer: the attention function
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Visibility | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    deterministic: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: query, key, value `[B, H, S, D]` to `([B, S, H, D], None)`.
+
+    `attention_mask` is what `visible_keys` made. Where it is None, causality comes from
+    `is_causal` or the module, the window from `sliding_window`, as for FlashAttention.
+    """
+    for name, given in kwargs.items():
+        if name not in INERT and given is not None and given is not False:
+            raise _unsupported(f"{name}: expected None, got {_shown(given)}")
+    # [B, H, S, D] -> [B, S, H, D], a view
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    seen = attention_mask
+    if seen is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        left = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
+        shape = (q.shape[0], 1, q.shape[1], k.shape[1])
+        seen = Visibility(shape, causal, (left, -1 if causal else left), k.shape[1])
+    elif not isinstance(seen, Visibility):
+        raise _unsupported(
+            f"attention_mask: expected [batch, positions] at the model, got {_shown(seen)}; "
+            "masks that are not causal, sliding window or padding need another implementation"
+        )
+    expect(
+        seen.shape == (q.shape[0], 1, q.shape[1], k.shape[1]),
+        "attention_mask",
+        f"[{q.shape[0]}, 1, {q.shape[1]}, {k.shape[1]}], as the queries and keys of the layer",
+        list(seen.shape),
+    )
+    lengths = {
+        "cu_seq_lens_q": cu_seq_lens_q,
+        "cu_seq_lens_k": cu_seq_lens_k,
+        "max_length_q": max_length_q,
+        "max_length_k": max_length_k,
+    }
+    if any(given is not None for given in lengths.values()):
+        seen = _with_lengths(seen, lengths)
+
+    options: dict[str, Any] = {
+        "causal": seen.causal,
+        "window_size": seen.window_size,
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sink_logits": s_aux,
+    }
+    needs_grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (query, key, value, s_aux)
+    )
+    training: dict[str, Any] = {"dropout_p": dropout, "deterministic": bool(deterministic)}
+    if seen.segments is not None:
+        return _varlen(q, k, v, seen.segments, seen.length, {**options, **training}), None
+    if seen.cache_seqlens is not None or (
+        _decodes(q.shape[1], k.shape[1]) and not needs_grad and not dropout
+    ):
+        expect(not dropout, "dropout", "0.0 with a key-value cache", dropout)
+        return _decode(q, k, v, seen, options), None
+    k, v = k[:, : seen.length], v[:, : seen.length]
+    return splitkv.attention(q, k, v, **options, **training), None
+
+
+def _with_lengths(seen: Visibility, lengths: dict[str, Any]) -> Visibility:
+    """The sequences of a batch without padding, as its collator gave them."""
+    for name, given in lengths.items():
+        expect_given_with(name, given, ", ".join(n for n in lengths if n != name))
+    padded = seen.cache_seqlens is not None or (seen.segments is not None and seen.segments.padded)
+    expect(not padded, "attention_mask", "no padding beside cu_seq_lens_q", "padding")
+    whole = seen.length == seen.shape[-1]
+    expect(whole, "cu_seq_lens_k", "a cache without empty slots", seen.length)
+    segments = Segments(
+        lengths["cu_seq_lens_q"].int(),
+        lengths["cu_seq_lens_k"].int(),
+        int(lengths["max_length_q"]),
+        int(lengths["max_length_k"]),
+    )
+    return replace(seen, segments=segments)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, length: int, options: dict[str, Any]
+) -> Tensor:
+    out: Any = splitkv.attention_varlen(
+        q.flatten(0, 1),
+        k[:, :length].flatten(0, 1),
+        v[:, :length].flatten(0, 1),
+        segments.cu_seqlens_q.to(q.device),
+        segments.cu_seqlens_k.to(q.device),
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
+        **options,
+    )
+    return out.unflatten(0, q.shape[:2])
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, options: dict[str, Any]) -> Tensor:
+    if seen.cache_seqlens is None:
+        return splitkv.decode(q, k, v, **options)
+    cache_seqlens = seen.cache_seqlens.to(q.device)
+    if seen.slots is None:
+        return splitkv.decode(q, k, v, cache_seqlens=cache_seqlens, **options)
+    # Each key is a page of one: the table says where the visible ones are, and no key moves.
+    pitch = _pitch(k)
+    if pitch is None or pitch != _pitch(v):
+        k, v = k.contiguous(), v.contiguous()
+        pitch = k.shape[1]
+    first = torch.arange(k.shape[0], device=q.device, dtype=torch.int32)[:, None] * pitch
+    return splitkv.decode(
+        q,
+        _pages(k, pitch),
+        _pages(v, pitch),
+        cache_seqlens=cache_seqlens,
+        page_table=seen.slots.to(q.device) + first,
+        max_seqlen_k=k.shape[1],
+        **options,
+    )
+
+
+def _pitch(cache: Tensor) -> int | None:
+    """Keys from one sequence of `[B, S, H, D]` to the next; None: no whole number of them."""
+    if cache.shape[0] == 1:
+        return cache.shape[1]
+    whole, rest = divmod(cache.stride(0), cache.stride(1))
+    return None if rest else whole
+
+
+def _pages(cache: Tensor, pitch: int) -> Tensor:
+    """A cache `[B, S, H, D]` as pages of one key, `[pages, 1, H, D]`: a view of the same memory.
+
+    Page `b * pitch + s` is key s of sequence b. Pages between the sequences belong to nobody.
+    """
+    batch, seqlen, heads, dim = cache.shape
+    _, key_stride, head_stride, _ = cache.stride()
+    pages = (batch - 1) * pitch + seqlen
+    return cache.as_strided((pages, 1, heads, dim), (key_stride, key_stride, head_stride, 1))
+
+
+def _unsupported(reason: str) -> UnsupportedProblem:
+    return UnsupportedProblem("a layer of transformers", "any device", [("splitkv", [reason])])
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"a tensor of shape {list(shape)}"

@@ -1,0 +1,165 @@
+"""Merge the partials that `decode_split` left, one program a packed row and slice of head_dim_v.
+
+Computes, over the parts p of a row,
+
+    m = max_p m[p]     l = sum_p exp(m[p] - m) l[p]     acc = sum_p exp(m[p] - m) acc[p]
+    out = acc / (l + exp(sink - m))                     lse = m + log l
+
+Shapes      partials: acc [slots, rows, head_dim_v], m and l [slots, rows], fp32; out, lse: as in Final
+Grid        (num_kv_heads * seqlen_q * group, batch, head_dim_v / TILE_V)
+Traffic     reads every partial once, writes out once; counted in decode_split.traffic
+Numerics    fp32 throughout, base-2 exponentials; parts are merged in order, so bits do not vary
+Limits      those of decode_split; a sequence of one part is finished there and skipped here
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.share import Share, batch_share
+from splitkv.kernels.tile.softmax import finish, finite_or_zero
+
+FINISHED = tl.constexpr(-1.0)  # as l of a slot: the row needs no merge; a sum of exponentials is >= 0
+
+
+class Partial(NamedTuple):
+    """Pointers to acc [slots, rows, head_dim_v], m [slots, rows] in base 2 and l [slots, rows], fp32.
+
+    A slot without keys has m = -inf and l = 0; one whose row needs no merge has l = FINISHED.
+    """
+
+    acc_ptr: Any
+    m_ptr: Any
+    l_ptr: Any
+
+
+class Final(NamedTuple):
+    """Pointers to out (as q, with head_dim_v) and lse [batch, num_heads, seqlen_q] fp32, or None."""
+
+    out_ptr: Any
+    lse_ptr: Any
+
+
+@triton.jit
+def write_absent(m_ptr, l_ptr, slot_rows, ok, l):
+    """Mark a slot as one that adds nothing: no keys seen (l = 0) or nothing to merge (FINISHED)."""
+    nothing = tl.zeros_like(slot_rows).to(tl.float32)
+    tl.store(m_ptr + slot_rows, nothing + float("-inf"), mask=ok)
+    tl.store(l_ptr + slot_rows, nothing + l, mask=ok)
+
+
+def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int]:
+    """(parts a step, columns a program) for rows of so many parts, at one warp a program.
+
+    One warp, because reducing over the parts is then free of shared memory; about 512 elements, so
+    that the loads of all parts of a row are in flight at once, on as many SMs as there are slices.
+    """
+    step = min(triton.next_power_of_2(parts), 128)
+    columns = min(128, max(16, 512 // step))
+    return step, min(columns, triton.next_power_of_2(head_dim_v))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_q",
+        "batch",
+        "num_kv_heads",
+        "left",
+        "right",
+        "sink_tokens",
+        "parts",
+        "programs",
+    ]
+)
+def combine(
+    partial,  # Partial
+    final,  # Final
+    lens_ptr,  # [batch] int32, read by the batch rule only
+    sink_ptr,  # [num_heads], or None
+    seqlen_q,
+    batch,
+    num_kv_heads,
+    left,
+    right,
+    sink_tokens,
+    parts,  # slots a sequence; None: the batch rule
+    programs,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BATCH_P2: tl.constexpr,
+    TILE_M: tl.constexpr,  # of decode_split, as TILE_N
+    TILE_N: tl.constexpr,
+    TILE_P: tl.constexpr,  # parts a step
+    TILE_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    rows = seqlen_q * GROUP
+    h = tl.program_id(0) // rows
+    r = tl.program_id(0) % rows
+    b = tl.program_id(1)
+    t = r // GROUP
+    head = h * GROUP + r % GROUP
+    offs_v = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
+    sink_log2 = None
+    if sink_ptr is not None:
+        sink_log2 = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+
+    # where the partials are: worked out while decode_split still runs
+    row_tiles = (rows + TILE_M - 1) // TILE_M
+    head_tile = h * row_tiles + r // TILE_M
+    if programs is None:
+        slot = (b * num_kv_heads * row_tiles + head_tile) * parts
+        num_parts = parts
+    else:
+        t_first, t_last = token_range(r // TILE_M, seqlen_q, GROUP, TILE_M)
+        bounds = Bounds(left, right, sink_tokens)
+        share = Share(None, None, programs)
+        parts_b = batch_share(
+            share, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, TILE_N, BATCH_P2
+        )
+        offs_b = tl.arange(0, BATCH_P2)
+        slot = head_tile * programs + tl.sum(tl.where(offs_b < b, parts_b, 0), 0)
+        num_parts = tl.sum(tl.where(offs_b == b, parts_b, 0), 0)
+    if PDL:  # before any return: this grid must not end before decode_split does
+        tl.extra.cuda.gdc_wait()
+    if num_parts == 1:
+        return
+    stride_part = tl.minimum(TILE_M, rows)
+    first_row = slot.to(tl.int64) * stride_part + r % TILE_M
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, TILE_V], tl.float32)
+    v_ok = offs_v < HEAD_DIM_V
+    for first in range(0, num_parts, TILE_P):
+        offs_p = first + tl.arange(0, TILE_P)
+        p_ok = offs_p < num_parts
+        offs = first_row + offs_p * stride_part  # [TILE_P]
+        m_p = tl.load(partial.m_ptr + offs, mask=p_ok, other=float("-inf"))
+        l_p = tl.load(partial.l_ptr + offs, mask=p_ok, other=0.0)
+        acc_ptrs = partial.acc_ptr + offs[:, None] * HEAD_DIM_V + offs_v[None, :]
+        acc_p = tl.load(acc_ptrs, mask=p_ok[:, None] & v_ok[None, :], other=0.0)  # [TILE_P, TILE_V]
+        acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
+        m_new = tl.maximum(m, tl.max(m_p, 0))
+        top = finite_or_zero(m_new)
+        weight = tl.where(l_p < 0.0, 1.0, tl.exp2(m_p - top))
+        shrink = tl.exp2(m - top)
+        l = l * shrink + tl.sum(weight * l_p, 0)
+        acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, None], 0)[None, :]
+        m = m_new
+    merge = l >= 0.0
+    out, lse = finish(acc, m, l, sink_log2)
+
+    out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
+    out_ptrs = final.out_ptr + out_row + offs_v[None, :]
+    tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=v_ok[None, :] & merge[:, None])
+    if final.lse_ptr is not None:
+        lse_row = (b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t
+        first_slice = tl.program_id(2) + tl.arange(0, 1)
+        tl.store(final.lse_ptr + lse_row + tl.zeros([1], tl.int32), lse, mask=(first_slice == 0) & merge)

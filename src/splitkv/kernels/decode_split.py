@@ -1,0 +1,520 @@
+"""Split-KV decode attention, for any NVIDIA GPU.
+
+Computes, for each sequence b, KV head h and the rows r = (query token, grouped head) that share it,
+
+    s[r, n]  = score(scale * q[r] . k[n])          n in the bands of row r, the visible keys
+    m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])
+    acc[r]   = sum_n exp(s[r, n] - m[r]) v[n]
+
+over one part of the keys, and stores the partial (acc, m, l). `combine` merges the parts. A sequence
+of only one part is finished here, out = acc / (l + exp(sink - m)), and leaves no partial.
+
+Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v: see kv.py; out as q, with head_dim_v
+            partials [slots, rows, head_dim_v + 2] fp32, one slot a program
+Grid        even: (num_splits, num_kv_heads * row_tiles, batch)
+            batch: (programs, num_kv_heads * row_tiles); a program finds its sequence by the lengths
+            the num_heads / num_kv_heads heads of all query tokens share each key tile
+Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head_dim_v) * kv bytes; read
+                          once: later row tiles of the same keys find them in the L2
+            partials      2 * parts * rows * (head_dim_v + 2) * 4, for sequences of two parts or more
+            flops         2 * batch * num_heads * seqlen_q * visible keys * (head_dim + head_dim_v)
+Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @ v;
+            fp32 inputs multiply in IEEE fp32, not tf32
+Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 16 from
+            16 to 256; at most 16 query tokens; at most 64 query heads a KV head; keys and values stored
+            as they are; batch, and KV heads times row tiles, at most 65535; no dropout, no gradient
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from splitkv.device import Device
+from splitkv.kernels.combine import FINISHED, Final, Partial, combine, merge_tiles, write_absent
+from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
+from splitkv.kernels.tile.locate import locate
+from splitkv.kernels.tile.score import score_log2
+from splitkv.kernels.tile.share import Share, batch_share, parts_of, sequence_share
+from splitkv.kernels.tile.softmax import finish, finite_or_zero
+from splitkv.kv import Paged
+from splitkv.plans import Config, Kernel, Plan, Traffic
+from splitkv.problem import Operands, Problem
+from splitkv.scores import PLAIN
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_SPLITS, MAX_GRID = 256, 16, 64, 1024, 65535
+
+
+class KV(NamedTuple):
+    """Pointers to keys, values and the page table [batch, max_pages]; table_ptr None: contiguous."""
+
+    k_ptr: Any
+    v_ptr: Any
+    table_ptr: Any
+
+
+class Row(NamedTuple):
+    """Pointers to what a row brings along: sink logit [num_heads], ALiBi slope [(batch,) num_heads]."""
+
+    sink_ptr: Any
+    slope_ptr: Any
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_q",
+        "seqlen_k",
+        "batch",
+        "num_kv_heads",
+        "left",
+        "right",
+        "sink_tokens",
+        "parts",
+        "size",
+        "programs",
+    ]
+)
+def decode_split(
+    q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM]
+    kv,  # KV
+    lens_ptr,  # [batch] int32 keys of each sequence, or None: seqlen_k each
+    final,  # Final
+    partial,  # Partial, or None: one part a sequence
+    row,  # Row
+    scale,  # see tile/score.py
+    softcap,  # float or None
+    seqlen_q,
+    seqlen_k,
+    batch,
+    num_kv_heads,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    parts,  # the share's numbers, or None
+    size,
+    programs,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,  # of a sequence, or of a page
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    stride_slope,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BATCH_P2: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:  # the combine may start its prologue; it waits for this grid before it reads partials
+        tl.extra.cuda.gdc_launch_dependents()
+    bounds = Bounds(left, right, sink_tokens)
+    share = Share(parts, size, programs)
+    DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
+
+    # whose keys, and which part of them
+    row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
+    head_tile = tl.program_id(1)
+    h = head_tile // row_tiles
+    tile_m = head_tile % row_tiles
+    t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
+    part = tl.program_id(0)
+    if share.programs is None:
+        b = tl.program_id(2)
+        slot = (b * tl.num_programs(1) + head_tile) * tl.num_programs(0) + part
+    else:
+        slot = head_tile * tl.num_programs(0) + part
+        parts_b = batch_share(
+            share, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, TILE_N, BATCH_P2
+        )
+        end = tl.cumsum(parts_b, 0)
+        before = (end <= part) & (tl.arange(0, BATCH_P2) < batch)
+        b = tl.sum(before.to(tl.int32), 0)
+        part -= tl.max(tl.where(before, end, 0), 0)
+        if b >= batch:
+            return
+    if lens_ptr is None:
+        keys = seqlen_k
+    else:
+        keys = tl.load(lens_ptr + b)
+    pos_first = keys - seqlen_q + t_first
+    pos_last = keys - seqlen_q + t_last
+    tiles, near, skip = visited_tiles(bounds, pos_first, pos_last, keys, TILE_N)
+    if share.programs is None:
+        per = sequence_share(share, tiles)
+    else:
+        parts_here = tl.sum(tl.where(tl.arange(0, BATCH_P2) == b, parts_b, 0), 0)
+        per = sequence_share(Share(parts_here, None, None), tiles)
+    num_parts = parts_of(tiles, per)
+
+    # the rows  [TILE_M]
+    offs_m = tl.arange(0, TILE_M)
+    rows = tile_m * TILE_M + offs_m
+    row_ok = rows < seqlen_q * GROUP
+    slot_rows = slot.to(tl.int64) * tl.minimum(TILE_M, seqlen_q * GROUP) + offs_m
+    if part >= num_parts:
+        if partial is not None:
+            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
+        return
+    t = rows // GROUP
+    head = h * GROUP + rows % GROUP
+    pos = (keys - seqlen_q + t)[:, None]
+    offs_d = tl.arange(0, DIM)
+    offs_v = tl.arange(0, DIM_V)
+    slope = None
+    if row.slope_ptr is not None:
+        slope = tl.load(row.slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
+        slope = slope.to(tl.float32)[:, None]
+    q_rows = q_ptr + b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
+    q_ok = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=q_ok, other=0.0)  # [TILE_M, DIM]
+
+    k_head = kv.k_ptr + h.to(tl.int64) * stride_kh
+    v_head = kv.v_ptr + h.to(tl.int64) * stride_vh
+    table = None
+    if kv.table_ptr is not None:
+        table = kv.table_ptr + b.to(tl.int64) * stride_table
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    l = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, DIM_V], tl.float32)
+    first = part * per
+    for i in tl.range(first, tl.minimum(first + per, tiles), num_stages=STAGES):
+        offs_n = tl.where(i < near, i, i + skip) * TILE_N + tl.arange(0, TILE_N)
+        n_ok = offs_n < keys
+        outer, inner = locate(table, b, offs_n, n_ok, PAGE_SIZE)
+        k_rows = outer * stride_kb + inner * stride_kn
+        k_ok = n_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
+        k = tl.load(k_head + k_rows[:, None] + offs_d[None, :], mask=k_ok, other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # [TILE_M, TILE_N]
+        s = score_log2(qk, scale, softcap, slope, pos, offs_n[None, :])
+        s = tl.where(visible(bounds, pos, offs_n[None, :], keys), s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 1))
+        top = finite_or_zero(m_new)
+        p = tl.exp2(s - top[:, None])
+        shrink = tl.exp2(m - top)
+        m = m_new
+        l = l * shrink + tl.sum(p, 1)
+        v_rows = outer * stride_vb + inner * stride_vn
+        v_ok = n_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
+        v = tl.load(v_head + v_rows[:, None] + offs_v[None, :], mask=v_ok, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+
+    out_ok = row_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
+    if num_parts == 1:
+        sink_log2 = None
+        if row.sink_ptr is not None:
+            sink = tl.load(row.sink_ptr + head, mask=row_ok, other=0.0).to(tl.float32)
+            sink_log2 = sink * 1.4426950408889634
+        out, lse = finish(acc, m, l, sink_log2)
+        out_rows = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
+        out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
+        tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
+        if final.lse_ptr is not None:
+            lse_rows = (b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t
+            tl.store(final.lse_ptr + lse_rows, lse, mask=row_ok)
+        if partial is not None:
+            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, FINISHED)
+    elif partial is not None:
+        acc_ptrs = partial.acc_ptr + slot_rows[:, None] * HEAD_DIM_V + offs_v[None, :]
+        tl.store(acc_ptrs, acc, mask=out_ok)
+        tl.store(partial.m_ptr + slot_rows, m, mask=row_ok)
+        tl.store(partial.l_ptr + slot_rows, l, mask=row_ok)
+
+
+def packed_rows(problem: Problem, config: Config) -> tuple[int, int]:
+    """Row tiles of a sequence and KV head, and the rows that a partial of one of them stores."""
+    return triton.cdiv(problem.rows, config.tile_m), min(config.tile_m, problem.rows)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Programs along each axis of the launch."""
+    heads = problem.num_kv_heads * packed_rows(problem, config)[0]
+    if config.schedule == "batch":
+        return config.programs, heads, 1
+    return config.num_splits, heads, problem.batch
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    reasons = []
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    expect(problem.kind == "decode", f"kind {problem.kind}: expected decode")
+    expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
+    if device.kind == "cuda":
+        expect(device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer")
+    expect(
+        problem.dtype in ("bfloat16", "float16", "float32"),
+        f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
+    )
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(problem, name)
+        expect(
+            value % 16 == 0 and 16 <= value <= MAX_HEAD_DIM,
+            f"{name} {value}: expected a multiple of 16 from 16 to {MAX_HEAD_DIM}",
+        )
+    expect(
+        problem.seqlen_q <= MAX_SEQLEN_Q,
+        f"seqlen_q {problem.seqlen_q}: expected at most {MAX_SEQLEN_Q}",
+    )
+    expect(
+        problem.group <= MAX_GROUP,
+        f"query heads a KV head {problem.group}: expected at most {MAX_GROUP}",
+    )
+    expect(problem.codec.name == "as_is", f"kv {problem.codec}: expected as_is")
+    expect(problem.batch <= MAX_GRID, f"batch {problem.batch}: expected at most {MAX_GRID}")
+    head_tiles = problem.num_kv_heads * triton.cdiv(problem.rows, tile_m(problem))
+    expect(
+        head_tiles <= MAX_GRID, f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}"
+    )
+    expect(not problem.dropout, "dropout_p: expected 0")
+    expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    return reasons
+
+
+def tile_m(problem: Problem) -> int:
+    """Rows a program: the packed rows rounded up to a matrix tile, at most 64.
+
+    In fp32 16: without a matrix unit, more rows would only take registers.
+    """
+    most = 64 if problem.element_bytes == 2 else 16
+    return min(most, max(16, triton.next_power_of_2(max(problem.rows, 1))))
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """The most shared memory that Triton takes for a config: tiles in flight, q, p, sums, the table."""
+    dim, dim_v = padded_dims(problem)
+    in_flight = config.num_stages + (config.tile_m == 64)  # wgmma still reads the tile before
+    tiles = in_flight * config.tile_n * (dim + dim_v)
+    rows = config.tile_m * (dim + config.tile_n)
+    table = 8 * config.num_stages * config.tile_n if isinstance(problem.place, Paged) else 0
+    return (tiles + rows) * problem.element_bytes + 4 * config.tile_m + table
+
+
+def register_need(problem: Problem, config: Config) -> float:
+    """Registers a thread for acc, s, q, and for the addresses and masks of keys and values.
+
+    The last take 8 for each 16 bytes that a thread loads of a tile. Fitted to what ptxas says for
+    sm_90, as is the limit: configs spill from 192 on, or without score modifiers and a window from 360.
+    """
+    dim, dim_v = padded_dims(problem)
+    element = problem.element_bytes / 4
+    rows = config.tile_m * (dim_v + config.tile_n + dim * element)
+    loads = config.tile_n * (dim + dim_v) * element / 4
+    return (rows + 8 * loads) / (32 * config.num_warps)
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    return triton.next_power_of_2(problem.head_dim), triton.next_power_of_2(problem.head_dim_v)
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every tile shape that fits, with one split; `num_splits` may then be anything up to 1024."""
+    modified = problem.score != PLAIN or problem.mask.left is not None
+    most_registers = 192 if modified or problem.element_bytes > 2 else 320
+    for tile_n in (64, 32, 128, 16):
+        for num_warps in (4, 2, 8):
+            for num_stages in (2, 3, 1, 4, 6, 8):
+                config = Config(
+                    tile_m=tile_m(problem),
+                    tile_n=tile_n,
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                )
+                if register_need(problem, config) >= most_registers:
+                    continue
+                if shared_bytes(problem, config) <= device.smem_per_block:
+                    yield config
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
+    row_tiles, rows = packed_rows(problem, config)
+    if config.schedule == "batch":
+        slots = config.programs * problem.num_kv_heads * row_tiles
+    else:
+        slots = config.num_splits * problem.num_kv_heads * row_tiles * problem.batch
+    split = config.num_splits > 1 or config.schedule == "batch"
+    per_token = problem.batch * problem.seqlen_q * problem.num_heads
+    return Traffic(
+        kv_bytes=problem.kv_bytes,
+        q_bytes=per_token * problem.head_dim * problem.element_bytes,
+        out_bytes=per_token * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
+        partial_bytes=2 * slots * rows * (problem.head_dim_v + 2) * 4 if split else 0,
+        flops=2 * per_token * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
+    )
+
+
+class Launcher:
+    """`decode_split` and `combine` bound to one plan and one memory layout.
+
+    Everything that does not change from call to call is worked out here once. The first call goes
+    through Triton's own dispatch and keeps the compiled kernels; later calls launch those directly
+    with addresses, unless one is not a multiple of 16, which is another specialisation.
+    """
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        import torch
+
+        from splitkv.kernels.workspace import partials
+
+        problem, config = plan.problem, plan.config
+        q, k, v = operands.q, operands.k, operands.v
+        table, slopes, mask = operands.page_table, operands.alibi_slopes, problem.mask
+        self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+        self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+        self.return_lse = problem.return_lse
+        self.float32, self.partials = torch.float32, partials
+        out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
+
+        programs = size = None
+        parts: int | None = config.num_splits
+        max_parts = config.num_splits
+        if config.schedule == "batch":
+            parts, programs = None, config.programs
+            max_parts = config.programs - problem.batch + 1
+        elif config.schedule == "fixed":
+            size = config.split_size // config.tile_n
+        self.grid = grid(problem, config)
+        rows = packed_rows(problem, config)[1]
+        self.partial_rows = math.prod(self.grid) * rows if max_parts > 1 else 0
+        self.acc_numel = self.partial_rows * problem.head_dim_v
+
+        bounds = mask.left, mask.right, mask.sink_tokens if mask.num_bands == 2 else None
+        batch_p2 = triton.next_power_of_2(problem.batch) if programs else 1
+        pdl = bool(q.is_cuda and plan.device.capability >= (9, 0))
+        self.tail = (
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.batch,
+            problem.num_kv_heads,
+            *bounds,
+            parts,
+            size,
+            programs,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            table.stride(0) if table is not None else 0,
+            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            problem.group,
+            problem.head_dim,
+            problem.head_dim_v,
+            problem.place.page_size if isinstance(problem.place, Paged) else 1,
+            batch_p2,
+            config.tile_m,
+            config.tile_n,
+            # an indirect load takes Triton's pipeline two stages a tile in flight
+            (2 if table is not None else 1) * config.num_stages + 1,
+            pdl and self.partial_rows > 0,
+        )
+        self.options = {"num_warps": config.num_warps}
+        self.split: Callable[..., None] | None = None
+
+        # by the batch rule, most sequences have their share and a long one has many times that
+        usual_parts = max(8, programs // problem.batch - 1) if programs else max_parts
+        tile_p, tile_v = merge_tiles(usual_parts, problem.head_dim_v)
+        self.merge_grid = (
+            problem.num_kv_heads * problem.rows,
+            problem.batch,
+            triton.cdiv(problem.head_dim_v, tile_v),
+        )
+        self.merge_tail = (
+            problem.seqlen_q,
+            problem.batch,
+            problem.num_kv_heads,
+            *bounds,
+            parts,
+            programs,
+            *out.stride()[:3],
+            problem.group,
+            problem.head_dim_v,
+            batch_p2,
+            config.tile_m,
+            config.tile_n,
+            tile_p,
+            tile_v,
+            pdl,
+        )
+        self.merge_options = {"num_warps": 1, "launch_pdl": True} if pdl else {"num_warps": 1}
+        self.merge: Callable[..., None] | None = None
+
+    def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse or None), on the current stream; `operands.out` is written where it is given."""
+        q, out, lse = operands.q, operands.out, None
+        if out is None:
+            out = q.new_empty(self.out_shape)
+        if self.return_lse:
+            lse = q.new_empty(self.lse_shape, dtype=self.float32)
+        partial = partial_at = None
+        if self.partial_rows:
+            partial, partial_at = self.partials(q, self.acc_numel, self.partial_rows)
+        softcap, scale = operands.softcap or None, operands.softmax_scale
+        scale = scale / softcap if softcap else scale * 1.4426950408889634
+        tensors = (
+            q,
+            operands.k,
+            operands.v,
+            operands.page_table,
+            operands.cache_seqlens,
+            out,
+            lse,
+            operands.sink_logits,
+            operands.alibi_slopes,
+        )
+        if self.split is not None:
+            addresses = [None if x is None else x.data_ptr() for x in tensors]
+            if not any(a is not None and a & 15 for a in addresses):
+                at_q, at_k, at_v, table, lens, at_out, at_lse, sink, slopes = addresses
+                kv, final = KV(at_k, at_v, table), Final(at_out, at_lse)
+                row = Row(sink, slopes)
+                self.split(at_q, kv, lens, final, partial_at, row, scale, softcap, *self.tail)
+                if self.merge is not None:
+                    self.merge(partial_at, final, lens, sink, *self.merge_tail)
+                return out, lse
+        self.dispatch(tensors, partial, scale, softcap)
+        return out, lse
+
+    def dispatch(
+        self, tensors: tuple[Any, ...], partial: Partial | None, scale: float, softcap: float | None
+    ) -> None:
+        """Launch through Triton, which compiles what these arguments need, and keep the result."""
+        q, k, v, table, lens, out, lse, sink, slopes = tensors
+        kv, final, row = KV(k, v, table), Final(out, lse), Row(sink, slopes)
+        merge = None
+        split = decode_split[self.grid](
+            q, kv, lens, final, partial, row, scale, softcap, *self.tail, **self.options
+        )
+        if self.partial_rows:
+            merge = combine[self.merge_grid](
+                partial, final, lens, sink, *self.merge_tail, **self.merge_options
+            )
+        if split is not None and not any(x is not None and x.data_ptr() & 15 for x in tensors):
+            self.split = split[self.grid]
+            self.merge = None if merge is None else merge[self.merge_grid]
+
+
+KERNEL = Kernel("decode_split", unsupported, configs, traffic, Launcher)

@@ -1,0 +1,1 @@
+"""The vocabulary of device code: small functions that kernels read like the maths."""

@@ -1,0 +1,73 @@
+"""Bands of visible keys on the device: how many tiles to visit, which, and the predicate inside.
+
+A query row at key position `pos` sees keys `lo <= n < hi`, and the first `sink_tokens` keys below
+`hi`. An absent bound is None and costs nothing. Scalars and vectors of lengths both work.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Bounds(NamedTuple):
+    """The bounds of a mask: None, or an integer known at run time."""
+
+    left: Any
+    right: Any
+    sink_tokens: Any
+
+
+@triton.jit
+def token_range(tile, seqlen_q, GROUP: tl.constexpr, TILE_M: tl.constexpr):
+    """First and last query token of row tile `tile`; packed row = token * GROUP + head in the group."""
+    last = (tile * TILE_M + TILE_M - 1) // GROUP
+    return tile * TILE_M // GROUP, tl.minimum(last, seqlen_q - 1)
+
+
+@triton.jit
+def band_end(bounds, pos, keys):
+    """One past the last visible key of a row at key position `pos`."""
+    if bounds.right is None:
+        hi = keys + pos * 0
+    else:
+        hi = tl.maximum(tl.minimum(keys, pos + bounds.right + 1), 0)
+    return hi
+
+
+@triton.jit
+def visited_tiles(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
+    """Tiles that rows at positions `pos_first..pos_last` visit.
+
+    Returns (count, near, skip): tile i of the count lies at `i` below `near` (the sink tokens) and at
+    `i + skip` from there on. The gap between the two bands is never visited.
+    """
+    hi = band_end(bounds, pos_last, keys)
+    last = (hi + TILE_N - 1) // TILE_N
+    if bounds.left is None:
+        count = last
+        near = last
+        skip = last * 0
+    else:
+        lo = tl.minimum(tl.maximum(pos_first - bounds.left, 0), hi)
+        first = tl.minimum(lo // TILE_N, last)
+        near = first * 0
+        if bounds.sink_tokens is not None:
+            near = tl.minimum((tl.minimum(bounds.sink_tokens, hi) + TILE_N - 1) // TILE_N, first)
+        count = near + last - first
+        skip = first - near
+    return count, near, skip
+
+
+@triton.jit
+def visible(bounds, pos, offs_n, keys):
+    """The predicate [rows, TILE_N] for rows at key positions `pos` [rows, 1], keys [1, TILE_N]."""
+    seen = offs_n < band_end(bounds, pos, keys)
+    if bounds.left is not None:
+        near = offs_n >= pos - bounds.left
+        if bounds.sink_tokens is not None:
+            near = near | (offs_n < bounds.sink_tokens)
+        seen = seen & near
+    return seen

@@ -1,0 +1,72 @@
+"""Who works on what: cutting the keys of every sequence into parts, on the device.
+
+Every part of a sequence is `tiles_per_part` tiles long, the last one shorter. Three rules give that
+number. Each program works it out for itself from the lengths, so nothing is decided on the host and a
+captured graph stays right, and balanced, when the lengths change between replays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from splitkv.kernels.tile.band import visited_tiles
+
+
+class Share(NamedTuple):
+    """The rule: integers known at run time, or None.
+
+    parts     even: every sequence is cut into this many parts, or fewer where it has fewer tiles
+    size      fixed: parts of this many tiles, whatever else is in the batch; None: even
+    programs  batch: this many parts a head tile, shared out over the whole batch; None: by sequence
+    """
+
+    parts: Any
+    size: Any
+    programs: Any
+
+
+@triton.jit
+def parts_of(tiles, tiles_per_part):
+    """Parts that a sequence of so many tiles is cut into; at least one, which may be empty."""
+    return tl.maximum((tiles + tiles_per_part - 1) // tiles_per_part, 1)
+
+
+@triton.jit
+def sequence_share(share, tiles):
+    """Tiles a part of one sequence by the even or the fixed rule."""
+    if share.size is None:
+        per = tl.maximum((tiles + share.parts - 1) // share.parts, 1)
+    else:
+        per = tiles * 0 + share.size
+    return per
+
+
+@triton.jit
+def batch_share(
+    share,
+    bounds,
+    lens_ptr,
+    batch,
+    seqlen_q,
+    t_first,
+    t_last,
+    TILE_N: tl.constexpr,
+    BATCH_P2: tl.constexpr,
+):
+    """Parts [BATCH_P2] of every sequence by the batch rule, 0 in the padding.
+
+    In proportion to the tiles and rounded to nearest, at least one: of `programs`, a batch's worth is
+    left for the rounding, so that the parts of the whole batch always fit.
+    """
+    offs_b = tl.arange(0, BATCH_P2)
+    here = offs_b < batch
+    keys = tl.load(lens_ptr + offs_b, mask=here, other=0)
+    pos = keys - seqlen_q
+    tiles, _, _ = visited_tiles(bounds, pos + t_first, pos + t_last, keys, TILE_N)
+    tiles = tl.where(here, tiles, 0).to(tl.int64)
+    total = tl.maximum(tl.sum(tiles, 0), 1)
+    parts = (2 * tiles * (share.programs - batch) + total) // (2 * total)
+    return tl.where(here, tl.maximum(parts, 1), 0).to(tl.int32)

@@ -1,0 +1,172 @@
+"""Attention by torch.nn.functional.scaled_dot_product_attention.
+
+Computes    softmax(scale * q k^T + mask) v. A sink logit is one more key and value of zeros whose
+            entry in the additive mask is the logit. A row that sees no key is shown all of them and
+            then cleared, so that neither it nor its gradients are ever NaN
+Shapes      q [batch, seqlen_q, heads, head_dim], k, v [batch, seqlen_k, kv_heads, head_dim]; caches
+            are first gathered and dequantised, packed sequences padded to their planned maximum
+Grid        SDPA's own
+Traffic     keys+values  batch * kv_heads * seqlen_k * (head_dim + head_dim_v) * kv_bytes
+            copies       the same elements, written and read, where moved or given a sink
+            mask         a byte an entry and query row, or a number for every head with sink logits
+            flops        2 * batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)
+            every key is read, whatever the mask; scores stay on chip where SDPA is fused
+Numerics    those of SDPA; quantised caches are rounded to the working type after scaling; on the
+            CPU fp32 with gradients takes SDPA's unfused path
+Limits      no soft cap; no ALiBi; no LSE; sink logits beside fp32 and fp64 only, as SDPA rounds an
+            additive mask to the type of q; a deterministic backward on the CPU only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from splitkv.device import Device
+from splitkv.kernels.torch_math import dense_traffic, finish, kv_elements, moved, padded_inputs
+from splitkv.masks import Mask
+from splitkv.plans import Config, Kernel, Plan, Traffic
+from splitkv.problem import Operands, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    wide = ("float32", "float64")
+    limits = (
+        (problem.score.softcap, "softcap: expected 0, got a soft cap"),
+        (problem.score.alibi, "alibi_slopes: expected None, got slopes"),
+        (problem.return_lse, "return_lse: expected False, got True"),
+        (
+            problem.sink_logits and problem.dtype not in wide,
+            f"sink_logits: expected dtype float32 or float64 beside them, got {problem.dtype}",
+        ),
+        (
+            problem.deterministic and problem.needs_grad and device.kind == "cuda",
+            "deterministic: expected False with gradients on cuda, got True",
+        ),
+    )
+    return [reason for hit, reason in limits if hit]
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    yield Config()
+
+
+def mask_form(problem: Problem) -> str:
+    """What SDPA is told of the mask: nothing, its own causal flag, or a tensor."""
+    # SDPA's flag aligns top-left, which is ours only where there are as many queries as keys.
+    if problem.kind == "dense" and not problem.sink_logits:
+        if problem.mask.is_full and problem.seqlen_k > 0:
+            return "none"
+        if problem.mask == Mask(causal=True) and problem.seqlen_q == problem.seqlen_k:
+            return "causal"
+    return "tensor"
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    mask_bytes = 0
+    if mask_form(problem) == "tensor":
+        per_head = problem.batch if problem.kind != "dense" else 1
+        entries = per_head * problem.group * problem.seqlen_q
+        mask_bytes = 2 * entries * problem.seqlen_k
+        if problem.sink_logits:
+            width = problem.num_kv_heads * (problem.seqlen_k + 1) * problem.element_bytes
+            mask_bytes = 2 * entries * width
+    return dense_traffic(
+        problem,
+        copies=kv_elements(problem) if problem.sink_logits else moved(problem),
+        copy_bytes=problem.element_bytes,
+        workspace_bytes=mask_bytes,
+    )
+
+
+def bind(plan: Plan, operands: Operands) -> Callable[[Operands], tuple[Tensor, Tensor | None]]:
+    return partial(launch, plan.problem)
+
+
+def launch(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # With AVX-512 the fused CPU kernel takes exponentials to 20 ulp, which its float32 backward
+    # turns into errors past our tolerance.
+    on_cpu = operands.q.device.type == "cpu"
+    unfused = on_cpu and problem.dtype == "float32" and problem.needs_grad
+    with sdpa_kernel(SDPBackend.MATH) if unfused else nullcontext():
+        out = _sdpa(problem, operands, getattr(torch, problem.dtype))
+    return finish(operands, problem, out, None)
+
+
+def _sdpa(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
+    """[batch, seqlen_q, heads, head_dim_v], packed sequences padded."""
+    import torch
+    from torch.nn import functional as F
+
+    from splitkv import reference
+
+    x = operands
+    options: dict[str, Any] = {"scale": x.softmax_scale, "dropout_p": x.dropout_p}
+    form = mask_form(problem)
+    if form != "tensor":
+        q, k, v = (t.to(dtype).transpose(1, 2) for t in (x.q, x.k, x.v))
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=form == "causal", enable_gqa=problem.group > 1, **options
+        ).transpose(1, 2)
+
+    if problem.kind == "dense":
+        q, k, v, seqlens_q, seqlens_k = x.q, x.k, x.v, None, None
+    else:
+        q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
+    if k.shape[1] == 0:  # one key that nobody sees
+        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+        seqlens_k = torch.zeros(problem.batch, dtype=torch.int32, device=k.device)
+    _, _, visible = reference.padded_mask(q, k, seqlens_q, seqlens_k, problem.mask)
+    if problem.kind == "dense":
+        visible = visible[:1]
+    else:  # cache entries that no query sees may hold anything
+        unread = ~visible.any(-2)[:, :, None, None]
+        k, v = k.masked_fill(unread, 0), v.masked_fill(unread, 0)
+    return _masked(q, k, v, visible, x.sink_logits, options)
+
+
+def _masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    sink_logits: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """SDPA under a mask [B or 1, S_q, S_k], the heads of a group packed as rows of one head."""
+    import torch
+    from torch.nn import functional as F
+
+    from splitkv import reference
+
+    seqlen_q, num_heads, num_kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    group = num_heads // num_kv_heads
+    visible = visible[:, None, None]  # [B or 1, 1, 1, S_q, S_k]
+    sees_any = visible.any(-1, keepdim=True)
+    mask = (visible | ~sees_any).expand(-1, -1, group, -1, -1)
+    if sink_logits is not None:
+        bias = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+        bias = bias.expand(-1, num_kv_heads, -1, -1, -1)
+        sink = sink_logits.to(q.dtype).view(1, num_kv_heads, group, 1, 1)
+        mask = torch.cat([bias, sink.expand(*bias.shape[:-1], 1)], -1)
+        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+    out = F.scaled_dot_product_attention(
+        reference.pack_heads(q, num_kv_heads),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask.flatten(2, 3),
+        **options,
+    )
+    out = torch.where(sees_any, out.unflatten(2, (group, seqlen_q)), 0.0)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+KERNEL = Kernel("torch_sdpa", unsupported, configs, traffic, bind)

@@ -1,0 +1,61 @@
+"""Where the keys and values live, and how they are stored: two independent axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CodecName = Literal["as_is", "fp8", "int8"]
+Granularity = Literal["none", "tensor", "head", "token"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """`[batch, seqlen_k, num_kv_heads, head_dim]`, one slab a sequence."""
+
+    def __str__(self) -> str:
+        return "contiguous"
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """`[total_k, num_kv_heads, head_dim]`, sequences one after the other, bounds in `cu_seqlens_k`."""
+
+    def __str__(self) -> str:
+        return "ragged"
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """`[num_pages, page_size, num_kv_heads, head_dim]`; `page_table[b, i]` holds keys `i * page_size`
+    and following of sequence b."""
+
+    page_size: int
+
+    def __str__(self) -> str:
+        return f"paged({self.page_size})"
+
+
+Place = Contiguous | Ragged | Paged
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How one element of K or V is stored: as the working type, or quantised with scales.
+
+    The value is `stored * scale`; scales are per tensor, per KV head, or per token and head.
+    """
+
+    name: CodecName = "as_is"
+    granularity: Granularity = "none"
+
+    @property
+    def element_bytes(self) -> int | None:
+        """Bytes an element, or None where the element is of the working type."""
+        return None if self.name == "as_is" else 1
+
+    def __str__(self) -> str:
+        return self.name if self.name == "as_is" else f"{self.name} per {self.granularity}"
+
+
+AS_IS = Codec()

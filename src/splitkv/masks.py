@@ -1,0 +1,101 @@
+"""Which keys a query may see: one or two intervals of key positions a row.
+
+A query of a sequence with `seqlen_q` queries and `seqlen_k` keys stands at key position
+`pos = seqlen_k - seqlen_q + i` (bottom-right alignment). Every mask here is a union of at most two
+half-open intervals, the bands: `[0, sink_tokens)` and the window around `pos`. Kernels receive the
+bounds of the bands, never a matrix; `materialize()` is the matrix, for tests and pictures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+UNBOUNDED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A causal, windowed or full mask; `window_size` counts keys to each side, -1 is unbounded.
+
+    causal       a query sees no key after its own position
+    window_left  keys from `pos - window_left`, inclusive; -1: from the first key
+    window_right keys to `pos + window_right`, inclusive; -1: to the last key
+    sink_tokens  the first keys stay visible whatever the window's left edge says (StreamingLLM)
+    """
+
+    causal: bool = False
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    sink_tokens: int = 0
+
+    @property
+    def left(self) -> int | None:
+        """Keys visible before the query's own position; None where unbounded."""
+        return None if self.window_left == UNBOUNDED else self.window_left
+
+    @property
+    def right(self) -> int | None:
+        """Keys visible after the query's own position; None where unbounded."""
+        if self.causal:
+            return 0
+        return None if self.window_right == UNBOUNDED else self.window_right
+
+    @property
+    def num_bands(self) -> int:
+        return 2 if self.sink_tokens and self.left is not None else 1
+
+    @property
+    def is_full(self) -> bool:
+        return self.left is None and self.right is None
+
+    def bands(self, pos: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
+        """The disjoint, non-empty intervals `[lo, hi)` that a query at key position `pos` sees."""
+        hi = seqlen_k if self.right is None else min(seqlen_k, pos + self.right + 1)
+        lo = 0 if self.left is None else max(0, pos - self.left)
+        bands = [(0, min(self.sink_tokens, lo, hi))] if self.num_bands == 2 else []
+        if bands and self.sink_tokens >= lo:
+            bands, lo = [], 0
+        bands.append((lo, hi))
+        return tuple((a, b) for a, b in bands if a < b)
+
+    def span(self, seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
+        """The disjoint intervals of keys seen by at least one of `seqlen_q` queries: what is read."""
+        if seqlen_q <= 0 or seqlen_k <= 0:
+            return ()
+        first, last = seqlen_k - seqlen_q, seqlen_k - 1
+        hi = seqlen_k if self.right is None else max(0, min(seqlen_k, last + self.right + 1))
+        lo = 0 if self.left is None else min(max(0, first - self.left), hi)
+        bands = [(0, min(self.sink_tokens, hi))] if self.num_bands == 2 else []
+        if bands and self.sink_tokens >= lo:
+            bands, lo = [], 0
+        bands.append((lo, hi))
+        return tuple((a, b) for a, b in bands if a < b)
+
+    def num_keys(self, seqlen_q: int, seqlen_k: int) -> int:
+        """How many keys are seen by at least one query: what decode has to read."""
+        return sum(b - a for a, b in self.span(seqlen_q, seqlen_k))
+
+    def visible(self, pos: Any, key: Any) -> Any:
+        """The mask as a predicate, on integers or on broadcastable integer tensors."""
+        seen: Any = key >= 0
+        if self.right is not None:
+            seen = seen & (key <= pos + self.right)
+        if self.left is not None:
+            seen = seen & ((key >= pos - self.left) | (key < self.sink_tokens))
+        return seen
+
+    def materialize(self, seqlen_q: int, seqlen_k: int) -> list[list[bool]]:
+        """The mask as `[seqlen_q][seqlen_k]` booleans, True where visible."""
+        shift = seqlen_k - seqlen_q
+        return [
+            [bool(self.visible(i + shift, j)) for j in range(seqlen_k)] for i in range(seqlen_q)
+        ]
+
+    def __str__(self) -> str:
+        parts = ["causal"] if self.causal else []
+        if self.left is not None or (self.right is not None and not self.causal):
+            parts.append(f"window({self.window_left}, {self.window_right})")
+        if self.num_bands == 2:
+            parts.append(f"sink_tokens({self.sink_tokens})")
+        return " ".join(parts) or "full"

@@ -1,0 +1,125 @@
+"""The decision as a value: which kernel runs, with which numbers, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from splitkv.device import Device
+from splitkv.errors import expect
+from splitkv.problem import Operands, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The numbers of a decision.
+
+    num_splits   most parts that the keys of one sequence and KV head are cut into
+    schedule     even: every sequence is cut into num_splits parts by its own length;
+                 batch: `programs` parts a KV head and row tile are shared out over the whole batch on
+                 the device, each sequence getting parts in proportion to its length;
+                 fixed: parts of `split_size` keys whatever else is in the batch, so that the bits of
+                 a row do not depend on its neighbours
+    tile_m       packed query rows a program; tile_n: keys a step
+    num_stages   tiles of keys and values that a program has in flight
+    pack_gqa     the query heads of a KV head share one program; sm_margin: SMs left to others
+    """
+
+    num_splits: int = 1
+    tile_m: int = 16
+    tile_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    schedule: Literal["even", "batch", "fixed"] = "even"
+    programs: int = 0
+    split_size: int = 0
+    pack_gqa: bool = True
+    sm_margin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes and operations a kernel and config cost on a problem."""
+
+    kv_bytes: int
+    q_bytes: int
+    out_bytes: int
+    partial_bytes: int
+    flops: int
+
+    @property
+    def bytes(self) -> int:
+        return self.kv_bytes + self.q_bytes + self.out_bytes + self.partial_bytes
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One algorithm: its limits, its configurations, its traffic and how to launch it.
+
+    unsupported(problem, device) -> every reason against, one line each; empty: it can
+    configs(problem, device)     -> every legal Config, the cheapest first
+    traffic(problem, config)     -> Traffic
+    bind(plan, operands)         -> a launcher for this plan and memory layout: called with operands
+                                    of that layout, it runs and returns (out, lse or None)
+    """
+
+    name: str
+    unsupported: Callable[[Problem, Device], list[str]]
+    configs: Callable[[Problem, Device], Iterator[Config]]
+    traffic: Callable[[Problem, Config], Traffic]
+    bind: Callable[[Plan, Operands], Callable[[Operands], tuple[Any, Any]]] = field(repr=False)
+
+    def launch(self, operands: Operands, plan: Plan) -> tuple[Any, Any]:
+        """Bind and run once."""
+        return self.bind(plan, operands)(operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a policy returns."""
+
+    kernel: str
+    config: Config
+    why: str
+
+
+_plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
+_handles = count()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision: pass it back as `plan=` to skip deciding, print it, store it, compare it.
+
+    handle   the name of this very object for compiled graphs, which cannot hold it; not compared
+    """
+
+    problem: Problem
+    device: Device
+    policy: str
+    kernel: str
+    config: Config
+    why: str
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    handle: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", f"plan-{next(_handles)}")
+        _plans[self.handle] = self
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain data, for JSON."""
+        data = asdict(self)
+        del data["handle"]
+        return data
+
+
+def plan_with_handle(handle: str) -> Plan:
+    """The living plan with this handle."""
+    plan = _plans.get(handle)
+    expect(plan is not None, "plan", "a plan that is still alive in this process", handle)
+    assert plan is not None
+    return plan

@@ -1,0 +1,504 @@
+"""A call, without its tensors: the value that policies decide on and caches key on.
+
+`describe_*` are the only places that read and check shapes. They look at tensors through their
+attributes alone, so this module needs neither torch nor triton and a `Problem` for any GPU can be
+written by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from splitkv.errors import (
+    dtype_name,
+    expect,
+    expect_at_least,
+    expect_bool,
+    expect_device,
+    expect_divides,
+    expect_dtype,
+    expect_given_with,
+    expect_in_range,
+    expect_int,
+    expect_last_dim_contiguous,
+    expect_none_with,
+    expect_number,
+    expect_positive,
+    expect_shape,
+    expect_tensor,
+)
+from splitkv.kv import AS_IS, Codec, CodecName, Contiguous, Granularity, Paged, Place, Ragged
+from splitkv.masks import Mask
+from splitkv.scores import PLAIN, Score
+
+Kind = Literal["decode", "dense", "varlen"]
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+QUANTISED: dict[str, CodecName] = {"int8": "int8", "float8_e4m3fn": "fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call: shapes, types and features. Frozen and hashable; holds no tensor.
+
+    kind             decode: few queries against a cache; dense: [B, S, H, D]; varlen: [total, H, D]
+    seqlen_q         queries a sequence (decode: exactly; varlen: at most)
+    seqlen_k         keys a sequence (an upper bound where the lengths live on the device)
+    lengths          host: every sequence has seqlen_k keys; device: read from a tensor by the kernel
+    """
+
+    kind: Kind
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+    dtype: str = "bfloat16"
+    mask: Mask = Mask()
+    place: Place = Contiguous()
+    codec: Codec = AS_IS
+    score: Score = PLAIN
+    sink_logits: bool = False
+    lengths: Literal["host", "device"] = "host"
+    return_lse: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    needs_grad: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows of one sequence and KV head: query tokens times grouped heads."""
+        return self.seqlen_q * self.group
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_element_bytes(self) -> int:
+        return self.codec.element_bytes or self.element_bytes
+
+    @property
+    def visible_keys(self) -> int:
+        """Keys that at least one query of a longest sequence sees: what has to be read."""
+        return self.mask.num_keys(self.seqlen_q, self.seqlen_k)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that have to be read, every sequence at its upper bound."""
+        per_key = self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.kv_element_bytes
+        return self.batch * self.visible_keys * per_key
+
+    def __str__(self) -> str:
+        dims = (
+            str(self.head_dim)
+            if self.head_dim == self.head_dim_v
+            else f"{self.head_dim}/{self.head_dim_v}"
+        )
+        bound = "<=" if self.lengths == "device" else ""
+        parts = [
+            f"{self.kind}: batch {self.batch}",
+            f"heads {self.num_heads}/{self.num_kv_heads}",
+            f"head_dim {dims}",
+            f"seqlen_q {self.seqlen_q}",
+            f"seqlen_k {bound}{self.seqlen_k}",
+            self.dtype,
+            f"kv {self.place}" + ("" if self.codec == AS_IS else f" {self.codec}"),
+            f"mask {self.mask}",
+        ]
+        if self.score != PLAIN:
+            parts.append(str(self.score))
+        parts += [
+            name.replace("_", " ")
+            for name in ("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad")
+            if getattr(self, name)
+        ]
+        return ", ".join(parts)
+
+
+@dataclass(eq=False, slots=True)
+class Operands:
+    """The tensors and scalars of one call, checked by `describe_*`."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any = None
+    cache_seqlens: Any = None
+    page_table: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    sink_logits: Any = None
+    alibi_slopes: Any = None
+    q_scale: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+
+
+def describe_decode(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    cache_seqlens: Any,
+    page_table: Any,
+    max_seqlen_k: int | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    sink_tokens: int,
+    sink_logits: Any,
+    softmax_scale: float | None,
+    softcap: float,
+    alibi_slopes: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    out: Any,
+    return_lse: bool,
+    needs_grad: bool,
+) -> tuple[Problem, Operands]:
+    """Check every argument of `decode` and name the problem."""
+    batch, seqlen_q, num_heads, head_dim = expect_shape(
+        "q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None
+    )
+    place: Place = Contiguous()
+    if page_table is None:
+        _, capacity, num_kv_heads, _ = expect_shape(
+            "k_cache", k_cache, batch=batch, seqlen_k=None, num_kv_heads=None, head_dim=head_dim
+        )
+        head_dim_v = expect_shape(
+            "v_cache",
+            v_cache,
+            batch=batch,
+            seqlen_k=capacity,
+            num_kv_heads=num_kv_heads,
+            head_dim_v=None,
+        )[3]
+    else:
+        num_pages, page_size, num_kv_heads, _ = expect_shape(
+            "k_cache",
+            k_cache,
+            num_pages=None,
+            page_size=None,
+            num_kv_heads=None,
+            head_dim=head_dim,
+        )
+        head_dim_v = expect_shape(
+            "v_cache",
+            v_cache,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            head_dim_v=None,
+        )[3]
+        expect_positive("k_cache.shape[1] (page_size)", page_size)
+        max_pages = expect_shape("page_table", page_table, batch=batch, max_pages=None)[1]
+        _expect_index("page_table", page_table, q.device)
+        place, capacity = Paged(page_size), max_pages * page_size
+    seqlen_k = capacity
+    if max_seqlen_k is not None:
+        expect_int("max_seqlen_k", max_seqlen_k)
+        expect_in_range("max_seqlen_k", max_seqlen_k, 0, capacity)
+        seqlen_k = int(max_seqlen_k)
+    if cache_seqlens is not None:
+        expect_shape("cache_seqlens", cache_seqlens, batch=batch)
+        _expect_index("cache_seqlens", cache_seqlens, q.device)
+    dtype, codec = _describe_types(
+        ("k_cache", "v_cache"), q, k_cache, v_cache, q_scale, k_scale, v_scale, place
+    )
+    _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
+    mask = _describe_mask(causal, window_size, sink_tokens)
+    score, scale = _describe_scores(
+        num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
+    )
+    _expect_sink_logits(sink_logits, num_heads, q.device)
+    if out is not None:
+        expect_out(out, (batch, seqlen_q, num_heads, head_dim_v), dtype, q.device)
+    expect_bool("return_lse", return_lse)
+    problem = Problem(
+        kind="decode",
+        batch=batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        dtype=dtype,
+        mask=mask,
+        place=place,
+        codec=codec,
+        score=score,
+        sink_logits=sink_logits is not None,
+        lengths="host" if cache_seqlens is None else "device",
+        return_lse=return_lse,
+        needs_grad=needs_grad,
+    )
+    return problem, Operands(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        out=out,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        sink_logits=sink_logits,
+        alibi_slopes=alibi_slopes,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        softmax_scale=scale,
+        softcap=float(softcap),
+    )
+
+
+def describe_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool,
+    window_size: tuple[int, int],
+    sink_tokens: int,
+    sink_logits: Any,
+    softmax_scale: float | None,
+    softcap: float,
+    alibi_slopes: Any,
+    dropout_p: float,
+    deterministic: bool,
+    return_lse: bool,
+    needs_grad: bool,
+) -> tuple[Problem, Operands]:
+    """Check every argument of `attention` (dense), or of `attention_varlen` with `cu_seqlens_q`."""
+    place: Place = Contiguous()
+    if cu_seqlens_q is None:
+        kind: Kind = "dense"
+        batch, seqlen_q, num_heads, head_dim = expect_shape(
+            "q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None
+        )
+        _, seqlen_k, num_kv_heads, _ = expect_shape(
+            "k", k, batch=batch, seqlen_k=None, num_kv_heads=None, head_dim=head_dim
+        )
+        shape_v = expect_shape(
+            "v", v, batch=batch, seqlen_k=seqlen_k, num_kv_heads=num_kv_heads, head_dim_v=None
+        )
+    else:
+        kind, place = "varlen", Ragged()
+        _, num_heads, head_dim = expect_shape("q", q, total_q=None, num_heads=None, head_dim=None)
+        total_k, num_kv_heads, _ = expect_shape(
+            "k", k, total_k=None, num_kv_heads=None, head_dim=head_dim
+        )
+        shape_v = expect_shape(
+            "v", v, total_k=total_k, num_kv_heads=num_kv_heads, head_dim_v=None
+        )
+        bounds = expect_shape("cu_seqlens_q", cu_seqlens_q, **{"batch + 1": None})[0]
+        expect_positive("cu_seqlens_q.shape[0] (batch + 1)", bounds)
+        expect_shape("cu_seqlens_k", cu_seqlens_k, **{"batch + 1": bounds})
+        for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            _expect_index(name, value, q.device)
+        for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            expect_int(name, length)
+            expect_at_least(name, length, 0)
+        assert max_seqlen_q is not None and max_seqlen_k is not None
+        batch, seqlen_q, seqlen_k = bounds - 1, int(max_seqlen_q), int(max_seqlen_k)
+    expect_dtype("q", q, *DTYPE_BYTES)
+    expect_dtype("k", k, dtype_name(q))
+    dtype, _ = _describe_types(("k", "v"), q, k, v, None, None, None, place)
+    _expect_heads(num_heads, num_kv_heads, head_dim, shape_v[-1])
+    mask = _describe_mask(causal, window_size, sink_tokens)
+    score, scale = _describe_scores(
+        num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
+    )
+    _expect_sink_logits(sink_logits, num_heads, q.device)
+    expect_number("dropout_p", dropout_p)
+    expect(0 <= dropout_p < 1, "dropout_p", "from 0 to less than 1", dropout_p)
+    expect_bool("deterministic", deterministic)
+    expect_bool("return_lse", return_lse)
+    problem = Problem(
+        kind=kind,
+        batch=batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=shape_v[-1],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        dtype=dtype,
+        mask=mask,
+        place=place,
+        score=score,
+        sink_logits=sink_logits is not None,
+        lengths="device" if kind == "varlen" else "host",
+        return_lse=return_lse,
+        dropout=dropout_p > 0,
+        deterministic=deterministic,
+        needs_grad=needs_grad,
+    )
+    return problem, Operands(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        sink_logits=sink_logits,
+        alibi_slopes=alibi_slopes,
+        softmax_scale=scale,
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+    )
+
+
+def expect_out(out: Any, shape: tuple[int, ...], dtype: str, device: Any) -> None:
+    """A tensor that the result of `decode` fits into."""
+    names = ("batch", "seqlen_q", "num_heads", "head_dim_v")
+    expect_shape("out", out, **dict(zip(names, shape, strict=True)))
+    expect_dtype("out", out, dtype)
+    expect_device("out", out, device)
+    expect_last_dim_contiguous("out", out)
+
+
+def _expect_index(name: str, tensor: Any, device: Any) -> None:
+    expect_dtype(name, tensor, "int32")
+    expect_device(name, tensor, device)
+    expect_last_dim_contiguous(name, tensor)
+
+
+def _expect_heads(num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> None:
+    expect_positive("head_dim", head_dim)
+    expect_positive("head_dim_v", head_dim_v)
+    expect_positive("num_kv_heads", num_kv_heads)
+    expect_divides("num_heads", num_heads, num_kv_heads=num_kv_heads)
+    expect_positive("num_heads", num_heads)
+
+
+def _expect_sink_logits(sink_logits: Any, num_heads: int, device: Any) -> None:
+    if sink_logits is not None:
+        expect_shape("sink_logits", sink_logits, num_heads=num_heads)
+        expect_dtype("sink_logits", sink_logits, *DTYPE_BYTES)
+        expect_device("sink_logits", sink_logits, device)
+        expect_last_dim_contiguous("sink_logits", sink_logits)
+
+
+def expect_window(window_size: Any) -> None:
+    """A pair, of whatever."""
+    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    expect(pair, "window_size", "(left, right)", window_size)
+
+
+def _describe_mask(causal: bool, window_size: tuple[int, int], sink_tokens: int) -> Mask:
+    expect_bool("causal", causal)
+    expect_window(window_size)
+    for side, keys in zip(("left", "right"), window_size, strict=True):
+        expect_int(f"window_size {side}", keys)
+        expect_at_least(f"window_size {side}", keys, -1)
+    expect_int("sink_tokens", sink_tokens)
+    expect_at_least("sink_tokens", sink_tokens, 0)
+    return Mask(causal, int(window_size[0]), int(window_size[1]), int(sink_tokens))
+
+
+def _describe_scores(
+    num_heads: int,
+    batch: int,
+    head_dim: int,
+    softmax_scale: float | None,
+    softcap: float,
+    alibi_slopes: Any,
+    device: Any,
+) -> tuple[Score, float]:
+    """The score modifiers, and the scale with its default."""
+    if softmax_scale is not None:
+        expect_number("softmax_scale", softmax_scale)
+        expect_positive("softmax_scale", softmax_scale)
+    expect_number("softcap", softcap)
+    expect_at_least("softcap", softcap, 0)
+    if alibi_slopes is not None:
+        if len(getattr(alibi_slopes, "shape", ())) == 2:
+            expect_shape("alibi_slopes", alibi_slopes, batch=batch, num_heads=num_heads)
+        else:
+            expect_shape("alibi_slopes", alibi_slopes, num_heads=num_heads)
+        expect_dtype("alibi_slopes", alibi_slopes, "float32", "float64")
+        expect_device("alibi_slopes", alibi_slopes, device)
+        expect_last_dim_contiguous("alibi_slopes", alibi_slopes)
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    return Score(softcap > 0, alibi_slopes is not None), scale
+
+
+def _describe_types(
+    names: tuple[str, str],
+    q: Any,
+    k: Any,
+    v: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    place: Place,
+) -> tuple[str, Codec]:
+    """The working type, and how the keys and values, called `names`, are stored."""
+    working, stored = dtype_name(q), dtype_name(k)
+    expect_device(names[0], k, q.device)
+    expect_device(names[1], v, q.device)
+    expect_dtype(names[1], v, stored)
+    for name, tensor in (("q", q), (names[0], k), (names[1], v)):
+        expect_last_dim_contiguous(name, tensor)
+    if stored not in QUANTISED:
+        expect_dtype("q", q, *DTYPE_BYTES)
+        expect_dtype(names[0], k, working)
+        for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+            expect_none_with(name, scale, f"a {stored} cache")
+        return working, AS_IS
+    if working in QUANTISED:
+        expect_dtype("q", q, stored)
+        expect_given_with("q_scale", q_scale, f"a {working} q")
+        _expect_scale("q_scale", q_scale, q, ("batch", "seqlen_q", "num_heads"))
+        working = "bfloat16"
+    else:
+        expect_dtype("q", q, *DTYPE_BYTES, *QUANTISED)
+        expect_none_with("q_scale", q_scale, f"a {working} q")
+    dims = ("num_pages", "page_size") if isinstance(place, Paged) else ("batch", "seqlen_k")
+    granularities = []
+    for name, scale, cache in (("k_scale", k_scale, k), ("v_scale", v_scale, v)):
+        expect_given_with(name, scale, f"a {stored} cache")
+        granularities.append(_expect_scale(name, scale, cache, (*dims, "num_kv_heads")))
+    expect(
+        granularities[0] == granularities[1],
+        "v_scale",
+        f"the granularity of k_scale ({granularities[0]})",
+        granularities[1],
+    )
+    return working, Codec(QUANTISED[stored], granularities[0])
+
+
+def _expect_scale(name: str, scale: Any, tensor: Any, dims: tuple[str, ...]) -> Granularity:
+    """A scale for `tensor` [.., .., heads, dim]: one, one a head, or one a token and head."""
+    expect_tensor(name, scale)
+    expect_dtype(name, scale, "float32")
+    expect_device(name, scale, tensor.device)
+    shape, sizes = tuple(scale.shape), tuple(tensor.shape)[:3]
+    if math.prod(shape) == 1 and len(shape) <= 1:
+        return "tensor"
+    if shape == sizes:
+        return "token"
+    if shape == sizes[2:] or (dims[0] == "batch" and shape == (sizes[0], sizes[2])):
+        return "head"
+    head = f"{dims[2]}={sizes[2]}"
+    rows = f"{dims[0]}={sizes[0]}"
+    options = ["one element", f"[{head}]", f"[{rows}, {dims[1]}={sizes[1]}, {head}]"]
+    if dims[0] == "batch":
+        options.insert(2, f"[{rows}, {head}]")
+    raise ValueError(
+        f"{name}: expected {', '.join(options[:-1])} or {options[-1]}, got {list(shape)}"
+    )

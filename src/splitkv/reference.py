@@ -1,0 +1,384 @@
+"""Attention in plain PyTorch: the definition that every kernel is tested against.
+
+For head h, which reads KV head h // (H / H_kv), and query i of a sequence with L_q queries and L_k
+keys, standing at key position pos = L_k - L_q + i:
+
+    s[j] = softmax_scale * q[i, h] . k[j]
+    s[j] = softcap * tanh(s[j] / softcap)            where softcap > 0
+    s[j] = s[j] - alibi_slopes[h] * |pos - j|        where ALiBi slopes are given
+    lse  = log sum_j exp(s[j])                       over the visible keys j
+    out  = sum_j exp(s[j] - lse) v[j] / (1 + exp(sink_logits[h] - lse))
+
+A row that sees no key has out = 0, lse = -inf and gradients of exactly 0. Everything is
+differentiable, and nothing waits for the device: lengths and page tables are only indexed with.
+
+`upcast` chooses the precision: True is the reference (float32 for 16-bit inputs, float64 for
+float32), a dtype is that dtype, False is the working precision, the run that the tolerance rule
+compares with. Softmax and LSE are computed in float32 or better whatever the precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from splitkv.masks import Mask
+
+FULL, CAUSAL = Mask(), Mask(causal=True)
+HALF = (torch.bfloat16, torch.float16)
+WORKING = (*HALF, torch.float32, torch.float64)
+
+
+def compute_dtype(dtype: torch.dtype, upcast: bool | torch.dtype) -> torch.dtype:
+    """The precision that inputs of `dtype` are computed in; quantised queries work in bfloat16."""
+    if isinstance(upcast, torch.dtype):
+        return upcast
+    working = dtype if dtype in WORKING else torch.bfloat16
+    if not upcast:
+        return working
+    return torch.float32 if working in HALF else torch.float64
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = FULL,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    dropout_p: float = 0.0,
+    upcast: bool | torch.dtype = True,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Dense attention.
+
+    q [B, S_q, H, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]; alibi_slopes [H] or [B, H];
+    sink_logits [H]. Returns out [B, S_q, H, D_v] and lse [B, H, S_q], None unless `return_lse`.
+    """
+    dtype = compute_dtype(q.dtype, upcast)
+    key = torch.arange(k.shape[1], device=q.device)
+    pos = k.shape[1] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
+    return attend(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        None if mask.is_full else mask.visible(pos, key)[None],
+        distance=None if alibi_slopes is None else (pos - key).abs()[None],
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
+        sink_logits=sink_logits,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+    )
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    mask: Mask = FULL,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    dropout_p: float = 0.0,
+    upcast: bool | torch.dtype = True,
+) -> tuple[Tensor, Tensor]:
+    """Packed sequences as one block-diagonal mask: quadratic in the total length.
+
+    q [total_q, H, D], k, v [total_k, H_kv, D]; cu_seqlens [B + 1] on the device. Tokens after the
+    last sequence see nothing. Returns out [total_q, H, D_v] and lse [H, total_q].
+    """
+    dtype = compute_dtype(q.dtype, upcast)
+    sequence_q, i = sequence_of_token(cu_seqlens_q, q.shape[0])
+    sequence_k, key = sequence_of_token(cu_seqlens_k, k.shape[0])
+    shift = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    last = shift.numel() - 1
+    clamped = sequence_q.clamp(max=last)
+    pos = (i + shift[clamped])[:, None]  # [total_q, 1]
+    same = (sequence_q[:, None] == sequence_k) & (sequence_q <= last)[:, None]
+    slopes = None
+    if alibi_slopes is not None:
+        per_token = alibi_slopes[clamped] if alibi_slopes.dim() == 2 else alibi_slopes[None]
+        slopes = per_token.transpose(0, 1)[None]  # [1, H, total_q or 1]
+    out, lse = attend(
+        q.to(dtype)[None],
+        k.to(dtype)[None],
+        v.to(dtype)[None],
+        (mask.visible(pos, key) & same)[None],
+        distance=None if slopes is None else (pos - key).abs()[None],
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        slopes=slopes,
+        sink_logits=sink_logits,
+        dropout_p=dropout_p,
+    )
+    assert lse is not None
+    return out[0], lse[0]
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    mask: Mask = CAUSAL,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    upcast: bool | torch.dtype = True,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """A few queries a sequence against a KV cache; the queries are the last keys of the sequence.
+
+    q [B, S_q, H, D]; caches [B, capacity, H_kv, D], or [num_pages, page_size, H_kv, D] with
+    page_table [B, max_pages]; cache_seqlens [B]. Cache entries that no query sees are never used,
+    whatever they hold, nor are page table entries past the length. For scales see `dequantize`.
+    Returns out [B, S_q, H, D_v] and lse [B, H, S_q].
+    """
+    dtype = compute_dtype(q.dtype, upcast)
+    if max_seqlen_k is None:
+        page_size = 1 if page_table is None else k_cache.shape[1]
+        max_seqlen_k = (k_cache if page_table is None else page_table).shape[1] * page_size
+    k = load_cache(k_cache, k_scale, page_table, max_seqlen_k, dtype)
+    v = load_cache(v_cache, v_scale, page_table, max_seqlen_k, dtype)
+    return attend_padded(
+        dequantize(q, q_scale, dtype),
+        k,
+        v,
+        seqlens_q=None,
+        seqlens_k=cache_seqlens,
+        mask=mask,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink_logits=sink_logits,
+        return_lse=return_lse,
+    )
+
+
+def attend_padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqlens_q: Tensor | None,
+    seqlens_k: Tensor | None,
+    mask: Mask,
+    alibi_slopes: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attend` for sequences padded at their end; keys that no query sees may hold anything."""
+    pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, mask)
+    unread = ~visible.any(-2)[:, :, None, None]  # [B, S_k, 1, 1]
+    return attend(
+        q,
+        k.masked_fill(unread, 0),
+        v.masked_fill(unread, 0),
+        visible,
+        distance=None if alibi_slopes is None else (pos - key).abs(),
+        slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
+        **options,
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    *,
+    distance: Tensor | None = None,
+    slopes: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The definition, on `[B, S, H, D]` tensors of one dtype.
+
+    visible   [B or 1, S_q, S_k] booleans; None: all keys
+    distance  [B or 1, S_q, S_k], |pos - j|;  slopes  [B or 1, H, S_q or 1]: ALiBi
+    """
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    if k.shape[1] == 0:  # one key that nobody sees
+        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+        visible, slopes = q.new_zeros(1, seqlen_q, 1, dtype=torch.bool), None
+    seqlen_k, num_kv_heads = k.shape[1:3]
+    group = num_heads // num_kv_heads
+    stat = torch.promote_types(q.dtype, torch.float32)
+
+    # The heads of a group are more rows against the same keys: K and V are not repeated.
+    rows = pack_heads(
+        q * (head_dim**-0.5 if softmax_scale is None else softmax_scale), num_kv_heads
+    )
+    s = (rows @ k.permute(0, 2, 3, 1)).to(stat)
+    s = s.view(batch, num_kv_heads, group, seqlen_q, seqlen_k)
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    if slopes is not None:
+        assert distance is not None
+        per_row = slopes.to(stat).unflatten(1, (num_kv_heads, group)).unsqueeze(-1)
+        s = s - per_row * distance[:, None, None]
+
+    sees_any = None
+    if visible is not None:
+        # Rows that see no key get scores of 0, finite in both directions, and are cleared below.
+        visible = visible[:, None, None]
+        sees_any = visible.any(-1, keepdim=True)
+        s = torch.where(visible, s, torch.where(sees_any, float("-inf"), 0.0))
+    lse = torch.logsumexp(s, -1, keepdim=True) if return_lse else None
+    if sink_logits is not None:  # one more key, its value 0
+        sink = sink_logits.to(stat).view(num_kv_heads, group, 1, 1)
+        s = torch.cat([s, sink.expand(*s.shape[:-1], 1)], -1)
+        v = F.pad(v, (0, 0, 0, 0, 0, 1))
+    p = F.dropout(torch.softmax(s, -1), dropout_p).to(v.dtype)
+    out = p.view(batch, num_kv_heads, group * seqlen_q, s.shape[-1]) @ v.permute(0, 2, 1, 3)
+    out = out.view(batch, num_kv_heads, group, seqlen_q, v.shape[-1])
+    if sees_any is not None:
+        out = torch.where(sees_any, out, 0.0)
+        lse = None if lse is None else torch.where(sees_any, lse, float("-inf"))
+    out = out.permute(0, 3, 1, 2, 4).reshape(batch, seqlen_q, num_heads, v.shape[-1])
+    return out, None if lse is None else lse.view(batch, num_heads, seqlen_q)
+
+
+def pack_heads(q: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, S, H, D] -> [B, H_kv, (H / H_kv) * S, D]: the query rows that read each KV head."""
+    return q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def padded_mask(
+    q: Tensor, k: Tensor, seqlens_q: Tensor | None, seqlens_k: Tensor | None, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of queries [B or 1, S_q, 1] and keys [S_k]; what is visible [B, S_q, S_k]."""
+    batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    len_q = max_seqlen_q if seqlens_q is None else seqlens_q.long()[:, None, None]
+    len_k = max_seqlen_k if seqlens_k is None else seqlens_k.long()[:, None, None]
+    i = torch.arange(max_seqlen_q, device=q.device)[None, :, None]
+    key = torch.arange(max_seqlen_k, device=q.device)
+    pos = len_k - len_q + i
+    visible = mask.visible(pos, key) & (key < len_k) & (i < len_q)
+    return pos, key, visible.expand(batch, -1, -1)
+
+
+def sequence_of_token(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of each packed token its sequence and its index in it; past the last sequence: (B, any)."""
+    token = torch.arange(total, device=cu_seqlens.device)
+    ends = cu_seqlens[1:].long()
+    sequence = torch.searchsorted(ends, token, right=True)
+    return sequence, token - cu_seqlens.long()[sequence.clamp(max=max(ends.numel() - 1, 0))]
+
+
+def pad_sequences(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """[total, ...] -> [B, max_seqlen, ...], zeros after the end of each sequence."""
+    start, length = cu_seqlens[:-1].long(), cu_seqlens.diff()
+    i = torch.arange(max_seqlen, device=x.device)
+    if x.shape[0] == 0:
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))
+    rows = x[(start[:, None] + i).clamp(max=x.shape[0] - 1)]
+    used = (i < length[:, None]).view(len(length), max_seqlen, *[1] * (x.dim() - 1))
+    return rows.masked_fill(~used, 0)
+
+
+def pack_sequences(x: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0) -> Tensor:
+    """[B, max_seqlen, ...] -> [total, ...], `fill` after the last sequence."""
+    if x.shape[0] * x.shape[1] == 0:
+        return x.new_full((total, *x.shape[2:]), fill)
+    sequence, i = sequence_of_token(cu_seqlens, total)
+    used = (sequence < x.shape[0]).view(total, *[1] * (x.dim() - 2))
+    rows = x[sequence.clamp(max=x.shape[0] - 1), i.clamp(0, x.shape[1] - 1)]
+    return rows.masked_fill(~used, fill)
+
+
+def load_cache(
+    cache: Tensor,
+    scale: Tensor | None,
+    page_table: Tensor | None,
+    max_seqlen_k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The first `max_seqlen_k` keys of each sequence, dequantised: [B, max_seqlen_k, H_kv, D]."""
+
+    def first_keys(x: Tensor) -> Tensor:
+        if page_table is None:
+            return x[:, :max_seqlen_k]
+        return gather_pages(x, page_table, max_seqlen_k)
+
+    if scale is not None and scale.dim() == 3 and scale.numel() > 1:  # beside each token
+        scale = first_keys(scale)
+    return dequantize(first_keys(cache), scale, dtype)
+
+
+def gather_pages(cache: Tensor, page_table: Tensor, max_seqlen_k: int) -> Tensor:
+    """[num_pages, page_size, ...] -> [B, max_seqlen_k, ...]; never reads past the cache."""
+    num_pages, page_size = cache.shape[:2]
+    pages = page_table[:, : -(-max_seqlen_k // page_size)].long().clamp(0, num_pages - 1)
+    return take(cache, pages).flatten(1, 2)[:, :max_seqlen_k]
+
+
+def take(x: Tensor, *index: Any) -> Tensor:
+    """`x[index]`; 8-bit floats are moved as bytes, as not every device indexes them."""
+    if x.element_size() > 1:
+        return x[index]
+    return x.view(torch.uint8)[index].view(x.dtype)
+
+
+def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`x * scale` in `dtype`, x [B, S, heads, D] and scale of one element, [heads], [B, heads]
+    or [B, S, heads]; the product is rounded once."""
+    if scale is None:
+        return x.to(dtype)
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    elif scale.dim() == 2:
+        scale = scale[:, None, :, None]
+    else:
+        scale = scale[..., None]
+    wide = torch.promote_types(dtype, torch.float32)
+    return (x.to(wide) * scale.to(wide)).to(dtype)
+
+
+def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
+    """Adds the sink logits [H] to the denominator of a finished state: once, after every merge."""
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(-1, -2)  # [..., S, H]
+    share = torch.sigmoid(finite - sink_logits.to(lse.dtype))
+    return (out * share.unsqueeze(-1)).to(out.dtype)
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    out [B, S, H, D] with lse [B, H, S], or out [total, H, D] with lse [H, total]; no sink logits
+    in either. Returns out in the dtype of `out_a` and the merged lse.
+    """
+    wide = torch.promote_types(lse_a.dtype, torch.float32)
+    lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
+    m = torch.maximum(lse_a, lse_b).detach()
+    m = torch.where(m == float("-inf"), 0.0, m)
+    a, b = torch.exp(lse_a - m), torch.exp(lse_b - m)
+    sees_any = a + b > 0
+    total = torch.where(sees_any, a + b, 1.0)
+    lse = torch.where(sees_any, m + torch.log(total), float("-inf"))
+    weight_a, weight_b = ((x / total).transpose(-1, -2).unsqueeze(-1) for x in (a, b))
+    out = weight_a * out_a.to(wide) + weight_b * out_b.to(wide)
+    return out.to(out_a.dtype), lse

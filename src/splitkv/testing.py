@@ -1,0 +1,379 @@
+"""What tests, benchmarks and searches share: random operands for a Problem, and one tolerance.
+
+    call = make_operands(problem, seed=0)          # keyword arguments of the public function
+    check(problem, seed=0)                         # run it and compare with the reference
+
+A failed check ends with one line of shell that repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv import reference
+from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
+from splitkv.masks import Mask
+from splitkv.problem import Operands, Problem
+from splitkv.scores import PLAIN, Score
+
+__all__ = [
+    "AS_IS",
+    "PLAIN",
+    "Codec",
+    "Contiguous",
+    "Mask",
+    "Paged",
+    "Problem",
+    "Ragged",
+    "Score",
+    "assert_close",
+    "assert_lse_close",
+    "bind",
+    "check",
+    "expected",
+    "make_operands",
+    "quantize",
+    "repro",
+]
+
+Call = dict[str, Any]
+FUNCTION = {"decode": "decode", "dense": "attention", "varlen": "attention_varlen"}
+LSE_ATOL = 1e-3
+DRAWS = 4
+SOFTCAP = 3.0  # of the size of a random score, so that leaving it out shows
+DROPOUT_P = 0.2
+SPARE_PAGES, SPARE_KEYS, SPARE_DIM = 3, 3, 8
+STORED = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+
+
+def make_operands(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    lengths: Sequence[int] | None = None,
+    zero_length: bool = False,
+    strided: bool = False,
+    poison: bool = True,
+) -> Call:
+    """Random keyword arguments for the public function that `problem` is a call of.
+
+    The values depend on the seed alone, not on the device.
+
+    lengths      keys of each sequence where they live on the device; by default the first sequence
+                 is the longest and the others are anything from 1
+    zero_length  the last sequence has no keys
+    strided      heads before tokens and gaps between rows, as slices of larger tensors
+    poison       cache entries past a sequence's end and gaps hold NaN, unused table entries garbage
+    """
+    g = torch.Generator().manual_seed(seed)
+    keys = _lengths(problem, g, lengths, zero_length)
+    call: Call = {
+        "softmax_scale": None,
+        "softcap": SOFTCAP if problem.score.softcap else 0.0,
+        "causal": problem.mask.causal,
+        "window_size": (problem.mask.window_left, problem.mask.window_right),
+        "sink_tokens": problem.mask.sink_tokens,
+        "alibi_slopes": None,
+        "sink_logits": None,
+        "return_lse": problem.return_lse,
+    }
+    if problem.score.alibi:
+        call["alibi_slopes"] = torch.rand(problem.num_heads, generator=g) + 0.05
+    if problem.sink_logits:
+        call["sink_logits"] = 2 * torch.randn(problem.num_heads, generator=g)
+    if problem.kind == "decode":
+        call |= _decode_operands(problem, g, keys, poison)
+    else:
+        call |= _dense_operands(problem, g, keys)
+        call["dropout_p"] = DROPOUT_P if problem.dropout else 0.0
+        call["deterministic"] = problem.deterministic
+    if strided:
+        big = [n for n in ("q", "k", "v", "k_cache", "v_cache") if n in call]
+        call |= {n: _strided(call[n], poison) for n in big}
+    for name, x in call.items():
+        if isinstance(x, Tensor):
+            # `to` keeps the strides of dense tensors only; a slice is rebuilt on the device.
+            x = _strided(x.to(device), poison) if strided and x.dim() > 2 else x.to(device)
+            differentiable = problem.needs_grad and x.dtype in reference.WORKING
+            call[name] = x.requires_grad_() if differentiable and "scale" not in name else x
+    return call
+
+
+def _lengths(
+    problem: Problem, g: torch.Generator, lengths: Sequence[int] | None, zero_length: bool
+) -> Tensor:
+    """Keys of each sequence, int32 on the host."""
+    most, batch = problem.seqlen_k, problem.batch
+    if problem.lengths == "host" and problem.kind != "varlen":
+        if lengths is not None or zero_length:
+            raise ValueError("lengths: expected a problem with lengths on the device, got host")
+        return torch.full((batch,), most, dtype=torch.int32)
+    if lengths is not None:
+        if len(lengths) != batch or not all(0 <= n <= most for n in lengths):
+            raise ValueError(f"lengths: expected {batch} in 0..{most}, got {tuple(lengths)}")
+        return torch.tensor(lengths, dtype=torch.int32)
+    keys = torch.randint(min(1, most), most + 1, (batch,), generator=g, dtype=torch.int32)
+    keys[:1] = most
+    if zero_length:
+        keys[-1:] = 0
+    return keys
+
+
+def _random(problem: Problem, g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float64).to(getattr(torch, problem.dtype))
+
+
+def _decode_operands(problem: Problem, g: torch.Generator, keys: Tensor, poison: bool) -> Call:
+    batch, heads, most = problem.batch, problem.num_kv_heads, problem.seqlen_k
+    table = None
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        per_sequence = max(1, -(-most // page_size))
+        num_pages = batch * per_sequence + SPARE_PAGES
+        table = torch.randperm(num_pages, generator=g)[: batch * per_sequence].int()
+        table = table.view(batch, per_sequence)
+        first, rows = torch.arange(per_sequence) * page_size, num_pages
+        used = torch.zeros(num_pages, page_size, dtype=torch.bool)
+        offsets = first[:, None] + torch.arange(page_size)
+        used[table.long()] = offsets < keys[:, None, None]
+        if poison:
+            garbage = torch.tensor([-1, num_pages, 2**31 - 1, -(2**31)], dtype=torch.int32)
+            choice = torch.randint(4, (batch, per_sequence + 2), generator=g)
+            padding, table = garbage[choice], torch.nn.functional.pad(table, (0, 2))
+            first = torch.nn.functional.pad(first, (0, 2), value=2**31)
+            table = torch.where(first < keys[:, None], table, padding)
+    else:
+        page_size = most + (SPARE_KEYS if problem.lengths == "device" else 0)
+        rows = batch
+        used = torch.arange(page_size) < keys[:, None]
+    call: Call = {
+        "q": _random(problem, g, batch, problem.seqlen_q, problem.num_heads, problem.head_dim),
+        "cache_seqlens": keys if problem.lengths == "device" else None,
+        "page_table": table,
+        "max_seqlen_k": most,
+        "q_scale": None,
+    }
+    for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
+        cache, scale = _random(problem, g, rows, page_size, heads, dim), None
+        if problem.codec != AS_IS:
+            size = torch.rand(rows, page_size, heads, 1, generator=g) + 0.5
+            size = size * torch.linspace(0.5, 2.0, heads)[:, None]
+            cache, scale = quantize(cache.float() * size, problem.codec)
+        if poison:
+            if scale is not None and scale.dim() == 3:
+                scale[~used] = float("nan")
+            cache = _fill(cache, ~used)
+        call |= {f"{name}_cache": cache, f"{name}_scale": scale}
+    return call
+
+
+def _dense_operands(problem: Problem, g: torch.Generator, keys: Tensor) -> Call:
+    if problem.kind == "dense":
+        q_shape: tuple[int, ...] = (problem.batch, problem.seqlen_q)
+        k_shape: tuple[int, ...] = (problem.batch, problem.seqlen_k)
+        call: Call = {}
+    else:
+        queries = torch.randint(0, problem.seqlen_q + 1, keys.shape, generator=g)
+        queries[:1] = problem.seqlen_q
+        cu_q, cu_k = (torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (queries, keys))
+        q_shape, k_shape = (int(cu_q[-1]),), (int(cu_k[-1]),)
+        call = {
+            "cu_seqlens_q": cu_q,
+            "cu_seqlens_k": cu_k,
+            "max_seqlen_q": problem.seqlen_q,
+            "max_seqlen_k": problem.seqlen_k,
+        }
+    call["q"] = _random(problem, g, *q_shape, problem.num_heads, problem.head_dim)
+    call["k"] = _random(problem, g, *k_shape, problem.num_kv_heads, problem.head_dim)
+    call["v"] = _random(problem, g, *k_shape, problem.num_kv_heads, problem.head_dim_v)
+    return call
+
+
+def _fill(x: Tensor, where: Tensor) -> Tensor:
+    """NaN where there is one in the type, else its largest value."""
+    if x.dtype == torch.int8:
+        return x.masked_fill(where[..., None, None], 127)
+    if x.dtype == torch.float8_e4m3fn:
+        nan = x.view(torch.uint8).masked_fill(where[..., None, None], 0x7F)
+        return nan.view(torch.float8_e4m3fn)
+    return x.masked_fill(where[..., None, None], float("nan"))
+
+
+def _strided(x: Tensor, poison: bool) -> Tensor:
+    """The same values, heads before tokens in memory and `SPARE_DIM` elements between rows."""
+    *rest, tokens, heads, dim = x.shape
+    y = torch.zeros(*rest, heads, tokens, dim + SPARE_DIM, dtype=x.dtype, device=x.device)
+    y = _fill(y, torch.ones(y.shape[:-2], dtype=torch.bool, device=x.device)) if poison else y
+    y = y.transpose(-2, -3)[..., :dim]
+    return y.copy_(x)
+
+
+def quantize(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
+    """A cache [B, S, H_kv, D] as stored values and float32 scales [1], [H_kv] or [B, S, H_kv]."""
+    dtype, largest = STORED[codec.name]
+    dims = {"tensor": (0, 1, 2, 3), "head": (0, 1, 3), "token": (3,)}[codec.granularity]
+    scale = (x.float().abs().amax(dims, keepdim=True) / largest).clamp(min=1e-12)
+    stored = x.float() / scale
+    stored = stored.round() if dtype == torch.int8 else stored
+    shape = {"tensor": (1,), "head": (x.shape[2],), "token": x.shape[:3]}[codec.granularity]
+    return stored.clamp(-largest, largest).to(dtype), scale.reshape(shape)
+
+
+def expected(
+    problem: Problem, call: Call, *, upcast: bool = True, draw: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of a call by definition; `upcast=False` is the run in working precision.
+
+    `draw` reorders the head dimension: other rounding errors of the same result.
+    """
+    working = getattr(torch, problem.dtype)
+    names = {"decode": ("cache_seqlens", "page_table", "max_seqlen_k"), "dense": ()}
+    names |= {"varlen": ("cu_seqlens_q", "cu_seqlens_k")}
+    scales = ("q_scale", "k_scale", "v_scale") if problem.kind == "decode" else ()
+    kv = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
+    common = ("softmax_scale", "softcap", "alibi_slopes", "sink_logits")
+    kwargs = {n: call[n] for n in ("q", *kv, *names[problem.kind], *scales, *common)}
+    if draw:
+        g = torch.Generator().manual_seed(draw)
+        order = torch.randperm(problem.head_dim, generator=g).to(call["q"].device)
+        kwargs |= {n: reference.take(call[n], ..., order) for n in ("q", kv[0])}
+    function = getattr(reference, FUNCTION[problem.kind])
+    dtype = reference.compute_dtype(working, upcast)
+    out, lse = function(mask=problem.mask, upcast=dtype, **kwargs)
+    return out, lse
+
+
+def bind(problem: Problem, call: Call) -> Operands:
+    """The operands that a kernel is launched with for a call."""
+    names = Operands.__dataclass_fields__.keys() & call.keys()
+    tensors = {n: call[n] for n in names - {"softmax_scale", "q", "k", "v"}}
+    k, v = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
+    scale = call["softmax_scale"] or problem.head_dim**-0.5
+    return Operands(q=call["q"], k=call[k], v=call[v], softmax_scale=scale, **tensors)
+
+
+def check(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    run: Callable[[Problem, Call], tuple[Tensor, Tensor | None]] | None = None,
+    **options: Any,
+) -> None:
+    """Runs a problem on random operands and holds out, lse and gradients to the tolerance rule.
+
+    Where there are few rows, one run is a poor measure of what the working precision costs, so the
+    rule gets the worst of `DRAWS` runs.
+    `run(problem, call)` returns (out, lse or None); by default it is the public function. `options`
+    are those of `make_operands`.
+    """
+    if problem.dropout:
+        raise ValueError("dropout: expected False, got True; two random masks do not compare")
+    call = make_operands(problem, seed=seed, device=device, **options)
+    out, lse = (run or _public)(problem, call)
+    ref, ref_lse = expected(problem, call)
+    pts = [expected(problem, call, upcast=False, draw=i)[0] for i in range(DRAWS)]
+    try:
+        assert_close(out, ref, _furthest(pts, ref))
+        if problem.return_lse:
+            assert lse is not None and ref_lse is not None, "lse: expected a tensor, got None"
+            assert_lse_close(lse, ref_lse)
+        if problem.needs_grad:
+            names = [n for n in ("q", "k", "v", "k_cache", "v_cache", "sink_logits") if n in call]
+            names = [n for n in names if call[n] is not None and call[n].requires_grad]
+            g = torch.Generator().manual_seed(seed)
+            cotangent = torch.randn(out.shape, generator=g).to(out)
+            leaves = [call[n] for n in names]
+            grads = [torch.autograd.grad(x, leaves, cotangent.to(x)) for x in (out, ref, *pts)]
+            for name, actual, exact, *draws in zip(names, *grads, strict=True):
+                furthest = _furthest(draws, exact)
+                assert_close(actual, exact, furthest, factor=3.0, name=f"d{name}")
+    except AssertionError as error:
+        line = repro(problem, seed, device=device, **options)
+        raise AssertionError(f"{error}\n  {problem}\n  {line}") from None
+
+
+def _furthest(pts: Sequence[Tensor], ref: Tensor) -> Tensor:
+    """The run with the largest error."""
+    if ref.numel() == 0:
+        return pts[0]
+    return max(pts, key=lambda pt: (pt.detach().double() - ref.double()).abs().max().item())
+
+
+def _public(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+    import splitkv
+
+    result = getattr(splitkv, FUNCTION[problem.kind])(**call)
+    return result if problem.return_lse else (result, None)
+
+
+def repro(problem: Problem, seed: int, *, device: str = "cpu", **options: Any) -> str:
+    """One line of shell that checks the problem again."""
+    given = {"device": device} if device != "cpu" else {}
+    arguments = "".join(f", {n}={x!r}" for n, x in (given | options).items())
+    return f'python -c "from splitkv.testing import *; check({problem!r}, seed={seed}{arguments})"'
+
+
+def assert_close(
+    out: Tensor, ref: Tensor, pt: Tensor, *, factor: float = 2.0, name: str = "out"
+) -> None:
+    """max|out - ref| <= factor * max|pt - ref| + 2 * max|(ref + 0.3 - 0.3) - ref|.
+
+    `ref` is computed in a higher precision than `out`, `pt` in the same. The second term is what
+    one rounding in the type of `out` can do. NaN never passes.
+    """
+    assert out.shape == ref.shape, f"{name}: expected {list(ref.shape)}, got {list(out.shape)}"
+    if out.numel() == 0:
+        return
+    rounded = ref.detach().to(out.dtype)
+    rounding = ((rounded + 0.3 - 0.3) - rounded).double().abs().max().item()
+    a, b, c = (x.detach().double() for x in (out, ref, pt))
+    bound = factor * (c - b).abs().max().item() + 2 * rounding
+    assert bound < float("inf"), f"{name}: expected a finite reference, its bound is {bound}"
+    error = (a - b).abs()
+    error = torch.where(error.isnan(), float("inf"), error)
+    if error.max().item() <= bound:
+        return
+    index = _worst(error)
+    raise AssertionError(
+        f"{name}: expected an error of at most {bound:.3e} "
+        f"({factor:g} x the working precision's {(c - b).abs().max().item():.3e} + rounding), "
+        f"got {error[index].item():.3e} at {list(index)}: {a[index].item():.6g} "
+        f"for {b[index].item():.6g} (working precision {c[index].item():.6g}); "
+        f"{int((error > bound).sum())} of {error.numel()} elements are past it, "
+        f"{int(a.isnan().sum())} are NaN"
+    )
+
+
+def assert_lse_close(lse: Tensor, ref: Tensor, *, name: str = "lse") -> None:
+    """Infinities equal exactly, the rest to an absolute 1e-3. NaN never passes."""
+    assert lse.shape == ref.shape, f"{name}: expected {list(ref.shape)}, got {list(lse.shape)}"
+    if lse.numel() == 0:
+        return
+    a, b = lse.detach().double(), ref.detach().double()
+    assert not b.isnan().any(), f"{name}: expected a reference without NaN"
+    error = torch.where(a == b, 0.0, (a - b).abs())  # equal infinities differ by NaN
+    error = torch.where(error.isnan(), float("inf"), error)
+    if error.max().item() <= LSE_ATOL:
+        return
+    index = _worst(error)
+    raise AssertionError(
+        f"{name}: expected an error of at most {LSE_ATOL:g}, got {error[index].item():.3e} "
+        f"at {list(index)}: {a[index].item():.6g} for {b[index].item():.6g}; "
+        f"{int((error > LSE_ATOL).sum())} of {error.numel()} elements are past it"
+    )
+
+
+def _worst(error: Tensor) -> tuple[int, ...]:
+    """The index of the largest element."""
+    flat = int(error.argmax())
+    index = []
+    for size in reversed(error.shape):
+        flat, i = divmod(flat, size)
+        index.append(i)
+    return tuple(reversed(index))

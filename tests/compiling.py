@@ -1,0 +1,156 @@
+"""Compiling what a launcher launches, for GPUs that are not here.
+
+Triton asks its driver which GPU there is and what a kernel's arguments are; here the driver names
+any architecture and the tensors are layouts without memory. Everything between a plan and a cubin is
+the real thing: the launcher's own arguments, Triton's specialisation of them, ptxas.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from splitkv.kernels import decode_split, workspace
+from splitkv.kv import Paged
+from splitkv.plans import Plan
+from splitkv.problem import Operands, Problem
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+ADDRESS = 1 << 20
+
+
+@dataclass
+class Layout:
+    """A tensor on a GPU as far as a launcher and Triton look at it: no memory behind it."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    row_gap: int = 0  # elements between the rows of the last dimension
+    is_cuda: bool = True
+
+    def stride(self, dim: int | None = None) -> Any:
+        sizes = [*self.shape[:-1], self.shape[-1] + self.row_gap]
+        strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+        return strides if dim is None else strides[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def data_ptr(self) -> int:
+        return ADDRESS
+
+    def new_empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Layout:
+        return Layout(shape, dtype or self.dtype)
+
+
+class AnyGPU:
+    """A Triton driver of which only the architecture is asked, a number like 90."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass
+class Recorder:
+    """Stands in for a kernel: a launch compiles it and nothing runs."""
+
+    kernel: Any
+    compiled: list[Any] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+        return launch
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel of a plan, and what ptxas says that a thread and a block of it need."""
+
+    ptx: str = field(repr=False)
+    num_warps: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def layouts(problem: Problem, row_gap: int = 0) -> Operands:
+    """Operands of a decode problem, without memory; `row_gap` as in slices of larger tensors."""
+    dtype, p = getattr(torch, problem.dtype), problem
+    table = None
+    slabs, slab = p.batch, p.seqlen_k
+    if isinstance(p.place, Paged):
+        table = Layout((p.batch, -(-p.seqlen_k // p.place.page_size)), torch.int32)
+        slabs, slab = math.prod(table.shape), p.place.page_size
+    return Operands(
+        q=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim), dtype, row_gap),
+        k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), dtype, row_gap),
+        v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), dtype, row_gap),
+        page_table=table,
+        cache_seqlens=Layout((p.batch,), torch.int32) if p.lengths == "device" else None,
+        sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
+        alibi_slopes=Layout((p.num_heads,), torch.float32) if p.score.alibi else None,
+        softmax_scale=p.head_dim**-0.5,
+        softcap=3.0 if p.score.softcap else 0.0,
+    )
+
+
+def compile_plan(plan: Plan, row_gap: int = 0) -> dict[str, Compiled]:
+    """The kernels that `decode_split` launches under a plan, for the GPU of the plan."""
+    operands = layouts(plan.problem, row_gap)
+    launcher = decode_split.Launcher(plan, operands)
+    on_host = torch.empty(0)  # partials have memory: theirs is cut up
+    launcher.partials = lambda like, *sizes: workspace.partials(on_host, *sizes)
+    major, minor = plan.device.capability
+    recorders = {name: Recorder(getattr(decode_split, name)) for name in ("decode_split", "combine")}
+    before = driver._active
+    driver.set_active(AnyGPU(10 * major + minor))
+    try:
+        with mock.patch.multiple(decode_split, **recorders):
+            launcher(operands)
+    finally:
+        driver._active = before
+    return {name: measure(made) for name, r in recorders.items() for made in r.compiled}
+
+
+def measure(compiled: Any) -> Compiled:
+    registers, stack = resources(compiled.asm["cubin"])
+    meta = compiled.metadata
+    return Compiled(compiled.asm["ptx"], meta.num_warps, registers, stack, meta.shared)
+
+
+@functools.cache
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory of a thread: spilled registers are in local memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+    assert found, f"cuobjdump: expected the use of resources, got {told}"
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local

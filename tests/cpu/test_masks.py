@@ -1,0 +1,83 @@
+"""Bands, matrix and predicate of a mask are one thing, on every small shape."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from splitkv.masks import Mask
+
+MASKS = [
+    Mask(causal, left, right, sink_tokens)
+    for causal, left, right, sink_tokens in product(
+        (False, True), (-1, 0, 1, 3, 9), (-1, 0, 2, 9), (0, 1, 2, 5, 20)
+    )
+]
+SHAPES = list(product(range(8), range(8)))
+
+
+def by_hand(mask: Mask, i: int, j: int, seqlen_q: int, seqlen_k: int) -> bool:
+    """The wording of the semantics, without the properties of `Mask`."""
+    pos = seqlen_k - seqlen_q + i
+    if mask.causal and j > pos:
+        return False
+    if not mask.causal and mask.window_right >= 0 and j > pos + mask.window_right:
+        return False
+    if mask.window_left < 0 or j >= pos - mask.window_left:
+        return True
+    return j < mask.sink_tokens
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: f"{m} right={m.window_right}")
+def test_bands_and_matrix_agree(mask: Mask) -> None:
+    for seqlen_q, seqlen_k in SHAPES:
+        matrix = mask.materialize(seqlen_q, seqlen_k)
+        assert len(matrix) == seqlen_q
+        seen = set()
+        for i, row in enumerate(matrix):
+            assert row == [by_hand(mask, i, j, seqlen_q, seqlen_k) for j in range(seqlen_k)]
+            bands = mask.bands(seqlen_k - seqlen_q + i, seqlen_k)
+            assert len(bands) <= mask.num_bands
+            assert all(0 <= lo < hi <= seqlen_k for lo, hi in bands)
+            keys = [j for lo, hi in bands for j in range(lo, hi)]
+            assert keys == [j for j in range(seqlen_k) if row[j]], (seqlen_q, seqlen_k, i)
+            seen.update(keys)
+        span = mask.span(seqlen_q, seqlen_k)
+        assert len(span) <= mask.num_bands
+        read = [j for lo, hi in span for j in range(lo, hi)]
+        assert read == sorted(seen), (seqlen_q, seqlen_k)
+        assert mask.num_keys(seqlen_q, seqlen_k) == len(seen)
+
+
+def test_two_bands_do_not_touch() -> None:
+    """The gap between the bands is what is not read: touching bands are one."""
+    for mask, (seqlen_q, seqlen_k) in product(MASKS, SHAPES):
+        for bands in (
+            *(mask.bands(pos, seqlen_k) for pos in range(-seqlen_q, seqlen_k)),
+            mask.span(seqlen_q, seqlen_k),
+        ):
+            if len(bands) == 2:
+                assert bands[0][1] < bands[1][0]
+
+
+def test_reads_follow_the_window_and_not_the_cache() -> None:
+    mask = Mask(causal=True, window_left=127, sink_tokens=4)
+    assert mask.num_keys(1, 1_000_000) == 132
+    assert mask.num_keys(16, 1_000_000) == 147
+    assert Mask(causal=True).num_keys(1, 1_000_000) == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (Mask(), "full"),
+        (Mask(causal=True), "causal"),
+        (Mask(causal=True, window_left=127), "causal window(127, -1)"),
+        (Mask(window_left=3, window_right=0), "window(3, 0)"),
+        (Mask(causal=True, window_left=7, sink_tokens=4), "causal window(7, -1) sink_tokens(4)"),
+        (Mask(causal=True, sink_tokens=4), "causal"),
+    ],
+)
+def test_prints_what_has_an_effect(mask: Mask, text: str) -> None:
+    assert str(mask) == text

@@ -1,0 +1,237 @@
+"""What exists is complete: every kernel says its limits, configs and traffic, and has a case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import cases
+import pytest
+
+from splitkv.device import CPU, GPUS, Device
+from splitkv.errors import UnsupportedProblem
+from splitkv.kernels import decode_split
+from splitkv.kv import Codec, Paged
+from splitkv.masks import Mask
+from splitkv.plans import Config, Kernel, Traffic
+from splitkv.policies import fixed
+from splitkv.problem import Problem
+from splitkv.registry import DEFAULT, KERNELS, POLICIES, kernel_named, make_plan
+from splitkv.scores import Score
+
+H200 = GPUS["h200"]
+DEVICES = {**GPUS, "cpu": CPU}
+DECODE = Problem("decode", 2, 8, 2, 64, 64, 1, 130, mask=Mask(causal=True), lengths="device")
+UNSPLIT = ("torch_sdpa", "torch_math")  # kernels with a single config
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+every_device = pytest.mark.parametrize("gpu", DEVICES)
+
+
+def test_names_are_unique() -> None:
+    assert len({k.name for k in KERNELS}) == len(KERNELS)
+    assert DEFAULT in POLICIES
+    assert all(kernel_named(k.name) is k for k in KERNELS)
+
+
+@every_kernel
+def test_a_kernel_is_named_after_its_file(kernel: Kernel) -> None:
+    assert import_module(f"splitkv.kernels.{kernel.name}").KERNEL is kernel
+
+
+@every_kernel
+def test_a_kernel_has_cases(kernel: Kernel) -> None:
+    """On some device; a kernel that no case reaches is a kernel that no test runs."""
+    served = [
+        case
+        for case in cases.DECODE
+        if any(not kernel.unsupported(case.problem, device) for device in DEVICES.values())
+    ]
+    assert served
+
+
+@every_device
+def test_every_case_has_a_kernel(gpu: str) -> None:
+    for case in cases.DECODE:
+        problem, device = case.problem, DEVICES[gpu]
+        assert any(not k.unsupported(problem, device) for k in KERNELS), case
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_decode_split_runs_every_case_without_quantised_keys(gpu: str) -> None:
+    for case in cases.PAIRWISE + cases.EDGES:
+        assert decode_split.unsupported(case.problem, GPUS[gpu]) == [], case
+
+
+@every_device
+@every_kernel
+def test_a_kernel_has_configs_wherever_it_runs(kernel: Kernel, gpu: str) -> None:
+    """The policies take its shapes at one split, and at least one of them has to be there."""
+    device = DEVICES[gpu]
+    for case in cases.DECODE:
+        if kernel.unsupported(case.problem, device):
+            continue
+        found = list(kernel.configs(case.problem, device))
+        assert found, case
+        assert len(set(found)) == len(found), case
+        assert found[0].num_splits == 1, case
+        if kernel.name in UNSPLIT:
+            assert found == [Config()]
+
+
+@every_kernel
+def test_traffic_is_counted_for_every_case(kernel: Kernel) -> None:
+    for case in cases.DECODE:
+        if kernel.unsupported(case.problem, H200):
+            continue
+        config = next(iter(kernel.configs(case.problem, H200)))
+        traffic = kernel.traffic(case.problem, config)
+        assert isinstance(traffic, Traffic)
+        numbers = (traffic.kv_bytes, traffic.q_bytes, traffic.out_bytes, traffic.flops)
+        assert all(isinstance(n, int) and n > 0 for n in numbers), case
+        assert traffic.partial_bytes >= 0 and traffic.bytes >= sum(numbers[:3])
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_configs_of_decode_split_are_legal(gpu: str) -> None:
+    device = GPUS[gpu]
+    for case in cases.PAIRWISE + cases.EDGES:
+        problem = case.problem
+        for config in decode_split.configs(problem, device):
+            tiles = (config.tile_m, config.tile_n)
+            assert all(16 <= tile <= 128 and tile & (tile - 1) == 0 for tile in tiles), case
+            assert config.num_warps in (4, 8) and config.num_stages >= 2, case
+            assert config.tile_m == decode_split.tile_m(problem), case
+            assert decode_split.shared_bytes(problem, config) <= device.smem_per_block, case
+            default = Config()
+            assert (config.schedule, config.programs, config.split_size) == (
+                default.schedule,
+                default.programs,
+                default.split_size,
+            ), case
+
+
+LIMITS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"kind": "dense"}, "kind dense: expected decode"),
+    ({"dtype": "float64"}, "dtype float64: expected bfloat16, float16 or float32"),
+    ({"head_dim": 72}, "head_dim 72: expected a multiple of 16 from 16 to 256"),
+    ({"head_dim": 272}, "head_dim 272: expected a multiple of 16 from 16 to 256"),
+    ({"head_dim_v": 8}, "head_dim_v 8: expected a multiple of 16 from 16 to 256"),
+    ({"seqlen_q": 17}, "seqlen_q 17: expected at most 16"),
+    ({"num_heads": 130}, "query heads a KV head 65: expected at most 64"),
+    ({"codec": Codec("int8", "head")}, "kv int8 per head: expected as_is"),
+    ({"batch": 65536}, "batch 65536: expected at most 65535"),
+    (
+        {"num_heads": 65536, "num_kv_heads": 65536},
+        "KV heads x row tiles 65536: expected at most 65535",
+    ),
+    ({"dropout": True}, "dropout_p: expected 0"),
+    ({"needs_grad": True}, "gradient: expected inputs that require none"),
+)
+
+
+@pytest.mark.parametrize(("change", "reason"), LIMITS, ids=lambda x: str(x)[:40])
+def test_decode_split_says_each_limit(change: dict[str, Any], reason: str) -> None:
+    assert decode_split.unsupported(replace(DECODE, **change), H200) == [reason]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 16, "head_dim_v": 256},
+        {"seqlen_q": 16},
+        {"num_heads": 128},
+        {"batch": 65535},
+        {"num_heads": 65535, "num_kv_heads": 65535},
+    ],
+    ids=str,
+)
+def test_decode_split_runs_at_each_limit(change: dict[str, Any]) -> None:
+    assert decode_split.unsupported(replace(DECODE, **change), H200) == []
+
+
+def test_decode_split_names_the_device_it_cannot_use() -> None:
+    turing = replace(H200, name="NVIDIA T4", capability=(7, 5))
+    assert decode_split.unsupported(DECODE, turing) == ["device sm_75: expected sm_80 or newer"]
+    assert decode_split.unsupported(DECODE, CPU) == ["device cpu: expected cuda"]
+
+
+def test_all_limits_are_said_at_once_in_order() -> None:
+    problem = DECODE
+    for change, _ in LIMITS:
+        problem = replace(problem, **change)
+    said = [reason.split(" ")[0] for reason in decode_split.unsupported(problem, CPU)]
+    assert said == [
+        *("kind", "device", "dtype", "head_dim", "head_dim_v", "seqlen_q"),
+        *("kv", "batch", "KV", "dropout_p:", "gradient:"),
+    ]
+
+
+def test_the_plan_keeps_the_reasons_against_each_kernel() -> None:
+    plan = make_plan(replace(DECODE, codec=Codec("int8", "head")), H200)
+    assert plan.kernel != "decode_split"
+    assert dict(plan.rejected)["decode_split"] == ("kv int8 per head: expected as_is",)
+    assert make_plan(DECODE, H200).kernel == "decode_split"
+    assert make_plan(DECODE, CPU).kernel in UNSPLIT
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 5])
+def test_num_splits_overrides_the_policy(num_splits: int) -> None:
+    plan = make_plan(replace(DECODE, seqlen_k=4096), H200, num_splits=num_splits)
+    assert (plan.policy, plan.config.num_splits) == ("fixed", num_splits)
+
+
+def test_a_policy_of_the_caller() -> None:
+    plan = make_plan(DECODE, H200, policy=fixed.with_split_size(64))
+    assert (plan.policy, plan.config.schedule, plan.config.split_size) == ("fixed", "fixed", 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_splits": -1}, "num_splits: expected 0 to 1024, got -1"),
+        ({"num_splits": 2000}, "num_splits: expected 0 to 1024, got 2000"),
+        ({"num_splits": 2.0}, "num_splits: expected an integer, got 2.0"),
+        ({"num_splits": True}, "num_splits: expected an integer, got True"),
+        (
+            {"policy": "x"},
+            "policy: expected 'waves', 'flash_attention_2', 'flash_attention_3', "
+            "'sequence_aware', 'paged_attention_v2', 'paged_attention_v2_permissive' or 'fixed', "
+            "got 'x'",
+        ),
+    ],
+    ids=str,
+)
+def test_make_plan_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_plan(DECODE, H200, **arguments)
+    assert str(error.value) == message
+
+
+def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reason of every kernel, under the problem and the device."""
+    candidates = tuple(k for k in KERNELS if k.name != "torch_math")  # which has no limits
+    monkeypatch.setattr("splitkv.registry.KERNELS", candidates)
+    problem = replace(
+        DECODE,
+        head_dim=72,
+        dtype="float64",
+        seqlen_q=32,
+        place=Paged(16),
+        score=Score(softcap=True),
+        return_lse=True,
+    )
+    with pytest.raises(UnsupportedProblem) as error:
+        make_plan(problem, H200)
+    assert error.value.problem is problem and error.value.device is H200
+    assert str(error.value) == (
+        "no kernel can run this problem on NVIDIA H200 (sm_90, 132 SMs)\n"
+        "  decode: batch 2, heads 8/2, head_dim 72/64, seqlen_q 32, seqlen_k <=130, float64, "
+        "kv paged(16), mask causal, softcap, return lse\n"
+        "  decode_split  dtype float64: expected bfloat16, float16 or float32\n"
+        "                head_dim 72: expected a multiple of 16 from 16 to 256\n"
+        "                seqlen_q 32: expected at most 16\n"
+        "  torch_sdpa    softcap: expected 0, got a soft cap\n"
+        "                return_lse: expected False, got True"
+    )

@@ -1,0 +1,269 @@
+"""The kernels made of PyTorch operators, against the reference, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from splitkv.device import CPU, GPUS
+from splitkv.kernels import torch_math, torch_sdpa
+from splitkv.masks import Mask
+from splitkv.plans import Config, Kernel, Plan
+from splitkv.testing import (
+    Call,
+    Codec,
+    Paged,
+    Problem,
+    Ragged,
+    Score,
+    bind,
+    check,
+    expected,
+    make_operands,
+)
+
+KERNELS = (torch_math.KERNEL, torch_sdpa.KERNEL)
+DENSE = Problem("dense", 2, 6, 2, 32, 32, 40, 40, dtype="float32")
+TRAINING_MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(causal=True, window_left=9),
+    "both_sides": Mask(window_left=3, window_right=4),
+    "sink_tokens": Mask(causal=True, window_left=9, sink_tokens=3),
+}
+
+
+def run(kernel: Kernel) -> Any:
+    """`run=` of `check`, by way of a plan."""
+
+    def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+        (config,) = kernel.configs(problem, CPU)
+        plan = Plan(problem, CPU, "fixed", kernel.name, config, "the only configuration")
+        return kernel.launch(bind(problem, call), plan)
+
+    return launch
+
+
+def serves(kernel: Kernel, problem: Problem) -> bool:
+    return not kernel.unsupported(problem, CPU)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("case", cases.DECODE, ids=str)
+def test_decode(case: cases.Case, kernel: Kernel) -> None:
+    problem = case.problem
+    if kernel is torch_sdpa.KERNEL:  # every case, less what SDPA has no argument for
+        problem = replace(problem, score=Score(), return_lse=False)
+        problem = replace(problem, dtype="float32") if problem.sink_logits else problem
+    assert serves(kernel, problem)
+    out, lse = run(kernel)(problem, make_operands(problem, **case.options))
+    assert out.dtype == getattr(torch, problem.dtype)
+    assert (lse is not None) == problem.return_lse
+    assert lse is None or lse.dtype == torch.float32
+    check(problem, run=run(kernel), **case.options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("mask", TRAINING_MASKS)
+@pytest.mark.parametrize("sink_logits", [False, True], ids=["", "sink_logits"])
+@pytest.mark.parametrize("shape", [(40, 40), (12, 40), (40, 12), (1, 40)], ids=str)
+def test_training(
+    shape: tuple[int, int], sink_logits: bool, mask: str, kind: Any, kernel: Kernel
+) -> None:
+    """Forward and every gradient, rows without keys and empty sequences included."""
+    problem = replace(
+        DENSE,
+        kind=kind,
+        batch=2 if kind == "dense" else 4,
+        seqlen_q=shape[0],
+        seqlen_k=shape[1],
+        mask=TRAINING_MASKS[mask],
+        sink_logits=sink_logits,
+        needs_grad=True,
+    )
+    if kind == "varlen":
+        problem = replace(problem, place=Ragged())
+    assert serves(kernel, problem)
+    check(problem, run=run(kernel), zero_length=kind == "varlen")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (48, 24)], ids=str)
+def test_training_types(head_dims: tuple[int, int], dtype: str, kernel: Kernel) -> None:
+    problem = replace(
+        DENSE,
+        dtype=dtype,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
+        mask=Mask(causal=True),
+        needs_grad=True,
+    )
+    check(problem, run=run(kernel), strided=True)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_score_feature_and_lse_in_training(dtype: str, kind: Any) -> None:
+    problem = replace(
+        DENSE,
+        kind=kind,
+        dtype=dtype,
+        score=Score(True, True),
+        mask=Mask(True, 7, -1, 2),
+        sink_logits=True,
+        return_lse=True,
+        needs_grad=True,
+    )
+    check(problem, run=run(torch_math.KERNEL))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", ["dense", "varlen", "decode"])
+def test_float64(kind: Any, kernel: Kernel) -> None:
+    problem = replace(
+        DENSE, kind=kind, dtype="float64", mask=Mask(causal=True), sink_logits=True, batch=3
+    )
+    call = make_operands(problem)
+    out, _ = run(kernel)(problem, call)
+    torch.testing.assert_close(out, expected(problem, call)[0])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("mask", TRAINING_MASKS)
+def test_gradcheck(mask: str, kernel: Kernel) -> None:
+    """Derivatives by differences, with rows that see no key."""
+    problem = replace(
+        DENSE,
+        batch=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        head_dim_v=2,
+        seqlen_q=4,
+        seqlen_k=3,
+        dtype="float64",
+        mask=TRAINING_MASKS[mask],
+        sink_logits=True,
+        needs_grad=True,
+    )
+    call = make_operands(problem)
+    names = ("q", "k", "v", "sink_logits")
+    leaves = tuple(call[n].detach().double().requires_grad_() for n in names)
+
+    def out(*leaves: Tensor) -> Tensor:
+        return run(kernel)(problem, call | dict(zip(names, leaves, strict=True)))[0]
+
+    assert torch.autograd.gradcheck(out, leaves)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("sink_logits", [False, True], ids=["", "sink_logits"])
+def test_no_keys_at_all(sink_logits: bool, kind: Any, kernel: Kernel) -> None:
+    problem = replace(DENSE, kind=kind, seqlen_k=0, sink_logits=sink_logits, needs_grad=True)
+    call = make_operands(problem)
+    out, _ = run(kernel)(problem, call)
+    assert out.numel() > 0 and (out == 0).all()
+    (grad,) = torch.autograd.grad(out.sum(), call["q"])
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_tokens_after_the_last_sequence(kind: Any, kernel: Kernel) -> None:
+    """Packed buffers may be longer than their sequences; an empty batch is a batch."""
+    problem = replace(DENSE, kind="varlen", mask=Mask(causal=True))
+    call = make_operands(problem)
+    used = call["q"].shape[0]
+    exact, _ = run(kernel)(problem, call)
+    for name in "qkv":
+        call[name] = torch.cat([call[name], torch.full_like(call[name][:3], math.nan)])
+    out, _ = run(kernel)(problem, call)
+    assert torch.equal(out[:used], exact) and (out[used:] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_dropout(mask: str, kernel: Kernel) -> None:
+    """Unbiased, different every time, and reproducible from torch's seed."""
+    problem = replace(DENSE, mask=TRAINING_MASKS[mask], dropout=True)
+    call = make_operands(problem)
+    call["v"] = torch.ones_like(call["v"])
+    torch.manual_seed(0)
+    first, _ = run(kernel)(problem, call)
+    second, _ = run(kernel)(problem, call)
+    torch.manual_seed(0)
+    again, _ = run(kernel)(problem, call)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert abs(first.mean().item() - 1) < 0.05
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_fills_the_buffer_of_the_caller(kernel: Kernel) -> None:
+    problem = replace(DENSE, kind="decode", seqlen_q=2)
+    call = make_operands(problem)
+    expectation, _ = run(kernel)(problem, call)
+    operands = bind(problem, call)
+    operands.out = torch.full((2, 2, 6, 32), math.nan)
+    plan = Plan(problem, CPU, "fixed", kernel.name, Config(), "")
+    out, _ = kernel.bind(plan, operands)(operands)
+    assert out is operands.out
+    assert torch.equal(out, expectation)
+
+
+def test_sdpa_says_all_it_cannot() -> None:
+    problem = replace(
+        DENSE,
+        dtype="bfloat16",
+        score=Score(True, True),
+        sink_logits=True,
+        return_lse=True,
+        deterministic=True,
+        needs_grad=True,
+    )
+    assert torch_sdpa.KERNEL.unsupported(problem, GPUS["h200"]) == [
+        "softcap: expected 0, got a soft cap",
+        "alibi_slopes: expected None, got slopes",
+        "return_lse: expected False, got True",
+        "sink_logits: expected dtype float32 or float64 beside them, got bfloat16",
+        "deterministic: expected False with gradients on cuda, got True",
+    ]
+    assert len(torch_sdpa.KERNEL.unsupported(problem, CPU)) == 4
+    assert torch_math.KERNEL.unsupported(problem, GPUS["h200"]) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_traffic_counts_the_tensors(kernel: Kernel) -> None:
+    for problem in (
+        replace(DENSE, return_lse=True),
+        replace(DENSE, kind="decode", dtype="bfloat16", place=Paged(4), head_dim_v=16),
+        replace(DENSE, kind="decode", dtype="bfloat16", codec=Codec("int8", "head")),
+    ):
+        call = make_operands(problem, poison=False)
+        decode = problem.kind == "decode"
+        names = ("k_cache", "v_cache") if decode else ("k", "v")
+        traffic = kernel.traffic(problem, Config())
+        keys = problem.batch * problem.seqlen_k
+        per_key = sum(call[n][0, 0].numel() * call[n].element_size() for n in names)
+        assert traffic.kv_bytes == keys * per_key
+        assert traffic.q_bytes == call["q"].numel() * call["q"].element_size()
+        out, lse = run(torch_math.KERNEL)(problem, call)
+        lse_bytes = 0 if lse is None else lse.numel() * 4
+        assert traffic.out_bytes == out.numel() * out.element_size() + lse_bytes
+        multiplied = problem.head_dim + problem.head_dim_v
+        scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+        assert traffic.flops == 2 * scores * multiplied
+        copied = 2 * keys * problem.num_kv_heads * multiplied
+        if kernel is torch_math.KERNEL:
+            assert traffic.partial_bytes == (copied * decode + 4 * scores) * 4
+        else:  # a full mask takes no bytes; lengths are always a mask
+            mask = 2 * problem.batch * problem.group * problem.seqlen_q * problem.seqlen_k
+            assert traffic.partial_bytes == (copied * problem.element_bytes + mask) * decode

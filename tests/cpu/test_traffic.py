@@ -1,0 +1,175 @@
+"""The traffic formulas against a count, one element at a time, on small shapes.
+
+The counts follow the kernels' docstrings, not their code: rows, keys and parts are enumerated and
+the mask is asked about every pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from splitkv.device import GPUS
+from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.masks import Mask
+from splitkv.plans import Config, Kernel, Traffic
+from splitkv.problem import Problem
+from splitkv.registry import KERNELS
+
+H200 = GPUS["h200"]
+SMALL = Problem("decode", 2, 6, 2, 32, 48, 1, 70, mask=Mask(causal=True), return_lse=True)
+MASKS = {
+    "causal": Mask(causal=True),
+    "full": Mask(),
+    "window": Mask(causal=True, window_left=20),
+    "both_sides": Mask(window_left=9, window_right=2),
+    "sink_tokens": Mask(causal=True, window_left=20, sink_tokens=5),
+    "sink_tokens_touch": Mask(causal=True, window_left=20, sink_tokens=48),
+}
+SCHEDULES = {
+    "whole": Config(),
+    "even": Config(num_splits=3, tile_n=16),
+    "more_parts_than_tiles": Config(num_splits=40, tile_n=16),
+    "fixed": Config(num_splits=3, tile_n=16, schedule="fixed", split_size=32),
+    "fixed_whole": Config(num_splits=1, tile_n=16, schedule="fixed", split_size=128),
+    "batch": Config(num_splits=4, tile_n=16, schedule="batch", programs=9),
+    "batch_whole": Config(num_splits=2, tile_n=64, schedule="batch", programs=4),
+}
+
+
+def seen_keys(problem: Problem) -> list[int]:
+    """Keys that some query of a longest sequence sees."""
+    first = problem.seqlen_k - problem.seqlen_q
+    return [
+        key
+        for key in range(problem.seqlen_k)
+        if any(problem.mask.visible(first + t, key) for t in range(problem.seqlen_q))
+    ]
+
+
+def num_parts(problem: Problem, config: Config) -> int:
+    """Parts that the tiles with a visible key are dealt out to, by the rules of tile/share.py."""
+    tiles = sorted({key // config.tile_n for key in seen_keys(problem)})
+    if config.schedule == "fixed":
+        size = config.split_size // config.tile_n
+    elif config.schedule == "batch":
+        total = problem.batch * len(tiles)
+        size = -(-total // (config.programs - problem.batch))
+    else:
+        size = -(-len(tiles) // config.num_splits)
+    return max(1, len([tiles[i : i + size] for i in range(0, len(tiles), max(size, 1))]))
+
+
+def count_decode_split(problem: Problem, config: Config) -> Traffic:
+    """Every visible key once; where there are parts, each leaves a row and the combine reads it."""
+    p, parts = problem, num_parts(problem, config)
+    traffic = dict.fromkeys(Traffic.__dataclass_fields__, 0)
+    for _ in product(range(p.batch), range(p.num_kv_heads), seen_keys(p)):
+        traffic["kv_bytes"] += (p.head_dim + p.head_dim_v) * p.element_bytes
+    for _ in product(range(p.batch), range(p.seqlen_q), range(p.num_heads)):
+        traffic["q_bytes"] += p.head_dim * p.element_bytes
+        traffic["out_bytes"] += p.head_dim_v * p.element_bytes + (4 if p.return_lse else 0)
+        traffic["flops"] += len(seen_keys(p)) * (2 * p.head_dim + 2 * p.head_dim_v)
+        for _ in range(parts if parts > 1 else 0):
+            acc, m, l = p.head_dim_v * 4, 4, 4
+            traffic["partial_bytes"] += 2 * (acc + m + l)  # written, then read
+    return Traffic(**traffic)
+
+
+def count_torch(problem: Problem) -> dict[str, int]:
+    """What both kernels of PyTorch operators touch besides their workspace: every key."""
+    p = problem
+    per_key = (p.head_dim + p.head_dim_v) * p.kv_element_bytes
+    rows = list(product(range(p.batch), range(p.seqlen_q), range(p.num_heads)))
+    keys = list(product(range(p.batch), range(p.num_kv_heads), range(p.seqlen_k)))
+    return {
+        "kv_bytes": sum(per_key for _ in keys),
+        "q_bytes": sum(p.head_dim * p.element_bytes for _ in rows),
+        "out_bytes": sum(p.head_dim_v * p.element_bytes + 4 * p.return_lse for _ in rows),
+        "flops": sum(2 * (p.head_dim + p.head_dim_v) for _ in product(rows, range(p.seqlen_k))),
+    }
+
+
+def count_torch_math(problem: Problem, config: Config) -> Traffic:
+    p, workspace = problem, 0
+    size = max(4, p.element_bytes)
+    for _ in product(range(p.batch), range(p.num_heads), range(p.seqlen_q), range(p.seqlen_k)):
+        workspace += 2 * 2 * size  # s and p, written and read
+    if size != p.element_bytes or p.place != Contiguous() or p.codec != AS_IS:
+        workspace += 2 * size * copied_elements(p)
+    return Traffic(partial_bytes=workspace, **count_torch(p))
+
+
+def count_torch_sdpa(problem: Problem, config: Config) -> Traffic:
+    p, workspace = problem, 0
+    for _ in product(range(p.batch), range(p.group), range(p.seqlen_q), range(p.seqlen_k)):
+        workspace += 2  # the mask, a byte an entry
+    if p.place != Contiguous() or p.codec != AS_IS:
+        workspace += 2 * p.element_bytes * copied_elements(p)
+    return Traffic(partial_bytes=workspace, **count_torch(p))
+
+
+def copied_elements(p: Problem) -> int:
+    keys = product(range(p.batch), range(p.num_kv_heads), range(p.seqlen_k))
+    return sum(p.head_dim + p.head_dim_v for _ in keys)
+
+
+COUNTS: dict[str, Callable[[Problem, Config], Traffic]] = {
+    "decode_split": count_decode_split,
+    "torch_math": count_torch_math,
+    "torch_sdpa": count_torch_sdpa,
+}
+
+
+def shapes() -> Iterator[Problem]:
+    """Small problems in all that a formula depends on besides the mask."""
+    yield SMALL
+    yield replace(SMALL, dtype="float32", return_lse=False)
+    yield replace(SMALL, seqlen_q=4, num_heads=14, place=Paged(16))
+    yield replace(SMALL, seqlen_q=16, num_heads=7, num_kv_heads=1)  # two row tiles, one not full
+    yield replace(SMALL, seqlen_q=3, seqlen_k=2)  # a query before the first key
+    yield replace(SMALL, batch=1, seqlen_k=16)
+
+
+def test_every_kernel_is_counted() -> None:
+    assert COUNTS.keys() == {kernel.name for kernel in KERNELS}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_decode_split(schedule: str, mask: str) -> None:
+    for problem in shapes():
+        problem = replace(problem, mask=MASKS[mask])
+        config = replace(SCHEDULES[schedule], tile_m=decode_split.tile_m(problem))
+        assert decode_split.unsupported(problem, H200) == []
+        counted = count_decode_split(problem, config)
+        assert decode_split.traffic(problem, config) == counted, problem
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", (torch_math.KERNEL, torch_sdpa.KERNEL), ids=lambda k: k.name)
+def test_torch_kernels(kernel: Kernel, mask: str) -> None:
+    """Every key is read, whatever the mask."""
+    for problem in shapes():
+        for codec in (AS_IS, Codec("int8", "head")):
+            problem = replace(problem, mask=MASKS[mask], codec=codec)
+            counted = COUNTS[kernel.name](problem, Config())
+            assert kernel.traffic(problem, Config()) == counted, problem
+
+
+@pytest.mark.parametrize("mask", ["window", "sink_tokens"])
+def test_a_window_costs_what_it_shows(mask: str) -> None:
+    """The keys read do not grow with a cache that the window hides."""
+    short, long = (replace(SMALL, mask=MASKS[mask], seqlen_k=n) for n in (70, 70_000))
+    config = Config(tile_m=16)
+    assert decode_split.traffic(short, config) == decode_split.traffic(long, config)
+
+
+def test_bytes_are_the_sum() -> None:
+    traffic = decode_split.traffic(SMALL, SCHEDULES["even"])
+    parts = (traffic.kv_bytes, traffic.q_bytes, traffic.out_bytes, traffic.partial_bytes)
+    assert all(parts) and traffic.bytes == sum(parts)

@@ -1,0 +1,185 @@
+"""decode on the GPU against the reference: every feature, any number of splits, every schedule."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+import torch
+from running import DEVICE, SERVING, decode, into_poison, plan_of, plans, realistic, same_bits
+
+import splitkv
+from splitkv import launch
+from splitkv.testing import Call, Codec, Paged, check, make_operands
+
+SPLITS = (1, 2, 3, 7, 64)
+# Cases differ in what is compiled, splits hardly do: some cases with every number of splits.
+SOME = (*cases.PAIRWISE[::10], *cases.EDGES)
+
+
+@pytest.mark.parametrize("case", cases.PAIRWISE, ids=str)
+def test_pairwise(case: cases.Case) -> None:
+    """Under the policy's plan, at the lengths of serving."""
+    check(realistic(case.problem), device=DEVICE, run=decode(), **case.options)
+
+
+@pytest.mark.parametrize("case", cases.EDGES, ids=str)
+def test_edges(case: cases.Case) -> None:
+    check(case.problem, device=DEVICE, run=decode(), **case.options)
+
+
+@pytest.mark.parametrize("num_splits", SPLITS)
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_any_number_of_splits(case: cases.Case, num_splits: int) -> None:
+    problem = realistic(case.problem)
+    check(problem, device=DEVICE, run=decode(num_splits=num_splits), **case.options)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_every_schedule(case: cases.Case) -> None:
+    problem = realistic(case.problem)
+    for plan in plans(problem).values():
+        check(problem, device=DEVICE, run=decode(plan=plan), **case.options)
+
+
+@pytest.mark.parametrize("name", ["even", "fixed", "batch", "batch_of_many"])
+def test_one_plan_for_shorter_caches(name: str) -> None:
+    """The same launcher arguments serve what is shorter than planned."""
+    problem = replace(SERVING, seqlen_k=1000)
+    plan = plans(problem)[name]
+    for lengths in ((1000, 1, 1, 1), (0, 0, 0, 0), (64, 65, 128, 1), (1000, 1000, 999, 1000)):
+        check(problem, device=DEVICE, run=decode(plan=plan), lengths=lengths)
+    check(replace(problem, seqlen_k=300), device=DEVICE, run=decode(plan=plan))
+
+
+@pytest.mark.parametrize("num_splits", [1024, 1000])
+def test_the_most_splits(num_splits: int) -> None:
+    problem = replace(SERVING, batch=1, seqlen_k=70000, num_heads=2, num_kv_heads=1, head_dim=64)
+    check(problem, device=DEVICE, run=decode(num_splits=num_splits), lengths=(69999,))
+
+
+@pytest.mark.parametrize("batch", [33, 256])
+def test_large_batches(batch: int) -> None:
+    problem = replace(SERVING, batch=batch, seqlen_k=200, num_heads=4, num_kv_heads=1, head_dim=64)
+    check(problem, device=DEVICE, run=decode(), zero_length=True)
+    check(problem, device=DEVICE, run=decode(num_splits=3), zero_length=True)
+
+
+def misaligned(call: Call) -> Call:
+    """The same tensors, each one element past where it would be aligned."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        room = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+        return room[1:].view(x.shape).copy_(x)
+
+    return {name: moved(x) for name, x in call.items()}
+
+
+@pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)
+def test_addresses_of_any_alignment(place: Any) -> None:
+    """One layout, addresses that are multiples of 16 and such that are not, in turns."""
+    problem = replace(SERVING, place=place, sink_logits=True, seqlen_k=500)
+    call = make_operands(problem, device=DEVICE)
+    wanted = into_poison(problem, call, num_splits=4)
+    for given in (misaligned(call), call, misaligned(call)):
+        out, lse = into_poison(problem, given, num_splits=4)
+        torch.testing.assert_close((out, lse), wanted)
+    check(problem, device=DEVICE, run=lambda p, c: decode(num_splits=4)(p, misaligned(c)))
+
+
+def test_out_with_strides() -> None:
+    problem = replace(SERVING, seqlen_q=3, seqlen_k=400)
+    call = make_operands(problem, device=DEVICE)
+    for num_splits in (1, 5):
+        wanted, _ = splitkv.decode(**call, num_splits=num_splits)
+        room = torch.full((4, 8, 3, 160), math.nan, dtype=torch.bfloat16, device=DEVICE)
+        out = room.transpose(1, 2)[..., :128]
+        result, _ = splitkv.decode(**call, num_splits=num_splits, out=out)
+        assert result is out and torch.equal(out, wanted)
+        assert room[..., 128:].isnan().all()
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("seqlen_q", [0, 1, 3])
+@pytest.mark.parametrize("capacity", [0, 8])
+@pytest.mark.parametrize("place", ["contiguous", "paged"])
+def test_nothing_to_attend_to(place: str, capacity: int, seqlen_q: int, batch: int) -> None:
+    q = torch.randn(batch, seqlen_q, 4, 64, device=DEVICE)
+    rest: dict[str, Any] = {"sink_logits": torch.randn(4, device=DEVICE)}
+    rest["cache_seqlens"] = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    if place == "paged":
+        table = torch.full((batch, capacity // 4), 99, dtype=torch.int32, device=DEVICE)
+        rest["page_table"] = table
+        cache = torch.full((3, 4, 2, 64), math.nan, device=DEVICE)
+    else:
+        cache = torch.full((batch, capacity, 2, 64), math.nan, device=DEVICE)
+    for num_splits in (0, 1, 4):
+        out, lse = splitkv.decode(q, cache, cache, return_lse=True, num_splits=num_splits, **rest)
+        assert out.shape == q.shape and (out == 0).all()
+        assert lse.shape == (batch, 4, seqlen_q) and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("case", cases.QUANTIZED, ids=str)
+def test_quantised_caches(case: cases.Case) -> None:
+    """On whatever kernel the plan says; it is right, and slower ones are not silent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        check(realistic(case.problem), device=DEVICE, **case.options)
+
+
+def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_warned", set())
+    problem = replace(SERVING, seqlen_q=17)
+    call = make_operands(problem, device=DEVICE)
+    plan = plan_of(problem, call)
+    assert plan.kernel != "decode_split"
+    text = f"decode runs on {plan.kernel}: seqlen_q 17: expected at most 16"
+    with pytest.warns(UserWarning, match=text):
+        splitkv.decode(**call)
+    splitkv.decode(**call | {"softmax_scale": 0.3})
+    assert "seqlen_q 17: expected at most 16" in str(splitkv.explain(problem))
+
+
+def test_gradients_are_those_of_plain_torch() -> None:
+    problem = replace(SERVING, seqlen_k=200, needs_grad=True)
+    with pytest.warns(UserWarning, match="gradient: expected inputs that require none"):
+        launch._warned.clear()
+        check(problem, device=DEVICE, poison=False)
+
+
+@pytest.mark.parametrize("codec", [None, Codec("int8", "head")], ids=str)
+def test_compiled(codec: Codec | None) -> None:
+    """In a traced graph: the same bits, the caller's plan and memory."""
+    problem = replace(SERVING, seqlen_k=600, sink_logits=True)
+    problem = replace(problem, codec=codec) if codec else problem
+    call = make_operands(problem, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plan = plan_of(problem, call)
+        out = torch.full_like(call["q"], math.nan)
+        wanted = splitkv.decode(**call)
+        torch._dynamo.reset()
+        compiled = torch.compile(splitkv.decode, fullgraph=True, backend="aot_eager")
+        assert same_bits(compiled(**call), wanted)
+        result, lse = compiled(**call, plan=plan, out=out)
+    assert result is out and same_bits((out, lse), wanted)
+
+
+def test_a_plan_made_here_is_for_this_gpu() -> None:
+    other = next(gpu for gpu in ("a100", "h200") if gpu not in this_gpu())
+    plan = splitkv.plan(SERVING, device=splitkv.Device.named(other))
+    call = make_operands(SERVING, device=DEVICE)
+    with pytest.raises(ValueError, match=r"^plan: expected one for sm_\d+, got 'sm_\d+'$"):
+        splitkv.decode(**call, plan=plan)
+
+
+def this_gpu() -> tuple[str, ...]:
+    """The names in the table with this GPU's architecture."""
+    arch = splitkv.plan(SERVING).device.arch
+    return tuple(gpu for gpu in ("a100", "h200") if splitkv.Device.named(gpu).arch == arch)

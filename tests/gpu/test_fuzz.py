@@ -1,0 +1,113 @@
+"""Random problems by seed: SPLITKV_FUZZ_SEED, 0 unless told. A failure ends with one line to repeat it.
+
+What is compiled differs from family to family and stays within one, so that hundreds of problems need
+few kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from running import DEVICE, decode, fixed_plan
+
+from splitkv.testing import Contiguous, Mask, Paged, Problem, Score, check
+
+SEED = int(os.environ.get("SPLITKV_FUZZ_SEED", "0"))
+FAMILIES, PROBLEMS = 10, 30
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a kernel is compiled for."""
+
+    dtype: str
+    head_dims: tuple[int, int]
+    group: int
+    seqlens_q: tuple[int, ...]
+    place: Any
+    mask: str
+    score: Score
+    sink_logits: bool
+    lengths: Any
+    return_lse: bool
+
+
+def family(rng: random.Random) -> Family:
+    group = rng.choice((1, 2, 3, 4, 5, 7, 8, 16, 64))
+    dims = tuple(range(16, 257, 16))
+    head_dim = rng.choice((64, 128, rng.choice(dims)))
+    return Family(
+        dtype=rng.choice(("bfloat16", "bfloat16", "float16", "float32")),
+        head_dims=(head_dim, rng.choice((head_dim, head_dim, rng.choice(dims)))),
+        group=group,
+        seqlens_q=rng.choice(((1,), (1, 2), (3, 4), tuple(range(1, 17)))),
+        place=rng.choice((Contiguous(), Paged(1), Paged(16), Paged(rng.randint(2, 300)))),
+        mask=rng.choice(("causal", "full", "window", "both_sides", "sink_tokens")),
+        score=Score(softcap=rng.random() < 0.3, alibi=rng.random() < 0.3),
+        sink_logits=rng.random() < 0.4,
+        lengths=rng.choice(("device", "device", "host")),
+        return_lse=rng.random() < 0.6,
+    )
+
+
+def mask(kind: str, rng: random.Random) -> Mask:
+    left = rng.choice((rng.randint(0, 20), rng.randint(0, 600)))
+    return {
+        "causal": Mask(causal=True),
+        "full": Mask(),
+        "window": Mask(True, left),
+        "both_sides": Mask(False, left, rng.randint(0, 9)),
+        "sink_tokens": Mask(True, left, -1, rng.randint(1, 70)),
+    }[kind]
+
+
+def problem(of: Family, rng: random.Random) -> Problem:
+    seqlen_k = rng.choice((rng.randint(1, 70), rng.randint(1, 700), rng.randint(1, 2500)))
+    num_kv_heads = rng.randint(1, 3 if of.group < 16 else 1)
+    return Problem(
+        "decode",
+        batch=rng.choice((1, rng.randint(1, 4), rng.randint(1, 12))),
+        num_heads=num_kv_heads * of.group,
+        num_kv_heads=num_kv_heads,
+        head_dim=of.head_dims[0],
+        head_dim_v=of.head_dims[1],
+        seqlen_q=rng.choice(of.seqlens_q),
+        seqlen_k=seqlen_k,
+        dtype=of.dtype,
+        mask=mask(of.mask, rng),
+        place=of.place,
+        score=of.score,
+        sink_logits=of.sink_logits,
+        lengths=of.lengths,
+        return_lse=of.return_lse,
+    )
+
+
+def how(of: Problem, rng: random.Random) -> dict[str, Any]:
+    """The policy's plan, a number of splits, or a size of them."""
+    kind = rng.choice(("policy", "policy", "splits", "fixed"))
+    if kind == "splits":
+        return {"num_splits": rng.choice((1, 2, 3, 5, rng.randint(1, 100)))}
+    return {"plan": fixed_plan(of, rng.randint(64, 900))} if kind == "fixed" else {}
+
+
+@pytest.mark.parametrize("n", range(FAMILIES))
+def test_fuzz(n: int) -> None:
+    rng = random.Random(f"{SEED}-{n}")
+    of = family(rng)
+    for _ in range(PROBLEMS):
+        drawn = problem(of, rng)
+        options: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
+        if drawn.lengths == "device" and rng.random() < 0.5:
+            options["lengths"] = tuple(rng.randint(0, drawn.seqlen_k) for _ in range(drawn.batch))
+        asked = how(drawn, rng)
+        try:
+            check(drawn, seed=rng.randrange(1 << 30), device=DEVICE, run=decode(**asked), **options)
+        except Exception as error:
+            config = asked["plan"].config if "plan" in asked else asked
+            message = f"SPLITKV_FUZZ_SEED={SEED}, family {n}, asked for {config}"
+            raise AssertionError(f"{error}\n  {message}") from error

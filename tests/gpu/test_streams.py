@@ -1,0 +1,86 @@
+"""Calls on several streams and threads at once: the partials of one are never another's."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from running import DEVICE, SERVING, same_bits
+
+import splitkv
+from splitkv.kernels import workspace
+from splitkv.testing import make_operands
+
+# Of different sizes, so that sharing a buffer would show.
+PROBLEMS = (
+    SERVING,
+    replace(SERVING, batch=2, seqlen_k=3000, head_dim=64, head_dim_v=64),
+    replace(SERVING, batch=7, num_heads=16, seqlen_k=1000),
+)
+
+
+def made(num_splits: int) -> tuple[list[Any], list[Any]]:
+    """Calls and what they give when they are alone."""
+    calls = [make_operands(p, device=DEVICE, seed=i) for i, p in enumerate(PROBLEMS)]
+    calls = [call | {"num_splits": num_splits} for call in calls]
+    wanted = [splitkv.decode(**call) for call in calls]
+    torch.cuda.synchronize()
+    return calls, wanted
+
+
+def test_streams() -> None:
+    calls, wanted = made(num_splits=24)
+    streams = [torch.cuda.Stream() for _ in calls]
+    results: list[list[Any]] = [[] for _ in calls]
+    for _ in range(60):
+        for call, stream, found in zip(calls, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(splitkv.decode(**call))
+    torch.cuda.synchronize()
+    for found, alone in zip(results, wanted, strict=True):
+        assert all(same_bits(result, alone) for result in found)
+
+
+def test_one_stream_after_another() -> None:
+    """A buffer that grows for one call is not taken from under the one before."""
+    workspace.release()
+    calls, wanted = made(num_splits=24)
+    workspace.release()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        results = [splitkv.decode(**call) for _ in range(10) for call in calls]
+    stream.synchronize()
+    for i, result in enumerate(results):
+        assert same_bits(result, wanted[i % len(calls)])
+
+
+def test_threads() -> None:
+    calls, wanted = made(num_splits=24)
+
+    def work(i: int) -> bool:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            results = [splitkv.decode(**calls[i]) for _ in range(60)]
+        stream.synchronize()
+        return all(same_bits(result, wanted[i]) for result in results)
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        assert all(threads.map(work, range(len(calls))))
+
+
+def test_the_workspace_is_bounded_and_kept() -> None:
+    workspace.release()
+    call = make_operands(SERVING, device=DEVICE)
+    most = 0
+    for num_splits in (2, 64, 8, 33, 64, 2):
+        splitkv.decode(**call, num_splits=num_splits)
+        rows = num_splits * SERVING.num_kv_heads * SERVING.batch * SERVING.rows
+        most = max(most, rows * (SERVING.head_dim_v + 2) * 4)
+        held = sum(x.numel() * x.element_size() for x in workspace._buffers.values())
+        assert held <= 2 * (most + 4096)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    results = [splitkv.decode(**call, num_splits=64) for _ in range(5)]
+    after = torch.cuda.memory_stats()["allocation.all.allocated"]
+    assert after - before == 2 * len(results)  # out and lse

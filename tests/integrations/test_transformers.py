@@ -1,0 +1,679 @@
+"""Models of transformers with `attn_implementation="splitkv"` against their eager attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the transformers extra is not installed")
+
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    StaticCache,
+)
+from transformers.masking_utils import (  # noqa: E402
+    AttentionMaskInterface,
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import splitkv  # noqa: E402
+from splitkv.integrations import transformers as integration  # noqa: E402
+from splitkv.masks import Mask  # noqa: E402
+from splitkv.testing import assert_close  # noqa: E402
+
+WINDOW = 8
+COMMON: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.3,  # scores far enough apart that a wrong mask changes the tokens
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+# All experts are active: a choice of experts would turn a rounding error into another model.
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+HYBRID = ["sliding_attention", "full_attention"]
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**COMMON),
+    "qwen2": lambda: Qwen2Config(
+        **COMMON, use_sliding_window=True, sliding_window=WINDOW, layer_types=HYBRID
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **COMMON, sliding_window=WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=10
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**COMMON, "head_dim": 64}, **EXPERTS, sliding_window=WINDOW, layer_types=HYBRID
+    ),
+}
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=64),
+}
+SEQLEN = 40
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine() -> Iterator[None]:
+    """One thread: the tensors are too small to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    integration.register()
+    yield
+    torch.set_num_threads(threads)
+
+
+def from_config(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def make_model(name: str) -> Any:
+    model = from_config(CONFIGS[name]())
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    return model
+
+
+def tokens(batch: int = 3, seqlen: int = SEQLEN) -> torch.Tensor:
+    return torch.randint(3, 99, (batch, seqlen), generator=torch.Generator().manual_seed(1))
+
+
+def left_padding(seqlen: int = SEQLEN) -> torch.Tensor:
+    mask = torch.ones(3, seqlen, dtype=torch.int64)
+    mask[1, :7] = 0
+    mask[2, : seqlen - 1] = 0
+    return mask
+
+
+def right_padding(seqlen: int = SEQLEN) -> torch.Tensor:
+    return left_padding(seqlen).flip(1)
+
+
+PADDINGS = {"whole": lambda n=SEQLEN: torch.ones(3, n, dtype=torch.int64), "left": left_padding}
+
+
+def both(model: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What `run` gives with eager attention and with splitkv."""
+    results = []
+    for name in ("eager", "splitkv"):
+        model.set_attn_implementation(name)
+        results.append(run(model))
+    return results[0], results[1]
+
+
+def exact_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Eager attention with a boolean matrix and a softmax in the type of its input.
+
+    The models' own eager attention computes its softmax in float32, or sums the mask to infinity.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~attention_mask, float("-inf"))
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    p = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~attention_mask, 0.0)
+    return (p @ value).transpose(1, 2), None
+
+
+def exact_mask(**kwargs: Any) -> torch.Tensor | None:
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(**kwargs)
+
+
+AttentionInterface.register("exact", exact_attention)
+AttentionMaskInterface.register("exact", exact_mask)
+
+
+def exactly(model: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """A copy of a model in a higher precision."""
+    exact = copy.deepcopy(model).to(dtype)
+    exact.set_attn_implementation("exact")
+    exact.set_experts_implementation("eager")  # the one that runs in float64
+    return exact
+
+
+def assert_same_logits(model: Any, run: Callable[[Any], torch.Tensor]) -> None:
+    """The tolerance rule: eager attention in the working precision, and in float64."""
+    eager, ours = both(model, run)
+    assert_close(ours, run(exactly(model)), eager, name="logits")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """Every call of the public functions that the integration makes."""
+    seen: list[SimpleNamespace] = []
+
+    def spy(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(SimpleNamespace(name=name, args=args, kwargs=kwargs))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("attention", "attention_varlen", "decode"):
+        monkeypatch.setattr(splitkv, name, spy(name, getattr(splitkv, name)))
+    return seen
+
+
+# Generation
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generates_the_tokens_of_eager_attention(
+    name: str, padding: str, cache: str, calls: list[SimpleNamespace]
+) -> None:
+    prompt, mask = tokens(seqlen=20), PADDINGS[padding](20)
+
+    def run(model: Any) -> torch.Tensor:
+        return model.generate(
+            prompt.masked_fill(mask == 0, 0),
+            attention_mask=mask,
+            max_new_tokens=12,
+            do_sample=False,
+            disable_compile=True,
+            cache_implementation=cache if cache == "static" else None,
+        )
+
+    eager, ours = both(make_model(name), run)
+    assert eager[:, 20:].unique().numel() > 10, "expected tokens that tell models apart"
+    assert torch.equal(eager, ours)
+    prefill, decode = calls[:2], calls[2:]
+    expected = {"attention_varlen"} if padding == "left" else {"attention"}
+    assert {call.name for call in prefill} == expected
+    assert {call.name for call in decode} == {"decode"}
+    assert len(decode) == 2 * 11
+    # Left padding is looked up, a static cache has lengths, and a growing one needs neither.
+    full = decode[1].kwargs  # the last layer at the first step sees all tokens in every model
+    assert ("page_table" in full) == (padding == "left")
+    assert ("cache_seqlens" in full) == (padding == "left" or cache == "static")
+
+
+def test_generates_with_a_compiled_forward_and_a_static_cache() -> None:
+    model, mask = make_model("gpt_oss"), left_padding(20)
+    compiled = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True
+    results = []
+    for name, options in (
+        ("eager", {"disable_compile": True}),
+        ("splitkv", {"compile_config": compiled}),
+    ):
+        model.set_attn_implementation(name)
+        results.append(
+            model.generate(
+                tokens(seqlen=20),
+                attention_mask=mask,
+                max_new_tokens=4,
+                do_sample=False,
+                cache_implementation="static",
+                **options,
+            )
+        )
+    torch.compiler.reset()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_bfloat16_logits_keep_the_tolerance_rule(name: str, padding: str) -> None:
+    model, mask = make_model(name).bfloat16(), PADDINGS[padding]()
+
+    def run(model: Any) -> torch.Tensor:
+        cache, logits = DynamicCache(config=model.config), []
+        for begin, end in ((0, 38), (38, 39), (39, 40)):
+            out = model(tokens()[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+            logits.append(out.logits)
+        return torch.cat(logits, 1)[mask.bool()]
+
+    eager, ours = both(model, run)
+    assert_close(ours, run(exactly(model, torch.float32)), eager, name="logits")
+
+
+# Prompts in parts, padding on any side
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_prompt_in_parts_with_left_padding(
+    name: str, cache: str, grad: bool, calls: list[SimpleNamespace]
+) -> None:
+    mask = left_padding()
+
+    def run(model: Any) -> torch.Tensor:
+        store, logits = CACHES[cache](model.config), []
+        # Long parts, a few tokens at once (as speculative decoding does), and one.
+        for begin, end in ((0, 17), (17, 36), (36, 39), (39, 40)):
+            out = model(tokens()[:, begin:end], attention_mask=mask[:, :end], past_key_values=store)
+            logits.append(out.logits)
+        return torch.cat(logits, 1)[mask.bool()].detach()
+
+    with torch.set_grad_enabled(grad):
+        assert_same_logits(make_model(name), run)
+    # decode is not differentiable on a GPU
+    assert ("decode" in {call.name for call in calls}) == (not grad)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.no_grad()
+def test_short_prompt_in_a_static_cache(name: str, calls: list[SimpleNamespace]) -> None:
+    mask = left_padding(12)
+
+    def run(model: Any) -> torch.Tensor:
+        cache = CACHES["static"](model.config)
+        out = model(tokens(seqlen=12), attention_mask=mask, past_key_values=cache)
+        return out.logits[mask.bool()]
+
+    assert_same_logits(make_model(name), run)
+    assert "decode" in {call.name for call in calls}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_right_padding(name: str, calls: list[SimpleNamespace]) -> None:
+    mask = right_padding()
+
+    def run(model: Any) -> torch.Tensor:
+        return model(tokens(), attention_mask=mask, use_cache=False).logits[mask.bool()]
+
+    assert_same_logits(make_model(name), run)
+    assert {call.name for call in calls} == {"attention_varlen"}
+
+
+@torch.no_grad()
+def test_decode_after_right_padding_skips_the_gap() -> None:
+    mask = torch.cat([right_padding(36), torch.ones(3, 4, dtype=torch.int64)], 1)
+    positions = (mask.cumsum(1) - 1).clamp(0)
+
+    def run(model: Any) -> torch.Tensor:
+        cache, logits = DynamicCache(config=model.config), []
+        for begin, end in ((0, 36), (36, 37), (37, 40)):
+            out = model(
+                tokens()[:, begin:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, begin:end],
+                past_key_values=cache,
+            )
+            logits.append(out.logits)
+        return torch.cat(logits, 1)[mask.bool()]
+
+    assert_same_logits(make_model("llama"), run)
+
+
+def test_padding_in_the_middle_raises_where_it_cannot_be_honoured() -> None:
+    mask = torch.ones(3, SEQLEN, dtype=torch.int64)
+    mask[1, 5:9] = 0
+    model = make_model("llama")
+    model.set_attn_implementation("splitkv")
+    with pytest.raises(splitkv.UnsupportedProblem, match="padding between tokens; pad on the left"):
+        model(tokens(), attention_mask=mask, use_cache=False)
+    # A window counts the gap as distance: a decode step that only skipped it would be wrong.
+    with pytest.raises(splitkv.UnsupportedProblem, match="padding between tokens"), torch.no_grad():
+        integration.visible_keys(
+            3, 1, SEQLEN, SEQLEN - 1, 0, sliding_window_causal_mask_function(8), mask.bool()
+        )
+
+
+@torch.no_grad()
+def test_query_padding_after_the_cache_is_aligned() -> None:
+    """A sequence whose new tokens end in padding: its last token is not the last key."""
+    mask = torch.ones(3, SEQLEN, dtype=torch.int64)
+    mask[1, 38:] = 0
+
+    def run(model: Any) -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        first = model(tokens()[:, :35], past_key_values=cache).logits
+        rest = model(tokens()[:, 35:], attention_mask=mask, past_key_values=cache).logits
+        return torch.cat([first, rest], 1)[mask.bool()]
+
+    assert_same_logits(make_model("gpt_oss"), run)
+
+
+@torch.no_grad()
+def test_encoder_with_padding_on_both_sides() -> None:
+    mask = left_padding()
+    mask[0, -5:] = 0
+
+    def run(model: Any) -> torch.Tensor:
+        out = model(tokens(), attention_mask=mask, use_cache=False, is_causal=False)
+        return out.logits[mask.bool()]
+
+    assert_same_logits(make_model("llama"), run)
+    assert_same_logits(make_model("gemma2"), run)
+
+
+def test_a_window_that_only_the_mask_knows_is_honoured() -> None:
+    """Qwen2-MoE hands its layers the windowed mask but not `sliding_window`."""
+    config = Qwen2MoeConfig(
+        **COMMON,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=HYBRID,
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    assert_same_logits(from_config(config), lambda m: m(tokens(), use_cache=False).logits.detach())
+
+
+# Training
+
+
+@pytest.mark.parametrize("padding", ["whole", "left", "right"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_those_of_eager_attention(name: str, padding: str) -> None:
+    mask = right_padding() if padding == "right" else PADDINGS[padding]()
+    # A token is predicted from the one before it, which has to be a token too.
+    labels = tokens().masked_fill(mask * torch.nn.functional.pad(mask, (1, 0))[:, :-1] == 0, -100)
+    model = make_model(name).train()
+
+    def run(model: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(tokens(), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    exact = exactly(model)
+    eager, ours = both(model, run)
+    reference = run(exact)
+    assert ours.keys() == eager.keys() == reference.keys()
+    assert any(n.endswith("sinks") for n in ours) == (name == "gpt_oss")
+    for n, ref in reference.items():
+        assert_close(ours[n], ref, eager[n], factor=3.0, name=f"gradient of {n}")
+
+
+def test_dropout_is_handed_on(calls: list[SimpleNamespace]) -> None:
+    model = make_model("llama").train()
+    model.set_attn_implementation("splitkv")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    first, second = (model(tokens(), use_cache=False).logits for _ in range(2))
+    assert {call.kwargs["dropout_p"] for call in calls} == {0.5}
+    assert not torch.equal(first, second)
+
+
+# Packed sequences
+
+LENGTHS = (11, 17, 12)
+
+
+def test_packed_position_ids() -> None:
+    packed = torch.cat([torch.arange(n) for n in LENGTHS])
+    positions = torch.stack([packed, torch.arange(SEQLEN), packed])
+
+    def run(model: Any) -> torch.Tensor:
+        return model(tokens(), position_ids=positions, use_cache=False).logits.detach()
+
+    assert_same_logits(make_model("llama"), run)
+    assert_same_logits(make_model("gemma2"), run)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lengths_of_packed_sequences(name: str, calls: list[SimpleNamespace]) -> None:
+    model = make_model(name)
+    model.set_attn_implementation("splitkv")
+    bounds = torch.tensor([0, 11, 28, 40])
+    packed = model(
+        tokens(1),
+        position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=17,
+        max_length_k=17,
+        use_cache=False,
+    ).logits
+    assert {call.name for call in calls} == {"attention_varlen"}
+    alone = [model(part, use_cache=False).logits for part in tokens(1).split(LENGTHS, 1)]
+    exact = [exactly(model)(part, use_cache=False).logits for part in tokens(1).split(LENGTHS, 1)]
+    assert_close(packed, torch.cat(exact, 1), torch.cat(alone, 1), name="logits")
+
+
+# What the mask function says
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "matrix"),
+    [
+        (causal_mask_function, lambda q, k: k <= q),
+        (bidirectional_mask_function, lambda q, k: k >= 0),
+        (sliding_window_causal_mask_function(3), lambda q, k: (k <= q) & (k > q - 3)),
+        (sliding_window_bidirectional_mask_function(3), lambda q, k: abs(q - k) <= 3),
+    ],
+)
+def test_recognises_what_transformers_makes(
+    mask_function: Callable[..., Any], matrix: Callable[..., Any]
+) -> None:
+    pattern = integration.recognise(mask_function)
+    q, k = torch.arange(9)[:, None], torch.arange(9)[None, :]
+    ours = Mask(pattern.causal, pattern.left, pattern.right).visible(q, k)
+    assert torch.equal(ours.expand(9, 9), matrix(q, k).expand(9, 9))
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "maker"),
+    [
+        (chunked_causal_mask_function(4, torch.zeros(1)), "chunked_overlay"),
+        (or_masks(causal_mask_function, bidirectional_mask_function), "or_masks"),
+        (and_masks(causal_mask_function, lambda b, h, q, k: q != k), "<lambda>"),
+    ],
+)
+def test_refuses_masks_that_it_cannot_say(mask_function: Callable[..., Any], maker: str) -> None:
+    with pytest.raises(splitkv.UnsupportedProblem, match=f"got the mask function {maker}"):
+        integration.visible_keys(1, 9, 9, mask_function=mask_function)
+
+
+@torch.no_grad()
+def test_no_padding_needs_no_mask() -> None:
+    ones = torch.ones(2, 30, dtype=torch.bool)
+    window = sliding_window_causal_mask_function(16)
+    assert integration.visible_keys(2, 30, 30) is None
+    assert integration.visible_keys(2, 30, 30, attention_mask=ones) is None
+    assert integration.visible_keys(2, 1, 30, 29, attention_mask=ones) is None
+    assert integration.visible_keys(2, 1, 16, 29, 14, window, ones) is None
+    seen = integration.visible_keys(2, 30, 30, mask_function=window, attention_mask=ones)
+    assert seen is not None and seen.window_size == (15, -1) and seen.segments is None
+
+
+@torch.no_grad()
+def test_padding_is_skipped_and_not_read() -> None:
+    """Left padding in a cache: no key is moved, and what stands there does not matter."""
+    batch, seqlen, heads, dim = 2, 20, 2, 16
+    g = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(batch, heads, seqlen, dim, generator=g) for _ in range(2))
+    query = torch.randn(batch, 2 * heads, 1, dim, generator=g)
+    mask = torch.ones(batch, seqlen, dtype=torch.bool)
+    mask[1, :13] = False
+    seen = integration.visible_keys(batch, 1, seqlen, seqlen - 1, attention_mask=mask)
+    assert seen is not None and seen.cache_seqlens is not None
+    assert seen.cache_seqlens.tolist() == [20, 7]
+    pages = integration._pages(key.transpose(1, 2), integration._pitch(key.transpose(1, 2)))
+    assert pages.data_ptr() == key.data_ptr()
+    layer = torch.nn.Module()
+    poisoned = [x.masked_fill(~mask[:, None, :, None], float("nan")) for x in (key, value)]
+    out, weights = integration.attention_forward(layer, query, *poisoned, seen)
+    assert weights is None
+    for b, first in enumerate((0, 13)):
+        keys, values = (x[b : b + 1, :, first:].transpose(1, 2) for x in (key, value))
+        alone = splitkv.attention(query[b : b + 1].transpose(1, 2), keys, values)
+        torch.testing.assert_close(out[b : b + 1], alone)
+
+
+@torch.no_grad()
+def test_outputs_at_padding_are_zero() -> None:
+    mask = left_padding(20).bool()
+    mask[0, -4:] = False
+    seen = integration.visible_keys(3, 20, 20, attention_mask=mask)
+    query, key = torch.randn(3, 4, 20, 16), torch.randn(3, 2, 20, 16)
+    out, _ = integration.attention_forward(torch.nn.Module(), query, key, key, seen)
+    assert torch.equal(out.abs().sum((2, 3)) > 0, mask)
+
+
+@pytest.mark.parametrize("seqlen_q", [5, 20], ids=["few", "many"])
+@torch.no_grad()
+def test_cross_attention_lets_every_query_see_the_tokens(seqlen_q: int) -> None:
+    mask = left_padding(30).bool()
+    seen = integration.visible_keys(
+        3, seqlen_q, 30, mask_function=bidirectional_mask_function, attention_mask=mask
+    )
+    query, key = torch.randn(3, 4, seqlen_q, 16), torch.randn(3, 2, 30, 16)
+    out, _ = integration.attention_forward(torch.nn.Module(), query, key, key, seen)
+    matrix = mask[:, None, None, :].expand(3, 1, seqlen_q, 30)
+    expected, _ = exact_attention(torch.nn.Module(), query, key, key, matrix, scaling=0.25)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_sides"])
+@torch.no_grad()
+def test_window_of_a_layer_without_a_mask(causal: bool) -> None:
+    """As FlashAttention reads it: `sliding_window` counts the query's own position."""
+    query, key = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16)
+    out, _ = integration.attention_forward(
+        torch.nn.Module(), query, key, key, None, sliding_window=3, is_causal=causal
+    )
+    i, j = torch.arange(20)[:, None], torch.arange(20)[None, :]
+    matrix = (i - j).abs() <= 2
+    matrix = matrix & (j <= i) if causal else matrix
+    expected, _ = exact_attention(torch.nn.Module(), query, key, key, matrix, scaling=0.25)
+    torch.testing.assert_close(out, expected)
+
+
+# What cannot be honoured raises
+
+
+def layer_call(**kwargs: Any) -> Any:
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    mask = kwargs.pop("attention_mask", None)
+    return integration.attention_forward(torch.nn.Module(), q, k, k, mask, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("position_bias", torch.zeros(1, 4, 5, 5)),
+        ("output_attentions", True),
+        ("cache", object()),
+        ("head_mask", torch.ones(4)),
+        ("attention_mask", torch.zeros(1, 1, 5, 5)),
+        ("attention_mask", torch.ones(1, 5, dtype=torch.bool)),
+    ],
+)
+def test_refuses_arguments_that_change_the_result(argument: str, value: Any) -> None:
+    with pytest.raises(splitkv.UnsupportedProblem, match=f"{argument}: expected"):
+        layer_call(**{argument: value})
+
+
+def test_ignores_arguments_that_change_nothing() -> None:
+    torch.manual_seed(0)
+    plain, _ = layer_call()
+    torch.manual_seed(0)
+    out, _ = layer_call(use_cache=True, position_ids=torch.arange(5)[None], output_attentions=False)
+    assert torch.equal(plain, out)
+
+
+def test_refuses_half_of_the_lengths() -> None:
+    with pytest.raises(ValueError, match="cu_seq_lens_k: expected a value with cu_seq_lens_q, max"):
+        layer_call(cu_seq_lens_q=torch.tensor([0, 5]))
+
+
+def test_refuses_lengths_beside_padding() -> None:
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 5]), "cu_seq_lens_k": torch.tensor([0, 5])}
+    mask = torch.tensor([[False, True, True, True, True]])
+    seen = integration.visible_keys(1, 5, 5, attention_mask=mask)
+    with pytest.raises(ValueError, match="attention_mask: expected no padding beside cu_seq_lens"):
+        layer_call(attention_mask=seen, **bounds, max_length_q=5, max_length_k=5)
+
+
+def test_refuses_dropout_with_a_cache() -> None:
+    with torch.no_grad():
+        seen = integration.visible_keys(1, 5, 9, 4, attention_mask=torch.arange(9)[None] > 2)
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=r"dropout: expected 0.0 with a key-value cache, got 0.5"):
+        integration.attention_forward(torch.nn.Module(), q, k, k, seen, dropout=0.5)
+
+
+def test_refuses_a_mask_of_another_shape() -> None:
+    with torch.no_grad():
+        seen = integration.visible_keys(1, 1, 9, 4)
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[1, 1, 5, 5\]"):
+        layer_call(attention_mask=seen)
+
+
+def test_refuses_a_four_dimensional_mask_of_the_user() -> None:
+    model = make_model("llama")
+    model.set_attn_implementation("splitkv")
+    with pytest.raises(splitkv.UnsupportedProblem, match="attention_mask: expected"):
+        model(tokens(), attention_mask=torch.ones(3, 1, SEQLEN, SEQLEN).bool(), use_cache=False)
+
+
+def test_refuses_a_name_that_transformers_reads_as_another() -> None:
+    with pytest.raises(ValueError, match="name: expected a name without"):
+        integration.register("flash_splitkv")
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left"])
+@torch.no_grad()
+def test_compiles_with_the_mask_in_the_graph(padded: bool) -> None:
+    mask = left_padding() if padded else torch.ones(3, SEQLEN, dtype=torch.int64)
+    model = make_model("llama")
+    model.set_attn_implementation("splitkv")
+    expected = model(tokens(), attention_mask=mask, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    logits = compiled(tokens(), attention_mask=mask, use_cache=False).logits
+    torch.compiler.reset()
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+
+
+@torch.no_grad()
+def test_compiles_a_windowed_model_without_a_mask() -> None:
+    model = make_model("gpt_oss")
+    model.set_attn_implementation("splitkv")
+    expected = model(tokens(), use_cache=False).logits
+    logits = torch.compile(model, backend="eager")(tokens(), use_cache=False).logits
+    torch.compiler.reset()
+    torch.testing.assert_close(logits, expected)

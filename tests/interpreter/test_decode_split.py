@@ -1,0 +1,173 @@
+"""`decode_split` and `combine` in Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from splitkv.device import GPUS
+from splitkv.kernels import decode_split
+from splitkv.kv import Contiguous, Paged
+from splitkv.masks import Mask
+from splitkv.plans import Config, Plan
+from splitkv.problem import Problem
+from splitkv.testing import (
+    Call,
+    assert_close,
+    assert_lse_close,
+    bind,
+    check,
+    expected,
+    make_operands,
+)
+
+# NumPy warns of what the kernels do on purpose: log2 of 0 is -inf for a row without keys, of the mark
+# FINISHED it is NaN and dropped, and e^2x may overflow in tanh. The interpreter itself uses what NumPy
+# will drop.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+
+SCHEDULES = ("even 1", "even 3", "even 5", "fixed", "batch")
+MAX_ROWS = 64  # of a problem: the interpreter takes milliseconds for each
+AXES: cases.Axes = {
+    **cases.AXES,
+    "seqlen_k": (17, 100),
+    "schedule": SCHEDULES,
+    "tile_n": (16, 32),
+}
+
+
+def small(values: cases.Values) -> bool:
+    """Few rows, and the batch schedule only where it has lengths to share out by."""
+    sizes = (values.get(n, 1) for n in ("batch", "num_kv_heads", "group", "seqlen_q"))
+    on_host = values.get("lengths") == "host" and values.get("schedule") == "batch"
+    return math.prod(sizes) <= MAX_ROWS and not on_host
+
+
+def plan_of(problem: Problem, schedule: str, tile_n: int = 16) -> Plan:
+    """A plan whose tiles are so small that 100 keys are several parts."""
+    name, _, splits = schedule.partition(" ")
+    config = Config(int(splits or 1), decode_split.tile_m(problem), tile_n)
+    if name == "fixed":
+        size = 2 * tile_n
+        most = max(1, math.ceil(problem.seqlen_k / size))
+        config = replace(config, schedule="fixed", split_size=size, num_splits=most)
+    elif name == "batch":
+        config = replace(config, schedule="batch", programs=problem.batch + 3, num_splits=4)
+    device = GPUS["h200"]
+    assert decode_split.unsupported(problem, device) == []
+    return Plan(problem, device, "fixed", "decode_split", config, "a test")
+
+
+def run(plan: Plan) -> Any:
+    """`run=` of `check`: memory that the kernels should write is NaN before (see conftest)."""
+
+    def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+        return decode_split.KERNEL.launch(bind(problem, call), plan)
+
+    return launch
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(AXES, small))))
+def test_pairs(number: int) -> None:
+    """Every pair of values of two axes, garbage in tables and caches past the sequences' ends."""
+    values = dict(PAIRS[number])
+    schedule, tile_n = values.pop("schedule"), values.pop("tile_n")
+    problem = cases.decode_problem(values)
+    on_device = problem.lengths == "device" and problem.batch > 1
+    options = {"zero_length": on_device and number % 2 == 0, "strided": number % 3 == 0}
+    check(problem, run=run(plan_of(problem, schedule, tile_n)), **options)
+
+
+@pytest.mark.parametrize("schedule", ["even 3", "fixed", "batch"])
+@pytest.mark.parametrize("case", cases.EDGES, ids=str)
+def test_edges(case: cases.Case, schedule: str) -> None:
+    check(case.problem, run=run(plan_of(case.problem, schedule, 32)), **case.options)
+
+
+DECODE = Problem(
+    "decode", 3, 4, 2, 16, 32, 2, 100, "bfloat16", Mask(causal=True), lengths="device", return_lse=True
+)
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_same_plan_same_bits(schedule: str, place: Any) -> None:
+    problem = replace(DECODE, place=place)
+    call = make_operands(problem)
+    launch = run(plan_of(problem, schedule))
+    (out, lse), (again, lse_again) = launch(problem, call), launch(problem, call)
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("mask", [Mask(causal=True), Mask(True, 30, -1, 5)], ids=str)
+@pytest.mark.parametrize("length", [1, 32, 33, 100])
+def test_fixed_parts_make_a_row_independent_of_its_batch(length: int, mask: Mask) -> None:
+    """The bits of a sequence alone are those beside longer, shorter and empty neighbours."""
+    alone = replace(DECODE, batch=1, mask=mask, seqlen_k=length)
+    together = replace(DECODE, mask=mask)
+    call = make_operands(together, lengths=(100, length, 0))
+    kept = length + 3  # a smaller cache, too
+    sliced = {
+        "q": call["q"][1:2],
+        "k_cache": call["k_cache"][1:2, :kept],
+        "v_cache": call["v_cache"][1:2, :kept],
+        "cache_seqlens": call["cache_seqlens"][1:2],
+        "max_seqlen_k": length,
+    }
+    out, lse = run(plan_of(together, "fixed"))(together, call)
+    out_alone, lse_alone = run(plan_of(alone, "fixed"))(alone, call | sliced)
+    assert torch.equal(out[1:2], out_alone) and torch.equal(lse[1:2], lse_alone)
+
+
+def compare(problem: Problem, call: Call, out: Tensor, lse: Tensor) -> None:
+    ref, ref_lse = expected(problem, call)
+    assert_close(out, ref, expected(problem, call, upcast=False)[0])
+    assert_lse_close(lse, ref_lse)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_launcher_serves_any_lengths(schedule: str) -> None:
+    """As in the replays of a graph: lengths change on the device, nothing is planned again."""
+    problem = replace(DECODE, place=Paged(16), mask=Mask(True, 60, -1, 5), sink_logits=True)
+    launcher = None
+    every: Sequence[tuple[int, int, int]] = ((100, 100, 100), (0, 0, 0), (1, 100, 0), (33, 2, 64))
+    for lengths in every:
+        call = make_operands(problem, lengths=lengths)
+        operands = bind(problem, call)
+        launcher = launcher or decode_split.KERNEL.bind(plan_of(problem, schedule), operands)
+        compare(problem, call, *launcher(operands))
+
+
+@pytest.mark.parametrize("schedule", ["even 1", "even 3", "batch"])
+def test_writes_into_the_buffer_of_the_caller(schedule: str) -> None:
+    """A slice of a larger buffer, of which nothing else is written."""
+    call = make_operands(DECODE)
+    operands = bind(DECODE, call)
+    buffer = torch.full((3, 3, 5, 40), math.nan, dtype=torch.bfloat16)
+    operands.out = buffer[:, :2, :4, :32]
+    out, lse = decode_split.KERNEL.launch(operands, plan_of(DECODE, schedule))
+    assert out is operands.out
+    compare(DECODE, call, out, lse)
+    out.fill_(math.nan)
+    assert buffer.isnan().all()
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_slopes_for_every_sequence(dims: int) -> None:
+    problem = replace(DECODE, score=replace(DECODE.score, alibi=True))
+    call = make_operands(problem)
+    slopes = torch.rand((3, 4)[2 - dims :]) + 0.05
+    call["alibi_slopes"] = slopes
+    compare(problem, call, *run(plan_of(problem, "batch"))(problem, call))
