@@ -1,7 +1,8 @@
 # make demo      train a small model, run it through splitkv, print every decision
 # make test      lint, types, every test that needs no GPU, kernels compiled on two Tritons
 # make test-gpu  the tests that need an NVIDIA GPU; writes tests/gpu/last_run.json
-# make bench     the benchmarks; need an NVIDIA GPU
+# make bench     the benchmarks, which need an NVIDIA GPU; results in RESULTS, options in BENCH:
+#                make bench BENCH="--place page16 --peers none"
 #
 # demo and test set up .venv first. test-gpu and bench use PYTHON as it is where its torch sees a
 # GPU, and .venv elsewhere.
@@ -12,6 +13,8 @@ INSTALLED := .venv/.installed
 NEWEST := .triton-newest
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
+RESULTS ?= build/bench/decode.jsonl
+BENCH ?=
 
 .PHONY: demo test lint types test-cpu test-newest test-gpu bench clean
 
@@ -42,7 +45,7 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu
 
 bench:
-	PYTHONPATH=src $(GPU_PYTHON) -m splitkv.lab.bench
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m splitkv bench decode --json $(RESULTS) $(BENCH)
 
 # torch before the rest, so that the wheel chosen for it is the one that the rest builds on.
 $(INSTALLED): pyproject.toml constraints.txt

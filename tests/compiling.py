@@ -1,8 +1,8 @@
 """Compiling what a launcher launches, for GPUs that are not here.
 
-Triton asks its driver which GPU there is and what a kernel's arguments are; here the driver names
-any architecture and the tensors are layouts without memory. Everything between a plan and a cubin is
-the real thing: the launcher's own arguments, Triton's specialisation of them, ptxas.
+Triton asks its driver which GPU there is and the arguments what they are; here the driver names any
+architecture and the tensors are layouts without memory. Everything between a plan and a cubin is the
+real thing: the launcher's own arguments, Triton's specialisation of them, ptxas.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def compile_plan(plan: Plan, row_gap: int = 0) -> dict[str, Compiled]:
     on_host = torch.empty(0)  # partials have memory: theirs is cut up
     launcher.partials = lambda like, *sizes: workspace.partials(on_host, *sizes)
     major, minor = plan.device.capability
-    recorders = {name: Recorder(getattr(decode_split, name)) for name in ("decode_split", "combine")}
+    recorders = {
+        name: Recorder(getattr(decode_split, name)) for name in ("decode_split", "combine")
+    }
     before = driver._active
     driver.set_active(AnyGPU(10 * major + minor))
     try:

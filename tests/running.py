@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from cases import Case
 from torch import Tensor
 
 import splitkv
@@ -24,8 +25,14 @@ BATCHES = {1: 1, 2: 3, 3: 8}
 Result = tuple[Tensor, Tensor | None]
 
 
-def realistic(problem: Problem) -> Problem:
-    """A problem of `cases` at the lengths and batches of serving; windows are widened along."""
+def realistic(case: Case) -> Problem:
+    """The problem of a case at the lengths and batches of serving; windows are widened along.
+
+    A case with lengths of its own stays as it is.
+    """
+    problem = case.problem
+    if "lengths" in case.options:
+        return problem
     seqlen_k = LENGTHS.get(problem.seqlen_k, problem.seqlen_k)
     batch = BATCHES.get(problem.batch, problem.batch)
     a_sequence = seqlen_k * problem.num_kv_heads * max(problem.head_dim, problem.head_dim_v)
@@ -48,8 +55,8 @@ def plan_of(problem: Problem, call: Call) -> Plan:
 def decode(**how: Any) -> Callable[[Problem, Call], Result]:
     """`run=` of `check`: decode with these arguments besides the call's.
 
-    It runs twice, as the first call goes through Triton's dispatch and later ones launch the compiled
-    kernel directly; both write over NaN and have to give the same bits.
+    It runs twice, as the first call goes through Triton's dispatch and later ones launch the
+    compiled kernel directly; both write over NaN and have to give the same bits.
     """
 
     def run(problem: Problem, call: Call) -> Result:

@@ -1,4 +1,4 @@
-"""The command line: `splitkv demo | explain | doctor`.
+"""The command line: `splitkv demo | explain | bench | report | doctor`.
 
 Exit status: 0 done; 1 the answer is no (no kernel can run it, a check of the demo failed); 2 the
 question is malformed, said in one line.
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from splitkv.explanation import Explanation
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench = typer.Typer(no_args_is_help=True, help="Measure on the GPU that is here.")
+app.add_typer(bench, name="bench")
 console = Console()
 
 TYPICAL = Problem("decode", 1, 32, 8, 128, 128, 1, 4096, mask=Mask(causal=True))
@@ -143,6 +146,52 @@ def explain(
     else:
         show(explanation)
     raise typer.Exit(0 if explanation.plans else 1)
+
+
+@bench.command("decode")
+def bench_decode(
+    case: Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")] = None,
+    place: Annotated[str, typer.Option(help="contiguous, page16 or all.")] = "all",
+    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "all",
+    mode: Annotated[str, typer.Option(help="isolated or back-to-back.")] = "isolated",
+    warm: Annotated[bool, typer.Option(help="One buffer, which stays in the L2.")] = False,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat to compare.")] = None,
+    num_splits: Annotated[int, typer.Option(help="Force it; 0 asks the policy.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
+) -> None:
+    """Time decode beside the read floor and other libraries, each result checked first."""
+    with one_line_errors():
+        from splitkv.lab import bench as lab
+        from splitkv.lab.cases import select
+        from splitkv.lab.peers import parse
+        from splitkv.lab.timing import Protocol
+
+        expect_at_least("num_splits", num_splits, 0)
+        if time_limit is not None:
+            expect_positive("time_limit", time_limit)
+        status = lab.bench_decode(
+            select(case or [], place),
+            ours=lab.our_variants(policy or [], num_splits),
+            peers=parse(peers),
+            protocol=Protocol(mode, warm),
+            json_path=json_path,
+            time_limit=time_limit,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")],
+) -> None:
+    """Print measured results as Markdown tables; needs no GPU."""
+    with one_line_errors():
+        from splitkv.lab.report import read
+        from splitkv.lab.report import report as as_markdown
+
+        typer.echo(as_markdown(read(results)))
 
 
 @app.command()

@@ -55,8 +55,8 @@ def make_plan(
     else:
         expect(callable(policy), "policy", "a name or a function", policy)
         name, choose = getattr(policy, "__module__", "policy").rpartition(".")[2], policy
-    if num_splits:
-        name, choose = "fixed", fixed.with_splits(num_splits)
+    if num_splits or not problem.batch * problem.rows:  # with no rows there is nothing to weigh
+        name, choose = "fixed", fixed.with_splits(max(1, num_splits))
     choice = choose(problem, device, candidates)
     rejected = tuple((kernel, against) for kernel, against in reasons if against)
     return Plan(problem, device, name, choice.kernel, choice.config, choice.why, rejected)

@@ -1,7 +1,7 @@
 """Every variant of the kernels compiles for every architecture, without a GPU.
 
-A covering set over all that decides what is compiled: pairs of values of any two axes on sm_90, where
-registers and shared memory are held to budgets too, and a smaller set for each of the others.
+A covering set over all that decides what is compiled: pairs of values of any two axes on sm_90,
+where registers and shared memory are held to budgets too, and a smaller set for the others.
 """
 
 from __future__ import annotations
@@ -58,6 +58,18 @@ OTHER_AXES: cases.Axes = {
     "num_stages": (2, 4),
 }
 
+SHAPE = ("tile_n", "num_warps", "num_stages")
+# What decides which shapes are legal, each at the value that rules out the fewest.
+LEAST = {
+    "dtype": "bfloat16",
+    "head_dims": (16, 48),
+    "shape": (1, 1),
+    "place": Contiguous(),
+    "mask": Mask(causal=True),
+    "softcap": False,
+    "alibi": False,
+}
+
 REGISTERS_PER_SM = 65536
 MOST_REGISTERS = {"decode_split": 255, "combine": 128}  # of a thread; combine: a program a row
 TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
@@ -68,7 +80,8 @@ def device_of(values: cases.Values) -> Device:
 
 
 def problem_of(values: cases.Values) -> Problem:
-    values = dict(values)
+    """The problem of a combination; axes that do not matter to the caller may be missing."""
+    values = {**PLAIN, **values}
     values |= values.pop("features", {})
     for name in ("gpu", "schedule", "row_gap", "tile_n", "num_warps", "num_stages"):
         values.pop(name, None)
@@ -80,22 +93,22 @@ def problem_of(values: cases.Values) -> Problem:
 
 
 @functools.cache
-def legal(problem: Problem, device: Device) -> frozenset[tuple[int, int, int]]:
-    """Of the configs that the kernel has for a problem: tile_n, num_warps, num_stages."""
+def legal(problem: Problem, device: Device) -> frozenset[tuple[int, ...]]:
+    """The shapes that the kernel has for a problem: tile_n, num_warps, num_stages."""
     found = decode_split.configs(problem, device)
-    return frozenset((c.tile_n, c.num_warps, c.num_stages) for c in found)
+    return frozenset(tuple(getattr(config, name) for name in SHAPE) for config in found)
 
 
 def valid(values: cases.Values) -> bool:
-    """Whether a launcher may be asked for a combination; of a partial one, whether it is known not."""
+    """Whether a launcher may be asked for a combination; of a partial one, for some completion."""
     lengths = (values.get("features") or values).get("lengths")
     if values.get("schedule") == "batch" and lengths == "host":
         return False
-    axes = OTHER_AXES if "gpu" in values else AXES
-    if not values.keys() >= axes.keys() - {"schedule", "row_gap"}:
-        return True
-    shape = tuple(values[n] for n in ("tile_n", "num_warps", "num_stages"))
-    return shape in legal(problem_of(values), device_of(values))
+    asked = {name: values.get(name, least) for name, least in LEAST.items()}
+    if "features" in values:
+        asked["features"] = values["features"]
+    shapes = legal(problem_of(asked), device_of(values))
+    return any(all(values.get(n, x) == x for n, x in zip(SHAPE, s, strict=True)) for s in shapes)
 
 
 def plan_of(values: cases.Values) -> Plan:
@@ -179,9 +192,10 @@ def test_every_architecture_is_compiled_for() -> None:
 
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 def test_budget_of_everyday_decode(place: Contiguous | Paged) -> None:
-    """head_dim 128 in bf16, 8 heads a KV head: an SM of sm_90 holds two programs of 64 keys a tile."""
+    """head_dim 128 in bf16, 8 heads a KV head: an SM holds two programs of 64 keys a tile."""
     values = {"dtype": "bfloat16", "head_dims": (128, 128), "shape": (8, 1), "schedule": "batch"}
-    values |= {"tile_n": 64, "num_warps": 4, "num_stages": 3, "place": place, "lengths": "device"}
+    values |= {"mask": Mask(causal=True), "place": place, "features": PLAIN | {"lengths": "device"}}
+    values |= {"tile_n": 64, "num_warps": 4, "num_stages": 3}
     kernel, device = compiled(values)["decode_split"], device_of(values)
     assert 2 * kernel.registers * 32 * kernel.num_warps <= REGISTERS_PER_SM
     assert 2 * (kernel.shared_bytes + 1024) <= device.smem_per_sm

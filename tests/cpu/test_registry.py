@@ -9,7 +9,7 @@ from typing import Any
 import cases
 import pytest
 
-from splitkv.device import CPU, GPUS, Device
+from splitkv.device import CPU, GPUS
 from splitkv.errors import UnsupportedProblem
 from splitkv.kernels import decode_split
 from splitkv.kv import Codec, Paged

@@ -1,4 +1,4 @@
-"""The same plan gives the same bits, and a fixed split size the same whatever else is in a batch."""
+"""The same plan gives the same bits; a fixed split size gives them whatever else is in a batch."""
 
 from __future__ import annotations
 

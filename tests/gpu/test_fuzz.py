@@ -1,7 +1,7 @@
-"""Random problems by seed: SPLITKV_FUZZ_SEED, 0 unless told. A failure ends with one line to repeat it.
+"""Random problems by seed, SPLITKV_FUZZ_SEED or 0; a failure ends with one line that repeats it.
 
-What is compiled differs from family to family and stays within one, so that hundreds of problems need
-few kernels.
+What is compiled differs from family to family and hardly within one, so that hundreds of problems
+need few kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def family(rng: random.Random) -> Family:
         dtype=rng.choice(("bfloat16", "bfloat16", "float16", "float32")),
         head_dims=(head_dim, rng.choice((head_dim, head_dim, rng.choice(dims)))),
         group=group,
-        seqlens_q=rng.choice(((1,), (1, 2), (3, 4), tuple(range(1, 17)))),
+        seqlens_q=rng.choice(((1,), (1, 2), (3, 4), (rng.randint(1, 16),))),
         place=rng.choice((Contiguous(), Paged(1), Paged(16), Paged(rng.randint(2, 300)))),
         mask=rng.choice(("causal", "full", "window", "both_sides", "sink_tokens")),
         score=Score(softcap=rng.random() < 0.3, alibi=rng.random() < 0.3),

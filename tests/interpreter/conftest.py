@@ -1,7 +1,7 @@
 """These tests run Triton's kernels as Python: they need a process of their own.
 
-Triton reads TRITON_INTERPRET where a kernel is defined, so it has to be set before the first kernel is
-imported, and the compile-only tests could not run beside.
+Triton reads TRITON_INTERPRET where a kernel is defined, so it has to be set before the first kernel
+is imported, and the compile-only tests could not run beside.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ from splitkv.testing import (
     make_operands,
 )
 
-# NumPy warns of what the kernels do on purpose: log2 of 0 is -inf for a row without keys, of the mark
-# FINISHED it is NaN and dropped, and e^2x may overflow in tanh. The interpreter itself uses what NumPy
-# will drop.
+# NumPy warns of what the kernels do on purpose: log2 of 0 is -inf for a row without keys, of the
+# mark FINISHED it is NaN and dropped, and e^2x may overflow in tanh. The interpreter itself uses what
+# NumPy will drop.
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"
@@ -97,7 +97,10 @@ def test_edges(case: cases.Case, schedule: str) -> None:
 
 
 DECODE = Problem(
-    "decode", 3, 4, 2, 16, 32, 2, 100, "bfloat16", Mask(causal=True), lengths="device", return_lse=True
+    *("decode", 3, 4, 2, 16, 32, 2, 100),
+    mask=Mask(causal=True),
+    lengths="device",
+    return_lse=True,
 )
 
 

@@ -304,20 +304,25 @@ def tile_m(problem: Problem) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """The most shared memory that Triton takes for a config: tiles in flight, q, p, sums, the table."""
+    """The most shared memory that Triton takes for a config.
+
+    In the loop tiles in flight, q, p, sums of rows and the table; after it acc on its way out.
+    """
     dim, dim_v = padded_dims(problem)
     in_flight = config.num_stages + (config.tile_m == 64)  # wgmma still reads the tile before
     tiles = in_flight * config.tile_n * (dim + dim_v)
     rows = config.tile_m * (dim + config.tile_n)
     table = 8 * config.num_stages * config.tile_n if isinstance(problem.place, Paged) else 0
-    return (tiles + rows) * problem.element_bytes + 4 * config.tile_m + table
+    loop = (tiles + rows) * problem.element_bytes + 8 * config.tile_m + table
+    return max(loop, 4 * config.tile_m * dim_v)
 
 
 def register_need(problem: Problem, config: Config) -> float:
     """Registers a thread for acc, s, q, and for the addresses and masks of keys and values.
 
     The last take 8 for each 16 bytes that a thread loads of a tile. Fitted to what ptxas says for
-    sm_90, as is the limit: configs spill from 192 on, or without score modifiers and a window from 360.
+    sm_90, as are the limits: configs spill from 192 on, without score modifiers and a window from 360,
+    in fp32 from 160.
     """
     dim, dim_v = padded_dims(problem)
     element = problem.element_bytes / 4
@@ -332,8 +337,8 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every tile shape that fits, with one split; `num_splits` may then be anything up to 1024."""
-    modified = problem.score != PLAIN or problem.mask.left is not None
-    most_registers = 192 if modified or problem.element_bytes > 2 else 320
+    plain = problem.score == PLAIN and problem.mask.left is None
+    most_registers = 128 if problem.element_bytes > 2 else 320 if plain else 192
     for tile_n in (64, 32, 128, 16):
         for num_warps in (4, 2, 8):
             for num_stages in (2, 3, 1, 4, 6, 8):

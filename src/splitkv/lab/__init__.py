@@ -1,0 +1,1 @@
+"""Measure attention on the GPU that is here. Needs the extra `splitkv[lab]`."""

@@ -1,0 +1,235 @@
+"""`splitkv bench decode`: our decode, the read floor and the peers, case by case.
+
+Each result is written to the JSON file as soon as it is there: whatever ends a run loses none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import triton
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+import splitkv
+from splitkv.device import current
+from splitkv.errors import expect, expect_one_of
+from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.floor import Floor, Floors
+from splitkv.lab.peers import PEERS, Worker
+from splitkv.lab.report import OURS, cell, number, summary, title
+from splitkv.lab.timing import Prepared, Protocol, Variant, measure, nvidia_smi, one_line
+from splitkv.registry import POLICIES
+
+SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k")
+SHOWN = ("case", "library", "us (spread)", "floor", "TB/s", "error")
+
+
+def our_variants(policies: Sequence[str] = (), num_splits: int = 0) -> list[Variant]:
+    """`splitkv.decode` called without options, or under plans of policies or of a number of splits."""
+    expect(not (policies and num_splits), "num_splits", "0 with a policy", num_splits)
+    for name in policies:
+        expect_one_of("policy", name, POLICIES)
+    if num_splits:
+        return [_our_variant(f"{OURS} ({num_splits} splits)", num_splits=num_splits)]
+    return [_our_variant(f"{OURS} ({name})", policy=name) for name in policies] or [
+        _our_variant(OURS)
+    ]
+
+
+def _our_variant(label: str, **decision: Any) -> Variant:
+    """`decision`: the arguments of `splitkv.plan` that say who decides; none: `decode` does."""
+
+    def prepare(inputs: Inputs) -> Prepared:
+        given = inputs.arguments(0)
+        q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
+        plan = splitkv.plan(q, k, v, **decision, **given)
+        chosen = {"plan": plan} if decision else {}
+        calls = [inputs.arguments(i) | chosen for i in range(inputs.buffers)]
+        return Prepared(lambda i: splitkv.decode(**calls[i]), splitkv.__version__, plan.as_dict())
+
+    return Variant(label, "decode", prepare)
+
+
+def facts() -> dict[str, Any]:
+    """What every record of a run says of the machine and the sources."""
+    driver = nvidia_smi("driver_version")
+    return {
+        "gpu": current().name,
+        "driver": driver[0] if driver else "unknown",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of the sources, or their sha256 where there is no repository."""
+    sources = Path(splitkv.__file__).parent
+    git = [
+        "git",
+        "-C",
+        str(sources),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        digest = hashlib.sha256()
+        for path in sorted(sources.rglob("*.py")):
+            digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
+        return f"sha256:{digest.hexdigest()[:12]}"
+
+
+def record(
+    case: Case,
+    row: dict[str, Any],
+    floor: Floor | None,
+    protocol: Protocol,
+    machine: dict[str, Any],
+) -> dict[str, Any]:
+    """A row as it is written: what was measured, on what, when."""
+    p, us = case.problem, row["us"]
+    versions = {**machine["versions"], "library": row["version"]}
+    kernel = row["plan"]["kernel"] if row["plan"] else row["kernel"]
+    return {
+        "suite": "decode",
+        "case": case.name,
+        "library": row["library"],
+        "kernel": kernel,
+        "shape": {**{name: getattr(p, name) for name in SHAPE}, "place": str(p.place)},
+        "dtype": p.dtype,
+        "kv_bytes": p.kv_bytes,
+        "us": us,
+        "spread_us": row["spread_us"],
+        "floor_us": floor.timing.us if floor else None,
+        "floor": {**asdict(floor.timing), "by": floor.by} if floor else None,
+        "tbs": p.kv_bytes / us / 1e6 if us else None,
+        "err": row["err"],
+        "reasons": row["reasons"],
+        "plan": row["plan"],
+        "mode": protocol.mode,
+        "cache": "warm" if protocol.warm else "cold",
+        "clocks": row["clocks"],
+        **machine,
+        "versions": versions,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+class Screen:
+    """Results as they come: the last ones as a live table on a terminal, else a line each."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.done = console, total, 0
+        self.rows: deque[list[str]] = deque(maxlen=max(4, console.height - 8))
+        self.live = Live(console=console, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Screen:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.live:
+            self.live.stop()
+
+    def add(self, r: dict[str, Any]) -> None:
+        error = "" if r["err"] is None else f"{r['err']:.1e}"
+        row = [r["case"], title(r), cell(r), number(r["floor_us"]), number(r["tbs"])]
+        self.rows.append([*row, "; ".join(r["reasons"]) or error])
+        if self.live:
+            table = Table(*SHOWN, caption=f"{self.done} of {self.total} cases done")
+            for shown in self.rows:
+                table.add_row(*shown)
+            self.live.update(table)
+        else:
+            self.say("  ".join(filter(None, self.rows[-1])))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def bench_decode(
+    cases: Sequence[Case],
+    *,
+    ours: Sequence[Variant],
+    peers: Sequence[str],
+    protocol: Protocol,
+    json_path: Path | None = None,
+    time_limit: float | None = None,
+    console: Console | None = None,
+) -> int:
+    """Measure the cases, none started past the limit. 0, or 1 where one of ours has no time."""
+    device = current()
+    expect(device.kind == "cuda", "device", "a CUDA GPU to measure on", "none")
+    start, console, records = time.monotonic(), console or Console(), []
+    here = [
+        *ours,
+        *(v for name in peers if not PEERS[name].own_process for v in PEERS[name].variants),
+    ]
+    floors, machine = Floors(protocol), facts()
+    with ExitStack() as stack:
+        file: TextIO | None = None
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(json_path.open("a"))
+        screen = stack.enter_context(Screen(console, len(cases)))
+        workers = [Worker(name, protocol) for name in peers if PEERS[name].own_process]
+        for worker in workers:
+            stack.callback(worker.stop)
+        for case in cases:
+            if time_limit is not None and time.monotonic() - start > time_limit:
+                left = len(cases) - screen.done
+                screen.say(f"time limit of {time_limit:g} s: {left} cases left out")
+                break
+            floor = _floor(floors, case, screen)
+            sources: list[Callable[[Case], Iterator[dict[str, Any]]]]
+            sources = [lambda c: measure(c, here, protocol), *(w.measure for w in workers)]
+            for row in _rows(case, sources):
+                records.append(record(case, row, floor, protocol, machine))
+                if file:
+                    print(json.dumps(records[-1]), file=file, flush=True)
+                screen.add(records[-1])
+            screen.done += 1
+    if records:
+        console.print("\n" + summary(records), markup=False, highlight=False, soft_wrap=True)
+    failed = [r["case"] for r in records if r["library"].startswith(OURS) and r["us"] is None]
+    return 1 if failed else 0
+
+
+def _rows(
+    case: Case, sources: Sequence[Callable[[Case], Iterator[dict[str, Any]]]]
+) -> Iterator[dict[str, Any]]:
+    """One source after the other, each with the memory of the GPU to itself."""
+    for source in sources:
+        yield from source(case)
+        torch.cuda.empty_cache()
+
+
+def _floor(floors: Floors, case: Case, screen: Screen) -> Floor | None:
+    try:
+        return floors(case.problem.kv_bytes)
+    except RuntimeError as error:  # too little memory, or no reader
+        screen.say(f"{case.name}: no floor: {one_line(error)}")
+        return None

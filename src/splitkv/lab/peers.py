@@ -1,0 +1,371 @@
+"""Other libraries, each behind one function, timed by the protocol of `timing`.
+
+A peer that cannot run a case, or is not here, says why: its reasons are data in the results. Those
+of torch run in this process; each of the others in a process of its own, for they bring CUDA runtimes
+and hooks into torch that do not bear each other:
+
+    python -m splitkv.lab.peers NAME MODE cold|warm    names of cases on stdin, JSON lines on stdout
+
+The kernels of FlashAttention-3, vLLM and SGLang are called through thin loaders in a package `peers`
+on the Python path; FlashInfer through its loader there, or as it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from splitkv.errors import expect
+from splitkv.lab.cases import CASES, Case, Inputs
+from splitkv.lab.timing import Prepared, Protocol, Variant, measure
+
+WORKSPACE_BYTES = 256 << 20
+SECONDS = 240  # that a process may take for a case; the first one loads and compiles
+MAX_STARTS = 3  # of a process that ends and ends again
+
+
+def sdpa(backend: SDPBackend, packed: bool) -> Callable[[Inputs], Prepared]:
+    """A kernel of torch's SDPA. Packed: the query heads of a KV head as its query rows."""
+
+    def prepare(inputs: Inputs) -> Prepared:
+        q = inputs.q.transpose(2, 3)  # [buffers, batch, heads, 1, head_dim]
+        if packed:
+            q = inputs.q.view(*inputs.q.shape[:2], inputs.problem.num_kv_heads, -1, q.shape[-1])
+        k, v = inputs.k.transpose(2, 3), inputs.v.transpose(2, 3)
+
+        def call(i: int) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q[i], k[i], v[i], enable_gqa=not packed)
+
+        cudnn = backend == SDPBackend.CUDNN_ATTENTION
+        return Prepared(call, str(torch.backends.cudnn.version()) if cudnn else torch.__version__)
+
+    return prepare
+
+
+def fa3(inputs: Inputs) -> Prepared:
+    """FlashAttention-3, its schedule made ahead of the calls."""
+    fa, p = import_module("peers.fa3"), inputs.problem
+    schedule = fa.get_scheduler_metadata(
+        *(p.batch, 1, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim, inputs.lengths),
+        page_size=inputs.page_size,
+        causal=True,
+    )
+
+    def call(i: int) -> torch.Tensor:
+        return fa.flash_attn_with_kvcache(
+            *(inputs.q[i], inputs.k[i], inputs.v[i], inputs.lengths, inputs.table),
+            causal=True,
+            scheduler_metadata=schedule,
+        )
+
+    return Prepared(call, getattr(fa, "__version__", None))
+
+
+def load_flashinfer() -> Any:
+    """FlashInfer, by the loader that has its modules compiled ahead where that is here."""
+    if importable("peers.fi"):
+        os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+        import_module("peers.fi")
+    return import_module("flashinfer")
+
+
+def workspace() -> torch.Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def flashinfer_tensor_cores(inputs: Inputs) -> Prepared:
+    """FlashInfer's decode on tensor cores, planned ahead; one contiguous sequence, or pages."""
+    fi, p = load_flashinfer(), inputs.problem
+    if inputs.table is None:
+        one = inputs.q[:, 0, 0], inputs.k[:, 0], inputs.v[:, 0]
+
+        def call(i: int) -> torch.Tensor:
+            q, k, v = (x[i] for x in one)
+            return fi.single_decode_with_kv_cache(q, k, v, use_tensor_cores=True)
+
+        return Prepared(call, fi.__version__)
+    page_size = inputs.page_size or 1
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
+    indptr = offsets(inputs, inputs.table.shape[1])
+    last_page_len = torch.full_like(inputs.lengths, (p.seqlen_k - 1) % page_size + 1)
+    wrapper.plan(
+        *(indptr, inputs.table.flatten(), last_page_len),
+        *(p.num_heads, p.num_kv_heads, p.head_dim, page_size),
+        q_data_type=inputs.q.dtype,
+        kv_data_type=inputs.k.dtype,
+    )
+    return Prepared(
+        lambda i: wrapper.run(inputs.q[i, :, 0], (inputs.k[i], inputs.v[i])), fi.__version__
+    )
+
+
+def flashinfer_xqa(inputs: Inputs) -> Prepared:
+    """TensorRT-LLM's XQA kernel through FlashInfer."""
+    fi, p = load_flashinfer(), inputs.problem
+    xqa = import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    scratch, out = workspace(), torch.empty_like(inputs.q[:, :, 0])
+
+    def call(i: int) -> torch.Tensor:
+        return xqa(
+            *(inputs.q[i, :, 0], (inputs.k[i], inputs.v[i]), scratch),
+            *(inputs.table, inputs.lengths, p.seqlen_k),
+            bmm1_scale=p.head_dim**-0.5,
+            bmm2_scale=1.0,
+            kv_layout="NHD",
+            out=out[i],
+        )
+
+    return Prepared(call, fi.__version__)
+
+
+def vllm_triton(inputs: Inputs) -> Prepared:
+    """vLLM's unified attention; a contiguous cache as pages in order."""
+    vllm, p = import_module("peers.vllm_triton"), inputs.problem
+    decoder = vllm.Decoder(p.num_heads, p.num_kv_heads, p.head_dim)
+    k, v, table, out = inputs.k, inputs.v, inputs.table, torch.empty_like(inputs.q[:, :, 0])
+    if table is None:
+        k, v = (x.view(len(x), -1, 16, *x.shape[3:]) for x in (k, v))
+        table = torch.arange(k.shape[1], dtype=torch.int32, device=k.device).view(p.batch, -1)
+    cu_seqlens_q = offsets(inputs, 1)
+
+    def call(i: int) -> torch.Tensor:
+        return decoder(
+            *(inputs.q[i, :, 0], k[i], v[i], table, inputs.lengths, cu_seqlens_q, 1, p.seqlen_k),
+            *(out[i], p.head_dim**-0.5),
+        )
+
+    return Prepared(call, getattr(vllm, "__version__", None))
+
+
+def sglang_triton(inputs: Inputs) -> Prepared:
+    """SGLang's decode, its number of splits chosen ahead, as once a step for all layers."""
+    sglang, p = import_module("peers.sglang_triton"), inputs.problem
+    decoder = sglang.Decoder(p.batch, p.num_heads, p.num_kv_heads, p.head_dim)
+    decoder.plan(inputs.lengths)
+    k, v, out = inputs.k, inputs.v, torch.empty_like(inputs.q[:, :, 0])
+    page_size = inputs.page_size or 1
+    if inputs.table is None:
+        k, v = (x.flatten(1, 2) for x in (k, v))
+        slots = torch.arange(k.shape[1], device=k.device)
+    else:
+        offsets_in_page = torch.arange(page_size, device=k.device)
+        slots = (inputs.table.long()[..., None] * page_size + offsets_in_page).flatten()
+    indptr = offsets(inputs, p.seqlen_k)
+
+    def call(i: int) -> torch.Tensor:
+        return decoder.run(
+            *(inputs.q[i, :, 0], k[i], v[i], out[i], indptr, slots, p.head_dim**-0.5),
+            page_size=page_size,
+        )
+
+    return Prepared(call, getattr(sglang, "__version__", None))
+
+
+def offsets(inputs: Inputs, each: int) -> torch.Tensor:
+    """[batch + 1] int32: 0, each, 2 * each, ..."""
+    count = inputs.problem.batch + 1
+    return torch.arange(count, dtype=torch.int32, device=inputs.lengths.device) * each
+
+
+def importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not here
+        return False
+
+
+def needs(*modules: str) -> Callable[[Case], list[str]]:
+    """A reason unless one of the modules can be imported."""
+
+    def against(case: Case) -> list[str]:
+        if any(importable(module) for module in modules):
+            return []
+        return [f"module {' or '.join(modules)}: expected importable, got none"]
+
+    return against
+
+
+def contiguous_only(case: Case) -> list[str]:
+    paged = case.place != "contiguous"
+    return [f"place {case.problem.place}: expected contiguous"] if paged else []
+
+
+def paged_only(case: Case) -> list[str]:
+    paged = case.place != "contiguous"
+    return [] if paged else [f"place {case.problem.place}: expected pages"]
+
+
+def one_sequence_unless_paged(case: Case) -> list[str]:
+    batch = case.problem.batch
+    if case.place != "contiguous" or batch == 1:
+        return []
+    return [f"batch {batch}: expected 1 with a contiguous cache"]
+
+
+def every(*checks: Callable[[Case], list[str]]) -> Callable[[Case], list[str]]:
+    """All reasons of all checks."""
+    return lambda case: [reason for check in checks for reason in check(case)]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library: its variants, and whether it has to run in a process of its own."""
+
+    variants: tuple[Variant, ...]
+    own_process: bool = True
+
+
+def _sdpa_peer(library: str, backend: SDPBackend) -> Peer:
+    kernels = {"sdpa": False, "sdpa packed": True}
+    variants = (
+        Variant(library, kernel, sdpa(backend, packed), contiguous_only)
+        for kernel, packed in kernels.items()
+    )
+    return Peer(tuple(variants), own_process=False)
+
+
+_FLASHINFER = needs("peers.fi", "flashinfer")
+PEERS: dict[str, Peer] = {
+    "fa2": _sdpa_peer("fa2", SDPBackend.FLASH_ATTENTION),
+    "cudnn": _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
+    "fa3": Peer((Variant("fa3", "metadata ahead", fa3, needs("peers.fa3")),)),
+    "flashinfer": Peer(
+        (
+            Variant(
+                *("flashinfer", "tensor cores", flashinfer_tensor_cores),
+                every(_FLASHINFER, one_sequence_unless_paged),
+            ),
+            Variant("flashinfer", "xqa", flashinfer_xqa, every(_FLASHINFER, paged_only)),
+        )
+    ),
+    "vllm_triton": Peer(
+        (Variant("vllm_triton", "unified", vllm_triton, needs("peers.vllm_triton")),)
+    ),
+    "sglang_triton": Peer(
+        (Variant("sglang_triton", "decode", sglang_triton, needs("peers.sglang_triton")),)
+    ),
+}
+
+
+def parse(names: str) -> list[str]:
+    """`all`, `none`, or names with commas between."""
+    if names in ("all", "none"):
+        return list(PEERS) if names == "all" else []
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        expect(name in PEERS, "peers", f"all, none or some of {','.join(PEERS)}", name)
+    return chosen
+
+
+class Worker:
+    """A peer in a process of its own, started when it is first asked and again after it ended."""
+
+    def __init__(self, name: str, protocol: Protocol, command: Sequence[str] | None = None) -> None:
+        self.variants = PEERS[name].variants
+        warmth = "warm" if protocol.warm else "cold"
+        self.command = list(
+            command or (sys.executable, "-m", "splitkv.lab.peers", name, protocol.mode, warmth)
+        )
+        self.process: subprocess.Popen[str] | None = None
+        self.starts = 0
+
+    def measure(self, case: Case) -> Iterator[dict[str, Any]]:
+        """As `timing.measure`. What ends the process is the reason of the variants left."""
+        against = {variant: variant.unsupported(case) for variant in self.variants}
+        if all(against.values()):
+            yield from (variant.row(reasons=reasons) for variant, reasons in against.items())
+            return
+        if self.process is None and self.starts == MAX_STARTS:
+            reason = f"its process ended {self.starts} times before"
+            yield from (variant.row(reasons=[reason]) for variant in self.variants)
+            return
+        process = self.start()
+        assert process.stdin is not None
+        left = {(variant.library, variant.kernel): variant for variant in self.variants}
+        try:
+            process.stdin.write(case.name + "\n")
+            process.stdin.flush()
+            while row := json.loads(self.lines.get(timeout=SECONDS)):
+                left.pop((row["library"], row["kernel"]), None)
+                yield row
+        except queue.Empty:
+            reason = f"its process took more than {SECONDS} s"
+        except (OSError, ValueError):  # a closed pipe, or no line where there should be one
+            reason = f"its process ended: {self.last_words()}"
+        else:
+            return
+        self.stop()
+        yield from (variant.row(reasons=[reason]) for variant in left.values())
+
+    def start(self) -> subprocess.Popen[str]:
+        if self.process is None:
+            self.starts += 1
+            self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(
+                self.command, stdin=pipe, stdout=pipe, stderr=self.stderr, text=True
+            )
+            self.lines: queue.Queue[str] = queue.Queue()
+            threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        return self.process
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        lines = self.lines
+        with process.stdout:
+            for line in process.stdout:
+                lines.put(line)
+        lines.put("")  # the end, which is no JSON
+
+    def last_words(self) -> str:
+        """The status and the last line on stderr."""
+        assert self.process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
+        status = self.process.poll()
+        self.stderr.seek(0)
+        said = self.stderr.read().strip().splitlines()
+        return f"status {status}" + (f", {said[-1][:300]}" if said else "")
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(OSError):  # what it did not read any more
+                self.process.stdin.close()
+        self.stderr.close()
+        self.process = None
+
+
+def serve(name: str, mode: str, warmth: str) -> None:
+    """Measure the cases named on stdin; a row a line, and {} after each case."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    protocol = Protocol(mode, warmth == "warm")
+    for line in sys.stdin:
+        for row in measure(CASES[line.strip()], PEERS[name].variants, protocol):
+            print(json.dumps(row), file=answers, flush=True)
+        torch.cuda.empty_cache()
+        print("{}", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

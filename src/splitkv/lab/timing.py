@@ -1,0 +1,259 @@
+"""How a call is timed: one protocol for every library.
+
+* **Checked first.** A call is timed only after what its graph computed has passed
+  `testing.assert_close` against the reference in fp32: a fast wrong answer is not a time.
+* **CUDA graph replay.** A serving loop replays a graph, and the host would be timed otherwise. The
+  stream is kept busy until the graph is queued, so the start of the graph is not timed either.
+* **Cold.** Buffers of q, K and V rotate: between two reads of one, twice the L2 is read from
+  others, as between two steps of a model. `warm` reads one buffer over and over and says so.
+* **Isolated.** A tiny kernel that writes q stands before every call, as the projection does in a
+  model: a call cannot start before its q is there, nor overlap the call before it. The time of that
+  kernel, alone in a graph of its own, is subtracted. `back-to-back` leaves it out.
+* **Interleaved.** Replays of all variants take turns, another one first in every round, so that
+  clocks and temperature are the same for all. Differences are taken within a round.
+* **Median and spread.** Of the rounds: the median, and the distance between the quartiles.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitkv.errors import expect_one_of
+from splitkv.lab.cases import Case, Inputs
+from splitkv.testing import assert_close
+
+MODES = ("isolated", "back-to-back")
+ROUNDS = 21
+CALLS = 64  # in a graph, at least: what is left of its start is shared by that many
+LEAD_CYCLES = 200_000  # about 0.1 ms, longer than it takes to queue a graph
+BLOCK = 1024  # elements of q a program
+
+Body = Callable[[int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """mode: isolated or back-to-back; warm: one buffer, which stays in the L2."""
+
+    mode: str = "isolated"
+    warm: bool = False
+    rounds: int = ROUNDS
+
+    def __post_init__(self) -> None:
+        expect_one_of("mode", self.mode, MODES)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds a call: the median of the rounds and the distance between their quartiles."""
+
+    us: float
+    spread_us: float
+
+
+class Prepared(NamedTuple):
+    """A library ready to run: `call(i)` launches it on buffer i and returns its output."""
+
+    call: Body
+    version: str | None = None
+    plan: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute a case.
+
+    unsupported(case) -> every reason against it, with values; empty: it may run
+    prepare(inputs)   -> Prepared; whatever it raises is a reason too
+    """
+
+    library: str
+    kernel: str
+    prepare: Callable[[Inputs], Prepared]
+    unsupported: Callable[[Case], list[str]] = lambda case: []
+
+    def row(self, **found: Any) -> dict[str, Any]:
+        """What a measurement says; without a time there are reasons."""
+        absent = dict.fromkeys(("version", "us", "spread_us", "err", "plan", "clocks"))
+        return {"library": self.library, "kernel": self.kernel, **absent, "reasons": [], **found}
+
+
+def rotation(num_bytes: int, l2_bytes: int, warm: bool = False) -> int:
+    """Buffers, so that twice the L2 is read between two reads of one."""
+    return 1 if warm else 1 + -(-2 * l2_bytes // num_bytes)
+
+
+def interleave(
+    replays: Mapping[str, Callable[[], float]], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """What each replay returns, one of each in every round."""
+    names = list(replays)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for r in range(rounds):
+        first = r % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            samples[name].append(replays[name]())
+    return samples
+
+
+def summarize(samples: Sequence[float], baseline: Sequence[float] | None = None) -> Timing:
+    """Median and spread of the samples, less those of a baseline in the same rounds."""
+    if baseline is not None:
+        samples = [a - b for a, b in zip(samples, baseline, strict=True)]
+    low, _, high = quantiles(samples, n=4)
+    return Timing(median(samples), high - low)
+
+
+@triton.jit
+def write_q(q_ptr, x_ptr, size, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    tl.store(q_ptr + offs, tl.load(x_ptr + offs, mask=offs < size), mask=offs < size)
+
+
+def q_writer(x: Tensor, q: Tensor) -> Body:
+    """The kernel that stands before a call: copies x into q[i]."""
+    grid, size = (triton.cdiv(x.numel(), BLOCK),), x.numel()
+
+    def write(i: int) -> None:
+        write_q[grid](q[i], x, size, BLOCK=BLOCK, num_warps=4)
+
+    return write
+
+
+def after(first: Body, then: Body) -> Body:
+    """Both, and the result of the second."""
+
+    def both(i: int) -> Any:
+        first(i)
+        return then(i)
+
+    return both
+
+
+class Replay:
+    """A CUDA graph of calls over the buffers; replayed when called, it returns microseconds a call.
+
+    result   what the first call of the graph returned, rewritten by every replay
+    """
+
+    def __init__(self, body: Body, buffers: int) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for i in (0, 0, buffers - 1):  # compiles, loads, allocates
+                body(i)
+        torch.cuda.synchronize()
+        self.calls = buffers * -(-CALLS // buffers)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = body(0)
+            for i in range(1, self.calls):
+                body(i % buffers)
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.graph.replay()
+        torch.cuda.synchronize()
+
+    def __call__(self) -> float:
+        torch.cuda._sleep(LEAD_CYCLES)
+        self.start.record()
+        self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) * 1e3 / self.calls
+
+
+class Stopwatch:
+    """Times bodies over rotating buffers by a protocol, all against the same q writer."""
+
+    def __init__(self, protocol: Protocol, x: Tensor, q: Tensor) -> None:
+        self.protocol, self.buffers = protocol, q.shape[0]
+        isolated = protocol.mode == "isolated"
+        self.write = q_writer(x, q) if isolated else None
+        self.writer = Replay(self.write, self.buffers) if self.write else None
+
+    def capture(self, body: Body) -> Replay:
+        return Replay(after(self.write, body) if self.write else body, self.buffers)
+
+    def time(self, replays: Mapping[str, Replay]) -> dict[str, Timing]:
+        """Every replay in turns with the others and the writer."""
+        writer = {} if self.writer is None else {"": self.writer}
+        samples = interleave({**writer, **replays}, self.protocol.rounds)
+        baseline = samples.pop("", None)
+        return {name: summarize(us, baseline) for name, us in samples.items()}
+
+
+def measure(
+    case: Case, variants: Sequence[Variant], protocol: Protocol
+) -> Iterator[dict[str, Any]]:
+    """A row for each variant: its time and error, or the reasons why there is none.
+
+    An error that leaves the GPU unusable is raised after its row.
+    """
+    against = {variant: variant.unsupported(case) for variant in variants}
+    yield from (variant.row(reasons=reasons) for variant, reasons in against.items() if reasons)
+    able = [variant for variant, reasons in against.items() if not reasons]
+    if not able:
+        return
+    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    try:
+        inputs = Inputs(case, rotation(case.problem.kv_bytes, l2_bytes, protocol.warm))
+        ref, pt = inputs.references()
+        watch = Stopwatch(protocol, inputs.x, inputs.q)
+    except Exception as error:  # mostly too little memory
+        yield from (variant.row(reasons=[one_line(error)]) for variant in able)
+        torch.cuda.synchronize()
+        return
+    rows, replays = {}, {}
+    for variant in able:
+        try:
+            call, version, plan = variant.prepare(inputs)
+            replay = watch.capture(call)
+            out = replay.result.reshape(ref.shape)
+            assert_close(out, ref, pt)
+        except Exception as error:  # whatever a library raises is why it has no time
+            yield variant.row(reasons=[one_line(error)])
+            torch.cuda.synchronize()
+            continue
+        key = f"{variant.library} {variant.kernel}"
+        replays[key] = replay
+        err = (out.double() - ref.double()).abs().max().item()
+        rows[key] = variant.row(version=version, plan=plan, err=err)
+    times = watch.time(replays)
+    now = clocks()
+    for key, timing in times.items():
+        yield {**rows[key], "us": timing.us, "spread_us": timing.spread_us, "clocks": now}
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+
+
+def nvidia_smi(*fields: str) -> list[str] | None:
+    """Fields of the GPU in use, None where nvidia-smi cannot tell."""
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+    query = ["nvidia-smi", gpu, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = [value.strip() for value in told.strip().split(",")]
+    return values if len(values) == len(fields) else None
+
+
+def clocks() -> dict[str, int] | None:
+    """Clocks right after the last replay, in MHz."""
+    values = nvidia_smi("clocks.sm", "clocks.mem")
+    if values is None or not all(value.isdigit() for value in values):
+        return None
+    return dict(zip(("sm_mhz", "memory_mhz"), map(int, values), strict=True))
