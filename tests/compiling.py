@@ -1,8 +1,8 @@
 """Compiling what a launcher launches, for GPUs that are not here.
 
 Triton asks its driver which GPU there is and the arguments what they are; here the driver names any
-architecture and the tensors are layouts without memory. Everything between a plan and a cubin is the
-real thing: the launcher's own arguments, Triton's specialisation of them, ptxas.
+architecture and the tensors are layouts without memory. Everything between a plan and a cubin is
+the real thing: the launcher's own arguments, Triton's specialisation of them, ptxas.
 """
 
 from __future__ import annotations

@@ -50,23 +50,25 @@ def attention(
     """Attention over dense batches, differentiable.
 
     q              [batch, seqlen_q, num_heads, head_dim], bf16, fp16, fp32 or fp64
-    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type; num_heads is a
-                   multiple of num_kv_heads, head h reads KV head h // (num_heads // num_kv_heads)
+    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type; num_heads
+                   is a multiple of num_kv_heads, head h reads KV head h // (num_heads //
+                   num_kv_heads)
     causal         query i sees keys up to seqlen_k - seqlen_q + i (bottom-right alignment)
     window_size    (left, right) keys around that position, inclusive; -1: unbounded
     sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM)
-    sink_logits    [num_heads], a logit a head that joins the softmax denominator and adds nothing to
-                   the output (gpt-oss); differentiable
+    sink_logits    [num_heads], a logit a head that joins the softmax denominator and adds nothing
+                   to the output (gpt-oss); differentiable
     softmax_scale  default head_dim ** -0.5
     softcap        above 0: scores become softcap * tanh(score / softcap) before the mask
-    alibi_slopes   [num_heads] or [batch, num_heads] fp32: bias -slope * |i + seqlen_k - seqlen_q - j|
+    alibi_slopes   [num_heads] or [batch, num_heads] fp32: bias -slope * |i + seqlen_k - seqlen_q -
+                   j|
     dropout_p      probability of dropping an attention weight
     deterministic  backward gives the same bits every time
     plan           a Plan of `splitkv.plan` for this problem, to skip deciding
 
-    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural log of the
-    softmax denominator without the sink, [batch, num_heads, seqlen_q] fp32. A row that sees no key
-    gives 0 and -inf.
+    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural log of
+    the softmax denominator without the sink, [batch, num_heads, seqlen_q] fp32. A row that sees no
+    key gives 0 and -inf.
 
     Raises ValueError for malformed arguments, UnsupportedProblem where no kernel can.
 
@@ -143,9 +145,7 @@ def attention_varlen(
     )
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
     expect_tensor("cu_seqlens_k", cu_seqlens_k)
-    return _attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *arguments
-    )
+    return _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *arguments)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -218,24 +218,27 @@ def decode(
     q              [batch, seqlen_q, num_heads, head_dim]; the queries are the last seqlen_q keys
     k_cache        [batch, capacity, num_kv_heads, head_dim], or with a page table
                    [num_pages, page_size, num_kv_heads, head_dim], any page size; v_cache likewise
-    cache_seqlens  [batch] int32 on the device: keys of each sequence, those of q included; None: all
-                   max_seqlen_k. Never read by the host: it may change between graph replays
+    cache_seqlens  [batch] int32 on the device: keys of each sequence, those of q included; None:
+                   all max_seqlen_k. Never read by the host: it may change between graph replays
     page_table     [batch, max_pages] int32 on the device; entries past a length may hold anything
     max_seqlen_k   upper bound of the lengths, default the capacity; longer ones are undefined
-    q_scale        a scale of a quantised q: one, [num_heads], [batch, num_heads] or one a token and head
+    q_scale        a scale of a quantised q: one, [num_heads], [batch, num_heads] or one a token
+                   and head
     k_scale        scales of an int8 or float8_e4m3fn cache, fp32: one, [num_kv_heads],
-                   [batch, num_kv_heads], or as the cache without its last dimension; v_scale likewise
+                   [batch, num_kv_heads], or as the cache without its last dimension; v_scale
+                   likewise
     num_splits     parts that the keys of each sequence are cut into; 0: the policy decides
     out            where to write the result
     plan           a Plan of `splitkv.plan`, to skip deciding
 
-    The mask and score arguments are those of `attention`. Nothing synchronises with the host; a call
-    can be captured in a CUDA graph. Not differentiable on a GPU kernel: tensors that need a gradient
-    are served by plain torch, with a warning.
+    The mask and score arguments are those of `attention`. Nothing synchronises with the host; a
+    call can be captured in a CUDA graph. Not differentiable on a GPU kernel: tensors that need a
+    gradient are served by plain torch, with a warning.
 
-    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural LSE without
-    the sink, [batch, num_heads, seqlen_q] fp32. Equivalent PyTorch: `attention` of each sequence of q
-    against the first cache_seqlens[b] keys and values of its cache, times their scales.
+    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural LSE
+    without the sink, [batch, num_heads, seqlen_q] fp32. Equivalent PyTorch: `attention` of each
+    sequence of q against the first cache_seqlens[b] keys and values of its cache, times their
+    scales.
     """
     if isinstance(window_size, list):
         window_size = tuple(window_size)
@@ -288,7 +291,7 @@ def decode(
         if out is not None:
             expect_out(out, tuple(result.shape), dtype_name(result), q.device)
             result = out.copy_(result)
-    return (result, lse) if return_lse else result  # type: ignore[return-value]
+    return (result, lse) if return_lse else result
 
 
 def plan(
@@ -301,14 +304,15 @@ def plan(
 ) -> Plan:
     """The decision for a problem, without running it.
 
-    problem     a Problem, for any Device (`Device.named("h200")`; default: the one here); or q, and then
-                the arguments of `decode` (q, k_cache, v_cache, cache_seqlens=...), of
+    problem     a Problem, for any Device (`Device.named("h200")`; default: the one here); or q,
+                and then the arguments of `decode` (q, k_cache, v_cache, cache_seqlens=...), of
                 `attention_varlen` where cu_seqlens are given, or of `attention` with `dense=True`
-    policy      a name (`splitkv explain --help` lists them) or a function (problem, device, kernels)
+    policy      a name (`splitkv explain --help` lists them) or a function (problem, device,
+                kernels)
     num_splits  above 0 forces the number of splits
 
-    The plan can be printed, compared, stored, and passed back as `plan=`, which skips deciding. Raises
-    UnsupportedProblem where no kernel can run the problem.
+    The plan can be printed, compared, stored, and passed back as `plan=`, which skips deciding.
+    Raises UnsupportedProblem where no kernel can run the problem.
     """
     if not isinstance(problem, Problem):
         expect_tensor("problem", problem)
@@ -331,8 +335,8 @@ def explain(
 
     policies   names of policies to show side by side
 
-    Shows the problem, every kernel with the reasons against it, each policy's plan with its grid, waves,
-    share of SMs busy, bytes, and the time that the bytes take at full bandwidth.
+    Shows the problem, every kernel with the reasons against it, each policy's plan with its grid,
+    waves, share of SMs busy, bytes, and the time that the bytes take at full bandwidth.
     """
     if not isinstance(problem, Problem | Plan):
         expect_tensor("problem", problem)
@@ -379,12 +383,13 @@ def warmup(
 ) -> list[Plan]:
     """Compile and load every decode kernel that a model will need, so that serving never compiles.
 
-    max_seqlen_k   the longest cache; every power of two below it is planned too, as the policy may choose
-                   other tiles for shorter caches
+    max_seqlen_k   the longest cache; every power of two below it is planned too, as the policy may
+                   choose other tiles for shorter caches
     batch_sizes    and seqlens_q: every combination is warmed up
     page_size      of a paged cache; None: contiguous
     cache_seqlens, sink_logits, alibi_slopes    whether those tensors will be given
-    arguments      other arguments of `decode`: causal, window_size, sink_tokens, softcap, return_lse, ...
+    arguments      other arguments of `decode`: causal, window_size, sink_tokens, softcap,
+                   return_lse, ...
 
     Returns the plans. Needs no memory for a cache.
     """

@@ -1,8 +1,8 @@
 """`splitkv::attention` and its backward as operators, tied together for autograd.
 
 The kernels that serve `attention` today are written in torch operations, so eager calls are
-differentiated by autograd itself and do not come here. A traced graph holds the operator instead, and
-its backward computes the forward once more.
+differentiated by autograd itself and do not come here. A traced graph holds the operator instead,
+and its backward computes the forward once more.
 """
 
 from __future__ import annotations
@@ -40,19 +40,10 @@ def _run(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     with seeded:
         if seed is not None:
             torch.manual_seed(int(seed))
-        out, lse = run_attention(
-            *head,
-            (window_left, window_right),
-            sink_tokens,
-            sink_logits,
-            scale,
-            softcap,
-            slopes,
-            dropout_p,
-            deterministic,
-            return_lse,
-            plan_with_handle(plan) if plan else None,
-        )
+        rest = sink_tokens, sink_logits, scale, softcap, slopes, dropout_p, deterministic
+        found = plan_with_handle(plan) if plan else None
+        call: tuple[Any, ...] = (*head, (window_left, window_right), *rest, return_lse, found)
+        out, lse = run_attention(*call)
     return operator_outputs(out, lse)
 
 
@@ -77,11 +68,10 @@ def attention_op(*arguments):
 @attention_op.register_fake
 def _(*arguments):
     q, v, cu_seqlens_q, return_lse = arguments[0], arguments[2], arguments[3], arguments[17]
-    if not return_lse:
-        lse_shape = (0,)
-    elif cu_seqlens_q is None:
+    lse_shape: tuple[int, ...] = (0,)
+    if return_lse and cu_seqlens_q is None:
         lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    else:
+    elif return_lse:
         lse_shape = (q.shape[1], q.shape[0])
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(lse_shape, dtype=torch.float32)
@@ -115,9 +105,7 @@ def _gradient(x: Tensor, grad: Tensor | None) -> Tensor:
 
 @attention_backward_op.register_fake
 def _(grad_out, grad_lse, *arguments):
-    return [
-        torch.empty_like(arguments[i]) for i in _DIFFERENTIABLE if arguments[i] is not None
-    ]
+    return [torch.empty_like(arguments[i]) for i in _DIFFERENTIABLE if arguments[i] is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -19,7 +19,8 @@ class Contiguous:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """`[total_k, num_kv_heads, head_dim]`, sequences one after the other, bounds in `cu_seqlens_k`."""
+    """`[total_k, num_kv_heads, head_dim]`, sequences one after the other, bounds in
+    `cu_seqlens_k`."""
 
     def __str__(self) -> str:
         return "ragged"
@@ -27,8 +28,8 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """`[num_pages, page_size, num_kv_heads, head_dim]`; `page_table[b, i]` holds keys `i * page_size`
-    and following of sequence b."""
+    """`[num_pages, page_size, num_kv_heads, head_dim]`; `page_table[b, i]` holds keys `i *
+    page_size` and following of sequence b."""
 
     page_size: int
 

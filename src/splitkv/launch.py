@@ -1,8 +1,8 @@
 """From a call to a running kernel: the cache of bound launchers, and the torch.library operators.
 
-A call is described, planned and bound once for each memory layout and set of options; later calls of
-the same kind look the launcher up by a key made of shapes, strides and types, and go straight to it.
-Lengths and page tables live on the device and are in no key.
+A call is described, planned and bound once for each memory layout and set of options; later calls
+of the same kind look the launcher up by a key made of shapes, strides and types, and go straight to
+it. Lengths and page tables live on the device and are in no key.
 
 Plain tensors run the launcher directly. Under torch.compile, torch.export, FakeTensorMode and for
 tensor subclasses the same function runs as the operator `splitkv::decode` or `splitkv::attention`.
@@ -26,7 +26,6 @@ from splitkv.registry import kernel_named, make_plan
 
 Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 MAX_CALLS = 8192  # bound launchers kept; past it the cache starts afresh
 _calls: dict[Any, tuple[Launcher, float, Plan | None]] = {}
 _warned: set[tuple[str, ...]] = set()
@@ -74,14 +73,17 @@ def is_plain(*arguments: Any) -> bool:
     """Whether no tensor is a subclass and nothing is tracing: the operators may be skipped."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    return not any(isinstance(x, Tensor) and type(x) not in PLAIN_TENSORS for x in arguments)
+    for x in arguments:
+        kind = type(x)
+        plain = kind is Tensor or x is None or kind is torch.nn.Parameter
+        if not plain and isinstance(x, Tensor):
+            return False
+    return True
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient may be asked of what is computed from these."""
-    return torch.is_grad_enabled() and any(
-        getattr(x, "requires_grad", False) for x in tensors
-    )
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 def bind(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Launcher:
@@ -127,22 +129,24 @@ def _remember(key: Any, launcher: Launcher, scale: float, plan: Plan | None) -> 
 
 def _launch(launcher: Launcher, operands: Operands) -> tuple[Tensor, Tensor | None]:
     q = operands.q
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
+    if q.is_cuda and q.device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
             return launcher(operands)
     return launcher(operands)
 
 
 def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Problem:
-    """The Problem of a call of `decode`, `attention_varlen` (cu_seqlens given) or `attention` (dense)."""
+    """The Problem of a call of `decode`, `attention_varlen` (cu_seqlens) or `attention` (dense)."""
     varlen = "cu_seqlens_q" in arguments or len(tensors) > 2
-    name, signature, positional = "decode", DECODE_DEFAULTS, ()
+    name, signature = "decode", DECODE_DEFAULTS
+    positional: tuple[str, ...] = ()
     if varlen or dense:
         name = "attention_varlen" if varlen else "attention"
         signature, positional = ATTENTION_DEFAULTS, _VARLEN if varlen else ()
     known = 2 <= len(tensors) <= 2 + len(positional)
     expected = ", ".join(("q, keys and values by position", *positional))
     expect(known, name, expected, 1 + len(tensors))
+    argument: str
     for argument, x in zip(positional, tensors[2:], strict=False):
         if argument in arguments:
             raise ValueError(f"{argument}: expected by position or by name, got both")
@@ -183,21 +187,37 @@ def run_decode(
 ) -> tuple[Tensor, Tensor | None]:
     """Describe, plan and bind on the first call of a kind; then only launch."""
     try:
-        key = (
-            layout(q),
-            layout(k_cache),
-            layout(v_cache),
-            layout(cache_seqlens),
-            layout(page_table),
-            layout(sink_logits),
-            layout(alibi_slopes),
-            layout(q_scale),
-            layout(k_scale),
-            layout(v_scale),
-            layout(out),
-            (max_seqlen_k, causal, window_size, sink_tokens, softmax_scale, softcap),
-            (return_lse, num_splits, id(plan)),
-            needs_grad(q, k_cache, v_cache, sink_logits, alibi_slopes),
+        key: Any = (
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            k_cache.shape,
+            k_cache.stride(),
+            k_cache.dtype,
+            k_cache.device,
+            v_cache.shape,
+            v_cache.stride(),
+            v_cache.dtype,
+            v_cache.device,
+            None if cache_seqlens is None else layout(cache_seqlens),
+            None if page_table is None else layout(page_table),
+            None if sink_logits is None else layout(sink_logits),
+            None if alibi_slopes is None else layout(alibi_slopes),
+            None if q_scale is None else layout(q_scale),
+            None if k_scale is None else layout(k_scale),
+            None if v_scale is None else layout(v_scale),
+            None if out is None else layout(out),
+            max_seqlen_k,
+            causal,
+            window_size,
+            sink_tokens,
+            softmax_scale,
+            softcap,
+            return_lse,
+            num_splits,
+            id(plan),
+            torch.is_grad_enabled() and needs_grad(q, k_cache, v_cache, sink_logits, alibi_slopes),
         )
         known = _calls.get(key)
     except (AttributeError, TypeError):  # some argument is not what it should be: say which

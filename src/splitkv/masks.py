@@ -60,7 +60,7 @@ class Mask:
         return tuple((a, b) for a, b in bands if a < b)
 
     def span(self, seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
-        """The disjoint intervals of keys seen by at least one of `seqlen_q` queries: what is read."""
+        """The disjoint intervals of keys that some query sees: what has to be read."""
         if seqlen_q <= 0 or seqlen_k <= 0:
             return ()
         first, last = seqlen_k - seqlen_q, seqlen_k - 1

@@ -45,7 +45,8 @@ class Problem:
     kind             decode: few queries against a cache; dense: [B, S, H, D]; varlen: [total, H, D]
     seqlen_q         queries a sequence (decode: exactly; varlen: at most)
     seqlen_k         keys a sequence (an upper bound where the lengths live on the device)
-    lengths          host: every sequence has seqlen_k keys; device: read from a tensor by the kernel
+    lengths          host: every sequence has seqlen_k keys; device: read from a tensor by the
+                     kernel
     """
 
     kind: Kind
@@ -302,9 +303,7 @@ def describe_attention(
         total_k, num_kv_heads, _ = expect_shape(
             "k", k, total_k=None, num_kv_heads=None, head_dim=head_dim
         )
-        shape_v = expect_shape(
-            "v", v, total_k=total_k, num_kv_heads=num_kv_heads, head_dim_v=None
-        )
+        shape_v = expect_shape("v", v, total_k=total_k, num_kv_heads=num_kv_heads, head_dim_v=None)
         bounds = expect_shape("cu_seqlens_q", cu_seqlens_q, **{"batch + 1": None})[0]
         expect_positive("cu_seqlens_q.shape[0] (batch + 1)", bounds)
         expect_shape("cu_seqlens_k", cu_seqlens_k, **{"batch + 1": bounds})

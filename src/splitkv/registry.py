@@ -37,7 +37,8 @@ def make_plan(
 ) -> Plan:
     """Let a policy choose among the kernels that can run the problem.
 
-    policy      a name of POLICIES, or a policy made by the caller (`policies.fixed.with_split_size`)
+    policy      a name of POLICIES, or a policy made by the caller
+                (`policies.fixed.with_split_size`)
     num_splits  above 0: this many parts of the keys of each sequence, whatever the policy
 
     Raises UnsupportedProblem with every kernel's reasons where none can.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
+from typing import Any
 
 import cases
 import pytest
@@ -93,22 +94,21 @@ def problem_of(values: cases.Values) -> Problem:
 
 
 @functools.cache
-def legal(problem: Problem, device: Device) -> frozenset[tuple[int, ...]]:
-    """The shapes that the kernel has for a problem: tile_n, num_warps, num_stages."""
-    found = decode_split.configs(problem, device)
+def legal(gpu: str, *asked: Any) -> frozenset[tuple[int, ...]]:
+    """The shapes that the kernel has for a problem, by values in the order of LEAST."""
+    problem = problem_of(dict(zip(LEAST, asked, strict=True)))
+    found = decode_split.configs(problem, GPUS[gpu])
     return frozenset(tuple(getattr(config, name) for name in SHAPE) for config in found)
 
 
 def valid(values: cases.Values) -> bool:
     """Whether a launcher may be asked for a combination; of a partial one, for some completion."""
-    lengths = (values.get("features") or values).get("lengths")
-    if values.get("schedule") == "batch" and lengths == "host":
+    gpu, values = values.get("gpu", "h200"), {**values.get("features", {}), **values}
+    if values.get("schedule") == "batch" and values.get("lengths") == "host":
         return False
-    asked = {name: values.get(name, least) for name, least in LEAST.items()}
-    if "features" in values:
-        asked["features"] = values["features"]
-    shapes = legal(problem_of(asked), device_of(values))
-    return any(all(values.get(n, x) == x for n, x in zip(SHAPE, s, strict=True)) for s in shapes)
+    shapes = legal(gpu, *(values.get(name, least) for name, least in LEAST.items()))
+    given = [(i, values[name]) for i, name in enumerate(SHAPE) if name in values]
+    return any(all(shape[i] == value for i, value in given) for shape in shapes)
 
 
 def plan_of(values: cases.Values) -> Plan:

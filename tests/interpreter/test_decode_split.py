@@ -29,8 +29,8 @@ from splitkv.testing import (
 )
 
 # NumPy warns of what the kernels do on purpose: log2 of 0 is -inf for a row without keys, of the
-# mark FINISHED it is NaN and dropped, and e^2x may overflow in tanh. The interpreter itself uses what
-# NumPy will drop.
+# mark FINISHED it is NaN and dropped, and e^2x may overflow in tanh. The interpreter itself uses
+# what NumPy will drop.
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"

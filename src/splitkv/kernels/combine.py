@@ -5,7 +5,8 @@ Computes, over the parts p of a row,
     m = max_p m[p]     l = sum_p exp(m[p] - m) l[p]     acc = sum_p exp(m[p] - m) acc[p]
     out = acc / (l + exp(sink - m))                     lse = m + log l
 
-Shapes      partials: acc [slots, rows, head_dim_v], m and l [slots, rows], fp32; out, lse: as in Final
+Shapes      partials: acc [slots, rows, head_dim_v], m and l [slots, rows], fp32; out, lse: as in
+            Final
 Grid        (num_kv_heads * seqlen_q * group, batch, head_dim_v / TILE_V)
 Traffic     reads every partial once, writes out once; counted in decode_split.traffic
 Numerics    fp32 throughout, base-2 exponentials; parts are merged in order, so bits do not vary
@@ -23,11 +24,14 @@ from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.share import Share, batch_share
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 
-FINISHED = tl.constexpr(-1.0)  # as l of a slot: the row needs no merge; a sum of exponentials is >= 0
+FINISHED = tl.constexpr(
+    -1.0
+)  # as l of a slot: the row needs no merge; a sum of exponentials is >= 0
 
 
 class Partial(NamedTuple):
-    """Pointers to acc [slots, rows, head_dim_v], m [slots, rows] in base 2 and l [slots, rows], fp32.
+    """Pointers to acc [slots, rows, head_dim_v], m [slots, rows] in base 2 and l [slots, rows],
+    fp32.
 
     A slot without keys has m = -inf and l = 0; one whose row needs no merge has l = FINISHED.
     """
@@ -38,7 +42,7 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """Pointers to out (as q, with head_dim_v) and lse [batch, num_heads, seqlen_q] fp32, or None."""
+    """Pointers to out (as q, with head_dim_v) and lse [batch, num_heads, seqlen_q], or None."""
 
     out_ptr: Any
     lse_ptr: Any
@@ -162,4 +166,6 @@ def combine(
     if final.lse_ptr is not None:
         lse_row = (b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t
         first_slice = tl.program_id(2) + tl.arange(0, 1)
-        tl.store(final.lse_ptr + lse_row + tl.zeros([1], tl.int32), lse, mask=(first_slice == 0) & merge)
+        tl.store(
+            final.lse_ptr + lse_row + tl.zeros([1], tl.int32), lse, mask=(first_slice == 0) & merge
+        )

@@ -6,23 +6,26 @@ Computes, for each sequence b, KV head h and the rows r = (query token, grouped 
     m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])
     acc[r]   = sum_n exp(s[r, n] - m[r]) v[n]
 
-over one part of the keys, and stores the partial (acc, m, l). `combine` merges the parts. A sequence
-of only one part is finished here, out = acc / (l + exp(sink - m)), and leaves no partial.
+over one part of the keys, and stores the partial (acc, m, l). `combine` merges the parts. A
+sequence of only one part is finished here, out = acc / (l + exp(sink - m)), and leaves no partial.
 
 Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v: see kv.py; out as q, with head_dim_v
             partials [slots, rows, head_dim_v + 2] fp32, one slot a program
 Grid        even: (num_splits, num_kv_heads * row_tiles, batch)
             batch: (programs, num_kv_heads * row_tiles); a program finds its sequence by the lengths
             the num_heads / num_kv_heads heads of all query tokens share each key tile
-Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head_dim_v) * kv bytes; read
+Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head_dim_v) * kv bytes;
+            read
                           once: later row tiles of the same keys find them in the L2
-            partials      2 * parts * rows * (head_dim_v + 2) * 4, for sequences of two parts or more
+            partials      2 * parts * rows * (head_dim_v + 2) * 4, for sequences of two parts or
+                          more
             flops         2 * batch * num_heads * seqlen_q * visible keys * (head_dim + head_dim_v)
-Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @ v;
-            fp32 inputs multiply in IEEE fp32, not tf32
-Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 16 from
-            16 to 256; at most 16 query tokens; at most 64 query heads a KV head; keys and values stored
-            as they are; batch, and KV heads times row tiles, at most 65535; no dropout, no gradient
+Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
+            v; fp32 inputs multiply in IEEE fp32, not tf32
+Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 16
+            from 16 to 256; at most 16 query tokens; at most 64 query heads a KV head; keys and
+            values stored as they are; batch, and KV heads times row tiles, at most 65535; no
+            dropout, no gradient
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_SPLITS, MAX_GRID = 256, 16, 64, 1024,
 
 
 class KV(NamedTuple):
-    """Pointers to keys, values and the page table [batch, max_pages]; table_ptr None: contiguous."""
+    """Pointers to keys, values and the page table [batch, max_pages], None where contiguous."""
 
     k_ptr: Any
     v_ptr: Any
@@ -61,7 +64,7 @@ class KV(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Pointers to what a row brings along: sink logit [num_heads], ALiBi slope [(batch,) num_heads]."""
+    """Pointers to a row's sink logit [num_heads] and ALiBi slope [(batch,) num_heads], or None."""
 
     sink_ptr: Any
     slope_ptr: Any
@@ -321,8 +324,8 @@ def register_need(problem: Problem, config: Config) -> float:
     """Registers a thread for acc, s, q, and for the addresses and masks of keys and values.
 
     The last take 8 for each 16 bytes that a thread loads of a tile. Fitted to what ptxas says for
-    sm_90, as are the limits: configs spill from 192 on, without score modifiers and a window from 360,
-    in fp32 from 160.
+    sm_90, as are the limits: configs spill from 192 on, without score modifiers and a window from
+    360, in fp32 from 160.
     """
     dim, dim_v = padded_dims(problem)
     element = problem.element_bytes / 4
@@ -392,6 +395,9 @@ class Launcher:
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.return_lse = problem.return_lse
         self.float32, self.partials = torch.float32, partials
+        self.device_index = q.device.index
+        if q.is_cuda:
+            self.current_stream = torch._C._cuda_getCurrentRawStream
         out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
 
         programs = size = None
@@ -465,10 +471,10 @@ class Launcher:
             pdl,
         )
         self.merge_options = {"num_warps": 1, "launch_pdl": True} if pdl else {"num_warps": 1}
-        self.merge: Callable[..., None] | None = None
+        self.merge: Callable[..., None] = None  # type: ignore[assignment]  # with split
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse or None), on the current stream; `operands.out` is written where it is given."""
+        """(out, lse or None), on the current stream; writes `operands.out` where given."""
         q, out, lse = operands.q, operands.out, None
         if out is None:
             out = q.new_empty(self.out_shape)
@@ -479,28 +485,25 @@ class Launcher:
             partial, partial_at = self.partials(q, self.acc_numel, self.partial_rows)
         softcap, scale = operands.softcap or None, operands.softmax_scale
         scale = scale / softcap if softcap else scale * 1.4426950408889634
-        tensors = (
-            q,
-            operands.k,
-            operands.v,
-            operands.page_table,
-            operands.cache_seqlens,
-            out,
-            lse,
-            operands.sink_logits,
-            operands.alibi_slopes,
-        )
+        k, v, table, lens = operands.k, operands.v, operands.page_table, operands.cache_seqlens
+        sink, slopes = operands.sink_logits, operands.alibi_slopes
         if self.split is not None:
-            addresses = [None if x is None else x.data_ptr() for x in tensors]
-            if not any(a is not None and a & 15 for a in addresses):
-                at_q, at_k, at_v, table, lens, at_out, at_lse, sink, slopes = addresses
-                kv, final = KV(at_k, at_v, table), Final(at_out, at_lse)
-                row = Row(sink, slopes)
-                self.split(at_q, kv, lens, final, partial_at, row, scale, softcap, *self.tail)
-                if self.merge is not None:
-                    self.merge(partial_at, final, lens, sink, *self.merge_tail)
+            at_q, at_k, at_v, at_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+            at_table = None if table is None else table.data_ptr()
+            at_lens = None if lens is None else lens.data_ptr()
+            at_lse = None if lse is None else lse.data_ptr()
+            at_sink = None if sink is None else sink.data_ptr()
+            at_slopes = None if slopes is None else slopes.data_ptr()
+            given = at_q | at_k | at_v | at_out | (at_table or 0) | (at_lens or 0)
+            if not (given | (at_sink or 0) | (at_slopes or 0)) & 15:
+                stream, final = self.current_stream(self.device_index), (at_out, at_lse)
+                head = at_q, (at_k, at_v, at_table), at_lens, final, partial_at
+                self.split(*head, (at_sink, at_slopes), scale, softcap, *self.tail, stream=stream)
+                if partial_at is not None:
+                    merged = partial_at, final, at_lens, at_sink
+                    self.merge(*merged, *self.merge_tail, stream=stream)
                 return out, lse
-        self.dispatch(tensors, partial, scale, softcap)
+        self.dispatch((q, k, v, table, lens, out, lse, sink, slopes), partial, scale, softcap)
         return out, lse
 
     def dispatch(
@@ -519,7 +522,8 @@ class Launcher:
             )
         if split is not None and not any(x is not None and x.data_ptr() & 15 for x in tensors):
             self.split = split[self.grid]
-            self.merge = None if merge is None else merge[self.merge_grid]
+            if merge is not None:
+                self.merge = merge[self.merge_grid]
 
 
 KERNEL = Kernel("decode_split", unsupported, configs, traffic, Launcher)

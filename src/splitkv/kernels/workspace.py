@@ -1,10 +1,10 @@
 """Memory for partials: one buffer a device, stream and size class, kept from call to call.
 
-Bound: a plan needs `programs * rows * (head_dim_v + 2) * 4` bytes, a size class is the next power of
-two, and a stream keeps only the largest class it has needed: at most twice the largest plan. Nothing is
-allocated on a later call, and calls on different streams never share a buffer. While a graph is being
-captured the partials come from the graph's own pool instead, so that a replay cannot meet a call of
-another stream.
+Bound: a plan needs `programs * rows * (head_dim_v + 2) * 4` bytes, a size class is the next power
+of two, and a stream keeps only the largest class it has needed: at most twice the largest plan.
+Nothing is allocated on a later call, and calls on different streams never share a buffer. While a
+graph is being captured the partials come from the graph's own pool instead, so that a replay
+cannot meet a call of another stream.
 """
 
 from __future__ import annotations

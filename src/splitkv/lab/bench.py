@@ -39,7 +39,7 @@ SHOWN = ("case", "library", "us (spread)", "floor", "TB/s", "error")
 
 
 def our_variants(policies: Sequence[str] = (), num_splits: int = 0) -> list[Variant]:
-    """`splitkv.decode` called without options, or under plans of policies or of a number of splits."""
+    """`splitkv.decode` without options, or under plans of policies or with a number of splits."""
     expect(not (policies and num_splits), "num_splits", "0 with a policy", num_splits)
     for name in policies:
         expect_one_of("policy", name, POLICIES)
@@ -182,8 +182,10 @@ def bench_decode(
 ) -> int:
     """Measure the cases, none started past the limit. 0, or 1 where one of ours has no time."""
     device = current()
-    expect(device.kind == "cuda", "device", "a CUDA GPU to measure on", "none")
-    start, console, records = time.monotonic(), console or Console(), []
+    expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
+    start, console = time.monotonic(), console or Console()
+    records: list[dict[str, Any]] = []
+    lost = False
     here = [
         *ours,
         *(v for name in peers if not PEERS[name].own_process for v in PEERS[name].variants),
@@ -206,16 +208,21 @@ def bench_decode(
             floor = _floor(floors, case, screen)
             sources: list[Callable[[Case], Iterator[dict[str, Any]]]]
             sources = [lambda c: measure(c, here, protocol), *(w.measure for w in workers)]
-            for row in _rows(case, sources):
-                records.append(record(case, row, floor, protocol, machine))
-                if file:
-                    print(json.dumps(records[-1]), file=file, flush=True)
-                screen.add(records[-1])
+            try:
+                for row in _rows(case, sources):
+                    records.append(record(case, row, floor, protocol, machine))
+                    if file:
+                        print(json.dumps(records[-1]), file=file, flush=True)
+                    screen.add(records[-1])
+            except RuntimeError as error:  # the GPU does not recover from this in one process
+                screen.say(f"{case.name}: stopped: {one_line(error)}")
+                lost = True
+                break
             screen.done += 1
     if records:
         console.print("\n" + summary(records), markup=False, highlight=False, soft_wrap=True)
     failed = [r["case"] for r in records if r["library"].startswith(OURS) and r["us"] is None]
-    return 1 if failed else 0
+    return 1 if failed or lost else 0
 
 
 def _rows(

@@ -34,7 +34,7 @@ LOAD_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The best time, and what read: `tma 64x12x1`, `load 8192x8x2`; the setting is of the tables."""
+    """The best time, and what read: `tma 64x12x1`, `load 8192x8x2`, with its setting."""
 
     timing: Timing
     by: str

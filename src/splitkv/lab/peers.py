@@ -1,13 +1,13 @@
 """Other libraries, each behind one function, timed by the protocol of `timing`.
 
 A peer that cannot run a case, or is not here, says why: its reasons are data in the results. Those
-of torch run in this process; each of the others in a process of its own, for they bring CUDA runtimes
-and hooks into torch that do not bear each other:
+of torch run in this process; each of the others in a process of its own, for they bring CUDA
+runtimes and hooks into torch that do not bear each other:
 
-    python -m splitkv.lab.peers NAME MODE cold|warm    names of cases on stdin, JSON lines on stdout
+    python -m splitkv.lab.peers NAME MODE cold|warm    case names on stdin, JSON lines on stdout
 
-The kernels of FlashAttention-3, vLLM and SGLang are called through thin loaders in a package `peers`
-on the Python path; FlashInfer through its loader there, or as it is installed.
+The kernels of FlashAttention-3, vLLM and SGLang are called through thin loaders in a package
+`peers` on the Python path; FlashInfer through its loader there, or as it is installed.
 """
 
 from __future__ import annotations

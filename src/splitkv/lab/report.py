@@ -30,11 +30,11 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Of each case, library and kernel the last record, in the order of the first."""
+    """Of each case and library's kernel the last record, in the order of the first."""
     found = {}
     for record in records:
-        names = ("case", "library", "kernel", "mode", "cache", "gpu")
-        found[tuple(record[name] for name in names)] = record
+        names = ("case", "mode", "cache", "gpu")
+        found[(title(record), *(record[name] for name in names))] = record
     return list(found.values())
 
 

@@ -1,18 +1,20 @@
 """Our cost model, the default: waves of programs, tile by tile, and the merge of their partials.
 
     seconds = start + sum over waves of tiles a part * tile  +  merge
-    tile    = the slowest of: the chain of operations on one tile, its bytes through the SM's port, the
+    tile    = the slowest of: the chain of operations on one tile, its bytes through the SM's port,
+            the
               bytes of all running programs through the memory
     merge   = its launch + the partials; nothing with one part
 
-A program holds one part of one sequence, KV head and tile of rows. A wave is as many programs as the GPU
-holds at once (its slots). More parts shorten the waves until the merge costs more than they save, and
-too few SMs cannot ask for what the memory can give. Counted are the keys that the mask lets through, not
-the cache. The choice is the shape and number of splits of least seconds.
+A program holds one part of one sequence, KV head and tile of rows. A wave is as many programs as
+the GPU holds at once (its slots). More parts shorten the waves until the merge costs more than
+they save, and too few SMs cannot ask for what the memory can give. Counted are the keys that the
+mask lets through, not the cache. The choice is the shape and number of splits of least seconds.
 
-Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So no
-part may be longer than `longest_part` bytes, which one SM reads in about 30 us; where that would take
-more than two waves of programs, the device shares one wave out by the lengths (`schedule="batch"`).
+Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
+no part may be longer than `longest_part` bytes, which one SM reads in about 30 us; where that would
+take more than two waves of programs, the device shares one wave out by the lengths
+(`schedule="batch"`).
 """
 
 from __future__ import annotations
@@ -41,22 +43,23 @@ from splitkv.problem import Problem
 class Constants:
     """What a GPU and its Triton kernels cost, in seconds and bytes a second.
 
-    The defaults were fitted to 1,400 times of 47 problems: bf16, batch 1 to 256, 128 to 131072 keys,
-    8 to 64 query heads on 1 to 32 KV heads, head_dim 64, 128 and 256, contiguous and page 16, each in
-    three shapes and up to 20 numbers of splits (one H200, CUDA graph, buffers rotated past the L2,
-    torch 2.11, Triton 3.6, 2026-11-21). Chosen by them, the mean problem is 1.2 % slower than the best
-    time measured for it, the worst 8.9 %.
+    The defaults were fitted to 1,400 times of 47 problems: bf16, batch 1 to 256, 128 to 131072
+    keys, 8 to 64 query heads on 1 to 32 KV heads, head_dim 64, 128 and 256, contiguous and page
+    16, each in three shapes and up to 20 numbers of splits (one H200, CUDA graph, buffers rotated
+    past the L2, torch 2.11, Triton 3.6, 2026-11-21). Chosen by them, the mean problem is 1.2 %
+    slower than the best time measured for it, the worst 8.9 %.
 
-    start          launch, first address to first tile, epilogue; start_paged: more where a page table
-                   has to be read first; start_byte: for each byte of a tile, until the first is there
+    start          launch, first address to first tile, epilogue; start_paged: more where a page
+                   table has to be read first; start_byte: for each byte of a tile, until the first
+                   is there
     latency        from asking for a tile to having it, shared by the tiles in flight
     bandwidth_share   of the data sheet's bandwidth; memory_latency: what bytes in flight are worth
     sm_bandwidth   what one SM takes in
     step           one tile, however small: two products and a softmax that wait for each other;
-                   step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp; step_paged
-                   and step_paged_element: more with a page table
-    merge          launching the combine; merge_part: for each part of a row; merge_row: for each row
-                   and part of head_dim_v 128
+                   step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp;
+                   step_paged and step_paged_element: more with a page table
+    merge          launching the combine; merge_part: for each part of a row; merge_row: for each
+                   row and part of head_dim_v 128
     tail           of a last wave that is not full
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     """
@@ -81,15 +84,17 @@ class Constants:
 
 H200 = Constants()
 
-# (tile_n, num_warps, num_stages) worth weighing: on the H200 the best of these three was within 1.4 %
-# (contiguous) and 1.0 % (paged) of the best of ten in the mean over 31 problems, 4.5 % at worst.
+# (tile_n, num_warps, num_stages) worth weighing: on the H200 the best of these three was within
+# 1.4 % (contiguous) and 1.0 % (paged) of the best of ten in the mean over 31 problems, 4.5 % at
+# worst.
 CONTIGUOUS_SHAPES = ((64, 4, 2), (32, 4, 3), (128, 4, 2))
 PAGED_SHAPES = ((32, 4, 2), (64, 4, 2), (16, 2, 2))
 
 # What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
-# kernel about 5 KiB for its rows. Registers a thread: a base, the rows' accumulator and q, and so many
-# an element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128: 96, 123,
-# 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2 warps (paged).
+# kernel about 5 KiB for its rows. Registers a thread: a base, the rows' accumulator and q, and so
+# many an element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128:
+# 96, 123, 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2
+# warps (paged).
 REGISTERS_PER_SM, SMEM_RESERVED = 65536, 6 * KiB
 REGISTERS, REGISTERS_PAGED = (46, 0.41), (23, 1.04)
 
@@ -195,7 +200,10 @@ def with_constants(constants: Constants) -> Policy:
         if not splits_keys(problem, found):
             return Choice(kernel.name, found[0], f"waves: {kernel.name} has no splits to weigh")
         best, config = min(
-            (_cheapest(problem, device, found, config, constants) for config in _worth(problem, found)),
+            (
+                _cheapest(problem, device, found, config, constants)
+                for config in _worth(problem, found)
+            ),
             key=lambda pair: (pair[0].seconds, pair[1].num_splits),
         )
         return Choice(kernel.name, config, _why(problem, device, config, best, constants))
@@ -210,7 +218,7 @@ def _worth(problem: Problem, found: Sequence[Config]) -> list[Config]:
 
 
 def _splits_worth(tiles: int, least: int, most: int, a_wave: float) -> Iterator[int]:
-    """Numbers of splits to weigh: few parts, parts of few tiles, and those that fill up to four waves."""
+    """Numbers of splits to weigh: few, those of few tiles each, and what fills up to four waves."""
     eighths = (round(a_wave * k / 8) for k in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32))
     short = (ceil_div(tiles, per) for per in (1, 2, 3, 4, 6, 8))
     for splits in sorted({least, *range(1, 17), 32, 64, 128, *short, *eighths}):
@@ -231,7 +239,9 @@ def _cheapest(
     a_wave = shape.slots / (shape.batch * shape.head_tiles)
     least = 1
     if problem.lengths == "device" and problem.batch > 1:
-        least = min(most, ceil_div(shape.tiles, int(constants.longest_part // shape.tile_bytes) or 1))
+        least = min(
+            most, ceil_div(shape.tiles, int(constants.longest_part // shape.tile_bytes) or 1)
+        )
     best, splits = min(
         (
             (shape.cost(ceil_div(shape.tiles, splits), merged=splits > 1), splits)

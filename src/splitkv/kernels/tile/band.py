@@ -22,7 +22,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def token_range(tile, seqlen_q, GROUP: tl.constexpr, TILE_M: tl.constexpr):
-    """First and last query token of row tile `tile`; packed row = token * GROUP + head in the group."""
+    """First and last query token of row tile `tile`; packed row = token * GROUP + head."""
     last = (tile * TILE_M + TILE_M - 1) // GROUP
     return tile * TILE_M // GROUP, tl.minimum(last, seqlen_q - 1)
 
@@ -41,8 +41,8 @@ def band_end(bounds, pos, keys):
 def visited_tiles(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
     """Tiles that rows at positions `pos_first..pos_last` visit.
 
-    Returns (count, near, skip): tile i of the count lies at `i` below `near` (the sink tokens) and at
-    `i + skip` from there on. The gap between the two bands is never visited.
+    Returns (count, near, skip): tile i of the count lies at `i` below `near` (the sink tokens) and
+    at `i + skip` from there on. The gap between the two bands is never visited.
     """
     hi = band_end(bounds, pos_last, keys)
     last = (hi + TILE_N - 1) // TILE_N

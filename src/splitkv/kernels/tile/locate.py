@@ -8,10 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def locate(table_ptr, b, offs_n, ok, PAGE_SIZE: tl.constexpr):
-    """(outer, inner) [TILE_N] of keys `offs_n` of sequence b: outer counts slabs, inner rows of a slab.
+    """(outer, inner) [TILE_N] of keys `offs_n` of sequence b: outer counts slabs, inner rows of a
+    slab.
 
-    Contiguous: the slab is the sequence. Paged: it is a page, looked up only where `ok`, so that the
-    table may be padded with anything. table_ptr: the row of sequence b, or None.
+    Contiguous: the slab is the sequence. Paged: it is a page, looked up only where `ok`, so that
+    the table may be padded with anything. table_ptr: the row of sequence b, or None.
     """
     if table_ptr is None:
         outer = offs_n * 0 + b

@@ -10,7 +10,9 @@ import triton.language as tl
 def tanh(x):
     """Hyperbolic tangent to fp32 rounding: a series near zero, where 1 - 2/(1+e^2x) cancels."""
     x2 = x * x
-    series = x * (1.0 + x2 * (-0.33333334 + x2 * (0.13333334 + x2 * (-0.05396825 + x2 * 0.02186949))))
+    series = x * (
+        1.0 + x2 * (-0.33333334 + x2 * (0.13333334 + x2 * (-0.05396825 + x2 * 0.02186949)))
+    )
     # e^2x overflows to inf above 44: 2 / inf = 0 and the result is exactly 1
     far = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
     return tl.where(tl.abs(x) < 0.25, series, far)
@@ -20,7 +22,8 @@ def tanh(x):
 def score_log2(qk, scale, softcap, slope, pos, offs_n):
     """Scores in base 2, `[rows, TILE_N]`: scale, then soft cap, then ALiBi, times log2(e).
 
-    scale is softmax_scale * log2(e) where there is no soft cap, softmax_scale / softcap where there is
+    scale is softmax_scale * log2(e) where there is no soft cap, softmax_scale / softcap where
+    there is
     """
     if softcap is None:
         s = qk * scale

@@ -1,8 +1,8 @@
 """Who works on what: cutting the keys of every sequence into parts, on the device.
 
 Every part of a sequence is `tiles_per_part` tiles long, the last one shorter. Three rules give that
-number. Each program works it out for itself from the lengths, so nothing is decided on the host and a
-captured graph stays right, and balanced, when the lengths change between replays.
+number. Each program works it out for itself from the lengths, so nothing is decided on the host
+and a captured graph stays right, and balanced, when the lengths change between replays.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def batch_share(
 ):
     """Parts [BATCH_P2] of every sequence by the batch rule, 0 in the padding.
 
-    In proportion to the tiles and rounded to nearest, at least one: of `programs`, a batch's worth is
-    left for the rounding, so that the parts of the whole batch always fit.
+    In proportion to the tiles and rounded to nearest, at least one: of `programs`, a batch's worth
+    is left for the rounding, so that the parts of the whole batch always fit.
     """
     offs_b = tl.arange(0, BATCH_P2)
     here = offs_b < batch

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def finite_or_zero(m):
-    """A row maximum fit to subtract: 0 where the row has seen no key, so that exp2 gives 0, not NaN."""
+    """A row maximum fit to subtract: 0 where the row has seen no key, so exp2 gives 0, not NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -16,8 +16,8 @@ def finite_or_zero(m):
 def finish(acc, m, l, sink_log2):
     """Output rows and natural LSE from (acc [rows, D], m [rows], l [rows]), m in base 2.
 
-    The sink logit (base 2, [rows] or None) joins the denominator and adds nothing to the output; the
-    LSE leaves it out. A row that saw no key gives 0 and -inf.
+    The sink logit (base 2, [rows] or None) joins the denominator and adds nothing to the output;
+    the LSE leaves it out. A row that saw no key gives 0 and -inf.
     """
     lse = (m + tl.log2(l)) * 0.6931471805599453
     if sink_log2 is None:

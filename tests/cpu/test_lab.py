@@ -1,0 +1,460 @@
+"""The lab without a GPU: cases, the arithmetic of timing, peers' reasons, records and tables."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from compiling import AnyGPU
+from rich.console import Console
+from triton.runtime.driver import driver
+from typer.testing import CliRunner
+
+import splitkv
+from splitkv.cli import app
+from splitkv.device import GPUS
+from splitkv.kv import Contiguous, Paged
+from splitkv.lab import bench, floor, peers, report, timing
+from splitkv.lab.cases import CASES, PLACES, Case, Inputs, select
+from splitkv.lab.timing import Prepared, Protocol, Timing, Variant
+from splitkv.masks import Mask
+from splitkv.problem import Problem
+from splitkv.testing import assert_close
+
+SMALL = Problem("decode", 3, 4, 2, 16, 16, 1, 48, mask=Mask(causal=True), lengths="device")
+FLOOR = floor.Floor(Timing(2.0, 0.1), "tma 64x12x1")
+MACHINE = {
+    "gpu": "NVIDIA H200",
+    "driver": "580",
+    "versions": {"python": "3.12", "torch": "2.11", "triton": "3.6"},
+    "commit": "abc",
+}
+
+
+def small(place: str = "contiguous") -> Case:
+    problem = Problem(
+        *("decode", 3, 4, 2, 16, 16, 1, 48),
+        mask=SMALL.mask,
+        place=PLACES[place],
+        lengths="device",
+    )
+    return Case("small", problem)
+
+
+def command(*args: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "decode", *args])
+
+
+# cases
+
+
+def test_cases_are_two_places_of_seventeen_problems() -> None:
+    assert len(CASES) == 34
+    for case in CASES.values():
+        twin = CASES.get(f"{case.name}_page16")
+        assert case.problem.place == (Paged(16) if case.name.endswith("_page16") else Contiguous())
+        assert (twin is not None) == (case.place == "contiguous")
+        assert case.problem.lengths == "device"
+    assert CASES["mqa8_b1_512"].problem.kv_bytes == 262144
+    largest = CASES["gqa32x8_b8_32768_page16"].problem
+    assert (largest.num_heads, largest.num_kv_heads, largest.head_dim) == (32, 8, 128)
+    assert largest.kv_bytes == 1073741824 == max(c.problem.kv_bytes for c in CASES.values())
+
+
+def test_select_takes_globs_with_and_without_the_place() -> None:
+    assert [c.name for c in select(["mqa8_b1_512"])] == ["mqa8_b1_512", "mqa8_b1_512_page16"]
+    assert [c.name for c in select(["*_512_page16"])] == [
+        "mqa8_b1_512_page16",
+        "gqa32x8_b1_512_page16",
+    ]
+    assert {c.place for c in select([], "page16")} == {"page16"}
+    assert len(select([])) == 34
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_inputs_are_a_call_of_decode(place: str) -> None:
+    case = small(place)
+    inputs = Inputs(case, 2, device="cpu", seed=1)
+    assert torch.equal(inputs.q[0], inputs.x) and torch.equal(inputs.q[1], inputs.x)
+    assert not torch.equal(inputs.k[0], inputs.k[1])
+    if inputs.table is not None:
+        assert sorted(inputs.table.flatten().tolist()) == list(range(9))
+    ref, pt = inputs.references()
+    assert_close(splitkv.decode(**inputs.arguments(0)), ref, pt)
+    given = inputs.arguments(0)
+    tensors = [given.pop(name) for name in ("q", "k_cache", "v_cache")]
+    assert splitkv.plan(*tensors, **given).problem == case.problem
+
+
+def test_the_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Inputs(small("page16"), 1, device="cpu")
+    whole = inputs.references()
+    monkeypatch.setattr("splitkv.lab.cases.REFERENCE_BYTES", SMALL.kv_bytes // 2)
+    for a, b in zip(whole, inputs.references(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# timing
+
+
+def test_rotation_reads_twice_the_l2_between_two_reads_of_a_buffer() -> None:
+    l2 = GPUS["h200"].l2_bytes
+    for num_bytes in (1 << 18, 1 << 24, 2 * l2, 1 << 30):
+        count = timing.rotation(num_bytes, l2)
+        assert (count - 1) * num_bytes >= 2 * l2 > (count - 2) * num_bytes
+        assert timing.rotation(num_bytes, l2, warm=True) == 1
+
+
+def test_replays_take_turns_and_another_one_is_first_in_each_round() -> None:
+    order: list[str] = []
+    clock = iter(range(100))
+
+    def replay(name: str) -> float:
+        order.append(name)
+        return float(next(clock))
+
+    names = ("writer", "a", "b")
+    samples = timing.interleave({n: functools.partial(replay, n) for n in names}, rounds=4)
+    assert "".join(name[0] for name in order) == "wababwbwawab"
+    assert samples == {"writer": [0, 5, 7, 9], "a": [1, 3, 8, 10], "b": [2, 4, 6, 11]}
+
+
+def test_the_baseline_is_subtracted_round_by_round() -> None:
+    drift = [0.0, 5.0, 1.0, 9.0, 3.0]
+    plain = timing.summarize([10 + d for d in drift], [2 + d for d in drift])
+    assert plain == Timing(8.0, 0.0)
+    assert timing.summarize([1.0, 2.0, 3.0, 4.0, 50.0]).us == 3.0
+    assert timing.summarize([1.0, 2.0, 3.0, 4.0, 5.0]).spread_us == 3.0
+
+
+class FakeReplay:
+    """Runs a body once, and takes as many microseconds as it has been asked times."""
+
+    def __init__(self, body: timing.Body, buffers: int) -> None:
+        self.result, self.us = body(0), 0.0
+
+    def __call__(self) -> float:
+        self.us += 1.0
+        return self.us
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(L2_cache_size=1 << 12)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "Inputs", functools.partial(Inputs, device="cpu"))
+    monkeypatch.setattr(timing, "Replay", FakeReplay)
+    monkeypatch.setattr(timing, "clocks", lambda: {"sm_mhz": 1980, "memory_mhz": 3201})
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_only_a_right_answer_is_timed() -> None:
+    def wrong(inputs: Inputs) -> Prepared:
+        return Prepared(lambda i: 1.1 * splitkv.decode(**inputs.arguments(i)))
+
+    def absent(inputs: Inputs) -> Prepared:
+        raise ImportError("no such module\nat all")
+
+    variants = [
+        *bench.our_variants(),
+        *bench.our_variants(["fixed"]),
+        Variant("wrong", "x", wrong),
+        Variant("absent", "x", absent),
+        Variant("never", "x", absent, lambda case: ["batch 3: expected 1"]),
+    ]
+    protocol = Protocol("back-to-back", rounds=5)
+    rows = {row["library"]: row for row in timing.measure(small(), variants, protocol)}
+    assert list(rows) == ["never", "wrong", "absent", "splitkv", "splitkv (fixed)"]
+    assert rows["never"]["reasons"] == ["batch 3: expected 1"]
+    assert rows["absent"]["reasons"] == ["ImportError: no such module"]
+    assert rows["wrong"]["reasons"][0].startswith("AssertionError: out: expected an error of")
+    for name in ("wrong", "absent", "never"):
+        assert rows[name]["us"] is None
+    ours = rows["splitkv"]
+    assert ours["us"] == 3.0 and not ours["reasons"] and 0 < ours["err"] < 0.01
+    assert (
+        ours["plan"]["policy"] == "waves" and rows["splitkv (fixed)"]["plan"]["policy"] == "fixed"
+    )
+    json.dumps(rows)
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_without_memory_every_variant_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*_: Any) -> Inputs:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(timing, "Inputs", too_much)
+    (row,) = timing.measure(small(), bench.our_variants(), Protocol())
+    assert row["reasons"] == ["OutOfMemoryError: tried to allocate"]
+
+
+def test_kernels_compile_for_hopper() -> None:
+    from splitkv.lab import read_tma
+
+    x = torch.zeros(4096, floor.COLUMNS, dtype=torch.bfloat16)
+    before = driver._active
+    driver.set_active(AnyGPU(90))
+    try:
+        made = [timing.write_q.warmup(x, x, 1024, BLOCK=1024, num_warps=4, grid=(1,))]
+        for tile, num_warps, _ in floor.LOAD_SETTINGS:
+            words = x.view(torch.int32)
+            options = {"TILE": tile, "num_warps": num_warps, "grid": (1,)}
+            made.append(floor.read_loads.warmup(words, words, 64, 1 << 20, **options))
+            assert "ld.global.v4" in made[-1].asm["ptx"]
+        for rows, in_flight, _ in read_tma.SETTINGS:
+            shape = [rows, floor.COLUMNS]
+            layout = read_tma.gl.NVMMASharedLayout.get_default_for(shape, read_tma.gl.bfloat16)
+            rows_of_x = read_tma.TensorDescriptor.from_tensor(x, shape, layout)
+            options = {"IN_FLIGHT": in_flight, "num_warps": 4, "grid": (1,)}
+            made.append(read_tma.read_tma.warmup(rows_of_x, 64, **options))
+            assert made[-1].asm["ptx"].count("cp.async.bulk.tensor") >= 2
+    finally:
+        driver._active = before
+    for rows, in_flight, programs in read_tma.SETTINGS:
+        tile_bytes = rows * floor.COLUMNS * 2
+        assert in_flight * tile_bytes <= GPUS["h200"].smem_per_block
+        assert programs * in_flight * tile_bytes <= GPUS["h200"].smem_per_sm
+    assert all(compiled.asm["cubin"] for compiled in made)
+
+
+# peers
+
+
+def reasons(name: str, case: str) -> list[list[str]]:
+    return [variant.unsupported(CASES[case]) for variant in peers.PEERS[name].variants]
+
+
+def test_peers_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "importable", lambda module: False)
+    assert reasons("fa2", "mqa8_b1_512") == [[], []]
+    assert reasons("cudnn", "mqa8_b1_512_page16") == [["place paged(16): expected contiguous"]] * 2
+    assert reasons("fa3", "mqa8_b1_512") == [["module peers.fa3: expected importable, got none"]]
+    missing = "module peers.fi or flashinfer: expected importable, got none"
+    assert reasons("flashinfer", "mqa8_b8_4096") == [
+        [missing, "batch 8: expected 1 with a contiguous cache"],
+        [missing, "place contiguous: expected pages"],
+    ]
+    monkeypatch.setattr(peers, "importable", lambda module: True)
+    assert reasons("flashinfer", "mqa8_b8_4096_page16") == [[], []]
+
+
+def test_peers_are_named() -> None:
+    assert peers.parse("none") == [] and peers.parse("all") == list(peers.PEERS)
+    assert peers.parse("fa3, cudnn") == ["fa3", "cudnn"]
+    with pytest.raises(ValueError, match=r"^peers: expected all, none or some of .*, got 'fa4'$"):
+        peers.parse("fa3,fa4")
+
+
+def worker(monkeypatch: pytest.MonkeyPatch, code: str) -> peers.Worker:
+    monkeypatch.setattr(peers, "importable", lambda module: True)
+    return peers.Worker("flashinfer", Protocol(), [sys.executable, "-c", code])
+
+
+def test_a_process_that_ends_is_a_reason_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"library": "flashinfer", "kernel": "tensor cores", "us": 7.0}
+    w = worker(
+        monkeypatch,
+        f"import sys; input(); print({json.dumps(row)!r}, flush=True); sys.exit('it broke')",
+    )
+    for _ in range(peers.MAX_STARTS):
+        first, second = w.measure(CASES["mqa8_b1_512_page16"])
+        assert first == row
+        assert second["kernel"] == "xqa" and second["us"] is None
+        assert second["reasons"] == ["its process ended: status 1, it broke"]
+    for given_up in w.measure(CASES["mqa8_b1_512_page16"]):
+        assert given_up["reasons"] == ["its process ended 3 times before"]
+
+
+def test_a_process_answers_case_after_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import json, sys\n"
+        "for case in sys.stdin:\n"
+        "    row = dict(library='flashinfer', kernel=case.strip())\n"
+        "    print(json.dumps(row), '{}', sep='\\n', flush=True)\n"
+    )
+    w = worker(monkeypatch, code)
+    for name in ("mqa8_b1_512_page16", "mqa8_b8_4096_page16"):
+        assert [row["kernel"] for row in w.measure(CASES[name])] == [name]
+    assert w.starts == 1
+    w.stop()
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = worker(monkeypatch, "import time; time.sleep(60)")
+    monkeypatch.setattr(peers, "SECONDS", 0.1)
+    for row in w.measure(CASES["mqa8_b1_512_page16"]):
+        assert row["reasons"] == ["its process took more than 0.1 s"]
+    assert w.process is None
+
+
+# records and tables
+
+
+def records() -> list[dict[str, Any]]:
+    ours = bench.our_variants()[0]
+    fa3, cudnn = (peers.PEERS[name].variants[0] for name in ("fa3", "cudnn"))
+    found = []
+    for name, times in (("mqa8_b1_512", (4.0, 8.0, 6.0)), ("mqa8_b8_4096", (8.0, 9.0, None))):
+        for variant, us in zip((ours, fa3, cudnn), times, strict=True):
+            measured = {"us": us, "spread_us": 0.1, "err": 1e-3, "version": "1"}
+            row = variant.row(**measured) if us else variant.row(reasons=["too old"])
+            found.append(bench.record(CASES[name], row, FLOOR, Protocol(), MACHINE))
+    return found
+
+
+def test_a_record_says_what_where_and_when() -> None:
+    r = records()[0]
+    assert {
+        *(
+            "case",
+            "library",
+            "kernel",
+            "shape",
+            "dtype",
+            "us",
+            "spread_us",
+            "floor_us",
+            "tbs",
+            "err",
+        ),
+        *(
+            "plan",
+            "mode",
+            "gpu",
+            "driver",
+            "versions",
+            "commit",
+            "date",
+            "reasons",
+            "cache",
+            "clocks",
+        ),
+    } <= r.keys()
+    assert r["tbs"] == pytest.approx(262144 / 4e-6 / 1e12)
+    assert r["floor_us"] == 2.0 and r["floor"]["by"] == "tma 64x12x1"
+    assert r["shape"]["place"] == "contiguous" and r["shape"]["seqlen_k"] == 512
+    assert r["versions"] == {**MACHINE["versions"], "library": "1"}
+    assert json.loads(json.dumps(r)) == r
+
+
+def test_the_commit_or_the_hash_of_the_sources_is_named() -> None:
+    assert bench.commit()
+
+
+def test_summary_sets_ours_against_floor_and_best_peer() -> None:
+    lines = report.summary(records()).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:4]]
+    assert cells[0] == [
+        *("mqa8_b1_512", "0.3", "2.00", "4.00", "2.00", "0.07", "cudnn sdpa", "6.00", "1.50")
+    ]
+    assert cells[1][6:] == ["fa3 metadata ahead", "9.00", "1.12"]
+    assert lines[-1].endswith("geometric mean 1.30, least 1.12, most 1.50")
+    assert len({len(line) for line in lines[:4]}) == 1
+
+
+def test_report_takes_the_last_of_each_and_lists_what_did_not_run(tmp_path: Path) -> None:
+    first = records()[0]
+    again = {**first, "us": 3.0}
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in [*records(), again]))
+    result = CliRunner().invoke(app, ["report", str(path)])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("NVIDIA H200, driver 580, torch 2.11, triton 3.6; bfloat16, ")
+    assert "3.00 (0.10)" in result.stdout and "4.00 (0.10)" not in result.stdout
+    assert "* cudnn sdpa on 1 of 2 cases: too old\n" in result.stdout
+
+
+def test_report_names_a_line_that_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text("{}\n{\n")
+    result = CliRunner().invoke(app, ["report", str(path)])
+    assert result.exit_code == 2
+    assert result.stderr == f"splitkv: {path}:2: expected a JSON object, got '{{'\n"
+
+
+# the command
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "current", lambda: GPUS["h200"])
+    monkeypatch.setattr(bench, "facts", lambda: MACHINE)
+    monkeypatch.setattr(bench.Floors, "__call__", lambda self, num_bytes: FLOOR)
+
+
+@pytest.mark.usefixtures("h200")
+def test_results_are_on_disk_before_a_run_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(case: Case, variants: list[Variant], protocol: Protocol) -> Any:
+        yield variants[0].row(us=5.0, spread_us=0.1, err=0.0)
+        if "2048" in case.name:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(bench, "measure", broken)
+    path, screen = tmp_path / "new" / "results.jsonl", io.StringIO()
+    status = bench.bench_decode(
+        select(["mqa8_b1_*"], "contiguous"),
+        ours=bench.our_variants(),
+        peers=[],
+        protocol=Protocol(),
+        json_path=path,
+        console=Console(file=screen, width=80),
+    )
+    assert status == 1
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["case"] for r in lines] == ["mqa8_b1_512", "mqa8_b1_2048"]
+    assert "mqa8_b1_2048: stopped: RuntimeError: CUDA error" in screen.getvalue()
+    assert "| mqa8_b1_2048" in screen.getvalue()
+
+
+@pytest.mark.usefixtures("h200")
+def test_past_the_time_limit_no_case_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 5.0, 11.0])
+    monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
+    row = bench.our_variants()[0].row(us=1.0, spread_us=0.0)
+    monkeypatch.setattr(bench, "measure", lambda *_: iter([row]))
+    screen = io.StringIO()
+    status = bench.bench_decode(
+        select([]),
+        ours=bench.our_variants(),
+        peers=[],
+        protocol=Protocol(),
+        time_limit=10,
+        console=Console(file=screen),
+    )
+    assert status == 0
+    assert "time limit of 10 s: 32 cases left out" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "device: expected a CUDA GPU, got 'CPU'"),
+        (["--case", "nobody"], "case: expected a glob that matches one of"),
+        (["--place", "page8"], "place: expected 'all', 'contiguous' or 'page16', got 'page8'"),
+        (["--peers", "fa4"], "peers: expected all, none or some of"),
+        (["--mode", "hot"], "mode: expected 'isolated' or 'back-to-back', got 'hot'"),
+        (["--policy", "best"], "policy: expected "),
+        (["--num-splits", "-1"], "num_splits: expected at least 0, got -1"),
+        (["--num-splits", "2", "--policy", "waves"], "num_splits: expected 0 with a policy, got 2"),
+        (["--time-limit", "0"], "time_limit: expected more than 0, got 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_status_2(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = command(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"splitkv: {message}")
+    assert result.stderr.count("\n") == 1 and result.stdout == ""
