@@ -39,7 +39,8 @@ class Layout:
     shape: Sequence[int]
     dtype: torch.dtype
     row_gap: int = 0  # elements between the rows of the last dimension
-    is_cuda: bool = True
+    device = torch.device("cuda", 0)
+    is_cuda = True
 
     def stride(self, dim: int | None = None) -> Any:
         sizes = [*self.shape[:-1], self.shape[-1] + self.row_gap]
@@ -120,21 +121,19 @@ def layouts(problem: Problem, row_gap: int = 0) -> Operands:
 
 def compile_plan(plan: Plan, row_gap: int = 0) -> dict[str, Compiled]:
     """The kernels that `decode_split` launches under a plan, for the GPU of the plan."""
-    operands = layouts(plan.problem, row_gap)
-    launcher = decode_split.Launcher(plan, operands)
-    on_host = torch.empty(0)  # partials have memory: theirs is cut up
-    launcher.partials = lambda like, *sizes: workspace.partials(on_host, *sizes)
     major, minor = plan.device.capability
-    recorders = {
-        name: Recorder(getattr(decode_split, name)) for name in ("decode_split", "combine")
-    }
-    before = driver._active
-    driver.set_active(AnyGPU(10 * major + minor))
-    try:
-        with mock.patch.multiple(decode_split, **recorders):
-            launcher(operands)
-    finally:
-        driver._active = before
+    kernels = "decode_split", "combine"
+    recorders = {name: Recorder(getattr(decode_split, name)) for name in kernels}
+    operands, on_host = layouts(plan.problem, row_gap), torch.empty(0)
+    with (
+        mock.patch.multiple(decode_split, **recorders),
+        mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
+    ):
+        launcher = decode_split.Launcher(plan, operands)
+        # Partials are slices of a buffer: theirs is real.
+        launcher.partials = lambda like, *sizes: workspace.partials(on_host, *sizes)
+        launcher(operands)
     return {name: measure(made) for name, r in recorders.items() for made in r.compiled}
 
 

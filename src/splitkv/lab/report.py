@@ -34,7 +34,8 @@ def latest(records: Iterable[Record]) -> list[Record]:
     found = {}
     for record in records:
         names = ("case", "mode", "cache", "gpu")
-        found[(title(record), *(record[name] for name in names))] = record
+        key = (title(record), *(record[name] for name in names))
+        found[key] = record
     return list(found.values())
 
 
