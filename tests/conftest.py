@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="rewrite the outputs quoted in docs/"
     )
+
+
+torch.set_num_threads(1)  # one a worker: two of them on two cores wait for each other
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +81,9 @@ def no_host_sync() -> Callable[[], AbstractContextManager[None]]:
 
     @contextmanager
     def guard() -> Iterator[None]:
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():  # "a prototype feature"
+            warnings.simplefilter("ignore", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

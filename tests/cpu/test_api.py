@@ -16,7 +16,7 @@ from torch import Tensor
 
 import splitkv
 from splitkv import Device, UnsupportedProblem, launch
-from splitkv.policies import fixed
+from splitkv.policies import POLICIES, fixed
 from splitkv.testing import (
     Call,
     Mask,
@@ -389,6 +389,16 @@ def test_plans_for_gpus_that_are_not_here() -> None:
     assert (sized.config.schedule, sized.config.split_size) == ("fixed", 128)
     q, k = torch.zeros(1, 1, 28, 128, dtype=torch.bfloat16), torch.zeros(1, 600, 4, 128).bfloat16()
     assert splitkv.plan(q, k, k, device=H200) == made
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("nothing", ["batch", "seqlen_q", "seqlen_k"])
+def test_plans_for_nothing(nothing: str, policy: str) -> None:
+    """There is no split to decide, and no policy stumbles over it."""
+    problem = replace(DECODE, head_dim=64, head_dim_v=64, **{nothing: 0})
+    made = splitkv.plan(problem, device=H200, policy=policy)
+    assert made.config.num_splits == 1 or made.config.schedule == "batch"
+    assert str(splitkv.explain(problem, device=H200, policies=(policy,)))
 
 
 def test_what_nobody_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ AXES: cases.Axes = {
     "lengths": ("host", "device"),
     "return_lse": (False, True),
     "tile_n": (64, 32, 128, 16),
-    "num_warps": (4, 8),
-    "num_stages": (2, 3, 4, 8),
+    "num_warps": (4, 2, 8),
+    "num_stages": (2, 3, 1, 4, 6, 8),
     "row_gap": (0, 8),
 }
 # What the architectures treat alike is varied together where there are many.
@@ -55,8 +55,8 @@ OTHER_AXES: cases.Axes = {
     "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
     "features": (PLAIN, EVERYTHING),
     "tile_n": AXES["tile_n"],
-    "num_warps": (4, 8),
-    "num_stages": (2, 4),
+    "num_warps": (4, 2, 8),
+    "num_stages": (1, 2, 4),
 }
 
 SHAPE = ("tile_n", "num_warps", "num_stages")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
+from math import ceil, floor
 
 import pytest
 
@@ -28,7 +30,7 @@ MASKS = {
     "window": Mask(causal=True, window_left=20),
     "both_sides": Mask(window_left=9, window_right=2),
     "sink_tokens": Mask(causal=True, window_left=20, sink_tokens=5),
-    "sink_tokens_touch": Mask(causal=True, window_left=20, sink_tokens=48),
+    "sink_tokens_share_a_tile": Mask(causal=True, window_left=24, sink_tokens=40),
 }
 SCHEDULES = {
     "whole": Config(),
@@ -54,14 +56,14 @@ def seen_keys(problem: Problem) -> list[int]:
 def num_parts(problem: Problem, config: Config) -> int:
     """Parts that the tiles with a visible key are dealt out to, by the rules of tile/share.py."""
     tiles = sorted({key // config.tile_n for key in seen_keys(problem)})
+    parts = config.num_splits
+    if config.schedule == "batch":  # as many for each sequence as its share of all tiles
+        share = Fraction(len(tiles), max(1, problem.batch * len(tiles)))
+        parts = max(1, floor(share * (config.programs - problem.batch) + Fraction(1, 2)))
+    size = max(1, ceil(len(tiles) / parts))
     if config.schedule == "fixed":
         size = config.split_size // config.tile_n
-    elif config.schedule == "batch":
-        total = problem.batch * len(tiles)
-        size = -(-total // (config.programs - problem.batch))
-    else:
-        size = -(-len(tiles) // config.num_splits)
-    return max(1, len([tiles[i : i + size] for i in range(0, len(tiles), max(size, 1))]))
+    return max(1, len([tiles[i : i + size] for i in range(0, len(tiles), size)]))
 
 
 def count_decode_split(problem: Problem, config: Config) -> Traffic:

@@ -18,7 +18,7 @@ from splitkv.testing import Call, Codec, Paged, check, make_operands
 
 SPLITS = (1, 2, 3, 7, 64)
 # Cases differ in what is compiled, splits hardly do: some cases with every number of splits.
-SOME = (*cases.PAIRWISE[::10], *cases.EDGES)
+SOME = (*cases.PAIRWISE[::15], *cases.EDGES)
 
 
 @pytest.mark.parametrize("case", cases.PAIRWISE, ids=str)
@@ -60,6 +60,14 @@ def test_one_plan_for_shorter_caches(name: str) -> None:
 def test_the_most_splits(num_splits: int) -> None:
     problem = replace(SERVING, batch=1, seqlen_k=70000, num_heads=2, num_kv_heads=1, head_dim=64)
     check(problem, device=DEVICE, run=decode(num_splits=num_splits), lengths=(69999,))
+
+
+@pytest.mark.parametrize("num_splits", [129, 300])
+def test_one_tile_among_more_parts_than_a_merge_step(num_splits: int) -> None:
+    """The short sequences are finished by the split kernel, and the merge has to leave them so."""
+    problem = replace(SERVING, seqlen_k=20000, num_heads=2, num_kv_heads=1, head_dim=64)
+    problem = replace(problem, head_dim_v=64, sink_logits=True)
+    check(problem, device=DEVICE, run=decode(num_splits=num_splits), lengths=(20000, 5, 0, 64))
 
 
 @pytest.mark.parametrize("batch", [33, 256])

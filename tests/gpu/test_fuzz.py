@@ -17,7 +17,7 @@ from running import DEVICE, decode, fixed_plan
 from splitkv.testing import Contiguous, Mask, Paged, Problem, Score, check
 
 SEED = int(os.environ.get("SPLITKV_FUZZ_SEED", "0"))
-FAMILIES, PROBLEMS = 10, 30
+FAMILIES, PROBLEMS = 8, 38
 
 
 @dataclass(frozen=True)

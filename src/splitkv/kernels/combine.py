@@ -139,6 +139,7 @@ def combine(
     first_row = slot.to(tl.int64) * stride_part + r % TILE_M
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
+    least = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, TILE_V], tl.float32)
     v_ok = offs_v < HEAD_DIM_V
     for first in range(0, num_parts, TILE_P):
@@ -152,12 +153,13 @@ def combine(
         acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
         m_new = tl.maximum(m, tl.max(m_p, 0))
         top = finite_or_zero(m_new)
-        weight = tl.where(l_p < 0.0, 1.0, tl.exp2(m_p - top))
+        weight = tl.exp2(m_p - top)
         shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(weight * l_p, 0)
+        l = l * shrink + tl.sum(weight * tl.maximum(l_p, 0.0), 0)
+        least = tl.minimum(least, tl.min(l_p, 0))
         acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, None], 0)[None, :]
         m = m_new
-    merge = l >= 0.0
+    merge = least >= 0.0  # else FINISHED
     out, lse = finish(acc, m, l, sink_log2)
 
     out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh

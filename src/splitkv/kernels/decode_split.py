@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_SPLITS, MAX_GRID = 256, 16, 64, 1024, 65535
+MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on configs spill on sm_90
 
 
 class KV(NamedTuple):
@@ -321,17 +322,18 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def register_need(problem: Problem, config: Config) -> float:
-    """Registers a thread for acc, s, q, and for the addresses and masks of keys and values.
+    """Registers of a thread, besides a fixed number, for acc, s, q and for loading keys and values.
 
-    The last take 8 for each 16 bytes that a thread loads of a tile. Fitted to what ptxas says for
-    sm_90, as are the limits: configs spill from 192 on, without score modifiers and a window from
-    360, in fp32 from 160.
+    Each 16 bytes that it loads take addresses and masks, more of them beside score modifiers or a
+    window; fp32 tiles are multiplied in registers. Fitted to where ptxas spills on sm_90.
     """
     dim, dim_v = padded_dims(problem)
     element = problem.element_bytes / 4
+    plain = problem.score == PLAIN and problem.mask.left is None
+    a_load = 12 if problem.element_bytes > 2 else 4 if plain else 8
     rows = config.tile_m * (dim_v + config.tile_n + dim * element)
     loads = config.tile_n * (dim + dim_v) * element / 4
-    return (rows + 8 * loads) / (32 * config.num_warps)
+    return (rows + a_load * loads) / (32 * config.num_warps)
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
@@ -340,8 +342,6 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every tile shape that fits, with one split; `num_splits` may then be anything up to 1024."""
-    plain = problem.score == PLAIN and problem.mask.left is None
-    most_registers = 128 if problem.element_bytes > 2 else 320 if plain else 192
     for tile_n in (64, 32, 128, 16):
         for num_warps in (4, 2, 8):
             for num_stages in (2, 3, 1, 4, 6, 8):
@@ -351,28 +351,37 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
                     num_warps=num_warps,
                     num_stages=num_stages,
                 )
-                if register_need(problem, config) >= most_registers:
-                    continue
-                if shared_bytes(problem, config) <= device.smem_per_block:
+                fits = shared_bytes(problem, config) <= device.smem_per_block
+                if fits and register_need(problem, config) < MAX_REGISTER_NEED:
                     yield config
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     """The lines of the docstring's Traffic section, every sequence at its upper bound."""
-    row_tiles, rows = packed_rows(problem, config)
-    if config.schedule == "batch":
-        slots = config.programs * problem.num_kv_heads * row_tiles
-    else:
-        slots = config.num_splits * problem.num_kv_heads * row_tiles * problem.batch
-    split = config.num_splits > 1 or config.schedule == "batch"
-    per_token = problem.batch * problem.seqlen_q * problem.num_heads
+    parts = num_parts(problem, config)
+    rows = problem.batch * problem.seqlen_q * problem.num_heads
     return Traffic(
         kv_bytes=problem.kv_bytes,
-        q_bytes=per_token * problem.head_dim * problem.element_bytes,
-        out_bytes=per_token * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
-        partial_bytes=2 * slots * rows * (problem.head_dim_v + 2) * 4 if split else 0,
-        flops=2 * per_token * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
+        q_bytes=rows * problem.head_dim * problem.element_bytes,
+        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
+        partial_bytes=2 * parts * rows * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
+        flops=2 * rows * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
     )
+
+
+def num_parts(problem: Problem, config: Config) -> int:
+    """Parts of every sequence where all are as long as they may be: tile/share.py on the host."""
+    tiles = end = 0
+    for lo, hi in problem.mask.span(problem.seqlen_q, problem.seqlen_k):
+        first, end = max(lo // config.tile_n, end), triton.cdiv(hi, config.tile_n)
+        tiles += end - first
+    parts = config.num_splits
+    if config.schedule == "batch":  # programs / batch - 1, rounded to nearest
+        parts = max((2 * config.programs - problem.batch) // (2 * problem.batch), 1)
+    per = max(triton.cdiv(tiles, parts), 1)
+    if config.schedule == "fixed":
+        per = config.split_size // config.tile_n
+    return max(triton.cdiv(tiles, per), 1)
 
 
 class Launcher:
@@ -442,7 +451,7 @@ class Launcher:
             (2 if table is not None else 1) * config.num_stages + 1,
             pdl and self.partial_rows > 0,
         )
-        # a multiply and an add in one rounding: Triton's default until 3.9, which warns where unsaid
+        # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         fused = {"enable_fp_fusion": True}
         self.options = {"num_warps": config.num_warps, **fused}
         self.split: Callable[..., None] | None = None

@@ -12,7 +12,7 @@ they save, and too few SMs cannot ask for what the memory can give. Counted are 
 mask lets through, not the cache. The choice is the shape and number of splits of least seconds.
 
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
-no part may be longer than `longest_part` bytes, which one SM reads in about 30 us; where that would
+no part may be longer than `longest_part` bytes, which one SM reads in about 60 us; where that would
 take more than two waves of programs, the device shares one wave out by the lengths
 (`schedule="batch"`).
 """
@@ -79,7 +79,7 @@ class Constants:
     merge_part: float = 5.84e-9
     merge_row: float = 1.17e-9
     tail: float = 2.08e-6
-    longest_part: float = 2.25 * MiB
+    longest_part: float = 4.25 * MiB
 
 
 H200 = Constants()
@@ -89,6 +89,8 @@ H200 = Constants()
 # worst.
 CONTIGUOUS_SHAPES = ((64, 4, 2), (32, 4, 3), (128, 4, 2))
 PAGED_SHAPES = ((32, 4, 2), (64, 4, 2), (16, 2, 2))
+# Contiguous and past so many bytes, 32-key tiles are 15 % slower in some allocations of the cache.
+LARGE, LARGE_SHAPES = 256 * MiB, ((64, 4, 2), (128, 4, 2))
 
 # What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
 # kernel about 5 KiB for its rows. Registers a thread: a base, the rows' accumulator and q, and so
@@ -213,7 +215,9 @@ def with_constants(constants: Constants) -> Policy:
 
 def _worth(problem: Problem, found: Sequence[Config]) -> list[Config]:
     """The shapes worth weighing; all, where none of those is legal."""
-    wanted = PAGED_SHAPES if isinstance(problem.place, Paged) else CONTIGUOUS_SHAPES
+    wanted = LARGE_SHAPES if problem.kv_bytes > LARGE else CONTIGUOUS_SHAPES
+    if isinstance(problem.place, Paged):
+        wanted = PAGED_SHAPES
     return [c for c in found if (c.tile_n, c.num_warps, c.num_stages) in wanted] or list(found)
 
 

@@ -58,8 +58,8 @@ def batch_share(
 ):
     """Parts [BATCH_P2] of every sequence by the batch rule, 0 in the padding.
 
-    In proportion to the tiles and rounded to nearest, at least one: of `programs`, a batch's worth
-    is left for the rounding, so that the parts of the whole batch always fit.
+    In proportion to the tiles and rounded to nearest, at least one and at most one a tile. Of
+    `programs`, a batch's worth is left for the rounding, so that the parts always fit.
     """
     offs_b = tl.arange(0, BATCH_P2)
     here = offs_b < batch
@@ -68,5 +68,5 @@ def batch_share(
     tiles, _, _ = visited_tiles(bounds, pos + t_first, pos + t_last, keys, TILE_N)
     tiles = tl.where(here, tiles, 0).to(tl.int64)
     total = tl.maximum(tl.sum(tiles, 0), 1)
-    parts = (2 * tiles * (share.programs - batch) + total) // (2 * total)
+    parts = tl.minimum((2 * tiles * (share.programs - batch) + total) // (2 * total), tiles)
     return tl.where(here, tl.maximum(parts, 1), 0).to(tl.int32)
