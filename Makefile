@@ -13,15 +13,16 @@ INSTALLED := .venv/.installed
 NEWEST := .triton-newest
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
+GPU_WORKERS ?= 8
 RESULTS ?= build/bench/decode.jsonl
 BENCH ?=
 
-.PHONY: demo test lint types test-cpu test-newest test-gpu bench clean
+.PHONY: demo test lint types test-cpu test-interpreter test-newest test-gpu bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/splitkv demo
 
-test: lint types test-newest test-cpu
+test: lint types test-newest test-cpu test-interpreter
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -33,6 +34,10 @@ types: $(INSTALLED)
 test-cpu: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) tests/cpu tests/integrations
 
+# The kernels run as Python, which takes processes in which nothing compiles them.
+test-interpreter: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/interpreter
+
 # The kernels once more, compiled by the newest Triton in place of the pinned one.
 test-newest: $(NEWEST)/.installed
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(WORKERS) tests/cpu/test_compile.py
@@ -42,7 +47,7 @@ test-gpu bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 	&& echo $(PYTHON) || { $(MAKE) $(INSTALLED) >&2; echo $(BIN)/python; })
 
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) tests/gpu
 
 bench:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m splitkv bench decode --json $(RESULTS) $(BENCH)

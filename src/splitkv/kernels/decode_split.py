@@ -83,6 +83,8 @@ class Row(NamedTuple):
         "parts",
         "size",
         "programs",
+        "stride_table",
+        "stride_slope",
     ]
 )
 def decode_split(

@@ -1,0 +1,101 @@
+"""The device functions of `kernels/tile` on their own, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+from math import floor
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from splitkv.kernels.tile.band import Bounds, visited_tiles
+from splitkv.kernels.tile.score import tanh
+from splitkv.kernels.tile.share import Share, batch_share
+from splitkv.masks import Mask
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+MASKS = (
+    *(Mask(), Mask(causal=True), Mask(window_right=2), Mask(window_left=9, window_right=2)),
+    *(Mask(True, 0), Mask(True, 20), Mask(True, 20, -1, 5), Mask(True, 3, -1, 40)),
+)
+
+
+@triton.jit
+def visit(out_ptr, left, right, sink_tokens, seqlen_q, keys, TILE_N: tl.constexpr):
+    pos = keys - seqlen_q
+    count, near, skip = visited_tiles(
+        Bounds(left, right, sink_tokens), pos, pos + seqlen_q - 1, keys, TILE_N
+    )
+    tl.store(out_ptr, count)
+    tl.store(out_ptr + 1, near)
+    tl.store(out_ptr + 2, skip)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_visited_tiles_are_those_with_a_visible_key(mask: Mask) -> None:
+    tile_n = 16
+    sink_tokens = mask.sink_tokens if mask.num_bands == 2 else None
+    for seqlen_q, keys in product((1, 3, 16), (0, 1, 2, 15, 16, 17, 48, 70)):
+        out = torch.zeros(3, dtype=torch.int32)
+        visit[(1,)](out, mask.left, mask.right, sink_tokens, seqlen_q, keys, tile_n)
+        count, near, skip = out.tolist()
+        seen = mask.materialize(seqlen_q, keys)
+        tiles = {key // tile_n for row in seen for key, visible in enumerate(row) if visible}
+        visited = [i if i < near else i + skip for i in range(count)]
+        assert visited == sorted(set(visited)), (seqlen_q, keys)
+        assert tiles <= set(visited), (seqlen_q, keys)
+        assert len(visited) <= len(tiles) + (not tiles), (seqlen_q, keys)
+
+
+@triton.jit
+def deal(out_ptr, lens_ptr, left, right, programs, batch, TILE_N: tl.constexpr, P2: tl.constexpr):
+    parts = batch_share(
+        Share(None, None, programs), Bounds(left, right, None), lens_ptr, batch, 1, 0, 0, TILE_N, P2
+    )
+    tl.store(out_ptr + tl.arange(0, P2), parts)
+
+
+@pytest.mark.parametrize("left", [None, 40])
+@pytest.mark.parametrize("extra", [1, 5, 132])
+@pytest.mark.parametrize(
+    "lengths",
+    [(0,), (70,), (0, 0, 0), (1, 1000, 1), (500, 500, 500), (16, 17, 31, 32, 33)],
+    ids=str,
+)
+def test_programs_are_dealt_out_by_length(
+    lengths: tuple[int, ...], extra: int, left: int | None
+) -> None:
+    """A sequence gets its share of the programs to the nearest one, but no part without a tile."""
+    batch, tile_n = len(lengths), 16
+    padded, programs = triton.next_power_of_2(batch), batch + extra
+    out = torch.full((padded,), -1, dtype=torch.int32)
+    lens = torch.tensor([*lengths, *[7] * (padded - batch)], dtype=torch.int32)
+    deal[(1,)](out, lens, left, 0, programs, batch, tile_n, padded)
+    spans = [Mask(True, -1 if left is None else left).span(1, n) for n in lengths]
+    tiles = [sum(-(-hi // tile_n) - lo // tile_n for lo, hi in span) for span in spans]
+    shares = [Fraction(n * extra, max(1, sum(tiles))) for n in tiles]
+    nearest = [floor(share + Fraction(1, 2)) for share in shares]
+    expected = [max(1, min(parts, n)) for parts, n in zip(nearest, tiles, strict=True)]
+    assert out.tolist() == expected + [0] * (padded - batch)
+    assert sum(expected) <= programs
+
+
+@triton.jit
+def apply_tanh(out_ptr, x_ptr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    tl.store(out_ptr + offs, tanh(tl.load(x_ptr + offs)))
+
+
+def test_tanh_is_exact_to_rounding() -> None:
+    magnitudes = torch.logspace(-8, 3, 2048)
+    x = torch.cat([magnitudes, -magnitudes])
+    out = torch.empty_like(x)
+    apply_tanh[(1,)](out, x, x.numel())
+    exact = torch.tanh(x.double())
+    assert ((out.double() - exact).abs() / exact.abs()).max() < 8 * torch.finfo(x.dtype).eps
