@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -127,14 +128,6 @@ def _remember(key: Any, launcher: Launcher, scale: float, plan: Plan | None) -> 
     _calls[key] = launcher, scale, plan  # the plan stays alive, so that its id stays its own
 
 
-def _launch(launcher: Launcher, operands: Operands) -> tuple[Tensor, Tensor | None]:
-    q = operands.q
-    if q.is_cuda and q.device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(q.device):
-            return launcher(operands)
-    return launcher(operands)
-
-
 def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Problem:
     """The Problem of a call of `decode`, `attention_varlen` (cu_seqlens) or `attention` (dense)."""
     varlen = "cu_seqlens_q" in arguments or len(tensors) > 2
@@ -187,19 +180,17 @@ def run_decode(
 ) -> tuple[Tensor, Tensor | None]:
     """Describe, plan and bind on the first call of a kind; then only launch."""
     try:
+        device = q.device
+        grad = torch.is_grad_enabled() and (
+            q.requires_grad
+            or k_cache.requires_grad
+            or v_cache.requires_grad
+            or needs_grad(sink_logits, alibi_slopes)
+        )
         key: Any = (
-            q.shape,
-            q.stride(),
-            q.dtype,
-            q.device,
-            k_cache.shape,
-            k_cache.stride(),
-            k_cache.dtype,
-            k_cache.device,
-            v_cache.shape,
-            v_cache.stride(),
-            v_cache.dtype,
-            v_cache.device,
+            (q.shape, q.stride(), q.dtype, device),
+            (k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device),
+            (v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device),
             None if cache_seqlens is None else layout(cache_seqlens),
             None if page_table is None else layout(page_table),
             None if sink_logits is None else layout(sink_logits),
@@ -208,16 +199,8 @@ def run_decode(
             None if k_scale is None else layout(k_scale),
             None if v_scale is None else layout(v_scale),
             None if out is None else layout(out),
-            max_seqlen_k,
-            causal,
-            window_size,
-            sink_tokens,
-            softmax_scale,
-            softcap,
-            return_lse,
-            num_splits,
-            id(plan),
-            torch.is_grad_enabled() and needs_grad(q, k_cache, v_cache, sink_logits, alibi_slopes),
+            (max_seqlen_k, causal, window_size, sink_tokens, softmax_scale, softcap),
+            (return_lse, num_splits, id(plan), grad),
         )
         known = _calls.get(key)
     except (AttributeError, TypeError):  # some argument is not what it should be: say which
@@ -266,7 +249,10 @@ def run_decode(
         scale,
         softcap,
     )
-    return _launch(launcher, operands)
+    if device.index is not None and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return launcher(operands)
+    return launcher(operands)
 
 
 def run_attention(
@@ -312,7 +298,9 @@ def run_attention(
         return_lse=return_lse,
         needs_grad=needs_grad(q, k, v, sink_logits, alibi_slopes),
     )
-    return _launch(bind(problem, operands, plan), operands)
+    launcher = bind(problem, operands, plan)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        return launcher(operands)
 
 
 def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:

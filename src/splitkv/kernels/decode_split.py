@@ -405,7 +405,7 @@ class Launcher:
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.return_lse = problem.return_lse
-        self.float32, self.partials = torch.float32, partials
+        self.empty, self.float32, self.partials = torch.empty, torch.float32, partials
         self.device_index = q.device.index
         if q.is_cuda:
             self.current_stream = torch._C._cuda_getCurrentRawStream
@@ -490,7 +490,7 @@ class Launcher:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
         q, out, lse = operands.q, operands.out, None
         if out is None:
-            out = q.new_empty(self.out_shape)
+            out = self.empty(self.out_shape, dtype=q.dtype, device=q.device)
         if self.return_lse:
             lse = q.new_empty(self.lse_shape, dtype=self.float32)
         partial = partial_at = None
