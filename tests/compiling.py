@@ -110,6 +110,7 @@ def layouts(problem: Problem, row_gap: int = 0) -> Operands:
         q=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim), dtype, row_gap),
         k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), dtype, row_gap),
         v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), dtype, row_gap),
+        out=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), dtype),
         page_table=table,
         cache_seqlens=Layout((p.batch,), torch.int32) if p.lengths == "device" else None,
         sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
