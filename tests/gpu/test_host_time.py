@@ -14,6 +14,7 @@ import torch
 from running import DEVICE, SERVING
 
 import splitkv
+from splitkv import launch
 from splitkv.testing import Paged, make_operands
 
 MICROSECONDS = 25.0
@@ -28,7 +29,8 @@ PROBLEMS = {
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Not here: filling what was allocated would be timed."""
+    """Not here: filling what was allocated would be timed, also by launchers of earlier tests."""
+    launch._calls.clear()
 
 
 @pytest.fixture(autouse=True)
