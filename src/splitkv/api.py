@@ -51,8 +51,8 @@ def attention(
 
     q              [batch, seqlen_q, num_heads, head_dim], bf16, fp16, fp32 or fp64
     k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type; num_heads
-                   is a multiple of num_kv_heads, head h reads KV head h // (num_heads //
-                   num_kv_heads)
+                   is a multiple of num_kv_heads, and head h reads KV head
+                   h // (num_heads // num_kv_heads)
     causal         query i sees keys up to seqlen_k - seqlen_q + i (bottom-right alignment)
     window_size    (left, right) keys around that position, inclusive; -1: unbounded
     sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM)
@@ -60,8 +60,8 @@ def attention(
                    to the output (gpt-oss); differentiable
     softmax_scale  default head_dim ** -0.5
     softcap        above 0: scores become softcap * tanh(score / softcap) before the mask
-    alibi_slopes   [num_heads] or [batch, num_heads] fp32: bias -slope * |i + seqlen_k - seqlen_q -
-                   j|
+    alibi_slopes   [num_heads] or [batch, num_heads] fp32: bias
+                   -slope * |i + seqlen_k - seqlen_q - j|
     dropout_p      probability of dropping an attention weight
     deterministic  backward gives the same bits every time
     plan           a Plan of `splitkv.plan` for this problem, to skip deciding

@@ -119,11 +119,6 @@ def expect_at_least(argument: str, value: Any, low: float) -> None:
     expect(value >= low, argument, f"at least {low}", value)
 
 
-def expect_at_most(argument: str, value: Any, high: float) -> None:
-    """`high` or less."""
-    expect(value <= high, argument, f"at most {high}", value)
-
-
 def expect_in_range(argument: str, value: Any, low: float, high: float) -> None:
     """From `low` to `high`, both included."""
     expect(low <= value <= high, argument, f"{low} to {high}", value)

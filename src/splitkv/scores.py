@@ -1,8 +1,10 @@
 """What happens to a scaled score before the softmax: nothing, a soft cap, ALiBi.
 
-s = softmax_scale * q . k
-s = softcap * tanh(s / softcap)                      where softcap > 0
-s = s - slope[head] * |i + seqlen_k - seqlen_q - j|  where ALiBi slopes are given
+    s = softmax_scale * q . k
+    s = softcap * tanh(s / softcap)                      where softcap > 0
+    s = s - slope[head] * |i + seqlen_k - seqlen_q - j|  where ALiBi slopes are given
+
+The mask comes after these.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from splitkv.policies import (
     sequence_aware,
     waves,
 )
-from splitkv.policies.shared import distinct_splits, num_tiles
+from splitkv.policies.shared import num_tiles
 from splitkv.problem import Problem
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -474,15 +474,6 @@ def test_a_kernel_may_yield_its_whole_space(policy: str):
 def test_only_decode_is_split(policy: str):
     dense = Problem("dense", 1, 8, 1, 128, 128, 4096, 4096)
     assert POLICIES[policy](dense, H200, [DECODE]).config.num_splits == 1
-
-
-@given(tiles=st.integers(1, 5000), most=st.integers(1, 2000))
-def test_distinct_splits_are_the_fewest_of_each_length(tiles: int, most: int):
-    found = list(distinct_splits(tiles, most))
-    longest: dict[int, int] = {}
-    for splits in range(1, min(tiles, most) + 1):
-        longest.setdefault(-(-tiles // splits), splits)
-    assert found == list(longest.values())
 
 
 @given(

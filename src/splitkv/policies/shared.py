@@ -7,7 +7,7 @@ together, so that every policy drives every kernel.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -73,17 +73,6 @@ def max_splits(problem: Problem, found: Sequence[Config], shape: Config) -> int:
     if not splits_keys(problem, found):
         return 1
     return min(MAX_SPLITS, num_tiles(problem, shape.tile_n))
-
-
-def distinct_splits(tiles: int, most: int) -> Iterator[int]:
-    """The numbers of splits up to `most` that change the longest part; the fewest of each kind."""
-    splits = 1
-    while splits <= min(tiles, most):
-        yield splits
-        longest = ceil_div(tiles, splits)
-        if longest == 1:
-            return
-        splits = (tiles - 1) // (longest - 1) + 1
 
 
 def best_shape(found: Sequence[Config], problem: Problem, tile_n: int | None = None) -> Config:

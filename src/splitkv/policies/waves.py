@@ -1,9 +1,8 @@
 """Our cost model, the default: waves of programs, tile by tile, and the merge of their partials.
 
     seconds = start + sum over waves of tiles a part * tile  +  merge
-    tile    = the slowest of: the chain of operations on one tile, its bytes through the SM's port,
-            the
-              bytes of all running programs through the memory
+    tile    = the slowest of: the chain of operations on one tile, its bytes through the SM's
+              port, the bytes of all running programs through the memory
     merge   = its launch + the partials; nothing with one part
 
 A program holds one part of one sequence, KV head and tile of rows. A wave is as many programs as
@@ -12,9 +11,9 @@ they save, and too few SMs cannot ask for what the memory can give. Counted are 
 mask lets through, not the cache. The choice is the shape and number of splits of least seconds.
 
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
-no part may be longer than `longest_part` bytes, which one SM reads in about 60 us; where that would
-take more than two waves of programs, the device shares one wave out by the lengths
-(`schedule="batch"`).
+no part may be longer than `longest_part` bytes, which one SM of an H200 reads in about 130 us;
+where that would take more than two waves of programs, the device shares one wave out by the
+lengths (`schedule="batch"`).
 """
 
 from __future__ import annotations
@@ -43,11 +42,12 @@ from splitkv.problem import Problem
 class Constants:
     """What a GPU and its Triton kernels cost, in seconds and bytes a second.
 
-    The defaults were fitted to 1,400 times of 47 problems: bf16, batch 1 to 256, 128 to 131072
+    The defaults were fitted to 1,411 times of 47 problems: bf16, batch 1 to 256, 128 to 131072
     keys, 8 to 64 query heads on 1 to 32 KV heads, head_dim 64, 128 and 256, contiguous and page
-    16, each in three shapes and up to 20 numbers of splits (one H200, CUDA graph, buffers rotated
-    past the L2, torch 2.11, Triton 3.6, 2026-11-21). Chosen by them, the mean problem is 1.2 %
-    slower than the best time measured for it, the worst 8.9 %.
+    16, each in three shapes and up to 8 numbers of splits (one H200, CUDA graph, buffers rotated
+    past the L2, torch 2.11, Triton 3.6, 2026-11-21). Of the 94 choices 68 are among those times:
+    in the mean 1.2 % slower than the best of their problem, at worst 7.4 %. The others lie between
+    measured numbers of splits, or share programs out.
 
     start          launch, first address to first tile, epilogue; start_paged: more where a page
                    table has to be read first; start_byte: for each byte of a tile, until the first
@@ -84,9 +84,9 @@ class Constants:
 
 H200 = Constants()
 
-# (tile_n, num_warps, num_stages) worth weighing: on the H200 the best of these three was within
-# 1.4 % (contiguous) and 1.0 % (paged) of the best of ten in the mean over 31 problems, 4.5 % at
-# worst.
+# (tile_n, num_warps, num_stages) worth weighing: on the H200, over 31 problems, the best of these
+# three was 0.6 % (contiguous, of 11 shapes) and 0.2 % (paged, of 14) behind the best in the mean,
+# 4.2 % at worst.
 CONTIGUOUS_SHAPES = ((64, 4, 2), (32, 4, 3), (128, 4, 2))
 PAGED_SHAPES = ((32, 4, 2), (64, 4, 2), (16, 2, 2))
 # Contiguous and past so many bytes, 32-key tiles are 15 % slower in some allocations of the cache.
