@@ -64,6 +64,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_new_empty)
+    guards = torch._C._dynamo.guards
+    if hasattr(guards, "_empty_strided_cuda"):
+        monkeypatch.setattr(guards, "_empty_strided_cuda", poisoning(guards._empty_strided_cuda))
 
 
 def poison_for(caller: FrameType, x: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from splitkv.autograd import attention_op
 from splitkv.device import Device, current
 from splitkv.errors import (
-    dtype_name,
     expect,
     expect_int,
     expect_number,
@@ -20,10 +20,18 @@ from splitkv.errors import (
 )
 from splitkv.explanation import Explanation
 from splitkv.explanation import explain as explain_problem
-from splitkv.launch import decode_op, describe, device_of, is_plain, run_attention, run_decode
+from splitkv.launch import (
+    describe,
+    device_of,
+    handle_of,
+    is_plain,
+    run_attention,
+    run_decode,
+    through_operator,
+)
 from splitkv.plans import Plan
 from splitkv.policies import DEFAULT, Policy
-from splitkv.problem import Problem, expect_out, expect_window
+from splitkv.problem import Problem, expect_window
 from splitkv.reference import merge_states
 from splitkv.registry import make_plan
 
@@ -179,15 +187,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor | tup
             deterministic,
             return_lse,
             seed,
-            _handle(plan),
+            handle_of(plan),
         )
     return (out, lse) if return_lse else out
-
-
-def _handle(plan: Plan | None) -> str:
-    """What an operator is given of a plan."""
-    expect(plan is None or isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
-    return "" if plan is None else plan.handle
 
 
 def decode(
@@ -240,9 +242,30 @@ def decode(
     sequence of q against the first cache_seqlens[b] keys and values of its cache, times their
     scales.
     """
-    if isinstance(window_size, list):
-        window_size = tuple(window_size)
-    if is_plain(q, k_cache, v_cache, cache_seqlens, page_table, out):
+    if is_dynamo_compiling():
+        result, lse = through_operator(
+            q,
+            k_cache,
+            v_cache,
+            num_splits,
+            plan,
+            cache_seqlens=cache_seqlens,
+            page_table=page_table,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            window_size=window_size,
+            sink_tokens=sink_tokens,
+            sink_logits=sink_logits,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+            return_lse=return_lse,
+        )
+    else:
         result, lse = run_decode(
             q,
             k_cache,
@@ -265,32 +288,6 @@ def decode(
             num_splits,
             plan,
         )
-    else:
-        expect_window(window_size)
-        result, lse = decode_op(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            page_table,
-            max_seqlen_k,
-            causal,
-            *window_size,
-            sink_tokens,
-            sink_logits,
-            softmax_scale,
-            softcap,
-            alibi_slopes,
-            q_scale,
-            k_scale,
-            v_scale,
-            return_lse,
-            num_splits,
-            _handle(plan),
-        )
-        if out is not None:
-            expect_out(out, tuple(result.shape), dtype_name(result), q.device)
-            result = out.copy_(result)
     return (result, lse) if return_lse else result
 
 

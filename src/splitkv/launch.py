@@ -1,8 +1,11 @@
 """From a call to a running kernel: the cache of bound launchers, and the torch.library operators.
 
 A call is described, planned and bound once for each memory layout and set of options; later calls
-of the same kind look the launcher up by a key made of shapes, strides and types, and go straight to
-it. Lengths and page tables live on the device and are in no key.
+of the same kind go straight to the launcher. `decode` finds it in two steps. Its options alone lead
+to the last few layouts they came with, each with a check of all tensors in C++, the one that guards
+torch's compiled graphs: Python and element types, shapes, strides, devices and gradients. Where
+none of those fits, or torch has no such check, a key of shapes, strides, types and devices decides.
+Lengths and page tables live on the device and are in no key.
 
 Plain tensors run the launcher directly. Under torch.compile, torch.export, FakeTensorMode and for
 tensor subclasses the same function runs as the operator `splitkv::decode` or `splitkv::attention`.
@@ -14,21 +17,59 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from splitkv.device import Device, cpu, current
-from splitkv.errors import expect, expect_one_of, expect_tensor
-from splitkv.plans import Config, Plan, plan_with_handle
-from splitkv.problem import Operands, Problem, describe_attention, describe_decode
+from splitkv.errors import dtype_name, expect, expect_one_of, expect_tensor
+from splitkv.kv import AS_IS
+from splitkv.plans import Config, Kernel, Plan, plan_with_handle
+from splitkv.problem import (
+    Operands,
+    Problem,
+    describe_attention,
+    describe_decode,
+    expect_out,
+    expect_window,
+)
 from splitkv.registry import kernel_named, make_plan
 
-Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
+Result = tuple[Tensor, Tensor | None]
+Launcher = Callable[[Operands], Result]
+"""What Kernel.bind gives. It may have an attribute `repeat`, None or a function of q, k, v, out,
+cache_seqlens, page_table, sink_logits, alibi_slopes, softmax_scale and softcap, which does the same
+sooner, or nothing and gives None."""
 
-MAX_CALLS = 8192  # bound launchers kept; past it the cache starts afresh
-_calls: dict[Any, tuple[Launcher, float, Plan | None]] = {}
+
+class Known(NamedTuple):
+    """A bound launcher, and which calls it is for.
+
+    fits       check(*tensors): whether all tensors are of the kind and layout that it was bound to;
+               None where torch has no such check
+    grad_mode  what torch.is_grad_enabled() has to be, where a tensor requires a gradient; else None
+    repeats    the launcher may have a `repeat`
+    device     the index that has to be current; None on a CPU
+    plan       stays alive here, so that its id stays its own
+    """
+
+    fits: Callable[..., bool] | None
+    grad_mode: bool | None
+    launcher: Launcher
+    repeats: bool
+    device: int | None
+    softmax_scale: float
+    plan: Plan | None
+
+
+MAX_CALLS = 8192  # entries kept; past it the cache starts afresh
+MAX_RECENT = 8  # layouts tried for the same options
+_calls: dict[Any, Any] = {}  # options -> the last few Known; options and layouts -> Known
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # int: no CUDA
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _warned: set[tuple[str, ...]] = set()
 
 _MASK_AND_SCORE: dict[str, Any] = {
@@ -72,7 +113,7 @@ def layout(x: Tensor | None) -> Any:
 
 def is_plain(*arguments: Any) -> bool:
     """Whether no tensor is a subclass and nothing is tracing: the operators may be skipped."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or _dispatch_modes():
         return False
     for x in arguments:
         kind = type(x)
@@ -90,14 +131,22 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def bind(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Launcher:
     """A launcher for a described call, under the caller's plan or a new one."""
     if plan is None:
-        plan = make_plan(problem, device_of(operands.q), num_splits=num_splits)
+        device = device_of(operands.q)
+        unfit = partial(_unfit, operands)
+        plan = make_plan(problem, device, num_splits=num_splits, unfit=unfit)
         _warn_of_fall_back(plan)
     else:
         expect(num_splits == 0, "num_splits", "0 with a plan", num_splits)
         plan = fit_plan(plan, problem, device_of(operands.q))
+        against = _unfit(operands, kernel_named(plan.kernel))
+        expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
     if operands.q.numel() == 0:  # no query: nothing to launch
         plan = replace(plan, kernel="torch_math", config=Config())
     return kernel_named(plan.kernel).bind(plan, operands)
+
+
+def _unfit(operands: Operands, kernel: Kernel) -> list[str]:
+    return kernel.unfit(operands) if operands.q.is_cuda else []
 
 
 def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
@@ -119,13 +168,35 @@ def _warn_of_fall_back(plan: Plan) -> None:
     falls_back = plan.problem.kind == "decode" and plan.device.kind == "cuda" and against
     if falls_back and against not in _warned:
         _warned.add(against)
-        warnings.warn(f"decode runs on {plan.kernel}: {'; '.join(against)}", stacklevel=4)
+        warnings.warn(f"decode runs on {plan.kernel}: {'; '.join(against)}", stacklevel=6)
 
 
-def _remember(key: Any, launcher: Launcher, scale: float, plan: Plan | None) -> None:
-    if len(_calls) >= MAX_CALLS:
+def _check_of(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """A check for tensors just like these."""
+    if _TensorGuards is None:
+        return None
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    check: Callable[..., bool] = guards.check
+    return check if check(*tensors) else None  # it refuses a tensor that is given twice
+
+
+def _remember(options: Any, key: Any, tensors: list[Tensor], known: Known) -> Known:
+    """Keep it by its key, and where there is a check, as the latest of its options."""
+    if known.fits is None or not known.fits(*tensors):
+        recording = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
+        known = known._replace(fits=_check_of(tensors), grad_mode=recording)
+    if len(_calls) >= MAX_CALLS - 1:
         _calls.clear()
-    _calls[key] = launcher, scale, plan  # the plan stays alive, so that its id stays its own
+    _calls[key] = known
+    if known.fits is not None:
+        _calls[options] = (known, *_calls.get(options, ())[: MAX_RECENT - 1])
+    return known
+
+
+def handle_of(plan: Plan | None) -> str:
+    """What an operator is given of a plan."""
+    expect(plan is None or isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
+    return "" if plan is None else plan.handle
 
 
 def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Problem:
@@ -177,61 +248,93 @@ def run_decode(
     return_lse: bool,
     num_splits: int,
     plan: Plan | None,
-) -> tuple[Tensor, Tensor | None]:
+    in_operator: bool = False,
+) -> Result:
     """Describe, plan and bind on the first call of a kind; then only launch."""
+    if isinstance(window_size, list):
+        window_size = tuple(window_size)
+    tensors, given = [q, k_cache, v_cache], 0  # a bit for each of the optional ones
+    if cache_seqlens is not None:
+        tensors.append(cache_seqlens)
+        given = 1
+    if page_table is not None:
+        tensors.append(page_table)
+        given |= 2
+    if sink_logits is not None:
+        tensors.append(sink_logits)
+        given |= 4
+    if alibi_slopes is not None:
+        tensors.append(alibi_slopes)
+        given |= 8
+    if q_scale is not None:
+        tensors.append(q_scale)
+        given |= 16
+    if k_scale is not None:
+        tensors.append(k_scale)
+        given |= 32
+    if v_scale is not None:
+        tensors.append(v_scale)
+        given |= 64
+    if out is not None:
+        tensors.append(out)
+        given |= 128
+    options = (
+        max_seqlen_k,
+        causal,
+        window_size,
+        sink_tokens,
+        softmax_scale,
+        softcap,
+        return_lse,
+        num_splits,
+        id(plan),
+        given,
+    )
     try:
-        device = q.device
-        grad = torch.is_grad_enabled() and (
-            q.requires_grad
-            or k_cache.requires_grad
-            or v_cache.requires_grad
-            or needs_grad(sink_logits, alibi_slopes)
-        )
-        key: Any = (
-            (q.shape, q.stride(), q.dtype, device),
-            (k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device),
-            (v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device),
-            None if cache_seqlens is None else layout(cache_seqlens),
-            None if page_table is None else layout(page_table),
-            None if sink_logits is None else layout(sink_logits),
-            None if alibi_slopes is None else layout(alibi_slopes),
-            None if q_scale is None else layout(q_scale),
-            None if k_scale is None else layout(k_scale),
-            None if v_scale is None else layout(v_scale),
-            None if out is None else layout(out),
-            (max_seqlen_k, causal, window_size, sink_tokens, softmax_scale, softcap),
-            (return_lse, num_splits, id(plan), grad),
-        )
-        known = _calls.get(key)
-    except (AttributeError, TypeError):  # some argument is not what it should be: say which
-        key = known = None
-    if known is None:
-        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            expect_tensor(name, x)
-        problem, operands = describe_decode(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=cache_seqlens,
-            page_table=page_table,
-            max_seqlen_k=max_seqlen_k,
-            causal=causal,
-            window_size=window_size,
-            sink_tokens=sink_tokens,
-            sink_logits=sink_logits,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-            return_lse=return_lse,
-            needs_grad=needs_grad(q, k_cache, v_cache, sink_logits, alibi_slopes),
-        )
-        known = bind(problem, operands, plan, num_splits), operands.softmax_scale, plan
-        _remember(key, *known)
-    launcher, scale, _ = known
+        recent = () if _dispatch_modes() else _calls.get(options, ())
+    except TypeError:  # some option is not what it should be: describing says which
+        recent = ()
+    for fits, grad_mode, launcher, repeats, device, scale, _ in recent:
+        if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
+            repeat = launcher.repeat if repeats else None
+            if repeat is not None and device == _current_device():
+                done = repeat(
+                    q,
+                    k_cache,
+                    v_cache,
+                    out,
+                    cache_seqlens,
+                    page_table,
+                    sink_logits,
+                    alibi_slopes,
+                    scale,
+                    softcap,
+                )
+                if done is not None:
+                    return done
+            break
+    else:
+        arguments: dict[str, Any] = {
+            "cache_seqlens": cache_seqlens,
+            "page_table": page_table,
+            "max_seqlen_k": max_seqlen_k,
+            "causal": causal,
+            "window_size": window_size,
+            "sink_tokens": sink_tokens,
+            "sink_logits": sink_logits,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "q_scale": q_scale,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "out": out,
+            "return_lse": return_lse,
+        }
+        if not in_operator and not is_plain(*tensors):
+            return through_operator(q, k_cache, v_cache, num_splits, plan, **arguments)
+        known = _known(options, tensors, arguments, num_splits, plan)
+        launcher, device, scale = known.launcher, known.device, known.softmax_scale
     operands = Operands(
         q,
         k_cache,
@@ -249,10 +352,76 @@ def run_decode(
         scale,
         softcap,
     )
-    if device.index is not None and device.index != torch._C._cuda_getDevice():
+    if device is not None and device != _current_device():
         with torch.cuda.device(device):
             return launcher(operands)
     return launcher(operands)
+
+
+def _known(
+    options: Any,
+    tensors: list[Tensor],
+    arguments: dict[str, Any],
+    num_splits: int,
+    plan: Plan | None,
+) -> Known:
+    """The launcher of a call that none of the latest was like: an earlier one's, or a new one."""
+    q, k_cache, v_cache = tensors[:3]
+    grad = needs_grad(q, k_cache, v_cache, arguments["sink_logits"], arguments["alibi_slopes"])
+    try:
+        key: Any = options, grad, tuple(layout(x) for x in tensors)
+        known: Known | None = _calls.get(key)
+    except (AttributeError, TypeError):  # describing says what is wrong
+        key = known = None
+    if known is None:
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            expect_tensor(name, x)
+        problem, operands = describe_decode(q, k_cache, v_cache, needs_grad=grad, **arguments)
+        launcher = bind(problem, operands, plan, num_splits)
+        known = Known(
+            fits=None,
+            grad_mode=None,
+            launcher=launcher,
+            repeats=hasattr(launcher, "repeat") and problem.codec == AS_IS,
+            device=q.device.index if q.is_cuda else None,
+            softmax_scale=operands.softmax_scale,
+            plan=plan,
+        )
+    elif _TensorGuards is None:
+        return known
+    return known if key is None else _remember(options, key, tensors, known)
+
+
+def through_operator(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_splits: int,
+    plan: Plan | None,
+    *,
+    window_size: tuple[int, int],
+    out: Tensor | None,
+    return_lse: bool,
+    **arguments: Any,
+) -> Result:
+    """The call as `splitkv::decode`, for what traces it or looks into it."""
+    expect_window(window_size)
+    left, right = window_size
+    result, lse = decode_op(
+        q,
+        k_cache,
+        v_cache,
+        window_left=left,
+        window_right=right,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        plan=handle_of(plan),
+        **arguments,
+    )
+    if out is not None:
+        expect_out(out, tuple(result.shape), dtype_name(result), q.device)
+        result = out.copy_(result)
+    return result, lse
 
 
 def run_attention(
@@ -361,6 +530,7 @@ def decode_op(
         return_lse,
         num_splits,
         plan_with_handle(plan) if plan else None,
+        in_operator=True,
     )
     return operator_outputs(out, lse)
 

@@ -1,0 +1,823 @@
+"""What is done once and not on every call: launches bound, calls recognised, lengths decided for.
+
+Nothing is launched: the C function that Triton would call is a recorder here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import splitkv
+from splitkv import launch, registry
+from splitkv.device import GPUS
+from splitkv.kernels import direct, workspace
+from splitkv.plans import Plan
+from splitkv.policies import POLICIES, fixed, waves
+from splitkv.problem import Operands
+from splitkv.testing import Call, Mask, Paged, Problem, make_operands
+
+GRID = (4, 2, 3)
+H200 = GPUS["h200"]
+
+
+class CFunction:
+    """In place of Triton's C function: keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+class OneByOne:
+    """A launcher as in Triton 3.6."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, function: Any) -> None:
+        self.launch = function
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *args: Any) -> None:
+        self.launch(x, y, z, stream, function, False, True, None, None, *args)
+
+
+class InATuple(OneByOne):
+    """A launcher as in Triton 3.7 and later."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        (*known, metadata, enter, leave), args = rest[:4], rest[4:]
+        hooks = metadata, enter, leave
+        self.launch(x, y, z, stream, function, False, True, *known, *hooks, None, b"types", args)
+
+
+class Instrumented(InATuple):
+    """Adds an argument of its own to those of the kernel."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        super().__call__(x, y, z, stream, function, *rest, 77)
+
+
+class Elsewhere(OneByOne):
+    """Knows its grid and stream otherwise."""
+
+    def __call__(self, x: int, y: int, z: int, *args: Any) -> None:
+        self.launch((x, y, z), *args)
+
+
+class WithoutHooks(OneByOne):
+    """Takes fewer arguments than launchers do."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int) -> None:  # type: ignore[override]
+        self.launch(x, y, z, stream)
+
+
+def compiled_with(run: Any, tensordesc_meta: Any = None) -> Any:
+    """A compiled kernel of Triton, of which only the launcher is not real."""
+    made = object.__new__(CompiledKernel)
+    made.__dict__.update(
+        _run=run,
+        module=None if run is None else object(),
+        _module_pid=None,
+        function=0xF00,
+        packed_metadata=(4, 1, 2048),
+        metadata=SimpleNamespace(tensordesc_meta=tensordesc_meta),
+        src=None,
+        name="kernel",
+    )
+    return made
+
+
+def installed(function: Any) -> Any:
+    """The launcher of the Triton that is installed, with another C function."""
+    run = object.__new__(nvidia.CudaLauncher)
+    run.__dict__.update(
+        launch=function,
+        num_ctas=1,
+        global_scratch_size=0,
+        global_scratch_align=1,
+        profile_scratch_size=0,
+        profile_scratch_align=1,
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        gsan_enabled=False,
+        arg_annotations=["annotations"],
+        kernel_signature=b"types",
+    )
+    return run
+
+
+@pytest.fixture
+def hooks() -> Iterator[Any]:
+    """Triton's launch hooks, as they were afterwards."""
+    runtime = triton.knobs.runtime
+    before = runtime.launch_enter_hook, runtime.launch_exit_hook
+    yield runtime
+    runtime.launch_enter_hook, runtime.launch_exit_hook = before
+
+
+# --- launches ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", [OneByOne, InATuple, installed])
+def test_a_bound_launch_is_triton_s_own(
+    launcher: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_active", SimpleNamespace())
+    function = CFunction()
+    compiled = compiled_with(launcher(function))
+    args, tail = (0x1000, (0x2000, None), 0.5), (7, None, 128)
+    compiled[GRID](*args, *tail, stream=99)
+    launch_again = direct.bind(compiled, GRID, list(tail))
+    assert launch_again is not None
+    launch_again(99, *args)
+    ordinary, again = function.calls
+    assert again[:4] == (*GRID, 99)
+    assert again[-1] == tail[-1] or again[-1] == (*args, *tail)
+    assert len(ordinary) == len(again)
+    # Triton passes hooks that are empty, and metadata for them.
+    runtime = triton.knobs.runtime
+    for a, b in zip(ordinary, again, strict=True):
+        hook = a is runtime.launch_enter_hook or a is runtime.launch_exit_hook
+        assert a == b or (b is None and (hook or hasattr(a, "extras")))
+
+
+def test_what_is_bound_stays_loaded() -> None:
+    compiled = compiled_with(OneByOne(CFunction()))
+    launch_again = direct.bind(compiled, GRID)
+    assert launch_again is not None and launch_again.kernel is compiled  # type: ignore[attr-defined]
+
+
+def scratch_of(name: str) -> Callable[[Any], Any]:
+    def launcher(function: Any) -> Any:
+        run = OneByOne(function)
+        setattr(run, name, 64)
+        return run
+
+    return launcher
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        scratch_of("global_scratch_size"),
+        scratch_of("profile_scratch_size"),
+        Instrumented,
+        Elsewhere,
+        WithoutHooks,
+        lambda function: SimpleNamespace(launch=function),
+        lambda function: OneByOne(lambda *args: function(*args)),  # somebody watches the launches
+    ],
+    ids=["global", "profile", "instrumented", "elsewhere", "fewer", "unknown", "wrapped"],
+)
+def test_what_is_not_known_goes_through_triton(launcher: Callable[[Any], Any]) -> None:
+    function = CFunction()
+    compiled = compiled_with(launcher(function))
+    assert direct.bind(compiled, GRID, (1, 2)) is None
+    maps: Any = {}
+    assert direct.bind_to_maps(compiled, GRID, (1, 2), maps, maps) is None
+    assert function.calls == []
+
+
+def test_through_triton() -> None:
+    function = CFunction()
+    compiled = compiled_with(Instrumented(function))
+    direct.launch_of(compiled, GRID, (1, 2))(5, 0x1000)
+    assert function.calls[0][:4] == (*GRID, 5)
+    assert function.calls[0][-1] == (0x1000, 1, 2, 77)
+
+
+def test_hooks_are_seen_while_they_are_set(hooks: Any) -> None:
+    def hook(metadata: Any) -> None:
+        raise AssertionError("nothing is launched")
+
+    assert not direct.observed()
+    for chain in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        chain.add(hook)
+        assert direct.observed()
+        chain.remove(hook)
+        assert not direct.observed()
+    hooks.launch_exit_hook = hook
+    assert direct.observed()
+    hooks.launch_exit_hook = hooks.launch_enter_hook = None
+    assert not direct.observed()
+
+
+# --- tensor maps -------------------------------------------------------------------------------
+
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the driver is asked to make maps of; a map is the name of its number."""
+    asked: list[tuple[Any, ...]] = []
+
+    def fill(*args: Any) -> str:
+        asked.append(args)
+        return f"map {len(asked)}"
+
+    names = "fill_tma_descriptor", "fill_tma_descriptor_tiled"
+    utils = SimpleNamespace(**dict.fromkeys(names, fill))
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
+    monkeypatch.setattr(direct, "_made", [])
+    return asked
+
+
+def described(x: Tensor) -> list[Any]:
+    """What Triton makes of the descriptor of a tensor."""
+    descriptor = TensorDescriptor.from_tensor(x, META["block_size"])
+    more = nvidia.make_tensordesc_arg.__code__.co_argcount - 2
+    return list(nvidia.make_tensordesc_arg(descriptor, META, *([None] * more)))
+
+
+def test_a_tensor_map_is_triton_s_own(filled: list[tuple[Any, ...]]) -> None:
+    x = torch.zeros(512, 256, dtype=torch.bfloat16)[:, :128]
+    compiled = compiled_with(installed(CFunction()), [None, META])
+    maps = direct.TensorMaps(compiled, 1, x.shape, x.stride())
+    ours, theirs = maps[x.data_ptr()], described(x)
+    assert ours[1:] == tuple(theirs[1:]) == (512, 128, 256, 1)
+    assert [list(a) if isinstance(a, list | tuple | torch.Size) else a for a in filled[0]] == [
+        list(a) if isinstance(a, list | tuple | torch.Size) else a for a in filled[1]
+    ]
+
+
+def test_a_tensor_map_is_made_once(filled: list[tuple[Any, ...]]) -> None:
+    compiled = compiled_with(installed(CFunction()), [META])
+    keys, values = (direct.TensorMaps(compiled, 0, (n, 128), (128, 1)) for n in (512, 256))
+    first = keys[0x1000]
+    assert keys[0x1000] is first and len(filled) == 1
+    assert keys[0x2000] != first and len(filled) == 2
+    assert values[0x1000] != first and len(filled) == 3
+    assert (keys[0x1000], len(filled)) == (first, 3)
+
+
+def test_tensor_maps_are_bounded(
+    filled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "MAX_MAPS", 5)
+    compiled = compiled_with(installed(CFunction()), [META])
+    several = [direct.TensorMaps(compiled, 0, (n, 128), (128, 1)) for n in (8, 16)]
+    for i in range(1, 30):
+        assert several[i % 2][i << 12][1:] == (8 << i % 2, 128, 128, 1)
+        assert 0 < sum(len(maps) for maps in several) <= 5
+
+
+@pytest.mark.parametrize("launcher", [OneByOne, InATuple])
+def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
+    launcher: Callable[[Any], Any], filled: list[tuple[Any, ...]]
+) -> None:
+    function = CFunction()
+
+    def expanding(*args: Any) -> None:
+        function(*args)
+
+    compiled = compiled_with(launcher(expanding), [META, META])
+    of_triton = compiled_with(installed(function), [META, META])
+    maps = [direct.TensorMaps(of_triton, i, (512 >> i, 128), (128, 1)) for i in range(2)]
+    by_hand = direct.bind(compiled, GRID, (64,))
+    bound = direct.bind_to_maps(compiled, GRID, (64,), *maps)
+    assert by_hand is not None and bound is not None
+    by_hand(3, 0x10, *maps[0][0x20], *maps[1][0x30], None, "lens")
+    bound(3, 0x10, (0x20, 0x30, None), "lens")
+    last = function.calls[1][-1]
+    args = last if isinstance(last, tuple) else function.calls[1][-14:]
+    keys, values = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
+    assert args == (0x10, *keys, *values, None, "lens", 64)
+    assert function.calls[0] == function.calls[1] and function.calls[1][:4] == (*GRID, 3)
+
+
+# --- a call again ------------------------------------------------------------------------------
+
+STREAM = 5
+
+
+class Launched:
+    """The two launches of a call: what they were given, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.between: Callable[[], Any] = lambda: None
+
+    def split(self, *args: Any) -> None:
+        self.calls.append(args)
+        self.between()
+
+    def merge(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As much of a GPU as a repeated call asks for: a stream, whether it is captured, memory."""
+    state = SimpleNamespace(stream=STREAM, captured=False)
+    functions = {
+        "_cuda_getCurrentRawStream": lambda device: state.stream,
+        "_cuda_isCurrentStreamCapturing": lambda: state.captured,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+
+    def make_buffer(device: int, numel: int, captured: bool = False) -> workspace.Buffer:
+        memory = torch.empty(numel if captured else 1 << (numel - 1).bit_length())
+        return memory.data_ptr(), memory.numel(), memory
+
+    guards = torch._C._dynamo.guards
+    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
+    monkeypatch.setattr(workspace, "make_buffer", make_buffer)
+    monkeypatch.setattr(workspace, "_buffers", {})
+    return state
+
+
+def repeat_of(launched: Launched, rows: int = 12, merged: bool = True) -> direct.Repeat:
+    return direct.Repeat(
+        launched.split,
+        launched.merge if merged else None,
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        (2, 1, 4, 32),
+        (2, 4, 1),
+        32 * rows,
+        rows,
+    )
+
+
+def tensors() -> dict[str, Any]:
+    q, k, v = torch.zeros(2, 1, 4, 32), torch.zeros(2, 9, 2, 32), torch.zeros(2, 9, 2, 32)
+    return {"q": q, "k": k, "v": v, **dict.fromkeys(("out", "lens", "table", "sink", "slopes"))}
+
+
+def at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+@pytest.mark.parametrize("names", [(), ("lens",), ("table", "sink"), ("lens", "slopes", "out")])
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_call_again(gpu: SimpleNamespace, names: tuple[str, ...], merged: bool) -> None:
+    launched, given = Launched(), tensors()
+    given |= {name: torch.zeros(4, 8) for name in names}
+    out, lse = repeat_of(launched, merged=merged).call(*given.values(), 0.5, 0.0)
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 1, 4, 32), torch.bfloat16, True) or (
+        out is given["out"]
+    )
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 4, 1), torch.float32, True)
+    q, k, v, _, lens, table, sink, slopes = (at(x) for x in given.values())
+    split, *merges = launched.calls
+    final = out.data_ptr(), lse.data_ptr()
+    assert split[:5] == (STREAM, q, (k, v, table), lens, final)
+    assert split[6:8] == ((sink, slopes), pytest.approx(0.5 / torch.log(torch.tensor(2.0)).item()))
+    assert split[8] is None
+    if not merged:
+        assert split[5] is None and not merges
+        return
+    acc, m, l = split[5]
+    assert (m - acc, l - m) == (4 * 32 * 12, 4 * 32)
+    assert merges == [(STREAM, split[5], final, lens, sink)]
+
+
+def test_a_call_again_with_softcap(gpu: SimpleNamespace) -> None:
+    launched = Launched()
+    repeat_of(launched).call(*tensors().values(), 0.5, 4.0)
+    assert launched.calls[0][7:] == (0.125, 4.0)
+
+
+def test_a_call_again_without_lse(gpu: SimpleNamespace) -> None:
+    launched = Launched()
+    repeat = repeat_of(launched)
+    repeat.new_lse = None
+    assert repeat.call(*tensors().values(), 0.5, 0.0)[1] is None
+    assert launched.calls[0][4][1] is None
+
+
+@pytest.mark.parametrize("name", tensors())
+def test_an_address_off_by_a_few_bytes_is_another_kernel(gpu: SimpleNamespace, name: str) -> None:
+    launched, given = Launched(), tensors()
+    given[name] = torch.zeros(1000)[1:]
+    assert repeat_of(launched).call(*given.values(), 0.5, 0.0) is None
+    assert launched.calls == []
+
+
+def test_a_call_again_goes_through_triton_while_a_hook_is_set(
+    gpu: SimpleNamespace, hooks: Any
+) -> None:
+    launched = Launched()
+    repeat = repeat_of(launched)
+
+    def hook(metadata: Any) -> None:
+        raise AssertionError("nothing is launched")
+
+    hooks.launch_enter_hook.add(hook)
+    assert repeat.call(*tensors().values(), 0.5, 0.0) is None and launched.calls == []
+    hooks.launch_enter_hook.remove(hook)
+    assert repeat.call(*tensors().values(), 0.5, 0.0) is not None
+
+
+def test_partials_stay_where_they_are(gpu: SimpleNamespace) -> None:
+    """One buffer a stream, which grows with the largest call."""
+    small, large = Launched(), Launched()
+    calls = repeat_of(small), repeat_of(large, rows=1200)
+    for i in (0, 0, 1, 0, 1):
+        calls[i].call(*tensors().values(), 0.5, 0.0)
+    of_small = [call[5][0] for call in small.calls[::2]]
+    of_large = [call[5][0] for call in large.calls[::2]]
+    assert of_small[0] == of_small[1] and of_small[2] == of_large[0] == of_large[1]
+    assert workspace.held_bytes() == 4 * 65536  # 1200 rows of 34
+    gpu.stream = 6
+    calls[0].call(*tensors().values(), 0.5, 0.0)
+    assert small.calls[-1][0] == 6 and small.calls[-1][1][0] != of_small[2]
+    assert workspace.held_bytes() == 4 * (65536 + 512)
+    workspace.release()
+    assert workspace.held_bytes() == 0
+
+
+def test_a_graph_has_partials_of_its_own(gpu: SimpleNamespace) -> None:
+    launched = Launched()
+    repeat = repeat_of(launched)
+    repeat.call(*tensors().values(), 0.5, 0.0)
+    held = workspace.held_bytes()
+    gpu.captured = True
+    repeat.call(*tensors().values(), 0.5, 0.0)
+    gpu.captured = False
+    repeat.call(*tensors().values(), 0.5, 0.0)
+    eager, graph, again = (call[5][0] for call in launched.calls[::2])
+    assert eager == again != graph
+    assert workspace.held_bytes() == held
+
+
+def test_a_call_between_the_launches_of_another_has_its_own_partials(gpu: SimpleNamespace) -> None:
+    """As when another thread calls on the same stream, before the first one has merged."""
+    outer, inner = Launched(), Launched()
+    one, other = repeat_of(outer), repeat_of(inner)
+    one.call(*tensors().values(), 0.5, 0.0)
+    outer.between = lambda: other.call(*tensors().values(), 0.5, 0.0)
+    one.call(*tensors().values(), 0.5, 0.0)
+    alone, split, merge = outer.calls[0], *outer.calls[2:]
+    assert alone[5] == split[5] == merge[1]
+    assert inner.calls[0][5] == inner.calls[1][1] != split[5]
+
+
+# --- calls recognised --------------------------------------------------------------------------
+
+DECODE = Problem(
+    "decode", 2, 4, 2, 32, 32, 2, 24, "float32", mask=Mask(True), lengths="device", return_lse=True
+)
+
+
+@pytest.fixture
+def described_calls(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """The problems of calls that had to be described, from here on."""
+    found: list[Problem] = []
+    describe = launch.describe_decode
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        problem, operands = describe(*args, **kwargs)
+        found.append(problem)
+        return problem, operands
+
+    monkeypatch.setattr(launch, "describe_decode", spy)
+    monkeypatch.setattr(launch, "_calls", {})
+    return found
+
+
+def strided(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def wider(x: Tensor) -> Tensor:
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+def sink() -> Tensor:
+    return torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+
+CHANGES: dict[str, Callable[[Call], Any]] = {
+    "fewer keys": lambda call: {
+        name: call[name][:, : call["max_seqlen_k"]] for name in ("k_cache", "v_cache")
+    },
+    "strides of q": lambda call: {"q": strided(call["q"])},
+    "strides of keys": lambda call: {"k_cache": strided(call["k_cache"])},
+    "strides of values": lambda call: {"v_cache": wider(call["v_cache"])},
+    "one sequence": lambda call: {
+        name: call[name][:1] for name in ("q", "k_cache", "v_cache", "cache_seqlens")
+    },
+    "type": lambda call: {name: call[name].half() for name in ("q", "k_cache", "v_cache")},
+    "lengths of the host": lambda call: {"cache_seqlens": None},
+    "mask": lambda call: {"causal": False},
+    "window": lambda call: {"window_size": (3, -1)},
+    "sink tokens": lambda call: {"window_size": (3, -1), "sink_tokens": 2},
+    "scale": lambda call: {"softmax_scale": 0.01},
+    "softcap": lambda call: {"softcap": 2.0},
+    "bound": lambda call: {"max_seqlen_k": 23},
+    "sink logits": lambda call: {"sink_logits": sink()},
+    "slopes": lambda call: {"alibi_slopes": sink()},
+    "both": lambda call: {"sink_logits": sink(), "alibi_slopes": sink()},
+    "out": lambda call: {"out": torch.full_like(call["q"], torch.nan)},
+    "strided out": lambda call: {"out": strided(torch.full_like(call["q"], torch.nan))},
+    "no lse": lambda call: {"return_lse": False},
+    "splits": lambda call: {"num_splits": 2},
+    "paged": lambda call: {"page_table": torch.tensor([[1, 0], [0, 1]], dtype=torch.int32)},
+    "gradient": lambda call: {"q": call["q"].clone().requires_grad_()},
+    "plan": lambda call: {"plan": splitkv.plan(DECODE)},
+    "int8": lambda call: {
+        **{name: (9 * call[name]).to(torch.int8) for name in ("k_cache", "v_cache")},
+        **{name: torch.tensor(0.1) for name in ("k_scale", "v_scale")},
+    },
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("check", [True, False], ids=["", "without torch's check"])
+def test_what_changes_a_call_is_described_anew(
+    change: str,
+    check: bool,
+    described_calls: list[Problem],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not check:
+        monkeypatch.setattr(launch, "_TensorGuards", None)
+    call = make_operands(DECODE, poison=False)
+    changed = call | CHANGES[change](call)
+    for _ in range(2):
+        splitkv.decode(**call)
+    assert len(described_calls) == 1
+    results = [splitkv.decode(**changed) for _ in range(2)]
+    assert len(described_calls) == 2
+    monkeypatch.setattr(launch, "_calls", {})
+    results.append(splitkv.decode(**changed))
+    assert len(described_calls) == 3 and described_calls[1] == described_calls[2]
+    first, *others = (r if isinstance(r, tuple) else (r,) for r in results)
+    for other in others:
+        assert len(other) == len(first)
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+        assert other[0].requires_grad == first[0].requires_grad
+
+
+def test_a_tensor_changed_in_place_is_another_layout(described_calls: list[Problem]) -> None:
+    q, k, v = torch.randn(2, 1, 4, 32), torch.randn(2, 24, 2, 32), torch.randn(2, 24, 2, 32)
+    wanted = splitkv.decode(q, k, v)
+    k.data = strided(k)
+    assert torch.equal(splitkv.decode(q, k, v), wanted)
+    assert [p.seqlen_k for p in described_calls] == [24, 24]
+    k.set_(k.contiguous().untyped_storage(), 0, (2, 24, 2, 32), (24 * 64, 64, 32, 1))
+    assert torch.equal(splitkv.decode(q, k, v), wanted)
+    assert len(described_calls) == 2  # the layout of the first call
+    fewer = splitkv.decode(q, *(x.reshape(-1)[: 2 * 12 * 64].view(2, 12, 2, 32) for x in (k, v)))
+    for x in (k, v):
+        x.resize_(2, 12, 2, 32)
+    assert torch.equal(splitkv.decode(q, k, v), fewer)
+    assert [p.seqlen_k for p in described_calls] == [24, 24, 12]
+
+
+def test_a_malformed_call_after_a_good_one_is_refused() -> None:
+    call = make_operands(DECODE, poison=False)
+    for _ in range(2):
+        splitkv.decode(**call)
+    for wrong in (
+        {"window_size": [1]},
+        {"window_size": ([1], 2)},
+        {"softmax_scale": float("nan")},
+        {"q": [1.0]},
+        {"q": None},
+        {"cache_seqlens": call["cache_seqlens"].long()},
+        {"plan": "waves"},
+        {"num_splits": -1},
+        {"out": call["q"].double()},
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            splitkv.decode(**call | wrong)
+        with pytest.raises(ValueError, match="expected"):
+            splitkv.decode(**call | wrong)
+
+
+def test_gradients_are_asked_for_when_they_are_recorded(described_calls: list[Problem]) -> None:
+    """A launcher bound without them is not taken with them, whichever comes first."""
+    call = make_operands(DECODE, poison=False)
+    learned = call | {"sink_logits": torch.nn.Parameter(sink())}
+    fixed_sink = call | {"sink_logits": sink()}
+    for _ in range(3):
+        for given, recorded in ((fixed_sink, False), (learned, True)):
+            with torch.no_grad():
+                assert not splitkv.decode(**given)[0].requires_grad
+            assert splitkv.decode(**given)[0].requires_grad == recorded
+            with torch.inference_mode():
+                assert splitkv.decode(**given)[0].is_inference()
+    assert [p.needs_grad for p in described_calls] == [False, True]
+
+
+class Watch(TorchDispatchMode):
+    """The names of the operators that pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_known_call_is_traced_like_any_other() -> None:
+    call = make_operands(DECODE, poison=False)
+    for _ in range(2):
+        wanted = splitkv.decode(**call)
+    with Watch() as watch:
+        splitkv.decode(**call)
+    assert "splitkv.decode.default" in watch.seen
+
+    def out_of(q: Tensor) -> Tensor:
+        return splitkv.decode(**call | {"q": q})[0]
+
+    traced = torch.fx.experimental.proxy_tensor.make_fx(out_of)(call["q"])
+    assert "splitkv.decode" in traced.code
+    assert torch.equal(traced(call["q"]), wanted[0])
+
+
+def test_a_tensor_given_twice(described_calls: list[Problem]) -> None:
+    """Which torch's check refuses: the key of layouts knows it."""
+    q, k = torch.randn(2, 1, 4, 32), torch.randn(2, 24, 2, 32)
+    wanted = splitkv.decode(q, k, k.clone())
+    for _ in range(3):
+        assert torch.equal(splitkv.decode(q, k, k), wanted)
+    (recent,) = (x for x in launch._calls.values() if not isinstance(x, launch.Known))
+    assert (len(described_calls), len(recent)) == (1, 1)
+    assert splitkv.decode(q, k, k, out=q) is q
+    assert torch.equal(q, wanted)
+
+
+def test_layouts_in_turns_are_all_known(described_calls: list[Problem]) -> None:
+    """More of them than are tried one by one."""
+    calls = [
+        make_operands(replace(DECODE, batch=n), poison=False) | {"max_seqlen_k": None}
+        for n in range(1, launch.MAX_RECENT + 5)
+    ]
+    for _ in range(3):
+        for call in calls:
+            assert splitkv.decode(**call)[0].shape == call["q"].shape
+    assert len(described_calls) == len(calls)
+    assert max(len(x) for x in launch._calls.values() if not isinstance(x, launch.Known)) == (
+        launch.MAX_RECENT
+    )
+
+
+class Sooner:
+    """A launcher that can repeat a call after the first."""
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        self.slow: list[Operands] = []
+        self.fast: list[tuple[Any, ...]] = []
+        self.answer: Any = ("out", "lse")
+        self.repeat: Any = None
+        LAUNCHERS.append(self)
+
+    def __call__(self, operands: Operands) -> Any:
+        self.slow.append(operands)
+        self.repeat = self.call
+        return operands.q, operands.q
+
+    def call(self, *args: Any) -> Any:
+        self.fast.append(args)
+        return self.answer
+
+
+LAUNCHERS: list[Sooner] = []
+
+
+def test_a_launcher_repeats_a_call_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa = registry.kernel_named("torch_sdpa")
+    kernel = replace(sdpa, unsupported=lambda problem, device: [], bind=Sooner)
+    monkeypatch.setattr(registry, "KERNELS", (kernel,))
+    monkeypatch.setattr(launch, "_calls", {})
+    monkeypatch.setattr(launch, "_current_device", lambda: None)  # that of a tensor on the CPU
+    call = make_operands(DECODE, poison=False) | {"sink_logits": sink(), "softcap": 3.0}
+    splitkv.decode(**call)
+    (launcher,) = LAUNCHERS
+    assert (len(launcher.slow), len(launcher.fast)) == (1, 0)
+    assert splitkv.decode(**call) == ("out", "lse")
+    assert (len(launcher.slow), len(launcher.fast)) == (1, 1)
+    names = "q", "k_cache", "v_cache", "out", "cache_seqlens", "page_table", "sink_logits"
+    assert all(x is call.get(name) for x, name in zip(launcher.fast[0], names, strict=False))
+    assert launcher.fast[0][7:] == (None, call["softmax_scale"] or 32**-0.5, 3.0)
+    launcher.answer = None
+    assert splitkv.decode(**call)[0] is call["q"]
+    assert (len(launcher.slow), len(launcher.fast)) == (2, 2)
+    monkeypatch.setattr(launch, "_current_device", lambda: 1)
+    assert splitkv.decode(**call)[0] is call["q"]
+    assert (len(launcher.slow), len(launcher.fast)) == (3, 2)
+
+
+# --- lengths decided for -----------------------------------------------------------------------
+
+SERVED = Problem("decode", 1, 32, 8, 128, 128, 1, 4096, mask=Mask(causal=True))
+
+
+def test_lengths_are_rounded_up_by_little() -> None:
+    steps = set()
+    for n in range(9000):
+        rounded = registry.rounded_up(n)
+        assert n <= rounded <= n + n / 16
+        assert registry.rounded_up(rounded) == rounded
+        steps.add(rounded)
+    for low in (32, 64, 512, 4096):
+        assert len([n for n in steps if low < n <= 2 * low]) == 16
+    assert {1 << k for k in range(13)} <= steps and set(range(33)) <= steps
+
+
+@pytest.mark.parametrize("policy", registry.BY_TIME)
+@pytest.mark.parametrize("place", [Paged(16), SERVED.place], ids=str)
+def test_a_plan_is_the_policy_s_for_the_rounded_length(policy: str, place: Any) -> None:
+    for n in (17, 100, 543, 544, 545, 5001, 70_000):
+        problem = replace(SERVED, seqlen_k=n, place=place)
+        made = splitkv.plan(problem, device=H200, policy=policy)
+        rounded = registry.rounded_up(n)
+        candidates = [
+            kernel for kernel in registry.KERNELS if not kernel.unsupported(problem, H200)
+        ]
+        wanted = POLICIES[policy](replace(problem, seqlen_k=rounded), H200, candidates)
+        assert (made.problem, made.policy) == (problem, policy)
+        assert (made.kernel, made.config) == (wanted.kernel, wanted.config)
+        note = f"; decided as for {rounded} keys" if rounded != n else ""
+        assert made.why == wanted.why + note
+        (explained,) = splitkv.explain(problem, device=H200, policies=(policy,)).plans
+        assert explained == made
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in registry.BY_TIME])
+def test_a_rule_is_followed_to_the_key(policy: str) -> None:
+    for n in (513, 529, 545, 601):
+        problem = replace(SERVED, seqlen_k=n)
+        made = splitkv.plan(problem, device=H200, policy=policy)
+        candidates = [
+            kernel for kernel in registry.KERNELS if not kernel.unsupported(problem, H200)
+        ]
+        wanted = POLICIES[policy](problem, H200, candidates)
+        assert (made.kernel, made.config, made.why) == (wanted.kernel, wanted.config, wanted.why)
+
+
+def test_a_growing_cache_is_decided_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`decode` itself, with a key more in every step."""
+    asked: list[int] = []
+
+    def choose(problem: Problem, *rest: Any) -> Any:
+        asked.append(problem.seqlen_k)
+        return waves.choose(problem, *rest)
+
+    monkeypatch.setitem(POLICIES, "waves", choose)
+    monkeypatch.setattr(launch, "_calls", {})
+    monkeypatch.setattr(registry, "DEFAULT", "waves")
+    q = torch.randn(1, 1, 4, 16)
+    cache = torch.randn(2, 1, 2, 200, 16)
+    for n in range(129, 201):
+        k, v = (x[:, :, :n].contiguous().transpose(1, 2) for x in cache)  # as transformers has it
+        assert splitkv.decode(q, k, v).isfinite().all()
+    assert asked == sorted({registry.rounded_up(n) for n in range(129, 201)})
+
+
+def test_choices_are_kept_for_named_policies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def choose(problem: Problem, *rest: Any) -> Any:
+        asked.append(problem.seqlen_k)
+        return waves.choose(problem, *rest)
+
+    problem = replace(SERVED, seqlen_k=600)
+    for _ in range(2):
+        made = splitkv.plan(problem, device=H200, policy=choose)
+        assert made.why.startswith("waves: 600 keys")
+    assert asked == [600, 600]  # a function of the caller's may change its mind
+    monkeypatch.setitem(POLICIES, "waves", choose)
+    splits = set()
+    for num_splits in (0, 3, 0, 3):
+        splits.add(splitkv.plan(problem, device=H200, num_splits=num_splits).config.num_splits)
+        splits.add(splitkv.plan(problem, device=GPUS["l4"], num_splits=num_splits).policy)
+    assert asked == [600, 600, 608, 608]  # one for each device
+    assert {3, "fixed", "waves"} <= splits
+
+
+def test_choices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_CHOICES", 4)
+    monkeypatch.setattr(registry, "_choices", {})
+    for n in range(1, 20):
+        made = splitkv.plan(replace(SERVED, seqlen_k=n), device=H200, num_splits=1)
+        assert made.problem.seqlen_k == n
+        assert 0 < len(registry._choices) <= 4
+
+
+def test_a_split_size_of_the_caller_s_is_exact() -> None:
+    for n in (577, 600, 608, 640, 641):
+        problem = replace(SERVED, seqlen_k=n)
+        made = splitkv.plan(problem, device=H200, policy=fixed.with_split_size(64))
+        assert made.config.num_splits == -(-n // 64)
