@@ -1,7 +1,8 @@
 """The cases that every kernel is tested on: axes of a decode problem, and what has gone wrong.
 
 `pairs` covers every pair of values of any two axes with few cases; `EDGES` are named by what is
-special about them. A kernel's own `unsupported` decides which of them it sits out.
+special about them. A kernel's own `unsupported` decides which of them it sits out. `HOPPER` covers
+the pairs that the kernel for Hopper does not sit out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ AXES: Axes = {
     "lengths": ("host", "device"),
     "return_lse": (False, True),
 }
+
+# What the kernel for Hopper runs, so that no other decides which of it is covered.
+HOPPER_AXES: Axes = {
+    **AXES,
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64)),
+    "group": (1, 2, 4, 7, 8, 16, 32),
+    "seqlen_q": (1, 2, 4, 16),
+    "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
+}
+HOPPER_ROWS = 32
 
 CODECS = tuple(
     Codec(name, granularity)
@@ -143,8 +155,15 @@ def decode_problem(values: Values) -> Problem:
     )
 
 
-def pairwise(axes: Axes, prefix: str) -> Iterator[Case]:
-    for n, values in enumerate(pairs(axes)):
+def few_rows(values: Values) -> bool:
+    """No more rows than the kernel for Hopper takes."""
+    return values.get("group", 1) * values.get("seqlen_q", 1) <= HOPPER_ROWS
+
+
+def pairwise(
+    axes: Axes, prefix: str, valid: Callable[[Values], bool] = lambda values: True
+) -> Iterator[Case]:
+    for n, values in enumerate(pairs(axes, valid)):
         problem = decode_problem(values)
         strided = {"strided": True} if n % 3 == 2 else {}
         yield Case(f"{prefix}{n:02d}", problem, strided)
@@ -207,5 +226,6 @@ EDGES: tuple[Case, ...] = (
 )
 
 PAIRWISE: tuple[Case, ...] = tuple(pairwise(AXES, "pair"))
+HOPPER: tuple[Case, ...] = tuple(pairwise(HOPPER_AXES, "hopper", few_rows))
 QUANTIZED: tuple[Case, ...] = tuple(pairwise(QUANTIZED_AXES, "quantized"))
 DECODE: tuple[Case, ...] = PAIRWISE + QUANTIZED + EDGES

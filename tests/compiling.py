@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from splitkv.kernels import decode_split, workspace
+from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import Paged
 from splitkv.plans import Plan
 from splitkv.problem import Operands, Problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ADDRESS = 1 << 20
+MODULES: dict[str, Any] = {
+    "decode_split": decode_split,
+    "hopper_decode_split": hopper_decode_split,
+}
 
 
 @dataclass
@@ -39,6 +45,7 @@ class Layout:
     shape: Sequence[int]
     dtype: torch.dtype
     row_gap: int = 0  # elements between the rows of the last dimension
+    address: int = ADDRESS
     device = torch.device("cuda", 0)
     is_cuda = True
 
@@ -50,8 +57,11 @@ class Layout:
     def dim(self) -> int:
         return len(self.shape)
 
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
     def data_ptr(self) -> int:
-        return ADDRESS
+        return self.address
 
     def new_empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Layout:
         return Layout(shape, dtype or self.dtype)
@@ -98,8 +108,11 @@ class Compiled:
     shared_bytes: int
 
 
-def layouts(problem: Problem, row_gap: int = 0) -> Operands:
-    """Operands of a decode problem, without memory; `row_gap` as in slices of larger tensors."""
+def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Operands:
+    """Operands of a decode problem, without memory; `row_gap` as in slices of larger tensors.
+
+    address   of k and v
+    """
     dtype, p = getattr(torch, problem.dtype), problem
     table = None
     slabs, slab = p.batch, p.seqlen_k
@@ -108,8 +121,8 @@ def layouts(problem: Problem, row_gap: int = 0) -> Operands:
         slabs, slab = math.prod(table.shape), p.place.page_size
     return Operands(
         q=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim), dtype, row_gap),
-        k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), dtype, row_gap),
-        v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), dtype, row_gap),
+        k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), dtype, row_gap, address),
+        v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), dtype, row_gap, address),
         out=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), dtype),
         page_table=table,
         cache_seqlens=Layout((p.batch,), torch.int32) if p.lengths == "device" else None,
@@ -120,21 +133,24 @@ def layouts(problem: Problem, row_gap: int = 0) -> Operands:
     )
 
 
-def compile_plan(plan: Plan, row_gap: int = 0) -> dict[str, Compiled]:
-    """The kernels that `decode_split` launches under a plan, for the GPU of the plan."""
+def compile_plan(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[str, Compiled]:
+    """The kernels that the plan's kernel launches, for the GPU of the plan; `layouts` has more."""
     major, minor = plan.device.capability
-    kernels = "decode_split", "combine"
-    recorders = {name: Recorder(getattr(decode_split, name)) for name in kernels}
-    operands, on_host = layouts(plan.problem, row_gap), torch.empty(0)
-    with (
-        mock.patch.multiple(decode_split, **recorders),
-        mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
-        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
-    ):
-        launcher = decode_split.Launcher(plan, operands)
-        # Partials are slices of a buffer: theirs is real.
-        launcher.partials = lambda like, *sizes: workspace.partials(on_host, *sizes)
-        launcher(operands)
+    recorders = {name: Recorder(getattr(module, name)) for name, module in MODULES.items()}
+    recorders["combine"] = Recorder(decode_split.combine)
+    operands, on_host = layouts(plan.problem, row_gap, address), torch.empty(0)
+    partials = workspace.partials  # slices of a buffer: theirs is real
+    with ExitStack() as patches:
+        for name, recorder in recorders.items():
+            module = MODULES.get(name, decode_split)
+            patches.enter_context(mock.patch.object(module, name, recorder))
+        for patch in (
+            mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
+            mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
+        ):
+            patches.enter_context(patch)
+        MODULES[plan.kernel].Launcher(plan, operands)(operands)
     return {name: measure(made) for name, r in recorders.items() for made in r.compiled}
 
 

@@ -64,6 +64,8 @@ class Kernel:
     traffic(problem, config)     -> Traffic
     bind(plan, operands)         -> a launcher for this plan and memory layout: called with operands
                                     of that layout, it runs and returns (out, lse or None)
+    unfit(operands)              -> every reason of the memory layout against, which no Problem says
+    schedules                    the values of Config.schedule that it has
     """
 
     name: str
@@ -71,6 +73,8 @@ class Kernel:
     configs: Callable[[Problem, Device], Iterator[Config]]
     traffic: Callable[[Problem, Config], Traffic]
     bind: Callable[[Plan, Operands], Callable[[Operands], tuple[Any, Any]]] = field(repr=False)
+    unfit: Callable[[Operands], list[str]] = field(default=lambda operands: [], repr=False)
+    schedules: tuple[str, ...] = ("even",)
 
     def launch(self, operands: Operands, plan: Plan) -> tuple[Any, Any]:
         """Bind and run once."""

@@ -381,7 +381,9 @@ def test_a_plan_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_for_gpus_that_are_not_here() -> None:
     problem = Problem("decode", 1, 28, 4, 128, 128, 1, 600, mask=Mask(True))
     made = splitkv.plan(problem, device=H200)
-    assert made.kernel == "decode_split" and made.config.num_splits > 1
+    assert made.kernel == "hopper_decode_split" and made.config.num_splits > 1
+    elsewhere = splitkv.plan(problem, device=Device.named("a100"))
+    assert elsewhere.kernel == "decode_split" and elsewhere.config.num_splits > 1
     assert splitkv.plan(problem, device=H200, num_splits=3).config.num_splits == 3
     by_name = splitkv.plan(problem, device=H200, policy="flash_attention_2")
     assert by_name.policy == "flash_attention_2"
@@ -404,9 +406,11 @@ def test_plans_for_nothing(nothing: str, policy: str) -> None:
 def test_what_nobody_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from splitkv import registry
 
-    monkeypatch.setattr(registry, "KERNELS", registry.KERNELS[:1])
-    with pytest.raises(UnsupportedProblem, match="decode_split  device cpu: expected cuda"):
+    monkeypatch.setattr(registry, "KERNELS", registry.KERNELS[:2])
+    with pytest.raises(UnsupportedProblem) as error:
         splitkv.plan(DECODE)
+    assert "\n  hopper_decode_split  device cpu: expected sm_90\n" in str(error.value)
+    assert "\n  decode_split         device cpu: expected cuda" in str(error.value)
     assert splitkv.explain(DECODE).plans == ()
 
 

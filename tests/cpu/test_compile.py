@@ -1,7 +1,8 @@
 """Every variant of the kernels compiles for every architecture, without a GPU.
 
 A covering set over all that decides what is compiled: pairs of values of any two axes on sm_90,
-where registers and shared memory are held to budgets too, and a smaller set for the others.
+where registers and shared memory are held to budgets too, and a smaller set for the others. The
+kernel for Hopper has a set of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 
 import cases
 import pytest
-from compiling import Compiled, compile_plan
+from compiling import ADDRESS, MODULES, Compiled, compile_plan, layouts
 
 from splitkv.device import GPUS, Device
 from splitkv.kernels import decode_split
+from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
+from splitkv.plans import Plan
 from splitkv.problem import Problem
 
 # Heads a KV head and query tokens: TILE_M is 16, 32 and 64, and in the last there is more than one.
@@ -58,6 +60,24 @@ OTHER_AXES: cases.Axes = {
     "num_warps": (4, 2, 8),
     "num_stages": (1, 2, 4),
 }
+# Rows from 1 to 32, which are one tile of 16 or of 32; how many warps a shape has is the kernel's.
+HOPPER_AXES: cases.Axes = {
+    "kernel": ("hopper_decode_split",),
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64), (64, 256)),
+    "shape": ((1, 1), (7, 1), (8, 2), (1, 16), (4, 5), (8, 4), (32, 1)),
+    "schedule": ("whole", "even", "fixed"),
+    "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
+    "mask": AXES["mask"],
+    "softcap": (False, True),
+    "alibi": (False, True),
+    "sink_logits": (False, True),
+    "lengths": ("host", "device"),
+    "return_lse": (False, True),
+    "tile_n": (64, 32, 128),
+    "num_stages": (3, 2, 1, 4, 6),
+    "row_gap": (0, 8),
+}
 
 SHAPE = ("tile_n", "num_warps", "num_stages")
 # What decides which shapes are legal, each at the value that rules out the fewest.
@@ -72,8 +92,15 @@ LEAST = {
 }
 
 REGISTERS_PER_SM = 65536
-MOST_REGISTERS = {"decode_split": 255, "combine": 128}  # of a thread; combine: a program a row
+# Of a thread; combine: a program a row.
+MOST_REGISTERS = {"decode_split": 255, "hopper_decode_split": 255, "combine": 128}
 TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
+# How keys arrive, when they are there, and what multiplies them.
+HOPPER = (r"\bcp\.async\.bulk\.tensor\.4d", r"\bmbarrier\.try_wait", r"\bmma\.sync")
+
+
+def kernel_of(values: cases.Values) -> str:
+    return values.get("kernel", "decode_split")
 
 
 def device_of(values: cases.Values) -> Device:
@@ -84,7 +111,7 @@ def problem_of(values: cases.Values) -> Problem:
     """The problem of a combination; axes that do not matter to the caller may be missing."""
     values = {**PLAIN, **values}
     values |= values.pop("features", {})
-    for name in ("gpu", "schedule", "row_gap", "tile_n", "num_warps", "num_stages"):
+    for name in ("kernel", "gpu", "schedule", "row_gap", *SHAPE):
         values.pop(name, None)
     group, seqlen_q = values.pop("shape")
     fixed = {"batch": 3, "return_lse": True} | values
@@ -94,10 +121,10 @@ def problem_of(values: cases.Values) -> Problem:
 
 
 @functools.cache
-def legal(gpu: str, *asked: Any) -> frozenset[tuple[int, ...]]:
-    """The shapes that the kernel has for a problem, by values in the order of LEAST."""
+def legal(kernel: str, gpu: str, *asked: Any) -> frozenset[tuple[int, ...]]:
+    """The shapes that a kernel has for a problem, by values in the order of LEAST."""
     problem = problem_of(dict(zip(LEAST, asked, strict=True)))
-    found = decode_split.configs(problem, GPUS[gpu])
+    found = MODULES[kernel].configs(problem, GPUS[gpu])
     return frozenset(tuple(getattr(config, name) for name in SHAPE) for config in found)
 
 
@@ -106,31 +133,35 @@ def valid(values: cases.Values) -> bool:
     gpu, values = values.get("gpu", "h200"), {**values.get("features", {}), **values}
     if values.get("schedule") == "batch" and values.get("lengths") == "host":
         return False
-    shapes = legal(gpu, *(values.get(name, least) for name, least in LEAST.items()))
+    asked = (values.get(name, least) for name, least in LEAST.items())
+    shapes = legal(kernel_of(values), gpu, *asked)
     given = [(i, values[name]) for i, name in enumerate(SHAPE) if name in values]
     return any(all(shape[i] == value for i, value in given) for shape in shapes)
 
 
 def plan_of(values: cases.Values) -> Plan:
-    problem, device = problem_of(values), device_of(values)
-    tile_n = values["tile_n"]
-    schedules = {
-        "whole": Config(),
-        "even": Config(num_splits=3),
-        "fixed": Config(
-            num_splits=-(-problem.seqlen_k // tile_n), schedule="fixed", split_size=tile_n
-        ),
-        "batch": Config(num_splits=4, schedule="batch", programs=problem.batch + 3),
+    problem, device, kernel = problem_of(values), device_of(values), kernel_of(values)
+    module, tile_n = MODULES[kernel], values["tile_n"]
+    cuts: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "even": {"num_splits": 3},
+        "fixed": {
+            "num_splits": -(-problem.seqlen_k // tile_n),
+            "schedule": "fixed",
+            "split_size": tile_n,
+        },
+        "batch": {"num_splits": 4, "schedule": "batch", "programs": problem.batch + 3},
     }
-    config = replace(
-        schedules[values["schedule"]],
-        tile_m=decode_split.tile_m(problem),
-        tile_n=tile_n,
-        num_warps=values["num_warps"],
-        num_stages=values["num_stages"],
+    asked = {name: values[name] for name in SHAPE if name in values}
+    (shape,) = (
+        config
+        for config in module.configs(problem, device)
+        if all(getattr(config, name) == value for name, value in asked.items())
     )
-    assert decode_split.unsupported(problem, device) == []
-    return Plan(problem, device, "fixed", "decode_split", config, "a test")
+    config = replace(shape, **cuts[values["schedule"]])
+    assert module.unsupported(problem, device) == []
+    assert config.schedule in module.KERNEL.schedules
+    return Plan(problem, device, "fixed", kernel, config, "a test")
 
 
 def compiled(values: cases.Values) -> dict[str, Compiled]:
@@ -138,15 +169,20 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
     plan, row_gap = plan_of(values), values.get("row_gap", 0)
     kernels = compile_plan(plan, row_gap)
     merges = plan.config.num_splits > 1 or plan.config.schedule == "batch"
-    assert kernels.keys() == {"decode_split", *(["combine"] if merges else [])}
+    assert kernels.keys() == {plan.kernel, *(["combine"] if merges else [])}
     for name, kernel in kernels.items():
         assert kernel.shared_bytes <= plan.device.smem_per_block, name
         waits = merges and plan.device.capability >= (9, 0)
-        word = {"decode_split": "launch_dependents", "combine": "wait"}[name]
+        word = "wait" if name == "combine" else "launch_dependents"
         assert kernel.ptx.count(f"griddepcontrol.{word}") == waits, name
         assert kernel.ptx.count("griddepcontrol") == waits, name
-    split = kernels["decode_split"]
-    assert split.shared_bytes <= decode_split.shared_bytes(plan.problem, plan.config)
+    split, module = kernels[plan.kernel], MODULES[plan.kernel]
+    estimate = module.shared_bytes(plan.problem, plan.config)
+    assert split.shared_bytes <= estimate <= plan.device.smem_per_block
+    if plan.kernel == "hopper_decode_split":
+        assert all(re.search(instruction, split.ptx) for instruction in HOPPER)
+        assert "cp.async.c" not in split.ptx, "keys and values by TMA alone"
+        return kernels
     if row_gap == 0:  # keys and values go to shared memory in vectors, past the registers
         assert re.search(r"cp\.async\.c[ag]\.shared\.global", split.ptx)
     exact = plan.problem.dtype == "float32"
@@ -158,7 +194,7 @@ def describe(values: cases.Values) -> str:
     """A name that says what is compiled: gpu, type, head dims, and what of the rest is short."""
     dims = "x".join(map(str, values["head_dims"]))
     group, seqlen_q = values["shape"]
-    config = "n{tile_n}_w{num_warps}_s{num_stages}".format(**values)
+    config = "_".join(f"{name.split('_')[1][0]}{values[name]}" for name in SHAPE if name in values)
     gpu = [values["gpu"]] if "gpu" in values else []
     rows = f"{group}x{seqlen_q}"
     return "-".join([*gpu, values["dtype"], dims, rows, values["schedule"], config])
@@ -171,8 +207,8 @@ def tolerated_stack(kernel: Compiled) -> int:
     return 32 if kernel.registers in steps else 0
 
 
-@pytest.mark.parametrize("values", cases.pairs(AXES, valid), ids=describe)
-def test_sm_90(values: cases.Values) -> None:
+def hold_to_budgets(values: cases.Values) -> None:
+    """On sm_90 no kernel spills, and a block of each fits on an SM."""
     for name, kernel in compiled(values).items():
         if values["row_gap"] == 0:  # else elements are loaded one by one, through registers
             assert kernel.stack_bytes <= tolerated_stack(kernel), f"{name} spills: {kernel}"
@@ -180,9 +216,42 @@ def test_sm_90(values: cases.Values) -> None:
         assert kernel.registers * 32 * kernel.num_warps <= REGISTERS_PER_SM
 
 
+@pytest.mark.parametrize("values", cases.pairs(AXES, valid), ids=describe)
+def test_sm_90(values: cases.Values) -> None:
+    hold_to_budgets(values)
+
+
+@pytest.mark.parametrize("values", cases.pairs(HOPPER_AXES, valid), ids=describe)
+def test_kernel_for_hopper(values: cases.Values) -> None:
+    hold_to_budgets(values)
+
+
 @pytest.mark.parametrize("values", cases.pairs(OTHER_AXES, valid), ids=describe)
 def test_other_architectures(values: cases.Values) -> None:
     compiled(values)
+
+
+@pytest.mark.parametrize("schedule", ["even", "fixed"])
+@pytest.mark.parametrize("shape", [(8, 1), (8, 4)], ids=str)
+@pytest.mark.parametrize("tile_n", [32, 64, 128])
+def test_an_address_that_tma_cannot_take(
+    tile_n: int, shape: tuple[int, int], schedule: str
+) -> None:
+    """The same parts by the kernel for any GPU, in tiles of its own: said, and right."""
+    values = EVERYDAY | {"kernel": "hopper_decode_split", "schedule": schedule, "shape": shape}
+    values |= {"place": Contiguous(), "tile_n": tile_n, "num_stages": 2}
+    if not valid(values):
+        return
+    plan = plan_of(values)
+    said = "this call runs on decode_split: k: expected strides and an address that are multiples"
+    with pytest.warns(UserWarning, match=f"^{said} of 16 bytes$"):
+        kernels = compile_plan(plan, address=ADDRESS + 2)
+    assert kernels.keys() == {"decode_split", "combine"}
+    launcher = hopper_decode_split.Launcher(plan, layouts(plan.problem))
+    instead = launcher.plan_without_tma()
+    assert decode_split.unsupported(plan.problem, plan.device) == []
+    cut = ("schedule", "num_splits", "split_size", "tile_n")
+    assert [getattr(instead.config, n) for n in cut] == [getattr(plan.config, n) for n in cut]
 
 
 def test_every_architecture_is_compiled_for() -> None:
@@ -190,12 +259,35 @@ def test_every_architecture_is_compiled_for() -> None:
     assert {GPUS[gpu].capability for gpu in OTHER_AXES["gpu"]} | {(9, 0)} == known
 
 
+EVERYDAY = {
+    "dtype": "bfloat16",
+    "head_dims": (128, 128),
+    "shape": (8, 1),
+    "mask": Mask(causal=True),
+    "features": PLAIN | {"lengths": "device"},
+    "tile_n": 64,
+}
+
+
+def programs_an_sm(kernel: Compiled, device: Device) -> int:
+    """How many of a kernel's blocks an SM holds by registers, 8 at a time, and shared memory."""
+    registers = -(-kernel.registers // 8) * 8 * 32 * kernel.num_warps
+    reserved = 1024  # CUDA's own, with each block
+    return min(
+        REGISTERS_PER_SM // registers, device.smem_per_sm // (kernel.shared_bytes + reserved)
+    )
+
+
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 def test_budget_of_everyday_decode(place: Contiguous | Paged) -> None:
     """head_dim 128 in bf16, 8 heads a KV head: an SM holds two programs of 64 keys a tile."""
-    values = {"dtype": "bfloat16", "head_dims": (128, 128), "shape": (8, 1), "schedule": "batch"}
-    values |= {"mask": Mask(causal=True), "place": place, "features": PLAIN | {"lengths": "device"}}
-    values |= {"tile_n": 64, "num_warps": 4, "num_stages": 3}
-    kernel, device = compiled(values)["decode_split"], device_of(values)
-    assert 2 * kernel.registers * 32 * kernel.num_warps <= REGISTERS_PER_SM
-    assert 2 * (kernel.shared_bytes + 1024) <= device.smem_per_sm
+    values = EVERYDAY | {"place": place, "schedule": "batch", "num_warps": 4, "num_stages": 3}
+    assert programs_an_sm(compiled(values)["decode_split"], device_of(values)) >= 2
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_budget_of_everyday_decode_on_hopper(place: Contiguous | Paged) -> None:
+    """The same, which the policy counts on: three programs with two tiles in flight each."""
+    kernel = {"kernel": "hopper_decode_split", "schedule": "even"}
+    values = EVERYDAY | kernel | {"place": place, "num_stages": 2}
+    assert programs_an_sm(compiled(values)["hopper_decode_split"], device_of(values)) >= 3

@@ -704,7 +704,8 @@ DENSE_ARGUMENTS = (
     "'alibi_slopes', 'return_lse', 'dropout_p' or 'deterministic'"
 )
 POLICIES = (
-    "'waves', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', 'paged_attention_v2', "
+    "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "
+    "'paged_attention_v2', "
     "'paged_attention_v2_permissive' or 'fixed'"
 )
 
@@ -845,7 +846,8 @@ def test_plan_for_another_device() -> None:
 
 def test_plan_of_an_unknown_kernel() -> None:
     made = replace(splitkv.plan(*POSITIONAL_DECODE), kernel="magic")
-    with refused("kernel: expected 'decode_split', 'torch_sdpa' or 'torch_math', got 'magic'"):
+    known = "'hopper_decode_split', 'decode_split', 'torch_sdpa' or 'torch_math'"
+    with refused(f"kernel: expected {known}, got 'magic'"):
         splitkv.decode(**CONTIGUOUS, plan=made)
 
 
@@ -854,6 +856,14 @@ def test_plan_of_a_kernel_that_cannot() -> None:
     against = "device cpu: expected cuda; head_dim_v 24: expected a multiple of 16 from 16 to 256"
     with refused(f"plan: expected a kernel without {against}, got 'decode_split'"):
         splitkv.decode(**CONTIGUOUS, plan=made)
+
+
+def test_plan_of_a_schedule_that_the_kernel_lacks() -> None:
+    made = splitkv.plan(*POSITIONAL_DECODE)
+    for schedule in ("fixed", "batch"):
+        other = replace(made, config=replace(made.config, schedule=schedule))
+        with refused(f"plan.config.schedule: expected 'even', got '{schedule}'"):
+            splitkv.decode(**CONTIGUOUS, plan=other)
 
 
 def test_plan_and_num_splits() -> None:

@@ -1,7 +1,7 @@
 """The policies: what their sources say of them, legal choices everywhere, golden plans.
 
-`golden/plans.json` holds what every policy chooses on every known GPU; run this file as a script to
-write it anew.
+`golden/plans.json` holds what every policy chooses on every known GPU for a stand-in of a kernel,
+and what the default chooses of the real ones; run this file as a script to write it anew.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkv.device import CPU, GPUS, Device
+from splitkv.kernels import decode_split
+from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
-from splitkv.plans import Choice, Config, Kernel, Traffic
+from splitkv.plans import Choice, Config, Kernel, Plan, Traffic
 from splitkv.policies import (
     DEFAULT,
     POLICIES,
@@ -35,6 +37,7 @@ from splitkv.policies import (
 )
 from splitkv.policies.shared import num_tiles
 from splitkv.problem import Problem
+from splitkv.registry import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 H200 = GPUS["h200"]
@@ -63,13 +66,24 @@ def decode_space(problem: Problem, device: Device) -> Iterator[Config]:
                 yield replace(config, num_splits=splits)
 
 
-def fake(name: str, configs: Callable[[Problem, Device], Iterator[Config]]) -> Kernel:
+def fake(
+    name: str,
+    configs: Callable[[Problem, Device], Iterator[Config]],
+    *schedules: str,
+) -> Kernel:
     return Kernel(
-        name, lambda problem, device: [], configs, no_traffic, lambda plan, operands: None
+        name,
+        lambda problem, device: [],
+        configs,
+        no_traffic,
+        lambda plan, operands: None,
+        schedules=("even", *schedules),
     )
 
 
-DECODE = fake("decode", decode_shapes)
+DECODE = fake("decode", decode_shapes, "batch", "fixed")
+HOPPER = hopper_decode_split.KERNEL
+ON_HOPPER = [HOPPER, decode_split.KERNEL]
 WHOLE = fake("whole", lambda problem, device: iter([Config(tile_m=64, tile_n=32)]))
 
 
@@ -345,10 +359,67 @@ def test_waves_weighs_enough_splits():
             assert best <= chosen <= 1.02 * best
 
 
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_waves_weighs_enough_splits_on_hopper(place: Contiguous | Paged):
+    for problem in (decode(1, 8, 1, 700), decode(3, 28, 4, 3000), decode(9, 32, 32, 200)):
+        problem = replace(problem, place=place)
+        full = problem.batch * problem.num_kv_heads >= H200.num_sms
+        wanted = waves.HOPPER_FULL_SHAPES if full else waves.HOPPER_SHAPES
+        if isinstance(place, Paged):
+            wanted = waves.HOPPER_PAGED_SHAPES
+        chosen = waves.choose(problem, H200, ON_HOPPER)
+        assert chosen.kernel == HOPPER.name
+        best = min(
+            waves.cost(problem, H200, replace(config, num_splits=splits), waves.H200_HOPPER).seconds
+            for config in hopper_decode_split.configs(problem, H200)
+            if (config.tile_n, config.num_warps, config.num_stages) in wanted
+            and config.num_stages > 1
+            for splits in range(1, num_tiles(problem, config.tile_n) + 1)
+        )
+        seconds = waves.cost(problem, H200, chosen.config, waves.H200_HOPPER).seconds
+        assert seconds <= 1.02 * best
+
+
+def test_one_slot_is_for_parts_of_one_tile():
+    """With one slot nothing is on its way while a tile is worked on."""
+    seen = set()
+    for batch, seqlen_k in product((1, 2, 8, 64, 300), (16, 100, 512, 2000, 9000, 1 << 17)):
+        for place in (Contiguous(), Paged(16)):
+            problem = decode(batch, seqlen_k=seqlen_k, place=place)
+            config = waves.choose(problem, H200, ON_HOPPER).config
+            one_tile = config.num_splits == num_tiles(problem, config.tile_n)
+            assert config.num_stages > 1 or one_tile
+            seen.add(config.num_stages)
+    assert seen == {1, 2}
+
+
+def test_waves_takes_the_next_kernel_for_a_schedule_that_one_lacks():
+    problem = decode(64, 32, 8, 1 << 17, lengths="device")
+    choice = waves.choose(problem, H200, ON_HOPPER)
+    assert (choice.kernel, choice.config.schedule) == ("decode_split", "batch")
+    assert choice == waves.choose(problem, H200, ON_HOPPER[1:])
+    alone = waves.choose(replace(problem, batch=1), H200, ON_HOPPER)
+    assert (alone.kernel, alone.config.schedule) == ("hopper_decode_split", "even")
+    with pytest.raises(AssertionError, match="has a schedule for decode: batch 64"):
+        waves.choose(problem, H200, [HOPPER])
+
+
 def test_waves_constants_are_a_parameter():
     problem = decode(1, seqlen_k=32768)
-    dear = waves.with_constants(waves.Constants(merge=1.0))
-    assert dear(problem, H200, [DECODE]).config.num_splits == 1
+    dear = waves.Constants(merge=1.0)
+    assert waves.with_constants(dear)(problem, H200, [DECODE]).config.num_splits == 1
+    assert waves.with_constants(dear)(problem, H200, [HOPPER]).config.num_splits == 1
+    of_hopper = waves.with_constants(waves.H200, hopper=dear)
+    assert of_hopper(problem, H200, [HOPPER]).config.num_splits == 1
+    assert of_hopper(problem, H200, [DECODE]) == waves.choose(problem, H200, [DECODE])
+
+
+def test_each_kernel_has_its_own_constants():
+    own = waves.Constants(merge=1.0)
+    assert waves.constants_of(DECODE) is waves.H200
+    assert waves.constants_of(HOPPER) is waves.H200_HOPPER
+    assert waves.constants_of(DECODE, own) is waves.constants_of(HOPPER, own) is own
+    assert waves.constants_of(HOPPER, waves.H200, own) is own
 
 
 def test_waves_cost_counts_ctas_and_waves():
@@ -391,11 +462,12 @@ PROBLEMS = {
     "speculative_b4_8k": decode(4, 64, 8, 8192, seqlen_q=4),
     "dims_192_128": decode(2, 128, 128, 4096, head_dim=192, head_dim_v=128),
     "float32_d256": decode(1, 16, 2, 4096, head_dim=256, dtype="float32"),
+    "long_b64_lengths": decode(64, 32, 8, 131072, lengths="device"),
     "empty": decode(1, 8, 1, 0),
 }
 
 
-def line(choice: Choice) -> str:
+def line(choice: Choice | Plan) -> str:
     config = choice.config
     text = f"{config.num_splits} {config.tile_m}x{config.tile_n} w{config.num_warps}"
     text += f" s{config.num_stages}"
@@ -411,11 +483,36 @@ def plans(policy: str) -> dict[str, dict[str, str]]:
     }
 
 
+def default_plans() -> dict[str, dict[str, str]]:
+    """What the default policy chooses of the kernels that there are, by GPU and problem."""
+    made = {
+        gpu: {name: make_plan(p, device) for name, p in PROBLEMS.items()}
+        for gpu, device in GPUS.items()
+    }
+    return {
+        gpu: {name: f"{plan.kernel} {line(plan)}" for name, plan in here.items()}
+        for gpu, here in made.items()
+    }
+
+
+def everything() -> dict[str, dict[str, dict[str, str]]]:
+    return {policy: plans(policy) for policy in POLICIES} | {"the default": default_plans()}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_golden_plans(policy: str):
     golden = json.loads((GOLDEN / "plans.json").read_text())
-    assert set(golden) == set(POLICIES)
+    assert set(golden) == {*POLICIES, "the default"}
     assert plans(policy) == golden[policy]
+
+
+def test_golden_plans_of_the_default():
+    golden = json.loads((GOLDEN / "plans.json").read_text())["the default"]
+    assert default_plans() == golden
+    kernels = {gpu: {text.split()[0] for text in golden[gpu].values()} for gpu in golden}
+    hopper = {gpu for gpu in kernels if HOPPER.name in kernels[gpu]}
+    assert hopper == {gpu for gpu, device in GPUS.items() if device.capability == (9, 0)}
+    assert all("decode_split" in found for found in kernels.values())
 
 
 def test_the_default_is_a_policy():
@@ -462,10 +559,35 @@ def test_choices_are_legal_and_repeatable(policy: str, problem: Problem, gpu: De
     assert POLICIES[policy](problem, gpu, [WHOLE]).config == Config(tile_m=64, tile_n=32)
 
 
+on_hopper = st.builds(
+    replace,
+    problems.filter(lambda problem: problem.rows <= 32),
+    head_dim=st.sampled_from([64, 128, 256]),
+    head_dim_v=st.sampled_from([64, 128, 256]),
+    place=st.one_of(st.just(Contiguous()), st.builds(Paged, st.sampled_from([16, 48, 64, 256]))),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(problem=on_hopper, gpu=st.sampled_from(["h100", "h200"]))
+def test_choices_on_hopper_are_legal(policy: str, problem: Problem, gpu: str):
+    plan = make_plan(problem, GPUS[gpu], policy=policy)
+    kernel, config = plan.kernel, plan.config
+    assert kernel == ("decode_split" if config.schedule == "batch" else "hopper_decode_split")
+    (found,) = (k for k in ON_HOPPER if k.name == kernel)
+    assert config.schedule in found.schedules
+    plain = replace(config, num_splits=1, schedule="even", programs=0)
+    assert plain in list(found.configs(problem, GPUS[gpu]))
+    assert 1 <= config.num_splits <= 1024
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_kernel_may_yield_its_whole_space(policy: str):
     for problem in (decode(1, 8, 1, 512), decode(2, 28, 4, 3000)):
-        choice = POLICIES[policy](problem, H200, [fake("decode", decode_space)])
+        whole_space = fake("decode", decode_space, "batch", "fixed")
+        choice = POLICIES[policy](problem, H200, [whole_space])
         assert choice == POLICIES[policy](problem, H200, [DECODE])
         assert choice.config in list(decode_space(problem, H200))
 
@@ -508,5 +630,4 @@ def test_policies_import_neither_torch_nor_triton(module: str):
 
 
 if __name__ == "__main__":
-    everything = {policy: plans(policy) for policy in POLICIES}
-    (GOLDEN / "plans.json").write_text(json.dumps(everything, indent=1) + "\n")
+    (GOLDEN / "plans.json").write_text(json.dumps(everything(), indent=1) + "\n")

@@ -8,15 +8,17 @@ from typing import Any
 
 import cases
 import pytest
+import torch
 
 from splitkv.device import CPU, GPUS
 from splitkv.errors import UnsupportedProblem
 from splitkv.kernels import decode_split
-from splitkv.kv import Codec, Paged
+from splitkv.kernels.hopper import decode_split as hopper_decode_split
+from splitkv.kv import Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
 from splitkv.policies import fixed
-from splitkv.problem import Problem
+from splitkv.problem import Operands, Problem
 from splitkv.registry import DEFAULT, KERNELS, POLICIES, kernel_named, make_plan
 from splitkv.scores import Score
 
@@ -24,6 +26,7 @@ H200 = GPUS["h200"]
 DEVICES = {**GPUS, "cpu": CPU}
 DECODE = Problem("decode", 2, 8, 2, 64, 64, 1, 130, mask=Mask(causal=True), lengths="device")
 UNSPLIT = ("torch_sdpa", "torch_math")  # kernels with a single config
+CASES = cases.DECODE + cases.HOPPER
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 every_device = pytest.mark.parametrize("gpu", DEVICES)
@@ -37,7 +40,8 @@ def test_names_are_unique() -> None:
 
 @every_kernel
 def test_a_kernel_is_named_after_its_file(kernel: Kernel) -> None:
-    assert import_module(f"splitkv.kernels.{kernel.name}").KERNEL is kernel
+    name = kernel.name.replace("hopper_", "hopper.")
+    assert import_module(f"splitkv.kernels.{name}").KERNEL is kernel
 
 
 @every_kernel
@@ -45,7 +49,7 @@ def test_a_kernel_has_cases(kernel: Kernel) -> None:
     """On some device; a kernel that no case reaches is a kernel that no test runs."""
     served = [
         case
-        for case in cases.DECODE
+        for case in CASES
         if any(not kernel.unsupported(case.problem, device) for device in DEVICES.values())
     ]
     assert served
@@ -60,8 +64,24 @@ def test_every_case_has_a_kernel(gpu: str) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_decode_split_runs_every_case_without_quantised_keys(gpu: str) -> None:
-    for case in cases.PAIRWISE + cases.EDGES:
+    """So where another kernel lacks a schedule or cannot have the layout, this one is there."""
+    for case in cases.PAIRWISE + cases.HOPPER + cases.EDGES:
         assert decode_split.unsupported(case.problem, GPUS[gpu]) == [], case
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_kernel_for_hopper_runs_its_cases(gpu: str) -> None:
+    assert cases.HOPPER_ROWS == hopper_decode_split.MAX_ROWS
+    for case in cases.HOPPER:
+        assert hopper_decode_split.unsupported(case.problem, GPUS[gpu]) == [], case
+        assert make_plan(case.problem, GPUS[gpu]).kernel == "hopper_decode_split", case
+
+
+@every_kernel
+def test_a_kernel_has_every_schedule_or_says_which(kernel: Kernel) -> None:
+    assert set(kernel.schedules) <= {"even", "batch", "fixed"}
+    splits = {"hopper_decode_split": ("even", "fixed"), "decode_split": ("even", "batch", "fixed")}
+    assert kernel.schedules == splits.get(kernel.name, ("even",))
 
 
 @every_device
@@ -69,7 +89,7 @@ def test_decode_split_runs_every_case_without_quantised_keys(gpu: str) -> None:
 def test_a_kernel_has_configs_wherever_it_runs(kernel: Kernel, gpu: str) -> None:
     """The policies take its shapes at one split, and at least one of them has to be there."""
     device = DEVICES[gpu]
-    for case in cases.DECODE:
+    for case in CASES:
         if kernel.unsupported(case.problem, device):
             continue
         found = list(kernel.configs(case.problem, device))
@@ -82,7 +102,7 @@ def test_a_kernel_has_configs_wherever_it_runs(kernel: Kernel, gpu: str) -> None
 
 @every_kernel
 def test_traffic_is_counted_for_every_case(kernel: Kernel) -> None:
-    for case in cases.DECODE:
+    for case in CASES:
         if kernel.unsupported(case.problem, H200):
             continue
         config = next(iter(kernel.configs(case.problem, H200)))
@@ -110,6 +130,36 @@ def test_configs_of_decode_split_are_legal(gpu: str) -> None:
                 default.programs,
                 default.split_size,
             ), case
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_configs_of_the_kernel_for_hopper_are_legal(gpu: str) -> None:
+    device = GPUS[gpu]
+    for case in cases.HOPPER:
+        problem = case.problem
+        anywhere = {config.tile_n for config in decode_split.configs(problem, device)}
+        for config in hopper_decode_split.configs(problem, device):
+            assert config == Config(
+                tile_m=config.tile_m,
+                tile_n=config.tile_n,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            ), case
+            assert config.tile_m in (16, 32) and config.num_warps in (4, 8), case
+            assert config.tile_n in anywhere, "parts of whole tiles stay so where TMA cannot be"
+            boxes = config.tile_n // hopper_decode_split.box_rows(problem, config.tile_n)
+            assert boxes * hopper_decode_split.box_rows(problem, config.tile_n) == config.tile_n
+            shared = hopper_decode_split.shared_bytes(problem, config)
+            assert shared <= device.smem_per_block, case
+
+
+@pytest.mark.parametrize(
+    ("place", "rows"),
+    [(Contiguous(), 64), (Paged(16), 16), (Paged(48), 16), (Paged(32), 32), (Paged(256), 64)],
+    ids=str,
+)
+def test_keys_that_arrive_together_lie_in_one_page(place: Any, rows: int) -> None:
+    assert hopper_decode_split.box_rows(replace(DECODE, place=place), 64) == rows
 
 
 LIMITS: tuple[tuple[dict[str, Any], str], ...] = (
@@ -157,6 +207,117 @@ def test_decode_split_names_the_device_it_cannot_use() -> None:
     assert decode_split.unsupported(DECODE, CPU) == ["device cpu: expected cuda"]
 
 
+ROWS = "query heads a KV head x query tokens"
+HOPPER_LIMITS: tuple[tuple[dict[str, Any], list[str]], ...] = (
+    ({"dtype": "float32"}, ["dtype float32: expected bfloat16 or float16"]),
+    ({"head_dim": 80}, ["head_dim 80: expected 64, 128 or 256"]),
+    ({"head_dim_v": 192}, ["head_dim_v 192: expected 64, 128 or 256"]),
+    ({"num_heads": 66}, [f"{ROWS} 33: expected at most 32"]),
+    ({"seqlen_q": 9}, [f"{ROWS} 36: expected at most 32"]),
+    ({"place": Paged(1)}, ["page_size 1: expected a multiple of 16"]),
+    ({"place": Paged(24)}, ["page_size 24: expected a multiple of 16"]),
+    # what it shares with decode_split
+    ({"kind": "dense"}, ["kind dense: expected decode"]),
+    ({"num_heads": 2, "seqlen_q": 17}, ["seqlen_q 17: expected at most 16"]),
+    ({"codec": Codec("int8", "head")}, ["kv int8 per head: expected as_is"]),
+    ({"batch": 65536}, ["batch 65536: expected at most 65535"]),
+    ({"dropout": True}, ["dropout_p: expected 0"]),
+    ({"needs_grad": True}, ["gradient: expected inputs that require none"]),
+    (
+        {"dtype": "float32", "head_dim": 96, "place": Paged(8)},
+        [
+            "dtype float32: expected bfloat16 or float16",
+            "head_dim 96: expected 64, 128 or 256",
+            "page_size 8: expected a multiple of 16",
+        ],
+    ),
+)
+
+
+@pytest.mark.parametrize(("change", "reasons"), HOPPER_LIMITS, ids=lambda x: str(x)[:40])
+def test_the_kernel_for_hopper_says_each_limit(change: dict[str, Any], reasons: list[str]) -> None:
+    """And what it leaves alone, the next kernel runs."""
+    problem = replace(DECODE, **change)
+    assert hopper_decode_split.unsupported(problem, H200) == reasons
+    plan = make_plan(problem, H200)
+    assert plan.kernel != "hopper_decode_split"
+    assert dict(plan.rejected)["hopper_decode_split"] == tuple(reasons)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 256, "head_dim_v": 64},
+        {"num_heads": 64},
+        {"num_heads": 4, "seqlen_q": 16},
+        {"place": Paged(16)},
+        {"place": Paged(48)},
+        {"dtype": "float16"},
+        {"batch": 65535},
+        {"score": Score(True, True), "sink_logits": True, "mask": Mask(True, 9, -1, 2)},
+    ],
+    ids=str,
+)
+def test_the_kernel_for_hopper_runs_at_each_limit(change: dict[str, Any]) -> None:
+    assert hopper_decode_split.unsupported(replace(DECODE, **change), H200) == []
+
+
+@every_device
+def test_the_kernel_for_hopper_is_for_hopper(gpu: str) -> None:
+    device = DEVICES[gpu]
+    reasons = hopper_decode_split.unsupported(DECODE, device)
+    on_hopper = device.capability == (9, 0) and device.kind == "cuda"
+    assert reasons == ([] if on_hopper else [f"device {device.arch}: expected sm_90"])
+    assert (make_plan(DECODE, device).kernel == "hopper_decode_split") == on_hopper
+
+
+def operands(**changes: torch.Tensor) -> Operands:
+    given = {
+        "q": torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16),
+        "k": torch.zeros(2, 130, 2, 64, dtype=torch.bfloat16),
+        "v": torch.zeros(2, 130, 2, 64, dtype=torch.bfloat16),
+    }
+    return Operands(**given | changes)
+
+
+GAPS = {
+    "after_heads": lambda x: torch.zeros(2, 130, 2, 68, dtype=x.dtype)[..., :64],
+    "after_tokens": lambda x: torch.zeros(2, 130, 132, dtype=x.dtype)[..., :128].unflatten(
+        2, x.shape[2:]
+    ),
+    "after_sequences": lambda x: torch.zeros(2, 130 * 128 + 4, dtype=x.dtype)[:, :-4].unflatten(
+        1, x.shape[1:]
+    ),
+    "before_all": lambda x: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("where", GAPS)
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_what_tma_cannot_describe(name: str, where: str) -> None:
+    """Gaps of 8 bytes; the plan then names another kernel, and why."""
+    assert hopper_decode_split.unfit(operands()) == []
+    odd = operands(**{name: GAPS[where](operands().k)})
+    reason = f"{name}: expected strides and an address that are multiples of 16 bytes"
+    assert hopper_decode_split.unfit(odd) == [reason]
+    plan = make_plan(DECODE, H200, unfit=lambda kernel: kernel.unfit(odd))
+    assert plan.kernel == "decode_split"
+    assert dict(plan.rejected)["hopper_decode_split"] == (reason,)
+
+
+def test_what_tma_can_describe() -> None:
+    """Heads before tokens, gaps of 16 bytes, and one cache for all sequences."""
+    k = torch.zeros(2, 2, 140, 72, dtype=torch.bfloat16).transpose(1, 2)[:, :130, :, :64]
+    v = torch.zeros(130, 2, 64, dtype=torch.bfloat16).expand(2, -1, -1, -1)
+    assert hopper_decode_split.unfit(operands(k=k, v=v)) == []
+
+
+def test_both_are_unfit() -> None:
+    odd = {name: GAPS["before_all"](operands().k) for name in ("k", "v")}
+    reasons = hopper_decode_split.unfit(operands(**odd))
+    assert [reason.split(":")[0] for reason in reasons] == ["k", "v"]
+
+
 def test_all_limits_are_said_at_once_in_order() -> None:
     problem = DECODE
     for change, _ in LIMITS:
@@ -172,7 +333,8 @@ def test_the_plan_keeps_the_reasons_against_each_kernel() -> None:
     plan = make_plan(replace(DECODE, codec=Codec("int8", "head")), H200)
     assert plan.kernel != "decode_split"
     assert dict(plan.rejected)["decode_split"] == ("kv int8 per head: expected as_is",)
-    assert make_plan(DECODE, H200).kernel == "decode_split"
+    assert make_plan(DECODE, H200).kernel == "hopper_decode_split"
+    assert make_plan(DECODE, GPUS["a100"]).kernel == "decode_split"
     assert make_plan(DECODE, CPU).kernel in UNSPLIT
 
 
@@ -196,7 +358,7 @@ def test_a_policy_of_the_caller() -> None:
         ({"num_splits": True}, "num_splits: expected an integer, got True"),
         (
             {"policy": "x"},
-            "policy: expected 'waves', 'flash_attention_2', 'flash_attention_3', "
+            "policy: expected 'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', "
             "'sequence_aware', 'paged_attention_v2', 'paged_attention_v2_permissive' or 'fixed', "
             "got 'x'",
         ),
@@ -229,9 +391,15 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "no kernel can run this problem on NVIDIA H200 (sm_90, 132 SMs)\n"
         "  decode: batch 2, heads 8/2, head_dim 72/64, seqlen_q 32, seqlen_k <=130, float64, "
         "kv paged(16), mask causal, softcap, return lse\n"
-        "  decode_split  dtype float64: expected bfloat16, float16 or float32\n"
-        "                head_dim 72: expected a multiple of 16 from 16 to 256\n"
-        "                seqlen_q 32: expected at most 16\n"
-        "  torch_sdpa    softcap: expected 0, got a soft cap\n"
-        "                return_lse: expected False, got True"
+        "  hopper_decode_split  dtype float64: expected bfloat16, float16 or float32\n"
+        "                       head_dim 72: expected a multiple of 16 from 16 to 256\n"
+        "                       seqlen_q 32: expected at most 16\n"
+        "                       dtype float64: expected bfloat16 or float16\n"
+        "                       head_dim 72: expected 64, 128 or 256\n"
+        "                       query heads a KV head x query tokens 128: expected at most 32\n"
+        "  decode_split         dtype float64: expected bfloat16, float16 or float32\n"
+        "                       head_dim 72: expected a multiple of 16 from 16 to 256\n"
+        "                       seqlen_q 32: expected at most 16\n"
+        "  torch_sdpa           softcap: expected 0, got a soft cap\n"
+        "                       return_lse: expected False, got True"
     )

@@ -16,6 +16,7 @@ import pytest
 
 from splitkv.device import GPUS
 from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
@@ -53,9 +54,14 @@ def seen_keys(problem: Problem) -> list[int]:
     ]
 
 
+def seen_tiles(problem: Problem, config: Config) -> list[int]:
+    """Tiles with a visible key."""
+    return sorted({key // config.tile_n for key in seen_keys(problem)})
+
+
 def num_parts(problem: Problem, config: Config) -> int:
     """Parts that the tiles with a visible key are dealt out to, by the rules of tile/share.py."""
-    tiles = sorted({key // config.tile_n for key in seen_keys(problem)})
+    tiles = seen_tiles(problem, config)
     parts = config.num_splits
     if config.schedule == "batch":  # as many for each sequence as its share of all tiles
         share = Fraction(len(tiles), max(1, problem.batch * len(tiles)))
@@ -66,9 +72,17 @@ def num_parts(problem: Problem, config: Config) -> int:
     return max(1, len([tiles[i : i + size] for i in range(0, len(tiles), size)]))
 
 
-def count_decode_split(problem: Problem, config: Config) -> Traffic:
+def num_parts_on_hopper(problem: Problem, config: Config) -> int:
+    """The same, but by the even rule the tiles go around, one to each part in turn."""
+    if config.schedule != "even":
+        return num_parts(problem, config)
+    tiles = seen_tiles(problem, config)
+    return max(1, len({i % config.num_splits for i, _ in enumerate(tiles)}))
+
+
+def count_split(problem: Problem, config: Config, parts: int) -> Traffic:
     """Every visible key once; where there are parts, each leaves a row and the combine reads it."""
-    p, parts = problem, num_parts(problem, config)
+    p = problem
     traffic = dict.fromkeys(Traffic.__dataclass_fields__, 0)
     for _ in product(range(p.batch), range(p.num_kv_heads), seen_keys(p)):
         traffic["kv_bytes"] += (p.head_dim + p.head_dim_v) * p.element_bytes
@@ -80,6 +94,14 @@ def count_decode_split(problem: Problem, config: Config) -> Traffic:
             acc, m, l = p.head_dim_v * 4, 4, 4
             traffic["partial_bytes"] += 2 * (acc + m + l)  # written, then read
     return Traffic(**traffic)
+
+
+def count_decode_split(problem: Problem, config: Config) -> Traffic:
+    return count_split(problem, config, num_parts(problem, config))
+
+
+def count_hopper_decode_split(problem: Problem, config: Config) -> Traffic:
+    return count_split(problem, config, num_parts_on_hopper(problem, config))
 
 
 def count_torch(problem: Problem) -> dict[str, int]:
@@ -121,6 +143,7 @@ def copied_elements(p: Problem) -> int:
 
 
 COUNTS: dict[str, Callable[[Problem, Config], Traffic]] = {
+    "hopper_decode_split": count_hopper_decode_split,
     "decode_split": count_decode_split,
     "torch_math": count_torch_math,
     "torch_sdpa": count_torch_sdpa,
@@ -150,6 +173,28 @@ def test_decode_split(schedule: str, mask: str) -> None:
         assert decode_split.unsupported(problem, H200) == []
         counted = count_decode_split(problem, config)
         assert decode_split.traffic(problem, config) == counted, problem
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("schedule", [n for n in SCHEDULES if not n.startswith("batch")])
+def test_hopper_decode_split(schedule: str, mask: str) -> None:
+    most = replace(SMALL, seqlen_q=8, num_heads=4, num_kv_heads=1)
+    fitting = (p for p in shapes() if p.rows <= hopper_decode_split.MAX_ROWS)
+    for problem in (most, *fitting):
+        problem = replace(problem, mask=MASKS[mask], dtype="float16", head_dim=64, head_dim_v=128)
+        config = SCHEDULES[schedule]
+        assert hopper_decode_split.unsupported(problem, H200) == []
+        counted = count_hopper_decode_split(problem, config)
+        assert hopper_decode_split.KERNEL.traffic(problem, config) == counted, problem
+
+
+@pytest.mark.parametrize("kernel", (decode_split.KERNEL, hopper_decode_split.KERNEL))
+def test_parts_of_the_even_rule(kernel: Kernel) -> None:
+    """Seven tiles in five parts: ranges of two tiles fill four of them, tiles in turn all five."""
+    problem = replace(SMALL, head_dim=64, head_dim_v=64, seqlen_k=7 * 16)
+    traffic = kernel.traffic(problem, Config(num_splits=5, tile_n=16))
+    parts = {"decode_split": 4, "hopper_decode_split": 5}[kernel.name]
+    assert traffic.partial_bytes == 2 * parts * 2 * 6 * (64 + 2) * 4
 
 
 @pytest.mark.parametrize("mask", MASKS)

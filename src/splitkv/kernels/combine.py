@@ -51,25 +51,28 @@ class Final(NamedTuple):
 @triton.jit
 def write_absent(m_ptr, l_ptr, slot_rows, ok, l):
     """Mark a slot as one that adds nothing: no keys seen (l = 0) or nothing to merge (FINISHED)."""
-    nothing = tl.zeros_like(slot_rows).to(tl.float32)
+    nothing = (slot_rows * 0).to(tl.float32)
     tl.store(m_ptr + slot_rows, nothing + float("-inf"), mask=ok)
     tl.store(l_ptr + slot_rows, nothing + l, mask=ok)
 
 
-def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int]:
-    """(parts a step, columns a program) for rows of so many parts, at one warp a program.
+def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
+    """(parts a step, columns a program, warps) for rows of so many parts.
 
-    One warp, because reducing over the parts is then free of shared memory; about 512 elements, so
-    that the loads of all parts of a row are in flight at once, on as many SMs as there are slices.
+    Up to 32 parts one warp, because reducing over the parts is then free of shared memory, and
+    about 512 elements, so that the loads of all parts of a row are in flight at once on as many SMs
+    as there are slices. With more, four warps: one would run through too many instructions.
     """
     step = min(triton.next_power_of_2(parts), 128)
     columns = min(128, max(16, 512 // step))
-    return step, min(columns, triton.next_power_of_2(head_dim_v))
+    warps = 1
+    if step > 32:
+        columns, warps = 32, 4
+    return step, min(columns, triton.next_power_of_2(head_dim_v)), warps
 
 
 @triton.jit(
     do_not_specialize=[
-        "seqlen_q",
         "batch",
         "num_kv_heads",
         "left",
@@ -84,7 +87,6 @@ def combine(
     final,  # Final
     lens_ptr,  # [batch] int32, read by the batch rule only
     sink_ptr,  # [num_heads], or None
-    seqlen_q,
     batch,
     num_kv_heads,
     left,
@@ -95,6 +97,7 @@ def combine(
     stride_ob,
     stride_ot,
     stride_oh,
+    SEQLEN_Q: tl.constexpr,  # with this, addresses of parts differ by constants
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BATCH_P2: tl.constexpr,
@@ -102,9 +105,11 @@ def combine(
     TILE_N: tl.constexpr,
     TILE_P: tl.constexpr,  # parts a step
     TILE_V: tl.constexpr,
+    EXACT: tl.constexpr,  # the parts of every sequence fill whole steps
     PDL: tl.constexpr,
 ):
-    rows = seqlen_q * GROUP
+    rows: tl.constexpr = SEQLEN_Q * GROUP
+    ROWS: tl.constexpr = min(TILE_M, rows)  # of a slot
     h = tl.program_id(0) // rows
     r = tl.program_id(0) % rows
     b = tl.program_id(1)
@@ -116,57 +121,64 @@ def combine(
         sink_log2 = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
 
     # where the partials are: worked out while decode_split still runs
-    row_tiles = (rows + TILE_M - 1) // TILE_M
+    row_tiles: tl.constexpr = (rows + TILE_M - 1) // TILE_M
     head_tile = h * row_tiles + r // TILE_M
     if programs is None:
         slot = (b * num_kv_heads * row_tiles + head_tile) * parts
         num_parts = parts
     else:
-        t_first, t_last = token_range(r // TILE_M, seqlen_q, GROUP, TILE_M)
+        t_first, t_last = token_range(r // TILE_M, SEQLEN_Q, GROUP, TILE_M)
         bounds = Bounds(left, right, sink_tokens)
         share = Share(None, None, programs)
         parts_b = batch_share(
-            share, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, TILE_N, BATCH_P2
+            share, bounds, lens_ptr, batch, SEQLEN_Q, t_first, t_last, TILE_N, BATCH_P2
         )
         offs_b = tl.arange(0, BATCH_P2)
         slot = head_tile * programs + tl.sum(tl.where(offs_b < b, parts_b, 0), 0)
         num_parts = tl.sum(tl.where(offs_b == b, parts_b, 0), 0)
     if PDL:  # before any return: this grid must not end before decode_split does
         tl.extra.cuda.gdc_wait()
+    first_row = slot.to(tl.int64) * ROWS + r % TILE_M
+    m_ptr = partial.m_ptr + first_row
+    l_ptr = partial.l_ptr + first_row
+    acc_ptr = partial.acc_ptr + first_row * HEAD_DIM_V
     if num_parts == 1:
         return
-    stride_part = tl.minimum(TILE_M, rows)
-    first_row = slot.to(tl.int64) * stride_part + r % TILE_M
+    merge = tl.load(l_ptr + tl.zeros([1], tl.int32)) >= 0.0  # else FINISHED
+    offs_p = tl.arange(0, TILE_P)
+    part_offs = offs_p * ROWS  # [TILE_P]
+    acc_offs = (part_offs * HEAD_DIM_V)[:, None] + offs_v[None, :]  # [TILE_P, TILE_V]
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
-    least = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, TILE_V], tl.float32)
-    v_ok = offs_v < HEAD_DIM_V
+    v_ok = offs_v == offs_v
+    if HEAD_DIM_V % TILE_V:
+        v_ok = offs_v < HEAD_DIM_V
     for first in range(0, num_parts, TILE_P):
-        offs_p = first + tl.arange(0, TILE_P)
-        p_ok = offs_p < num_parts
-        offs = first_row + offs_p * stride_part  # [TILE_P]
-        m_p = tl.load(partial.m_ptr + offs, mask=p_ok, other=float("-inf"))
-        l_p = tl.load(partial.l_ptr + offs, mask=p_ok, other=0.0)
-        acc_ptrs = partial.acc_ptr + offs[:, None] * HEAD_DIM_V + offs_v[None, :]
-        acc_p = tl.load(acc_ptrs, mask=p_ok[:, None] & v_ok[None, :], other=0.0)  # [TILE_P, TILE_V]
+        p_ok = offs_p == offs_p
+        if not EXACT:
+            p_ok = offs_p < num_parts - first
+        m_p = tl.load(m_ptr + part_offs, mask=p_ok, other=float("-inf"))
+        l_p = tl.load(l_ptr + part_offs, mask=p_ok, other=0.0)
+        acc_p = tl.load(acc_ptr + acc_offs, mask=p_ok[:, None] & v_ok[None, :], other=0.0)
         acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
         m_new = tl.maximum(m, tl.max(m_p, 0))
         top = finite_or_zero(m_new)
         weight = tl.exp2(m_p - top)
         shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(weight * tl.maximum(l_p, 0.0), 0)
-        least = tl.minimum(least, tl.min(l_p, 0))
+        l = l * shrink + tl.sum(weight * l_p, 0)
         acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, None], 0)[None, :]
         m = m_new
-    merge = least >= 0.0  # else FINISHED
+        m_ptr += TILE_P * ROWS
+        l_ptr += TILE_P * ROWS
+        acc_ptr += TILE_P * ROWS * HEAD_DIM_V
     out, lse = finish(acc, m, l, sink_log2)
 
     out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
     out_ptrs = final.out_ptr + out_row + offs_v[None, :]
     tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=v_ok[None, :] & merge[:, None])
     if final.lse_ptr is not None:
-        lse_row = (b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t
+        lse_row = (b * num_kv_heads * GROUP + head).to(tl.int64) * SEQLEN_Q + t
         first_slice = tl.program_id(2) + tl.arange(0, 1)
         tl.store(
             final.lse_ptr + lse_row + tl.zeros([1], tl.int32), lse, mask=(first_slice == 0) & merge

@@ -38,7 +38,8 @@ import triton
 import triton.language as tl
 
 from splitkv.device import Device
-from splitkv.kernels.combine import FINISHED, Final, Partial, combine, merge_tiles, write_absent
+from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
+from splitkv.kernels.direct import Launch, Repeat, launch_of
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
 from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.score import score_log2
@@ -390,13 +391,11 @@ class Launcher:
     """`decode_split` and `combine` bound to one plan and one memory layout.
 
     Everything that does not change from call to call is worked out here once. The first call goes
-    through Triton's own dispatch and keeps the compiled kernels; later calls launch those directly
-    with addresses, unless one is not a multiple of 16, which is another specialisation.
+    through Triton's own dispatch and keeps what it compiled: `repeat` launches that directly, with
+    addresses, unless one is not a multiple of 16, which is another specialisation.
     """
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
-        import torch
-
         from splitkv.kernels.workspace import partials
 
         problem, config = plan.problem, plan.config
@@ -404,11 +403,7 @@ class Launcher:
         table, slopes, mask = operands.page_table, operands.alibi_slopes, problem.mask
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
-        self.return_lse = problem.return_lse
-        self.empty, self.float32, self.partials = torch.empty, torch.float32, partials
-        self.device_index = q.device.index
-        if q.is_cuda:
-            self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.return_lse, self.partials = problem.return_lse, partials
         out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
 
         programs = size = None
@@ -456,24 +451,24 @@ class Launcher:
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         fused = {"enable_fp_fusion": True}
         self.options = {"num_warps": config.num_warps, **fused}
-        self.split: Callable[..., None] | None = None
+        self.repeat: Callable[..., Any] | None = None
 
         # by the batch rule, most sequences have their share and a long one has many times that
         usual_parts = max(8, programs // problem.batch - 1) if programs else max_parts
-        tile_p, tile_v = merge_tiles(usual_parts, problem.head_dim_v)
+        tile_p, tile_v, merge_warps = merge_tiles(usual_parts, problem.head_dim_v)
         self.merge_grid = (
             problem.num_kv_heads * problem.rows,
             problem.batch,
             triton.cdiv(problem.head_dim_v, tile_v),
         )
         self.merge_tail = (
-            problem.seqlen_q,
             problem.batch,
             problem.num_kv_heads,
             *bounds,
             parts,
             programs,
             *out.stride()[:3],
+            problem.seqlen_q,
             problem.group,
             problem.head_dim_v,
             batch_p2,
@@ -481,62 +476,69 @@ class Launcher:
             config.tile_n,
             tile_p,
             tile_v,
+            not programs and max_parts % tile_p == 0,
             pdl,
         )
-        self.merge_options = {"num_warps": 1, **fused, **({"launch_pdl": True} if pdl else {})}
-        self.merge: Callable[..., None] = None  # type: ignore[assignment]  # with split
+        self.merge_options = {
+            "num_warps": merge_warps,
+            **fused,
+            **({"launch_pdl": True} if pdl else {}),
+        }
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
-        q, out, lse = operands.q, operands.out, None
-        if out is None:
-            out = self.empty(self.out_shape, dtype=q.dtype, device=q.device)
-        if self.return_lse:
-            lse = q.new_empty(self.lse_shape, dtype=self.float32)
-        partial = partial_at = None
-        if self.partial_rows:
-            partial, partial_at = self.partials(q, self.acc_numel, self.partial_rows)
-        softcap, scale = operands.softcap or None, operands.softmax_scale
-        scale = scale / softcap if softcap else scale * 1.4426950408889634
-        k, v, table, lens = operands.k, operands.v, operands.page_table, operands.cache_seqlens
-        sink, slopes = operands.sink_logits, operands.alibi_slopes
-        if self.split is not None:
-            at_q, at_k, at_v, at_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-            at_table = None if table is None else table.data_ptr()
-            at_lens = None if lens is None else lens.data_ptr()
-            at_lse = None if lse is None else lse.data_ptr()
-            at_sink = None if sink is None else sink.data_ptr()
-            at_slopes = None if slopes is None else slopes.data_ptr()
-            given = at_q | at_k | at_v | at_out | (at_table or 0) | (at_lens or 0)
-            if not (given | (at_sink or 0) | (at_slopes or 0)) & 15:
-                stream, final = self.current_stream(self.device_index), (at_out, at_lse)
-                head = at_q, (at_k, at_v, at_table), at_lens, final, partial_at
-                self.split(*head, (at_sink, at_slopes), scale, softcap, *self.tail, stream=stream)
-                if partial_at is not None:
-                    merged = partial_at, final, at_lens, at_sink
-                    self.merge(*merged, *self.merge_tail, stream=stream)
-                return out, lse
-        self.dispatch((q, k, v, table, lens, out, lse, sink, slopes), partial, scale, softcap)
-        return out, lse
+        o, done = operands, None
+        tensors = o.q, o.k, o.v, o.out, o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
+        if self.repeat is not None:
+            done = self.repeat(*tensors, o.softmax_scale, o.softcap)
+        return done or self.dispatch(tensors, o.softmax_scale, o.softcap or None)
 
     def dispatch(
-        self, tensors: tuple[Any, ...], partial: Partial | None, scale: float, softcap: float | None
-    ) -> None:
-        """Launch through Triton, which compiles what these arguments need, and keep the result."""
-        q, k, v, table, lens, out, lse, sink, slopes = tensors
+        self, tensors: tuple[Any, ...], scale: float, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch through Triton, which compiles what these arguments need, and keep that."""
+        import torch
+
+        q, k, v, out, lens, table, sink, slopes = tensors
+        out, lse = q.new_empty(self.out_shape) if out is None else out, None
+        if self.return_lse:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         kv, final, row = KV(k, v, table), Final(out, lse), Row(sink, slopes)
-        merge = None
-        split = decode_split[self.grid](
-            q, kv, lens, final, partial, row, scale, softcap, *self.tail, **self.options
-        )
+        partial = merge = None
         if self.partial_rows:
+            partial = self.partials(q, self.acc_numel, self.partial_rows)
+        scale = scale / softcap if softcap else scale * 1.4426950408889634
+        split = self.first_split(q, kv, lens, final, partial, row, scale, softcap)
+        if partial is not None:
             merge = combine[self.merge_grid](
                 partial, final, lens, sink, *self.merge_tail, **self.merge_options
             )
-        if split is not None and not any(x is not None and x.data_ptr() & 15 for x in tensors):
-            self.split = split[self.grid]
-            if merge is not None:
-                self.merge = merge[self.merge_grid]
+        aligned = not any(x is not None and x.data_ptr() & 15 for x in tensors)
+        later = None
+        if split is not None and aligned and self.repeat is None:
+            later = self.later_splits(split)
+        if later is not None:
+            self.repeat = Repeat(
+                later,
+                launch_of(merge, self.merge_grid, self.merge_tail) if merge else None,
+                out.device,
+                out.dtype,
+                self.out_shape,
+                self.lse_shape if self.return_lse else None,
+                self.acc_numel,
+                self.partial_rows,
+            ).call
+        return out, lse
+
+    def first_split(self, *args: Any) -> Any:
+        """Launch the kernel through Triton; the compiled kernel."""
+        return decode_split[self.grid](*args, *self.tail, **self.options)
+
+    def later_splits(self, compiled: Any) -> Launch | None:
+        """A function that launches it again: see `Repeat`. None: Triton has to, every time."""
+        return launch_of(compiled, self.grid, self.tail)
 
 
-KERNEL = Kernel("decode_split", unsupported, configs, traffic, Launcher)
+KERNEL = Kernel(
+    *("decode_split", unsupported, configs, traffic, Launcher), schedules=("even", "batch", "fixed")
+)

@@ -1,0 +1,446 @@
+"""Split-KV decode attention for Hopper: keys and values by TMA, a ring of tiles in flight.
+
+Computes what kernels/decode_split.py computes, leaves the same partials and shares `combine`. It
+differs in how keys arrive. One thread asks for whole tiles; nothing is computed an address, so the
+first request leaves a few hundred cycles after the start, and the warps only multiply. Pages
+smaller than a tile arrive as boxes of one page, written where the tile has its rows.
+
+By the even rule, part p of n takes the tiles p, p + n, p + 2n, ...: all SMs then read neighbouring
+tiles at the same time, which the memory serves faster than n distant ranges, and no program has to
+divide. By the fixed rule a part is a range of keys, whatever else there is.
+
+Shapes      as kernels/decode_split.py
+Grid        (num_splits, num_kv_heads * row_tiles, batch)
+Traffic     as kernels/decode_split.py
+Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
+            v
+Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
+            32 packed rows; pages of a multiple of 16 keys; strides of K and V multiples of 16
+            bytes; even and fixed schedules; otherwise those of kernels/decode_split.py
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from splitkv.device import Device
+from splitkv.kernels import decode_split
+from splitkv.kernels.combine import FINISHED, write_absent
+from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps
+from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
+from splitkv.kernels.tile.score import score_log2
+from splitkv.kernels.tile.share import parts_of
+from splitkv.kernels.tile.softmax import finish, finite_or_zero
+from splitkv.kv import Paged
+from splitkv.plans import Config, Kernel, Plan
+from splitkv.problem import Operands, Problem
+
+HEAD_DIMS, MAX_ROWS = (64, 128, 256), 32
+BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
+
+
+class Pool(NamedTuple):
+    """TMA descriptors of K and V as [outer, inner, heads, dim], a box of keys of one head at a
+    time, and the page table that gives `outer`; None: it is the sequence.
+    """
+
+    k: Any
+    v: Any
+    table_ptr: Any
+    stride_table: Any
+
+
+@gluon.constexpr_function
+def tile_layout(tile_n, dim, box):
+    """Boxes of `box` rows in TMA's 128-byte swizzle, one after another, as a tile [tile_n, dim]."""
+    log_box, log_dim, log_tile = (n.bit_length() - 1 for n in (box, dim, tile_n))
+    bases = [[0, 1 << i] for i in range(6)]  # 64 elements of a row,
+    bases += [[1 << i, 8 << i] for i in range(3)]  # their groups of 8 permuted by the row
+    bases += [[1 << i, 0] for i in range(3, log_box)]
+    bases += [[0, 1 << i] for i in range(6, log_dim)]
+    bases += [[1 << i, 0] for i in range(log_box, log_tile)]
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+@gluon.jit
+def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
+    """Shared memory for tiles, as boxes [slots * boxes, *box] and as tiles [slots, TILE_N, dim]."""
+    BOX: gl.constexpr = desc.block_type.shape[1]
+    DIM: gl.constexpr = desc.block_type.shape[3]
+    shape: gl.constexpr = [SLOTS * (TILE_N // BOX), 1, BOX, 1, DIM]
+    boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    tiles = boxes._reinterpret(desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
+    return boxes, tiles
+
+
+@gluon.jit
+def ask(
+    pool,
+    k_boxes,
+    v_boxes,
+    arrived,
+    slot,
+    b,
+    h,
+    tile,
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+):
+    """Have the keys and values of a tile copied to a slot of the ring."""
+    BOX: gl.constexpr = pool.k.block_type.shape[1]
+    BOXES: gl.constexpr = TILE_N // BOX
+    barrier = arrived.index(slot)
+    mbarrier.expect(barrier, BOXES * (pool.k.block_type.nbytes + pool.v.block_type.nbytes))
+    for n in gl.static_range(BOXES):
+        outer = b
+        inner = tile * TILE_N + n * BOX
+        if pool.table_ptr is not None:
+            entry = pool.table_ptr + b.to(gl.int64) * pool.stride_table + inner // PAGE_SIZE
+            outer = gl.load(entry, mask=inner < keys, other=0)
+            inner %= PAGE_SIZE
+        at = slot * BOXES + n
+        tma.async_copy_global_to_shared(pool.k, [outer, inner, h, 0], barrier, k_boxes.index(at))
+        tma.async_copy_global_to_shared(pool.v, [outer, inner, h, 0], barrier, v_boxes.index(at))
+
+
+@gluon.jit
+def clear_behind(v, count):
+    """Zero the rows of a tile from `count` on: memory behind the last key may hold NaN."""
+    COLUMNS: gl.constexpr = v.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
+    )
+    rows = gl.arange(0, v.shape[0], layout=gl.SliceLayout(1, layout))
+    v.store(gl.where((rows < count)[:, None], v.load(layout), 0.0))
+
+
+@gluon.jit
+def write_final(final, row, acc, m, l, head, row_ok, out_ptrs, lse_rows):
+    """Finish the softmax of rows that one program saw all keys of."""
+    sink_log2 = None
+    if row.sink_ptr is not None:
+        sink = gl.load(row.sink_ptr + head, mask=row_ok, other=0.0).to(gl.float32)
+        sink_log2 = sink * 1.4426950408889634
+    out, lse = finish(acc, m, l, sink_log2)
+    gl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=row_ok[:, None])
+    if final.lse_ptr is not None:
+        gl.store(final.lse_ptr + lse_rows, lse, mask=row_ok)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "seqlen_q",
+        "seqlen_k",
+        "num_kv_heads",
+        "left",
+        "right",
+        "sink_tokens",
+        "parts",
+        "size",
+        "stride_table",
+        "stride_slope",
+    ]
+)
+def hopper_decode_split(
+    q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM]
+    k_desc,  # [batch or pages, keys, num_kv_heads, HEAD_DIM], as v_desc
+    v_desc,
+    table_ptr,  # [batch, max_pages], or None
+    lens_ptr,  # [batch] int32 keys of each sequence, or None: seqlen_k each
+    final,  # Final
+    partial,  # Partial, or None: one part a sequence
+    row,  # Row
+    scale,  # see tile/score.py
+    softcap,  # float or None
+    seqlen_q,
+    seqlen_k,
+    num_kv_heads,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    parts,
+    size,  # tiles a part by the fixed rule, None: even
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_table,
+    stride_slope,
+    GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if lens_ptr is None:
+        keys = seqlen_k
+    else:
+        keys = gl.load(lens_ptr + b)
+    if partial is not None:  # combine waits for this grid before it reads partials
+        tl.extra.cuda.gdc_launch_dependents()
+    DIM: gl.constexpr = k_desc.block_type.shape[3]
+    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = k_desc.dtype
+    k_boxes, k_ring = allocate_ring(k_desc, SLOTS, TILE_N)
+    v_boxes, v_ring = allocate_ring(v_desc, SLOTS, TILE_N)
+    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(SLOTS):
+        mbarrier.init(arrived.index(n), count=1)
+
+    # which keys
+    row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
+    h = head_tile // row_tiles
+    tile_m = head_tile % row_tiles
+    bounds = Bounds(left, right, sink_tokens)
+    t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
+    first_pos = keys - seqlen_q
+    tiles, near, skip = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
+    if size is None:
+        first = part
+        last = tiles
+        by = parts
+        num_parts = gl.maximum(gl.minimum(tiles, parts), 1)
+    else:
+        first = part * size
+        last = gl.minimum(first + size, tiles)
+        by = 1
+        num_parts = parts_of(tiles, size)
+    pool = Pool(k_desc, v_desc, table_ptr, stride_table)
+    for n in gl.static_range(SLOTS):
+        i_n = first + n * by
+        if i_n < last:
+            tile_n = gl.where(i_n < near, i_n, i_n + skip)
+            ask(pool, k_boxes, v_boxes, arrived, n, b, h, tile_n, keys, PAGE_SIZE, TILE_N)
+
+    # the rows, while keys are on their way  [TILE_M]
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, gl.num_warps()], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
+    M: gl.constexpr = gl.SliceLayout(1, S)
+    rows_a = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, A))
+    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
+    q_rows = rows_a // GROUP * stride_qt + (h * GROUP + rows_a % GROUP) * stride_qh
+    q_ptrs = q_ptr + b.to(gl.int64) * stride_qb + q_rows[:, None] + offs_d[None, :]
+    q = gl.load(q_ptrs, mask=(rows_a < seqlen_q * GROUP)[:, None], other=0.0)  # [TILE_M, DIM]
+    offs_m = gl.arange(0, TILE_M, layout=M)
+    rows = tile_m * TILE_M + offs_m
+    row_ok = rows < seqlen_q * GROUP
+    t = rows // GROUP
+    head = h * GROUP + rows % GROUP
+    pos = (first_pos + t)[:, None]
+    slope = None
+    if row.slope_ptr is not None:
+        slope = gl.load(row.slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
+        slope = slope.to(gl.float32)[:, None]
+    slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
+    slot_rows = slot_id.to(gl.int64) * gl.minimum(TILE_M, seqlen_q * GROUP) + offs_m
+    if part >= num_parts:
+        if partial is not None:
+            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
+        return
+
+    inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
+    m = gl.full([TILE_M], float("-inf"), gl.float32, M)
+    sums = gl.zeros([TILE_M, TILE_N], gl.float32, S)  # of l, added up across threads at the end
+    acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
+    slot = part * 0
+    phase = part * 0
+    for i in range(first, last, by):
+        mbarrier.wait(arrived.index(slot), phase)
+        first_n = gl.where(i < near, i, i + skip) * TILE_N
+        if first_n + TILE_N > keys:
+            clear_behind(v_ring.index(slot), keys - first_n)
+        k = k_ring.index(slot).permute((1, 0)).load(B)
+        qk = mma_v2(q, k, gl.zeros([TILE_M, TILE_N], gl.float32, S))
+        offs_n = first_n + inside
+        s = score_log2(qk, scale, softcap, slope, pos, offs_n)
+        s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
+        m_new = gl.maximum(m, gl.max(s, 1))
+        top = finite_or_zero(m_new)
+        p = gl.exp2(s - top[:, None])
+        shrink = gl.exp2(m - top)[:, None]
+        m = m_new
+        sums = sums * shrink + p
+        p = gl.convert_layout(p.to(dtype), A)
+        acc = mma_v2(p, v_ring.index(slot).load(B), acc * shrink)
+        ahead = i + SLOTS * by
+        if ahead < last:
+            gl.thread_barrier()  # all warps have read the slot
+            tile = gl.where(ahead < near, ahead, ahead + skip)
+            ask(pool, k_boxes, v_boxes, arrived, slot, b, h, tile, keys, PAGE_SIZE, TILE_N)
+        slot += 1
+        if slot == SLOTS:
+            slot = 0
+            phase ^= 1
+
+    l = gl.sum(sums, 1)
+    offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, S))
+    if num_parts == 1:
+        out_rows = b.to(gl.int64) * stride_ob + t.to(gl.int64) * stride_ot + head * stride_oh
+        out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
+        lse_rows = (b * num_kv_heads * GROUP + head).to(gl.int64) * seqlen_q + t
+        write_final(final, row, acc, m, l, head, row_ok, out_ptrs, lse_rows)
+        if partial is not None:
+            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, FINISHED)
+    elif partial is not None:
+        acc_ptrs = partial.acc_ptr + slot_rows[:, None] * DIM_V + offs_v[None, :]
+        gl.store(acc_ptrs, acc, mask=row_ok[:, None])
+        gl.store(partial.m_ptr + slot_rows, m, mask=row_ok)
+        gl.store(partial.l_ptr + slot_rows, l, mask=row_ok)
+
+
+def box_rows(problem: Problem, tile_n: int) -> int:
+    """Keys that arrive in one copy: a tile, or what of it lies in one page."""
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        return min(tile_n, page_size & -page_size)
+    return tile_n
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = decode_split.unsupported(problem, device)
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    expect(
+        problem.dtype in ("bfloat16", "float16"),
+        f"dtype {problem.dtype}: expected bfloat16 or float16",
+    )
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(problem, name)
+        expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
+    expect(
+        problem.rows <= MAX_ROWS,
+        f"query heads a KV head x query tokens {problem.rows}: expected at most {MAX_ROWS}",
+    )
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+    return reasons
+
+
+def unfit(operands: Operands) -> list[str]:
+    """What of a memory layout TMA cannot describe."""
+    reasons = []
+    for name, x in (("k", operands.k), ("v", operands.v)):
+        gaps = [stride for stride in x.stride()[:3] if stride * x.element_size() % 16]
+        if gaps or x.data_ptr() % 16:
+            reasons.append(
+                f"{name}: expected strides and an address that are multiples of 16 bytes"
+            )
+    return reasons
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a config: the ring, its barriers, p on its way to another layout."""
+    tile = config.tile_n * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
+    p = config.tile_m * config.tile_n * problem.element_bytes
+    return config.num_stages * (tile + BARRIER_BYTES) + max(p, SCRATCH_BYTES) + 1024
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every ring that fits, with one split; `num_splits` may then be anything up to 1024."""
+    tile_m = 16 if problem.rows <= 16 else 32
+    widest = max(problem.head_dim, problem.head_dim_v)
+    num_warps = 8 if tile_m * widest > 4096 else 4  # 4 warps would need more registers than exist
+    tiles = (64, 32, 128) if tile_m == 16 and widest <= 128 else (64, 32)
+    for tile_n in tiles:
+        for num_stages in (3, 2, 1, 4, 6):
+            config = Config(
+                tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages
+            )
+            if shared_bytes(problem, config) <= device.smem_per_block:
+                yield config
+
+
+class Launcher(decode_split.Launcher):
+    """`hopper_decode_split` and `combine` bound to one plan and one memory layout."""
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        super().__init__(plan, operands)
+        self.plan = plan
+        self.any_address: decode_split.Launcher | None = None
+        problem, config, mask = plan.problem, plan.config, plan.problem.mask
+        q, table, slopes = operands.q, operands.page_table, operands.alibi_slopes
+        self.box = box_rows(problem, config.tile_n)
+        out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
+        fixed = config.schedule == "fixed"
+        self.tail = (
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.num_kv_heads,
+            mask.left,
+            mask.right,
+            mask.sink_tokens if mask.num_bands == 2 else None,
+            config.num_splits,
+            config.split_size // config.tile_n if fixed else None,
+            *q.stride()[:3],
+            *out.stride()[:3],
+            table.stride(0) if table is not None else 0,
+            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            problem.group,
+            problem.place.page_size if isinstance(problem.place, Paged) else 1,
+            config.tile_m,
+            config.tile_n,
+            config.num_stages,
+        )
+        self.places = tuple((x.shape, x.stride()) for x in (operands.k, operands.v))
+
+    def dispatch(self, tensors: tuple[Any, ...], *rest: Any) -> Any:
+        q, k, v, out, lens, table, sink, slopes = tensors
+        if not (k.data_ptr() | v.data_ptr()) & 15:
+            return super().dispatch(tensors, *rest)
+        if self.any_address is None:  # `unfit` said nothing of the addresses that this was bound to
+            operands = Operands(
+                q, k, v, out=out, cache_seqlens=lens, page_table=table, alibi_slopes=slopes
+            )
+            why = f"this call runs on {decode_split.KERNEL.name}: {unfit(operands)[0]}"
+            warnings.warn(why, stacklevel=2)
+            self.any_address = decode_split.Launcher(self.plan_without_tma(), operands)
+        return self.any_address.dispatch(tensors, *rest)
+
+    def plan_without_tma(self) -> Plan:
+        """The same parts of the keys, by the kernel for any GPU."""
+        config = self.plan.config
+        shapes = decode_split.configs(self.plan.problem, self.plan.device)
+        shape = min(shapes, key=lambda shape: abs(shape.tile_n - config.tile_n))
+        cut = {name: getattr(config, name) for name in ("num_splits", "schedule", "split_size")}
+        return replace(self.plan, kernel=decode_split.KERNEL.name, config=replace(shape, **cut))
+
+    def first_split(self, q: Any, kv: Any, *rest: Any) -> Any:
+        descriptors = (self.descriptor(kv.k_ptr), self.descriptor(kv.v_ptr))
+        args = q, *descriptors, kv.table_ptr, *rest, *self.tail
+        return hopper_decode_split[self.grid](*args, **self.options)
+
+    def descriptor(self, x: Any) -> TensorDescriptor:
+        """K or V [outer, inner, num_kv_heads, dim], a box of keys of one head at a time."""
+        block = [1, self.box, 1, x.shape[3]]
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+    def later_splits(self, compiled: Any) -> Launch | None:
+        maps = [TensorMaps(compiled, index, *place) for index, place in enumerate(self.places)]
+        return bind_to_maps(compiled, self.grid, self.tail, *maps)
+
+
+KERNEL = Kernel(
+    *("hopper_decode_split", unsupported, configs, decode_split.traffic, Launcher, unfit),
+    schedules=("even", "fixed"),
+)
