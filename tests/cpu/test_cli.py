@@ -6,10 +6,12 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
@@ -19,6 +21,8 @@ from splitkv.cli import app, parse_window, render
 from splitkv.device import GPUS
 from splitkv.explanation import explain
 from splitkv.kernels import decode_split
+from splitkv.plans import Config
+from splitkv.policies import tuned
 from splitkv.problem import Problem
 
 QWEN = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--head-dim", "128"]
@@ -149,6 +153,130 @@ def test_demo_refuses_no_steps() -> None:
     result = run("demo", "--steps", "0")
     assert result.exit_code == 2
     assert result.stderr == "splitkv: steps: expected more than 0, got 0\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["sweep"], "device: expected a CUDA GPU, got 'CPU'"),
+        (
+            ["sweep", "--case", "mqa8"],
+            "case: expected the name of a case of `splitkv bench decode`",
+        ),
+        (
+            ["sweep", "--case", "mqa8_b1_512", "--batch", "2"],
+            "batch: expected nothing beside a case",
+        ),
+        (["sweep", "--heads", "3", "--kv-heads", "2"], "heads: expected a multiple of kv_heads=2"),
+        (["sweep", "--seqlen-k", "0"], "seqlen_k: expected more than 0, got 0"),
+        (["sweep", "--num-splits", "-1"], "num_splits: expected at least 0, got -1"),
+        (["sweep", "--policy", "best"], "policy: expected 'waves', "),
+        (["sweep", "--seqlens", "9:1"], "seqlens: expected FIRST:LAST:STEP or numbers with commas"),
+        (["sweep", "--seqlens", "9", "--all-tiles"], "all_tiles: expected None with seqlens"),
+        (
+            ["sweep", "--seqlens", "9", "--num-splits", "2"],
+            "num_splits: expected None with seqlens",
+        ),
+        (["tune"], "device: expected a CUDA GPU, got 'CPU'"),
+        (["tune", "--problems", "0"], "problems: expected 1 to 10000, got 0"),
+        (["tune", "--rounds", "1"], "rounds: expected at least 2, got 1"),
+        (["tune", "--candidates", "0"], "candidates: expected more than 0, got 0"),
+        (["tune", "--time-limit", "0"], "time_limit: expected more than 0, got 0"),
+        (["regret"], "device: expected a CUDA GPU, got 'CPU'"),
+        (["regret", "--no-matrix", "--random", "0"], "random: expected some, without the matrix"),
+        (["regret", "--random", "-1"], "random: expected at least 0, got -1"),
+        (["regret", "--table", "none.json"], "table: expected a file that `splitkv tune` wrote"),
+        (
+            ["regret", "--policy", "waves", "--table", "none.json"],
+            "table: expected None without the policy tuned, got 'none.json'",
+        ),
+        (["regret", "--jobs", "-1"], "jobs: expected at least 0, got -1"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_status_2(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"splitkv: {message}")
+    assert result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, function: str, result: Any) -> dict[str, Any]:
+    """What a function of the lab is called with, in place of the function."""
+    calls: dict[str, Any] = {}
+
+    def called(*args: Any, **options: Any) -> Any:
+        calls.update(options, args=args)
+        return result
+
+    monkeypatch.setattr(f"splitkv.lab.{function}", called)
+    return calls
+
+
+def test_sweep_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    point = {"suite": "sweep", "case": "c"}
+    calls = stand_in(monkeypatch, "sweep.sweep", ([point], True))
+    drawn = stand_in(monkeypatch, "plots.draw", None)
+    path = tmp_path / "curve.png"
+    result = run("sweep", "--seqlen-k", "700", "--page-size", "16", "--plot", str(path))
+    assert result.exit_code == 1
+    assert calls["args"][0].name == "b1_h8x1_d128_q1_k700_page16"
+    assert (calls["num_splits"], calls["kernels"], calls["all_tiles"]) == (64, [], False)
+    assert calls["policies"] == registry.POLICIES
+    assert drawn["args"] == ([point], path)
+
+
+def test_sweep_over_lengths_is_another_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = stand_in(monkeypatch, "sweep.boundary", ([], False))
+    chosen = ["--policy", "waves", "--policy", "sequence_aware"]
+    assert run("sweep", "--seqlens", "384:640:128", *chosen).exit_code == 0
+    assert calls["args"][1] == [384, 512, 640]
+    assert list(calls["policies"]) == ["waves", "sequence_aware"]
+
+
+def test_tune_records_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = stand_in(monkeypatch, "tune.tune", 3)
+    table = tmp_path / "h200.json"
+    result = run("tune", "--problems", "40", "--table", str(table), "--jobs", "5")
+    assert result.exit_code == 3
+    assert calls["command"] == (
+        "splitkv tune --problems 40 --seed 0 --max-bytes 1.1e+09 --candidates 16 --rounds 9"
+    )
+    assert (calls["table_path"], calls["jobs"], calls["effort"].candidates) == (table, 5, 16)
+
+
+def test_regret_takes_a_table_that_is_not_in_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    problem = tuned.tuned_problem(1, 8, 1, 128, 1, 512, None)
+    best = tuned.Timed("decode_split", Config(2, 16, 128, 4, 2), 5.0)
+    made = tuned.Table("NVIDIA H200", {}, (tuned.Measured(problem, (best,)),))
+    path = tmp_path / "table.json"
+    path.write_text(tuned.dump(made))
+    calls = stand_in(monkeypatch, "tune.measure_regret", 0)
+    assert run("regret", "--table", str(path), "--lengths", "host").exit_code == 0
+    assert (calls["lengths"], calls["random_problems"], calls["seed"]) == ("host", 150, 1)
+    assert list(calls["policies"]) == ["waves", "tuned"]
+    choice = calls["policies"]["tuned"](problem, GPUS["h200"], [decode_split.KERNEL])
+    assert choice.config.tile_n == 128
+
+
+def test_report_draws_a_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn = stand_in(monkeypatch, "plots.draw", None)
+    results = tmp_path / "sweep.jsonl"
+    results.write_text("")
+    result = run("report", str(results), "--plot", str(tmp_path / "curve.svg"))
+    assert result.exit_code == 0 and drawn["args"] == ([], tmp_path / "curve.svg")
+
+
+def test_without_matplotlib_the_plot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "splitkv.lab.plots", raising=False)
+    result = run("sweep", "--plot", "curve.svg")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("splitkv: plot: expected splitkv[lab] installed, got no matpl")
 
 
 def test_module_runs_as_a_command() -> None:

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ import splitkv
 from splitkv.cli import app
 from splitkv.device import GPUS
 from splitkv.kv import Contiguous, Paged
-from splitkv.lab import bench, floor, peers, report, timing
-from splitkv.lab.cases import CASES, PLACES, Case, Inputs, select
+from splitkv.lab import bench, floor, lines, peers, report, suites, timing
+from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.suites import CASES, PLACES, SUITES, select
 from splitkv.lab.timing import Prepared, Protocol, Timing, Variant
 from splitkv.masks import Mask
 from splitkv.problem import Problem
@@ -39,14 +41,8 @@ MACHINE = {
 }
 
 
-def small(place: str = "contiguous") -> Case:
-    problem = Problem(
-        *("decode", 3, 4, 2, 16, 16, 1, 48),
-        mask=SMALL.mask,
-        place=PLACES[place],
-        lengths="device",
-    )
-    return Case("small", problem)
+def small(place: str = "contiguous", lengths: tuple[int, ...] | None = None, **more: Any) -> Case:
+    return Case("small", replace(SMALL, place=PLACES[place], **more), lengths)
 
 
 def command(*args: str) -> Result:
@@ -56,17 +52,75 @@ def command(*args: str) -> Result:
 # cases
 
 
-def test_cases_are_two_places_of_seventeen_problems() -> None:
-    assert len(CASES) == 34
-    for case in CASES.values():
-        twin = CASES.get(f"{case.name}_page16")
+def test_the_records_are_two_places_of_seventeen_problems() -> None:
+    cases = {case.name: case for case in SUITES["records"]}
+    assert len(cases) == 34
+    for case in cases.values():
+        twin = cases.get(f"{case.name}_page16")
         assert case.problem.place == (Paged(16) if case.name.endswith("_page16") else Contiguous())
         assert (twin is not None) == (case.place == "contiguous")
         assert case.problem.lengths == "device"
-    assert CASES["mqa8_b1_512"].problem.kv_bytes == 262144
-    largest = CASES["gqa32x8_b8_32768_page16"].problem
+    assert cases["mqa8_b1_512"].kv_bytes == 262144
+    largest = cases["gqa32x8_b8_32768_page16"].problem
     assert (largest.num_heads, largest.num_kv_heads, largest.head_dim) == (32, 8, 128)
-    assert largest.kv_bytes == 1073741824 == max(c.problem.kv_bytes for c in CASES.values())
+    assert largest.kv_bytes == 1073741824 == max(c.kv_bytes for c in cases.values())
+
+
+def test_a_name_is_one_problem_and_what_it_stands_beside_is_in_its_suite() -> None:
+    problems: dict[str, tuple[Any, ...]] = {}
+    for cases in SUITES.values():
+        names = {case.name for case in cases}
+        assert len(names) == len(cases)
+        for case in cases:
+            what = case.problem, case.lengths
+            assert problems.setdefault(case.name, what) == what
+            assert case.beside is None or case.beside in names - {case.name}
+    assert CASES.keys() == problems.keys()
+
+
+def besides(suite: str) -> list[tuple[Case, Case]]:
+    return [(case, CASES[case.beside]) for case in SUITES[suite] if case.beside]
+
+
+def test_pages_stand_beside_the_contiguous_cache() -> None:
+    sizes = [case.problem.place.page_size for case, _ in besides("pages")]
+    assert sizes == [1, 16, 64, 128, 256] * 5
+    for case, contiguous in besides("pages"):
+        assert replace(case.problem, place=Contiguous()) == contiguous.problem
+        assert case.kv_bytes >= 134e6
+
+
+def test_mixed_lengths_stand_beside_as_many_bytes_in_equal_lengths() -> None:
+    pairs = besides("mixed")
+    assert {(mixed.place, mixed.problem.num_kv_heads) for mixed, _ in pairs} == {
+        *(("contiguous", 1), ("contiguous", 8), ("page16", 1), ("page16", 8))
+    }
+    for mixed, equal in pairs:
+        assert mixed.kv_bytes == equal.kv_bytes and equal.lengths is None
+        assert mixed.lengths is not None and len(mixed.lengths) == mixed.problem.batch == 64
+        assert max(mixed.lengths) == mixed.problem.seqlen_k == 131072
+        assert sorted(mixed.lengths)[-2] < 32768
+        assert 1900 < sorted(mixed.lengths)[31] < 2200
+
+
+def test_query_tokens_and_sinks_stand_beside_the_same_without() -> None:
+    for case, one in besides("tokens"):
+        assert replace(case.problem, seqlen_q=1) == one.problem
+        assert case.problem.seqlen_q in (4, 16) and case.kv_bytes >= 67e6
+    masks = set()
+    for sink, without in besides("gpt_oss"):
+        assert sink.problem.sink_logits
+        assert replace(sink.problem, sink_logits=False) == without.problem
+        masks.add(sink.problem.visible_keys == 128)
+    assert masks == {True, False}
+
+
+def test_the_tables_of_the_seeds_are_cases() -> None:
+    shapes = {(c.problem.seqlen_k, c.problem.num_kv_heads) for c in SUITES["seed000"]}
+    assert shapes == {(k, h) for k in (128, 256, 384, 512, 2048, 4096) for h in (1, 2, 8)}
+    ten = CASES["seed003_mqa-B16-ctx4k_page16"].problem
+    assert (ten.batch, ten.num_heads, ten.num_kv_heads, ten.seqlen_k) == (16, 32, 1, 4096)
+    assert (ten.dtype, ten.place, len(SUITES["seed003"])) == ("float16", Paged(16), 10)
 
 
 def test_select_takes_globs_with_and_without_the_place() -> None:
@@ -77,16 +131,38 @@ def test_select_takes_globs_with_and_without_the_place() -> None:
     ]
     assert {c.place for c in select([], "page16")} == {"page16"}
     assert len(select([])) == 34
+    assert [c.name for c in select(["*_b64_mixed"], "page16", "mixed")] == [
+        "mqa8_b64_mixed_page16",
+        "gqa32x8_b64_mixed_page16",
+    ]
+    with pytest.raises(ValueError, match=r"^suite: expected 'records', .* or 'seed003', got 'x'$"):
+        select([], suite="x")
 
 
+VARIED = {
+    "plain": {},
+    "lengths": {"lengths": (48, 1, 17)},
+    "tokens": {"seqlen_q": 4},
+    "window": {"mask": Mask(True, window_left=7)},
+    "sink": {"sink_logits": True, "mask": Mask(True, window_left=7, sink_tokens=2)},
+    "dims": {"head_dim_v": 32, "dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("what", VARIED)
 @pytest.mark.parametrize("place", PLACES)
-def test_inputs_are_a_call_of_decode(place: str) -> None:
-    case = small(place)
+def test_inputs_are_a_call_of_decode(place: str, what: str) -> None:
+    case = small(place, **VARIED[what])
     inputs = Inputs(case, 2, device="cpu", seed=1)
     assert torch.equal(inputs.q[0], inputs.x) and torch.equal(inputs.q[1], inputs.x)
     assert not torch.equal(inputs.k[0], inputs.k[1])
+    keys = case.lengths or (48, 48, 48)
+    assert inputs.lengths.tolist() == list(keys)
     if inputs.table is not None:
-        assert sorted(inputs.table.flatten().tolist()) == list(range(9))
+        used = [-(-n // 16) for n in keys]
+        pages = [row[:n] for row, n in zip(inputs.table.tolist(), used, strict=True)]
+        assert sorted(sum(pages, [])) == list(range(sum(used)))
+        assert len(inputs.k[0]) == sum(used)
     ref, pt = inputs.references()
     assert_close(splitkv.decode(**inputs.arguments(0)), ref, pt)
     given = inputs.arguments(0)
@@ -94,10 +170,39 @@ def test_inputs_are_a_call_of_decode(place: str) -> None:
     assert splitkv.plan(*tensors, **given).problem == case.problem
 
 
+def test_lengths_known_to_the_host_are_no_argument() -> None:
+    case = Case("host", replace(SMALL, lengths="host", place=Paged(32)))
+    given = Inputs(case, 1, device="cpu").arguments(0)
+    assert "cache_seqlens" not in given and given["max_seqlen_k"] == 48
+    tensors = [given.pop(name) for name in ("q", "k_cache", "v_cache")]
+    assert splitkv.plan(*tensors, **given).problem == case.problem
+
+
+def test_inputs_refuse_what_they_do_not_make() -> None:
+    with pytest.raises(ValueError, match="^problem: expected decode without score modifiers"):
+        Inputs(small(return_lse=True), 1, device="cpu")
+
+
+def test_blank_inputs_have_no_keys() -> None:
+    blank = Inputs(small("page16"), 1, device="cpu", blank=True)
+    filled = Inputs(small("page16"), 1, device="cpu")
+    assert not blank.lengths.any() and blank.table is not None and not blank.table.any()
+    for name, x in filled.arguments(0).items():
+        if isinstance(x, torch.Tensor):
+            assert blank.arguments(0)[name].shape == x.shape
+
+
+def test_the_bytes_of_a_case_are_those_of_its_own_lengths() -> None:
+    assert small().kv_bytes == 3 * 48 * 2 * 2 * 16 * 2
+    assert small(lengths=(48, 1, 17)).kv_bytes == 66 * 2 * 2 * 16 * 2
+    windowed = small(lengths=(48, 1, 17), mask=Mask(True, window_left=7))
+    assert windowed.kv_bytes == (8 + 1 + 8) * 2 * 2 * 16 * 2
+
+
 def test_the_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = Inputs(small("page16"), 1, device="cpu")
+    inputs = Inputs(small("page16", lengths=(17, 48, 3)), 1, device="cpu")
     whole = inputs.references()
-    monkeypatch.setattr("splitkv.lab.cases.REFERENCE_BYTES", SMALL.kv_bytes // 2)
+    monkeypatch.setattr("splitkv.lab.cases.REFERENCE_BYTES", 2 * SMALL.kv_bytes // 3)
     for a, b in zip(whole, inputs.references(), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -135,10 +240,33 @@ def test_the_baseline_is_subtracted_round_by_round() -> None:
     assert timing.summarize([1.0, 2.0, 3.0, 4.0, 5.0]).spread_us == 3.0
 
 
+def test_a_flush_takes_the_place_of_buffers() -> None:
+    l2 = GPUS["h200"].l2_bytes
+    flushing, rotating = Protocol(calls=16, flush=True), Protocol(calls=16)
+    assert (flushing.buffers(1 << 18, l2), rotating.buffers(1 << 18, l2)) == (16, 481)
+    assert flushing.buffers(1 << 30, l2) == rotating.buffers(1 << 30, l2) == 2
+    with pytest.raises(ValueError, match="^flush: expected False with warm, got True$"):
+        Protocol(warm=True, flush=True)
+
+
+def test_a_stopwatch_flushes_before_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    properties = SimpleNamespace(L2_cache_size=1 << 12)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(timing, "Replay", lambda body, **options: made.append(options))
+    x, q = torch.zeros(4), torch.zeros(2, 4)
+    timing.Stopwatch(Protocol("back-to-back", calls=8, flush=True), x, q).capture(lambda i: None)
+    timing.Stopwatch(Protocol("back-to-back"), x, q).capture(lambda i: None)
+    flushing, rotating = made
+    flushing.pop("before")()
+    assert flushing == {"buffers": 2, "calls": 8}
+    assert rotating == {"buffers": 2, "calls": timing.CALLS}
+
+
 class FakeReplay:
     """Runs a body once, and takes as many microseconds as it has been asked times."""
 
-    def __init__(self, body: timing.Body, buffers: int) -> None:
+    def __init__(self, body: timing.Body, buffers: int, **options: Any) -> None:
         self.result, self.us = body(0), 0.0
 
     def __call__(self) -> float:
@@ -227,6 +355,23 @@ def test_kernels_compile_for_hopper() -> None:
 
 
 # peers
+
+
+def test_peers_say_which_features_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "importable", lambda module: True)
+    lacking = {
+        "mqa8_b64_mixed_page16": "lengths that differ: expected equal lengths",
+        "mqa8_b64_4096_q4_page16": "query tokens 4: expected 1",
+        "gpt_oss_b1_4096_page16": "sink logits: expected none",
+        "gpt_oss_b1_4096_window128_nosink_page16": "mask causal window(127, -1): expected causal",
+    }
+    for case, reason in lacking.items():
+        assert reasons("sglang_triton", case) == [[reason]]
+        assert reasons("fa3", case) == [[]]
+        assert (reason in reasons("flashinfer", case)[0]) == ("mixed" not in case)
+        assert reason in reasons("cudnn", case)[0]
+    for name in peers.PEERS:
+        assert not any("lengths" in r for r in sum(reasons(name, "mqa8_b1_512"), []))
 
 
 def reasons(name: str, case: str) -> list[list[str]]:
@@ -373,6 +518,52 @@ def test_report_takes_the_last_of_each_and_lists_what_did_not_run(tmp_path: Path
     assert "* cudnn sdpa on 1 of 2 cases: too old\n" in result.stdout
 
 
+def test_ours_is_set_beside_ours_on_the_case_that_is_compared() -> None:
+    ours, protocol = bench.our_variants()[0], Protocol()
+    found = []
+    for name, us in (("mqa8_b64_4096", 40.0), ("mqa8_b64_4096_page16", 41.0)):
+        case = next(case for case in SUITES["pages"] if case.name == name)
+        row = ours.row(us=us, spread_us=0.1, err=0.0)
+        found.append(bench.record(case, row, FLOOR, protocol, MACHINE))
+    assert [r["beside"] for r in found] == [None, "mqa8_b64_4096"]
+    text = report.besides(found)
+    cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
+    assert cells == [
+        *("splitkv", "mqa8_b64_4096_page16", "41.00", "mqa8_b64_4096", "40.00", "1.025")
+    ]
+    assert text.endswith("geometric mean 1.025, most 1.025 (mqa8_b64_4096_page16)")
+    assert text in report.report(found)
+    assert report.besides(found[:1]) == report.besides(found[1:]) == ""
+    assert report.besides(records()) == ""
+
+
+def test_a_record_names_what_is_special_about_a_case() -> None:
+    case = next(case for case in SUITES["mixed"] if case.beside)
+    row = bench.our_variants()[0].row(us=50.0, spread_us=0.1, err=0.0)
+    r = bench.record(case, row, FLOOR, Protocol(), MACHINE)
+    assert r["kv_bytes"] == case.kv_bytes and r["tbs"] == case.kv_bytes / 50.0 / 1e6
+    assert tuple(r["shape"]["lengths"]) == suites.mixed_lengths()
+    windowed = bench.record(CASES["gpt_oss_b1_4096_window128"], row, FLOOR, Protocol(), MACHINE)
+    assert windowed["shape"]["mask"] == "causal window(127, -1)"
+    assert windowed["shape"]["sink_logits"] is True
+
+
+def test_lines_go_on_where_a_file_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    with lines.Lines(path) as first:
+        assert first.records == []
+        first.add({"a": 1})
+        assert path.read_text() == '{"a": 1}\n'
+    path.write_text('{"a": 1}\n{"b": "\u00e9"}\n{"c": ', encoding="utf-8")
+    with lines.Lines(path) as again:
+        assert again.records == [{"a": 1}, {"b": "\u00e9"}]
+        again.add({"d": 4})
+    assert lines.read(path) == [{"a": 1}, {"b": "\u00e9"}, {"d": 4}]
+    with lines.Lines(None) as nowhere:
+        nowhere.add({"a": 1})
+        assert nowhere.records == []
+
+
 def test_report_names_a_line_that_is_no_json(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text("{}\n{\n")
@@ -442,12 +633,15 @@ def test_past_the_time_limit_no_case_is_started(monkeypatch: pytest.MonkeyPatch)
         ([], "device: expected a CUDA GPU, got 'CPU'"),
         (["--case", "nobody"], "case: expected a glob that matches one of"),
         (["--place", "page8"], "place: expected 'all', 'contiguous' or 'page16', got 'page8'"),
+        (["--suite", "best"], "suite: expected 'records', 'pages', 'mixed', "),
+        (["--suite", "mixed", "--case", "mqa8_b1_512"], "case: expected a glob that matches one"),
         (["--peers", "fa4"], "peers: expected all, none or some of"),
         (["--mode", "hot"], "mode: expected 'isolated' or 'back-to-back', got 'hot'"),
         (["--policy", "best"], "policy: expected "),
         (["--num-splits", "-1"], "num_splits: expected at least 0, got -1"),
         (["--num-splits", "2", "--policy", "waves"], "num_splits: expected 0 with a policy, got 2"),
         (["--time-limit", "0"], "time_limit: expected more than 0, got 0"),
+        (["--jobs", "-1"], "jobs: expected at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_and_status_2(

@@ -6,17 +6,17 @@ Each result is written to the JSON file as soon as it is there: whatever ends a 
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import triton
@@ -25,16 +25,20 @@ from rich.live import Live
 from rich.table import Table
 
 import splitkv
-from splitkv.device import current
+from splitkv.device import Device, current
 from splitkv.errors import expect, expect_one_of
 from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.compiler import Compiler
 from splitkv.lab.floor import Floor, Floors
+from splitkv.lab.lines import Lines
 from splitkv.lab.peers import PEERS, Worker
-from splitkv.lab.report import OURS, cell, number, summary, title
+from splitkv.lab.report import OURS, besides, cell, number, summary, title
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure, nvidia_smi, one_line
-from splitkv.registry import POLICIES
+from splitkv.plans import Plan
+from splitkv.registry import POLICIES, make_plan
 
-SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k")
+SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "sink_logits")
+MANY = 4  # cases: for fewer, starting processes that compile ahead takes longer than compiling
 SHOWN = ("case", "library", "us (spread)", "floor", "TB/s", "error")
 
 
@@ -44,24 +48,24 @@ def our_variants(policies: Sequence[str] = (), num_splits: int = 0) -> list[Vari
     for name in policies:
         expect_one_of("policy", name, POLICIES)
     if num_splits:
-        return [_our_variant(f"{OURS} ({num_splits} splits)", num_splits=num_splits)]
-    return [_our_variant(f"{OURS} ({name})", policy=name) for name in policies] or [
-        _our_variant(OURS)
+        return [our_variant(f"{OURS} ({num_splits} splits)", num_splits=num_splits)]
+    return [our_variant(f"{OURS} ({name})", policy=name) for name in policies] or [
+        our_variant(OURS)
     ]
 
 
-def _our_variant(label: str, **decision: Any) -> Variant:
-    """`decision`: the arguments of `splitkv.plan` that say who decides; none: `decode` does."""
+def our_variant(label: str, **decision: Any) -> Variant:
+    """`decision`: a `plan`, or the arguments of `splitkv.plan`; none: `decode` decides."""
 
     def prepare(inputs: Inputs) -> Prepared:
         given = inputs.arguments(0)
         q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
-        plan = splitkv.plan(q, k, v, **decision, **given)
+        plan = decision.get("plan") or splitkv.plan(q, k, v, **decision, **given)
         chosen = {"plan": plan} if decision else {}
         calls = [inputs.arguments(i) | chosen for i in range(inputs.buffers)]
         return Prepared(lambda i: splitkv.decode(**calls[i]), splitkv.__version__, plan.as_dict())
 
-    return Variant(label, "decode", prepare)
+    return Variant(label, "decode", prepare, decision=decision)
 
 
 def facts() -> dict[str, Any]:
@@ -115,16 +119,22 @@ def record(
     return {
         "suite": "decode",
         "case": case.name,
+        "beside": case.beside,
         "library": row["library"],
         "kernel": kernel,
-        "shape": {**{name: getattr(p, name) for name in SHAPE}, "place": str(p.place)},
+        "shape": {
+            **{name: getattr(p, name) for name in SHAPE},
+            "place": str(p.place),
+            "mask": str(p.mask),
+            "lengths": case.lengths,
+        },
         "dtype": p.dtype,
-        "kv_bytes": p.kv_bytes,
+        "kv_bytes": case.kv_bytes,
         "us": us,
         "spread_us": row["spread_us"],
         "floor_us": floor.timing.us if floor else None,
         "floor": {**asdict(floor.timing), "by": floor.by} if floor else None,
-        "tbs": p.kv_bytes / us / 1e6 if us else None,
+        "tbs": case.kv_bytes / us / 1e6 if us else None,
         "err": row["err"],
         "reasons": row["reasons"],
         "plan": row["plan"],
@@ -178,9 +188,13 @@ def bench_decode(
     protocol: Protocol,
     json_path: Path | None = None,
     time_limit: float | None = None,
+    jobs: int = 0,
     console: Console | None = None,
 ) -> int:
-    """Measure the cases, none started past the limit. 0, or 1 where one of ours has no time."""
+    """Measure the cases, none started past the limit. 0, or 1 where one of ours has no time.
+
+    `jobs` processes compile our kernels ahead.
+    """
     device = current()
     expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
     start, console = time.monotonic(), console or Console()
@@ -192,37 +206,44 @@ def bench_decode(
     ]
     floors, machine = Floors(protocol), facts()
     with ExitStack() as stack:
-        file: TextIO | None = None
-        if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(json_path.open("a"))
+        lines = stack.enter_context(Lines(json_path))
+        compiler = stack.enter_context(Compiler(jobs if len(cases) >= MANY else 0))
+        ahead = [compiler.submit(_our_plans(case, ours, device)) for case in cases]
         screen = stack.enter_context(Screen(console, len(cases)))
         workers = [Worker(name, protocol) for name in peers if PEERS[name].own_process]
         for worker in workers:
             stack.callback(worker.stop)
-        for case in cases:
+        for case, compiled in zip(cases, ahead, strict=True):
             if time_limit is not None and time.monotonic() - start > time_limit:
                 left = len(cases) - screen.done
                 screen.say(f"time limit of {time_limit:g} s: {left} cases left out")
                 break
+            wait(compiled)
             floor = _floor(floors, case, screen)
             sources: list[Callable[[Case], Iterator[dict[str, Any]]]]
             sources = [lambda c: measure(c, here, protocol), *(w.measure for w in workers)]
             try:
                 for row in _rows(case, sources):
                     records.append(record(case, row, floor, protocol, machine))
-                    if file:
-                        print(json.dumps(records[-1]), file=file, flush=True)
+                    lines.add(records[-1])
                     screen.add(records[-1])
             except RuntimeError as error:  # the GPU does not recover from this in one process
                 screen.say(f"{case.name}: stopped: {one_line(error)}")
                 lost = True
                 break
             screen.done += 1
+        failures = compiler.failures()
+    if failures:
+        console.print(f"{len(failures)} kernels did not compile ahead: {failures[0]}")
     if records:
-        console.print("\n" + summary(records), markup=False, highlight=False, soft_wrap=True)
+        text = "\n\n".join(filter(None, ["\n" + summary(records), besides(records)]))
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     failed = [r["case"] for r in records if r["library"].startswith(OURS) and r["us"] is None]
     return 1 if failed or lost else 0
+
+
+def _our_plans(case: Case, ours: Sequence[Variant], device: Device) -> list[Plan]:
+    return [make_plan(case.problem, device, **variant.decision) for variant in ours]
 
 
 def _rows(
@@ -236,7 +257,7 @@ def _rows(
 
 def _floor(floors: Floors, case: Case, screen: Screen) -> Floor | None:
     try:
-        return floors(case.problem.kv_bytes)
+        return floors(case.kv_bytes)
     except RuntimeError as error:  # too little memory, or no reader
         screen.say(f"{case.name}: no floor: {one_line(error)}")
         return None

@@ -31,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from splitkv.errors import expect
-from splitkv.lab.cases import CASES, Case, Inputs
+from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.suites import CASES
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure
 
 WORKSPACE_BYTES = 256 << 20
@@ -61,17 +62,25 @@ def sdpa(backend: SDPBackend, packed: bool) -> Callable[[Inputs], Prepared]:
 def fa3(inputs: Inputs) -> Prepared:
     """FlashAttention-3, its schedule made ahead of the calls."""
     fa, p = import_module("peers.fa3"), inputs.problem
+    options: dict[str, Any] = {
+        "causal": p.mask.causal,
+        "window_size": (p.mask.window_left, p.mask.window_right),
+    }
     schedule = fa.get_scheduler_metadata(
-        *(p.batch, 1, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim, inputs.lengths),
+        *(p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim),
+        inputs.lengths,
+        qkv_dtype=inputs.q.dtype,
         page_size=inputs.page_size,
-        causal=True,
+        **options,
     )
+    if inputs.sink is not None:
+        options["s_aux"] = inputs.sink
 
     def call(i: int) -> torch.Tensor:
         return fa.flash_attn_with_kvcache(
             *(inputs.q[i], inputs.k[i], inputs.v[i], inputs.lengths, inputs.table),
-            causal=True,
             scheduler_metadata=schedule,
+            **options,
         )
 
     return Prepared(call, getattr(fa, "__version__", None))
@@ -102,10 +111,12 @@ def flashinfer_tensor_cores(inputs: Inputs) -> Prepared:
         return Prepared(call, fi.__version__)
     page_size = inputs.page_size or 1
     wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
-    indptr = offsets(inputs, inputs.table.shape[1])
-    last_page_len = torch.full_like(inputs.lengths, (p.seqlen_k - 1) % page_size + 1)
+    pages = (inputs.lengths + page_size - 1) // page_size
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    used = torch.arange(inputs.table.shape[1], device=pages.device) < pages[:, None]
+    last_page_len = (inputs.lengths - 1) % page_size + 1
     wrapper.plan(
-        *(indptr, inputs.table.flatten(), last_page_len),
+        *(indptr, inputs.table[used], last_page_len),
         *(p.num_heads, p.num_kv_heads, p.head_dim, page_size),
         q_data_type=inputs.q.dtype,
         kv_data_type=inputs.k.dtype,
@@ -218,6 +229,26 @@ def one_sequence_unless_paged(case: Case) -> list[str]:
     return [f"batch {batch}: expected 1 with a contiguous cache"]
 
 
+def only(*features: str) -> Callable[[Case], list[str]]:
+    """A reason for each feature of a case that is not among these."""
+
+    def against(case: Case) -> list[str]:
+        p = case.problem
+        there = {
+            "lengths": (case.lengths is not None, "lengths that differ: expected equal lengths"),
+            "tokens": (p.seqlen_q > 1, f"query tokens {p.seqlen_q}: expected 1"),
+            "window": (p.mask.left is not None, f"mask {p.mask}: expected causal"),
+            "sink": (p.sink_logits, "sink logits: expected none"),
+        }
+        return [
+            reason
+            for name, (there_is, reason) in there.items()
+            if there_is and name not in features
+        ]
+
+    return against
+
+
 def every(*checks: Callable[[Case], list[str]]) -> Callable[[Case], list[str]]:
     """All reasons of all checks."""
     return lambda case: [reason for check in checks for reason in check(case)]
@@ -234,13 +265,13 @@ class Peer:
 def _sdpa_peer(library: str, backend: SDPBackend) -> Peer:
     kernels = {"sdpa": False, "sdpa packed": True}
     variants = (
-        Variant(library, kernel, sdpa(backend, packed), contiguous_only)
+        Variant(library, kernel, sdpa(backend, packed), every(contiguous_only, only()))
         for kernel, packed in kernels.items()
     )
     return Peer(tuple(variants), own_process=False)
 
 
-_FLASHINFER = needs("peers.fi", "flashinfer")
+_FLASHINFER = every(needs("peers.fi", "flashinfer"), only("lengths"))
 PEERS: dict[str, Peer] = {
     "fa2": _sdpa_peer("fa2", SDPBackend.FLASH_ATTENTION),
     "cudnn": _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
@@ -255,10 +286,20 @@ PEERS: dict[str, Peer] = {
         )
     ),
     "vllm_triton": Peer(
-        (Variant("vllm_triton", "unified", vllm_triton, needs("peers.vllm_triton")),)
+        (
+            Variant(
+                *("vllm_triton", "unified", vllm_triton),
+                every(needs("peers.vllm_triton"), only("lengths")),
+            ),
+        )
     ),
     "sglang_triton": Peer(
-        (Variant("sglang_triton", "decode", sglang_triton, needs("peers.sglang_triton")),)
+        (
+            Variant(
+                *("sglang_triton", "decode", sglang_triton),
+                every(needs("peers.sglang_triton"), only()),
+            ),
+        )
     ),
 }
 

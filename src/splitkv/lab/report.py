@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from splitkv.errors import expect
+from splitkv.errors import expect_one_of
+from splitkv.lab.lines import Record
+from splitkv.lab.lines import read as read_lines
 
-Record = dict[str, Any]
 OURS = "splitkv"
 ABSENT = "-"
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
     """The records of files of JSON lines."""
-    records = []
-    for path in paths:
-        expect(path.is_file(), "results", "a file of JSON lines", str(path))
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError:  # the line that was being written when the disk was full
-                expect(False, f"{path}:{number}", "a JSON object", line[:40])
-    return records
+    return [record for path in paths for record in read_lines(path)]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -117,8 +110,41 @@ def summary(records: Sequence[Record]) -> str:
     return text
 
 
+def besides(records: Sequence[Record]) -> str:
+    """Ours on cases that stand beside another: how many times as long they take; or nothing."""
+    ours = {(r["library"], r["case"]): r for r in latest(records) if r["library"].startswith(OURS)}
+    found = []
+    for (library, _), r in ours.items():
+        other = ours.get((library, r.get("beside")))
+        if other and None not in (r["us"], other["us"]):
+            found.append((r["us"] / other["us"], r, other))
+    if not found:
+        return ""
+    rows = [
+        [title(r), r["case"], number(r["us"]), o["case"], number(o["us"]), f"{ratio:.3f}"]
+        for ratio, r, o in found
+    ]
+    most, worst, _ = max(found, key=lambda triple: triple[0])
+    mean = math.exp(math.fsum(math.log(ratio) for ratio, *_ in found) / len(found))
+    return (
+        table(["library", "case", "us", "beside", "us", "ratio"], rows)
+        + f"\n\nratio over {len(found)} cases: geometric mean {mean:.3f}, "
+        + f"most {most:.3f} ({worst['case']})"
+    )
+
+
 def report(records: Sequence[Record]) -> str:
-    """Markdown: where and when, the summary, every library's time, and what did not run and why."""
+    """Markdown for the results of any command."""
+    parts = []
+    kinds = {"decode": bench_report, "study": studies_report, "sweep": sweep_report}
+    for suite in dict.fromkeys(r["suite"] for r in records):
+        expect_one_of("suite", suite, kinds)
+        parts.append(kinds[suite]([r for r in records if r["suite"] == suite]))
+    return "\n\n".join(parts)
+
+
+def bench_report(records: Sequence[Record]) -> str:
+    """Where and when, the summary, every library's time, and what did not run and why."""
     parts = []
     for where in dict.fromkeys(map(provenance, records)):
         here = latest(r for r in records if provenance(r) == where)
@@ -133,6 +159,7 @@ def report(records: Sequence[Record]) -> str:
             [case, *(cell(found.get(name)) for name in titles)] for case, found in times.items()
         ]
         parts += [where, summary(here), table(["us (spread)", *titles], rows)]
+        parts += filter(None, [besides(here)])
         if reasons:
             parts.append(
                 "\n".join(
@@ -143,14 +170,113 @@ def report(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+def studies_report(records: Sequence[Record]) -> str:
+    """Of the studies of each run, how much longer than the best each policy's plan took."""
+    last = {(machine(r), r["case"]): r for r in records}
+    parts = []
+    for where in dict.fromkeys(map(machine, records)):
+        parts += [where, regret_table([r for (its, _), r in last.items() if its == where])]
+    return "\n\n".join(parts)
+
+
+def regret(record: Record, policy: str) -> float | None:
+    """How much longer the policy's plan took than the best, as a share; None without a time."""
+    us = record["chosen"][policy]["us"]
+    return None if us is None or record["best"] is None else us / record["best"]["us"] - 1
+
+
+def regret_table(records: Sequence[Record], worst: int = 5) -> str:
+    """Of each policy the median, the 90th percentile and the worst; below it the worst cases."""
+    rows, listed = [], []
+    for policy in dict.fromkeys(name for r in records for name in r["chosen"]):
+        known = [(regret(r, policy), r) for r in records if policy in r["chosen"]]
+        found = sorted(((x, r) for x, r in known if x is not None), key=lambda pair: -pair[0])
+        shares = [share for share, _ in found]
+        if not shares:
+            continue
+        tenth, middle = shares[(len(shares) - 1) // 10], median(shares)
+        cells = [f"{share:.1%}" for share in (middle, tenth, shares[0])]
+        rows.append([policy, str(len(shares)), str(len(known) - len(shares)), *cells])
+        listed += [
+            [
+                policy,
+                f"{share:.1%}",
+                r["case"],
+                *plan_cells(r["chosen"][policy]),
+                *plan_cells(r["best"]),
+            ]
+            for share, r in found[:worst]
+        ]
+    header = ["policy", "over the best", "case", "its plan", "us", "best plan", "us"]
+    return (
+        table(["policy", "cases", "no time", "median", "90th percentile", "worst"], rows)
+        + "\n\n"
+        + table(header, listed)
+    )
+
+
+def plan_cells(plan: Record) -> list[str]:
+    """A plan with its time, in two cells."""
+    return [f"{plan['kernel']} {shape_of(plan['config'])}", number(plan["us"])]
+
+
+def shape_of(config: Record) -> str:
+    """`8 x 64 keys, 4 warps, 2 stages`."""
+    text = f"{config['num_splits']} x {config['tile_n']} keys, {config['num_warps']} warps, "
+    return f"{text}{config['num_stages']} stages"
+
+
+def boundary_table(records: Sequence[Record]) -> str:
+    """Studies of one shape at several numbers of keys: the best plan and each policy's."""
+    policies = list(dict.fromkeys(name for r in records for name in r["chosen"]))
+    rows = []
+    for r in sorted(records, key=lambda r: r["problem"]["seqlen_k"]):
+        if r["best"] is not None:
+            plans = [r["best"], *(r["chosen"].get(name) for name in policies)]
+            cells = [
+                f"{number(p['us'])} ({p['config']['num_splits']})" if p else ABSENT for p in plans
+            ]
+            rows.append([str(r["problem"]["seqlen_k"]), *cells])
+    return table(["keys: us (splits)", "best", *policies], rows)
+
+
+def sweep_report(records: Sequence[Record]) -> str:
+    """Of each case swept, the best number of splits of each kernel, and every policy's choice."""
+    parts = []
+    for where in dict.fromkeys((machine(r), r["case"]) for r in records):
+        here = [r for r in records if (machine(r), r["case"]) == where]
+        parts += [f"{where[1]}: {where[0]}", sweep_table(here)]
+    return "\n\n".join(parts)
+
+
+def sweep_table(records: Sequence[Record]) -> str:
+    """One case: a row for the best plan of each kernel, and one for each policy."""
+    swept = [r for r in records if not r["policy"] and r["us"] is not None]
+    fastest = {
+        kernel: min((r for r in swept if r["kernel"] == kernel), key=lambda r: r["us"])
+        for kernel in dict.fromkeys(r["kernel"] for r in swept)
+    }
+    chosen = {r["policy"]: r for r in records if r["policy"] and r["us"] is not None}
+    least = min((r["us"] for r in [*swept, *chosen.values()]), default=0.0)
+    rows = [
+        [name, *plan_cells(r), f"{r['us'] / least - 1:+.1%}"]
+        for name, r in [*((f"best of {k}", r) for k, r in fastest.items()), *chosen.items()]
+    ]
+    return table(["", "plan", "us", "over the best"], rows)
+
+
 def provenance(record: Record) -> str:
     """The line over a table: GPU, software, protocol, sources, day."""
+    protocol = f"{record['dtype']}, {record['mode']}, {record['cache']}"
+    return machine(record, protocol)
+
+
+def machine(record: Record, *more: str) -> str:
+    """GPU, software, sources, day."""
     versions = record["versions"]
     software = ", ".join(f"{n} {versions[n]}" for n in ("torch", "triton"))
-    return (
-        f"{record['gpu']}, driver {record['driver']}, {software}; {record['dtype']}, "
-        f"{record['mode']}, {record['cache']}; {record['commit']}, {record['date'][:10]}"
-    )
+    where = f"{record['gpu']}, driver {record['driver']}, {software}"
+    return "; ".join([where, *more, f"{record['commit']}, {record['date'][:10]}"])
 
 
 def title(record: Record) -> str:

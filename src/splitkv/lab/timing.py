@@ -5,7 +5,9 @@
 * **CUDA graph replay.** A serving loop replays a graph, and the host would be timed otherwise. The
   stream is kept busy until the graph is queued, so the start of the graph is not timed either.
 * **Cold.** Buffers of q, K and V rotate: between two reads of one, twice the L2 is read from
-  others, as between two steps of a model. `warm` reads one buffer over and over and says so.
+  others, as between two steps of a model. `warm` reads one buffer over and over and says so. Where
+  many plans are timed, `flush` reads twice the L2 before every replay instead, so that a graph of
+  `calls` calls is cold however small its buffers are.
 * **Isolated.** A tiny kernel that writes q stands before every call, as the projection does in a
   model: a call cannot start before its q is there, nor overlap the call before it. The time of that
   kernel, alone in a graph of its own, is subtracted. `back-to-back` leaves it out.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.errors import expect_one_of
+from splitkv.errors import expect, expect_one_of
 from splitkv.lab.cases import Case, Inputs
 from splitkv.testing import assert_close
 
@@ -42,14 +44,26 @@ Body = Callable[[int], Any]
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """mode: isolated or back-to-back; warm: one buffer, which stays in the L2."""
+    """mode: isolated or back-to-back; warm: one buffer, which stays in the L2.
+
+    calls   in a graph, at least
+    flush   read twice the L2 before each replay, and rotate no more buffers than there are calls
+    """
 
     mode: str = "isolated"
     warm: bool = False
     rounds: int = ROUNDS
+    calls: int = CALLS
+    flush: bool = False
 
     def __post_init__(self) -> None:
         expect_one_of("mode", self.mode, MODES)
+        expect(not (self.warm and self.flush), "flush", "False with warm", self.flush)
+
+    def buffers(self, num_bytes: int, l2_bytes: int) -> int:
+        """Buffers of so many bytes to rotate."""
+        count = rotation(num_bytes, l2_bytes, self.warm)
+        return min(count, self.calls) if self.flush else count
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +88,14 @@ class Variant:
 
     unsupported(case) -> every reason against it, with values; empty: it may run
     prepare(inputs)   -> Prepared; whatever it raises is a reason too
+    decision          of ours: the arguments of `splitkv.plan` that say who decides, or a `plan`
     """
 
     library: str
     kernel: str
     prepare: Callable[[Inputs], Prepared]
     unsupported: Callable[[Case], list[str]] = lambda case: []
+    decision: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def row(self, **found: Any) -> dict[str, Any]:
         """What a measurement says; without a time there are reasons."""
@@ -142,17 +158,20 @@ def after(first: Body, then: Body) -> Body:
 class Replay:
     """A CUDA graph of calls over the buffers; replayed when called, it returns microseconds a call.
 
+    before   runs before every replay, and is not timed
     result   what the first call of the graph returned, rewritten by every replay
     """
 
-    def __init__(self, body: Body, buffers: int) -> None:
+    def __init__(
+        self, body: Body, buffers: int, calls: int = CALLS, before: Callable[[], Any] | None = None
+    ) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for i in (0, 0, buffers - 1):  # compiles, loads, allocates
                 body(i)
         torch.cuda.synchronize()
-        self.calls = buffers * -(-CALLS // buffers)
+        self.calls, self.before = buffers * -(-calls // buffers), before
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.result = body(0)
@@ -164,6 +183,8 @@ class Replay:
 
     def __call__(self) -> float:
         torch.cuda._sleep(LEAD_CYCLES)
+        if self.before:
+            self.before()
         self.start.record()
         self.graph.replay()
         self.end.record()
@@ -175,20 +196,42 @@ class Stopwatch:
     """Times bodies over rotating buffers by a protocol, all against the same q writer."""
 
     def __init__(self, protocol: Protocol, x: Tensor, q: Tensor) -> None:
-        self.protocol, self.buffers = protocol, q.shape[0]
+        self.options: dict[str, Any] = {"buffers": q.shape[0], "calls": protocol.calls}
+        if protocol.flush:
+            l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+            self.options["before"] = torch.empty(l2_bytes // 2, device=q.device).sum
         isolated = protocol.mode == "isolated"
-        self.write = q_writer(x, q) if isolated else None
-        self.writer = Replay(self.write, self.buffers) if self.write else None
+        self.protocol, self.write = protocol, q_writer(x, q) if isolated else None
+        self.writer = Replay(self.write, **self.options) if self.write else None
 
     def capture(self, body: Body) -> Replay:
-        return Replay(after(self.write, body) if self.write else body, self.buffers)
+        return Replay(after(self.write, body) if self.write else body, **self.options)
 
-    def time(self, replays: Mapping[str, Replay]) -> dict[str, Timing]:
-        """Every replay in turns with the others and the writer."""
+    def time(self, replays: Mapping[str, Replay], rounds: int = 0) -> dict[str, Timing]:
+        """Every replay in turns with the others and the writer; `rounds`: not the protocol's."""
         writer = {} if self.writer is None else {"": self.writer}
-        samples = interleave({**writer, **replays}, self.protocol.rounds)
+        samples = interleave({**writer, **replays}, rounds or self.protocol.rounds)
         baseline = samples.pop("", None)
         return {name: summarize(us, baseline) for name, us in samples.items()}
+
+
+class Session:
+    """A case ready to be timed: its operands, what they have to give, and a stopwatch."""
+
+    def __init__(self, case: Case, protocol: Protocol) -> None:
+        l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self.inputs = Inputs(case, protocol.buffers(case.kv_bytes, l2_bytes))
+        self.ref, self.pt = self.inputs.references()
+        self.watch = Stopwatch(protocol, self.inputs.x, self.inputs.q)
+
+    def capture(self, variant: Variant) -> tuple[Replay, dict[str, Any]]:
+        """A graph of the variant, its answer checked, and its row without a time."""
+        call, version, plan = variant.prepare(self.inputs)
+        replay = self.watch.capture(call)
+        out = replay.result.reshape(self.ref.shape)
+        assert_close(out, self.ref, self.pt)
+        err = (out.double() - self.ref.double()).abs().max().item()
+        return replay, variant.row(version=version, plan=plan, err=err)
 
 
 def measure(
@@ -203,31 +246,21 @@ def measure(
     able = [variant for variant, reasons in against.items() if not reasons]
     if not able:
         return
-    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
     try:
-        inputs = Inputs(case, rotation(case.problem.kv_bytes, l2_bytes, protocol.warm))
-        ref, pt = inputs.references()
-        watch = Stopwatch(protocol, inputs.x, inputs.q)
+        session = Session(case, protocol)
     except Exception as error:  # mostly too little memory
         yield from (variant.row(reasons=[one_line(error)]) for variant in able)
         torch.cuda.synchronize()
         return
     rows, replays = {}, {}
     for variant in able:
+        key = f"{variant.library} {variant.kernel}"
         try:
-            call, version, plan = variant.prepare(inputs)
-            replay = watch.capture(call)
-            out = replay.result.reshape(ref.shape)
-            assert_close(out, ref, pt)
+            replays[key], rows[key] = session.capture(variant)
         except Exception as error:  # whatever a library raises is why it has no time
             yield variant.row(reasons=[one_line(error)])
             torch.cuda.synchronize()
-            continue
-        key = f"{variant.library} {variant.kernel}"
-        replays[key] = replay
-        err = (out.double() - ref.double()).abs().max().item()
-        rows[key] = variant.row(version=version, plan=plan, err=err)
-    times = watch.time(replays)
+    times = session.watch.time(replays)
     now = clocks()
     for key, timing in times.items():
         yield {**rows[key], "us": timing.us, "spread_us": timing.spread_us, "clocks": now}

@@ -10,12 +10,14 @@ from splitkv.policies import (
     flash_attention_3,
     paged_attention_v2,
     sequence_aware,
+    tuned,
     waves,
 )
 from splitkv.policies.shared import Policy
 
 POLICIES: dict[str, Policy] = {
     "waves": waves.choose,
+    "tuned": tuned.choose,
     "flash_attention_2": flash_attention_2.choose,
     "flash_attention_3": flash_attention_3.choose,
     "sequence_aware": sequence_aware.choose,
@@ -34,5 +36,6 @@ __all__ = [
     "flash_attention_3",
     "paged_attention_v2",
     "sequence_aware",
+    "tuned",
     "waves",
 ]

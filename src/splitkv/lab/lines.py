@@ -1,0 +1,54 @@
+"""Files of JSON lines that a run appends to, and takes up again after it was cut short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from splitkv.errors import expect
+
+Record = dict[str, Any]
+
+
+class Lines:
+    """A file of JSON lines. Entered, it takes more, each on disk before `add` returns.
+
+    `records` are those already there. A last line that was cut short, as by a full disk, is cut off
+    before more are added. None in the place of a path: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+        self.records = read(path) if path is not None and path.exists() else []
+
+    def __enter__(self) -> Lines:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("a+")
+            self.file.seek(0)
+            text = self.file.read()
+            self.file.truncate(len(text[: text.rfind("\n") + 1].encode()))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.file:
+            self.file.close()
+
+    def add(self, record: Record) -> None:
+        if self.file:
+            print(json.dumps(record), file=self.file, flush=True)
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file; a last line without an end is none."""
+    expect(path.is_file(), "results", "a file of JSON lines", str(path))
+    text = path.read_text()
+    records = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            expect(False, f"{path}:{number}", "a JSON object", line[:40])
+    return records

@@ -1,0 +1,89 @@
+"""Pictures of sweeps, as matplotlib draws them: the file's ending says the format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from splitkv.errors import expect
+from splitkv.lab.lines import Record
+from splitkv.lab.report import machine
+
+MARKS = "osD^vPX*h"
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """The last case that was swept, or studies of one shape at several numbers of keys."""
+    swept = [r for r in records if r["suite"] == "sweep"]
+    studied = [r for r in records if r["suite"] == "study"]
+    expect(swept or studied, "plot", "results of `splitkv sweep`", "none")
+    if swept:
+        splits([r for r in swept if r["case"] == swept[-1]["case"]], path)
+    else:
+        boundary(studied, path)
+
+
+def splits(records: Sequence[Record], path: Path) -> None:
+    """Microseconds over the number of splits: a thin line a tile shape, a thick one for the fastest
+    of each kernel, and a mark for what each policy chooses."""
+    swept = [r for r in records if not r["policy"] and r["us"] is not None]
+    figure, axes = _axes(records[0], "splits")
+    for color, kernel in enumerate(dict.fromkeys(r["kernel"] for r in swept)):
+        mine = [r for r in swept if r["kernel"] == kernel]
+        fastest: dict[int, float] = {}
+        tiles: dict[str, list[tuple[int, float]]] = {}
+        for r in sorted(mine, key=lambda r: r["config"]["num_splits"]):
+            number, c = r["config"]["num_splits"], r["config"]
+            fastest[number] = min(r["us"], fastest.get(number, r["us"]))
+            name = f"{c['tile_n']} keys, {c['num_warps']} warps, {c['num_stages']} stages"
+            tiles.setdefault(name, []).append((number, r["us"]))
+        for points in tiles.values():
+            axes.plot(*zip(*points, strict=True), color=f"C{color}", linewidth=0.7, alpha=0.6)
+        line = {"color": f"C{color}", "linewidth": 2, "label": kernel}
+        axes.plot(list(fastest), list(fastest.values()), **line)
+    for i, r in enumerate(r for r in records if r["policy"] and r["us"] is not None):
+        mark = {"marker": MARKS[i % len(MARKS)], "linestyle": "none", "label": r["policy"]}
+        axes.plot([r["config"]["num_splits"]], [r["us"]], markersize=8, zorder=3, **mark)
+    _save(figure, axes, path)
+
+
+def boundary(records: Sequence[Record], path: Path) -> None:
+    """Microseconds over the number of keys: the best plan, and each policy's."""
+    timed = [r for r in records if r["best"] is not None]
+    timed.sort(key=lambda r: r["problem"]["seqlen_k"])
+    figure, axes = _axes(records[0], "keys")
+    best = [(r["problem"]["seqlen_k"], r["best"]["us"]) for r in timed]
+    if best:
+        axes.plot(*zip(*best, strict=True), color="black", linewidth=3, alpha=0.3, label="best")
+    for i, policy in enumerate(dict.fromkeys(name for r in timed for name in r["chosen"])):
+        points = [
+            (r["problem"]["seqlen_k"], plan["us"])
+            for r in timed
+            if (plan := r["chosen"].get(policy)) and plan["us"] is not None
+        ]
+        if points:
+            mark = {"marker": MARKS[i % len(MARKS)], "markersize": 4, "linewidth": 1}
+            axes.plot(*zip(*points, strict=True), label=policy, **mark)
+    _save(figure, axes, path)
+
+
+def _axes(record: Record, over: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(over)
+    axes.set_ylabel("us")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_title(f"{record['case']}\n{machine(record)}", fontsize=9)
+    return figure, axes
+
+
+def _save(figure: Figure, axes: Any, path: Path) -> None:
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

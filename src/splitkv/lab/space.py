@@ -1,0 +1,101 @@
+"""Which plans of a problem are worth timing: a few tile shapes of each kernel, each with a few
+numbers of splits, spread around those that the cost model of `waves` finds best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from splitkv import registry
+from splitkv.device import Device
+from splitkv.plans import Choice, Config, Kernel, Plan
+from splitkv.policies import waves
+from splitkv.policies.shared import shapes, splits_keys
+from splitkv.policies.tuned import cheapest_splits, even_splits, most_splits
+from splitkv.problem import Problem
+
+Key = tuple[str, Config]  # a kernel and its config
+
+AROUND = (1.0, 1.5, 1 / 1.5, 2.5, 1 / 2.5)  # times the number of splits that the model finds best
+NEAR = (1.25, 0.8, 1.6, 0.6)  # times the number of splits that was fastest
+
+
+def splitting(problem: Problem, device: Device) -> list[Kernel]:
+    """The kernels that can run a problem and leave a tile shape and a number of splits to choose,
+    in order of preference."""
+    able = [kernel for kernel in registry.KERNELS if not kernel.unsupported(problem, device)]
+    return [k for k in able if splits_keys(problem, shapes(k, problem, device))]
+
+
+def tile_shapes(problem: Problem, device: Device, kernel: Kernel) -> list[Config]:
+    """The shapes of a kernel worth timing: the one that `waves` takes, then in turns, each with
+    another number of keys a tile, the kernel's own first and the cheapest by the cost model."""
+    found = shapes(kernel, problem, device)
+    equal = replace(problem, lengths="host")  # for differing ones it may share programs out instead
+    taken = replace(waves.choose(equal, device, [kernel]).config, num_splits=1)
+    constants = waves.constants_of(kernel)
+    by_seconds = sorted(found, key=lambda shape: _seconds(problem, device, shape, constants))
+    in_turns = zip(_one_a_tile(found), _one_a_tile(by_seconds), strict=True)
+    listed = [taken, *(shape for pair in in_turns for shape in pair)]
+    return [shape for shape in dict.fromkeys(listed) if shape in found]
+
+
+def _one_a_tile(found: Sequence[Config]) -> list[Config]:
+    """The first shape of each number of keys a tile."""
+    first: dict[int, Config] = {}
+    for shape in found:
+        first.setdefault(shape.tile_n, shape)
+    return list(first.values())
+
+
+def _seconds(problem: Problem, device: Device, shape: Config, constants: waves.Constants) -> float:
+    """By the cost model, with one split, or so many that they fill half a wave, one or two."""
+    whole = waves.cost(problem, device, replace(shape, num_splits=1), constants)
+    most, a_wave = most_splits(problem, shape), whole.slots / max(1, whole.num_ctas)
+    some = {min(most, max(1, round(a_wave * waves_filled))) for waves_filled in (0.5, 1, 2)}
+    cuts = (replace(shape, num_splits=splits) for splits in some)
+    costs = [waves.cost(problem, device, cut, constants).seconds for cut in cuts]
+    return min(whole.seconds, *costs)
+
+
+def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
+    """About `count` plans, as many of each kernel, first every shape with the splits that the model
+    finds best for it."""
+    kernels = splitting(problem, device)
+    found: list[Choice] = []
+    for kernel in kernels:
+        each = max(1, count // len(kernels))
+        listed = tile_shapes(problem, device, kernel)[: max(2, each // 2)]
+        constants = waves.constants_of(kernel)
+        best = {shape: cheapest_splits(problem, device, shape, constants) for shape in listed}
+        configs: dict[Config, None] = {}
+        for factor in AROUND:
+            for shape in listed:
+                configs |= dict.fromkeys(_with_splits(problem, shape, [best[shape] * factor]))
+        found += [Choice(kernel.name, config, "candidate") for config in list(configs)[:each]]
+    return found
+
+
+def neighbours(problem: Problem, best: Key, tried: Iterable[Key] = ()) -> list[Choice]:
+    """The shape of the fastest plan with other numbers of splits near its own, not tried yet.
+
+    None of a plan whose number of splits is not free.
+    """
+    (kernel, config), known = best, set(tried)
+    if config.programs or config.split_size:
+        return []
+    near = _with_splits(problem, config, [config.num_splits * factor for factor in NEAR])
+    new = [other for other in dict.fromkeys(near) if (kernel, other) not in known]
+    return [Choice(kernel, other, "neighbour") for other in new]
+
+
+def _with_splits(problem: Problem, shape: Config, splits: Sequence[float]) -> Iterator[Config]:
+    most = most_splits(problem, shape)
+    for number in splits:
+        wanted = min(max(1, round(number)), most)
+        yield replace(shape, num_splits=even_splits(problem, shape, wanted))
+
+
+def plan_of(problem: Problem, device: Device, choice: Choice) -> Plan:
+    """A choice as a plan, for `decode`."""
+    return Plan(problem, device, "lab", choice.kernel, choice.config, choice.why)

@@ -1,0 +1,254 @@
+"""Timing many plans of many problems: what `tune`, `regret` and the boundary sweep have in common.
+
+A study is of one problem. Its candidates (`space.candidates`) and what the policies choose are all
+captured and checked; a few rounds tell the fastest; those, the policies' plans and a few more
+numbers of splits near the fastest are then timed over more rounds, all in turns in one run. The
+best plan is the fastest of that second part.
+
+Kernels compile ahead in other processes, problems are taken in the order in which they are ready,
+and each study is a line of JSON as soon as it is done. Run again with the same file, a study of the
+same problem, GPU, sources and plans of the policies is not repeated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+
+from splitkv.device import Device
+from splitkv.errors import expect
+from splitkv.lab import space
+from splitkv.lab.bench import facts, our_variant
+from splitkv.lab.cases import Case
+from splitkv.lab.compiler import Compiler, in_order_of_readiness
+from splitkv.lab.lines import Lines, Record
+from splitkv.lab.report import number, plan_cells, regret
+from splitkv.lab.space import Key
+from splitkv.lab.timing import Protocol, Replay, Session, Timing, one_line
+from splitkv.plans import Choice, Config, Plan
+from splitkv.policies import Policy
+from splitkv.policies.tuned import dims
+from splitkv.problem import Problem
+from splitkv.registry import make_plan
+
+FIRST_ROUNDS, FINALISTS = 3, 3
+GRAPH_SECONDS = 1.5e-3  # that a graph is to take: enough to time, and many are replayed
+CALLS = (8, 64)  # in a graph, at least and at most
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many plans of a problem are captured at first, and rounds of the second part."""
+
+    candidates: int = 16
+    rounds: int = 9
+
+
+def protocol_for(case: Case, device: Device, rounds: int) -> Protocol:
+    """Short graphs, each cold by reading twice the L2 before it."""
+    seconds = case.kv_bytes / device.bandwidth + 5e-6
+    calls = min(CALLS[1], max(CALLS[0], round(GRAPH_SECONDS / seconds)))
+    return Protocol(rounds=rounds, calls=calls, flush=True)
+
+
+class Contest:
+    """Plans of a case, captured once each and timed against each other."""
+
+    def __init__(self, case: Case, device: Device, rounds: int) -> None:
+        self.problem, self.device = case.problem, device
+        self.session = Session(case, protocol_for(case, device, rounds))
+        self.replays: dict[Key, Replay] = {}
+        self.reasons: list[str] = []
+        self.times: dict[Key, Timing] = {}
+
+    def enter(self, choices: Iterable[Choice]) -> None:
+        """Capture and check; what cannot run is left out, with its reason."""
+        for choice in choices:
+            key = choice.kernel, choice.config
+            if key in self.replays:
+                continue
+            plan = space.plan_of(self.problem, self.device, choice)
+            try:
+                self.replays[key] = self.session.capture(our_variant(label(key), plan=plan))[0]
+            except Exception as error:  # whatever it raises is why it has no time
+                self.reasons.append(f"{label(key)}: {one_line(error)}")
+                torch.cuda.synchronize()
+
+    def time(self, keys: Iterable[Key], rounds: int) -> dict[Key, Timing]:
+        replays = {key: self.replays[key] for key in dict.fromkeys(keys) if key in self.replays}
+        names = {label(key): key for key in replays}
+        times = self.session.watch.time({label(key): r for key, r in replays.items()}, rounds)
+        self.times |= {names[name]: timing for name, timing in times.items()}
+        return {key: self.times[key] for key in replays}
+
+
+def label(key: Key) -> str:
+    """`decode_split 8 x 64, 4 warps, 2 stages, 16 rows`, and what else is not usual."""
+    kernel, c = key
+    text = f"{kernel} {c.num_splits} x {c.tile_n}, {c.num_warps} warps, {c.num_stages} stages"
+    text += f", {c.tile_m} rows"
+    usual = Config(c.num_splits, c.tile_m, c.tile_n, c.num_warps, c.num_stages)
+    more = {n: x for n, x in asdict(c).items() if x != getattr(usual, n)}
+    return ", ".join([text, *(f"{name} {value}" for name, value in more.items())])
+
+
+class Entries(NamedTuple):
+    """Who takes part in a study: the candidates, and what each policy chooses."""
+
+    candidates: list[Choice]
+    chosen: dict[str, Choice]
+
+
+def entries(case: Case, device: Device, policies: Mapping[str, Policy], count: int) -> Entries:
+    """About `count` candidates beside the policies' choices."""
+    return Entries(
+        space.candidates(case.problem, device, count), chosen(case.problem, device, policies)
+    )
+
+
+def chosen(problem: Problem, device: Device, policies: Mapping[str, Policy]) -> dict[str, Choice]:
+    """What a call would be run with under each policy."""
+    plans = {name: make_plan(problem, device, policy=choose) for name, choose in policies.items()}
+    return {name: Choice(plan.kernel, plan.config, plan.why) for name, plan in plans.items()}
+
+
+def foreseen(case: Case, device: Device, who: Entries) -> list[Plan]:
+    """The plans of a study that can be told before it."""
+    listed = [*who.candidates, *who.chosen.values()]
+    for choice in who.candidates:
+        listed += space.neighbours(case.problem, (choice.kernel, choice.config))
+    return [space.plan_of(case.problem, device, choice) for choice in listed]
+
+
+def study(case: Case, device: Device, who: Entries, rounds: int) -> Record:
+    """The fastest plan of a case and what the policies choose, timed in one run.
+
+    An error that leaves the GPU unusable is raised.
+    """
+    start = time.monotonic()
+    best = None
+    try:
+        contest = Contest(case, device, rounds)
+    except Exception as error:  # mostly too little memory
+        torch.cuda.synchronize()
+        reasons = [one_line(error)]
+    else:
+        contest.enter([*who.candidates, *who.chosen.values()])
+        first = contest.time(contest.replays, FIRST_ROUNDS)
+        reasons = contest.reasons
+        if first:
+            fastest = sorted(first, key=lambda key: first[key].us)[:FINALISTS]
+            near = space.neighbours(case.problem, fastest[0], first)
+            contest.enter(near)
+            finalists = [*fastest, *((c.kernel, c.config) for c in [*near, *who.chosen.values()])]
+            final = contest.time(finalists, rounds)
+            best = min(final, key=lambda key: final[key].us)
+    tried = contest.times if best else {}
+    return {
+        "suite": "study",
+        "case": case.name,
+        "problem": dims(case.problem),
+        "kv_bytes": case.kv_bytes,
+        "best": None if best is None else timed(best, tried),
+        "chosen": {
+            name: {**timed((c.kernel, c.config), tried), "why": c.why}
+            for name, c in who.chosen.items()
+        },
+        "tried": [{**timed(key, tried), "final": key in final} for key in tried],
+        "reasons": reasons,
+        "seconds": round(time.monotonic() - start, 3),
+    }
+
+
+def was_timed(record: Record, policy: str, choice: Choice) -> bool:
+    """Whether the study has this very plan of the policy."""
+    plan = record["chosen"].get(policy, {})
+    return (plan.get("kernel"), plan.get("config")) == (choice.kernel, asdict(choice.config))
+
+
+def timed(key: Key, times: Mapping[Key, Timing]) -> Record:
+    """A kernel and config with the time that was last taken, None where there is none."""
+    timing = times.get(key)
+    us, spread = (timing.us, timing.spread_us) if timing else (None, None)
+    return {"kernel": key[0], "config": asdict(key[1]), "us": us, "spread_us": spread}
+
+
+def run_studies(
+    cases: Sequence[Case],
+    device: Device,
+    policies: Mapping[str, Policy],
+    *,
+    effort: Effort,
+    jobs: int,
+    json_path: Path | None,
+    time_limit: float | None,
+    console: Console,
+) -> tuple[list[Record], bool]:
+    """(the studies of the cases, in their order; whether the GPU was lost on the way).
+
+    None is started past the time limit.
+    """
+    expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
+    start, machine = time.monotonic(), facts()
+    named = {case.name: case for case in cases}
+    found: dict[str, Record] = {}
+    taking_part: dict[str, Entries] = {}
+    with Lines(json_path) as lines, Compiler(jobs) as compiler:
+        for r in lines.records:
+            same = {"suite": "study", **{name: machine[name] for name in ("gpu", "commit")}}
+            if r.get("case") in named and all(r.get(name) == x for name, x in same.items()):
+                now = chosen(named[r["case"]].problem, device, policies)
+                if all(was_timed(r, name, choice) for name, choice in now.items()):
+                    found[r["case"]] = r
+        if found:
+            say(console, f"{len(found)} of {len(cases)} cases were already measured")
+
+        def compiled(case: Case) -> list[Future[None]]:
+            taking_part[case.name] = entries(case, device, policies, effort.candidates)
+            return compiler.submit(foreseen(case, device, taking_part[case.name]))
+
+        left, lost = [case for case in cases if case.name not in found], False
+        for case in in_order_of_readiness(left, compiled):
+            if time_limit is not None and time.monotonic() - start > time_limit:
+                over = len(cases) - len(found)
+                say(console, f"time limit of {time_limit:g} s: {over} cases left out")
+                break
+            try:
+                record = study(case, device, taking_part.pop(case.name), effort.rounds)
+            except RuntimeError as error:  # the GPU does not recover from this in one process
+                say(console, f"{case.name}: stopped: {one_line(error)}")
+                lost = True
+                break
+            date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            found[case.name] = {**record, **machine, "date": date}
+            lines.add(found[case.name])
+            say(console, f"{len(found)}/{len(cases)} {line(record)}")
+            torch.cuda.empty_cache()
+        failures = compiler.failures()
+    if failures:
+        say(console, f"{len(failures)} kernels did not compile ahead: {failures[0]}")
+    return [found[case.name] for case in cases if case.name in found], lost
+
+
+def line(record: Record) -> str:
+    """A study in a line."""
+    best = record["best"]
+    if best is None:
+        return f"{record['case']}  {'; '.join(record['reasons'])}"
+    text = f"{record['case']}  {number(best['us'])} us  {plan_cells(best)[0]}"
+    for policy in record["chosen"]:
+        share = regret(record, policy)
+        text += f"  {policy} " + ("-" if share is None else f"{share:+.1%}")
+    return text
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,357 @@
+"""What was measured on this GPU: the cost model of `waves`, corrected by a table of timed plans.
+
+`splitkv tune` makes the table; `tables/README.md` says what is in it. A plan is expected to take
+
+    seconds(plan) = model(plan) * exp(weighted mean of log(measured / model))
+
+over the plans of the same kernel and tile shape that were timed for the nearest problems:
+
+    class      a paged or a contiguous cache, head_dim rounded up to a power of two, and the bytes
+               of an element have to be the same
+    distance   in octaves (factors of two), the root of the sum of squares over batch * KV heads,
+               visible keys, packed query rows of a KV head, and page size
+    nearest    the first `NEIGHBOURS` within `MAX_OCTAVES`, in the order of the table where equal
+    weight     1 / (1/4 + distance**2 + 4 * octaves between the numbers of splits**2); the mean over
+               all plans of the kernel counts as one more plan, of weight `PRIOR`
+
+So the table says which kernel and tile shape are good here and how wrong the model is about them,
+and the model says what other batches, lengths and numbers of splits change. Weighed are the shapes
+that the table knows and the kernel has for the problem, with numbers of splits around the model's
+best; the plan of least seconds is taken. Where there is no table of the GPU, or nothing near enough
+in it, `waves` decides, and `why` says so.
+
+Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
+`waves` shares the programs out over the batch it decides: the table's sequences were equally long.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from splitkv.device import GPUS, Device
+from splitkv.errors import expect
+from splitkv.kv import AS_IS, Contiguous, Paged
+from splitkv.masks import Mask
+from splitkv.plans import Choice, Config, Kernel
+from splitkv.policies import waves
+from splitkv.policies.shared import (
+    MAX_SPLITS,
+    Policy,
+    ceil_div,
+    count,
+    num_tiles,
+    shapes,
+    splits_keys,
+)
+from splitkv.problem import Problem
+
+TABLES = Path(__file__).parent / "tables"
+SCHEMA = 1
+DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "page_size")
+# Simulated, the truth being the cost model with other constants: one in ten of 150 problems drawn
+# at random was more than 4 to 6 % behind its best plan, and more than 10 % by the simplest rule,
+# the plan of the nearest problem with its splits in proportion. 4 to 16 neighbours differed little.
+NEIGHBOURS, MAX_OCTAVES, PRIOR, SPLITS_WEIGHT = 8, 4.0, 0.5, 4.0
+AROUND = (1.0, 1.25, 0.8, 1.5, 0.67, 2.0, 0.5, 3.0, 0.33)  # times the model's best splits
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A plan and the microseconds that it took; its number of splits is part of the config."""
+
+    kernel: str
+    config: Config
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A problem of the table and the plans timed for it, the fastest first."""
+
+    problem: Problem
+    plans: tuple[Timed, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The problems measured on one GPU; `made`: driver, versions, commit, date, command."""
+
+    gpu: str
+    made: Mapping[str, Any]
+    measured: tuple[Measured, ...]
+
+
+def file_name(gpu: str) -> str:
+    """`h200.json` for a GPU of the table of devices, else from the name that CUDA reports."""
+    known = next((key for key, device in GPUS.items() if device.name == gpu), None)
+    return (known or re.sub(r"\W+", "_", gpu.lower()).strip("_")) + ".json"
+
+
+def dump(table: Table) -> str:
+    """A table as JSON, one problem a line."""
+    known: dict[str, int] = {}
+    rows = []
+    for measured in table.measured:
+        plans = []
+        for timed in measured.plans:
+            shape = json.dumps([timed.kernel, _shape(timed.config)])
+            shape_id = known.setdefault(shape, len(known))
+            plans.append([shape_id, timed.config.num_splits, round(timed.us, 2)])
+        rows.append(json.dumps([*dims(measured.problem).values(), plans], separators=(",", ":")))
+    head = {"schema": SCHEMA, "gpu": table.gpu, **table.made, "columns": [*DIMS, "plans"]}
+    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    for name, lines in (("shapes", known), ("rows", rows)):
+        parts.append(f'"{name}": [\n  ' + ",\n  ".join(lines) + "\n ]")
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def load(path: Path) -> Table:
+    """A table that `dump` wrote. Raises ValueError where it is none."""
+    expect(path.is_file(), "table", "a file that `splitkv tune` wrote", str(path))
+    try:
+        data = json.loads(path.read_text())
+    except ValueError:
+        data = None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    expect(schema == SCHEMA, "table", f"JSON with schema {SCHEMA}", f"{path}: schema {schema}")
+    known = [(kernel, Config(**shape)) for kernel, shape in data["shapes"]]
+    measured = []
+    for *sizes, plans in data["rows"]:
+        timed = tuple(
+            Timed(known[i][0], replace(known[i][1], num_splits=splits), us)
+            for i, splits, us in plans
+        )
+        problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
+        measured.append(Measured(problem, timed))
+    made = {
+        n: x for n, x in data.items() if n not in ("schema", "gpu", "columns", "shapes", "rows")
+    }
+    return Table(data["gpu"], made, tuple(measured))
+
+
+def tuned_problem(
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    page_size: int | None,
+) -> Problem:
+    """A problem of the kind that tables are made of: bf16, causal, lengths on the device."""
+    return Problem(
+        *("decode", batch, num_heads, num_kv_heads, head_dim, head_dim, seqlen_q, seqlen_k),
+        mask=Mask(causal=True),
+        place=Contiguous() if page_size is None else Paged(page_size),
+        lengths="device",
+    )
+
+
+def dims(problem: Problem) -> dict[str, int | None]:
+    """The arguments of `tuned_problem` that give this problem."""
+    page_size = problem.place.page_size if isinstance(problem.place, Paged) else None
+    return {**{name: getattr(problem, name) for name in DIMS[:-1]}, "page_size": page_size}
+
+
+@cache
+def table_of(gpu: str) -> Table | None:
+    """The table that comes with the package, None where there is none for this GPU."""
+    path = TABLES / file_name(gpu)
+    return load(path) if path.is_file() else None
+
+
+def cheapest_splits(
+    problem: Problem, device: Device, shape: Config, constants: waves.Constants
+) -> int:
+    """The number of splits that the cost model of `waves` finds best for a shape.
+
+    Weighed are few splits, powers of 1.25, and what fills quarters of a wave of programs.
+    """
+    most = most_splits(problem, shape)
+    whole = waves.cost(problem, device, replace(shape, num_splits=1), constants)
+    a_wave = whole.slots / max(1, whole.num_ctas)
+    weighed = {*range(1, 9), *(round(1.25**i) for i in range(10, 32))}
+    weighed |= {round(a_wave * i / 4) for i in range(1, 13)}
+    options = {even_splits(problem, shape, min(max(1, splits), most)) for splits in weighed}
+    cuts = (replace(shape, num_splits=splits) for splits in options)
+    costs = {cut.num_splits: waves.cost(problem, device, cut, constants).seconds for cut in cuts}
+    return min(options, key=lambda splits: (costs[splits], splits))
+
+
+def most_splits(problem: Problem, shape: Config) -> int:
+    """One a tile, where the kernel can split at all."""
+    return min(MAX_SPLITS, num_tiles(problem, shape.tile_n))
+
+
+def even_splits(problem: Problem, shape: Config, splits: int) -> int:
+    """The fewest splits whose longest part is no longer than with so many."""
+    tiles = num_tiles(problem, shape.tile_n)
+    return ceil_div(tiles, ceil_div(tiles, splits))
+
+
+def with_table(table: Table | None) -> Policy:
+    """The policy that follows this table, whatever the GPU."""
+    return lambda problem, device, candidates: _choose(problem, device, candidates, table)
+
+
+def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+    """The policy that follows the table of the device."""
+    return _choose(problem, device, candidates, table_of(device.name))
+
+
+def _choose(
+    problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
+) -> Choice:
+    own = waves.choose(problem, device, candidates)
+
+    def leave_it(reason: str) -> Choice:
+        return replace(own, why=f"tuned: {reason}; {own.why}")
+
+    if table is None:
+        return leave_it(f"no table for {device.name}")
+    if own.config.schedule == "batch":
+        return leave_it("the lengths may differ much")
+    near = list(islice(_nearest(problem, table), NEIGHBOURS))
+    local = _Local(problem, device, candidates, near)
+    if not local.known:
+        return leave_it(f"nothing like it in the table of {table.gpu}")
+    weighed = [*local.proposals(), *([own] if local.knows(own) else [])]
+    seconds = [local.seconds(choice) for choice in weighed]
+    best = min(range(len(weighed)), key=lambda i: (seconds[i], weighed[i].config.num_splits))
+    p = near[0][1].problem
+    why = (
+        f"tuned: {count(weighed[best].config.num_splits, 'split')} in tiles of "
+        f"{weighed[best].config.tile_n} keys, {seconds[best] * 1e6:.1f} us by the model and "
+        f"{count(len(near), 'problem')} measured on {table.gpu}, the nearest {near[0][0]:.1f} "
+        f"octaves away: batch {p.batch}, heads {p.num_heads}/{p.num_kv_heads}, head_dim "
+        f"{p.head_dim}, {p.seqlen_k} keys, {p.place}"
+    )
+    if local.knows(own):
+        why += f"; the plan of waves {local.seconds(own) * 1e6:.1f} us"
+    return replace(weighed[best], why=why)
+
+
+class _Local:
+    """The cost model around a problem, corrected by what was timed near it.
+
+    known   kernel -> legal shape -> what its plans tell: (octaves away squared, octaves of its
+            number of splits, log of measured over model)
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        candidates: Sequence[Kernel],
+        near: Sequence[tuple[float, Measured]],
+    ) -> None:
+        self.problem, self.device = problem, device
+        self.constants = {kernel.name: waves.constants_of(kernel) for kernel in candidates}
+        legal: dict[str, dict[tuple[Any, ...], Config]] = {}
+        for kernel in candidates:
+            found = shapes(kernel, problem, device)
+            if splits_keys(problem, found):
+                legal[kernel.name] = {_likeness(shape): shape for shape in reversed(found)}
+        self.known: dict[str, dict[Config, list[tuple[float, float, float]]]] = {}
+        for octaves, measured in near:
+            for timed in measured.plans:
+                shape = legal.get(timed.kernel, {}).get(_likeness(timed.config))
+                if shape is not None:
+                    model = self.model(measured.problem, timed.kernel, timed.config)
+                    told = (
+                        octaves**2,
+                        math.log2(timed.config.num_splits),
+                        math.log(timed.us / model),
+                    )
+                    self.known.setdefault(timed.kernel, {}).setdefault(shape, []).append(told)
+        self.means = {
+            kernel: _mean((1 / (0.25 + away), log) for told in of.values() for away, _, log in told)
+            for kernel, of in self.known.items()
+        }
+
+    def model(self, problem: Problem, kernel: str, config: Config) -> float:
+        """Seconds of a plan, uncorrected."""
+        return waves.cost(problem, self.device, config, self.constants[kernel]).seconds
+
+    def knows(self, choice: Choice) -> bool:
+        """Whether a plan of this shape was timed."""
+        return replace(choice.config, num_splits=1) in self.known.get(choice.kernel, ())
+
+    def proposals(self) -> Iterator[Choice]:
+        """Every known shape with numbers of splits around the model's best."""
+        problem = self.problem
+        for kernel, of in self.known.items():
+            for shape in of:
+                most, least = most_splits(problem, shape), _least_splits(problem, shape)
+                best = cheapest_splits(problem, self.device, shape, self.constants[kernel])
+                wanted = (min(max(least, round(best * factor)), most) for factor in AROUND)
+                for splits in dict.fromkeys(even_splits(problem, shape, n) for n in wanted):
+                    yield Choice(kernel, replace(shape, num_splits=splits), "")
+
+    def seconds(self, choice: Choice) -> float:
+        """What a plan is expected to take."""
+        config = choice.config
+        told = self.known[choice.kernel][replace(config, num_splits=1)]
+        octaves = math.log2(config.num_splits)
+        alike = (
+            (1 / (0.25 + away + SPLITS_WEIGHT * (its - octaves) ** 2), log)
+            for away, its, log in told
+        )
+        log = _mean([(PRIOR, self.means[choice.kernel]), *alike])
+        return self.model(self.problem, choice.kernel, config) * math.exp(log) * 1e-6
+
+
+def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]:
+    """(octaves away, measured) of the problem's class, the nearest first."""
+    if problem.codec == AS_IS and problem.kind == "decode":
+        here = _place(problem)
+        alike = (m for m in table.measured if _class(m.problem) == _class(problem))
+        away = ((math.dist(here, _place(m.problem)), m) for m in alike)
+        yield from sorted((a for a in away if a[0] <= MAX_OCTAVES), key=lambda pair: pair[0])
+
+
+def _class(problem: Problem) -> tuple[bool, int, int]:
+    wider = max(problem.head_dim, problem.head_dim_v)
+    return isinstance(problem.place, Paged), (wider - 1).bit_length(), problem.kv_element_bytes
+
+
+def _place(problem: Problem) -> tuple[float, ...]:
+    """Where a problem stands, in octaves."""
+    page_size = problem.place.page_size if isinstance(problem.place, Paged) else 1
+    heads, keys = problem.batch * problem.num_kv_heads, problem.visible_keys
+    return tuple(math.log2(max(1, x)) for x in (heads, keys, problem.rows, page_size))
+
+
+def _least_splits(problem: Problem, shape: Config) -> int:
+    """So many that no part is too long where the lengths may differ, as in `waves`."""
+    if problem.lengths == "host" or problem.batch == 1:
+        return 1
+    a_tile = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
+    longest = int(waves.H200.longest_part // a_tile) or 1
+    return ceil_div(num_tiles(problem, shape.tile_n), longest)
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    """A config without its number of splits, as far as it is not the default."""
+    default = Config(num_splits=config.num_splits)
+    named = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {name: value for name, value in named.items() if value != getattr(default, name)}
+
+
+def _likeness(config: Config) -> tuple[Any, ...]:
+    """Equal for a shape of one kernel on problems of other numbers of rows."""
+    return tuple(_shape(replace(config, tile_m=0)).items())
+
+
+def _mean(weighted: Iterable[tuple[float, float]]) -> float:
+    """Of (weight, value) pairs."""
+    pairs = list(weighted)
+    return math.fsum(w * x for w, x in pairs) / math.fsum(w for w, _ in pairs)
