@@ -1,11 +1,12 @@
 # make demo      train a small model, run it through splitkv, print every decision
 # make test      lint, types, every test that needs no GPU, kernels compiled on two Tritons
 # make test-gpu  the tests that need an NVIDIA GPU; writes tests/gpu/last_run.json
+# make sanitize  a few GPU calls under every tool of compute-sanitizer, which comes with CUDA
 # make bench     the benchmarks, which need an NVIDIA GPU; results in RESULTS, options in BENCH:
 #                make bench BENCH="--place page16 --peers none"
 #
-# demo and test set up .venv first. test-gpu and bench use PYTHON as it is where its torch sees a
-# GPU, and .venv elsewhere.
+# demo and test set up .venv first. test-gpu, sanitize and bench use PYTHON as it is where its torch
+# sees a GPU, and .venv elsewhere.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,7 +18,7 @@ GPU_WORKERS ?= 8
 RESULTS ?= build/bench/decode.jsonl
 BENCH ?=
 
-.PHONY: demo test lint types test-cpu test-interpreter test-newest test-gpu bench clean
+.PHONY: demo test lint types test-cpu test-interpreter test-newest test-gpu sanitize bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/splitkv demo
@@ -42,7 +43,7 @@ test-interpreter: $(INSTALLED)
 test-newest: $(NEWEST)/.installed
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(WORKERS) tests/cpu/test_compile.py
 
-test-gpu bench: GPU_PYTHON = $(shell $(PYTHON) -c \
+test-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 	"import torch, triton; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
 	&& echo $(PYTHON) || { $(MAKE) $(INSTALLED) >&2; echo $(BIN)/python; })
 
@@ -52,6 +53,11 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -q -n $(GPU_WORKERS) \
 		tests/gpu/test_decode.py tests/gpu/test_fuzz.py tests/gpu/test_graph.py || true
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark tests/gpu
+
+sanitize:
+	set -e; for tool in memcheck racecheck synccheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) tests/gpu/sanitize.py; \
+	done
 
 bench:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m splitkv bench decode --json $(RESULTS) $(BENCH)

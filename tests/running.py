@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from cases import Case
 from torch import Tensor
 
 import splitkv
 from splitkv import Plan
-from splitkv.device import current
-from splitkv.policies import fixed
-from splitkv.registry import kernel_named
+from splitkv.device import GPUS, Device, current
+from splitkv.plans import Choice, Kernel
+from splitkv.policies import Policy, fixed, waves
+from splitkv.registry import KERNELS, kernel_named
 from splitkv.testing import Call, Mask, Problem
 
 DEVICE = "cuda"
+HERE = current() if torch.cuda.is_available() else GPUS["h200"]  # without a GPU tests still collect
 MAX_CACHE_ELEMENTS = 1 << 23  # keeps the making of operands on the host short
 LENGTHS = {17: 77, 130: 1030, 301: 4096}
 BATCHES = {1: 1, 2: 3, 3: 8}
@@ -52,15 +55,53 @@ def plan_of(problem: Problem, call: Call) -> Plan:
     return made
 
 
-def decode(**how: Any) -> Callable[[Problem, Call], Result]:
-    """`run=` of `check`: decode with these arguments besides the call's.
+def kernels(problem: Problem) -> list[str]:
+    """The kernels that split keys and can run a problem here, the preferred one first."""
+    split = (kernel for kernel in KERNELS if len(kernel.schedules) > 1)
+    return [kernel.name for kernel in split if not kernel.unsupported(problem, HERE)]
 
-    It runs twice, as the first call goes through Triton's dispatch and later ones launch the
-    compiled kernel directly; both write over NaN and have to give the same bits.
+
+def each_kernel(cases: Iterable[Case], *names: str) -> list[Any]:
+    """`pytest.param`s (case, kernel), for every kernel, or these, that can run the case."""
+    return [
+        pytest.param(case, kernel, id=f"{case}-{kernel}")
+        for case in cases
+        for kernel in kernels(realistic(case))
+        if not names or kernel in names
+    ]
+
+
+def only(kernel: str, choose: Policy = waves.choose) -> Policy:
+    """A policy that knows of no other kernel."""
+
+    def choose_among_one(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+        return choose(problem, device, [k for k in candidates if k.name == kernel])
+
+    return choose_among_one
+
+
+def plan_with(kernel: str, problem: Problem, num_splits: int = 0) -> Plan:
+    """A kernel's plan for a problem; num_splits: 0 leaves them to the default policy."""
+    choose = fixed.with_splits(num_splits) if num_splits else waves.choose
+    return splitkv.plan(problem, device=HERE, policy=only(kernel, choose))
+
+
+def decode(
+    kernel: str | None = None, num_splits: int = 0, plan: Plan | None = None
+) -> Callable[[Problem, Call], Result]:
+    """`run=` of `check`: decode under this plan, or with this kernel and number of splits.
+
+    The preferred kernel is not asked for: it is what a call without a plan has to run on. Every
+    call runs twice, as the first goes through Triton's dispatch and later ones launch the compiled
+    kernel directly; both write over NaN and have to give the same bits.
     """
 
     def run(problem: Problem, call: Call) -> Result:
-        expect_decode_split(problem, call)
+        preferred, *others = kernels(problem)
+        expect_preferred(preferred, problem, call)
+        how: dict[str, Any] = {"num_splits": num_splits, "plan": plan}
+        if plan is None and kernel in others:
+            how = {"plan": plan_with(kernel, problem, num_splits)}
         results = [into_poison(problem, call, **how) for _ in range(2)]
         assert same_bits(*results), "the second call gave other bits than the first"
         return results[1]
@@ -79,11 +120,10 @@ def into_poison(problem: Problem, call: Call, **how: Any) -> Result:
     return out, lse
 
 
-def expect_decode_split(problem: Problem, call: Call) -> None:
-    """What decode_split can run, it runs."""
-    against = kernel_named("decode_split").unsupported(problem, current())
-    assert not against, against
-    assert plan_of(problem, call).kernel == "decode_split"
+def expect_preferred(kernel: str, problem: Problem, call: Call) -> None:
+    """The policy takes the kernel that it should prefer, unless that lacks the schedule."""
+    made = plan_of(problem, call)
+    assert made.kernel == kernel or made.config.schedule not in kernel_named(kernel).schedules
 
 
 def same_bits(a: Result, b: Result) -> bool:
@@ -99,7 +139,7 @@ def same_bits(a: Result, b: Result) -> bool:
 def batch_plan(problem: Problem, programs: int) -> Plan:
     """The whole batch shared out over so many programs a KV head and row tile."""
     assert problem.lengths == "device" and programs > problem.batch
-    made = splitkv.plan(problem, num_splits=2)
+    made = plan_with("decode_split", problem, num_splits=2)
     config = replace(
         made.config,
         schedule="batch",
@@ -109,18 +149,20 @@ def batch_plan(problem: Problem, programs: int) -> Plan:
     return replace(made, config=config)
 
 
-def fixed_plan(problem: Problem, split_size: int) -> Plan:
-    """Parts of so many keys."""
-    return splitkv.plan(problem, policy=fixed.with_split_size(split_size))
+def fixed_plan(problem: Problem, split_size: int, kernel: str | None = None) -> Plan:
+    """Parts of so many keys, by the preferred kernel or another."""
+    choose = fixed.with_split_size(split_size)
+    policy = choose if kernel is None else only(kernel, choose)
+    return splitkv.plan(problem, device=HERE, policy=policy)
 
 
-def plans(problem: Problem) -> dict[str, Plan]:
-    """A plan of every schedule that the problem allows."""
+def plans(problem: Problem, kernel: str) -> dict[str, Plan]:
+    """A plan of every schedule that the kernel has and the problem allows."""
     made = {
-        "even": splitkv.plan(problem, num_splits=5),
-        "fixed": fixed_plan(problem, max(64, -(-problem.seqlen_k // 6))),
+        "even": plan_with(kernel, problem, num_splits=5),
+        "fixed": fixed_plan(problem, max(64, -(-problem.seqlen_k // 6)), kernel),
     }
-    if problem.lengths == "device":
+    if problem.lengths == "device" and "batch" in kernel_named(kernel).schedules:
         made["batch"] = batch_plan(problem, problem.batch + 1)
         made["batch_of_many"] = batch_plan(problem, problem.batch + 37)
     return made
@@ -140,3 +182,6 @@ SERVING = Problem(
     return_lse=True,
 )
 """A model being served: what the tests of graphs, streams and time start from."""
+
+EVERY_PLAN = tuple((kernel, name) for kernel in kernels(SERVING) for name in plans(SERVING, kernel))
+"""(kernel, name in `plans`) for SERVING."""

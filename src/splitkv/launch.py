@@ -157,8 +157,10 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
     if longest != made_for or problem.seqlen_k > made_for.seqlen_k:
         raise ValueError(f"plan: expected one for ({problem}), got one for ({made_for})")
     expect(plan.device.arch == device.arch, "plan", f"one for {device.arch}", plan.device.arch)
-    against = kernel_named(plan.kernel).unsupported(problem, device)
+    kernel = kernel_named(plan.kernel)
+    against = kernel.unsupported(problem, device)
     expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
+    expect_one_of("plan.config.schedule", plan.config.schedule, kernel.schedules)
     return replace(plan, problem=problem)
 
 

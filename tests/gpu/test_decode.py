@@ -1,80 +1,120 @@
-"""decode on the GPU against the reference: every feature, any number of splits, every schedule."""
+"""decode on the GPU against the reference: every kernel that splits keys, every feature, any number
+of splits, every schedule.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import cases
 import pytest
 import torch
-from running import DEVICE, SERVING, decode, into_poison, plan_of, plans, realistic, same_bits
+from running import (
+    DEVICE,
+    EVERY_PLAN,
+    SERVING,
+    decode,
+    each_kernel,
+    into_poison,
+    kernels,
+    plan_of,
+    plan_with,
+    plans,
+    realistic,
+    same_bits,
+)
 
 import splitkv
 from splitkv import launch
-from splitkv.testing import Call, Codec, Paged, check, make_operands
+from splitkv.testing import Call, Codec, Paged, Problem, check, make_operands
 
 SPLITS = (1, 2, 3, 7, 64)
+HOPPER = "hopper_decode_split"
+ALIGNED = "k: expected strides and an address that are multiples of 16 bytes"
 # Cases differ in what is compiled, splits hardly do: some cases with every number of splits.
-SOME = (*cases.PAIRWISE[::15], *cases.EDGES)
+SOME = [
+    *each_kernel([*cases.PAIRWISE[::15], *cases.EDGES]),
+    *each_kernel(cases.HOPPER[::15], HOPPER),
+]
+every_kernel = pytest.mark.parametrize("kernel", kernels(SERVING))
 
 
-@pytest.mark.parametrize("case", cases.PAIRWISE, ids=str)
-def test_pairwise(case: cases.Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "kernel"), [*each_kernel(cases.PAIRWISE), *each_kernel(cases.HOPPER, HOPPER)]
+)
+def test_pairwise(case: cases.Case, kernel: str) -> None:
     """Under the policy's plan, at the lengths of serving."""
-    check(realistic(case), device=DEVICE, run=decode(), **case.options)
+    check(realistic(case), device=DEVICE, run=decode(kernel), **case.options)
 
 
-@pytest.mark.parametrize("case", cases.EDGES, ids=str)
-def test_edges(case: cases.Case) -> None:
-    check(case.problem, device=DEVICE, run=decode(), **case.options)
+@pytest.mark.parametrize(("case", "kernel"), each_kernel(cases.EDGES))
+def test_edges(case: cases.Case, kernel: str) -> None:
+    check(case.problem, device=DEVICE, run=decode(kernel), **case.options)
 
 
 @pytest.mark.parametrize("num_splits", SPLITS)
-@pytest.mark.parametrize("case", SOME, ids=str)
-def test_any_number_of_splits(case: cases.Case, num_splits: int) -> None:
-    problem = realistic(case)
-    check(problem, device=DEVICE, run=decode(num_splits=num_splits), **case.options)
+@pytest.mark.parametrize(("case", "kernel"), SOME)
+def test_any_number_of_splits(case: cases.Case, kernel: str, num_splits: int) -> None:
+    run = decode(kernel, num_splits=num_splits)
+    check(realistic(case), device=DEVICE, run=run, **case.options)
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
-def test_every_schedule(case: cases.Case) -> None:
+@pytest.mark.parametrize(("case", "kernel"), SOME)
+def test_every_schedule(case: cases.Case, kernel: str) -> None:
     problem = realistic(case)
-    for plan in plans(problem).values():
+    for plan in plans(problem, kernel).values():
         check(problem, device=DEVICE, run=decode(plan=plan), **case.options)
 
 
-@pytest.mark.parametrize("name", ["even", "fixed", "batch", "batch_of_many"])
-def test_one_plan_for_shorter_caches(name: str) -> None:
+@pytest.mark.parametrize(("kernel", "name"), EVERY_PLAN)
+def test_one_plan_for_shorter_caches(kernel: str, name: str) -> None:
     """The same launcher arguments serve what is shorter than planned."""
     problem = replace(SERVING, seqlen_k=1000)
-    plan = plans(problem)[name]
+    plan = plans(problem, kernel)[name]
     for lengths in ((1000, 1, 1, 1), (0, 0, 0, 0), (64, 65, 128, 1), (1000, 1000, 999, 1000)):
         check(problem, device=DEVICE, run=decode(plan=plan), lengths=lengths)
     check(replace(problem, seqlen_k=300), device=DEVICE, run=decode(plan=plan))
 
 
+@every_kernel
 @pytest.mark.parametrize("num_splits", [1024, 1000])
-def test_the_most_splits(num_splits: int) -> None:
+def test_the_most_splits(num_splits: int, kernel: str) -> None:
     problem = replace(SERVING, batch=1, seqlen_k=70000, num_heads=2, num_kv_heads=1, head_dim=64)
-    check(problem, device=DEVICE, run=decode(num_splits=num_splits), lengths=(69999,))
+    check(problem, device=DEVICE, run=decode(kernel, num_splits), lengths=(69999,))
 
 
+@every_kernel
 @pytest.mark.parametrize("num_splits", [129, 300])
-def test_one_tile_among_more_parts_than_a_merge_step(num_splits: int) -> None:
+def test_one_tile_among_more_parts_than_a_merge_step(num_splits: int, kernel: str) -> None:
     """The short sequences are finished by the split kernel, and the merge has to leave them so."""
     problem = replace(SERVING, seqlen_k=20000, num_heads=2, num_kv_heads=1, head_dim=64)
     problem = replace(problem, head_dim_v=64, sink_logits=True)
-    check(problem, device=DEVICE, run=decode(num_splits=num_splits), lengths=(20000, 5, 0, 64))
+    check(problem, device=DEVICE, run=decode(kernel, num_splits), lengths=(20000, 5, 0, 64))
 
 
+@every_kernel
 @pytest.mark.parametrize("batch", [33, 256])
-def test_large_batches(batch: int) -> None:
+def test_large_batches(batch: int, kernel: str) -> None:
     problem = replace(SERVING, batch=batch, seqlen_k=200, num_heads=4, num_kv_heads=1, head_dim=64)
-    check(problem, device=DEVICE, run=decode(), zero_length=True)
-    check(problem, device=DEVICE, run=decode(num_splits=3), zero_length=True)
+    check(problem, device=DEVICE, run=decode(kernel), zero_length=True)
+    check(problem, device=DEVICE, run=decode(kernel, num_splits=3), zero_length=True)
+
+
+@every_kernel
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_one_cache_for_all_sequences(num_splits: int, kernel: str) -> None:
+    """A common prefix, expanded: sequences that lie 0 bytes apart."""
+    problem = replace(SERVING, seqlen_k=500)
+    call = make_operands(problem, device=DEVICE, poison=False)
+    plan = plan_with(kernel, problem, num_splits)
+    shared = {n: call[n][:1].expand_as(call[n]) for n in ("k_cache", "v_cache")}
+    copied = {n: x.contiguous() for n, x in shared.items()}
+    results = [into_poison(problem, call | given, plan=plan) for given in (shared, copied)]
+    assert same_bits(*results)
 
 
 def misaligned(call: Call) -> Call:
@@ -89,44 +129,92 @@ def misaligned(call: Call) -> Call:
     return {name: moved(x) for name, x in call.items()}
 
 
+def with_gaps(call: Call) -> Call:
+    """The same keys and values, after each row four elements of NaN: 8 bytes, which TMA cannot
+    skip.
+    """
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        *rest, dim = x.shape
+        room = torch.full((*rest, dim + 4), math.nan, dtype=x.dtype, device=x.device)
+        return room[..., :dim].copy_(x)
+
+    return call | {name: spread(call[name]) for name in ("k_cache", "v_cache")}
+
+
+def check_moved(problem: Problem, move: Callable[[Call], Call], **how: Any) -> None:
+    """`check` with the same values elsewhere in memory."""
+    check(problem, device=DEVICE, run=lambda p, call: into_poison(p, move(call), **how))
+
+
+@every_kernel
 @pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)
-def test_addresses_of_any_alignment(place: Any) -> None:
-    """One layout, addresses that are multiples of 16 and such that are not, in turns."""
+def test_addresses_of_any_alignment(place: Any, kernel: str) -> None:
+    """One layout, addresses that are multiples of 16 and such that are not, in turns.
+
+    TMA takes only the former. That another kernel runs the rest of the calls is said once.
+    """
     problem = replace(SERVING, place=place, sink_logits=True, seqlen_k=500)
-    call = make_operands(problem, device=DEVICE)
-    wanted = into_poison(problem, call, num_splits=4)
-    for given in (misaligned(call), call, misaligned(call)):
-        out, lse = into_poison(problem, given, num_splits=4)
-        torch.testing.assert_close((out, lse), wanted)
-    check(problem, device=DEVICE, run=lambda p, c: decode(num_splits=4)(p, misaligned(c)))
+    plan = plan_with(kernel, problem, num_splits=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for move in (dict, misaligned, dict, misaligned):
+            check_moved(problem, move, plan=plan)
+    expected = [f"this call runs on decode_split: {ALIGNED}"] if kernel == HOPPER else []
+    assert [str(warning.message) for warning in said] == expected
 
 
-def test_out_with_strides() -> None:
+@pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)
+def test_a_first_call_at_any_address(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned for what the tensors are; calls at other addresses later are right all the same."""
+    monkeypatch.setattr(launch, "_calls", {})
+    problem = replace(SERVING, place=place, seqlen_k=500)
+    for move in (misaligned, dict, misaligned):
+        check_moved(problem, move, num_splits=4)
+
+
+@pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)
+def test_strides_that_tma_cannot_take(place: Any) -> None:
+    """A plan for the kernel that needs it is refused; a call without one runs on the next."""
+    problem = replace(SERVING, place=place, seqlen_k=500)
+    check_moved(problem, with_gaps)
+    if HOPPER in kernels(problem):
+        call = with_gaps(make_operands(problem, device=DEVICE))
+        with pytest.raises(ValueError, match=f"^plan: expected a kernel without {ALIGNED}; v: "):
+            splitkv.decode(**call, plan=plan_with(HOPPER, problem))
+
+
+@every_kernel
+def test_out_with_strides(kernel: str) -> None:
     problem = replace(SERVING, seqlen_q=3, seqlen_k=400)
     call = make_operands(problem, device=DEVICE)
     for num_splits in (1, 5):
-        wanted, _ = splitkv.decode(**call, num_splits=num_splits)
+        plan = plan_with(kernel, problem, num_splits)
+        wanted, _ = splitkv.decode(**call, plan=plan)
         room = torch.full((4, 8, 3, 160), math.nan, dtype=torch.bfloat16, device=DEVICE)
         out = room.transpose(1, 2)[..., :128]
-        result, _ = splitkv.decode(**call, num_splits=num_splits, out=out)
+        result, _ = splitkv.decode(**call, plan=plan, out=out)
         assert result is out and torch.equal(out, wanted)
         assert room[..., 128:].isnan().all()
 
 
 @pytest.mark.parametrize("batch", [0, 2])
 @pytest.mark.parametrize("seqlen_q", [0, 1, 3])
-@pytest.mark.parametrize("capacity", [0, 8])
-@pytest.mark.parametrize("place", ["contiguous", "paged"])
-def test_nothing_to_attend_to(place: str, capacity: int, seqlen_q: int, batch: int) -> None:
-    q = torch.randn(batch, seqlen_q, 4, 64, device=DEVICE)
-    rest: dict[str, Any] = {"sink_logits": torch.randn(4, device=DEVICE)}
+@pytest.mark.parametrize("capacity", [0, 32])
+@pytest.mark.parametrize("page_size", [None, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_to_attend_to(
+    dtype: torch.dtype, page_size: int | None, capacity: int, seqlen_q: int, batch: int
+) -> None:
+    q = torch.randn(batch, seqlen_q, 4, 64, device=DEVICE, dtype=dtype)
+    rest: dict[str, Any] = {"sink_logits": torch.randn(4, device=DEVICE, dtype=dtype)}
     rest["cache_seqlens"] = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    if place == "paged":
-        table = torch.full((batch, capacity // 4), 99, dtype=torch.int32, device=DEVICE)
+    if page_size is not None:
+        table = torch.full((batch, capacity // page_size), 99, dtype=torch.int32, device=DEVICE)
         rest["page_table"] = table
-        cache = torch.full((3, 4, 2, 64), math.nan, device=DEVICE)
+        cache = torch.full((3, page_size, 2, 64), math.nan, device=DEVICE, dtype=dtype)
     else:
-        cache = torch.full((batch, capacity, 2, 64), math.nan, device=DEVICE)
+        cache = torch.full((batch, capacity, 2, 64), math.nan, device=DEVICE, dtype=dtype)
     for num_splits in (0, 1, 4):
         out, lse = splitkv.decode(q, cache, cache, return_lse=True, num_splits=num_splits, **rest)
         assert out.shape == q.shape and (out == 0).all()
@@ -146,7 +234,7 @@ def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(SERVING, seqlen_q=17)
     call = make_operands(problem, device=DEVICE)
     plan = plan_of(problem, call)
-    assert plan.kernel != "decode_split"
+    assert plan.kernel in ("torch_sdpa", "torch_math")
     text = f"decode runs on {plan.kernel}: seqlen_q 17: expected at most 16"
     with pytest.warns(UserWarning, match=text):
         splitkv.decode(**call)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import DEVICE, SERVING, fixed_plan, plans, same_bits
+from running import DEVICE, EVERY_PLAN, SERVING, fixed_plan, kernels, plan_with, plans, same_bits
 
 import splitkv
 from splitkv.testing import Call, Mask, Paged, Problem, make_operands
@@ -15,9 +15,11 @@ from splitkv.testing import Call, Mask, Paged, Problem, make_operands
 RUNS = 100
 
 
-@pytest.mark.parametrize("name", ["policy", "even", "fixed", "batch", "batch_of_many"])
-def test_the_same_plan_gives_the_same_bits(name: str) -> None:
-    plan = None if name == "policy" else plans(SERVING)[name]
+@pytest.mark.parametrize(
+    ("kernel", "name"), [*((kernel, "policy") for kernel in kernels(SERVING)), *EVERY_PLAN]
+)
+def test_the_same_plan_gives_the_same_bits(kernel: str, name: str) -> None:
+    plan = plan_with(kernel, SERVING) if name == "policy" else plans(SERVING, kernel)[name]
     call = make_operands(SERVING, device=DEVICE)
     first = splitkv.decode(**call, plan=plan)
     again = [splitkv.decode(**call, plan=plan) for _ in range(RUNS)]
@@ -35,6 +37,7 @@ def alone(problem: Problem, call: Call, b: int) -> tuple[Problem, Call]:
     return replace(problem, batch=1), call | one
 
 
+@pytest.mark.parametrize("kernel", kernels(SERVING))
 @pytest.mark.parametrize("split_size", [64, 256, 1024])
 @pytest.mark.parametrize(
     "problem",
@@ -45,13 +48,16 @@ def alone(problem: Problem, call: Call, b: int) -> tuple[Problem, Call]:
     ],
     ids=["plain", "paged", "window"],
 )
-def test_a_fixed_split_size_is_batch_invariant(problem: Problem, split_size: int) -> None:
+def test_a_fixed_split_size_is_batch_invariant(
+    problem: Problem, split_size: int, kernel: str
+) -> None:
     lengths = (3000, 1, 64, 65, 1024, 0, 2999, 700)
     call = make_operands(problem, device=DEVICE, lengths=lengths, poison=False)
-    out, lse = splitkv.decode(**call, plan=fixed_plan(problem, split_size))
+    plan = fixed_plan(problem, split_size, kernel)
+    out, lse = splitkv.decode(**call, plan=plan)
     for b in range(problem.batch):
         one_problem, one = alone(problem, call, b)
-        result = splitkv.decode(**one, plan=fixed_plan(one_problem, split_size))
+        result = splitkv.decode(**one, plan=fixed_plan(one_problem, split_size, kernel))
         assert same_bits(result, (out[b : b + 1], lse[b : b + 1])), lengths[b]
     shuffled = torch.randperm(problem.batch, device=DEVICE)
     mixed = call | {n: call[n][shuffled] for n in ("q", "cache_seqlens")}
@@ -59,5 +65,5 @@ def test_a_fixed_split_size_is_batch_invariant(problem: Problem, split_size: int
         mixed["page_table"] = call["page_table"][shuffled]
     else:
         mixed |= {n: call[n][shuffled] for n in ("k_cache", "v_cache")}
-    result = splitkv.decode(**mixed, plan=fixed_plan(problem, split_size))
+    result = splitkv.decode(**mixed, plan=plan)
     assert same_bits(result, (out[shuffled], lse[shuffled]))

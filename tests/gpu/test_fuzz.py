@@ -1,7 +1,7 @@
 """Random problems by seed, SPLITKV_FUZZ_SEED or 0; a failure ends with one line that repeats it.
 
-What is compiled differs from family to family and hardly within one, so that hundreds of problems
-need few kernels.
+What is compiled differs from family to family and hardly within one, so that a thousand problems
+need few kernels. Families are drawn for each kernel, within its limits.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from running import DEVICE, decode, fixed_plan
+from running import DEVICE, SERVING, decode, fixed_plan, kernels
 
 from splitkv.testing import Contiguous, Mask, Paged, Problem, Score, check
 
+MAX_ROWS = 32  # of the kernel for Hopper
 SEED = int(os.environ.get("SPLITKV_FUZZ_SEED", "0"))
-FAMILIES, PROBLEMS = 8, 38
+FAMILIES, PROBLEMS = 12, 45
 
 
 @dataclass(frozen=True)
 class Family:
     """What a kernel is compiled for."""
 
+    kernel: str
     dtype: str
     head_dims: tuple[int, int]
     group: int
@@ -36,16 +38,43 @@ class Family:
     return_lse: bool
 
 
-def family(rng: random.Random) -> Family:
-    group = rng.choice((1, 2, 3, 4, 5, 7, 8, 16, 64))
+def any_gpu(rng: random.Random) -> dict[str, Any]:
+    """Within the limits of decode_split."""
     dims = tuple(range(16, 257, 16))
     head_dim = rng.choice((64, 128, rng.choice(dims)))
+    return {
+        "dtype": rng.choice(("bfloat16", "bfloat16", "float16", "float32")),
+        "head_dims": (head_dim, rng.choice((head_dim, head_dim, rng.choice(dims)))),
+        "group": rng.choice((1, 2, 3, 4, 5, 7, 8, 16, 64)),
+        "seqlens_q": rng.choice(((1,), (1, 2), (3, 4), (rng.randint(1, 16),))),
+        "place": rng.choice((Contiguous(), Paged(1), Paged(16), Paged(rng.randint(2, 300)))),
+    }
+
+
+def hopper(rng: random.Random) -> dict[str, Any]:
+    """Within the limits of hopper_decode_split."""
+    dims = (64, 128, 256)
+    head_dim = rng.choice((128, rng.choice(dims)))
+    group = rng.choice((1, 2, 3, 4, 5, 7, 8, 16, rng.randint(9, MAX_ROWS)))
+    most = min(16, MAX_ROWS // group)
+    tokens = tuple(n for n in rng.choice(((1,), (1, 2), (3, 4))) if n <= most)
+    pages = (Paged(16), Paged(64), Paged(16 * rng.randint(1, 20)))
+    return {
+        "dtype": rng.choice(("bfloat16", "bfloat16", "float16")),
+        "head_dims": (head_dim, rng.choice((head_dim, head_dim, rng.choice(dims)))),
+        "group": group,
+        "seqlens_q": rng.choice((tokens, (rng.randint(1, most),))) or (1,),
+        "place": rng.choice((Contiguous(), Contiguous(), *pages)),
+    }
+
+
+LIMITS = {"decode_split": any_gpu, "hopper_decode_split": hopper}
+
+
+def family(kernel: str, rng: random.Random) -> Family:
     return Family(
-        dtype=rng.choice(("bfloat16", "bfloat16", "float16", "float32")),
-        head_dims=(head_dim, rng.choice((head_dim, head_dim, rng.choice(dims)))),
-        group=group,
-        seqlens_q=rng.choice(((1,), (1, 2), (3, 4), (rng.randint(1, 16),))),
-        place=rng.choice((Contiguous(), Paged(1), Paged(16), Paged(rng.randint(2, 300)))),
+        kernel=kernel,
+        **LIMITS[kernel](rng),
         mask=rng.choice(("causal", "full", "window", "both_sides", "sink_tokens")),
         score=Score(softcap=rng.random() < 0.3, alibi=rng.random() < 0.3),
         sink_logits=rng.random() < 0.4,
@@ -87,27 +116,28 @@ def problem(of: Family, rng: random.Random) -> Problem:
     )
 
 
-def how(of: Problem, rng: random.Random) -> dict[str, Any]:
+def how(of: Problem, kernel: str, rng: random.Random) -> dict[str, Any]:
     """The policy's plan, a number of splits, or a size of them."""
     kind = rng.choice(("policy", "policy", "splits", "fixed"))
     if kind == "splits":
         return {"num_splits": rng.choice((1, 2, 3, 5, rng.randint(1, 100)))}
-    return {"plan": fixed_plan(of, rng.randint(64, 900))} if kind == "fixed" else {}
+    return {"plan": fixed_plan(of, rng.randint(64, 900), kernel)} if kind == "fixed" else {}
 
 
 @pytest.mark.parametrize("n", range(FAMILIES))
-def test_fuzz(n: int) -> None:
-    rng = random.Random(f"{SEED}-{n}")
-    of = family(rng)
+@pytest.mark.parametrize("kernel", kernels(SERVING))
+def test_fuzz(kernel: str, n: int) -> None:
+    rng = random.Random(f"{SEED}-{kernel}-{n}")
+    of = family(kernel, rng)
     for _ in range(PROBLEMS):
         drawn = problem(of, rng)
         options: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
         if drawn.lengths == "device" and rng.random() < 0.5:
             options["lengths"] = tuple(rng.randint(0, drawn.seqlen_k) for _ in range(drawn.batch))
-        asked = how(drawn, rng)
+        asked, seed = how(drawn, kernel, rng), rng.randrange(1 << 30)
         try:
-            check(drawn, seed=rng.randrange(1 << 30), device=DEVICE, run=decode(**asked), **options)
+            check(drawn, seed=seed, device=DEVICE, run=decode(kernel, **asked), **options)
         except Exception as error:
             config = asked["plan"].config if "plan" in asked else asked
-            message = f"SPLITKV_FUZZ_SEED={SEED}, family {n}, asked for {config}"
+            message = f"SPLITKV_FUZZ_SEED={SEED}, {kernel}, family {n}, asked for {config}"
             raise AssertionError(f"{error}\n  {message}") from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import DEVICE, SERVING, Result, fixed_plan, same_bits
+from running import DEVICE, SERVING, Result, batch_plan, fixed_plan, plan_with, same_bits
 from torch import Tensor
 
 import splitkv
@@ -39,6 +39,10 @@ HOW: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "one_split": lambda problem: {"num_splits": 1},
     "seven_splits": lambda problem: {"num_splits": 7},
     "fixed": lambda problem: {"plan": fixed_plan(problem, 256)},
+    "any_gpu": lambda problem: {"plan": plan_with("decode_split", problem)},
+    "any_gpu_seven_splits": lambda problem: {"plan": plan_with("decode_split", problem, 7)},
+    "any_gpu_fixed": lambda problem: {"plan": fixed_plan(problem, 256, "decode_split")},
+    "batch": lambda problem: {"plan": batch_plan(problem, problem.batch + 37)},
 }
 
 

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
-from running import DEVICE, SERVING, same_bits
+from running import DEVICE, SERVING, kernels, plan_with, same_bits
 
 import splitkv
 from splitkv.kernels import workspace
@@ -19,19 +20,24 @@ PROBLEMS = (
     replace(SERVING, batch=2, seqlen_k=3000, head_dim=64, head_dim_v=64),
     replace(SERVING, batch=7, num_heads=16, seqlen_k=1000),
 )
+every_kernel = pytest.mark.parametrize("kernel", kernels(SERVING))
 
 
-def made(num_splits: int) -> tuple[list[Any], list[Any]]:
+def made(kernel: str, num_splits: int) -> tuple[list[Any], list[Any]]:
     """Calls and what they give when they are alone."""
-    calls = [make_operands(p, device=DEVICE, seed=i) for i, p in enumerate(PROBLEMS)]
-    calls = [call | {"num_splits": num_splits} for call in calls]
+    calls = [
+        make_operands(problem, device=DEVICE, seed=i)
+        | {"plan": plan_with(kernel, problem, num_splits)}
+        for i, problem in enumerate(PROBLEMS)
+    ]
     wanted = [splitkv.decode(**call) for call in calls]
     torch.cuda.synchronize()
     return calls, wanted
 
 
-def test_streams() -> None:
-    calls, wanted = made(num_splits=24)
+@every_kernel
+def test_streams(kernel: str) -> None:
+    calls, wanted = made(kernel, num_splits=24)
     streams = [torch.cuda.Stream() for _ in calls]
     results: list[list[Any]] = [[] for _ in calls]
     for _ in range(60):
@@ -43,10 +49,11 @@ def test_streams() -> None:
         assert all(same_bits(result, alone) for result in found)
 
 
-def test_one_stream_after_another() -> None:
+@every_kernel
+def test_one_stream_after_another(kernel: str) -> None:
     """A buffer that grows for one call is not taken from under the one before."""
     workspace.release()
-    calls, wanted = made(num_splits=24)
+    calls, wanted = made(kernel, num_splits=24)
     workspace.release()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -56,8 +63,9 @@ def test_one_stream_after_another() -> None:
         assert same_bits(result, wanted[i % len(calls)])
 
 
-def test_threads() -> None:
-    calls, wanted = made(num_splits=24)
+@every_kernel
+def test_threads(kernel: str) -> None:
+    calls, wanted = made(kernel, num_splits=24)
 
     def work(i: int) -> bool:
         stream = torch.cuda.Stream()
@@ -78,7 +86,7 @@ def test_the_workspace_is_bounded_and_kept() -> None:
         splitkv.decode(**call, num_splits=num_splits)
         rows = num_splits * SERVING.num_kv_heads * SERVING.batch * SERVING.rows
         most = max(most, rows * (SERVING.head_dim_v + 2) * 4)
-        held = sum(x.numel() * x.element_size() for x in workspace._buffers.values())
+        held = workspace.held_bytes()
         assert held <= 2 * (most + 4096)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     results = [splitkv.decode(**call, num_splits=64) for _ in range(5)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import DEVICE, SERVING, fixed_plan
+from running import DEVICE, SERVING, fixed_plan, kernels
 
 import splitkv
 from splitkv.testing import Codec, Mask, Paged, Ragged, Score, make_operands
@@ -20,6 +20,8 @@ Guard = Callable[[], AbstractContextManager[None]]
 PROBLEMS = {
     "plain": SERVING,
     "host_lengths": replace(SERVING, lengths="host"),
+    "float32": replace(SERVING, dtype="float32"),
+    "page_size_1": replace(SERVING, place=Paged(1)),
     "paged": replace(SERVING, place=Paged(16), return_lse=False),
     "everything": replace(
         SERVING, mask=Mask(True, 100, -1, 4), score=Score(True, True), sink_logits=True
@@ -41,10 +43,11 @@ def test_decode(name: str, no_host_sync: Guard) -> None:
             splitkv.decode(**call | {"softmax_scale": 0.2})  # described, planned and bound anew
 
 
-def test_decode_with_plan_and_out(no_host_sync: Guard) -> None:
+@pytest.mark.parametrize("kernel", kernels(SERVING))
+def test_decode_with_plan_and_out(kernel: str, no_host_sync: Guard) -> None:
     call = make_operands(SERVING, device=DEVICE)
     out = torch.empty_like(call["q"])
-    plan = fixed_plan(SERVING, 256)
+    plan = fixed_plan(SERVING, 256, kernel)
     splitkv.decode(**call, plan=plan, out=out)
     with no_host_sync():
         splitkv.decode(**call, plan=plan, out=out)

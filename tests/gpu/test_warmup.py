@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from running import DEVICE
+from running import DEVICE, SERVING, kernels
 from triton import knobs
 
 import splitkv
 
-MODEL: dict[str, Any] = {
-    "num_heads": 16,
-    "num_kv_heads": 2,
-    "head_dim": 176,
-}  # no other test compiles it
+# No other test compiles them.
+MODELS: dict[str, dict[str, Any]] = {
+    "decode_split": {"num_heads": 16, "num_kv_heads": 2, "head_dim": 176},
+    "hopper_decode_split": {"num_heads": 10, "num_kv_heads": 2, "head_dim": 128},
+}
 LONGEST = 2048
 
 
@@ -32,9 +32,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield names
 
 
-def serve(batch: int, seqlen_q: int, capacity: int, page_size: int | None, **options: Any) -> None:
-    """A step of the model, its caches laid out as an engine would."""
-    heads, kv_heads, dim = MODEL.values()
+def serve(
+    model: dict[str, Any],
+    batch: int,
+    seqlen_q: int,
+    capacity: int,
+    page_size: int | None,
+    **options: Any,
+) -> None:
+    """A step of a model, its caches laid out as an engine would."""
+    heads, kv_heads, dim = model.values()
     q = torch.randn(batch, seqlen_q, heads, dim, device=DEVICE).bfloat16()
     lengths = torch.full((batch,), capacity, dtype=torch.int32, device=DEVICE)
     rows, keys = batch, capacity
@@ -49,29 +56,34 @@ def serve(batch: int, seqlen_q: int, capacity: int, page_size: int | None, **opt
 
 
 @pytest.mark.parametrize("page_size", [None, 16], ids=["contiguous", "paged"])
-def test_nothing_is_compiled_after_warmup(page_size: int | None, compiled: list[str]) -> None:
+@pytest.mark.parametrize("kernel", kernels(SERVING))
+def test_nothing_is_compiled_after_warmup(
+    kernel: str, page_size: int | None, compiled: list[str]
+) -> None:
+    model = MODELS[kernel]
     batches, queries, options = (1, 6), (1, 3), {"window_size": (900, 0), "softcap": 20.0}
     plans = splitkv.warmup(
-        **MODEL,
+        **model,
         max_seqlen_k=LONGEST,
         page_size=page_size,
         batch_sizes=batches,
         seqlens_q=queries,
         **options,
     )
-    assert {plan.kernel for plan in plans} == {"decode_split"}
-    assert "decode_split" in compiled
+    assert {plan.kernel for plan in plans} == {kernel}
+    assert kernel in compiled
     compiled.clear()
     for batch in batches:
         for seqlen_q in queries:
             for capacity in (LONGEST, 1024, 512, 256, 128):
-                serve(batch, seqlen_q, capacity, page_size, **options)
+                serve(model, batch, seqlen_q, capacity, page_size, **options)
     assert compiled == []
 
 
-def test_warmup_takes_no_memory_for_a_cache() -> None:
+@pytest.mark.parametrize("kernel", kernels(SERVING))
+def test_warmup_takes_no_memory_for_a_cache(kernel: str) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    splitkv.warmup(**MODEL, max_seqlen_k=1 << 20)
+    splitkv.warmup(**MODELS[kernel], max_seqlen_k=1 << 20)
     assert torch.cuda.max_memory_allocated() - before < 64 << 20

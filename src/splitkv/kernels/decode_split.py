@@ -348,12 +348,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
     for tile_n in (64, 32, 128, 16):
         for num_warps in (4, 2, 8):
             for num_stages in (2, 3, 1, 4, 6, 8):
-                config = Config(
-                    tile_m=tile_m(problem),
-                    tile_n=tile_n,
-                    num_warps=num_warps,
-                    num_stages=num_stages,
-                )
+                config = Config(1, tile_m(problem), tile_n, num_warps, num_stages)
                 fits = shared_bytes(problem, config) <= device.smem_per_block
                 if fits and register_need(problem, config) < MAX_REGISTER_NEED:
                     yield config
@@ -361,7 +356,11 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     """The lines of the docstring's Traffic section, every sequence at its upper bound."""
-    parts = num_parts(problem, config)
+    return traffic_of_parts(problem, num_parts(problem, config))
+
+
+def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
+    """What so many parts of every sequence read and write."""
     rows = problem.batch * problem.seqlen_q * problem.num_heads
     return Traffic(
         kv_bytes=problem.kv_bytes,
@@ -372,12 +371,18 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     )
 
 
-def num_parts(problem: Problem, config: Config) -> int:
-    """Parts of every sequence where all are as long as they may be: tile/share.py on the host."""
+def visited(problem: Problem, tile_n: int) -> int:
+    """Tiles of a sequence as long as it may be: tile/band.py on the host."""
     tiles = end = 0
     for lo, hi in problem.mask.span(problem.seqlen_q, problem.seqlen_k):
-        first, end = max(lo // config.tile_n, end), triton.cdiv(hi, config.tile_n)
+        first, end = max(lo // tile_n, end), triton.cdiv(hi, tile_n)
         tiles += end - first
+    return tiles
+
+
+def num_parts(problem: Problem, config: Config) -> int:
+    """Parts of every sequence where all are as long as they may be: tile/share.py on the host."""
+    tiles = visited(problem, config.tile_n)
     parts = config.num_splits
     if config.schedule == "batch":  # programs / batch - 1, rounded to nearest
         parts = max((2 * config.programs - problem.batch) // (2 * problem.batch), 1)

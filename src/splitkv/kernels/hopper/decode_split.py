@@ -41,7 +41,7 @@ from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.share import parts_of
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kv import Paged
-from splitkv.plans import Config, Kernel, Plan
+from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
 HEAD_DIMS, MAX_ROWS = (64, 128, 256), 32
@@ -340,6 +340,8 @@ def unfit(operands: Operands) -> list[str]:
     """What of a memory layout TMA cannot describe."""
     reasons = []
     for name, x in (("k", operands.k), ("v", operands.v)):
+        if 0 in x.shape:
+            reasons.append(f"{name}: expected a cache with room for a key, got {list(x.shape)}")
         gaps = [stride for stride in x.stride()[:3] if stride * x.element_size() % 16]
         if gaps or x.data_ptr() % 16:
             reasons.append(
@@ -368,6 +370,14 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
             )
             if shared_bytes(problem, config) <= device.smem_per_block:
                 yield config
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    """As of kernels/decode_split.py; by the even rule here, parts are as even as can be."""
+    parts = decode_split.num_parts(problem, config)
+    if config.schedule == "even":
+        parts = max(1, min(decode_split.visited(problem, config.tile_n), config.num_splits))
+    return decode_split.traffic_of_parts(problem, parts)
 
 
 class Launcher(decode_split.Launcher):
@@ -441,6 +451,6 @@ class Launcher(decode_split.Launcher):
 
 
 KERNEL = Kernel(
-    *("hopper_decode_split", unsupported, configs, decode_split.traffic, Launcher, unfit),
+    *("hopper_decode_split", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "fixed"),
 )
