@@ -47,6 +47,12 @@ from splitkv.problem import Operands, Problem
 HEAD_DIMS, MAX_ROWS = (64, 128, 256), 32
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
 
+# Renamed between Triton 3.6 and 3.9.
+_memory = gl.shared_memory_descriptor
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
 
 class Pool(NamedTuple):
     """TMA descriptors of K and V as [outer, inner, heads, dim], a box of keys of one head at a
@@ -78,7 +84,7 @@ def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
     DIM: gl.constexpr = desc.block_type.shape[3]
     shape: gl.constexpr = [SLOTS * (TILE_N // BOX), 1, BOX, 1, DIM]
     boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    tiles = boxes._reinterpret(desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
+    tiles = reinterpret(boxes, desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
     return boxes, tiles
 
 
@@ -109,8 +115,8 @@ def ask(
             outer = gl.load(entry, mask=inner < keys, other=0)
             inner %= PAGE_SIZE
         at = slot * BOXES + n
-        tma.async_copy_global_to_shared(pool.k, [outer, inner, h, 0], barrier, k_boxes.index(at))
-        tma.async_copy_global_to_shared(pool.v, [outer, inner, h, 0], barrier, v_boxes.index(at))
+        async_load(pool.k, [outer, inner, h, 0], barrier, k_boxes.index(at))
+        async_load(pool.v, [outer, inner, h, 0], barrier, v_boxes.index(at))
 
 
 @gluon.jit
@@ -278,7 +284,7 @@ def hopper_decode_split(
         acc = mma_v2(p, v_ring.index(slot).load(B), acc * shrink)
         ahead = i + SLOTS * by
         if ahead < last:
-            gl.thread_barrier()  # all warps have read the slot
+            thread_barrier()  # all warps have read the slot
             tile = gl.where(ahead < near, ahead, ahead + skip)
             ask(pool, k_boxes, v_boxes, arrived, slot, b, h, tile, keys, PAGE_SIZE, TILE_N)
         slot += 1
@@ -359,15 +365,13 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every ring that fits, with one split; `num_splits` may then be anything up to 1024."""
-    tile_m = 16 if problem.rows <= 16 else 32
     widest = max(problem.head_dim, problem.head_dim_v)
-    num_warps = 8 if tile_m * widest > 4096 else 4  # 4 warps would need more registers than exist
+    # every warp holds q: 32 rows of 256 would need more registers than exist
+    tile_m = 16 if problem.rows <= 16 or widest > 128 else 32
     tiles = (64, 32, 128) if tile_m == 16 and widest <= 128 else (64, 32)
     for tile_n in tiles:
         for num_stages in (3, 2, 1, 4, 6):
-            config = Config(
-                tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages
-            )
+            config = Config(tile_m=tile_m, tile_n=tile_n, num_warps=4, num_stages=num_stages)
             if shared_bytes(problem, config) <= device.smem_per_block:
                 yield config
 
