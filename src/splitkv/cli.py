@@ -190,6 +190,43 @@ def bench_decode(
     raise typer.Exit(status)
 
 
+@bench.command("prefill", help="Time the forward of whole sequences beside other libraries.")
+@bench.command("backward", help="Time their gradients beside other libraries.")
+@bench.command("varlen", help="Time packed sequences of different lengths beside equal ones.")
+def bench_sequences(
+    context: typer.Context,
+    case: Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")] = None,
+    suite: Annotated[str | None, typer.Option(help="Which named cases; else the first.")] = None,
+    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "all",
+    kernel: Annotated[list[str] | None, typer.Option(help="Force it; repeat to compare.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rounds of short bursts.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    with one_line_errors():
+        from splitkv.lab.peers import parse
+        from splitkv.lab.sequences import bench as lab
+        from splitkv.lab.sequences.peers import PEERS
+        from splitkv.lab.sequences.suites import select
+        from splitkv.lab.sequences.timing import QUICK, Pace
+
+        expect_run(time_limit, jobs)
+        command = str(context.info_name)
+        status = lab.bench_sequences(
+            command,
+            select(command, suite, case or []),
+            ours=lab.our_variants(kernel or []),
+            peers=parse(peers, PEERS),
+            pace=QUICK if quick else Pace(),
+            json_path=json_path,
+            time_limit=time_limit,
+            jobs=jobs,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
 @app.command()
 def sweep(
     case: Annotated[str | None, typer.Option(help="A named case; else the shape below.")] = None,
@@ -253,6 +290,8 @@ def tune(
     problems: Annotated[int, typer.Option(help="To draw and measure.")] = 320,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     max_bytes: Annotated[float, typer.Option(help="Of keys and values of a problem.")] = 1.1e9,
+    known: Annotated[bool, typer.Option(help="Those of the benchmarks too.")] = True,
+    share: Annotated[str, typer.Option(help="k/n: every n-th problem from the k-th.")] = "1/1",
     candidates: Annotated[int, typer.Option(help="Plans of a problem at first.")] = 16,
     rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 9,
     table: Annotated[Path | None, typer.Option(help="To write; else the package's.")] = None,
@@ -270,6 +309,8 @@ def tune(
             problems=problems,
             seed=seed,
             max_bytes=max_bytes,
+            with_known=known,
+            share=lab.share_of(share),
             effort=effort(candidates, rounds, time_limit, jobs),
             table_path=table,
             command=f"splitkv tune --problems {problems} --seed {seed} --max-bytes {max_bytes:g} "

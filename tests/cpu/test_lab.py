@@ -23,7 +23,7 @@ import splitkv
 from splitkv.cli import app
 from splitkv.device import GPUS
 from splitkv.kv import Contiguous, Paged
-from splitkv.lab import bench, floor, lines, peers, report, suites, timing
+from splitkv.lab import bench, floor, lines, peers, process, report, suites, timing
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.suites import CASES, PLACES, SUITES, select
 from splitkv.lab.timing import Prepared, Protocol, Timing, Variant
@@ -310,7 +310,7 @@ def test_only_a_right_answer_is_timed() -> None:
     ours = rows["splitkv"]
     assert ours["us"] == 3.0 and not ours["reasons"] and 0 < ours["err"] < 0.01
     assert (
-        ours["plan"]["policy"] == "waves" and rows["splitkv (fixed)"]["plan"]["policy"] == "fixed"
+        ours["plan"]["policy"] == "tuned" and rows["splitkv (fixed)"]["plan"]["policy"] == "fixed"
     )
     json.dumps(rows)
 
@@ -410,7 +410,7 @@ def test_a_process_that_ends_is_a_reason_and_started_again(monkeypatch: pytest.M
         monkeypatch,
         f"import sys; input(); print({json.dumps(row)!r}, flush=True); sys.exit('it broke')",
     )
-    for _ in range(peers.MAX_STARTS):
+    for _ in range(process.MAX_STARTS):
         first, second = w.measure(CASES["mqa8_b1_512_page16"])
         assert first == row
         assert second["kernel"] == "xqa" and second["us"] is None
@@ -429,7 +429,7 @@ def test_a_process_answers_case_after_case(monkeypatch: pytest.MonkeyPatch) -> N
     w = worker(monkeypatch, code)
     for name in ("mqa8_b1_512_page16", "mqa8_b8_4096_page16"):
         assert [row["kernel"] for row in w.measure(CASES[name])] == [name]
-    assert w.starts == 1
+    assert w.process.starts == 1
     w.stop()
 
 
@@ -438,7 +438,7 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(peers, "SECONDS", 0.1)
     for row in w.measure(CASES["mqa8_b1_512_page16"]):
         assert row["reasons"] == ["its process took more than 0.1 s"]
-    assert w.process is None
+    assert w.process.child is None
 
 
 # records and tables

@@ -335,10 +335,24 @@ def test_the_matrix_is_that_of_the_source() -> None:
     assert cases[0].name == "b1_h8x1_d128_q1_k128"
 
 
+def test_what_is_known_is_tuned_too_in_shares() -> None:
+    whole = tune.tuning(20, 0, 1e9, True, (1, 1))
+    assert len(whole) == len({case.name for case in whole})
+    assert {case.name for case in tune.matrix()} < {case.name for case in whole}
+    shares = [tune.tuning(20, 0, 1e9, True, tune.share_of(f"{k}/3")) for k in (1, 2, 3)]
+    assert sorted(case.name for share in shares for case in share) == sorted(
+        case.name for case in whole
+    )
+    for text in ("0/3", "4/3", "1", "a/b", "1/2/3"):
+        with pytest.raises(ValueError, match=r"^share: expected k/n with k from 1 to n, got "):
+            tune.share_of(text)
+
+
 def tuned_with(path: Path, count: int = 5, **options: Any) -> tuple[int, str]:
     out, screen = console()
     given: dict[str, Any] = {
         **{"problems": count, "seed": 0, "max_bytes": 1e9, "effort": Effort(8, 3)},
+        **{"with_known": False, "share": (1, 1)},
         **{"table_path": path, "command": "splitkv tune", "jobs": 0, "json_path": None},
         **{"time_limit": None, "console": out},
     }

@@ -147,11 +147,28 @@ def record(
     }
 
 
-class Screen:
-    """Results as they come: the last ones as a live table on a terminal, else a line each."""
+def shown(r: dict[str, Any]) -> list[str]:
+    """A record under `SHOWN`."""
+    error = "" if r["err"] is None else f"{r['err']:.1e}"
+    row = [r["case"], title(r), cell(r), number(r["floor_us"]), number(r["tbs"])]
+    return [*row, "; ".join(r["reasons"]) or error]
 
-    def __init__(self, console: Console, total: int) -> None:
+
+class Screen:
+    """Results as they come: the last ones as a live table on a terminal, else a line each.
+
+    row    of a record, the cells under the header
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total: int,
+        header: Sequence[str] = SHOWN,
+        row: Callable[[dict[str, Any]], list[str]] = shown,
+    ) -> None:
         self.console, self.total, self.done = console, total, 0
+        self.header, self.row = header, row
         self.rows: deque[list[str]] = deque(maxlen=max(4, console.height - 8))
         self.live = Live(console=console, transient=True) if console.is_terminal else None
 
@@ -165,13 +182,11 @@ class Screen:
             self.live.stop()
 
     def add(self, r: dict[str, Any]) -> None:
-        error = "" if r["err"] is None else f"{r['err']:.1e}"
-        row = [r["case"], title(r), cell(r), number(r["floor_us"]), number(r["tbs"])]
-        self.rows.append([*row, "; ".join(r["reasons"]) or error])
+        self.rows.append(self.row(r))
         if self.live:
-            table = Table(*SHOWN, caption=f"{self.done} of {self.total} cases done")
-            for shown in self.rows:
-                table.add_row(*shown)
+            table = Table(*self.header, caption=f"{self.done} of {self.total} cases done")
+            for cells in self.rows:
+                table.add_row(*cells)
             self.live.update(table)
         else:
             self.say("  ".join(filter(None, self.rows[-1])))

@@ -111,7 +111,10 @@ def only_compile() -> None:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if isinstance(kernel, CompiledKernel):
+            kernel._init_handles()
+        return kernel
 
     def make_launcher(self: Any) -> None:  # loading the kernel would take the GPU's time
         if self._run is None:
@@ -123,11 +126,18 @@ def only_compile() -> None:
 
 
 def compile_plan(problem: Problem, device: Device, kernel: str, config: Config) -> None:
-    """In a process of the pool: everything up to the launch."""
+    """In a process of the pool: everything up to the launch, gradients included."""
     import torch
 
     import splitkv
+    from splitkv.lab.sequences.cases import blank
 
     plan = Plan(problem, device, "compiler", kernel, config, "compiled ahead")
-    splitkv.decode(**Inputs(Case("blank", problem), 1, blank=True).arguments(0), plan=plan)
+    if problem.kind == "decode":
+        splitkv.decode(**Inputs(Case("blank", problem), 1, blank=True).arguments(0), plan=plan)
+    else:
+        inputs = blank(problem)
+        out = inputs.attend(plan)
+        if problem.needs_grad:
+            inputs.gradients(out)
     torch.cuda.empty_cache()  # every process of the pool has its own

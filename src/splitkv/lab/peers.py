@@ -14,13 +14,8 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,12 +27,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from splitkv.errors import expect
 from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.process import Ended, Process
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure
 
 WORKSPACE_BYTES = 256 << 20
 SECONDS = 240  # that a process may take for a case; the first one loads and compiles
-MAX_STARTS = 3  # of a process that ends and ends again
 
 
 def sdpa(backend: SDPBackend, packed: bool) -> Callable[[Inputs], Prepared]:
@@ -304,27 +299,24 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def parse(names: str) -> list[str]:
+def parse(names: str, known: Collection[str] = PEERS) -> list[str]:
     """`all`, `none`, or names with commas between."""
     if names in ("all", "none"):
-        return list(PEERS) if names == "all" else []
+        return list(known) if names == "all" else []
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
-        expect(name in PEERS, "peers", f"all, none or some of {','.join(PEERS)}", name)
+        expect(name in known, "peers", f"all, none or some of {','.join(known)}", name)
     return chosen
 
 
 class Worker:
-    """A peer in a process of its own, started when it is first asked and again after it ended."""
+    """A peer in a process of its own, which stays from case to case."""
 
     def __init__(self, name: str, protocol: Protocol, command: Sequence[str] | None = None) -> None:
         self.variants = PEERS[name].variants
         warmth = "warm" if protocol.warm else "cold"
-        self.command = list(
-            command or (sys.executable, "-m", "splitkv.lab.peers", name, protocol.mode, warmth)
-        )
-        self.process: subprocess.Popen[str] | None = None
-        self.starts = 0
+        own = (sys.executable, "-m", "splitkv.lab.peers", name, protocol.mode, warmth)
+        self.process = Process(command or own)
 
     def measure(self, case: Case) -> Iterator[dict[str, Any]]:
         """As `timing.measure`. What ends the process is the reason of the variants left."""
@@ -332,68 +324,17 @@ class Worker:
         if all(against.values()):
             yield from (variant.row(reasons=reasons) for variant, reasons in against.items())
             return
-        if self.process is None and self.starts == MAX_STARTS:
-            reason = f"its process ended {self.starts} times before"
-            yield from (variant.row(reasons=[reason]) for variant in self.variants)
-            return
-        process = self.start()
-        assert process.stdin is not None
         left = {(variant.library, variant.kernel): variant for variant in self.variants}
         try:
-            process.stdin.write(case.name + "\n")
-            process.stdin.flush()
-            while row := json.loads(self.lines.get(timeout=SECONDS)):
+            self.process.send(case.name)
+            while row := self.process.receive(SECONDS):
                 left.pop((row["library"], row["kernel"]), None)
                 yield row
-        except queue.Empty:
-            reason = f"its process took more than {SECONDS} s"
-        except (OSError, ValueError):  # a closed pipe, or no line where there should be one
-            reason = f"its process ended: {self.last_words()}"
-        else:
-            return
-        self.stop()
-        yield from (variant.row(reasons=[reason]) for variant in left.values())
-
-    def start(self) -> subprocess.Popen[str]:
-        if self.process is None:
-            self.starts += 1
-            self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-            pipe = subprocess.PIPE
-            self.process = subprocess.Popen(
-                self.command, stdin=pipe, stdout=pipe, stderr=self.stderr, text=True
-            )
-            self.lines: queue.Queue[str] = queue.Queue()
-            threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
-        return self.process
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        lines = self.lines
-        with process.stdout:
-            for line in process.stdout:
-                lines.put(line)
-        lines.put("")  # the end, which is no JSON
-
-    def last_words(self) -> str:
-        """The status and the last line on stderr."""
-        assert self.process is not None
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=20)
-        status = self.process.poll()
-        self.stderr.seek(0)
-        said = self.stderr.read().strip().splitlines()
-        return f"status {status}" + (f", {said[-1][:300]}" if said else "")
+        except Ended as error:
+            yield from (variant.row(reasons=[str(error)]) for variant in left.values())
 
     def stop(self) -> None:
-        if self.process is None:
-            return
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdin is not None:
-            with suppress(OSError):  # what it did not read any more
-                self.process.stdin.close()
-        self.stderr.close()
-        self.process = None
+        self.process.stop()
 
 
 def serve(name: str, mode: str, warmth: str) -> None:

@@ -136,7 +136,10 @@ def besides(records: Sequence[Record]) -> str:
 def report(records: Sequence[Record]) -> str:
     """Markdown for the results of any command."""
     parts = []
-    kinds = {"decode": bench_report, "study": studies_report, "sweep": sweep_report}
+    kinds = {
+        **{"decode": bench_report, "study": studies_report, "sweep": sweep_report},
+        **dict.fromkeys(("prefill", "backward", "varlen"), rates_report),
+    }
     for suite in dict.fromkeys(r["suite"] for r in records):
         expect_one_of("suite", suite, kinds)
         parts.append(kinds[suite]([r for r in records if r["suite"] == suite]))
@@ -149,25 +152,99 @@ def bench_report(records: Sequence[Record]) -> str:
     for where in dict.fromkeys(map(provenance, records)):
         here = latest(r for r in records if provenance(r) == where)
         titles = list(dict.fromkeys(title(r) for r in here if r["us"] is not None))
-        times: dict[str, dict[str, Record]] = {}
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for r in here:
-            times.setdefault(r["case"], {})[title(r)] = r
-            for reason in r["reasons"]:
-                reasons.setdefault((title(r), reason), []).append(r["case"])
         rows = [
-            [case, *(cell(found.get(name)) for name in titles)] for case, found in times.items()
+            [case, *(cell(found.get(name)) for name in titles)]
+            for case, found in by_case(here).items()
         ]
         parts += [where, summary(here), table(["us (spread)", *titles], rows)]
-        parts += filter(None, [besides(here)])
-        if reasons:
-            parts.append(
-                "\n".join(
-                    f"* {name} on {len(cases)} of {len(times)} cases: {reason}"
-                    for (name, reason), cases in reasons.items()
-                )
-            )
+        parts += filter(None, [besides(here), reasons_list(here)])
     return "\n\n".join(parts)
+
+
+def rates_report(records: Sequence[Record]) -> str:
+    """Of whole sequences: where and when, each direction's tables, what did not run and why."""
+    parts = []
+    for where in dict.fromkeys(map(provenance, records)):
+        here = [r for r in records if provenance(r) == where]
+        parts += [where, *rates_tables(here)]
+    return "\n\n".join(parts)
+
+
+def rates_tables(records: Sequence[Record]) -> list[str]:
+    """For each direction the rates, the times, ours beside ours, and reasons."""
+    parts = []
+    for direction in dict.fromkeys(r["direction"] for r in records):
+        here = latest(r for r in records if r["direction"] == direction)
+        titles = list(dict.fromkeys(title(r) for r in here if r["us"] is not None))
+        cases = by_case(here)
+        times = [[case, *(cell(rows.get(t)) for t in titles)] for case, rows in cases.items()]
+        parts += [rates_table(here), table([f"{direction}, us (spread)", *titles], times)]
+        parts += filter(None, [besides(here), reasons_list(here)])
+    return parts
+
+
+def rates_table(records: Sequence[Record]) -> str:
+    """TFLOP/s of one direction, a row a case: every library, the share of the peak that the fastest
+    of ours reaches, and how many times as long the best peer takes; below it the means."""
+    timed = [r for r in records if r["us"] is not None]
+    titles = list(dict.fromkeys(map(title, timed)))
+    titles.sort(key=lambda name: not name.startswith(OURS))
+    rows, ratios = [], []
+    for case, found in by_case(records).items():
+        mine, theirs = (
+            min(
+                (r for t, r in found.items() if t.startswith(OURS) == own and r["us"] is not None),
+                key=lambda r: r["us"],
+                default=None,
+            )
+            for own in (True, False)
+        )
+        ratio = theirs["us"] / mine["us"] if mine and theirs else None
+        ratios += [] if ratio is None else [ratio]
+        rates = [found[t]["tflops"] if t in found else None for t in titles]
+        rows.append(
+            [
+                *(case, *(ABSENT if rate is None else f"{rate:.0f}" for rate in rates)),
+                percent(mine["peak_fraction"] if mine else None),
+                *(title(theirs) if theirs else ABSENT, number(ratio)),
+            ]
+        )
+    header = [f"{records[0]['direction']}, TFLOP/s", *titles, "of peak", "best peer", "ratio"]
+    text = table(header, rows)
+    if ratios:
+        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+        text += (
+            f"\n\nbest peer / ours over {len(ratios)} cases: geometric mean {mean:.2f}, "
+            f"least {min(ratios):.2f}, most {max(ratios):.2f}"
+        )
+    peaks = [r["peak_tflops"] for r in timed if r["peak_tflops"] is not None]
+    if peaks:
+        text += f"\n\nmatrix peak in the same rounds {min(peaks):.0f} to {max(peaks):.0f} TFLOP/s"
+    clocks = [r["clocks"]["sm_mhz"] for r in timed if r["clocks"]]
+    if clocks:
+        text += f"\n\nSM clock of the timed calls {min(clocks)} to {max(clocks)} MHz"
+    return text
+
+
+def by_case(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
+    """case -> title -> record."""
+    found: dict[str, dict[str, Record]] = {}
+    for r in records:
+        found.setdefault(r["case"], {})[title(r)] = r
+    return found
+
+
+def reasons_list(records: Sequence[Record]) -> str:
+    """What did not run on how many cases, and why."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for r in records:
+        for reason in r["reasons"]:
+            reasons.setdefault((title(r), reason), []).append(r["case"])
+    cases = len(by_case(records))
+    return "\n".join(
+        f"* {name} on {len(on)} of {cases} cases: {reason}"
+        for (name, reason), on in reasons.items()
+    )
 
 
 def studies_report(records: Sequence[Record]) -> str:
@@ -295,6 +372,10 @@ def cell(record: Record | None) -> str:
 
 def number(value: float | None) -> str:
     return ABSENT if value is None else f"{value:.2f}"
+
+
+def percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.0%}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

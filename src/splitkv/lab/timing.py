@@ -93,7 +93,7 @@ class Variant:
 
     library: str
     kernel: str
-    prepare: Callable[[Inputs], Prepared]
+    prepare: Callable[[Any], Any]
     unsupported: Callable[[Case], list[str]] = lambda case: []
     decision: Mapping[str, Any] = field(default_factory=dict, compare=False)
 

@@ -1,9 +1,9 @@
 """`splitkv tune` and `splitkv regret`: the table of the policy `tuned`, and how good policies are.
 
-Both time plans of problems as `studies` does. `tune` draws its problems, and writes the fastest
-plan of each into a table; `regret` takes the 160 configurations of the sequence-aware split
-heuristic's regression test and problems drawn with another seed, and says how much longer than the
-best plan the policies' own plans took.
+Both time plans of problems as `studies` does. `tune` draws problems, adds those that the
+benchmarks name and the 160 configurations of the sequence-aware split heuristic's regression test,
+and writes the fastest plans of each into a table; `regret` takes those 160 and problems drawn with
+another seed, and says how much longer than the best plan the policies' own plans took.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from splitkv.lab.cases import Case
 from splitkv.lab.lines import Record
 from splitkv.lab.report import regret_table
 from splitkv.lab.studies import Effort, run_studies, say
+from splitkv.lab.suites import SUITES
 from splitkv.plans import Config
 from splitkv.policies import Policy, tuned, waves
 from splitkv.problem import Problem
@@ -101,11 +102,33 @@ def matrix() -> list[Case]:
     ]
 
 
+def tuning(
+    problems: int, seed: int, max_bytes: float, with_known: bool, share: tuple[int, int]
+) -> list[Case]:
+    """What `tune` measures: `problems` drawn ones, and known ones; of them share k of n."""
+    known = [case_of(case.problem) for case in SUITES["records"]] + matrix()
+    found = drawn(problems, seed, max_bytes) + (known if with_known else [])
+    cases = {case.name: case for case in found}
+    part, parts = share
+    return list(cases.values())[part - 1 :: parts]
+
+
+def share_of(text: str) -> tuple[int, int]:
+    """(2, 4) of "2/4"."""
+    numbers = text.split("/")
+    ok = len(numbers) == 2 and all(number.isdigit() for number in numbers)
+    ok = ok and 1 <= int(numbers[0]) <= int(numbers[1])
+    expect(ok, "share", "k/n with k from 1 to n", text)
+    return int(numbers[0]), int(numbers[1])
+
+
 def tune(
     *,
     problems: int,
     seed: int,
     max_bytes: float,
+    with_known: bool,
+    share: tuple[int, int],
     effort: Effort,
     table_path: Path | None,
     command: str,
@@ -115,7 +138,7 @@ def tune(
     console: Console,
 ) -> int:
     """Measure the problems and write the table. 0, or 1 where nothing could be measured."""
-    device, cases = current(), drawn(problems, seed, max_bytes)
+    device, cases = current(), tuning(problems, seed, max_bytes, with_known, share)
     policies: dict[str, Policy] = {"waves": waves.choose}
     records, lost = run_studies(
         *(cases, device, policies),

@@ -1,0 +1,151 @@
+"""What a case of whole sequences costs, and its operands.
+
+The direction of a case is that of its problem: with `needs_grad` its gradients are what is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import splitkv
+from splitkv.errors import expect
+from splitkv.kernels.prefill import visible_pairs
+from splitkv.kv import AS_IS
+from splitkv.lab.cases import Case
+from splitkv.plans import Plan
+from splitkv.problem import Problem
+from splitkv.scores import PLAIN
+
+BACKWARD = 2.5  # times the flops of the forward: five products over the pairs in place of two
+
+Direction = Literal["forward", "backward"]
+
+
+def direction(case: Case) -> Direction:
+    return "backward" if case.problem.needs_grad else "forward"
+
+
+def pairs(case: Case) -> int:
+    """Pairs of a query and a key that it sees, of one query head and all sequences."""
+    p = case.problem
+    if case.lengths is None:
+        return p.batch * visible_pairs(p)
+    return sum(visible_pairs(replace(p, seqlen_q=n, seqlen_k=n)) for n in case.lengths)
+
+
+def flops(case: Case) -> int:
+    """Multiplications and additions of the products, of visible pairs alone."""
+    p = case.problem
+    forward = 2 * p.num_heads * pairs(case) * (p.head_dim + p.head_dim_v)
+    return round(BACKWARD * forward) if p.needs_grad else forward
+
+
+class Inputs:
+    """Operands of a case, from a seed.
+
+    q           [batch, seqlen_q, num_heads, head_dim], or packed [total, num_heads, head_dim]; k, v
+    sink        [num_heads] sink logits, or None
+    grad        the gradient of the output, in its shape; None where none is asked
+    cu_seqlens  [batch + 1] int32, of queries as of keys; None: dense
+
+    Packed sequences have `case.lengths`, as many queries as keys. `blank` leaves all unfilled.
+    """
+
+    def __init__(
+        self, case: Case, device: str = "cuda", seed: int = 0, blank: bool = False
+    ) -> None:
+        p = self.problem = case.problem
+        plain = p.kind != "decode" and p.score == PLAIN and p.codec == AS_IS
+        plain = plain and not (p.return_lse or p.dropout)
+        expect(plain, "problem", "dense or varlen without score modifiers, lse, dropout", str(p))
+        packed = p.kind == "varlen"
+        expect(packed == (case.lengths is not None), "lengths", "as varlen has them", case.lengths)
+        g = torch.Generator(device).manual_seed(seed)
+
+        def tensor(*shape: int) -> Tensor:
+            options = {"device": device, "dtype": getattr(torch, p.dtype)}
+            return (
+                torch.empty(shape, **options)
+                if blank
+                else torch.randn(shape, generator=g, **options)
+            )
+
+        self.bounds, self.cu_seqlens = [0], None
+        for length in case.lengths or ():
+            self.bounds.append(self.bounds[-1] + length)
+        if packed:
+            self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+        of_q = self.bounds[-1:] if packed else [p.batch, p.seqlen_q]
+        of_k = self.bounds[-1:] if packed else [p.batch, p.seqlen_k]
+        self.q = tensor(*of_q, p.num_heads, p.head_dim)
+        self.k = tensor(*of_k, p.num_kv_heads, p.head_dim)
+        self.v = tensor(*of_k, p.num_kv_heads, p.head_dim_v)
+        self.sink = tensor(p.num_heads) if p.sink_logits else None
+        self.grad = tensor(*of_q, p.num_heads, p.head_dim_v) if p.needs_grad else None
+        for leaf in self.leaves.values() if p.needs_grad else ():
+            leaf.requires_grad_()
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What gradients are of."""
+        found = {"q": self.q, "k": self.k, "v": self.v, "sink_logits": self.sink}
+        return {name: x for name, x in found.items() if x is not None}
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        return self.problem.mask.window_left, self.problem.mask.window_right
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of `splitkv.attention`, or of `attention_varlen`."""
+        p = self.problem
+        by_position: tuple[Any, ...] = (self.q, self.k, self.v)
+        if self.cu_seqlens is not None:
+            by_position += (self.cu_seqlens, self.cu_seqlens, p.seqlen_q, p.seqlen_k)
+        return by_position, {
+            "causal": p.mask.causal,
+            "window_size": self.window_size,
+            "sink_tokens": p.mask.sink_tokens,
+            "sink_logits": self.sink,
+            "deterministic": p.deterministic,
+        }
+
+    def plan(self) -> Plan:
+        """What `splitkv.plan` decides on the call."""
+        by_position, by_name = self.arguments()
+        if self.cu_seqlens is None:
+            by_name["dense"] = True
+        return splitkv.plan(*by_position, **by_name)
+
+    def attend(self, plan: Plan | None = None) -> Tensor:
+        """The call itself."""
+        by_position, by_name = self.arguments()
+        packed = self.cu_seqlens is not None
+        function = splitkv.attention_varlen if packed else splitkv.attention
+        out = function(*by_position, plan=plan, **by_name)
+        assert isinstance(out, Tensor)
+        return out
+
+    def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Of the leaves; may be asked again."""
+        leaves = list(self.leaves.values())
+        return torch.autograd.grad(out, leaves, self.grad, retain_graph=True)
+
+    def sequences(self, x: Tensor) -> Iterator[Tensor]:
+        """Views [sequences, tokens, heads, dim] of equal lengths of an operand or its like."""
+        if self.cu_seqlens is None:
+            yield x
+        for first, last in pairwise(self.bounds):
+            yield x[None, first:last]
+
+
+def blank(problem: Problem) -> Inputs:
+    """Operands to compile for; packed, one sequence is as long as any and the others short."""
+    packed = problem.kind == "varlen"
+    lengths = (problem.seqlen_q, *[1] * (problem.batch - 1)) if packed else None
+    return Inputs(Case("blank", problem, lengths), blank=True)

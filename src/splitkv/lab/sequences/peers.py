@@ -1,0 +1,232 @@
+"""Other libraries over whole sequences, each behind one function; see `lab.peers` for the rules.
+
+    python -m splitkv.lab.sequences.peers NAME BURST_US     lines of JSON on stdin and stdout
+
+A process is asked `{"case": NAME, "direction": ...}` and answers a row a variant and `{}`; then
+`{"sample": KEY}` for a burst, and `{"end": true}` before the next case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from splitkv.lab.cases import Case
+from splitkv.lab.peers import SECONDS, Peer, every, needs
+from splitkv.lab.process import Ended, Process
+from splitkv.lab.sequences.cases import Inputs, direction
+from splitkv.lab.sequences.suites import CASES
+from splitkv.lab.sequences.timing import Here, Pace, Prepared, Row, Sample
+from splitkv.lab.timing import Variant, one_line
+
+
+def sdpa(backend: SDPBackend) -> Callable[[Inputs], Prepared]:
+    """A kernel of torch's SDPA, heads before tokens as views. Its causal mask is aligned top-left,
+    which is ours only with as many queries as keys."""
+
+    def prepare(inputs: Inputs) -> Prepared:
+        p = inputs.problem
+        options: dict[str, Any] = {"is_causal": p.mask.causal, "enable_gqa": p.group > 1}
+
+        def call() -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+        cudnn = backend == SDPBackend.CUDNN_ATTENTION
+        return Prepared(call, str(torch.backends.cudnn.version()) if cudnn else torch.__version__)
+
+    return prepare
+
+
+def fa3x(inputs: Inputs) -> Prepared:
+    """FlashAttention-3 upstream, forward and backward, dense or packed."""
+    fa, p = import_module("peers.fa3x"), inputs.problem
+    options: dict[str, Any] = {"causal": p.mask.causal, "window_size": inputs.window_size}
+    if p.needs_grad:
+        options["deterministic"] = p.deterministic
+
+    def call() -> Tensor:
+        tensors, cu = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens
+        if cu is None:
+            return fa.flash_attn_func(*tensors, **options)
+        return fa.flash_attn_varlen_func(*tensors, cu, cu, p.seqlen_q, p.seqlen_k, **options)
+
+    return Prepared(call, getattr(fa, "__version__", None))
+
+
+def fa3(inputs: Inputs) -> Prepared:
+    """FlashAttention-3 as vLLM builds it, forward alone, dense or packed."""
+    fa, p = import_module("peers.fa3"), inputs.problem
+    options: dict[str, Any] = {"causal": p.mask.causal, "window_size": inputs.window_size}
+    if inputs.sink is not None:
+        options["s_aux"] = inputs.sink
+    if inputs.cu_seqlens is not None:
+        options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
+        options |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
+
+    def call() -> Tensor:
+        return fa.fwd(inputs.q, inputs.k, inputs.v, **options)[0]
+
+    return Prepared(call, getattr(fa, "__version__", None))
+
+
+def flex(inputs: Inputs) -> Prepared:
+    """FlexAttention, compiled for the case with the mask as blocks."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    p = inputs.problem
+    shift = p.seqlen_k - p.seqlen_q
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return p.mask.visible(i + shift, j)
+
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # as gradients are asked again and again
+    blocks = None
+    if not p.mask.is_full:
+        sizes: tuple[Any, ...] = (None, None, p.seqlen_q, p.seqlen_k)
+        blocks = create_block_mask(visible, *sizes, device=inputs.q.device, _compile=True)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def call() -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+        return compiled(q, k, v, block_mask=blocks, enable_gqa=p.group > 1).transpose(1, 2)
+
+    return Prepared(call, torch.__version__)
+
+
+def only(*features: str) -> Callable[[Case], list[str]]:
+    """A reason for each feature of a case that is not among these."""
+
+    def against(case: Case) -> list[str]:
+        p = case.problem
+        there = {
+            "backward": (p.needs_grad, "direction backward: expected forward"),
+            "packed": (p.kind == "varlen", "kind varlen: expected dense"),
+            "window": (p.mask.left is not None, f"mask {p.mask}: expected causal or full"),
+            "sink_tokens": (p.mask.num_bands > 1, f"sink tokens {p.mask.sink_tokens}: expected 0"),
+            "sink_logits": (p.sink_logits, "sink logits: expected none"),
+            "unequal": (
+                p.seqlen_q != p.seqlen_k and p.mask.causal,
+                f"queries {p.seqlen_q}: expected as many as keys under a causal mask",
+            ),
+        }
+        return [
+            reason
+            for name, (there_is, reason) in there.items()
+            if there_is and name not in features
+        ]
+
+    return against
+
+
+_FA3X = every(needs("peers.fa3x"), only("backward", "packed", "window", "unequal"))
+_FA3 = every(needs("peers.fa3"), only("packed", "window", "sink_logits", "unequal"))
+_FLEX = only("backward", "window", "sink_tokens", "unequal")
+_TORCH = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+PEERS: dict[str, Peer] = {
+    **{
+        name: Peer((Variant(name, "sdpa", sdpa(backend), only("backward")),), own_process=False)
+        for name, backend in _TORCH.items()
+    },
+    "fa3x": Peer((Variant("fa3x", "upstream", fa3x, _FA3X),)),
+    "fa3": Peer((Variant("fa3", "vllm", fa3, _FA3),)),
+    "flex": Peer((Variant("flex", "compiled", flex, _FLEX),)),
+}
+
+
+class There:
+    """The variants of a peer in a process of its own, which stays from case to case."""
+
+    def __init__(self, name: str, pace: Pace, command: Sequence[str] | None = None) -> None:
+        self.variants = PEERS[name].variants
+        module = "splitkv.lab.sequences.peers"
+        self.process = Process(command or (sys.executable, "-m", module, name, str(pace.burst_us)))
+        self.against: dict[Variant, list[str]] = {}
+
+    def warm_up(self, cases: Sequence[Case]) -> None:
+        """Start the process if it will be asked, so that it imports while others do."""
+        able = (not v.unsupported(case) for case in cases for v in self.variants)
+        if any(able):
+            self.process.start()
+
+    def begin(self, case: Case) -> None:
+        self.against = {variant: variant.unsupported(case) for variant in self.variants}
+        self.asked = not all(self.against.values())
+        self.failed: str | None = None
+        if self.asked:
+            self._ask({"case": case.name, "direction": direction(case)})
+
+    def _ask(self, question: dict[str, Any]) -> None:
+        try:
+            self.process.send(json.dumps(question))
+        except Ended as error:
+            self.failed = str(error)
+
+    def rows(self) -> Iterator[Row]:
+        left = {(variant.library, variant.kernel): variant for variant in self.variants}
+        try:
+            while self.asked and not self.failed and (row := self.process.receive(SECONDS)):
+                left.pop((row["library"], row["kernel"]), None)
+                yield row
+        except Ended as error:
+            self.failed = str(error)
+        for variant in left.values():
+            yield variant.row(reasons=self.against[variant] or [self.failed])
+
+    def sample(self, key: str) -> Sample:
+        self._ask({"sample": key})
+        try:
+            answer = {"error": self.failed} if self.failed else self.process.receive(SECONDS)
+        except Ended as error:
+            self.failed = str(error)
+            raise
+        if "error" in answer:
+            raise Ended(answer["error"])
+        return Sample(**answer)
+
+    def end(self) -> None:
+        if self.asked and not self.failed:
+            self._ask({"end": True})
+
+    def stop(self) -> None:
+        self.process.stop()
+
+
+def serve(name: str, burst_us: str) -> None:
+    """Answer what is asked on stdin; see the module."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(line: dict[str, Any]) -> None:
+        print(json.dumps(line), file=answers, flush=True)
+
+    here = Here(PEERS[name].variants, Pace(burst_us=float(burst_us)))
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "case" in question:
+            here.begin(CASES[question["direction"], question["case"]])
+            for row in here.rows():
+                answer(row)
+            answer({})
+        elif "sample" in question:
+            try:
+                answer(here.sample(question["sample"])._asdict())
+            except Exception as error:  # the reason why it has no time
+                answer({"error": one_line(error)})
+        else:
+            here.end()
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
