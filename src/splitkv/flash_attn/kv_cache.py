@@ -1,0 +1,458 @@
+"""flash_attn_with_kvcache: append, rotate and attend to a cache, in two launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv.api import attention_varlen, decode
+from splitkv.errors import (
+    dtype_name,
+    expect,
+    expect_at_least,
+    expect_bool,
+    expect_device,
+    expect_dtype,
+    expect_given_with,
+    expect_in_range,
+    expect_int,
+    expect_last_dim_contiguous,
+    expect_none_with,
+    expect_shape,
+    expect_tensor,
+)
+from splitkv.flash_attn.options import QUANTISED, Options, named, rows_contiguous, unsupported
+from splitkv.flash_attn.pages import Cache, pages_of
+from splitkv.flash_attn.scheduler import fitted
+from splitkv.kernels.append import Append, Rotary, append
+from splitkv.launch import describe, device_of, fit_plan, layout
+from splitkv.plans import Plan
+from splitkv.problem import Problem
+
+MAX_DECODE_QUERIES = 16  # more of them are a prompt: attention_varlen
+MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
+_problems: dict[Any, Problem] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Queries of different numbers, packed: cu_seqlens_q [batch + 1] and an upper bound."""
+
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: Plan | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+) -> Any:
+    """Attention of new tokens against a cache, to which their keys and values are first appended.
+
+    q                 [batch, seqlen_q, num_heads, head_dim], or with cu_seqlens_q [batch + 1] and
+                      max_seqlen_q packed, [total_q, num_heads, head_dim]
+    k_cache           [batch_cache, seqlen_cache, num_kv_heads, head_dim], or with a table
+                      [num_pages, page_size, num_kv_heads, head_dim]; v_cache likewise
+    block_table       [batch, max_pages] int32, pages of any size; page_table is another name
+    k, v              [batch, seqlen_new, num_kv_heads, ..], or with cu_seqlens_k_new packed:
+                      written in place at cache_seqlens and after; what has no room is not written
+    cache_seqlens     int, or [batch] int32 on the device: keys before the new ones, the padding
+                      included; None, without k and v: all of the cache
+    cache_batch_idx   [batch] int32: the row of the cache (or table) of each sequence; distinct
+    cache_leftpad     [batch] int32: where each sequence begins (leftpad_k is another name)
+    rotary_cos, _sin  [seqlen_ro, rotary_dim / 2], of q's type or fp32, with k and v: rotate k at
+                      cache_seqlens (or rotary_seqlens [batch] int32) and after, and q at the same
+                      positions if causal or windowed, else all of q at the first one
+    rotary_seqlens    without rotary_cos it says nothing
+    rotary_interleaved  pairs are neighbours; otherwise the halves of rotary_dim
+    num_splits        above 0: parts of the keys of each sequence
+    scheduler_metadata  a Plan of get_scheduler_metadata, for at most 16 queries a sequence; it
+                      settled num_splits, pack_gqa and sm_margin
+    q_descale, k_descale, v_descale
+                      scales of an 8-bit cache (and q), fp32 [batch, num_kv_heads] or one; None: 1
+
+    The other arguments are those of flash_attn_func. Not differentiable, as there. Nothing is read
+    by the host; a call can be captured in a graph. Every argument is checked before the cache is
+    written.
+
+    Returns out, as q with head_dim_v, and with return_softmax_lse softmax_lse [batch, num_heads,
+    seqlen_q], packed [num_heads, total_q]: -inf for a row that sees no key; the sink included.
+    """
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_softmax_lse=return_softmax_lse,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+        qv=qv,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
+    expect_tensor("q", q)
+    options.check(q)
+    q, k, v = map(rows_contiguous, (q, k, v))
+    ragged = _expect_queries(q, cu_seqlens_q, max_seqlen_q)
+    batch = q.shape[0] if ragged is None else cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
+    table, table_name = _either("block_table", block_table, "page_table", page_table)
+    leftpad, leftpad_name = _either("cache_leftpad", cache_leftpad, "leftpad_k", leftpad_k)
+    names = {"page_table": table_name, "cache_leftpad": leftpad_name}
+    with named(names):
+        cache = _expect_cache(q, k_cache, v_cache, table, cache_batch_idx, leftpad, batch)
+        seqlens = _expect_seqlens(cache_seqlens, cache, q)
+    rotary = _expect_rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens, cache, options)
+    if rotary is not None:
+        rotary = replace(rotary, interleaved=_bool("rotary_interleaved", rotary_interleaved))
+    call = _expect_new(q, k, v, cu_seqlens_k_new, cu_seqlens_q, seqlens, rotary, cache)
+    descales = _expect_descales(q, cache, q_descale, k_descale, v_descale)
+    names |= options.names | {f"{x}_scale": f"{x}_descale" for x in "qkv"}
+    names |= {"plan": "scheduler_metadata", "k": "k_cache", "v": "v_cache"}
+    metadata = scheduler_metadata
+    expect(metadata is None or isinstance(metadata, Plan), "scheduler_metadata", "a Plan", metadata)
+    with torch.no_grad(), named(names):
+        if call is None:
+            lengths = seqlens
+            if seqlens is not None and cache.leftpad is not None:
+                lengths = seqlens - cache.leftpad
+            attend = _attend(q, cache, lengths, ragged, options, descales, metadata)
+        else:
+            attend = _attend(q, cache, seqlens, ragged, options, descales, metadata)
+            rotated, after = append(call)
+            attend = attend.after(q if rotated is None else rotated, after)
+        return options.finish(attend())
+
+
+# Checks
+
+
+def _either(name: str, x: Any, other: str, y: Any) -> tuple[Any, str]:
+    """Two names of one argument: its value, and the name it came by."""
+    if y is None:
+        return x, name
+    expect_none_with(name, x, f"{other}, another name for it")
+    return y, other
+
+
+def _bool(name: str, value: bool) -> bool:
+    expect_bool(name, value)
+    return value
+
+
+def _expect_index(name: str, x: Any, q: Tensor, **dims: int | None) -> None:
+    expect_shape(name, x, **dims)
+    expect_dtype(name, x, "int32")
+    expect_device(name, x, q.device)
+    expect_last_dim_contiguous(name, x)
+
+
+def _expect_queries(
+    q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
+) -> Ragged | None:
+    if cu_seqlens_q is None:
+        expect_none_with("max_seqlen_q", max_seqlen_q, "no cu_seqlens_q")
+        expect_shape("q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None)
+        return None
+    expect_shape("q", q, total_q=None, num_heads=None, head_dim=None)
+    _expect_index("cu_seqlens_q", cu_seqlens_q, q, **{"batch + 1": None})
+    expect_at_least("cu_seqlens_q.shape[0] (batch + 1)", cu_seqlens_q.shape[0], 1)
+    expect_given_with("max_seqlen_q", max_seqlen_q, "cu_seqlens_q")
+    expect_int("max_seqlen_q", max_seqlen_q)
+    assert max_seqlen_q is not None
+    expect_at_least("max_seqlen_q", max_seqlen_q, 0)
+    return Ragged(cu_seqlens_q, int(max_seqlen_q))
+
+
+def _expect_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    rows: Tensor | None,
+    leftpad: Tensor | None,
+    batch: int,
+) -> Cache:
+    slabs = ("batch_cache", "seqlen_cache") if page_table is None else ("num_pages", "page_size")
+    free: dict[str, int | None] = dict.fromkeys(slabs)
+    shape = expect_shape("k_cache", k_cache, **free, num_kv_heads=None, head_dim=q.shape[-1])
+    sizes = dict(zip(slabs, shape, strict=False))
+    expect_shape("v_cache", v_cache, **sizes, num_kv_heads=shape[2], head_dim_v=None)
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        expect_device(name, x, q.device)
+        expect_last_dim_contiguous(name, x)
+    if k_cache.dtype not in QUANTISED:
+        expect_dtype("k_cache", k_cache, dtype_name(q))
+    expect_dtype("v_cache", v_cache, dtype_name(k_cache))
+    if rows is not None:
+        _expect_index("cache_batch_idx", rows, q, batch=batch)
+    if leftpad is not None:
+        _expect_index("cache_leftpad", leftpad, q, batch=batch)
+    if page_table is None:
+        enough = rows is not None or shape[0] >= batch
+        expect(enough, "k_cache", f"at least {batch} sequences", shape[0])
+        return Cache(k_cache, v_cache, None, rows, leftpad, batch, shape[1])
+    expect_at_least("k_cache.shape[1] (page_size)", shape[1], 1)
+    _expect_index(
+        "page_table", page_table, q, batch=None if rows is not None else batch, pages=None
+    )
+    capacity = page_table.shape[1] * shape[1]
+    return Cache(k_cache, v_cache, page_table, rows, leftpad, batch, capacity)
+
+
+def _expect_seqlens(cache_seqlens: Any, cache: Cache, q: Tensor) -> Tensor | None:
+    """[batch] int32, or None: the whole cache."""
+    if cache_seqlens is None or hasattr(cache_seqlens, "shape"):
+        if cache_seqlens is not None:
+            _expect_index("cache_seqlens", cache_seqlens, q, batch=cache.batch)
+        elif cache.leftpad is not None:
+            return torch.full_like(cache.leftpad, cache.capacity)
+        return cache_seqlens
+    expect_int("cache_seqlens", cache_seqlens)
+    expect_in_range("cache_seqlens", cache_seqlens, 0, cache.capacity)
+    return torch.full((cache.batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _expect_rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    seqlens: Tensor | None,
+    cache: Cache,
+    options: Options,
+) -> Rotary | None:
+    if seqlens is not None:
+        _expect_index("rotary_seqlens", seqlens, q, batch=cache.batch)
+    if cos is None:
+        expect_none_with("rotary_sin", sin, "no rotary_cos")
+        return None
+    expect_given_with("k", k, "rotary_cos")
+    expect_given_with("rotary_sin", sin, "rotary_cos")
+    rows, half = expect_shape("rotary_cos", cos, seqlen_ro=None, **{"rotary_dim / 2": None})
+    expect_shape("rotary_sin", sin, seqlen_ro=rows, **{"rotary_dim / 2": half})
+    assert sin is not None
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        expect_dtype(name, x, dtype_name(q), "float32")
+        expect_device(name, x, q.device)
+        expect_last_dim_contiguous(name, x)
+    expect_in_range("rotary_cos.shape[1] (rotary_dim / 2)", half, 1, q.shape[-1] // 2)
+    if seqlens is None:
+        expect_at_least("rotary_cos.shape[0] (seqlen_ro)", rows, cache.capacity)
+    stays = not options.causal and tuple(options.window_size) == (-1, -1)
+    return Rotary(cos, sin, True, seqlens, 0 if stays else 1)
+
+
+def _expect_new(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens_new: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    seqlens: Tensor | None,
+    rotary: Rotary | None,
+    cache: Cache,
+) -> Append | None:
+    if k is None or v is None:
+        expect_none_with("v", v, "no k")
+        expect_none_with("k", k, "no v")
+        expect_none_with("cu_seqlens_k_new", cu_seqlens_new, "no k")
+        return None
+    expect_given_with("cache_seqlens", seqlens, "k")
+    lead: dict[str, int | None] = {"batch": cache.batch, "seqlen_new": None}
+    if cu_seqlens_new is not None:
+        _expect_index("cu_seqlens_k_new", cu_seqlens_new, q, **{"batch + 1": cache.batch + 1})
+        lead = {"total_new": None}
+    heads, head_dim = cache.k.shape[2:]
+    *tokens, _, _ = expect_shape("k", k, **lead, num_kv_heads=heads, head_dim=head_dim)
+    lead = dict(zip(lead, tokens, strict=True))
+    expect_shape("v", v, **lead, num_kv_heads=heads, head_dim_v=cache.v.shape[3])
+    if cache.k.dtype in QUANTISED:
+        raise unsupported(
+            q, f"k: expected None with a {dtype_name(cache.k)} cache, as nothing here quantises it"
+        )
+    for name, x in (("k", k), ("v", v)):
+        expect_dtype(name, x, dtype_name(cache.k))
+        expect_device(name, x, q.device)
+    if cu_seqlens_new is None:
+        expect_in_range("k.shape[1] (seqlen_new)", k.shape[1], 0, cache.capacity)
+    return Append(
+        k,
+        v,
+        cache.k,
+        cache.v,
+        before=seqlens,
+        rows=cache.rows,
+        leftpad=cache.leftpad,
+        page_table=cache.page_table,
+        cu_seqlens_new=cu_seqlens_new,
+        q=None if rotary is None else q,
+        cu_seqlens_q=cu_seqlens_q,
+        rotary=rotary,
+    )
+
+
+def _expect_descales(
+    q: Tensor, cache: Cache, q_descale: Any, k_descale: Any, v_descale: Any
+) -> dict[str, Tensor]:
+    """Arguments of `decode`; of FlashAttention's query scales each is of a KV head's group."""
+    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if cache.k.dtype not in QUANTISED:
+        for name, descale in given.items():
+            expect_none_with(name, descale, f"a {dtype_name(cache.k)} cache")
+        return {}
+    heads = cache.k.shape[2]
+    scales: dict[str, Tensor] = {}
+    for name, descale in given.items():
+        if name == "q_descale" and q.dtype not in QUANTISED:
+            expect_none_with(name, descale, f"a {dtype_name(q)} q")
+            continue
+        if descale is None:
+            descale = torch.ones(1, dtype=torch.float32, device=q.device)
+        expect_dtype(name, descale, "float32")
+        expect_device(name, descale, q.device)
+        if descale.numel() != 1:
+            expect_shape(name, descale, batch=cache.batch, num_kv_heads=heads)
+            if name == "q_descale":
+                descale = descale.repeat_interleave(q.shape[-2] // heads, 1)
+            elif cache.page_table is not None or cache.rows is not None:
+                raise unsupported(q, f"{name}: expected one scale with pages, got one a sequence")
+        scales[name.replace("descale", "scale")] = descale
+    return scales
+
+
+# The attention
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """A call of `decode` or `attention_varlen`, ready but for what is appended before it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache_seqlens: Tensor | None
+    arguments: dict[str, Any]
+    ragged: Ragged | None
+    shape: tuple[int, ...]
+
+    def after(self, q: Tensor, cache_seqlens: Tensor | None) -> Attend:
+        """With the queries rotated and the lengths grown."""
+        return replace(self, q=q.view(self.q.shape), cache_seqlens=cache_seqlens)
+
+    def __call__(self) -> Any:
+        if self.ragged is None:
+            result = decode(
+                self.q, self.k, self.v, cache_seqlens=self.cache_seqlens, **self.arguments
+            )
+        else:
+            result = attention_varlen(
+                self.q,
+                self.k,
+                self.v,
+                self.ragged.cu_seqlens_q,
+                None,
+                self.ragged.max_seqlen_q,
+                cache_seqlens=self.cache_seqlens,
+                **self.arguments,
+            )
+        out: Any
+        out, lse = result if self.arguments["return_lse"] else (result, None)
+        dense, packed = len(self.shape) == 4, self.q.dim() == 3
+        if lse is not None and dense and packed:
+            lse = lse.unflatten(1, self.shape[:2]).transpose(0, 1)
+        elif lse is not None and not (dense or packed):
+            lse = lse[..., 0].transpose(0, 1)
+        out = out.view(*self.shape[:-1], out.shape[-1])
+        return out if lse is None else (out, lse)
+
+
+def _attend(
+    q: Tensor,
+    cache: Cache,
+    seqlens: Tensor | None,
+    ragged: Ragged | None,
+    options: Options,
+    descales: dict[str, Tensor],
+    metadata: Plan | None,
+) -> Attend:
+    """What will be called, checked as a whole."""
+    shape, batch = tuple(q.shape), cache.batch
+    if ragged is not None and ragged.max_seqlen_q == 1 and q.shape[0] == batch:
+        ragged, q = None, q[:, None]
+    elif ragged is None and q.shape[1] > MAX_DECODE_QUERIES and not descales:
+        bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+        ragged, q = Ragged(bounds, q.shape[1]), q.flatten(0, 1)
+    if ragged is not None and descales:
+        raise unsupported(q, "cu_seqlens_q: expected None with a quantised cache")
+    k, v, table = pages_of(cache, ragged is not None)
+    arguments = options.for_decode() | {"page_table": table, "max_seqlen_k": cache.capacity}
+    if ragged is not None:
+        if seqlens is None:
+            seqlens = torch.full((batch,), cache.capacity, dtype=torch.int32, device=q.device)
+        lengths = (ragged.cu_seqlens_q, None, ragged.max_seqlen_q)
+        _problem(q, k, v, *lengths, cache_seqlens=seqlens, **arguments)
+        return Attend(q, k, v, seqlens, arguments, ragged, shape)
+    if metadata is not None:
+        arguments["max_seqlen_k"] = min(cache.capacity, metadata.problem.seqlen_k)
+    problem = _problem(q, k, v, cache_seqlens=seqlens, **arguments, **descales)
+    if metadata is None:
+        arguments["num_splits"] = options.num_splits
+    else:
+        plan = fitted(metadata, problem)
+        fit_plan(plan, problem, device_of(q))
+        arguments["plan"] = plan
+    return Attend(q, k, v, seqlens, arguments | descales, None, shape)
+
+
+def _problem(*tensors: Any, **arguments: Any) -> Problem:
+    """The problem of the call that will follow, every argument checked: once for each kind."""
+    everything = (*tensors, *arguments, *arguments.values())
+    key = tuple(layout(x) if isinstance(x, Tensor) else x for x in everything)
+    try:
+        problem = _problems.get(key)
+    except TypeError:  # not hashable: describing says what it is
+        return describe(*tensors, **arguments)
+    if problem is None:
+        if len(_problems) >= MAX_PROBLEMS:
+            _problems.clear()
+        problem = _problems[key] = describe(*tensors, **arguments)
+    return problem

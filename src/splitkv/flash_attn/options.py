@@ -1,0 +1,200 @@
+"""What FlashAttention's functions have in common: arguments, refusals and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv.errors import (
+    UnsupportedProblem,
+    expect,
+    expect_at_least,
+    expect_bool,
+    expect_in_range,
+    expect_int,
+    expect_none_with,
+    expect_number,
+)
+from splitkv.launch import device_of
+from splitkv.policies.shared import MAX_SPLITS
+
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments besides tensors and lengths, as FlashAttention names them.
+
+    num_splits, pack_gqa and sm_margin only change how fast a result comes: they are checked, and
+    the policy decides. flash_attn_with_kvcache passes num_splits on.
+    """
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    return_softmax_lse: bool = False
+    s_aux: Tensor | None = None
+    learnable_sink: Tensor | None = None
+    qv: Tensor | None = None
+    attention_chunk: int = 0
+    num_splits: int = 0
+    pack_gqa: bool | None = None
+    sm_margin: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window_size", window_of(self.window_size))
+
+    @property
+    def sink_logits(self) -> Tensor | None:
+        return self.s_aux if self.learnable_sink is None else self.learnable_sink
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What this package calls differently than the caller did."""
+        sink = "s_aux" if self.learnable_sink is None else "learnable_sink"
+        return {"sink_logits": sink}
+
+    @property
+    def return_lse(self) -> bool:
+        return self.return_attn_probs or self.return_softmax_lse
+
+    def check(self, q: Tensor) -> None:
+        """Raise for what is malformed, or what no kernel here computes."""
+        expect_hints(self.num_splits, self.pack_gqa, self.sm_margin)
+        expect_number("dropout_p", self.dropout_p)
+        by_name = "by position, arguments are those of FlashAttention 2"
+        scale_ok = not isinstance(self.softmax_scale, bool)
+        expect(scale_ok, "softmax_scale", "a number or None", self.softmax_scale, by_name)
+        for name in ("return_attn_probs", "return_softmax_lse"):
+            expect_bool(name, getattr(self, name))
+        other = "return_attn_probs"
+        both = self.return_attn_probs and self.return_softmax_lse
+        expect(not both, "return_softmax_lse", f"False with {other}, which includes it", True)
+        if self.s_aux is not None:
+            expect_none_with("learnable_sink", self.learnable_sink, "s_aux, another name for it")
+        refuse_qv(q, self.qv)
+        refuse_chunk(q, self.attention_chunk)
+        if self.return_attn_probs and self.dropout_p > 0:
+            raise unsupported(
+                q,
+                "return_attn_probs: expected False with dropout, as no kernel stores the weights "
+                "(S_dmask); return_softmax_lse=True returns (out, softmax_lse)",
+            )
+
+    def for_attention(self) -> dict[str, Any]:
+        """Arguments of `splitkv.attention` and `attention_varlen`."""
+        return {
+            **self.for_decode(),
+            "dropout_p": self.dropout_p,
+            "deterministic": self.deterministic,
+        }
+
+    def for_decode(self) -> dict[str, Any]:
+        """Arguments of `splitkv.decode`."""
+        return {
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "sink_logits": self.sink_logits,
+            "return_lse": self.return_lse,
+        }
+
+    def finish(self, result: Any) -> Any:
+        """out, (out, softmax_lse) or FlashAttention 2's (out, softmax_lse, S_dmask).
+
+        With a sink the LSE includes it. Of a row that sees no key it is -inf, in the triple +inf.
+        """
+        if not self.return_lse:
+            return result
+        out, lse = result
+        sink = self.sink_logits
+        if sink is not None:
+            lse = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+        if not self.return_attn_probs:
+            return out, lse
+        lse = torch.where(lse == float("-inf"), float("inf"), lse)
+        return out, lse, out.new_empty(0)
+
+
+def expect_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int) -> None:
+    """The arguments that only say how."""
+    for name, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
+        expect_int(name, value)
+        expect_at_least(name, value, 0)
+    expect_in_range("num_splits", num_splits, 0, MAX_SPLITS)
+    expect(pack_gqa is None or isinstance(pack_gqa, bool), "pack_gqa", "a bool or None", pack_gqa)
+
+
+def window_of(window_size: Any) -> Any:
+    """(left, right), which may also come as a tensor of two integers on the host."""
+    if not isinstance(window_size, Tensor):
+        return window_size
+    requirement = "(left, right), or two integers in a tensor on the CPU"
+    pair = window_size.shape == (2,) and not window_size.is_floating_point()
+    expect(pair and window_size.device.type == "cpu", "window_size", requirement, window_size)
+    return tuple(window_size.tolist())
+
+
+def refuse_qv(q: Any, qv: Tensor | None) -> None:
+    if qv is not None:
+        raise unsupported(q, "qv: expected None, as no kernel adds a second product to the scores")
+
+
+def refuse_chunk(q: Any, attention_chunk: int) -> None:
+    expect_int("attention_chunk", attention_chunk)
+    if attention_chunk:
+        raise unsupported(
+            q,
+            f"attention_chunk: expected 0, as no mask here is in chunks, got {attention_chunk}; "
+            "window_size is the nearest",
+        )
+
+
+def refuse_descales(q: Tensor, **descales: Tensor | None) -> None:
+    """Scales of quantised inputs, for functions that take none."""
+    if q.dtype in QUANTISED:
+        raise unsupported(
+            q,
+            f"q: expected bfloat16, float16 or float32, as only caches are read quantised, got "
+            f"{str(q.dtype).removeprefix('torch.')}; see flash_attn_with_kvcache",
+        )
+    for name, descale in descales.items():
+        expect_none_with(name, descale, f"a {str(q.dtype).removeprefix('torch.')} q")
+
+
+def unsupported(q: Any, reason: str) -> UnsupportedProblem:
+    """Well-formed for FlashAttention, but nothing here computes it."""
+    device = device_of(q) if isinstance(q, Tensor) else "any device"
+    return UnsupportedProblem("a FlashAttention call", device, [("splitkv", [reason])])
+
+
+@contextmanager
+def named(names: dict[str, str]) -> Iterator[None]:
+    """ValueErrors say the caller's name of an argument."""
+    try:
+        yield
+    except ValueError as error:
+        argument, colon, rest = str(error).partition(":")
+        word, space, side = argument.partition(" ")
+        if word not in names:
+            raise
+        raise ValueError(f"{names[word]}{space}{side}{colon}{rest}") from None
+
+
+def rows_contiguous(x: Any) -> Any:
+    """x, copied if neighbours along its last dimension are not neighbours in memory."""
+    if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1:
+        return x.contiguous()
+    return x

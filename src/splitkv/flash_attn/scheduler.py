@@ -1,0 +1,157 @@
+"""The decision of a decode step ahead of the step: FlashAttention-3's scheduler metadata."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from splitkv.device import Device
+from splitkv.errors import (
+    expect,
+    expect_at_least,
+    expect_bool,
+    expect_device,
+    expect_divides,
+    expect_dtype,
+    expect_int,
+    expect_positive,
+    expect_shape,
+)
+from splitkv.flash_attn.options import expect_hints, refuse_chunk, window_of
+from splitkv.kv import Contiguous, Paged
+from splitkv.launch import device_of
+from splitkv.masks import Mask
+from splitkv.plans import Plan
+from splitkv.problem import Problem, expect_window
+from splitkv.registry import kernel_named, make_plan
+from splitkv.scores import Score
+
+DTYPES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float8_e4m3fn: "bfloat16",
+}
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Plan:
+    """A Plan for `flash_attn_with_kvcache(scheduler_metadata=...)`, which then decides nothing.
+
+    max_seqlen_k   bound of the keys before the new ones; longer sequences are undefined
+    cache_seqlens  [batch_size] int32; only its device is looked at, as lengths are balanced on the
+                   device in every step. So one Plan serves all steps and layers of a shape, and
+                   graphs may be replayed with other lengths
+    sm_margin      SMs left to others: the plan is made for a device without them
+    num_splits     above 0: parts of the keys of each sequence
+    pack_gqa       checked; query heads of a KV head always share a program
+
+    Raises ValueError for what is malformed, UnsupportedProblem for attention_chunk.
+    """
+    sizes = {
+        "batch_size": batch_size,
+        "max_seqlen_q": max_seqlen_q,
+        "num_heads_q": num_heads_q,
+        "num_heads_kv": num_heads_kv,
+        "headdim": headdim,
+        "headdim_v": headdim if headdim_v is None else headdim_v,
+        "page_size": 1 if page_size is None else page_size,
+    }
+    for name, size in sizes.items():
+        expect_int(name, size)
+        expect_positive(name, size)
+    for name, size in (("max_seqlen_k", max_seqlen_k), ("max_seqlen_k_new", max_seqlen_k_new)):
+        expect_int(name, size)
+        expect_at_least(name, size, 0)
+    expect_divides("num_heads_q", num_heads_q, num_heads_kv=num_heads_kv)
+    _expect_index("cache_seqlens", cache_seqlens, cache_seqlens, batch=batch_size)
+    if cache_leftpad is not None:
+        _expect_index("cache_leftpad", cache_leftpad, cache_seqlens, batch=batch_size)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k_new", cu_seqlens_k_new)):
+        if x is not None:
+            _expect_index(name, x, cache_seqlens, **{"batch + 1": batch_size + 1})
+    expect(qkv_dtype in DTYPES, "qkv_dtype", f"one of {[*DTYPES]}", qkv_dtype)
+    for name, flag in (("causal", causal), ("has_softcap", has_softcap)):
+        expect_bool(name, flag)
+    window_size = window_of(window_size)
+    expect_window(window_size)
+    for side, keys in zip(("left", "right"), window_size, strict=True):
+        expect_int(f"window_size {side}", keys)
+        expect_at_least(f"window_size {side}", keys, -1)
+    refuse_chunk(cache_seqlens, attention_chunk)
+    expect_hints(num_splits, pack_gqa, sm_margin)
+    device = device_of(cache_seqlens)
+    expect(sm_margin < device.num_sms, "sm_margin", f"less than {device.num_sms}", sm_margin)
+    paged = page_size is not None or cache_leftpad is not None
+    problem = Problem(
+        kind="decode",
+        batch=batch_size,
+        num_heads=num_heads_q,
+        num_kv_heads=num_heads_kv,
+        head_dim=headdim,
+        head_dim_v=sizes["headdim_v"],
+        seqlen_q=max_seqlen_q,
+        seqlen_k=max_seqlen_k + max_seqlen_k_new,
+        dtype=DTYPES[qkv_dtype],
+        mask=Mask(causal, *window_size),
+        place=Paged(sizes["page_size"] if cache_leftpad is None else 1) if paged else Contiguous(),
+        score=Score(softcap=has_softcap),
+        lengths="device",
+    )
+    return _plan(problem, replace(device, num_sms=device.num_sms - sm_margin), num_splits)
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, device: Device, num_splits: int) -> Plan:
+    """One object a decision, so that launchers bound to it are found again."""
+    return make_plan(problem, device, num_splits=num_splits)
+
+
+@lru_cache(maxsize=4096)
+def fitted(plan: Plan, problem: Problem) -> Plan:
+    """The plan, with what metadata cannot know of a call taken from the call's problem.
+
+    Where its kernel cannot run that, the decision is made again, for the plan's own device.
+    """
+    of_call = replace(
+        plan.problem,
+        place=problem.place,
+        codec=problem.codec,
+        score=Score(plan.problem.score.softcap, problem.score.alibi),
+        sink_logits=problem.sink_logits,
+        return_lse=problem.return_lse,
+    )
+    if kernel_named(plan.kernel).unsupported(of_call, plan.device):
+        forced = plan.config.num_splits if plan.policy == "fixed" else 0
+        return make_plan(of_call, plan.device, num_splits=forced)
+    return replace(plan, problem=of_call)
+
+
+def _expect_index(name: str, x: Tensor, like: Tensor, **dims: int) -> None:
+    expect_shape(name, x, **dims)
+    expect_dtype(name, x, "int32")
+    expect_device(name, x, like.device)

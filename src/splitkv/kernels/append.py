@@ -1,0 +1,521 @@
+"""Write new keys and values into a cache, rotating new keys and queries on the way.
+
+Computes, for token i of sequence b, whose cache holds before[b] keys already,
+
+    place of the token     before[b] + i, in row rows[b] of the cache or of the page table;
+                           or slots[n] for the n-th of all tokens: page slots[n] // page_size
+    k_cache[place] = rotate(k[b, i], start[b] + i)      v_cache[place] = v[b, i]
+    q_out[b, j]    = rotate(q[b, j], start[b] + q_step * j)
+    after[b]       = before[b] + number of new tokens - leftpad[b], at most what fits
+
+    rotate(x, t): with distance 1 or rotary_dim / 2 between the two elements of a pair,
+    (x1, x2) -> (x1 cos[t] - x2 sin[t], x2 cos[t] + x1 sin[t]); elements past rotary_dim stay
+
+Shapes      k, v [batch, seqlen_new, num_kv_heads, head_dim or head_dim_v], or packed
+            [total, num_kv_heads, ..] with cu_seqlens; q likewise; caches [batch or pages, keys,
+            num_kv_heads, ..]; cos, sin [seqlen_ro, rotary_dim / 2]; before, after, start, rows,
+            leftpad [batch]; slots [total]
+Grid        (token tiles * num_kv_heads + query tiles * num_heads,); the first program also writes
+            `after`
+Traffic     every new key and value read and written once, q too if it is rotated; a row of cos and
+            sin a token and head, which stays in the caches
+Numerics    rotation in fp32, rounded once; what is not rotated is copied bit by bit
+Limits      bf16, fp16 or fp32, the cache of the type of the new tokens. A token whose place is
+            negative or outside the cache is not written; one whose row of cos is outside the
+            table is not rotated. CPU tensors: the same in PyTorch, any type
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitkv.kernels.tile.locate import locate
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A rotary embedding: cos and sin [seqlen_ro, rotary_dim / 2].
+
+    interleaved   pairs are (0, 1), (2, 3), ...; otherwise (0, rotary_dim / 2), ...
+    start         [batch] int32, the first new token's row of cos; None: the keys before it
+    q_step        1: query j is rotated as token j; 0: all queries as token 0
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    start: Tensor | None = None
+    q_step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One call: new tokens and where they go. Checked by whoever makes it.
+
+    k, v                    [batch, seqlen_new, heads, dim]; packed [total, heads, dim] with
+                            cu_seqlens_new [batch + 1], or each token a sequence of its own
+    before, rows, leftpad   [batch] int32: keys there are; the row of the cache or of the page
+                            table, None: b; padding before the keys, None: none
+    slots                   [tokens] int32 or int64, instead of before, rows and page_table
+    q                       as k, packed with cu_seqlens_q; None unless it is to be rotated
+    """
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    before: Tensor | None = None
+    rows: Tensor | None = None
+    leftpad: Tensor | None = None
+    page_table: Tensor | None = None
+    slots: Tensor | None = None
+    cu_seqlens_new: Tensor | None = None
+    q: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    rotary: Rotary | None = None
+
+    @property
+    def batch(self) -> int:
+        """Sequences; with slots every token is one."""
+        return self.k.shape[0] if self.before is None else self.before.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence has room for."""
+        if self.page_table is None:
+            return self.k_cache.shape[1]
+        return self.page_table.shape[1] * self.k_cache.shape[1]
+
+
+def append(call: Append) -> tuple[Tensor | None, Tensor | None]:
+    """(q_out, after): the rotated queries, and how many keys there are now; None without q, slots.
+
+    Writes into the caches. One launch, no wait for the device, nothing read by the host.
+    """
+    if not call.k_cache.is_cuda:
+        return append_in_torch(call)
+    with torch.cuda.device(call.k_cache.device):
+        return launch(call)
+
+
+# The definition
+
+
+def append_in_torch(call: Append) -> tuple[Tensor | None, Tensor | None]:
+    """The definition, in PyTorch operations."""
+    x = call
+    page_size, before = x.k_cache.shape[1], x.before
+    sequence, i = _owners(x.k, x.cu_seqlens_new)
+    if x.slots is not None:
+        place = x.slots.long()
+        outer, inner = place // page_size, place % page_size
+    else:
+        assert before is not None
+        row = sequence if x.rows is None else x.rows.long()[sequence]
+        place = before.long()[sequence] + i
+        place = torch.where(place < x.capacity, place, -1)
+        outer, inner = row, place
+        if x.page_table is not None:
+            page = (place // page_size).clamp(min=0)
+            outer, inner = x.page_table.long()[row, page], place % page_size
+    ok = (place >= 0) & (outer >= 0) & (outer < x.k_cache.shape[0])
+    start = before if x.rotary is None or x.rotary.start is None else x.rotary.start
+    k, v = x.k.reshape(-1, *x.k.shape[-2:]), x.v.reshape(-1, *x.v.shape[-2:])
+    q_out = None
+    if x.rotary is not None:
+        assert start is not None
+        k = _rotate(k, start.long()[sequence] + i, x.rotary)
+        if x.q is not None:
+            sequence_q, j = _owners(x.q, x.cu_seqlens_q)
+            turned = start.long()[sequence_q] + x.rotary.q_step * j
+            q_out = _rotate(x.q.reshape(-1, *x.q.shape[-2:]), turned, x.rotary).view(x.q.shape)
+    x.k_cache[outer[ok], inner[ok]] = k[ok]
+    x.v_cache[outer[ok], inner[ok]] = v[ok]
+    if before is None:
+        return q_out, None
+    new = x.k.shape[1] if x.cu_seqlens_new is None else x.cu_seqlens_new.diff()
+    after = (before + new).clamp(max=x.capacity)
+    return q_out, (after if x.leftpad is None else after - x.leftpad).int()
+
+
+def _owners(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of each of all tokens of x its sequence and its index in it."""
+    seqlen = x.shape[1] if x.dim() == 4 else 1
+    n = torch.arange(x.shape[0] * seqlen, device=x.device)
+    if cu_seqlens is None:
+        return n // max(seqlen, 1), n % max(seqlen, 1)
+    last = cu_seqlens.shape[0] - 2
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), n, right=True).clamp(max=last)
+    return sequence, n - cu_seqlens.long()[sequence]
+
+
+def _rotate(x: Tensor, t: Tensor, rotary: Rotary) -> Tensor:
+    """x [tokens, heads, dim] rotated by rows `t` [tokens] of cos and sin."""
+    half = rotary.cos.shape[1]
+    known = (t >= 0) & (t < rotary.cos.shape[0])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (y[torch.where(known, t, 0)].to(wide)[:, None] for y in (rotary.cos, rotary.sin))
+    turned = x[..., : 2 * half].to(wide)
+    if rotary.interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(pair, -1).flatten(-2) if rotary.interleaved else torch.cat(pair, -1)
+    out = x.clone()
+    out[..., : 2 * half] = torch.where(
+        known[:, None, None], turned.to(x.dtype), out[..., : 2 * half]
+    )
+    return out
+
+
+# The kernel
+
+
+class New(NamedTuple):
+    """Pointers to the new k and v, and to cu_seqlens [batch + 1], or None: dense."""
+
+    k_ptr: Any
+    v_ptr: Any
+    cu_ptr: Any
+
+
+class Store(NamedTuple):
+    """Pointers to the caches and to what says where a token goes: the page table, the row of each
+    sequence, the slot of each token; None where there is none."""
+
+    k_ptr: Any
+    v_ptr: Any
+    table_ptr: Any
+    rows_ptr: Any
+    slots_ptr: Any
+
+
+class Turn(NamedTuple):
+    """Pointers to cos and sin and to the first token's row of them [batch]; None: no rotation."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    start_ptr: Any
+
+
+class Queries(NamedTuple):
+    """Pointers to q, to a contiguous q_out, and to cu_seqlens_q [batch + 1] or None."""
+
+    q_ptr: Any
+    out_ptr: Any
+    cu_ptr: Any
+
+
+class Lengths(NamedTuple):
+    """Pointers to int32 [batch]: keys before, keys after, padding on the left or None."""
+
+    before_ptr: Any
+    after_ptr: Any
+    leftpad_ptr: Any
+
+
+@triton.jit
+def owners(cu_ptr, n, n_ok, seqlen, batch):
+    """(b, i): the sequence of each token n, and its index in it."""
+    if cu_ptr is None:
+        b = n // seqlen
+        i = n % seqlen
+    else:
+        b = n * 0
+        for past in range(1, batch, 128):
+            offs = past + tl.arange(0, 128)
+            ends = tl.load(cu_ptr + offs, mask=offs < batch, other=2147483647)
+            b += tl.sum((ends[None, :] <= n[:, None]).to(tl.int32), 1)
+        i = n - tl.load(cu_ptr + b, mask=n_ok, other=0)
+    return b, i
+
+
+@triton.jit
+def token_rows(ptr, cu_ptr, n, b, i, stride_b, stride_t):
+    """Where tokens n begin, number i of sequences b, in their first head."""
+    if cu_ptr is None:
+        rows = ptr + b.to(tl.int64) * stride_b + i.to(tl.int64) * stride_t
+    else:
+        rows = ptr + n.to(tl.int64) * stride_t
+    return rows
+
+
+@triton.jit
+def rotated(
+    rows,  # pointers to the first elements [TILE_T]
+    ok,  # [TILE_T]
+    t,  # rows of cos and sin [TILE_T]
+    turn,  # Turn
+    rotary_rows,
+    stride_cos,
+    stride_sin,
+    DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    PAIR: tl.constexpr,
+):
+    """x [TILE_T, DIM_P2], and rotated if there is a rotation."""
+    offs_d = tl.arange(0, triton.next_power_of_2(DIM))
+    x_ok = ok[:, None] & (offs_d < DIM)[None, :]
+    x = tl.load(rows[:, None] + offs_d[None, :], mask=x_ok, other=0.0)
+    if turn.cos_ptr is not None:
+        first = offs_d // PAIR % 2 == 0
+        partner = tl.where(first, offs_d + PAIR, offs_d - PAIR)
+        turns = offs_d < ROTARY_DIM
+        pair_ok = ok[:, None] & turns[None, :]
+        other = tl.load(rows[:, None] + partner[None, :], mask=pair_ok, other=0.0).to(tl.float32)
+        angle = offs_d // (2 * PAIR) * PAIR + offs_d % PAIR
+        t_long = t.to(tl.int64)[:, None]
+        known = pair_ok & ((t >= 0) & (t < rotary_rows))[:, None]
+        cos = tl.load(
+            turn.cos_ptr + t_long * stride_cos + angle[None, :], mask=known, other=1.0
+        ).to(tl.float32)
+        sin = tl.load(
+            turn.sin_ptr + t_long * stride_sin + angle[None, :], mask=known, other=0.0
+        ).to(tl.float32)
+        sin = tl.where(first[None, :], -sin, sin)
+        both = x.to(tl.float32) * cos + other * sin
+        x = tl.where(known, both.to(x.dtype), x)
+    return x, x_ok
+
+
+@triton.jit
+def write_lengths(lengths, cu_ptr, seqlen_new, batch, capacity):
+    """after[b] of every sequence."""
+    for past in range(0, batch, 128):
+        b = past + tl.arange(0, 128)
+        ok = b < batch
+        new = b * 0 + seqlen_new
+        if cu_ptr is not None:
+            new = tl.load(cu_ptr + b + 1, mask=ok, other=0) - tl.load(cu_ptr + b, mask=ok, other=0)
+        after = tl.minimum(tl.load(lengths.before_ptr + b, mask=ok, other=0) + new, capacity)
+        if lengths.leftpad_ptr is not None:
+            after -= tl.load(lengths.leftpad_ptr + b, mask=ok, other=0)
+        tl.store(lengths.after_ptr + b, after, mask=ok)
+
+
+@triton.jit
+def places(store, lengths, n, n_ok, b, i, capacity, slabs, stride_table, PAGE_SIZE: tl.constexpr):
+    """(outer, inner, ok) of tokens n, number i of sequences b: slab or page, and key of it."""
+    if store.slots_ptr is not None:
+        slot = tl.load(store.slots_ptr + n, mask=n_ok, other=-1).to(tl.int64)
+        ok = n_ok & (slot >= 0)
+        outer = slot // PAGE_SIZE
+        inner = slot % PAGE_SIZE
+    else:
+        place = tl.load(lengths.before_ptr + b, mask=n_ok, other=0) + i
+        ok = n_ok & (place >= 0) & (place < capacity)
+        row = b
+        if store.rows_ptr is not None:
+            row = tl.load(store.rows_ptr + b, mask=ok, other=0)
+        table = None
+        if store.table_ptr is not None:
+            table = store.table_ptr + row.to(tl.int64) * stride_table
+        outer, inner = locate(table, row, place, ok, PAGE_SIZE)
+    return outer, inner, ok & (outer >= 0) & (outer < slabs)
+
+
+@triton.jit
+def starts(turn, lengths, b, ok):
+    """The first token's row of cos and sin, of sequences b."""
+    t = b * 0
+    if turn.cos_ptr is not None:
+        if turn.start_ptr is not None:
+            t = tl.load(turn.start_ptr + b, mask=ok, other=0)
+        else:
+            t = tl.load(lengths.before_ptr + b, mask=ok, other=0)
+    return t
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_new",
+        "seqlen_q",
+        "tokens",
+        "tokens_q",
+        "batch",
+        "num_kv_heads",
+        "num_heads",
+        "capacity",
+        "slabs",
+        "rotary_rows",
+        "q_step",
+        "stride_table",
+    ]
+)
+def append_kv(
+    new,  # New
+    store,  # Store
+    lengths,  # Lengths; all None with slots
+    turn,  # Turn; all None without a rotation
+    queries,  # Queries; all None where none are rotated
+    seqlen_new,
+    seqlen_q,
+    tokens,  # of all sequences
+    tokens_q,
+    batch,
+    num_kv_heads,
+    num_heads,
+    capacity,
+    slabs,
+    rotary_rows,
+    q_step,
+    stride_kb,  # of the new tokens; of packed ones, 0
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_ks,  # of the caches
+    stride_kn,
+    stride_kd,
+    stride_vs,
+    stride_vn,
+    stride_vd,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_table,
+    stride_cos,
+    stride_sin,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    PAIR: tl.constexpr,
+    TILE_T: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if lengths.after_ptr is not None:
+        if pid == 0:
+            write_lengths(lengths, new.cu_ptr, seqlen_new, batch, capacity)
+    programs = (tokens + TILE_T - 1) // TILE_T * num_kv_heads
+    offs_t = tl.arange(0, TILE_T)
+    if pid < programs:
+        head = (pid % num_kv_heads).to(tl.int64)
+        n = pid // num_kv_heads * TILE_T + offs_t
+        n_ok = n < tokens
+        b, i = owners(new.cu_ptr, n, n_ok, seqlen_new, batch)
+        outer, inner, ok = places(
+            store, lengths, n, n_ok, b, i, capacity, slabs, stride_table, PAGE_SIZE
+        )
+        t = starts(turn, lengths, b, n_ok) + i
+        k_rows = token_rows(new.k_ptr, new.cu_ptr, n, b, i, stride_kb, stride_kt) + head * stride_kh
+        k, k_ok = rotated(
+            k_rows, ok, t, turn, rotary_rows, stride_cos, stride_sin, HEAD_DIM, ROTARY_DIM, PAIR
+        )  # [TILE_T, DIM]
+        v_rows = token_rows(new.v_ptr, new.cu_ptr, n, b, i, stride_vb, stride_vt) + head * stride_vh
+        v, v_ok = rotated(v_rows, ok, t, Turn(None, None, None), 0, 0, 0, HEAD_DIM_V, 0, 1)
+        k_rows = store.k_ptr + outer * stride_ks + inner * stride_kn + head * stride_kd
+        v_rows = store.v_ptr + outer * stride_vs + inner * stride_vn + head * stride_vd
+        tl.store(k_rows[:, None] + tl.arange(0, k.shape[1])[None, :], k, mask=k_ok)
+        tl.store(v_rows[:, None] + tl.arange(0, v.shape[1])[None, :], v, mask=v_ok)
+    elif queries.q_ptr is not None:
+        pid -= programs
+        head = (pid % num_heads).to(tl.int64)
+        n = pid // num_heads * TILE_T + offs_t
+        n_ok = n < tokens_q
+        b, i = owners(queries.cu_ptr, n, n_ok, seqlen_q, batch)
+        t = starts(turn, lengths, b, n_ok) + q_step * i
+        q_rows = token_rows(queries.q_ptr, queries.cu_ptr, n, b, i, stride_qb, stride_qt)
+        q, q_ok = rotated(
+            q_rows + head * stride_qh,
+            n_ok,
+            t,
+            turn,
+            rotary_rows,
+            stride_cos,
+            stride_sin,
+            HEAD_DIM,
+            ROTARY_DIM,
+            PAIR,
+        )
+        out_rows = queries.out_ptr + (n.to(tl.int64) * num_heads + head) * HEAD_DIM
+        tl.store(out_rows[:, None] + tl.arange(0, q.shape[1])[None, :], q, mask=q_ok)
+
+
+def launch(call: Append) -> tuple[Tensor | None, Tensor | None]:
+    """Run the kernel."""
+    x = call
+    seqlen_new, tokens = _counts(x.k)
+    q_out = after = None
+    lengths, turn, queries = (t(None, None, None) for t in (Lengths, Turn, Queries))
+    tokens_q, seqlen_q, num_heads, q_strides = 0, 1, 0, (0, 0, 0)
+    if x.before is not None:
+        after = x.before.new_empty(x.before.shape)
+        lengths = Lengths(x.before, after, x.leftpad)
+    if x.rotary is not None:
+        turn = Turn(x.rotary.cos, x.rotary.sin, x.rotary.start)
+    if x.q is not None:
+        q_out = x.q.new_empty(x.q.shape)
+        queries = Queries(x.q, q_out, x.cu_seqlens_q)
+        (seqlen_q, tokens_q), num_heads = _counts(x.q), x.q.shape[-2]
+        q_strides = _strides(x.q, x.cu_seqlens_q)
+    num_kv_heads, rotary_dim = x.k.shape[-2], 2 * x.rotary.cos.shape[1] if x.rotary else 0
+    tile_t = tile_tokens(max(tokens, tokens_q))
+    programs = -(-tokens // tile_t) * num_kv_heads + -(-tokens_q // tile_t) * num_heads
+    if not programs and after is None:
+        return q_out, after
+    append_kv[(max(programs, 1),)](
+        New(x.k, x.v, x.cu_seqlens_new),
+        Store(x.k_cache, x.v_cache, x.page_table, x.rows, x.slots),
+        lengths,
+        turn,
+        queries,
+        seqlen_new,
+        max(seqlen_q, 1),
+        tokens,
+        tokens_q,
+        x.batch,
+        num_kv_heads,
+        num_heads,
+        x.capacity,
+        x.k_cache.shape[0],
+        x.rotary.cos.shape[0] if x.rotary else 0,
+        x.rotary.q_step if x.rotary else 0,
+        *_strides(x.k, x.cu_seqlens_new),
+        *_strides(x.v, x.cu_seqlens_new),
+        *x.k_cache.stride()[:3],
+        *x.v_cache.stride()[:3],
+        *q_strides,
+        0 if x.page_table is None else x.page_table.stride(0),
+        x.rotary.cos.stride(0) if x.rotary else 0,
+        x.rotary.sin.stride(0) if x.rotary else 0,
+        HEAD_DIM=x.k.shape[-1],
+        HEAD_DIM_V=x.v.shape[-1],
+        PAGE_SIZE=x.k_cache.shape[1] if x.page_table is not None or x.slots is not None else 1,
+        ROTARY_DIM=rotary_dim,
+        PAIR=1 if x.rotary is None or x.rotary.interleaved else rotary_dim // 2,
+        TILE_T=tile_t,
+        num_warps=4 if tile_t > 1 else 1,
+    )
+    return q_out, after
+
+
+def tile_tokens(tokens: int) -> int:
+    """Tokens a program: one where there are few, so that all loads are in flight at once."""
+    return 1 if tokens <= 256 else 8
+
+
+def _counts(x: Tensor) -> tuple[int, int]:
+    """Tokens of a dense sequence, and of all."""
+    seqlen = x.shape[1] if x.dim() == 4 else 1
+    return seqlen, x.shape[0] * seqlen
+
+
+def _strides(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:
+    """Elements between sequences, tokens and heads; tokens of packed sequences are counted through.
+
+    Packed tokens without cu_seqlens are a sequence each.
+    """
+    if x.dim() == 4:
+        sequence, token, head = x.stride()[:3]
+        return sequence, token, head
+    token, head = x.stride()[:2]
+    return (token, 0, head) if cu_seqlens is None else (0, token, head)

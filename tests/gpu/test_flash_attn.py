@@ -1,0 +1,184 @@
+"""FlashAttention's functions on a GPU: against the reference, launches counted, in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import cases
+import pytest
+import torch
+from cpu import test_flash_attn as dense
+from cpu import test_flash_attn_kv_cache as cached
+from torch import Tensor
+
+from splitkv.flash_attn import (
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+from splitkv.masks import Mask
+from splitkv.problem import Problem
+from splitkv.testing import Call, assert_close, check
+
+DEVICE = "cuda"
+DENSE_AXES: cases.Axes = {
+    **dense.AXES,
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": ((64, 64), (128, 128), (192, 128)),
+    "seqlens": ((70, 200), (200, 200), (90, 40)),
+}
+CACHE_AXES: cases.Axes = {
+    **cached.AXES,
+    "dtype": (torch.bfloat16, torch.float16),
+    "dims": ((64, 64), (128, 128), (192, 128)),
+    "heads": ((4, 2), (3, 3), (8, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    "values", cases.pairs(DENSE_AXES, dense.valid), ids=lambda v: f"{v['kind']}{v['pack']}"
+)
+def test_outputs_lse_and_gradients(values: cases.Values) -> None:
+    problem = dense.problem_of(values)
+    if values["pack"] == 3 and problem.kind == "varlen":
+        lengths = (problem.seqlen_k,) * problem.batch
+        check(problem, run=same_lengths(dense.run(3)), lengths=lengths, device=DEVICE)
+        return
+    check(problem, run=dense.run(values["pack"]), strided=values["strided"], device=DEVICE)
+
+
+def same_lengths(call_flash: Callable[..., Any]) -> Callable[..., Any]:
+    """A varlen call whose queries are as long as its keys."""
+
+    def call_with(problem: Problem, call: Call) -> Any:
+        call["q"] = torch.randn_like(call["k"]).requires_grad_()
+        call["cu_seqlens_q"] = call["cu_seqlens_k"]
+        return call_flash(problem, call)
+
+    return call_with
+
+
+def moved(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in call.items()}
+
+
+@pytest.mark.parametrize(
+    "values", cases.pairs(CACHE_AXES, cached.valid), ids=lambda v: str(v["seqlens"])
+)
+def test_append_rotate_and_attend(values: cases.Values) -> None:
+    example = cached.Example(values)
+    ref, ref_lse, caches = example.by_hand()
+    pt = example.by_hand(upcast=False)[0]
+    call = moved(example.call)
+    result = flash_attn_with_kvcache(**call)
+    out, lse = result if values["lse"] else (result, None)
+    if lse is not None:
+        lse = lse if values["ragged_q"] else lse.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(lse.cpu().double(), ref_lse.double(), rtol=1e-3, atol=3e-3)
+    eps = torch.finfo(values["dtype"]).eps
+    for name, wanted in caches.items():
+        torch.testing.assert_close(
+            call[name].cpu(), wanted, rtol=2 * eps, atol=2 * eps, equal_nan=True
+        )
+    assert_close(out.flatten(0, -3).cpu(), ref, pt, factor=3.0)
+
+
+def decode_step(**changes: Any) -> dict[str, Any]:
+    """A step of a served model: append, rotate and attend, in pages of 16."""
+    batch, heads, kv_heads, dim, pages = 4, 32, 8, 128, 64
+    angles = 6 * torch.rand(pages * 16, dim // 2, device=DEVICE)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE).bfloat16()
+
+    return {
+        "q": random(batch, 1, heads, dim),
+        "k_cache": random(batch * pages, 16, kv_heads, dim),
+        "v_cache": random(batch * pages, 16, kv_heads, dim),
+        "k": random(batch, 1, kv_heads, dim),
+        "v": random(batch, 1, kv_heads, dim),
+        "rotary_cos": angles.cos().bfloat16(),
+        "rotary_sin": angles.sin().bfloat16(),
+        "cache_seqlens": torch.tensor([700, 3, 0, 1023], dtype=torch.int32, device=DEVICE),
+        "page_table": torch.randperm(batch * pages, device=DEVICE).view(batch, pages).int(),
+        "causal": True,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(("num_splits", "most"), [(1, 2), (4, 3)])
+def test_append_rotary_and_attention_are_two_launches(num_splits: int, most: int) -> None:
+    """With one split append and attention; a combine where there are more."""
+    call = decode_step(num_splits=num_splits)
+    for _ in range(2):
+        flash_attn_with_kvcache(**call)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        flash_attn_with_kvcache(**call)
+        torch.cuda.synchronize()
+    kernels = [e.key for e in profile.key_averages() if e.self_device_time_total > 0]
+    assert any("append_kv" in name for name in kernels)
+    assert len(kernels) <= most, kernels
+
+
+def test_no_host_sync(no_host_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    calls = [
+        decode_step(),
+        decode_step(cache_batch_idx=torch.arange(4, dtype=torch.int32, device=DEVICE)),
+        decode_step(cache_leftpad=torch.zeros(4, dtype=torch.int32, device=DEVICE)),
+    ]
+    for call in calls:
+        flash_attn_with_kvcache(**call)
+        with no_host_sync():
+            flash_attn_with_kvcache(**call)
+
+
+def test_a_generation_in_a_graph() -> None:
+    """Lengths and tokens change between replays; metadata made once serves all of them."""
+    call = decode_step(return_softmax_lse=True)
+    metadata = get_scheduler_metadata(
+        4, 1, 1024, 32, 8, 128, call["cache_seqlens"], page_size=16, causal=True
+    )
+
+    def run() -> Any:
+        return flash_attn_with_kvcache(**call, scheduler_metadata=metadata)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run()
+    for lengths in ((0, 1, 2, 3), (1023, 500, 0, 16), (15, 16, 17, 1000)):
+        call["cache_seqlens"].copy_(torch.tensor(lengths))
+        for name in ("q", "k", "v"):
+            call[name].normal_()
+        other = {**call, "k_cache": call["k_cache"].clone(), "v_cache": call["v_cache"].clone()}
+        graph.replay()
+        wanted, wanted_lse = flash_attn_with_kvcache(**other, scheduler_metadata=metadata)
+        assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+        assert torch.equal(call["k_cache"], other["k_cache"])
+
+
+def test_combine_merges_parts() -> None:
+    outs = torch.randn(5, 2, 33, 8, 128, device=DEVICE)
+    lses = torch.randn(5, 2, 33, 8, device=DEVICE)
+    lses[1] = -torch.inf
+    out, lse = flash_attn_combine(outs, lses, out_dtype=torch.bfloat16)
+    exact, exact_lse = flash_attn_combine(outs.cpu(), lses.cpu())
+    torch.testing.assert_close(out.cpu().float(), exact, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_long_queries_take_the_prefill_kernel() -> None:
+    """20 queries on a cache of pages: not decode, and the same numbers as sequence by sequence."""
+    values = {**cached.PLAIN, "dtype": torch.bfloat16, "dims": (64, 64), "seqlens": (20, 9)}
+    example = cached.Example({**values, "page_size": 8, "mask": Mask(True)})
+    ref, _, _ = example.by_hand()
+    pt = example.by_hand(upcast=False)[0]
+    call = moved(example.call) | {"return_softmax_lse": False}
+    out = flash_attn_with_kvcache(**call)
+    assert_close(out.flatten(0, 1).cpu(), ref, pt, factor=3.0)
