@@ -47,12 +47,12 @@ test-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 	"import torch, triton; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
 	&& echo $(PYTHON) || { $(MAKE) $(INSTALLED) >&2; echo $(BIN)/python; })
 
-# Most of the time is compiling, so several processes fill Triton's cache; then one process runs and
-# records every test, with nothing beside it that would disturb the host times.
+# First what several processes can share out, on as many GPUs as there are; then the host times,
+# which anything beside them would disturb. Both are recorded.
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -q -n $(GPU_WORKERS) \
-		tests/gpu/test_decode.py tests/gpu/test_fuzz.py tests/gpu/test_graph.py || true
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark tests/gpu
+		-m "not alone" tests/gpu; shared=$$?; \
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -m alone tests/gpu && exit $$shared
 
 sanitize:
 	set -e; for tool in memcheck racecheck synccheck; do \

@@ -136,15 +136,15 @@ def same_bits(a: Result, b: Result) -> bool:
     )
 
 
-def batch_plan(problem: Problem, programs: int) -> Plan:
+def batch_plan(problem: Problem, programs: int, kernel: str = "decode_split") -> Plan:
     """The whole batch shared out over so many programs a KV head and row tile."""
     assert problem.lengths == "device" and programs > problem.batch
-    made = plan_with("decode_split", problem, num_splits=2)
+    made = plan_with(kernel, problem, num_splits=2)
     config = replace(
         made.config,
         schedule="batch",
         programs=programs,
-        num_splits=programs - problem.batch + 1,
+        num_splits=programs - problem.batch,
     )
     return replace(made, config=config)
 
@@ -163,8 +163,8 @@ def plans(problem: Problem, kernel: str) -> dict[str, Plan]:
         "fixed": fixed_plan(problem, max(64, -(-problem.seqlen_k // 6)), kernel),
     }
     if problem.lengths == "device" and "batch" in kernel_named(kernel).schedules:
-        made["batch"] = batch_plan(problem, problem.batch + 1)
-        made["batch_of_many"] = batch_plan(problem, problem.batch + 37)
+        made["batch"] = batch_plan(problem, problem.batch + 1, kernel)
+        made["batch_of_many"] = batch_plan(problem, problem.batch + 37, kernel)
     return made
 
 

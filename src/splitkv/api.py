@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from splitkv.autograd import attention_op
+from splitkv.autograd import NAMES, attention_op
 from splitkv.device import Device, current
 from splitkv.errors import (
     expect,
@@ -89,20 +89,22 @@ def attention(
         lse = s.logsumexp(-1)
         out = (s - logaddexp(lse, sink_logit)[:, None]).exp() @ v
     """
-    arguments = (
-        causal,
-        tuple(window_size) if isinstance(window_size, list) else window_size,
-        sink_tokens,
-        sink_logits,
-        softmax_scale,
-        softcap,
-        alibi_slopes,
-        dropout_p,
-        deterministic,
-        return_lse,
+    return _attention(
+        q,
+        k,
+        v,
         plan,
+        causal=causal,
+        window_size=window_size,
+        sink_tokens=sink_tokens,
+        sink_logits=sink_logits,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
     )
-    return _attention(q, k, v, None, None, None, None, *arguments)
 
 
 def attention_varlen(
@@ -110,10 +112,12 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    page_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     sink_tokens: int = 0,
@@ -129,67 +133,67 @@ def attention_varlen(
     """Attention over sequences of different lengths laid end to end, differentiable.
 
     q                          [total_q, num_heads, head_dim]
-    k, v                       [total_k, num_kv_heads, head_dim (v: head_dim_v)]
+    k, v                       [total_k, num_kv_heads, head_dim (v: head_dim_v)], or with a page
+                               table [num_pages, page_size, num_kv_heads, ..], any page size
     cu_seqlens_q, cu_seqlens_k [batch + 1] int32 on the device: sequence b is rows
-                               cu_seqlens[b] : cu_seqlens[b + 1]; never read by the host
+                               cu_seqlens[b] : cu_seqlens[b + 1]; never read by the host.
+                               cu_seqlens_k: None with a page table
     max_seqlen_q, max_seqlen_k upper bounds of the lengths
+    page_table                 [batch, max_pages] int32 on the device: the keys and values are in a
+                               cache, as those of `decode`. For prompts in chunks and batches in
+                               which some sequences have a chunk and others one new token. Entries
+                               past a length may hold anything
+    cache_seqlens              [batch] int32 on the device, with a page table: keys of each
+                               sequence, those of q included; never read by the host
 
-    Everything else as `attention`; the mask of each sequence is aligned by its own lengths. Returns
+    Everything else as `attention`; the mask of each sequence is aligned by its own lengths. Pages
+    that need a gradient are served by plain torch; on a GPU a warning says so. Returns
     out [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated.
     """
-    arguments = (
-        causal,
-        tuple(window_size) if isinstance(window_size, list) else window_size,
-        sink_tokens,
-        sink_logits,
-        softmax_scale,
-        softcap,
-        alibi_slopes,
-        dropout_p,
-        deterministic,
-        return_lse,
-        plan,
-    )
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
-    expect_tensor("cu_seqlens_k", cu_seqlens_k)
-    return _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *arguments)
+    if page_table is None:
+        expect_tensor("cu_seqlens_k", cu_seqlens_k)
+    return _attention(
+        q,
+        k,
+        v,
+        plan,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        page_table=page_table,
+        cache_seqlens=cache_seqlens,
+        causal=causal,
+        window_size=window_size,
+        sink_tokens=sink_tokens,
+        sink_logits=sink_logits,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) = arguments[:4]
-    causal, window_size, sink_tokens, sink_logits, softmax_scale, softcap = arguments[4:10]
-    alibi_slopes, dropout_p, deterministic, return_lse, plan = arguments[10:]
-    if is_plain(q, k, v, sink_logits, alibi_slopes):
-        out, lse = run_attention(q, k, v, *arguments)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    if isinstance(given["window_size"], list):
+        given["window_size"] = tuple(given["window_size"])
+    if is_plain(q, k, v, given["sink_logits"], given["alibi_slopes"]):
+        out, lse = run_attention(q, k, v, plan, **given)
     else:
-        expect_window(window_size)
-        expect_number("dropout_p", dropout_p)
-        seed = None
-        if dropout_p > 0:
-            seed = torch.randint(0, 2**62, (), dtype=torch.int64)
-        out, lse = attention_op(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            causal,
-            *window_size,
-            sink_tokens,
-            sink_logits,
-            softmax_scale,
-            softcap,
-            alibi_slopes,
-            dropout_p,
-            deterministic,
-            return_lse,
-            seed,
-            handle_of(plan),
-        )
-    return (out, lse) if return_lse else out
+        expect_window(given["window_size"])
+        expect_number("dropout_p", given["dropout_p"])
+        given["window_left"], given["window_right"] = given.pop("window_size")
+        if given["dropout_p"] > 0:
+            given["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
+        optional = (given.get(name) for name in NAMES[3:-1])
+        out, lse = attention_op(q, k, v, *optional, handle_of(plan))
+    return (out, lse) if given["return_lse"] else out
 
 
 def decode(
@@ -213,6 +217,7 @@ def decode(
     num_splits: int = 0,
     out: Tensor | None = None,
     return_lse: bool = False,
+    early_kv: bool = False,
     plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new tokens against a KV cache that already holds their keys and values.
@@ -231,6 +236,11 @@ def decode(
                    likewise
     num_splits     parts that the keys of each sequence are cut into; 0: the policy decides
     out            where to write the result
+    early_kv       a promise: the kernel before this one on the stream writes nothing of
+                   cache_seqlens, page_table and the keys and values of all but the last seqlen_q
+                   tokens of each sequence (it may write q and those of the last tokens). Then
+                   `hopper_decode_split` starts to read before that kernel has ended; the other
+                   kernels have no use for it
     plan           a Plan of `splitkv.plan`, to skip deciding
 
     The mask and score arguments are those of `attention`. Nothing synchronises with the host; a
@@ -264,6 +274,7 @@ def decode(
             v_scale=v_scale,
             out=out,
             return_lse=return_lse,
+            early_kv=early_kv,
         )
     else:
         result, lse = run_decode(
@@ -285,6 +296,7 @@ def decode(
             v_scale,
             out,
             return_lse,
+            early_kv,
             num_splits,
             plan,
         )

@@ -1,50 +1,81 @@
 """`splitkv::attention` and its backward as operators, tied together for autograd.
 
-The kernels that serve `attention` today are written in torch operations, so eager calls are
-differentiated by autograd itself and do not come here. A traced graph holds the operator instead,
-and its backward computes the forward once more.
+Eager calls do not come here: kernels that promise a gradient are differentiated by autograd itself.
+A traced graph holds the operator instead. On a GPU it keeps the output and the LSE, from which
+`kernels.backward` makes the gradients; for kernels written in torch operations its backward
+computes the forward once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitkv.launch import operator_outputs, run_attention
+from splitkv.kernels import prefill
+from splitkv.kernels.backward import Backward
+from splitkv.launch import Launcher, bind, needs_grad, operator_outputs
 from splitkv.plans import plan_with_handle
+from splitkv.problem import Operands, describe_attention
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt window_left, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? page_table, Tensor? cache_seqlens, "
+    "bool causal, SymInt window_left, "
     "SymInt window_right, SymInt sink_tokens, Tensor? sink_logits, float? softmax_scale, "
     "float softcap, Tensor? alibi_slopes, float dropout_p, bool deterministic, bool return_lse, "
     "Tensor? seed, str plan"
 )
-_NUM_ARGUMENTS = 20
-_DIFFERENTIABLE = (0, 1, 2, 11, 14)  # q, k, v, sink_logits, alibi_slopes
+NAMES = tuple(argument.split()[-1] for argument in _ARGUMENTS.split(", "))
+_DIFFERENTIABLE = tuple(NAMES.index(name) for name in prefill.LEAVES)
+_RETURN_LSE, _SEED = NAMES.index("return_lse"), NAMES.index("seed")
 
 
-def _run(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    (*head, window_left, window_right, sink_tokens, sink_logits, scale, softcap, slopes) = (
-        arguments[:15]
-    )
-    dropout_p, deterministic, return_lse, seed, plan = arguments[15:]
-    q = head[0]
-    seeded = nullcontext()
-    if seed is not None:  # backward has to drop the same entries
-        seeded = torch.random.fork_rng([q.device] if q.is_cuda else [])
-    with seeded:
-        if seed is not None:
-            torch.manual_seed(int(seed))
-        rest = sink_tokens, sink_logits, scale, softcap, slopes, dropout_p, deterministic
-        found = plan_with_handle(plan) if plan else None
-        call: tuple[Any, ...] = (*head, (window_left, window_right), *rest, return_lse, found)
-        out, lse = run_attention(*call)
-    return operator_outputs(out, lse)
+def _bound(arguments: Sequence[Any]) -> tuple[Launcher, Operands]:
+    """What the operator's arguments are launched by and with."""
+    given = dict(zip(NAMES, arguments, strict=True))
+    plan = given.pop("plan")
+    del given["seed"]
+    given["window_size"] = given.pop("window_left"), given.pop("window_right")
+    q, k, v = (given.pop(name) for name in ("q", "k", "v"))
+    grad = needs_grad(q, k, v, given["sink_logits"], given["alibi_slopes"])
+    problem, operands = describe_attention(q, k, v, needs_grad=grad, **given)
+    return bind(problem, operands, plan_with_handle(plan) if plan else None), operands
+
+
+def _on_device(q: Tensor) -> Any:
+    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
+
+
+def _on_gpu(q: Tensor) -> bool:
+    """Whether the operator promises an LSE though nobody asked for one."""
+    return q.is_cuda
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def _kernel_seed(q: Tensor, seed: Tensor | None) -> Tensor | None:
+    """The seed, which a graph draws on the host, where kernels read it."""
+    return None if seed is None else torch.full((), int(seed), dtype=torch.int64, device=q.device)
+
+
+def _run(arguments: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """The forward; of kernels written in torch operations, with a gradient if one is recorded."""
+    q, seed = arguments[0], arguments[_SEED]
+    launcher, operands = _bound(arguments)
+    with _on_device(q):
+        if isinstance(launcher, prefill.Launcher):
+            return launcher.forward(operands, _kernel_seed(q, seed))
+        if seed is None:
+            return launcher(operands)
+        with torch.random.fork_rng([q.device] if q.is_cuda else []):
+            torch.manual_seed(int(seed))  # backward has to drop the same entries
+            return launcher(operands)
 
 
 @contextmanager
@@ -62,17 +93,17 @@ def _recording() -> Iterator[None]:
     "splitkv::attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
 )
 def attention_op(*arguments):
-    return _run(arguments)
+    q, return_lse = arguments[0], arguments[_RETURN_LSE]
+    out, lse = _run(arguments)
+    if lse is None and _on_gpu(q):
+        lse = q.new_zeros(_lse_shape(q), dtype=torch.float32)
+    return operator_outputs(out, lse if return_lse or _on_gpu(q) else None)
 
 
 @attention_op.register_fake
 def _(*arguments):
-    q, v, cu_seqlens_q, return_lse = arguments[0], arguments[2], arguments[3], arguments[17]
-    lse_shape: tuple[int, ...] = (0,)
-    if return_lse and cu_seqlens_q is None:
-        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    elif return_lse:
-        lse_shape = (q.shape[1], q.shape[0])
+    q, v, return_lse = arguments[0], arguments[2], arguments[_RETURN_LSE]
+    lse_shape = _lse_shape(q) if return_lse or _on_gpu(q) else (0,)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
@@ -80,19 +111,39 @@ def _(*arguments):
 @torch.library.custom_op(
     "splitkv::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}) -> Tensor[]",
+    schema="(Tensor grad_out, Tensor grad_lse, Tensor? out, Tensor? lse, "
+    f"{_ARGUMENTS}, bool of_slopes) -> Tensor[]",
 )
-def attention_backward_op(grad_out, grad_lse, *arguments):
+def attention_backward_op(grad_out, grad_lse, out, lse, *rest):
+    *arguments, of_slopes = rest
+    launcher, operands = _bound(arguments)
+    given = [arguments[i] for i in _DIFFERENTIABLE]
+    if isinstance(launcher, prefill.Launcher):
+        run = Backward(launcher.problem, launcher.device)
+        seed = _kernel_seed(operands.q, arguments[_SEED])
+        of_lse = grad_lse if arguments[_RETURN_LSE] else None
+        with _on_device(operands.q):
+            found = run(operands, seed, out, lse, grad_out, of_lse, of_slopes)
+    else:
+        found = _differentiated(arguments, grad_out, grad_lse)
+    return [_gradient(x, g) for x, g in zip(given, found, strict=True) if x is not None]
+
+
+def _differentiated(
+    arguments: Sequence[Any], grad_out: Tensor, grad_lse: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients that autograd finds of a second forward, in the order of _DIFFERENTIABLE."""
     leaves = list(arguments)
     for i in _DIFFERENTIABLE:
         if leaves[i] is not None:
             leaves[i] = leaves[i].detach().requires_grad_(leaves[i].is_floating_point())
-    wanted = [leaves[i] for i in _DIFFERENTIABLE if leaves[i] is not None]
+    wanted = [i for i in _DIFFERENTIABLE if leaves[i] is not None]
     with torch.enable_grad(), _recording():
-        out, lse = _run(tuple(leaves))
-        outputs, grads = ([out, lse], [grad_out, grad_lse]) if lse.numel() else ([out], [grad_out])
-        found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
-    return [_gradient(x, g) for x, g in zip(wanted, found, strict=True)]
+        out, lse = _run(leaves)
+        outputs, grads = ([out], [grad_out]) if lse is None else ([out, lse], [grad_out, grad_lse])
+        found = torch.autograd.grad(outputs, [leaves[i] for i in wanted], grads, allow_unused=True)
+    by_number = dict(zip(wanted, found, strict=True))
+    return tuple(by_number.get(i) for i in _DIFFERENTIABLE)
 
 
 def _gradient(x: Tensor, grad: Tensor | None) -> Tensor:
@@ -104,24 +155,26 @@ def _gradient(x: Tensor, grad: Tensor | None) -> Tensor:
 
 
 @attention_backward_op.register_fake
-def _(grad_out, grad_lse, *arguments):
+def _(grad_out, grad_lse, out, lse, *arguments):
     return [torch.empty_like(arguments[i]) for i in _DIFFERENTIABLE if arguments[i] is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.save_for_backward(*(inputs[i] for i in tensors))
-    ctx.tensors = tensors
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    saved = (*inputs, *(output if _on_gpu(inputs[0]) else (None, None)))
+    ctx.tensors = [i for i, x in enumerate(saved) if isinstance(x, Tensor)]
+    ctx.save_for_backward(*(saved[i] for i in ctx.tensors))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    arguments = list(ctx.others)
+    saved = list(ctx.others)
     for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-        arguments[i] = x
-    found = iter(attention_backward_op(grad_out, grad_lse, *arguments))
+        saved[i] = x
+    *arguments, out, lse = saved
+    of_slopes = ctx.needs_input_grad[_DIFFERENTIABLE[-1]]
+    found = iter(attention_backward_op(grad_out, grad_lse, out, lse, *arguments, of_slopes))
     given = {i: next(found) for i in _DIFFERENTIABLE if arguments[i] is not None}
-    return tuple(given.get(i) for i in range(_NUM_ARGUMENTS))
+    return tuple(given.get(i) for i in range(len(NAMES)))
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)

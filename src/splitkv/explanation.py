@@ -179,6 +179,9 @@ def _grid(problem: Problem, device: Device, config: Config) -> Grid:
     elif config.schedule == "fixed":
         tiles_a_split = config.split_size // config.tile_n
     programs = parts * row_tiles
+    if problem.cut_tokens < problem.seqlen_q:  # of the first row tiles alone
+        cut = problem.num_kv_heads * _ceil_div(problem.cut_tokens * problem.group, config.tile_m)
+        programs = problem.batch * (row_tiles + (config.num_splits - 1) * cut)
     return Grid(
         key_tiles=key_tiles,
         tiles_a_split=tiles_a_split,

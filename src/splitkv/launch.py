@@ -25,7 +25,7 @@ from torch import Tensor
 
 from splitkv.device import Device, cpu, current
 from splitkv.errors import dtype_name, expect, expect_one_of, expect_tensor
-from splitkv.kv import AS_IS
+from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config, Kernel, Plan, plan_with_handle
 from splitkv.problem import (
     Operands,
@@ -88,6 +88,7 @@ ATTENTION_DEFAULTS: dict[str, Any] = {
     "dropout_p": 0.0,
     "deterministic": False,
 }
+_PAGES = {"page_table": None, "cache_seqlens": None}
 DECODE_DEFAULTS: dict[str, Any] = {
     "cache_seqlens": None,
     "page_table": None,
@@ -98,6 +99,7 @@ DECODE_DEFAULTS: dict[str, Any] = {
     "k_scale": None,
     "v_scale": None,
     "out": None,
+    "early_kv": False,
 }
 
 
@@ -165,12 +167,16 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _warn_of_fall_back(plan: Plan) -> None:
-    """Say once for each reason that decode on a GPU runs on a slower kernel."""
-    against = dict(plan.rejected).get("decode_split", ())
-    falls_back = plan.problem.kind == "decode" and plan.device.kind == "cuda" and against
-    if falls_back and against not in _warned:
+    """Say once for each reason that a GPU reads a cache by kernels that are not made for it."""
+    kind, device = plan.problem.kind, plan.device.kind
+    of_cache = kind == "decode" or isinstance(plan.problem.place, Paged)
+    if device != "cuda" or not of_cache or plan.kernel not in ("torch_math", "torch_sdpa"):
+        return
+    name = "decode" if kind == "decode" else "attention_varlen"
+    against = dict(plan.rejected).get("prefill", ())
+    if against and against not in _warned:
         _warned.add(against)
-        warnings.warn(f"decode runs on {plan.kernel}: {'; '.join(against)}", stacklevel=6)
+        warnings.warn(f"{name} runs on {plan.kernel}: {'; '.join(against)}", stacklevel=6)
 
 
 def _check_of(tensors: list[Tensor]) -> Callable[..., bool] | None:
@@ -208,7 +214,8 @@ def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Pr
     positional: tuple[str, ...] = ()
     if varlen or dense:
         name = "attention_varlen" if varlen else "attention"
-        signature, positional = ATTENTION_DEFAULTS, _VARLEN if varlen else ()
+        signature = {**_PAGES, **ATTENTION_DEFAULTS} if varlen else ATTENTION_DEFAULTS
+        positional = _VARLEN if varlen else ()
     known = 2 <= len(tensors) <= 2 + len(positional)
     expected = ", ".join(("q, keys and values by position", *positional))
     expect(known, name, expected, 1 + len(tensors))
@@ -220,7 +227,9 @@ def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Pr
     for argument in arguments:
         expect_one_of(f"argument of {name}", argument, (*positional, *signature))
     given = {**dict.fromkeys(positional), **signature, **arguments}
-    indices = ("cu_seqlens_q", "cu_seqlens_k") if varlen else ()
+    indices: tuple[str, ...] = ("cu_seqlens_q",) if varlen else ()
+    if varlen and given["page_table"] is None:
+        indices += ("cu_seqlens_k",)
     tensors_given = (q, *tensors[:2], *(given[i] for i in indices))
     for argument, x in zip(("q", "k", "v", *indices), tensors_given, strict=True):
         expect_tensor(argument, x)
@@ -248,6 +257,7 @@ def run_decode(
     v_scale: Tensor | None,
     out: Tensor | None,
     return_lse: bool,
+    early_kv: bool,
     num_splits: int,
     plan: Plan | None,
     in_operator: bool = False,
@@ -288,6 +298,7 @@ def run_decode(
         softmax_scale,
         softcap,
         return_lse,
+        early_kv,
         num_splits,
         id(plan),
         given,
@@ -332,6 +343,7 @@ def run_decode(
             "v_scale": v_scale,
             "out": out,
             "return_lse": return_lse,
+            "early_kv": early_kv,
         }
         if not in_operator and not is_plain(*tensors):
             return through_operator(q, k_cache, v_cache, num_splits, plan, **arguments)
@@ -427,48 +439,16 @@ def through_operator(
 
 
 def run_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    sink_tokens: int,
-    sink_logits: Tensor | None,
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    dropout_p: float,
-    deterministic: bool,
-    return_lse: bool,
-    plan: Plan | None,
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Describe, plan, bind and launch; differentiable where the kernel is written in torch."""
+    """Describe, plan, bind and launch; differentiable where the kernel is.
+
+    arguments   those of `describe_attention`
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
-    problem, operands = describe_attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        causal=causal,
-        window_size=window_size,
-        sink_tokens=sink_tokens,
-        sink_logits=sink_logits,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        needs_grad=needs_grad(q, k, v, sink_logits, alibi_slopes),
-    )
+    grad = needs_grad(q, k, v, arguments["sink_logits"], arguments["alibi_slopes"])
+    problem, operands = describe_attention(q, k, v, needs_grad=grad, **arguments)
     launcher = bind(problem, operands, plan)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         return launcher(operands)
@@ -487,7 +467,7 @@ def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     "SymInt? max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, "
     "SymInt sink_tokens, Tensor? sink_logits, float? softmax_scale, float softcap, "
     "Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool return_lse, "
-    "SymInt num_splits, str plan) -> (Tensor, Tensor)",
+    "bool early_kv, SymInt num_splits, str plan) -> (Tensor, Tensor)",
 )
 def decode_op(
     q,
@@ -508,6 +488,7 @@ def decode_op(
     k_scale,
     v_scale,
     return_lse,
+    early_kv,
     num_splits,
     plan,
 ):
@@ -530,6 +511,7 @@ def decode_op(
         v_scale,
         None,
         return_lse,
+        early_kv,
         num_splits,
         plan_with_handle(plan) if plan else None,
         in_operator=True,
@@ -539,7 +521,7 @@ def decode_op(
 
 @decode_op.register_fake
 def _(q, k_cache, v_cache, *rest):
-    return_lse = rest[-3]
+    return_lse = rest[-4]
     dtype = q.dtype if q.is_floating_point() and q.dtype.itemsize > 1 else torch.bfloat16
     out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=dtype)
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)

@@ -35,6 +35,9 @@ from splitkv.scores import PLAIN, Score
 
 Kind = Literal["decode", "dense", "varlen"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+MAX_CUT_TOKENS = 256  # of packed sequences all of which may be cut into parts
+FEW_ROWS = 16  # of those that are, beside longer ones
+FLAGS = ("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad", "early_kv")
 QUANTISED: dict[str, CodecName] = {"int8": "int8", "float8_e4m3fn": "fp8"}
 
 
@@ -45,6 +48,8 @@ class Problem:
     kind             decode: few queries against a cache; dense: [B, S, H, D]; varlen: [total, H, D]
     seqlen_q         queries a sequence (decode: exactly; varlen: at most)
     seqlen_k         keys a sequence (an upper bound where the lengths live on the device)
+    early_kv         decode: keys and values of earlier tokens, their lengths and page table may be
+                     read while the kernel before still runs
     lengths          host: every sequence has seqlen_k keys; device: read from a tensor by the
                      kernel
     """
@@ -68,6 +73,7 @@ class Problem:
     dropout: bool = False
     deterministic: bool = False
     needs_grad: bool = False
+    early_kv: bool = False
 
     @property
     def group(self) -> int:
@@ -78,6 +84,17 @@ class Problem:
     def rows(self) -> int:
         """Packed query rows of one sequence and KV head: query tokens times grouped heads."""
         return self.seqlen_q * self.group
+
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens of the longest sequences whose keys may be cut into parts.
+
+        Of packed sequences those of prompts are left whole, as their rows are many, so that a part
+        takes memory for a few tokens of every sequence and not for all.
+        """
+        if self.kind == "varlen" and self.seqlen_q > MAX_CUT_TOKENS:
+            return max(1, FEW_ROWS // self.group)
+        return self.seqlen_q
 
     @property
     def element_bytes(self) -> int:
@@ -117,11 +134,7 @@ class Problem:
         ]
         if self.score != PLAIN:
             parts.append(str(self.score))
-        parts += [
-            name.replace("_", " ")
-            for name in ("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad")
-            if getattr(self, name)
-        ]
+        parts += [name.replace("_", " ") for name in FLAGS if getattr(self, name)]
         return ", ".join(parts)
 
 
@@ -167,6 +180,7 @@ def describe_decode(
     v_scale: Any,
     out: Any,
     return_lse: bool,
+    early_kv: bool,
     needs_grad: bool,
 ) -> tuple[Problem, Operands]:
     """Check every argument of `decode` and name the problem."""
@@ -187,26 +201,9 @@ def describe_decode(
             head_dim_v=None,
         )[3]
     else:
-        num_pages, page_size, num_kv_heads, _ = expect_shape(
-            "k_cache",
-            k_cache,
-            num_pages=None,
-            page_size=None,
-            num_kv_heads=None,
-            head_dim=head_dim,
+        place, capacity, num_kv_heads, head_dim_v = _describe_pages(
+            ("k_cache", "v_cache"), q, k_cache, v_cache, page_table, batch
         )
-        head_dim_v = expect_shape(
-            "v_cache",
-            v_cache,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=num_kv_heads,
-            head_dim_v=None,
-        )[3]
-        expect_positive("k_cache.shape[1] (page_size)", page_size)
-        max_pages = expect_shape("page_table", page_table, batch=batch, max_pages=None)[1]
-        _expect_index("page_table", page_table, q.device)
-        place, capacity = Paged(page_size), max_pages * page_size
     seqlen_k = capacity
     if max_seqlen_k is not None:
         expect_int("max_seqlen_k", max_seqlen_k)
@@ -227,6 +224,7 @@ def describe_decode(
     if out is not None:
         expect_out(out, (batch, seqlen_q, num_heads, head_dim_v), dtype, q.device)
     expect_bool("return_lse", return_lse)
+    expect_bool("early_kv", early_kv)
     problem = Problem(
         kind="decode",
         batch=batch,
@@ -244,6 +242,7 @@ def describe_decode(
         sink_logits=sink_logits is not None,
         lengths="host" if cache_seqlens is None else "device",
         return_lse=return_lse,
+        early_kv=early_kv,
         needs_grad=needs_grad,
     )
     return problem, Operands(
@@ -272,6 +271,8 @@ def describe_attention(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    page_table: Any = None,
+    cache_seqlens: Any = None,
     causal: bool,
     window_size: tuple[int, int],
     sink_tokens: int,
@@ -294,30 +295,46 @@ def describe_attention(
         _, seqlen_k, num_kv_heads, _ = expect_shape(
             "k", k, batch=batch, seqlen_k=None, num_kv_heads=None, head_dim=head_dim
         )
-        shape_v = expect_shape(
+        head_dim_v = expect_shape(
             "v", v, batch=batch, seqlen_k=seqlen_k, num_kv_heads=num_kv_heads, head_dim_v=None
-        )
+        )[3]
     else:
-        kind, place = "varlen", Ragged()
+        kind = "varlen"
         _, num_heads, head_dim = expect_shape("q", q, total_q=None, num_heads=None, head_dim=None)
-        total_k, num_kv_heads, _ = expect_shape(
-            "k", k, total_k=None, num_kv_heads=None, head_dim=head_dim
-        )
-        shape_v = expect_shape("v", v, total_k=total_k, num_kv_heads=num_kv_heads, head_dim_v=None)
         bounds = expect_shape("cu_seqlens_q", cu_seqlens_q, **{"batch + 1": None})[0]
         expect_positive("cu_seqlens_q.shape[0] (batch + 1)", bounds)
-        expect_shape("cu_seqlens_k", cu_seqlens_k, **{"batch + 1": bounds})
-        for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            _expect_index(name, value, q.device)
+        _expect_index("cu_seqlens_q", cu_seqlens_q, q.device)
+        batch = bounds - 1
+        if page_table is None:
+            expect_none_with("cache_seqlens", cache_seqlens, "cu_seqlens_k")
+            total_k, num_kv_heads, _ = expect_shape(
+                "k", k, total_k=None, num_kv_heads=None, head_dim=head_dim
+            )
+            head_dim_v = expect_shape(
+                "v", v, total_k=total_k, num_kv_heads=num_kv_heads, head_dim_v=None
+            )[2]
+            expect_shape("cu_seqlens_k", cu_seqlens_k, **{"batch + 1": bounds})
+            _expect_index("cu_seqlens_k", cu_seqlens_k, q.device)
+            place, capacity = Ragged(), None
+        else:
+            expect_none_with("cu_seqlens_k", cu_seqlens_k, "a page_table")
+            place, capacity, num_kv_heads, head_dim_v = _describe_pages(
+                ("k", "v"), q, k, v, page_table, batch
+            )
+            expect_given_with("cache_seqlens", cache_seqlens, "a page_table")
+            expect_shape("cache_seqlens", cache_seqlens, batch=batch)
+            _expect_index("cache_seqlens", cache_seqlens, q.device)
         for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             expect_int(name, length)
             expect_at_least(name, length, 0)
         assert max_seqlen_q is not None and max_seqlen_k is not None
-        batch, seqlen_q, seqlen_k = bounds - 1, int(max_seqlen_q), int(max_seqlen_k)
+        if capacity is not None:
+            expect_in_range("max_seqlen_k", max_seqlen_k, 0, capacity)
+        seqlen_q, seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
     expect_dtype("q", q, *DTYPE_BYTES)
     expect_dtype("k", k, dtype_name(q))
     dtype, _ = _describe_types(("k", "v"), q, k, v, None, None, None, place)
-    _expect_heads(num_heads, num_kv_heads, head_dim, shape_v[-1])
+    _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens)
     score, scale = _describe_scores(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
@@ -333,7 +350,7 @@ def describe_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        head_dim_v=shape_v[-1],
+        head_dim_v=head_dim_v,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         dtype=dtype,
@@ -351,6 +368,8 @@ def describe_attention(
         q=q,
         k=k,
         v=v,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         sink_logits=sink_logits,
@@ -368,6 +387,27 @@ def expect_out(out: Any, shape: tuple[int, ...], dtype: str, device: Any) -> Non
     expect_dtype("out", out, dtype)
     expect_device("out", out, device)
     expect_last_dim_contiguous("out", out)
+
+
+def _describe_pages(
+    names: tuple[str, str], q: Any, k: Any, v: Any, page_table: Any, batch: int
+) -> tuple[Paged, int, int, int]:
+    """(place, most keys a sequence, KV heads, head_dim_v) of pages of keys and values."""
+    num_pages, page_size, num_kv_heads, _ = expect_shape(
+        names[0], k, num_pages=None, page_size=None, num_kv_heads=None, head_dim=q.shape[-1]
+    )
+    head_dim_v = expect_shape(
+        names[1],
+        v,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim_v=None,
+    )[3]
+    expect_positive(f"{names[0]}.shape[1] (page_size)", page_size)
+    max_pages = expect_shape("page_table", page_table, batch=batch, max_pages=None)[1]
+    _expect_index("page_table", page_table, q.device)
+    return Paged(page_size), max_pages * page_size, num_kv_heads, head_dim_v
 
 
 def _expect_index(name: str, tensor: Any, device: Any) -> None:

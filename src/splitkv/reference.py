@@ -84,8 +84,10 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     *,
+    page_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
     mask: Mask = FULL,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -96,13 +98,28 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor]:
     """Packed sequences as one block-diagonal mask: quadratic in the total length.
 
-    q [total_q, H, D], k, v [total_k, H_kv, D]; cu_seqlens [B + 1] on the device. Tokens after the
-    last sequence see nothing. Returns out [total_q, H, D_v] and lse [H, total_q].
+    q [total_q, H, D], k, v [total_k, H_kv, D]; cu_seqlens [B + 1] on the device. Or k, v
+    [num_pages, page_size, H_kv, D] with page_table [B, max_pages] and cache_seqlens [B]; entries of
+    cache and table past a length may hold anything. Tokens after the last sequence see nothing.
+    Returns out [total_q, H, D_v] and lse [H, total_q].
     """
     dtype = compute_dtype(q.dtype, upcast)
     sequence_q, i = sequence_of_token(cu_seqlens_q, q.shape[0])
-    sequence_k, key = sequence_of_token(cu_seqlens_k, k.shape[0])
-    shift = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    if page_table is None:
+        assert cu_seqlens_k is not None
+        sequence_k, key = sequence_of_token(cu_seqlens_k, k.shape[0])
+        seqlens_k = cu_seqlens_k.diff()
+    else:
+        assert cache_seqlens is not None
+        seqlens_k = cache_seqlens
+        keys = torch.arange(page_table.shape[1] * k.shape[1], device=q.device)
+        used = (keys < seqlens_k[:, None]).flatten()
+        k, v = (gather_pages(x, page_table, keys.numel()).flatten(0, 1) for x in (k, v))
+        k, v = (x.masked_fill(~used[:, None, None], 0) for x in (k, v))
+        key = keys.repeat(len(seqlens_k))
+        sequence_k = torch.arange(len(seqlens_k), device=q.device).repeat_interleave(keys.numel())
+        sequence_k = torch.where(used, sequence_k, len(seqlens_k))
+    shift = seqlens_k - cu_seqlens_q.diff()
     last = shift.numel() - 1
     clamped = sequence_q.clamp(max=last)
     pos = (i + shift[clamped])[:, None]  # [total_q, 1]

@@ -13,8 +13,9 @@ from splitkv.errors import (
     expect_int,
     expect_one_of,
 )
-from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
+from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.plans import Choice, Kernel, Plan
 from splitkv.policies import DEFAULT, POLICIES, Policy, fixed
 from splitkv.policies.shared import MAX_SPLITS
@@ -23,6 +24,8 @@ from splitkv.problem import Problem
 KERNELS: tuple[Kernel, ...] = (
     hopper_decode_split.KERNEL,
     decode_split.KERNEL,
+    hopper_prefill.KERNEL,
+    prefill.KERNEL,
     torch_sdpa.KERNEL,
     torch_math.KERNEL,
 )

@@ -6,16 +6,17 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import cases
 import pytest
 import torch
 from torch import Tensor
+from training import paged
 
 import splitkv
-from splitkv import Device, UnsupportedProblem, launch
+from splitkv import Device, UnsupportedProblem, launch, reference
 from splitkv.policies import POLICIES, fixed
 from splitkv.testing import (
     Call,
@@ -235,6 +236,43 @@ def test_varlen_is_dense_attention_of_each_sequence() -> None:
         out_b, lse_b = splitkv.attention(**one)
         torch.testing.assert_close(out[rows], out_b[0])
         torch.testing.assert_close(lse[:, rows], lse_b[0])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+def test_varlen_of_pages(page_size: int) -> None:
+    """As decode of each sequence alone."""
+    problem = replace(VARLEN, mask=Mask(True, 5, -1, 2), return_lse=True, sink_logits=True)
+    _, call = paged(problem, make_operands(problem, zero_length=True), page_size)
+    out, lse = splitkv.attention_varlen(**call)
+    rest = {n: x for n, x in call.items() if n not in ("q", "k", "v")}
+    made = splitkv.plan(call["q"], call["k"], call["v"], **rest).problem
+    assert made.kind == "varlen" and made.place == Paged(page_size) and made.lengths == "device"
+    ends = call["cu_seqlens_q"].tolist()
+    own = ("softmax_scale", "window_size", "causal", "sink_tokens", "sink_logits", "return_lse")
+    for b, rows in enumerate(slice(*pair) for pair in pairwise(ends)):
+        lengths = {n: call[n][b : b + 1] for n in ("page_table", "cache_seqlens")}
+        one = {n: call[n] for n in own} | lengths
+        out_b, lse_b = splitkv.decode(call["q"][None, rows], call["k"], call["v"], **one)
+        torch.testing.assert_close(out[rows], out_b[0])
+        torch.testing.assert_close(lse[:, rows], lse_b[0])
+
+
+def test_pages_that_need_a_gradient() -> None:
+    """Served by torch: the gradients of the keys lie in their pages."""
+    problem = replace(VARLEN, mask=Mask(True))
+    call = make_operands(problem)
+    _, in_pages = paged(problem, call, 4)
+    for n in ("k", "v"):
+        in_pages[n] = in_pages[n].nan_to_num().requires_grad_()
+        call[n].requires_grad_()
+    for c in (call, in_pages):
+        splitkv.attention_varlen(**c).square().sum().backward()
+    keys = call["cu_seqlens_k"].diff()
+    for n in ("k", "v"):
+        found = reference.gather_pages(in_pages[n].grad, in_pages["page_table"], problem.seqlen_k)
+        wanted = reference.pad_sequences(call[n].grad, call["cu_seqlens_k"], problem.seqlen_k)
+        found = found * (torch.arange(problem.seqlen_k) < keys[:, None])[..., None, None]
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -517,10 +555,11 @@ def test_signatures_are_the_published_ones() -> None:
     )
     published = {
         "attention": "q k v " + common,
-        "attention_varlen": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k " + common,
+        "attention_varlen": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+        "page_table cache_seqlens " + common,
         "decode": "q k_cache v_cache cache_seqlens page_table max_seqlen_k causal window_size "
         "sink_tokens sink_logits softmax_scale softcap alibi_slopes q_scale k_scale v_scale "
-        "num_splits out return_lse plan",
+        "num_splits out return_lse early_kv plan",
         "merge_states": "out_a lse_a out_b lse_b",
     }
     defaults = {
@@ -531,6 +570,7 @@ def test_signatures_are_the_published_ones() -> None:
         "dropout_p": 0.0,
         "deterministic": False,
         "return_lse": False,
+        "early_kv": False,
         "num_splits": 0,
     }
     for name, arguments in published.items():

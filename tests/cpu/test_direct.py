@@ -775,9 +775,8 @@ def test_a_growing_cache_is_decided_for_once_in_a_while(monkeypatch: pytest.Monk
         asked.append(problem.seqlen_k)
         return waves.choose(problem, *rest)
 
-    monkeypatch.setitem(POLICIES, "waves", choose)
+    monkeypatch.setitem(POLICIES, registry.DEFAULT, choose)
     monkeypatch.setattr(launch, "_calls", {})
-    monkeypatch.setattr(registry, "DEFAULT", "waves")
     q = torch.randn(1, 1, 4, 16)
     cache = torch.randn(2, 1, 2, 200, 16)
     for n in range(129, 201):
@@ -798,13 +797,13 @@ def test_choices_are_kept_for_named_policies_alone(monkeypatch: pytest.MonkeyPat
         made = splitkv.plan(problem, device=H200, policy=choose)
         assert made.why.startswith("waves: 600 keys")
     assert asked == [600, 600]  # a function of the caller's may change its mind
-    monkeypatch.setitem(POLICIES, "waves", choose)
+    monkeypatch.setitem(POLICIES, registry.DEFAULT, choose)
     splits = set()
     for num_splits in (0, 3, 0, 3):
         splits.add(splitkv.plan(problem, device=H200, num_splits=num_splits).config.num_splits)
         splits.add(splitkv.plan(problem, device=GPUS["l4"], num_splits=num_splits).policy)
     assert asked == [600, 600, 608, 608]  # one for each device
-    assert {3, "fixed", "waves"} <= splits
+    assert {3, "fixed", registry.DEFAULT} <= splits
 
 
 def test_choices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

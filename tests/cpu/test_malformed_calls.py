@@ -76,6 +76,13 @@ VARLEN = {
     "max_seqlen_q": 3,
     "max_seqlen_k": 6,
 }
+PAGED_VARLEN = VARLEN | {
+    "k": PAGED["k_cache"],
+    "v": PAGED["v_cache"],
+    "cu_seqlens_k": None,
+    "page_table": PAGED["page_table"],
+    "cache_seqlens": torch.tensor([4, 6], dtype=torch.int32),
+}
 WARMUP = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "max_seqlen_k": 64}
 
 FLOATS = "bfloat16, float16, float32 or float64"
@@ -625,6 +632,72 @@ RAGGED: list[Row] = [
     ),
 ]
 
+PAGES: list[Row] = [
+    (
+        VARLEN,
+        {"cache_seqlens": ints(BATCH)},
+        "cache_seqlens: expected None with cu_seqlens_k, got a tensor of shape [2]",
+    ),
+    (
+        PAGED_VARLEN,
+        {"cu_seqlens_k": ints(BATCH + 1)},
+        "cu_seqlens_k: expected None with a page_table, got a tensor of shape [3]",
+    ),
+    (
+        PAGED_VARLEN,
+        {"cache_seqlens": None},
+        "cache_seqlens: expected a value with a page_table, got None",
+    ),
+    (PAGED_VARLEN, {"cache_seqlens": ints(3)}, "cache_seqlens: expected [batch=2], got [3]"),
+    (
+        PAGED_VARLEN,
+        {"cache_seqlens": ints(BATCH, dtype=torch.int64)},
+        "cache_seqlens: expected dtype int32, got int64",
+    ),
+    (
+        PAGED_VARLEN,
+        {"cache_seqlens": [4, 6]},
+        "cache_seqlens: expected a tensor [batch=2], got [4, 6]",
+    ),
+    (
+        PAGED_VARLEN,
+        {"page_table": ints(3, MAX_PAGES)},
+        "page_table: expected [batch=2, max_pages], got [3, 3]",
+    ),
+    (
+        PAGED_VARLEN,
+        {"page_table": ints(BATCH, MAX_PAGES, dtype=torch.int64)},
+        "page_table: expected dtype int32, got int64",
+    ),
+    (
+        PAGED_VARLEN,
+        {"page_table": [[0]]},
+        "page_table: expected a tensor [batch=2, max_pages], got [[0]]",
+    ),
+    (
+        PAGED_VARLEN,
+        {"k": VARLEN["k"]},
+        "k: expected [num_pages, page_size, num_kv_heads, head_dim=16], got [10, 2, 16]",
+    ),
+    (
+        PAGED_VARLEN,
+        {"v": rand(NUM_PAGES, 8, KV_HEADS, DIM_V)},
+        "v: expected [num_pages=7, page_size=4, num_kv_heads=2, head_dim_v], got [7, 8, 2, 24]",
+    ),
+    (
+        PAGED_VARLEN,
+        {n: rand(NUM_PAGES, 0, KV_HEADS, DIM) for n in ("k", "v")},
+        "k.shape[1] (page_size): expected more than 0, got 0",
+    ),
+    (
+        PAGED_VARLEN,
+        {"max_seqlen_k": MAX_PAGES * PAGE_SIZE + 1},
+        "max_seqlen_k: expected 0 to 12, got 13",
+    ),
+    (PAGED_VARLEN, {"max_seqlen_k": None}, "max_seqlen_k: expected an integer, got None"),
+    (PAGED_VARLEN, {"cu_seqlens_q": None}, "cu_seqlens_q: expected a tensor, got None"),
+]
+
 WARMUPS: list[Row] = [
     (WARMUP, {"num_heads": 7}, "num_heads: expected a multiple of num_kv_heads=2, got 7"),
     (WARMUP, {"num_heads": 0}, "num_heads: expected more than 0, got 0"),
@@ -650,7 +723,7 @@ TABLE: list[tuple[Callable[..., Any], Row]] = [
     for function, rows in (
         (splitkv.decode, DECODE),
         (splitkv.attention, ATTENTION),
-        (splitkv.attention_varlen, RAGGED),
+        (splitkv.attention_varlen, RAGGED + PAGES),
         (splitkv.warmup, WARMUPS),
     )
     for row in rows
@@ -676,6 +749,7 @@ def test_the_rest_of_each_call_is_right() -> None:
     assert splitkv.decode(**INT8_QUERY, q_scale=torch.ones(())).dtype == torch.bfloat16
     assert splitkv.attention(**DENSE).shape == (BATCH, SEQLEN_Q, HEADS, DIM_V)
     assert splitkv.attention_varlen(**VARLEN).shape == (6, HEADS, DIM_V)
+    assert splitkv.attention_varlen(**PAGED_VARLEN).shape == (6, HEADS, DIM_V)
     assert len(splitkv.warmup(**WARMUP)) == 1
 
 
@@ -697,7 +771,7 @@ H200 = Device.named("h200")
 DECODE_ARGUMENTS = (
     "'cache_seqlens', 'page_table', 'max_seqlen_k', 'causal', 'window_size', 'sink_tokens', "
     "'sink_logits', 'softmax_scale', 'softcap', 'alibi_slopes', 'return_lse', 'q_scale', "
-    "'k_scale', 'v_scale' or 'out'"
+    "'k_scale', 'v_scale', 'out' or 'early_kv'"
 )
 DENSE_ARGUMENTS = (
     "'causal', 'window_size', 'sink_tokens', 'sink_logits', 'softmax_scale', 'softcap', "
@@ -742,7 +816,7 @@ DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         POSITIONAL_VARLEN,
         {"k_scale": None},
         "argument of attention_varlen: expected 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', "
-        f"'max_seqlen_k', {DENSE_ARGUMENTS}, got 'k_scale'",
+        f"'max_seqlen_k', 'page_table', 'cache_seqlens', {DENSE_ARGUMENTS}, got 'k_scale'",
     ),
     (
         POSITIONAL_VARLEN,
@@ -846,7 +920,10 @@ def test_plan_for_another_device() -> None:
 
 def test_plan_of_an_unknown_kernel() -> None:
     made = replace(splitkv.plan(*POSITIONAL_DECODE), kernel="magic")
-    known = "'hopper_decode_split', 'decode_split', 'torch_sdpa' or 'torch_math'"
+    known = (
+        "'hopper_decode_split', 'decode_split', 'hopper_prefill', 'prefill', 'torch_sdpa' or "
+        "'torch_math'"
+    )
     with refused(f"kernel: expected {known}, got 'magic'"):
         splitkv.decode(**CONTIGUOUS, plan=made)
 

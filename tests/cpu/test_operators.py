@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import opcheck
+from training import paged
 
 import splitkv
 from splitkv.autograd import attention_op
@@ -49,6 +50,7 @@ ATTENTION_PROBLEMS |= {
     f"varlen_{name}": replace(problem, kind="varlen", place=Ragged())
     for name, problem in ATTENTION_PROBLEMS.items()
 }
+PAGES = replace(DENSE, kind="varlen", place=Ragged(), mask=WINDOW, return_lse=True)
 FUNCTION: dict[str, Callable[..., Any]] = {
     "decode": splitkv.decode,
     "dense": splitkv.attention,
@@ -61,6 +63,7 @@ LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 def decode_arguments(call: Call) -> tuple[Any, ...]:
     """A call of `decode` as the arguments of the operator."""
     defaults = {"cache_seqlens": None, "page_table": None, "q_scale": None, "num_splits": 0}
+    defaults |= {"early_kv": False}
     given = {**defaults, "plan": "", **call}
     given["window_left"], given["window_right"] = given["window_size"]
     return tuple(given[argument.name] for argument in decode_op._opoverload._schema.arguments)
@@ -111,6 +114,23 @@ def test_attention_is_registered_right(name: str) -> None:
     call = make_operands(ATTENTION_PROBLEMS[name])
     leaves(call)
     opcheck(attention_op, attention_arguments(call))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+def test_attention_of_pages_is_registered_right(grad: bool) -> None:
+    _, call = paged(PAGES, make_operands(PAGES), 4)
+    call |= {n: call[n].nan_to_num() for n in ("k", "v")}  # opcheck compares inputs with themselves
+    if grad:
+        leaves(call)
+    opcheck(attention_op, attention_arguments(call))
+
+
+def test_compiled_attention_of_pages() -> None:
+    _, call = paged(PAGES, make_operands(PAGES), 4)
+    compiled = traced(splitkv.attention_varlen)
+    assert_same(run(compiled, call), run(splitkv.attention_varlen, call))
+    call["cache_seqlens"] = call["cache_seqlens"] // 2
+    assert_same(run(compiled, call), run(splitkv.attention_varlen, call))
 
 
 def test_attention_with_strided_operands_is_registered_right() -> None:

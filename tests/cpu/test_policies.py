@@ -35,7 +35,7 @@ from splitkv.policies import (
     sequence_aware,
     waves,
 )
-from splitkv.policies.shared import num_tiles
+from splitkv.policies.shared import ceil_div, num_tiles
 from splitkv.problem import Problem
 from splitkv.registry import make_plan
 
@@ -323,7 +323,7 @@ def test_waves_shares_one_wave_out_where_bounded_parts_would_be_too_many():
     shared = waves.choose(problem, H200, [DECODE]).config
     assert shared.schedule == "batch"
     assert shared.programs >= 3 * 64  # one a sequence for rounding, and two
-    assert shared.num_splits == shared.programs - 64 + 1
+    assert shared.num_splits == shared.programs - 64
     alone = replace(problem, batch=1)
     assert waves.choose(alone, H200, [DECODE]).config.schedule == "even"
     short = replace(problem, seqlen_k=16)
@@ -338,9 +338,9 @@ def test_a_long_sequence_among_short_ones_is_cut_whatever_the_batch(batch: int):
     if config.schedule == "even":
         assert config.num_splits * waves.H200.longest_part >= (1 << 18) * 512
         return
-    # the batch rule: in proportion, rounded to nearest, at least one
+    # the batch rule: in proportion, rounded up
     full = config.programs - batch
-    parts = [max(1, (2 * n * full + sum(tiles)) // (2 * sum(tiles))) for n in tiles]
+    parts = [ceil_div(n * full, sum(tiles)) for n in tiles]
     assert sum(parts) <= config.programs
     assert parts[0] <= config.num_splits
     assert tiles[0] / parts[0] <= 1.5 * sum(tiles) / min(batch, 1023) + 1
@@ -354,7 +354,7 @@ def test_waves_weighs_enough_splits():
             best = min(
                 waves.cost(problem, gpu, config).seconds
                 for config in decode_space(problem, gpu)
-                if (config.tile_n, config.num_warps, config.num_stages) in waves.CONTIGUOUS_SHAPES
+                if (config.tile_n, config.num_warps, config.num_stages) in waves.SHAPES
             )
             assert best <= chosen <= 1.02 * best
 
@@ -363,17 +363,14 @@ def test_waves_weighs_enough_splits():
 def test_waves_weighs_enough_splits_on_hopper(place: Contiguous | Paged):
     for problem in (decode(1, 8, 1, 700), decode(3, 28, 4, 3000), decode(9, 32, 32, 200)):
         problem = replace(problem, place=place)
-        full = problem.batch * problem.num_kv_heads >= H200.num_sms
-        wanted = waves.HOPPER_FULL_SHAPES if full else waves.HOPPER_SHAPES
-        if isinstance(place, Paged):
-            wanted = waves.HOPPER_PAGED_SHAPES
         chosen = waves.choose(problem, H200, ON_HOPPER)
         assert chosen.kernel == HOPPER.name
         best = min(
             waves.cost(problem, H200, replace(config, num_splits=splits), waves.H200_HOPPER).seconds
             for config in hopper_decode_split.configs(problem, H200)
-            if (config.tile_n, config.num_warps, config.num_stages) in wanted
+            if (config.tile_n, config.num_warps, config.num_stages) in waves.HOPPER_SHAPES
             and config.num_stages > 1
+            and (config.tile_n < 128 or place == Contiguous())
             for splits in range(1, num_tiles(problem, config.tile_n) + 1)
         )
         seconds = waves.cost(problem, H200, chosen.config, waves.H200_HOPPER).seconds
@@ -390,18 +387,15 @@ def test_one_slot_is_for_parts_of_one_tile():
             one_tile = config.num_splits == num_tiles(problem, config.tile_n)
             assert config.num_stages > 1 or one_tile
             seen.add(config.num_stages)
-    assert seen == {1, 2}
+    assert seen >= {1, 2}
 
 
-def test_waves_takes_the_next_kernel_for_a_schedule_that_one_lacks():
+def test_waves_shares_a_batch_out_on_hopper_too():
     problem = decode(64, 32, 8, 1 << 17, lengths="device")
     choice = waves.choose(problem, H200, ON_HOPPER)
-    assert (choice.kernel, choice.config.schedule) == ("decode_split", "batch")
-    assert choice == waves.choose(problem, H200, ON_HOPPER[1:])
+    assert (choice.kernel, choice.config.schedule) == ("hopper_decode_split", "batch")
     alone = waves.choose(replace(problem, batch=1), H200, ON_HOPPER)
     assert (alone.kernel, alone.config.schedule) == ("hopper_decode_split", "even")
-    with pytest.raises(AssertionError, match="has a schedule for decode: batch 64"):
-        waves.choose(problem, H200, [HOPPER])
 
 
 def test_waves_constants_are_a_parameter():
@@ -516,7 +510,7 @@ def test_golden_plans_of_the_default():
 
 
 def test_the_default_is_a_policy():
-    assert DEFAULT == "waves"
+    assert DEFAULT == "tuned"
     assert DEFAULT in POLICIES
 
 
@@ -555,7 +549,7 @@ def test_choices_are_legal_and_repeatable(policy: str, problem: Problem, gpu: De
         assert problem.lengths == "device"
         assert problem.batch < config.programs < problem.batch + 1024
         longest = num_tiles(problem, config.tile_n)
-        assert config.num_splits == min(longest, 1024, config.programs - problem.batch + 1)
+        assert config.num_splits == min(longest, 1024, config.programs - problem.batch)
     assert POLICIES[policy](problem, gpu, [WHOLE]).config == Config(tile_m=64, tile_n=32)
 
 
@@ -575,7 +569,7 @@ on_hopper = st.builds(
 def test_choices_on_hopper_are_legal(policy: str, problem: Problem, gpu: str):
     plan = make_plan(problem, GPUS[gpu], policy=policy)
     kernel, config = plan.kernel, plan.config
-    assert kernel == ("decode_split" if config.schedule == "batch" else "hopper_decode_split")
+    assert kernel == "hopper_decode_split" or policy == "tuned"  # that goes by what was fastest
     (found,) = (k for k in ON_HOPPER if k.name == kernel)
     assert config.schedule in found.schedules
     plain = replace(config, num_splits=1, schedule="even", programs=0)

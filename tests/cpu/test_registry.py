@@ -9,6 +9,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+import training
 
 from splitkv.device import CPU, GPUS
 from splitkv.errors import UnsupportedProblem
@@ -47,10 +48,12 @@ def test_a_kernel_is_named_after_its_file(kernel: Kernel) -> None:
 @every_kernel
 def test_a_kernel_has_cases(kernel: Kernel) -> None:
     """On some device; a kernel that no case reaches is a kernel that no test runs."""
+    problems = [case.problem for case in CASES]
+    problems += [training.problem_of(values) for values in cases.pairs(training.AXES)]
     served = [
-        case
-        for case in CASES
-        if any(not kernel.unsupported(case.problem, device) for device in DEVICES.values())
+        problem
+        for problem in problems
+        if any(not kernel.unsupported(problem, device) for device in DEVICES.values())
     ]
     assert served
 
@@ -74,13 +77,15 @@ def test_the_kernel_for_hopper_runs_its_cases(gpu: str) -> None:
     assert cases.HOPPER_ROWS == hopper_decode_split.MAX_ROWS
     for case in cases.HOPPER:
         assert hopper_decode_split.unsupported(case.problem, GPUS[gpu]) == [], case
-        assert make_plan(case.problem, GPUS[gpu]).kernel == "hopper_decode_split", case
+        taken = make_plan(case.problem, GPUS[gpu], policy="waves").kernel
+        assert taken == "hopper_decode_split", case
 
 
 @every_kernel
 def test_a_kernel_has_every_schedule_or_says_which(kernel: Kernel) -> None:
     assert set(kernel.schedules) <= {"even", "batch", "fixed"}
-    splits = {"hopper_decode_split": ("even", "fixed"), "decode_split": ("even", "batch", "fixed")}
+    splits = {"prefill": ("even", "fixed")}
+    splits |= dict.fromkeys(("hopper_decode_split", "decode_split"), ("even", "batch", "fixed"))
     assert kernel.schedules == splits.get(kernel.name, ("even",))
 
 
@@ -400,6 +405,13 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "  decode_split         dtype float64: expected bfloat16, float16 or float32\n"
         "                       head_dim 72: expected a multiple of 16 from 16 to 256\n"
         "                       seqlen_q 32: expected at most 16\n"
+        "  hopper_prefill       dtype float64: expected bfloat16, float16 or float32\n"
+        "                       kind decode: expected dense or varlen\n"
+        "                       kv paged(16): expected no pages\n"
+        "                       dtype float64: expected bfloat16 or float16\n"
+        "                       head_dim/head_dim_v 72/64: expected one of 64/64, 128/128, "
+        "256/256, 192/128\n"
+        "  prefill              dtype float64: expected bfloat16, float16 or float32\n"
         "  torch_sdpa           softcap: expected 0, got a soft cap\n"
         "                       return_lse: expected False, got True"
     )

@@ -10,7 +10,9 @@ import cases
 import pytest
 import torch
 from torch import Tensor
+from training import paged
 
+from splitkv import reference
 from splitkv.device import CPU, GPUS
 from splitkv.kernels import torch_math, torch_sdpa
 from splitkv.masks import Mask
@@ -92,6 +94,31 @@ def test_training(
         problem = replace(problem, place=Ragged())
     assert serves(kernel, problem)
     check(problem, run=run(kernel), zero_length=kind == "varlen")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+@pytest.mark.parametrize("mask", [Mask(True), Mask(True, 7, -1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (1, 40)], ids=str)
+def test_packed_sequences_in_pages(
+    shape: tuple[int, int], mask: Mask, page_size: int, kernel: Kernel
+) -> None:
+    """Also by the reference itself, to which the kernels are held."""
+    problem = replace(DENSE, kind="varlen", place=Ragged(), batch=4, mask=mask)
+    problem = replace(problem, seqlen_q=shape[0], seqlen_k=shape[1])
+
+    def in_pages(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+        return run(kernel)(*paged(problem, call, page_size))
+
+    check(problem, run=in_pages, zero_length=True)
+    call = make_operands(problem, zero_length=True)
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "page_table", "cache_seqlens")
+    results = [
+        reference.attention_varlen(mask=mask, **{n: c[n] for n in names if n in c})
+        for c in (call, paged(problem, call, page_size)[1])
+    ]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)

@@ -11,12 +11,14 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from math import ceil, floor
+from typing import Any
 
 import pytest
 
 from splitkv.device import GPUS
-from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
+from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
@@ -142,9 +144,30 @@ def copied_elements(p: Problem) -> int:
     return sum(p.head_dim + p.head_dim_v for _ in keys)
 
 
+def count_prefill(problem: Problem, config: Config) -> Traffic:
+    """Every visible key once, two products for every pair of a query and a key that it sees."""
+    p = problem
+    seen = [sum(row) for row in p.mask.materialize(p.seqlen_q, p.seqlen_k)]
+    traffic = dict.fromkeys(Traffic.__dataclass_fields__, 0)
+    for _ in product(range(p.batch), range(p.num_kv_heads), seen_keys(p)):
+        traffic["kv_bytes"] += (p.head_dim + p.head_dim_v) * p.element_bytes
+    tiles = len(seen_tiles(p, config))
+    tokens = p.seqlen_q if p.kind == "dense" or p.seqlen_q <= 256 else 16 // p.group
+    parts = len(range(0, tiles, max(1, -(-tiles // config.num_splits))))
+    for _ in range(p.batch * tokens * p.num_heads * parts * (parts > 1)):
+        traffic["partial_bytes"] += 2 * 4 * (p.head_dim_v + 2)
+    for _, keys, _ in product(range(p.batch), seen, range(p.num_heads)):
+        traffic["q_bytes"] += p.head_dim * p.element_bytes
+        traffic["out_bytes"] += p.head_dim_v * p.element_bytes + (4 if p.return_lse else 0)
+        traffic["flops"] += keys * (2 * p.head_dim + 2 * p.head_dim_v)
+    return Traffic(**traffic)
+
+
 COUNTS: dict[str, Callable[[Problem, Config], Traffic]] = {
     "hopper_decode_split": count_hopper_decode_split,
     "decode_split": count_decode_split,
+    "hopper_prefill": count_prefill,
+    "prefill": count_prefill,
     "torch_math": count_torch_math,
     "torch_sdpa": count_torch_sdpa,
 }
@@ -206,6 +229,32 @@ def test_torch_kernels(kernel: Kernel, mask: str) -> None:
             problem = replace(problem, mask=MASKS[mask], codec=codec)
             counted = COUNTS[kernel.name](problem, Config())
             assert kernel.traffic(problem, Config()) == counted, problem
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_prefill(kind: Any, mask: str) -> None:
+    for problem in shapes():
+        problem = replace(problem, kind=kind, place=Contiguous(), mask=MASKS[mask])
+        assert prefill.unsupported(problem, H200) == []
+        for config in (Config(), Config(num_splits=3, tile_n=16), Config(num_splits=40, tile_n=16)):
+            assert prefill.traffic(problem, config) == count_prefill(problem, config), problem
+
+
+def test_prefill_on_hopper() -> None:
+    problem = replace(SMALL, kind="dense", dtype="bfloat16", head_dim=64, head_dim_v=64)
+    assert hopper_prefill.unsupported(problem, H200) == []
+    for config in hopper_prefill.configs(problem, H200):
+        counted = COUNTS["hopper_prefill"](problem, config)
+        assert hopper_prefill.traffic(problem, config) == counted
+
+
+def test_prompts_leave_no_partials() -> None:
+    """Only the few tokens of other sequences in the batch do."""
+    prompts = replace(SMALL, kind="varlen", seqlen_q=300, seqlen_k=400)
+    config = Config(num_splits=4, tile_n=16)
+    assert prefill.traffic(prompts, config) == count_prefill(prompts, config)
+    assert prompts.cut_tokens == 16 // prompts.group < prompts.seqlen_q
 
 
 @pytest.mark.parametrize("mask", ["window", "sink_tokens"])

@@ -64,8 +64,11 @@ def test_the_table_of_the_device_is_found_by_its_name(
     best = timed(3, 5.0, tile_n=128, num_stages=2)
     (tmp_path / "h200.json").write_text(tuned.dump(table(Measured(problem(), (best,)))))
     choice = tuned.choose(problem(), H200, ABLE)
-    assert replace(choice.config, num_splits=3) == best.config
-    assert "measured on NVIDIA H200, the nearest 0.0 octaves away" in choice.why
+    assert choice.config == best.config
+    assert choice.why == "tuned: the fastest of this problem on NVIDIA H200, 5.0 us"
+    near = tuned.choose(replace(problem(), seqlen_k=5000), H200, ABLE)
+    assert replace(near.config, num_splits=3) == best.config
+    assert "measured on NVIDIA H200, the nearest 0.3 octaves away" in near.why
     elsewhere = tuned.choose(problem(), GPUS["a10"], ABLE)
     assert elsewhere.why.startswith("tuned: no table for NVIDIA A10; waves: ")
     tuned.table_of.cache_clear()
@@ -128,7 +131,10 @@ def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
 # --- what is chosen ----------------------------------------------------------------------------
 
 
-def test_what_was_fastest_is_chosen_for_what_was_measured() -> None:
+def test_what_was_fastest_is_chosen_for_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "KERNELS", ABLE)
     for case in drawn(40, 0, 1.1e9):
         candidates = space.candidates(case.problem, H200, 12)
         best = candidates[-1]
@@ -316,4 +322,4 @@ def test_the_table_corrects_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
             behind[name].append(true_us(case.problem, choice.config) / best - 1)
     assert median(behind["tuned"]) <= 0.01 < median(behind["waves"])
     tenth = {name: sorted(shares)[-6] for name, shares in behind.items()}
-    assert tenth["tuned"] <= 0.08 and tenth["tuned"] <= tenth["waves"] / 2
+    assert tenth["tuned"] <= 0.1 and tenth["tuned"] <= tenth["waves"] / 2

@@ -1,7 +1,9 @@
 """Tests that need an NVIDIA GPU, and the record of their last run: `tests/gpu/last_run.json`.
 
-The record carries a hash of the sources that were tested, so that a stale one can be told. A run of
-only some of the tests leaves it as it is.
+The record carries a hash of the sources that were tested, so that a stale one can be told. It is
+made in two runs: first of all tests but those marked `alone`, which any number of processes may
+share out, each on one of the GPUs; then of those, added to the record of the same sources. Any
+other choice of tests leaves it as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ from splitkv.cli import versions
 HERE = Path(__file__).parent
 RECORD = HERE / "last_run.json"
 SOURCES = HERE.parents[1] / "src"
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that share the tests out take turns at the GPUs."""
+    worker = getattr(config, "workerinput", {}).get("workerid", "")
+    if worker:
+        torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 
 def source_hash() -> str:
@@ -39,14 +49,24 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     whole = all(Path(arg).resolve() == HERE for arg in config.args)
     if hasattr(config, "workerinput") or not whole or config.option.keyword:
         return
-    if config.option.markexpr or config.option.collectonly or not session.testscollected:
+    alone = config.option.markexpr == "alone"
+    if not alone and config.option.markexpr != "not alone":
         return
-    stats = config.pluginmanager.get_plugin("terminalreporter").stats
-    counts = {outcome: len(stats.get(outcome, ())) for outcome in ("passed", "failed", "skipped")}
-    counts["failed"] += len(stats.get("error", ()))
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    counts = {outcome: len(reporter.stats.get(outcome, ())) for outcome in OUTCOMES}
+    counts["failed"] += len(reporter.stats.get("error", ()))
+    if config.option.collectonly or not sum(counts.values()):
+        return
+    source = source_hash()
+    if alone:
+        first = json.loads(RECORD.read_text())
+        if first["source_sha256"] != source or first["alone"]:
+            return
+        counts = {outcome: counts[outcome] + first[outcome] for outcome in OUTCOMES}
     record = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "source_sha256": source_hash(),
+        "source_sha256": source,
+        "alone": alone,
         **counts,
         **versions(),
     }

@@ -58,7 +58,7 @@ BATCH_RULE = "batch_rule"
 
 def plan_of(problem: Problem, kernel: str, parts: int | str) -> Plan:
     if parts == BATCH_RULE:
-        return batch_plan(problem, problem.batch + 3)
+        return batch_plan(problem, problem.batch + 3, kernel)
     if parts == "fixed":
         return fixed_plan(problem, 64, kernel)
     return plan_with(kernel, problem, int(parts))

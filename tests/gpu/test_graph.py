@@ -42,7 +42,10 @@ HOW: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "any_gpu": lambda problem: {"plan": plan_with("decode_split", problem)},
     "any_gpu_seven_splits": lambda problem: {"plan": plan_with("decode_split", problem, 7)},
     "any_gpu_fixed": lambda problem: {"plan": fixed_plan(problem, 256, "decode_split")},
-    "batch": lambda problem: {"plan": batch_plan(problem, problem.batch + 37)},
+    "batch": lambda problem: {
+        "plan": batch_plan(problem, problem.batch + 37, splitkv.plan(problem).kernel)
+    },
+    "any_gpu_batch": lambda problem: {"plan": batch_plan(problem, problem.batch + 37)},
 }
 
 

@@ -17,6 +17,8 @@ import splitkv
 from splitkv import launch
 from splitkv.testing import Paged, make_operands
 
+pytestmark = pytest.mark.alone
+
 MICROSECONDS = {"policy": 15.0, "plan": 10.0, "out": 15.0, "one_split": 15.0}
 NEW_LAYOUT_MICROSECONDS = 300.0  # of which Triton's dispatch of two kernels is about half
 CALLS, BATCHES = 50, 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import product
-from math import floor
+from math import ceil
 
 import pytest
 import torch
@@ -55,10 +55,10 @@ def test_visited_tiles_are_those_with_a_visible_key(mask: Mask) -> None:
 
 @triton.jit
 def deal(out_ptr, lens_ptr, left, right, programs, batch, TILE_N: tl.constexpr, P2: tl.constexpr):
-    parts = batch_share(
-        Share(None, None, programs), Bounds(left, right, None), lens_ptr, batch, 1, 0, 0, TILE_N, P2
-    )
-    tl.store(out_ptr + tl.arange(0, P2), parts)
+    offs_b = tl.arange(0, P2)
+    rule = Share(None, None, programs), Bounds(left, right, None)
+    parts = batch_share(*rule, lens_ptr, batch, 1, 0, 0, offs_b, TILE_N)
+    tl.store(out_ptr + offs_b, parts)
 
 
 @pytest.mark.parametrize("left", [None, 40])
@@ -71,7 +71,7 @@ def deal(out_ptr, lens_ptr, left, right, programs, batch, TILE_N: tl.constexpr, 
 def test_programs_are_dealt_out_by_length(
     lengths: tuple[int, ...], extra: int, left: int | None
 ) -> None:
-    """A sequence gets its share of the programs to the nearest one, but no part without a tile."""
+    """A sequence gets its share of the programs, rounded up, but no part without a tile."""
     batch, tile_n = len(lengths), 16
     padded, programs = triton.next_power_of_2(batch), batch + extra
     out = torch.full((padded,), -1, dtype=torch.int32)
@@ -80,8 +80,7 @@ def test_programs_are_dealt_out_by_length(
     spans = [Mask(True, -1 if left is None else left).span(1, n) for n in lengths]
     tiles = [sum(-(-hi // tile_n) - lo // tile_n for lo, hi in span) for span in spans]
     shares = [Fraction(n * extra, max(1, sum(tiles))) for n in tiles]
-    nearest = [floor(share + Fraction(1, 2)) for share in shares]
-    expected = [max(1, min(parts, n)) for parts, n in zip(nearest, tiles, strict=True)]
+    expected = [max(1, min(ceil(share), n)) for share, n in zip(shares, tiles, strict=True)]
     assert out.tolist() == expected + [0] * (padded - batch)
     assert sum(expected) <= programs
 

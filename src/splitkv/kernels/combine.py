@@ -1,4 +1,4 @@
-"""Merge the partials that `decode_split` left, one program a packed row and slice of head_dim_v.
+"""Merge the partials of `decode_split` or `prefill`, one program a row and slice of head_dim_v.
 
 Computes, over the parts p of a row,
 
@@ -7,10 +7,12 @@ Computes, over the parts p of a row,
 
 Shapes      partials: acc [slots, rows, head_dim_v], m and l [slots, rows], fp32; out, lse: as in
             Final
-Grid        (num_kv_heads * seqlen_q * group, batch, head_dim_v / TILE_V)
-Traffic     reads every partial once, writes out once; counted in decode_split.traffic
+            decode_split: a slot is a part of a row tile; prefill: of a token
+Grid        (num_kv_heads * seqlen_q * group, batch, head_dim_v / TILE_V); of tokens
+            (batch * tokens * num_kv_heads * group, 1, head_dim_v / TILE_V)
+Traffic     reads every partial once, writes out once; counted where they are written
 Numerics    fp32 throughout, base-2 exponentials; parts are merged in order, so bits do not vary
-Limits      those of decode_split; a sequence of one part is finished there and skipped here
+Limits      those of the kernel before; what has one part is finished there and skipped here
 """
 
 from __future__ import annotations
@@ -80,12 +82,14 @@ def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
         "sink_tokens",
         "parts",
         "programs",
+        "tokens",
+        "total_q",
     ]
 )
 def combine(
     partial,  # Partial
     final,  # Final
-    lens_ptr,  # [batch] int32, read by the batch rule only
+    lens_ptr,  # [batch] int32, read by the batch rule; by token: cu_seqlens_q, or None: dense
     sink_ptr,  # [num_heads], or None
     batch,
     num_kv_heads,
@@ -94,6 +98,8 @@ def combine(
     sink_tokens,
     parts,  # slots a sequence; None: the batch rule
     programs,
+    tokens,  # of a sequence, each with slots of its own and SEQLEN_Q 1; None: as decode_split
+    total_q,  # where packed
     stride_ob,
     stride_ot,
     stride_oh,
@@ -110,9 +116,13 @@ def combine(
 ):
     rows: tl.constexpr = SEQLEN_Q * GROUP
     ROWS: tl.constexpr = min(TILE_M, rows)  # of a slot
-    h = tl.program_id(0) // rows
-    r = tl.program_id(0) % rows
+    row = tl.program_id(0)
     b = tl.program_id(1)
+    if tokens is not None:
+        b = row // (num_kv_heads * rows)
+        row = row % (num_kv_heads * rows)
+    h = row // rows
+    r = row % rows
     t = r // GROUP
     head = h * GROUP + r % GROUP
     offs_v = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
@@ -130,10 +140,10 @@ def combine(
         t_first, t_last = token_range(r // TILE_M, SEQLEN_Q, GROUP, TILE_M)
         bounds = Bounds(left, right, sink_tokens)
         share = Share(None, None, programs)
-        parts_b = batch_share(
-            share, bounds, lens_ptr, batch, SEQLEN_Q, t_first, t_last, TILE_N, BATCH_P2
-        )
         offs_b = tl.arange(0, BATCH_P2)
+        parts_b = batch_share(
+            share, bounds, lens_ptr, batch, SEQLEN_Q, t_first, t_last, offs_b, TILE_N
+        )
         slot = head_tile * programs + tl.sum(tl.where(offs_b < b, parts_b, 0), 0)
         num_parts = tl.sum(tl.where(offs_b == b, parts_b, 0), 0)
     if PDL:  # before any return: this grid must not end before decode_split does
@@ -142,6 +152,19 @@ def combine(
     m_ptr = partial.m_ptr + first_row
     l_ptr = partial.l_ptr + first_row
     acc_ptr = partial.acc_ptr + first_row * HEAD_DIM_V
+    length = SEQLEN_Q
+    if tokens is not None:
+        t = b % tokens
+        b = b // tokens
+        length = tokens
+        if lens_ptr is not None:
+            first = tl.load(lens_ptr + b)
+            own = tl.load(lens_ptr + b + 1) - first
+            if (own > tokens) | (t >= own):  # none, or finished where they were computed
+                return
+            t += first
+            b = b * 0
+            length = total_q
     if num_parts == 1:
         return
     merge = tl.load(l_ptr + tl.zeros([1], tl.int32)) >= 0.0  # else FINISHED
@@ -178,7 +201,7 @@ def combine(
     out_ptrs = final.out_ptr + out_row + offs_v[None, :]
     tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=v_ok[None, :] & merge[:, None])
     if final.lse_ptr is not None:
-        lse_row = (b * num_kv_heads * GROUP + head).to(tl.int64) * SEQLEN_Q + t
+        lse_row = (b * num_kv_heads * GROUP + head).to(tl.int64) * length + t
         first_slice = tl.program_id(2) + tl.arange(0, 1)
         tl.store(
             final.lse_ptr + lse_row + tl.zeros([1], tl.int32), lse, mask=(first_slice == 0) & merge

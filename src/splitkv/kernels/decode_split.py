@@ -43,7 +43,13 @@ from splitkv.kernels.direct import Launch, Repeat, launch_of
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
 from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.score import score_log2
-from splitkv.kernels.tile.share import Share, batch_share, parts_of, sequence_share
+from splitkv.kernels.tile.share import (
+    Share,
+    batch_share,
+    part_of_batch,
+    parts_of,
+    sequence_share,
+)
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kv import Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
@@ -150,13 +156,11 @@ def decode_split(
         slot = (b * tl.num_programs(1) + head_tile) * tl.num_programs(0) + part
     else:
         slot = head_tile * tl.num_programs(0) + part
+        offs_b = tl.arange(0, BATCH_P2)
         parts_b = batch_share(
-            share, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, TILE_N, BATCH_P2
+            share, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, offs_b, TILE_N
         )
-        end = tl.cumsum(parts_b, 0)
-        before = (end <= part) & (tl.arange(0, BATCH_P2) < batch)
-        b = tl.sum(before.to(tl.int32), 0)
-        part -= tl.max(tl.where(before, end, 0), 0)
+        b, part, parts_here = part_of_batch(parts_b, offs_b, batch, part)
         if b >= batch:
             return
     if lens_ptr is None:
@@ -169,7 +173,6 @@ def decode_split(
     if share.programs is None:
         per = sequence_share(share, tiles)
     else:
-        parts_here = tl.sum(tl.where(tl.arange(0, BATCH_P2) == b, parts_b, 0), 0)
         per = sequence_share(Share(parts_here, None, None), tiles)
     num_parts = parts_of(tiles, per)
 
@@ -384,8 +387,8 @@ def num_parts(problem: Problem, config: Config) -> int:
     """Parts of every sequence where all are as long as they may be: tile/share.py on the host."""
     tiles = visited(problem, config.tile_n)
     parts = config.num_splits
-    if config.schedule == "batch":  # programs / batch - 1, rounded to nearest
-        parts = max((2 * config.programs - problem.batch) // (2 * problem.batch), 1)
+    if config.schedule == "batch":  # programs / batch - 1, rounded up
+        parts = max(triton.cdiv(config.programs - problem.batch, problem.batch), 1)
     per = max(triton.cdiv(tiles, parts), 1)
     if config.schedule == "fixed":
         per = config.split_size // config.tile_n
@@ -416,7 +419,7 @@ class Launcher:
         max_parts = config.num_splits
         if config.schedule == "batch":
             parts, programs = None, config.programs
-            max_parts = config.programs - problem.batch + 1
+            max_parts = config.programs - problem.batch
         elif config.schedule == "fixed":
             size = config.split_size // config.tile_n
         self.grid = grid(problem, config)
@@ -458,9 +461,10 @@ class Launcher:
         self.options = {"num_warps": config.num_warps, **fused}
         self.repeat: Callable[..., Any] | None = None
 
-        # by the batch rule, most sequences have their share and a long one has many times that
-        usual_parts = max(8, programs // problem.batch - 1) if programs else max_parts
-        tile_p, tile_v, merge_warps = merge_tiles(usual_parts, problem.head_dim_v)
+        # by the batch rule most sequences have few parts, but a long one is not to be waited for
+        tile_p, tile_v, merge_warps = merge_tiles(
+            min(max_parts, 64) if programs else max_parts, problem.head_dim_v
+        )
         self.merge_grid = (
             problem.num_kv_heads * problem.rows,
             problem.batch,
@@ -469,13 +473,9 @@ class Launcher:
         self.merge_tail = (
             problem.batch,
             problem.num_kv_heads,
-            *bounds,
-            parts,
-            programs,
+            *(*bounds, parts, programs, None, None),
             *out.stride()[:3],
-            problem.seqlen_q,
-            problem.group,
-            problem.head_dim_v,
+            *(problem.seqlen_q, problem.group, problem.head_dim_v),
             batch_p2,
             config.tile_m,
             config.tile_n,

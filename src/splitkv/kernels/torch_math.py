@@ -113,17 +113,22 @@ def padded_inputs(
     """q, k, v [B, S, heads, D] in `dtype` and their lengths, from a cache or packed sequences."""
     from splitkv import reference
 
-    x = operands
+    x, seqlens_q, seqlens_k = operands, None, operands.cache_seqlens
     if problem.kind == "varlen":
         q = reference.pad_sequences(x.q.to(dtype), x.cu_seqlens_q, problem.seqlen_q)
+        seqlens_q = x.cu_seqlens_q.diff()
+    else:
+        q = reference.dequantize(x.q, x.q_scale, dtype)
+    if problem.kind == "varlen" and x.page_table is None:
+        seqlens_k = x.cu_seqlens_k.diff()
         k, v = (
             reference.pad_sequences(t.to(dtype), x.cu_seqlens_k, problem.seqlen_k)
             for t in (x.k, x.v)
         )
-        return q, k, v, x.cu_seqlens_q.diff(), x.cu_seqlens_k.diff()
-    k = reference.load_cache(x.k, x.k_scale, x.page_table, problem.seqlen_k, dtype)
-    v = reference.load_cache(x.v, x.v_scale, x.page_table, problem.seqlen_k, dtype)
-    return reference.dequantize(x.q, x.q_scale, dtype), k, v, None, x.cache_seqlens
+    else:
+        k = reference.load_cache(x.k, x.k_scale, x.page_table, problem.seqlen_k, dtype)
+        v = reference.load_cache(x.v, x.v_scale, x.page_table, problem.seqlen_k, dtype)
+    return q, k, v, seqlens_q, seqlens_k
 
 
 def finish(

@@ -25,7 +25,7 @@ POLICIES: dict[str, Policy] = {
     "paged_attention_v2_permissive": paged_attention_v2.choose_permissive,
     "fixed": fixed.choose,
 }
-DEFAULT = "waves"
+DEFAULT = "tuned"
 
 __all__ = [
     "DEFAULT",

@@ -60,17 +60,23 @@ def shapes(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
     return found
 
 
-def splits_keys(problem: Problem, found: Sequence[Config]) -> bool:
+def splits_keys(problem: Problem, found: Sequence[Config], kernel: Kernel | None = None) -> bool:
     """Whether there is a number of splits to decide.
 
-    Only decode splits its keys, and a kernel with a single config leaves nothing to decide.
+    Only decode splits its keys, and `prefill` those of other calls without a gradient; a kernel
+    with a single config leaves nothing to decide.
     """
-    return problem.kind == "decode" and len(found) > 1
+    can = problem.kind == "decode"
+    if kernel is not None and kernel.name == "prefill":
+        can = not problem.needs_grad
+    return can and len(found) > 1
 
 
-def max_splits(problem: Problem, found: Sequence[Config], shape: Config) -> int:
+def max_splits(
+    problem: Problem, found: Sequence[Config], shape: Config, kernel: Kernel | None = None
+) -> int:
     """The most splits that make sense with a shape: one a tile."""
-    if not splits_keys(problem, found):
+    if not splits_keys(problem, found, kernel):
         return 1
     return min(MAX_SPLITS, num_tiles(problem, shape.tile_n))
 
@@ -95,11 +101,13 @@ def fit(
     why: str,
     tile_n: int | None = None,
 ) -> Choice:
-    """`num_splits` on the first candidate, in its shape nearest to the rule's own tile."""
-    kernel = candidates[0]
+    """`num_splits` on the first candidate, or for several the first that splits at all, in its
+    shape nearest to the rule's own tile."""
+    able = (k for k in candidates if splits_keys(problem, shapes(k, problem, device), k))
+    kernel = next(able, candidates[0]) if num_splits > 1 else candidates[0]
     found = shapes(kernel, problem, device)
     shape = best_shape(found, problem, tile_n)
-    most = max_splits(problem, found, shape)
+    most = max_splits(problem, found, shape, kernel)
     splits = min(num_splits, most)
     if splits < num_splits:
         why += f"; {kernel.name} takes {splits}, the most that it can use here"

@@ -12,18 +12,19 @@ mask lets through, not the cache. The choice is the shape and number of splits o
 
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
 no part may be longer than `longest_part` bytes, which one SM of an H200 reads in about 130 us;
-where that would take more than two waves of programs, the device shares one wave out by the
-lengths (`schedule="batch"`).
+where that would take more than a wave of programs, the device shares one out by the lengths
+(`schedule="batch"`). With equal lengths that costs 1 to 1.5 us.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from splitkv.device import Device, KiB, MiB
 from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel
+from splitkv.policies import short_queries
 from splitkv.policies.shared import (
     MAX_SPLITS,
     Policy,
@@ -37,91 +38,129 @@ from splitkv.policies.shared import (
 )
 from splitkv.problem import Problem
 
+# (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
+# within 2 % of it.
+SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
+HOPPER_SHAPES = ((64, 4, 2), (64, 4, 3), (128, 4, 2), (32, 4, 3), (64, 4, 1), (32, 4, 1))
+
+# More packed rows than the kernel for Hopper takes: of 25 such problems with more bytes of keys and
+# values, `prefill` was faster on 16, by up to half, and level on one.
+MANY_ROWS, LARGE = 32, 16 * MiB
+
+# What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
+# kernel about 5 KiB for its rows.
+REGISTERS_PER_SM, SMEM_RESERVED = 65536, 6 * KiB
+# Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
+# element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128: 96, 123,
+# 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2 warps
+# (paged).
+REGISTERS, REGISTERS_PAGED = (46, 0.41), (23, 1.04)
+# Of the kernel for Hopper, by head_dim, tile_m and tile_n.
+HOPPER_REGISTERS = {
+    **{(64, 16, 32): 80, (64, 16, 64): 128, (64, 16, 128): 128, (64, 32, 32): 150},
+    **{(64, 32, 64): 166, (128, 16, 32): 120, (128, 16, 64): 128, (128, 16, 128): 168},
+    **{(128, 32, 32): 208, (128, 32, 64): 240, (256, 16, 32): 200, (256, 16, 64): 240},
+}
+
+
+def registers(problem: Problem, config: Config) -> float:
+    """Of a thread of the Triton kernel."""
+    elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
+    base, each = REGISTERS_PAGED if isinstance(problem.place, Paged) else REGISTERS
+    rows = config.tile_m * (problem.head_dim_v + problem.head_dim / 2)
+    return min(255.0, base + (rows + each * elements) / (32 * config.num_warps))
+
+
+def hopper_registers(problem: Problem, config: Config) -> float:
+    """Of a thread of the kernel for Hopper."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return HOPPER_REGISTERS.get((widest, config.tile_m, config.tile_n), 255.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What a GPU and its Triton kernels cost, in seconds and bytes a second.
+    """What a GPU and a kernel cost, in seconds and bytes a second.
 
-    The defaults were fitted to 1,411 times of 47 problems: bf16, batch 1 to 256, 128 to 131072
-    keys, 8 to 64 query heads on 1 to 32 KV heads, head_dim 64, 128 and 256, contiguous and page
-    16, each in three shapes and up to 8 numbers of splits (one H200, CUDA graph, buffers rotated
-    past the L2, torch 2.11, Triton 3.6, 2026-11-21). Of the 94 choices 68 are among those times:
-    in the mean 1.2 % slower than the best of their problem, at worst 7.4 %. The others lie between
-    measured numbers of splits, or share programs out.
+    The defaults are the Triton kernel's, fitted to the times that `splitkv tune` took of 485
+    problems: bf16, batch 1 to 256, 128 to 512 Ki keys, 1 to 32 KV heads of 1 to 16 query heads,
+    head_dim 64, 128 and 256, contiguous and pages of 1, 16 and 64 keys (one H200, calls apart from
+    each other, buffers rotated past the L2, torch 2.11, Triton 3.6, 2026-11-21); 16 rows a
+    program, up to 4 warps. Of those problems' plans the model picks one 3 % behind the best in the
+    mean, in one of ten 8 %.
 
     start          launch, first address to first tile, epilogue; start_paged: more where a page
                    table has to be read first; start_byte: for each byte of a tile, until the first
                    is there
-    latency        from asking for a tile to having it, shared by the tiles in flight
-    bandwidth_share   of the data sheet's bandwidth; memory_latency: what bytes in flight are worth
+    latency        from asking for a tile to having it: a slot of the pipeline is busy that long and
+                   while the tile is worked on, once more tiles are wanted than there are slots
+    bandwidth_share   of the data sheet's bandwidth, and paged_share of it where paged;
+                   memory_latency: what bytes in flight are worth
     sm_bandwidth   what one SM takes in
+    uneven         of the time that an SM with one more program than others would need alone: what
+                   the others cannot take off it
     step           one tile, however small: two products and a softmax that wait for each other;
                    step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp;
                    step_paged and step_paged_element: more with a page table
+    step_copy      asking for what of a tile lies in one page; port_copy: taking it in
+    wave           from one wave of programs to the next; tail: of a last one that is not full
     merge          launching the combine; merge_part: for each part of a row; merge_row: for each
                    row and part of head_dim_v 128
-    tail           of a last wave that is not full
     longest_part   most bytes of keys and values in one part, where lengths are the device's
+    registers      (problem, config) -> those of a thread
+    shapes         (tile_n, num_warps, num_stages) that are worth weighing
     """
 
-    start: float = 3.36e-6
-    start_paged: float = 0.137e-6
-    start_byte: float = 1.97e-11
-    latency: float = 0.417e-6
-    bandwidth_share: float = 0.92
-    memory_latency: float = 1.95e-6
-    sm_bandwidth: float = 42.4e9
-    step: float = 0.271e-6
-    step_element: float = 1.53e-10
-    step_paged: float = 0.025e-6
-    step_paged_element: float = 1.82e-10
-    merge: float = 0.344e-6
-    merge_part: float = 5.84e-9
-    merge_row: float = 1.17e-9
-    tail: float = 2.08e-6
+    start: float = 2.54e-6
+    start_paged: float = 1.3e-6
+    start_byte: float = 1.98e-11
+    latency: float = 0.136e-6
+    bandwidth_share: float = 0.908
+    paged_share: float = 0.871
+    memory_latency: float = 0.4e-6
+    sm_bandwidth: float = 41.8e9
+    uneven: float = 0.326
+    step: float = 0.749e-6
+    step_element: float = 0.725e-10
+    step_paged: float = 0.003e-6
+    step_paged_element: float = 0.362e-10
+    step_copy: float = 0.0
+    port_copy: float = 0.0
+    wave: float = 1.14e-6
+    tail: float = 0.033e-6
+    merge: float = 0.726e-6
+    merge_part: float = 1.23e-8
+    merge_row: float = 0.555e-9
     longest_part: float = 4.25 * MiB
+    registers: Callable[[Problem, Config], float] = registers
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES
 
 
 H200 = Constants()
-# The kernel for Hopper on the same GPU, fitted to 143 times of 23 such problems, calls apart from
-# each other: of those times the model picks one 3 % behind the best in the mean, 12 % at worst. The
-# shapes below were narrowed to what was fastest after that.
+# The kernel for Hopper, fitted to its times in the same run.
 H200_HOPPER = Constants(
-    start=2.3e-6,
-    start_paged=0.142e-6,
-    start_byte=1.44e-11,
-    latency=0.413e-6,
-    memory_latency=1.08e-6,
-    sm_bandwidth=33e9,
-    step=0.517e-6,
-    step_element=0.945e-10,
-    step_paged=0.024e-6,
-    step_paged_element=0.925e-10,
-    merge=0.386e-6,
-    merge_part=4.72e-9,
-    merge_row=1.31e-9,
-    tail=1.29e-6,
+    start=2.71e-6,
+    start_paged=0.456e-6,
+    start_byte=0.529e-11,
+    latency=0.316e-6,
+    bandwidth_share=0.895,
+    paged_share=0.873,
+    memory_latency=0.4e-6,
+    sm_bandwidth=67.3e9,
+    uneven=0.108,
+    step=0.597e-6,
+    step_element=0.488e-10,
+    step_paged=0.002e-6,
+    step_paged_element=0.008e-10,
+    step_copy=33.8e-9,
+    port_copy=26.9e-9,
+    wave=0.274e-6,
+    tail=0.144e-6,
+    merge=1.02e-6,
+    merge_part=0.594e-8,
+    merge_row=0.454e-9,
+    registers=hopper_registers,
+    shapes=HOPPER_SHAPES,
 )
-
-# (tile_n, num_warps, num_stages) worth weighing: on the H200, over 31 problems, the best of these
-# three was 0.6 % (contiguous, of 11 shapes) and 0.2 % (paged, of 14) behind the best in the mean,
-# 4.2 % at worst.
-CONTIGUOUS_SHAPES = ((64, 4, 2), (32, 4, 3), (128, 4, 2))
-PAGED_SHAPES = ((32, 4, 2), (64, 4, 2), (16, 2, 2))
-# Hopper: with a part or more for each SM without splitting, three programs an SM; else one.
-HOPPER_SHAPES = ((128, 4, 2), (64, 4, 1))
-HOPPER_FULL_SHAPES = ((64, 4, 2), (64, 4, 1))
-HOPPER_PAGED_SHAPES = ((64, 4, 2), (64, 4, 1), (32, 4, 1))
-# Contiguous and past so many bytes, 32-key tiles are 15 % slower in some allocations of the cache.
-LARGE, LARGE_SHAPES = 256 * MiB, ((64, 4, 2), (128, 4, 2))
-
-# What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
-# kernel about 5 KiB for its rows. Registers a thread: a base, the rows' accumulator and q, and so
-# many an element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128:
-# 96, 123, 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2
-# warps (paged).
-REGISTERS_PER_SM, SMEM_RESERVED = 65536, 6 * KiB
-REGISTERS, REGISTERS_PAGED = (46, 0.41), (23, 1.04)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +196,17 @@ class Shape:
         self.tiles = num_tiles(problem, config.tile_n)
         self.tile_bytes = config.tile_n * dims * problem.kv_element_bytes
         self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
-        self.slots = device.num_sms * occupancy(problem, device, config)
+        self.slots = device.num_sms * occupancy(problem, device, config, c)
         self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
         a_warp = config.tile_n * dims / config.num_warps
-        step = c.step + paged * c.step_paged
+        copies = 2 * pages_of_tile(problem, config.tile_n)
+        step = c.step + paged * c.step_paged + c.step_copy * copies
         step += (c.step_element + paged * c.step_paged_element) * a_warp
-        self.chain = max(step, c.latency / config.num_stages)
-        self.port = self.tile_bytes / c.sm_bandwidth
+        self.step, self.num_stages = step, config.num_stages
+        self.port = self.tile_bytes / c.sm_bandwidth + c.port_copy * copies
         # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
         self.shared_reads = problem.num_kv_heads / self.head_tiles
-        self.peak = c.bandwidth_share * device.bandwidth
+        self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
         self.in_flight = config.num_stages * self.tile_bytes / c.memory_latency
         rows = problem.num_heads * problem.seqlen_q * problem.batch
         self.merge_part = c.merge_part + c.merge_row * rows * problem.head_dim_v / 128
@@ -174,33 +214,50 @@ class Shape:
     def cost(self, per: int, merged: bool) -> Cost:
         """With every sequence cut into parts of `per` tiles, the last one shorter."""
         parts = ceil_div(self.tiles, per)
-        num_ctas = self.batch * parts * self.head_tiles
+        return self.cost_of(self.batch * parts * self.head_tiles, per, parts if merged else 0)
+
+    def shared_out(self, full_parts: int) -> Cost:
+        """With the batch cut into so many parts and what rounding adds, half a part a sequence."""
+        per = max(1, ceil_div(self.tiles * self.batch, full_parts))
+        num_ctas = (full_parts + self.batch // 2) * self.head_tiles
+        return self.cost_of(num_ctas, per, ceil_div(self.tiles, per))
+
+    def cost_of(self, num_ctas: int, per: int, merged: int) -> Cost:
+        """Of programs of `per` tiles, and merging so many parts a row."""
         full, rest = divmod(num_ctas, self.slots)
-        seconds = self.start + full * self.wave(self.slots, per)
+        c, waves = self.constants, full + (rest > 0)
+        seconds = self.start + full * self.wave(self.slots, per) + max(0, waves - 1) * c.wave
         if rest:
-            seconds += self.wave(rest, per) + (self.constants.tail if full else 0.0)
-        merge = self.constants.merge + self.merge_part * parts if merged else 0.0
+            seconds += self.wave(rest, per) + (c.tail if full else 0.0)
+        merge = c.merge + self.merge_part * merged if merged else 0.0
         return Cost(num_ctas, self.slots, per, seconds, merge)
 
     def wave(self, ctas: int, per: int) -> float:
         """Seconds of a wave of so many programs."""
         on_one_sm = ceil_div(ctas, self.num_sms)
-        bandwidth = min(self.peak, ctas * self.in_flight)
-        memory = ctas * self.tile_bytes * self.shared_reads / bandwidth
-        return max(self.constants.latency, per * max(self.chain, on_one_sm * self.port, memory))
+        felt = ctas + self.constants.uneven * (on_one_sm * self.num_sms - ctas)
+        bandwidth = min(self.peak, felt * self.in_flight)
+        memory = felt * self.tile_bytes * self.shared_reads / bandwidth
+        chain, latency = self.step, self.constants.latency
+        if per > self.num_stages:  # else all its tiles are asked for at the start
+            chain = max(chain, (chain + latency) / self.num_stages)
+        return max(latency, per * max(chain, on_one_sm * self.port, memory))
 
 
-def occupancy(problem: Problem, device: Device, config: Config) -> int:
+def pages_of_tile(problem: Problem, tile_n: int) -> int:
+    """Pages that a tile lies in; contiguous: one."""
+    place = problem.place
+    return ceil_div(tile_n, place.page_size) if isinstance(place, Paged) else 1
+
+
+def occupancy(problem: Problem, device: Device, config: Config, constants: Constants) -> int:
     """Programs of a shape that an SM holds at once, its pipeline full of tiles; a CPU core: one."""
     if device.kind == "cpu":
         return 1
     elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
     smem = config.num_stages * elements * problem.kv_element_bytes + SMEM_RESERVED
-    base, each = REGISTERS_PAGED if isinstance(problem.place, Paged) else REGISTERS
-    rows = config.tile_m * (problem.head_dim_v + problem.head_dim / 2)
-    registers = min(255.0, base + (rows + each * elements) / (32 * config.num_warps))
-    by_registers = int(REGISTERS_PER_SM / (registers * 32 * config.num_warps))
-    return max(1, min(device.smem_per_sm // smem, by_registers))
+    a_block = constants.registers(problem, config) * 32 * config.num_warps
+    return max(1, min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block)))
 
 
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
@@ -208,7 +265,7 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     shape = Shape(problem, device, config, constants)
     if config.schedule == "batch":
         full_parts = config.programs - problem.batch  # the rest is there for rounding
-        return shape.cost(max(1, shape.tiles * problem.batch // full_parts), merged=True)
+        return shape.shared_out(full_parts)
     if config.schedule == "fixed":
         per = config.split_size // config.tile_n
     else:
@@ -220,22 +277,23 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
     """The policy with other constants, say fitted to another GPU; hopper: of the kernel for it."""
 
     def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
-        for kernel in candidates:
-            found = shapes(kernel, problem, device)
-            if not splits_keys(problem, found):
-                return Choice(kernel.name, found[0], f"waves: {kernel.name} has no splits to weigh")
-            own = constants_of(kernel, constants, hopper)
-            best, config = min(
-                (
-                    _cheapest(problem, device, found, config, own)
-                    for config in _worth(problem, device, kernel, found)
-                ),
-                key=lambda pair: (pair[0].seconds, pair[1].num_splits),
-            )
-            if config.schedule in kernel.schedules:
-                break
-        else:
-            raise AssertionError(f"no kernel of {candidates} has a schedule for {problem}")
+        if problem.rows > MANY_ROWS and problem.kv_bytes > LARGE:
+            candidates = sorted(candidates, key=lambda kernel: kernel.name != short_queries.KERNEL)
+        cut = short_queries.choose(problem, device, candidates)
+        if cut is not None:
+            return cut
+        kernel = candidates[0]
+        found = shapes(kernel, problem, device)
+        if not splits_keys(problem, found):
+            return Choice(kernel.name, found[0], f"waves: {kernel.name} has no splits to weigh")
+        own = constants_of(kernel, constants, hopper)
+        best, config = min(
+            (
+                _cheapest(problem, device, found, config, own)
+                for config in _worth(problem, device, found, own)
+            ),
+            key=lambda pair: (pair[0].seconds, pair[1].num_splits, pair[1].num_stages),
+        )
         return Choice(kernel.name, config, _why(problem, device, config, best, own))
 
     return choose
@@ -251,36 +309,23 @@ def constants_of(
 
 
 def _worth(
-    problem: Problem, device: Device, kernel: Kernel, found: Sequence[Config]
+    problem: Problem, device: Device, found: Sequence[Config], constants: Constants
 ) -> list[Config]:
     """The shapes worth weighing; all, where none of those is legal."""
-    paged = isinstance(problem.place, Paged)
-    if kernel.name == "hopper_decode_split":
-        wanted = _worth_on_hopper(problem, device, found)
-    elif paged:
-        wanted = PAGED_SHAPES
-    else:
-        wanted = LARGE_SHAPES if problem.kv_bytes > LARGE else CONTIGUOUS_SHAPES
+    wanted = constants.shapes
     worth = [c for c in found if (c.tile_n, c.num_warps, c.num_stages) in wanted]
+    if constants.step_copy:
+        worth = [c for c in worth if c.tile_n < 128 or pages_of_tile(problem, c.tile_n) == 1]
     # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.
     units = problem.batch * problem.num_kv_heads
     in_a_wave = [
         c
         for c in worth
         if c.num_stages > 1
-        or units * num_tiles(problem, c.tile_n) <= device.num_sms * occupancy(problem, device, c)
+        or units * num_tiles(problem, c.tile_n)
+        <= device.num_sms * occupancy(problem, device, c, constants)
     ]
     return in_a_wave or worth or list(found)
-
-
-def _worth_on_hopper(
-    problem: Problem, device: Device, found: Sequence[Config]
-) -> Sequence[tuple[int, int, int]]:
-    if isinstance(problem.place, Paged):
-        return HOPPER_PAGED_SHAPES
-    full = problem.batch * problem.num_kv_heads >= device.num_sms
-    widest = max(c.tile_n for c in found)
-    return HOPPER_FULL_SHAPES if full or widest < 128 else HOPPER_SHAPES
 
 
 def _splits_worth(tiles: int, least: int, most: int, a_wave: float) -> Iterator[int]:
@@ -316,14 +361,14 @@ def _cheapest(
         ),
         key=lambda pair: (pair[0].seconds, pair[1]),
     )
-    if least == 1 or least <= 2 * a_wave:
+    if least == 1 or least <= a_wave:
         return best, replace(config, num_splits=splits)
-    # Twice the batch leaves several parts to a long sequence beside many short ones.
-    full_parts = max(shape.slots // shape.head_tiles, 2 * shape.batch)
-    full_parts = min(full_parts, shape.batch * shape.tiles, MAX_SPLITS - 1)
+    # A wave, with what rounding adds. Twice the batch leaves several parts to a long sequence.
+    full_parts = max(shape.slots // shape.head_tiles - shape.batch // 2, 2 * shape.batch)
+    full_parts = min(full_parts, shape.batch * shape.tiles, MAX_SPLITS)
     shared = replace(
         config,
-        num_splits=min(most, full_parts + 1),
+        num_splits=min(most, full_parts),
         schedule="batch",
         programs=shape.batch + full_parts,
     )

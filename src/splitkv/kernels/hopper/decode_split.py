@@ -5,18 +5,18 @@ differs in how keys arrive. One thread asks for whole tiles; nothing is computed
 first request leaves a few hundred cycles after the start, and the warps only multiply. Pages
 smaller than a tile arrive as boxes of one page, written where the tile has its rows.
 
-By the even rule, part p of n takes the tiles p, p + n, p + 2n, ...: all SMs then read neighbouring
-tiles at the same time, which the memory serves faster than n distant ranges, and no program has to
-divide. By the fixed rule a part is a range of keys, whatever else there is.
+Part p of n takes the tiles p, p + n, p + 2n, ...: all SMs then read neighbouring tiles at the same
+time, which the memory serves faster than n distant ranges, and no program has to divide. By the
+fixed rule a part is a range of keys, whatever else there is.
 
 Shapes      as kernels/decode_split.py
-Grid        (num_splits, num_kv_heads * row_tiles, batch)
+Grid        as kernels/decode_split.py
 Traffic     as kernels/decode_split.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
             v
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
             32 packed rows; pages of a multiple of 16 keys; strides of K and V multiples of 16
-            bytes; even and fixed schedules; otherwise those of kernels/decode_split.py
+            bytes; otherwise those of kernels/decode_split.py
 """
 
 from __future__ import annotations
@@ -24,21 +24,32 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
 from splitkv.kernels import decode_split
 from splitkv.kernels.combine import FINISHED, write_absent
 from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps
+from splitkv.kernels.hopper.ring import (
+    Pool,
+    Tiles,
+    allocate_ring,
+    ask,
+    clear_behind,
+    fill,
+    foresee,
+    tile_at,
+)
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
 from splitkv.kernels.tile.score import score_log2
-from splitkv.kernels.tile.share import parts_of
+from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kv import Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
@@ -48,86 +59,29 @@ HEAD_DIMS, MAX_ROWS = (64, 128, 256), 32
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
 
 # Renamed between Triton 3.6 and 3.9.
-_memory = gl.shared_memory_descriptor
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-class Pool(NamedTuple):
-    """TMA descriptors of K and V as [outer, inner, heads, dim], a box of keys of one head at a
-    time, and the page table that gives `outer`; None: it is the sequence.
-    """
-
-    k: Any
-    v: Any
-    table_ptr: Any
-    stride_table: Any
-
-
-@gluon.constexpr_function
-def tile_layout(tile_n, dim, box):
-    """Boxes of `box` rows in TMA's 128-byte swizzle, one after another, as a tile [tile_n, dim]."""
-    log_box, log_dim, log_tile = (n.bit_length() - 1 for n in (box, dim, tile_n))
-    bases = [[0, 1 << i] for i in range(6)]  # 64 elements of a row,
-    bases += [[1 << i, 8 << i] for i in range(3)]  # their groups of 8 permuted by the row
-    bases += [[1 << i, 0] for i in range(3, log_box)]
-    bases += [[0, 1 << i] for i in range(6, log_dim)]
-    bases += [[1 << i, 0] for i in range(log_box, log_tile)]
-    return gl.SharedLinearLayout(bases, [], 1024)
-
-
 @gluon.jit
-def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
-    """Shared memory for tiles, as boxes [slots * boxes, *box] and as tiles [slots, TILE_N, dim]."""
-    BOX: gl.constexpr = desc.block_type.shape[1]
-    DIM: gl.constexpr = desc.block_type.shape[3]
-    shape: gl.constexpr = [SLOTS * (TILE_N // BOX), 1, BOX, 1, DIM]
-    boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    tiles = reinterpret(boxes, desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
-    return boxes, tiles
-
-
-@gluon.jit
-def ask(
-    pool,
-    k_boxes,
-    v_boxes,
-    arrived,
-    slot,
-    b,
-    h,
-    tile,
-    keys,
-    PAGE_SIZE: gl.constexpr,
-    TILE_N: gl.constexpr,
+def place_in_batch(
+    programs, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, part, BATCH_P2, TILE_N
 ):
-    """Have the keys and values of a tile copied to a slot of the ring."""
-    BOX: gl.constexpr = pool.k.block_type.shape[1]
-    BOXES: gl.constexpr = TILE_N // BOX
-    barrier = arrived.index(slot)
-    mbarrier.expect(barrier, BOXES * (pool.k.block_type.nbytes + pool.v.block_type.nbytes))
-    for n in gl.static_range(BOXES):
-        outer = b
-        inner = tile * TILE_N + n * BOX
-        if pool.table_ptr is not None:
-            entry = pool.table_ptr + b.to(gl.int64) * pool.stride_table + inner // PAGE_SIZE
-            outer = gl.load(entry, mask=inner < keys, other=0)
-            inner %= PAGE_SIZE
-        at = slot * BOXES + n
-        async_load(pool.k, [outer, inner, h, 0], barrier, k_boxes.index(at))
-        async_load(pool.v, [outer, inner, h, 0], barrier, v_boxes.index(at))
+    """(sequence, which of its parts, how many) by the batch rule; see tile/share.py."""
+    a_thread: gl.constexpr = max(1, BATCH_P2 // (32 * gl.num_warps()))
+    warps: gl.constexpr = gl.BlockedLayout([a_thread], [32], [gl.num_warps()], [0])
+    offs_b = gl.arange(0, BATCH_P2, layout=warps)
+    rule = Share(None, None, programs), bounds
+    parts_b = batch_share(*rule, lens_ptr, batch, seqlen_q, t_first, t_last, offs_b, TILE_N)
+    return part_of_batch(parts_b, offs_b, batch, part)
 
 
 @gluon.jit
-def clear_behind(v, count):
-    """Zero the rows of a tile from `count` on: memory behind the last key may hold NaN."""
-    COLUMNS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
-    )
-    rows = gl.arange(0, v.shape[0], layout=gl.SliceLayout(1, layout))
-    v.store(gl.where((rows < count)[:, None], v.load(layout), 0.0))
+def slopes_of(row, at, row_ok):
+    """The ALiBi slope of each row as a column, or None."""
+    slope = None
+    if row.slope_ptr is not None:
+        slope = gl.load(row.slope_ptr + at, mask=row_ok, other=0.0).to(gl.float32)[:, None]
+    return slope
 
 
 @gluon.jit
@@ -151,8 +105,10 @@ def write_final(final, row, acc, m, l, head, row_ok, out_ptrs, lse_rows):
         "left",
         "right",
         "sink_tokens",
+        "batch",
         "parts",
         "size",
+        "programs",
         "stride_table",
         "stride_slope",
     ]
@@ -170,12 +126,14 @@ def hopper_decode_split(
     softcap,  # float or None
     seqlen_q,
     seqlen_k,
+    batch,
     num_kv_heads,
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
-    parts,
-    size,  # tiles a part by the fixed rule, None: even
+    parts,  # the share's numbers, or None
+    size,
+    programs,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -186,14 +144,20 @@ def hopper_decode_split(
     stride_slope,
     GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    BATCH_P2: gl.constexpr,
     TILE_M: gl.constexpr,
     TILE_N: gl.constexpr,
     SLOTS: gl.constexpr,
+    EARLY_KV: gl.constexpr,  # keys of earlier tokens are there before the kernel before has ended
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    if lens_ptr is None:
-        keys = seqlen_k
-    else:
+    slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
+    pool = Pool(k_desc, v_desc, table_ptr, stride_table)
+    if left is None and programs is None:  # then where the part starts needs no length
+        start = part if size is None else part * size
+        foresee(pool, b, gl.minimum(start, (seqlen_k - 1) // TILE_N), PAGE_SIZE, TILE_N)
+    keys = seqlen_k
+    if lens_ptr is not None and programs is None:
         keys = gl.load(lens_ptr + b)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
@@ -206,30 +170,33 @@ def hopper_decode_split(
     for n in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(n), count=1)
 
-    # which keys
+    # whose keys, and which part of them
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
     h = head_tile // row_tiles
     tile_m = head_tile % row_tiles
     bounds = Bounds(left, right, sink_tokens)
     t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
+    if programs is not None:
+        rule = programs, bounds, lens_ptr, batch, seqlen_q, t_first, t_last
+        b, part, parts = place_in_batch(*rule, part, BATCH_P2, TILE_N)
+        if b >= batch:
+            return
+        keys = gl.load(lens_ptr + b)
     first_pos = keys - seqlen_q
-    tiles, near, skip = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
+    count, near, skip = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
     if size is None:
-        first = part
-        last = tiles
-        by = parts
-        num_parts = gl.maximum(gl.minimum(tiles, parts), 1)
+        tiles = Tiles(part, count, parts, near, skip)
+        num_parts = gl.maximum(gl.minimum(count, parts), 1)
     else:
-        first = part * size
-        last = gl.minimum(first + size, tiles)
-        by = 1
-        num_parts = parts_of(tiles, size)
-    pool = Pool(k_desc, v_desc, table_ptr, stride_table)
-    for n in gl.static_range(SLOTS):
-        i_n = first + n * by
-        if i_n < last:
-            tile_n = gl.where(i_n < near, i_n, i_n + skip)
-            ask(pool, k_boxes, v_boxes, arrived, n, b, h, tile_n, keys, PAGE_SIZE, TILE_N)
+        tiles = Tiles(part * size, gl.minimum(part * size + size, count), 1, near, skip)
+        num_parts = parts_of(count, size)
+    ring = pool, k_boxes, v_boxes, arrived
+    if EARLY_KV:
+        fill(*ring, b, h, tiles, keys, first_pos, False, PAGE_SIZE, TILE_N, SLOTS)
+        tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
+        fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
+    else:
+        fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
 
     # the rows, while keys are on their way  [TILE_M]
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, gl.num_warps()], [16, 8])
@@ -247,11 +214,7 @@ def hopper_decode_split(
     t = rows // GROUP
     head = h * GROUP + rows % GROUP
     pos = (first_pos + t)[:, None]
-    slope = None
-    if row.slope_ptr is not None:
-        slope = gl.load(row.slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
-        slope = slope.to(gl.float32)[:, None]
-    slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
+    slope = slopes_of(row, b * stride_slope + head, row_ok)
     slot_rows = slot_id.to(gl.int64) * gl.minimum(TILE_M, seqlen_q * GROUP) + offs_m
     if part >= num_parts:
         if partial is not None:
@@ -264,9 +227,9 @@ def hopper_decode_split(
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
     slot = part * 0
     phase = part * 0
-    for i in range(first, last, by):
+    for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(arrived.index(slot), phase)
-        first_n = gl.where(i < near, i, i + skip) * TILE_N
+        first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
             clear_behind(v_ring.index(slot), keys - first_n)
         k = k_ring.index(slot).permute((1, 0)).load(B)
@@ -282,11 +245,12 @@ def hopper_decode_split(
         sums = sums * shrink + p
         p = gl.convert_layout(p.to(dtype), A)
         acc = mma_v2(p, v_ring.index(slot).load(B), acc * shrink)
-        ahead = i + SLOTS * by
-        if ahead < last:
+        ahead = i + SLOTS * tiles.by
+        if ahead < tiles.last:
             thread_barrier()  # all warps have read the slot
-            tile = gl.where(ahead < near, ahead, ahead + skip)
-            ask(pool, k_boxes, v_boxes, arrived, slot, b, h, tile, keys, PAGE_SIZE, TILE_N)
+            ask(*ring, slot, b, h, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
+            after = gl.minimum(ahead + tiles.by, tiles.last - 1)
+            foresee(pool, b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot += 1
         if slot == SLOTS:
             slot = 0
@@ -395,26 +359,32 @@ class Launcher(decode_split.Launcher):
         q, table, slopes = operands.q, operands.page_table, operands.alibi_slopes
         self.box = box_rows(problem, config.tile_n)
         out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
-        fixed = config.schedule == "fixed"
+        fixed, shared = config.schedule == "fixed", config.schedule == "batch"
         self.tail = (
             problem.seqlen_q,
             problem.seqlen_k,
+            problem.batch,
             problem.num_kv_heads,
             mask.left,
             mask.right,
             mask.sink_tokens if mask.num_bands == 2 else None,
-            config.num_splits,
+            None if shared else config.num_splits,
             config.split_size // config.tile_n if fixed else None,
+            config.programs if shared else None,
             *q.stride()[:3],
             *out.stride()[:3],
             table.stride(0) if table is not None else 0,
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             problem.group,
             problem.place.page_size if isinstance(problem.place, Paged) else 1,
+            triton.next_power_of_2(problem.batch) if shared else 1,
             config.tile_m,
             config.tile_n,
             config.num_stages,
+            problem.early_kv,
         )
+        if problem.early_kv:
+            self.options["launch_pdl"] = True
         self.places = tuple((x.shape, x.stride()) for x in (operands.k, operands.v))
 
     def dispatch(self, tensors: tuple[Any, ...], *rest: Any) -> Any:
@@ -456,5 +426,5 @@ class Launcher(decode_split.Launcher):
 
 KERNEL = Kernel(
     *("hopper_decode_split", unsupported, configs, traffic, Launcher, unfit),
-    schedules=("even", "fixed"),
+    schedules=("even", "batch", "fixed"),
 )

@@ -53,20 +53,35 @@ def batch_share(
     seqlen_q,
     t_first,
     t_last,
+    offs_b,  # [.] the sequences and beyond
     TILE_N: tl.constexpr,
-    BATCH_P2: tl.constexpr,
 ):
-    """Parts [BATCH_P2] of every sequence by the batch rule, 0 in the padding.
+    """Parts, as offs_b, of every sequence by the batch rule, 0 beyond.
 
-    In proportion to the tiles and rounded to nearest, at least one and at most one a tile. Of
-    `programs`, a batch's worth is left for the rounding, so that the parts always fit.
+    In proportion to the tiles and rounded up, at least one and at most one a tile: so no part has
+    more tiles than all of them shared out evenly. Of `programs`, a batch's worth is left for the
+    rounding, so that the parts always fit.
     """
-    offs_b = tl.arange(0, BATCH_P2)
     here = offs_b < batch
     keys = tl.load(lens_ptr + offs_b, mask=here, other=0)
     pos = keys - seqlen_q
     tiles, _, _ = visited_tiles(bounds, pos + t_first, pos + t_last, keys, TILE_N)
     tiles = tl.where(here, tiles, 0).to(tl.int64)
     total = tl.maximum(tl.sum(tiles, 0), 1)
-    parts = tl.minimum((2 * tiles * (share.programs - batch) + total) // (2 * total), tiles)
+    # parts a tile, in fixed point and rounded down: exact while tiles * total < 1 << 40
+    a_tile = ((share.programs - batch).to(tl.int64) << 40) // total
+    parts = tl.minimum((tiles * a_tile + ((1 << 40) - 1)) >> 40, tiles)
     return tl.where(here, tl.maximum(parts, 1), 0).to(tl.int32)
+
+
+@triton.jit
+def part_of_batch(parts_b, offs_b, batch, part):
+    """(sequence, which of its parts, how many) of part number `part` of the whole batch.
+
+    The sequence is `batch` where the batch has fewer parts.
+    """
+    end = tl.cumsum(parts_b, 0)
+    before = (end <= part) & (offs_b < batch)
+    b = tl.sum(before.to(tl.int32), 0)
+    number = part - tl.max(tl.where(before, end, 0), 0)
+    return b, number, tl.sum(tl.where(offs_b == b, parts_b, 0), 0)

@@ -1,0 +1,124 @@
+"""What the gradients of a row have in common: its softmax total, and delta.
+
+Computes, for each row, from out, lse and the gradients dout and dlse of both,
+
+    total = log(exp(lse) + exp(sink))
+    delta = dout . out - dlse exp(total - lse)
+
+Shapes      out, lse: as in `prefill`; statistics: see Stats
+Grid        row tiles x KV heads x sequences, packed sequences being one
+Traffic     reads out, dout and lse once, writes 8 bytes a row
+Numerics    fp32 throughout, total in base 2; the rounding of out is in delta
+Limits      those of `prefill`
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitkv.kernels.prefill import SIZES, lse_strides, strides_of
+from splitkv.kernels.tile.softmax import finite_or_zero
+from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
+from splitkv.problem import Operands, Problem
+
+TILE = 64  # rows a program
+
+
+class Stats(NamedTuple):
+    """Pointers to rows [sequences, num_kv_heads, tokens, group] fp32: the total of the softmax in
+    base 2, inf where a row sees no key; delta; a row's part of dsink and of dslope, or None.
+
+    Packed sequences are one.
+    """
+
+    total: Any
+    delta: Any
+    sink: Any
+    slope: Any
+
+
+@triton.jit(do_not_specialize=SIZES)
+def backward_rows(
+    out_ptr,
+    grad_ptr,  # as out
+    lse_ptr,
+    grad_lse_ptr,  # as lse, or None
+    sink_ptr,  # [num_heads], or None
+    stats,  # Stats
+    seqlen_q,  # of a sequence; packed ones are as good as one
+    num_kv_heads,
+    out_strides,  # Strides
+    grad_strides,
+    lse_strides,
+    grad_lse_strides,
+    tiles,  # row tiles of a lane
+    GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
+    DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
+    lane = tl.program_id(0) // tiles
+    b = lane // num_kv_heads
+    h = lane % num_kv_heads
+    offs_m, t, head, ok = rows_of(tl.program_id(0) % tiles, h, seqlen_q, GROUP, TILE_M)
+    out = load_tile(place(out_ptr, out_strides, b, t, head), ok, HEAD_DIM_V, DIM_V)
+    grad = load_tile(place(grad_ptr, grad_strides, b, t, head), ok, HEAD_DIM_V, DIM_V)
+    product = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)  # [TILE_M]
+    lse = tl.load(place(lse_ptr, lse_strides, b, t, head), mask=ok, other=0.0)
+    lse *= 1.4426950408889634
+    empty = lse == float("-inf")
+
+    total = lse
+    stat = lane.to(tl.int64) * seqlen_q * GROUP + offs_m
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = finite_or_zero(tl.maximum(lse, sink))
+        total = top + tl.log2(tl.exp2(lse - top) + tl.exp2(sink - top))
+    if stats.slope is not None:
+        tl.store(stats.slope + stat, product, mask=ok)
+    delta = product
+    if grad_lse_ptr is not None:
+        grad_lse = tl.load(place(grad_lse_ptr, grad_lse_strides, b, t, head), mask=ok, other=0.0)
+        delta -= grad_lse.to(tl.float32) * tl.exp2(tl.minimum(total - lse, 126.0))
+    tl.store(stats.total + stat, tl.where(empty, float("inf"), total), mask=ok)
+    tl.store(stats.delta + stat, tl.where(empty, 0.0, delta), mask=ok)
+
+
+def strides_of_stats(problem: Problem, stats: Stats) -> Strides:
+    """Of sequences and KV heads; a token has as many elements as its group has heads."""
+    b, h, _, _ = stats.total.stride()
+    return Strides(b if problem.kind == "dense" else 0, 0, h)
+
+
+def statistics(
+    problem: Problem,
+    x: Operands,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    of_slopes: bool,
+) -> Stats:
+    """Of a call; `of_slopes` where the gradient of ALiBi slopes is wanted."""
+    p = problem
+    batch, length = (1, x.q.shape[0]) if p.kind == "varlen" else (p.batch, p.seqlen_q)
+    shape = batch, p.num_kv_heads, length, p.group
+    wanted = (True, True, x.sink_logits is not None, of_slopes)
+    rows = [x.q.new_empty(shape, dtype=torch.float32) if want else None for want in wanted]
+    stats = Stats(*rows)
+    lse_grad_strides = None
+    if grad_lse is not None:
+        n = grad_lse.stride()
+        lse_grad_strides = Strides(n[0], n[2], n[1]) if len(n) == 3 else Strides(0, n[1], n[0])
+    tiles = triton.cdiv(length * p.group, TILE)
+    backward_rows[(tiles * p.num_kv_heads * batch,)](
+        *(out, grad, lse, grad_lse, x.sink_logits, stats, length, p.num_kv_heads),
+        *(strides_of(out), strides_of(grad), lse_strides(x.q), lse_grad_strides, tiles),
+        *(p.group, p.head_dim_v, TILE),
+    )
+    return stats

@@ -1,0 +1,511 @@
+"""Attention of whole sequences, for any NVIDIA GPU: the forward of prefill and of training.
+
+Computes, for each sequence b, KV head h and the rows r = (query token, grouped head) that share it,
+
+    s[r, n]  = score(scale * q[r] . k[n])          n in the bands of row r, the visible keys
+    m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])      lse[r] = m[r] + log l[r]
+    out[r]   = sum_n exp(s[r, n] - m[r]) kept[r, n] / (1 - dropout_p) v[n] / (l + exp(sink - m))
+
+A band of keys is three ranges of tiles: only in the outer two a row may see a part of a tile. So
+there are two loops, one over those tiles and the tiles of the sink tokens, which asks the mask, and
+one over the tiles between, which asks nothing.
+
+Where few queries face many keys, the tiles of a row tile are cut into parts, as in `decode_split`,
+and `combine` merges them. Beside prompts, only those of sequences of at most `Problem.cut_tokens`
+tokens are: so one launch serves a batch in which some sequences have a chunk of a prompt and others
+one new token.
+
+Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v [batch, seqlen_k, num_kv_heads, dim]; out
+            as q, with head_dim_v; lse [batch, num_heads, seqlen_q] fp32
+            varlen: [total, heads, dim], lse [num_heads, total]; tokens after the last sequence see
+            no key. Paged: k, v [num_pages, page_size, num_kv_heads, dim]
+            partials [batch, cut_tokens, num_kv_heads, parts, group, head_dim_v + 2] fp32
+Grid        one axis: row tiles x lanes, the last and so heaviest row tiles first. A lane is a KV
+            head, dense of one sequence; so many lanes that their keys and values fit into the L2 go
+            together. Varlen: a row tile finds its sequence, of which each has at most one too many.
+            After the first part of all row tiles the other parts, row tiles of a sequence, KV heads
+            and sequences
+Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head_dim_v) * kv bytes,
+            read once: row tiles of one lane find them in the L2
+            partials      2 * parts * batch * cut_tokens * num_heads * (head_dim_v + 2) * 4, where
+            there are two parts or more
+            flops         2 * batch * num_heads * (pairs of a query and a key that it sees)
+                          * (head_dim + head_dim_v)
+Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
+            v; fp32 inputs multiply in IEEE fp32, not tf32
+Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 8
+            from 16 to 256; keys and values stored as they are; a first derivative only, and of a
+            cache none
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitkv.device import Device
+from splitkv.kernels import workspace
+from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
+from splitkv.kernels.decode_split import num_parts
+from splitkv.kernels.tile.attend import attend, write_rows
+from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.locate import Pages
+from splitkv.kernels.tile.share import Share, parts_of, sequence_share
+from splitkv.kernels.tile.visit import (
+    Keys,
+    Strides,
+    cut,
+    load_tile,
+    own_part,
+    place,
+    rows_of,
+    store_tile,
+    tiles_seen,
+)
+from splitkv.kernels.tile.weight import Queries, Scoring
+from splitkv.kv import AS_IS, Paged
+from splitkv.plans import Config, Kernel, Plan, Traffic
+from splitkv.problem import Operands, Problem
+from splitkv.scores import PLAIN
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+Shape = tuple[int, int, int, int]  # tile_m, tile_n, num_warps, num_stages
+FEW_ROWS: tuple[Shape, ...] = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 32, 4, 2))
+# By the larger padded head dimension: those that ptxas, for sm_90, fits into registers.
+HALF: dict[int, tuple[Shape, ...]] = {
+    64: (
+        *((128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+        *((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        *((32, 64, 4, 3), (32, 64, 4, 2), *FEW_ROWS),
+    ),
+    128: (
+        *((128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        *((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        *((32, 64, 4, 3), (32, 64, 4, 2), *FEW_ROWS),
+    ),
+    256: (
+        *((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+        *FEW_ROWS,
+    ),
+}
+SINGLE: dict[int, tuple[Shape, ...]] = {
+    64: ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2)),
+    128: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 2)),
+    256: ((16, 16, 8, 2), (16, 16, 4, 2)),
+}
+LOG2_E = math.log2(math.e)
+LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
+TENSORS = (*LEAVES, "cu_seqlens_q", "cu_seqlens_k")  # of Operands
+SIZES = (  # arguments whose values are no reason to compile again
+    *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
+    *("num_kv_heads", "total_q", "total_k", "stride_table", "stride_slope", "tiles", "lanes"),
+    *("width", "near", "parts", "size", "most_q"),
+)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prefill(
+    q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM], or [total_q, num_heads, HEAD_DIM]
+    k_ptr,
+    v_ptr,
+    cu_q_ptr,  # [batch + 1] int32, or None: dense
+    cu_k_ptr,
+    lens_ptr,  # [batch] int32 keys of each sequence, or None
+    table_ptr,  # [batch, max_pages] int32, or None
+    final,  # Final
+    partial,  # Partial, or None: one part
+    sink_ptr,  # [num_heads], or None
+    slope_ptr,  # [(batch,) num_heads], or None
+    scoring,  # Scoring
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    num_kv_heads,
+    total_q,
+    q_strides,  # Strides
+    k_strides,
+    v_strides,
+    out_strides,
+    lse_strides,  # its tokens are contiguous
+    stride_table,
+    stride_slope,
+    tiles,  # row tiles of a lane
+    lanes,
+    width,  # lanes that go together
+    parts,  # most parts of a row tile's keys, or None: one
+    size,  # tiles of keys a part; None: those of a row tile over `parts`
+    most_q,  # tokens of the longest sequences whose keys are cut into parts
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    OFFSET: tl.constexpr,  # the type of offsets inside a tile of keys
+    PDL: tl.constexpr,
+):
+    if PDL:  # as in decode_split
+        tl.extra.cuda.gdc_launch_dependents()
+    DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
+    bounds = Bounds(left, right, sink_tokens)
+
+    # whose rows, and which  [TILE_M]
+    cutting = tl.program_id(0), tiles, lanes, width, parts, most_q
+    whose = cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, batch, total_q, num_kv_heads
+    own = own_part(*cutting, *whose, GROUP, TILE_M)
+    part, b, h, tile_m, first_q, len_q, first_k, len_k = own
+    if lens_ptr is not None:
+        len_k = tl.load(lens_ptr + b, mask=b < batch, other=0)
+    if tile_m * TILE_M >= len_q * GROUP:
+        return
+    _, t, head, row_ok = rows_of(tile_m, h, len_q, GROUP, TILE_M)
+    shift = len_k - len_q
+    slope = None
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
+        slope = slope.to(tl.float32)[:, None]
+    sequence_head = (b * num_kv_heads * GROUP + head)[:, None]
+    queries = Queries(t[:, None], (t + shift)[:, None], slope, sequence_head)
+
+    # the keys that they see, and the part of them
+    t_first, t_last = token_range(tile_m, len_q, GROUP, TILE_M)
+    visit = tiles_seen(bounds, shift + t_first, shift + t_last, len_k, TILE_N)
+    if partial is not None:
+        per = sequence_share(Share(parts, size, None), visit.count)
+        cuttable = len_q <= most_q
+        per = tl.where(cuttable, per, tl.maximum(visit.count, 1))
+        num_parts = parts_of(visit.count, per)
+        slot = ((b * most_q + t).to(tl.int64) * num_kv_heads + h) * parts + part
+        slot_rows = slot * GROUP + head % GROUP
+        slot_ok = row_ok & cuttable
+        if part >= num_parts:
+            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, slot_ok, 0.0)
+            return
+        visit = cut(visit, part, per)
+    slab = b
+    table = None
+    if table_ptr is not None:
+        slab = b * 0
+        table = table_ptr + b.to(tl.int64) * stride_table
+    k_head = place(k_ptr, k_strides, slab, first_k, h)
+    v_head = place(v_ptr, v_strides, slab, first_k, h)
+    keys = Keys(k_head, v_head, k_strides.t, v_strides.t, len_k)
+    pages = Pages(table, k_strides.b, v_strides.b)
+    q_rows = place(q_ptr, q_strides, b, first_q + t, head)
+    q = load_tile(q_rows, row_ok, HEAD_DIM, DIM)  # [TILE_M, DIM]
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    l = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, DIM_V], tl.float32)
+    rest = q, keys, queries, scoring, visit, bounds, pages
+    m, l, acc = attend(
+        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, True
+    )
+    m, l, acc = attend(
+        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, False
+    )
+
+    if scoring.seed_ptr is not None:
+        acc *= scoring.keep_scale
+    where = out_strides, lse_strides, b, first_q + t, head, row_ok
+    if partial is None:
+        write_rows(acc, m, l, sink_ptr, final, *where, HEAD_DIM_V)
+    elif num_parts == 1:
+        write_rows(acc, m, l, sink_ptr, final, *where, HEAD_DIM_V)
+        write_absent(partial.m_ptr, partial.l_ptr, slot_rows, slot_ok, FINISHED)
+    else:
+        store_tile(partial.acc_ptr + slot_rows * HEAD_DIM_V, acc, slot_ok, HEAD_DIM_V)
+        tl.store(partial.m_ptr + slot_rows, m, mask=slot_ok)
+        tl.store(partial.l_ptr + slot_rows, l, mask=slot_ok)
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    reasons = []
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
+    if device.kind == "cuda":
+        expect(device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer")
+    expect(
+        problem.dtype in ("bfloat16", "float16", "float32"),
+        f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
+    )
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(problem, name)
+        expect(
+            value % 8 == 0 and MIN_HEAD_DIM <= value <= MAX_HEAD_DIM,
+            f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
+        )
+    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
+    cached = problem.kind == "decode" or isinstance(problem.place, Paged)
+    expect(not (cached and problem.needs_grad), "gradient: expected inputs that require none")
+    return reasons
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    return triton.next_power_of_2(problem.head_dim), triton.next_power_of_2(problem.head_dim_v)
+
+
+def shapes(problem: Problem, device: Device) -> list[Shape]:
+    """Those for these head dimensions with no more rows than a sequence has, the best first.
+
+    128 keys a step are the best for the tensor cores of sm_90, but take registers that modifiers
+    need as well, and leave much of a narrow window to be masked. A tile in one page has one look-up
+    and the addresses of contiguous keys.
+    """
+    table = HALF if problem.element_bytes == 2 else SINGLE
+    found = table[max(64, *padded_dims(problem))]
+    rows = max(problem.rows, min(tile_m for tile_m, *_ in found))
+    enough = min(tile_m for tile_m in (16, 32, 64, 128) if tile_m >= min(rows, 128))
+    mask = problem.mask
+    narrow = mask.left is not None and mask.right is not None and mask.left + mask.right < 512
+    modified = problem.score != PLAIN or problem.dropout
+    fewer_keys = narrow or modified or device.capability[0] != 9
+    page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
+    found = tuple(shape for shape in found if shape[0] <= enough)
+    return sorted(
+        found,
+        key=lambda shape: (
+            fewer_keys and shape[1] == 128,
+            page_size >= 64 and page_size % shape[1] > 0,
+        ),
+    )
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """The most shared memory that Triton takes for a config: q, tiles in flight, sums of rows.
+
+    After the loop the output goes through it.
+    """
+    dim, dim_v = padded_dims(problem)
+    elements = config.tile_m * dim + config.num_stages * config.tile_n * (dim + dim_v)
+    loop = elements * problem.element_bytes + 8 * config.tile_m + 64
+    return max(loop, 4 * config.tile_m * dim_v)
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every tile shape that fits."""
+    for tile_m, tile_n, num_warps, num_stages in shapes(problem, device):
+        config = Config(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages)
+        if shared_bytes(problem, config) <= device.smem_per_block:
+            yield config
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Pairs of a query and a key that it sees, in a sequence of the greatest lengths."""
+    first, count, keys = problem.seqlen_k - problem.seqlen_q, problem.seqlen_q, problem.seqlen_k
+    mask = problem.mask
+    seen = keys * count if mask.right is None else clamped_sum(first + mask.right + 1, count, keys)
+    if mask.left is not None:
+        seen -= clamped_sum(first - mask.left, count, keys)
+        seen += clamped_sum(first - mask.left, count, min(mask.sink_tokens, keys))
+    return seen
+
+
+def clamped_sum(first: int, count: int, most: int) -> int:
+    """The sum of the integers `first, first + 1, ..`, each at least 0 and at most `most`."""
+    low, high = (min(max(edge - first, 0), count) for edge in (0, most))
+    return (high - low) * (2 * first + low + high - 1) // 2 + (count - high) * most
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
+    rows = problem.batch * problem.seqlen_q * problem.num_heads
+    pairs = problem.batch * problem.num_heads * visible_pairs(problem)
+    parts, cut = num_parts(problem, config), problem.batch * problem.cut_tokens * problem.num_heads
+    return Traffic(
+        kv_bytes=problem.kv_bytes,
+        q_bytes=rows * problem.head_dim * problem.element_bytes,
+        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
+        partial_bytes=2 * parts * cut * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
+        flops=2 * pairs * (problem.head_dim + problem.head_dim_v),
+    )
+
+
+def tiles_and_lanes(
+    problem: Problem, device: Device, total: int, rows: int, tile: int, lane_bytes: int
+) -> tuple[int, int, int]:
+    """(tiles of a lane, lanes, lanes together) for tokens of `rows` rows, `total` if packed.
+
+    Together: as many lanes as have their `lane_bytes` of operands in half of the L2, which on the
+    large GPUs is in two halves that hold the same.
+    """
+    if problem.kind == "varlen":
+        return total * rows // tile + problem.batch + 1, problem.num_kv_heads, problem.num_kv_heads
+    length, lanes = total // max(problem.batch, 1), problem.batch * problem.num_kv_heads
+    together = device.l2_bytes // 2 // max(lane_bytes, 1)
+    return triton.cdiv(length * rows, tile), lanes, max(1, min(together, lanes))
+
+
+def bounds_of(problem: Problem) -> tuple[int | None, int | None, int | None]:
+    mask = problem.mask
+    return mask.left, mask.right, mask.sink_tokens if mask.num_bands == 2 else None
+
+
+def strides_of(x: Tensor) -> Strides:
+    """Of an operand or its like; 0 along what has one element, as Triton knows 1 by its value."""
+    steps = [0 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
+    return Strides(*(steps if x.dim() == 4 else [0, *steps])[:3])
+
+
+def lse_shape(x: Tensor) -> tuple[int, ...]:
+    """Of the queries x."""
+    return (x.shape[0], x.shape[2], x.shape[1]) if x.dim() == 4 else (x.shape[1], x.shape[0])
+
+
+def lse_strides(x: Tensor) -> Strides:
+    """Of the contiguous LSE of queries x."""
+    batch, tokens = (x.shape[2] * x.shape[1], x.shape[1]) if x.dim() == 4 else (0, x.shape[0])
+    return Strides(batch, 1, tokens)
+
+
+def offset_type(tile: int, group: int, *tensors: Tensor) -> Any:
+    """Of offsets inside a tile of rows: 32 bits save registers and nearly always suffice."""
+    far = (tile // group * x.stride(-3) + group * x.stride(-2) for x in tensors)
+    return tl.int32 if all(n < 1 << 31 for n in far) else tl.int64
+
+
+def stride_slope(slopes: Tensor | None) -> int:
+    """Elements between sequences."""
+    return slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
+
+
+def scoring_of(operands: Operands, seed: Tensor | None) -> Scoring:
+    x = operands
+    softcap = x.softcap or None
+    scale = x.softmax_scale / softcap if softcap else x.softmax_scale * LOG2_E
+    return Scoring(scale, softcap, seed, x.dropout_p * 2.0**24, 1 / (1 - x.dropout_p))
+
+
+def draw_seed(q: Tensor) -> Tensor:
+    """Drawn from torch's generator on the device, so that nothing waits and graphs draw anew."""
+    return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=q.device)
+
+
+class Launcher:
+    """`prefill` and `combine` bound to one plan and one memory layout, differentiable where the
+    problem is.
+
+    forward(operands, seed) -> (out, lse), whatever the problem says of a gradient or the LSE
+    """
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        problem, config = plan.problem, plan.config
+        self.problem, self.device = problem, plan.device
+        q, k, v, slopes = operands.q, operands.k, operands.v, operands.alibi_slopes
+        self.out_shape, self.lse_shape = (*q.shape[:-1], problem.head_dim_v), lse_shape(q)
+        out = q.new_empty(self.out_shape) if operands.out is None else operands.out
+        total = q.shape[:-2].numel()
+        lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
+        tiling = tiles_and_lanes(
+            problem, plan.device, total, problem.group, config.tile_m, lane_bytes
+        )
+        parts = config.num_splits if config.num_splits > 1 else None
+        size = config.split_size // config.tile_n if config.schedule == "fixed" else None
+        cut = problem.cut_tokens
+        programs = tiling[0] * tiling[1]
+        self.slots = 0
+        if parts is not None:
+            row_tiles = triton.cdiv(cut * problem.group, config.tile_m)
+            programs += (parts - 1) * row_tiles * problem.batch * problem.num_kv_heads
+            self.slots = problem.batch * cut * problem.num_heads * parts
+        self.grid = (programs,)
+        table, place = operands.page_table, problem.place
+        pdl = bool(self.slots and q.is_cuda and plan.device.capability >= (9, 0))
+        self.tail = (
+            *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
+            *(problem.num_kv_heads, total, strides_of(q), strides_of(k), strides_of(v)),
+            *(strides_of(out), lse_strides(q), table.stride(0) if table is not None else 0),
+            *(stride_slope(slopes), *tiling, parts, size if parts else None, cut),
+            *(problem.group, problem.head_dim, problem.head_dim_v),
+            *(place.page_size if isinstance(place, Paged) else 1, config.tile_m, config.tile_n),
+            *(config.num_stages, offset_type(config.tile_n, 1, k, v), pdl),
+        )
+        # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
+        fused = {"enable_fp_fusion": True}
+        self.options = {"num_warps": config.num_warps, **fused}
+        if parts is None:
+            return
+        tile_p, tile_v, merge_warps = merge_tiles(parts, problem.head_dim_v)
+        tokens = problem.batch * cut
+        self.merge_grid = (tokens * problem.num_heads, 1, triton.cdiv(problem.head_dim_v, tile_v))
+        self.merge_tail = (
+            *(tokens, problem.num_kv_heads, None, None, None, parts, None, cut, total),
+            *(*strides_of(out), 1, problem.group, problem.head_dim_v),
+            *(1, problem.group, config.tile_n, tile_p, tile_v, parts % tile_p == 0, pdl),
+        )
+        overlapping = {"launch_pdl": True} if pdl else {}
+        self.merge_options = {"num_warps": merge_warps, **fused, **overlapping}
+
+    def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
+        """(out, lse or None), on the current stream; writes `operands.out` where given."""
+        seed = draw_seed(operands.q) if self.problem.dropout else None
+        if self.problem.needs_grad:
+            leaves = (getattr(operands, name) for name in LEAVES)
+            out, lse = Attention.apply(self, operands, seed, *leaves)
+        else:
+            out, lse = self.forward(operands, seed)
+        return out, lse if self.problem.return_lse else None
+
+    def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = operands
+        out = x.q.new_empty(self.out_shape) if x.out is None else x.out
+        lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
+        final, partial = Final(out, lse), None
+        if self.slots:
+            partial = workspace.partials(x.q, self.slots * self.problem.head_dim_v, self.slots)
+        prefill[self.grid](
+            *(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table),
+            *(final, partial, x.sink_logits, x.alibi_slopes, scoring_of(x, seed), *self.tail),
+            **self.options,
+        )
+        if partial is not None:
+            combine[self.merge_grid](
+                *(partial, final, x.cu_seqlens_q, x.sink_logits, *self.merge_tail),
+                **self.merge_options,
+            )
+        return out, lse
+
+
+class Attention(torch.autograd.Function):
+    """The forward of a launcher, and the gradients of `backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, launcher: Launcher, operands: Operands, seed: Any, *leaves: Any) -> Any:
+        out, lse = launcher.forward(operands, seed)
+        x = operands
+        ctx.save_for_backward(*leaves, x.cu_seqlens_q, x.cu_seqlens_k, seed, out, lse)
+        without: dict[str, Any] = dict.fromkeys(TENSORS)
+        ctx.launcher, ctx.scalars = launcher, replace(x, **without)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        from splitkv.kernels.backward import Backward
+
+        if torch.is_grad_enabled():
+            raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
+        *tensors, seed, out, lse = ctx.saved_tensors
+        operands = replace(ctx.scalars, **dict(zip(TENSORS, tensors, strict=True)))
+        run = Backward(ctx.launcher.problem, ctx.launcher.device)
+        saved, of_slopes = (operands, seed, out, lse), ctx.needs_input_grad[-1]
+        return None, None, None, *run(*saved, grad_out, grad_lse, of_slopes)
+
+
+KERNEL = Kernel(*("prefill", unsupported, configs, traffic, Launcher), schedules=("even", "fixed"))

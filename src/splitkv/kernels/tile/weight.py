@@ -1,0 +1,88 @@
+"""From products of queries and keys to scores and weights, and back to their gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from splitkv.kernels.tile.band import visible
+from splitkv.kernels.tile.dropout import kept
+from splitkv.kernels.tile.score import score_log2, tanh
+
+
+class Queries(NamedTuple):
+    """Of each row: its token, key position, ALiBi slope or None, and number of sequence and head.
+
+    [rows, 1], or [1, rows] where scores are transposed.
+    """
+
+    t: Any
+    pos: Any
+    slope: Any
+    sequence_head: Any
+
+
+class Scoring(NamedTuple):
+    """From q . k to a weight.
+
+    scale, softcap        see `score_log2`
+    seed_ptr, drop_below  see tile/dropout.py; None without dropout
+    keep_scale            1 / (1 - dropout_p)
+    """
+
+    scale: Any
+    softcap: Any
+    seed_ptr: Any
+    drop_below: Any
+    keep_scale: Any
+
+
+@triton.jit
+def scores(qk, scoring, queries, offs_n):
+    """(s, unit) of products qk [TILE_M, TILE_N]: s * unit are the scores in base 2.
+
+    Without modifiers the scale is left to the exponential, where it costs nothing.
+    """
+    s = qk
+    unit = 1.0
+    if scoring.softcap is None and queries.slope is None:
+        unit = scoring.scale
+    else:
+        s = score_log2(qk, scoring.scale, scoring.softcap, queries.slope, queries.pos, offs_n)
+    return s, unit
+
+
+@triton.jit
+def gradients(
+    qk,
+    dp,  # gradients of the output . v
+    total,  # see backward.py, in base 2
+    delta,
+    offs_n,
+    keys,  # number of keys
+    queries,  # Queries
+    scoring,  # Scoring
+    bounds,  # Bounds
+    MASKED: tl.constexpr,
+):
+    """(p, what dropout keeps of it, gradients of the scores, of scale * qk), of the shape of qk.
+
+    The other arguments broadcast to that shape.
+    """
+    s, unit = scores(qk, scoring, queries, offs_n)
+    p = tl.exp2(s * unit - total)
+    if MASKED:
+        p = tl.where(visible(bounds, queries.pos, offs_n, keys), p, 0.0)
+    p_kept = p
+    if scoring.seed_ptr is not None:
+        keep = kept(scoring.seed_ptr, scoring.drop_below, offs_n, queries.t, queries.sequence_head)
+        p_kept = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * scoring.keep_scale, 0.0)
+    ds = p * (dp - delta)
+    dx = ds
+    if scoring.softcap is not None:
+        ratio = tanh(qk * scoring.scale)
+        dx = ds * (1.0 - ratio * ratio)
+    return p, p_kept, ds, dx

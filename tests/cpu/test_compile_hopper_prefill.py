@@ -1,0 +1,213 @@
+"""`hopper_prefill` compiles for sm_90 without a GPU, and as it was meant to.
+
+As in test_compile_prefill.py. What ptxas may quietly do to such a kernel costs half of its speed,
+so its machine code is looked at: products must not wait for one another, registers must not spill,
+and exponentials must come before the wait for the product that they run under.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cases
+import pytest
+import torch
+from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure
+from triton.runtime.driver import driver
+
+from splitkv.device import GPUS
+from splitkv.kernels.hopper import prefill
+from splitkv.kv import Contiguous, Ragged
+from splitkv.masks import Mask
+from splitkv.plans import Config, Plan
+from splitkv.problem import Operands, Problem
+from splitkv.scores import Score
+
+H200 = GPUS["h200"]
+PTXAS = CUOBJDUMP.with_name("ptxas")
+AXES: cases.Axes = {
+    "kind": ("dense", "varlen"),
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": prefill.HEAD_DIMS,
+    "heads": ((8, 8), (8, 2), (14, 2)),
+    "mask": (Mask(causal=True), Mask(), Mask(True, 4096, -1, 4)),
+    "softcap": (False, True),
+    "sink_logits": (False, True),
+    "row_gap": (0, 8),
+    "shape": (0, 3),  # which of the configs
+}
+DEFAULTS = {"heads": (8, 8), "softcap": False, "sink_logits": False, "row_gap": 0, "shape": 0}
+
+
+def problem_of(values: cases.Values) -> Problem:
+    values = {**DEFAULTS, "kind": "dense", "dtype": "bfloat16", "mask": Mask(True), **values}
+    num_heads, num_kv_heads = values["heads"]
+    head_dim, head_dim_v = values["head_dims"]
+    return Problem(
+        values["kind"],
+        batch=3,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        seqlen_q=4096,
+        seqlen_k=4096,
+        dtype=values["dtype"],
+        mask=values["mask"],
+        place=Ragged() if values["kind"] == "varlen" else Contiguous(),
+        score=Score(values["softcap"], False),
+        sink_logits=values["sink_logits"],
+        return_lse=True,
+    )
+
+
+def operands_of(problem: Problem, row_gap: int) -> Operands:
+    """Operands without memory."""
+    p, dtype = problem, getattr(torch, problem.dtype)
+    lead, cu = (p.batch, p.seqlen_q), None
+    if p.kind == "varlen":
+        lead, cu = (p.batch * p.seqlen_q,), Layout((p.batch + 1,), torch.int32)
+
+    def tensor(*shape: int) -> Layout:
+        return Layout(torch.Size(shape), dtype, row_gap)
+
+    return Operands(
+        q=tensor(*lead, p.num_heads, p.head_dim),
+        k=tensor(*lead, p.num_kv_heads, p.head_dim),
+        v=tensor(*lead, p.num_kv_heads, p.head_dim_v),
+        cu_seqlens_q=cu,
+        cu_seqlens_k=cu,
+        sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
+        softmax_scale=p.head_dim**-0.5,
+        softcap=3.0 if p.score.softcap else 0.0,
+    )
+
+
+def compiled(problem: Problem, config: Config, row_gap: int = 0) -> Any:
+    """What the launcher would launch."""
+    plan = Plan(problem, H200, "fixed", "hopper_prefill", config, "a test")
+    x, recorder = operands_of(problem, row_gap), Recorder(prefill.hopper_prefill)
+    with (
+        mock.patch.object(driver, "_active", AnyGPU(90)),
+        mock.patch.object(prefill, "hopper_prefill", recorder),
+    ):
+        prefill.Launcher(plan, x).forward(x, None)
+    (made,) = recorder.compiled
+    return made
+
+
+def told_by_ptxas(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def instructions(cubin: bytes) -> list[tuple[int, str]]:
+    """(address, instruction) of the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
+    return [(int(address, 16), line) for address, line in found]
+
+
+def key_loops(cubin: bytes, products: int, warpgroups: int) -> list[list[str]]:
+    """The loops over keys, one a warpgroup: of those with so many products, the shortest."""
+    lines = instructions(cubin)
+    jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
+    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    bodies = [[line for at, line in lines if first <= at <= last] for first, last in loops]
+    found = [body for body in bodies if sum("HGMMA" in line for line in body) == products]
+    return sorted(found, key=len)[:warpgroups]
+
+
+def describe(values: cases.Values) -> str:
+    dims = "x".join(map(str, values["head_dims"]))
+    names = values["kind"], values["dtype"], dims, values["mask"], values["shape"]
+    return "-".join(str(name).replace(" ", "_") for name in names)
+
+
+def chosen(problem: Problem, number: int) -> Config:
+    found = list(prefill.configs(problem, H200))
+    return found[min(number, len(found) - 1)]
+
+
+@pytest.mark.parametrize("values", cases.pairs(AXES), ids=describe)
+def test_variants(values: cases.Values) -> None:
+    problem = problem_of(values)
+    config = chosen(problem, values["shape"])
+    made = compiled(problem, config, values["row_gap"])
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in made.asm["ptx"]
+    assert made.metadata.shared <= H200.smem_per_block
+    q, k, v, out = prefill.slots(problem, config, H200)
+    rows = q * config.tile_m * problem.head_dim + out * prefill.ROWS * problem.head_dim_v
+    keys = k * config.tile_n * problem.head_dim + v * config.tile_n * problem.head_dim_v
+    room = (rows + keys) * problem.element_bytes + prefill.BARRIER_BYTES
+    assert made.metadata.shared <= room
+    assert "serialized" not in told_by_ptxas(made.asm["ptx"])
+
+
+@pytest.mark.parametrize("head_dim, mask", [(128, Mask()), (128, Mask(True)), (64, Mask(True))])
+def test_loops_are_as_meant(head_dim: int, mask: Mask) -> None:
+    problem = problem_of({"head_dims": (head_dim, head_dim), "mask": mask})
+    config = next(prefill.configs(problem, H200))
+    made = compiled(problem, config)
+    assert measure(made).stack_bytes == 0
+    warpgroups = config.tile_m // prefill.ROWS
+    loops = key_loops(made.asm["cubin"], (head_dim + config.tile_n) // 16, warpgroups)
+    assert len(loops) == warpgroups
+    for body in loops:
+        assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)
+        first, last = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
+        under_product = sum("MUFU.EX2" in line for line in body[first:last])
+        assert under_product >= prefill.ROWS * config.tile_n // 128  # a thread's weights
+
+
+@pytest.mark.parametrize("head_dims", prefill.HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_configs(kind: str, head_dims: tuple[int, int]) -> None:
+    for heads in AXES["heads"]:
+        problem = problem_of({"kind": kind, "head_dims": head_dims, "heads": heads})
+        found = list(prefill.configs(problem, H200))
+        assert found and len(set(found)) == len(found)
+        for config in found:
+            assert config.tile_m % prefill.ROWS == 0
+            assert problem.group % prefill.packed_heads(problem, config) == 0
+
+
+def test_what_is_refused() -> None:
+    problem = problem_of({"head_dims": (128, 128)})
+    assert prefill.unsupported(problem, H200) == []
+    assert prefill.unsupported(problem, GPUS["b200"]) == ["device sm_100: expected sm_90"]
+    odd = replace(problem, dtype="float32", head_dim=96, dropout=True, score=Score(False, True))
+    assert prefill.unsupported(odd, H200) == [
+        "dtype float32: expected bfloat16 or float16",
+        "head_dim/head_dim_v 96/128: expected one of 64/64, 128/128, 256/256, 192/128",
+        "alibi: expected none",
+        "dropout: expected none",
+    ]
+
+
+def test_layouts_without_tma() -> None:
+    problem = problem_of({"head_dims": (64, 64)})
+    assert prefill.unfit(operands_of(problem, 0)) == []
+    reason = "expected strides and an address that are multiples of 16 bytes"
+    assert prefill.unfit(operands_of(problem, 4)) == [f"{name}: {reason}" for name in "qkv"]
+    x = operands_of(problem, 0)
+    x.k = replace(x.k, address=prefill.BARRIER_BYTES + 8)
+    x.v = replace(x.v, shape=torch.Size([3, 0, 8, 64]))
+    assert prefill.unfit(x) == [
+        f"k: {reason}",
+        "v: expected at least one token, got [3, 0, 8, 64]",
+    ]

@@ -1,0 +1,325 @@
+"""`prefill` and `backward` compile for every architecture, without a GPU.
+
+As in test_compile.py: what the launchers launch is compiled in the shapes that they would take,
+over covering sets, and held to budgets of registers and shared memory. A spill outside a loop is no
+cost; inside one there is none for the head dimensions of everyday models.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import cases
+import pytest
+import torch
+import triton
+from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure
+from triton.runtime.driver import driver
+
+from splitkv.device import GPUS, Device
+from splitkv.kernels import backward, backward_rows, prefill
+from splitkv.kernels.backward_rows import statistics
+from splitkv.kernels.combine import Partial
+from splitkv.kv import Contiguous, Paged, Ragged
+from splitkv.masks import Mask
+from splitkv.plans import Config, Plan
+from splitkv.problem import Operands, Problem
+
+PLAIN = {"softcap": False, "alibi": False, "sink_logits": False, "dropout": False}
+EVERYTHING = {"softcap": True, "alibi": True, "sink_logits": True, "dropout": True}
+HEAD_DIMS = cases.AXES["head_dims"]
+MASKS = (
+    *(Mask(causal=True), Mask(), Mask(True, 128), Mask(True, 4096, -1, 4)),
+    Mask(window_left=9, window_right=2),
+)
+AXES: cases.Axes = {
+    "kind": ("dense", "varlen"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dims": HEAD_DIMS,
+    "heads": ((8, 8), (8, 2), (14, 2), (64, 1)),
+    "seqlen_q": (4096, 3, 1),
+    "mask": MASKS,
+    "softcap": (False, True),
+    "alibi": (False, True),
+    "sink_logits": (False, True),
+    "dropout": (False, True),
+    "row_gap": (0, 8),
+    "shape": (0, 1, 3),  # which of the configs, the best being 0
+}
+CACHE_AXES: cases.Axes = {
+    **AXES,
+    "kind": ("varlen", "decode"),
+    "seqlen_q": (4096, 200, 8, 1),
+    "place": (Paged(1), Paged(16), Paged(64), Paged(100), Paged(256)),
+    "parts": (1, 2, 40),
+}
+OTHER_AXES: cases.Axes = {
+    "gpu": ("a100", "a10", "l4", "b200", "rtx5090"),
+    "kind": AXES["kind"],
+    "dtype": AXES["dtype"],
+    "head_dims": ((64, 64), (128, 128), (192, 128), (256, 256)),
+    "features": (PLAIN, EVERYTHING),
+    "mask": (Mask(causal=True), Mask(True, 128, -1, 4)),
+}
+TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
+
+
+def problem_of(values: cases.Values) -> tuple[Problem, int]:
+    """The problem of a combination, and the gap between rows in memory."""
+    defaults = {"heads": (8, 2), "seqlen_q": 4096, "row_gap": 0, "kind": "dense"}
+    values = {**defaults, **values.get("features", PLAIN), **values}
+    place = Ragged() if values["kind"] == "varlen" else Contiguous()
+    cached = "place" in values
+    num_heads, num_kv_heads = values["heads"]
+    head_dim, head_dim_v = values["head_dims"]
+    problem = Problem(
+        values["kind"],
+        batch=3,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        seqlen_q=values["seqlen_q"],
+        seqlen_k=4096,
+        dtype=values.get("dtype", "bfloat16"),
+        mask=values["mask"],
+        place=values.get("place", place),
+        score=cases.Score(values["softcap"], values["alibi"]),
+        sink_logits=values["sink_logits"],
+        dropout=values["dropout"],
+        lengths="device" if cached else "host",
+        needs_grad=not cached,
+        return_lse=True,
+    )
+    return problem, values["row_gap"]
+
+
+def operands_of(problem: Problem, row_gap: int) -> Operands:
+    """Operands without memory."""
+    p, dtype = problem, getattr(torch, problem.dtype)
+    lead_q: tuple[int, ...] = p.batch, p.seqlen_q
+    lead_k: tuple[int, ...] = p.batch, p.seqlen_k
+    cu_q = cu_k = lengths = table = None
+    if p.kind == "varlen":
+        lead_q, lead_k = (p.batch * p.seqlen_q,), (p.batch * p.seqlen_k,)
+        cu_q = cu_k = Layout(torch.Size([p.batch + 1]), torch.int32)
+    if isinstance(p.place, Paged):
+        max_pages = -(-p.seqlen_k // p.place.page_size)
+        lead_k, cu_k = (p.batch * max_pages, p.place.page_size), None
+        table = Layout(torch.Size([p.batch, max_pages]), torch.int32)
+        lengths = Layout(torch.Size([p.batch]), torch.int32)
+
+    def tensor(*shape: int) -> Layout:
+        return Layout(torch.Size(shape), dtype, row_gap)
+
+    return Operands(
+        q=tensor(*lead_q, p.num_heads, p.head_dim),
+        k=tensor(*lead_k, p.num_kv_heads, p.head_dim),
+        v=tensor(*lead_k, p.num_kv_heads, p.head_dim_v),
+        cache_seqlens=lengths,
+        page_table=table,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
+        alibi_slopes=Layout((p.num_heads,), torch.float32) if p.score.alibi else None,
+        softmax_scale=p.head_dim**-0.5,
+        softcap=3.0 if p.score.softcap else 0.0,
+        dropout_p=0.1 if p.dropout else 0.0,
+    )
+
+
+def partials(like: Layout, acc: int, rows: int) -> Partial:
+    return Partial(*(Layout((n,), torch.float32) for n in (acc, rows, rows)))
+
+
+def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> dict[str, Any]:
+    """`prefill` of a config, and `combine` where it leaves partials."""
+    x = operands_of(problem, row_gap)
+    seed = Layout((), torch.int64) if problem.dropout else None
+    plan = Plan(problem, device, "fixed", "prefill", config, "a test")
+    recorders = {name: Recorder(getattr(prefill, name)) for name in ("prefill", "combine")}
+    major, minor = device.capability
+    with (
+        mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
+        mock.patch.multiple(prefill, **recorders),
+        mock.patch.object(prefill.workspace, "partials", partials),
+    ):
+        prefill.Launcher(plan, x).forward(x, seed)
+    (kernel,) = recorders["prefill"].compiled
+    assert len(recorders["combine"].compiled) == (config.num_splits > 1)
+    assert kernel.metadata.shared <= prefill.shared_bytes(problem, config) <= device.smem_per_block
+    assert bool(TENSOR_CORE.search(kernel.asm["ptx"])) == (problem.dtype != "float32")
+    if row_gap == 0 and problem.head_dim % 8 == 0:
+        assert re.search(r"cp\.async\.c[ag]\.shared\.global", kernel.asm["ptx"])
+    return {name: kernel for name, r in recorders.items() for kernel in r.compiled}
+
+
+def chosen(configs: Iterator[Config], number: int) -> Config:
+    """The config with this number, or the last before."""
+    return list(islice(configs, number + 1))[-1]
+
+
+def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0) -> dict[str, Any]:
+    """The kernels of a forward and backward, by name and in order of their launch."""
+    x = operands_of(problem, row_gap)
+    seed = Layout((), torch.int64) if problem.dropout else None
+    config = chosen(prefill.configs(problem, device), number)
+    plan = Plan(problem, device, "fixed", "prefill", config, "a test")
+    run = backward.Backward(
+        problem,
+        device,
+        chosen(backward.key_configs(problem, device), number),
+        chosen(backward.query_configs(problem, device), number),
+    )
+    names = {
+        prefill: ("prefill",),
+        backward_rows: ("backward_rows",),
+        backward: ("backward_keys", "backward_queries", "backward_sum"),
+    }
+    recorders = {n: Recorder(getattr(m, n)) for m, held in names.items() for n in held}
+    major, minor = device.capability
+    with (
+        mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
+        mock.patch.object(prefill, "prefill", recorders["prefill"]),
+        mock.patch.object(backward_rows, "backward_rows", recorders["backward_rows"]),
+        mock.patch.multiple(backward, **{n: recorders[n] for n in names[backward]}),
+    ):
+        prefill.Launcher(plan, x).forward(x, seed)
+        out = Layout(torch.Size([*x.q.shape[:-1], problem.head_dim_v]), x.q.dtype)
+        lse = Layout(prefill.lse_shape(x.q), torch.float32)
+        stats = statistics(problem, x, out, lse, out, lse, problem.score.alibi)
+        tensors = backward.Tensors(x.q, x.k, x.v, out, x.q, x.k, x.v)
+        both = tensors, backward.Tensors(*(prefill.strides_of(t) for t in tensors))
+        run.launch_keys(x, seed, stats, both)
+        run.launch_queries(x, seed, stats, both)
+    assert prefill.shared_bytes(problem, config) <= device.smem_per_block
+    (forward,) = recorders["prefill"].compiled
+    assert forward.metadata.shared <= prefill.shared_bytes(problem, config)
+    made = {name: recorder.compiled for name, recorder in recorders.items()}
+    assert len(made["backward_sum"]) == len(made["backward_keys"]) - 1
+    for name, kernels in made.items():
+        for kernel in kernels:
+            assert kernel.metadata.shared <= device.smem_per_block, name
+            multiplies = name not in ("backward_rows", "backward_sum")
+            exact = problem.dtype == "float32"
+            assert bool(TENSOR_CORE.search(kernel.asm["ptx"])) == (multiplies and not exact), name
+            if multiplies and row_gap == 0 and problem.head_dim % 8 == 0:
+                assert re.search(r"cp\.async\.c[ag]\.shared\.global", kernel.asm["ptx"]), name
+    return made
+
+
+def describe(values: cases.Values) -> str:
+    dims = "x".join(map(str, values["head_dims"]))
+    heads = "{}_{}".format(*values["heads"]) if "heads" in values else ""
+    names = (values.get("gpu"), values["kind"], values["dtype"], dims, heads, values["mask"])
+    names += (values.get("place"), values.get("parts"))
+    return "-".join(str(name).replace(" ", "_") for name in names if name)
+
+
+@pytest.mark.parametrize("values", cases.pairs(AXES), ids=describe)
+def test_sm_90(values: cases.Values) -> None:
+    problem, row_gap = problem_of(values)
+    for name, kernels in compiled(problem, GPUS["h200"], row_gap, values["shape"]).items():
+        for kernel in map(measure, kernels):
+            assert kernel.registers * 32 * kernel.num_warps <= 65536, name
+
+
+@pytest.mark.parametrize("values", cases.pairs(OTHER_AXES), ids=describe)
+def test_other_architectures(values: cases.Values) -> None:
+    compiled(problem_of(values)[0], GPUS[values["gpu"]])
+
+
+def test_every_architecture_is_compiled_for() -> None:
+    known = {gpu.capability for gpu in GPUS.values()}
+    assert {GPUS[gpu].capability for gpu in OTHER_AXES["gpu"]} | {(9, 0)} == known
+
+
+@pytest.mark.parametrize("values", cases.pairs(CACHE_AXES), ids=describe)
+def test_pages_and_parts(values: cases.Values) -> None:
+    """On sm_90; `combine` starts while `prefill` still runs, and waits for it."""
+    problem, row_gap = problem_of(values)
+    config = chosen(prefill.configs(problem, GPUS["h200"]), values["shape"])
+    config = replace(config, num_splits=values["parts"])
+    for name, kernel in forward(problem, GPUS["h200"], row_gap, config).items():
+        found = measure(kernel)
+        assert found.registers * 32 * found.num_warps <= 65536, name
+        word = "wait" if name == "combine" else "launch_dependents"
+        assert (f"griddepcontrol.{word}" in kernel.asm["ptx"]) == (config.num_splits > 1), name
+
+
+@pytest.mark.parametrize("gpu", OTHER_AXES["gpu"])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_pages_and_parts_on_other_architectures(page_size: int, gpu: str) -> None:
+    values = {"kind": "varlen", "head_dims": (128, 128), "mask": Mask(True), "seqlen_q": 64}
+    problem, _ = problem_of({**values, "place": Paged(page_size)})
+    config = replace(chosen(prefill.configs(problem, GPUS[gpu]), 0), num_splits=3)
+    forward(problem, GPUS[gpu], 0, config)
+
+
+def local_accesses(cubin: bytes) -> list[int]:
+    """Loads from and stores to local memory in each loop, innermost or not."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
+    lines = [(int(address, 16), line) for address, line in found]
+    jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
+    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    return [
+        sum(first <= at <= last and bool(re.search(r"\b(LDL|STL)\b", line)) for at, line in lines)
+        for first, last in loops
+    ]
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 128, -1, 4)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_loops_do_not_spill(head_dim: int, heads: tuple[int, int], mask: Mask) -> None:
+    """On sm_90; ptxas may leave the loop over masked tiles, which is short, two accesses."""
+    values = {"head_dims": (head_dim, head_dim), "heads": heads, "mask": mask}
+    for name, kernels in compiled(problem_of(values)[0], GPUS["h200"]).items():
+        for kernel in kernels:
+            assert measure(kernel).stack_bytes <= 40, name
+            spilled = local_accesses(kernel.asm["cubin"])
+            if name in ("prefill", "backward_keys", "backward_queries"):
+                assert len(spilled) == 2, f"{name}: expected two loops, got {len(spilled)}"
+                assert spilled[0] <= 2 and spilled[1] == 0, f"{name} spills: {spilled}"
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("seqlen_q", [4096, 16, 4])
+def test_loops_over_pages_do_not_spill(seqlen_q: int, page_size: int) -> None:
+    """On sm_90, in the shape taken for chunks of prompts and for a few rows."""
+    values = {"kind": "varlen", "head_dims": (128, 128), "heads": (8, 2), "mask": Mask(True)}
+    problem, _ = problem_of({**values, "seqlen_q": seqlen_q, "place": Paged(page_size)})
+    config = replace(chosen(prefill.configs(problem, GPUS["h200"]), 0), num_splits=2)
+    kernel = forward(problem, GPUS["h200"], 0, config)["prefill"]
+    assert local_accesses(kernel.asm["cubin"])[-2:] == [0, 0]
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_something_fits_everywhere(gpu: str, head_dims: tuple[int, int]) -> None:
+    """Whatever the type, features and length: as many programs as rows need, and tiles to split."""
+    for dtype in ("bfloat16", "float32"):
+        for features in (PLAIN, EVERYTHING):
+            values = {"head_dims": head_dims, "dtype": dtype, "mask": Mask(True)} | features
+            problem, _ = problem_of(values)
+            for rows in (1, 20, 4096):
+                short = replace(problem, seqlen_q=rows)
+                found = list(prefill.configs(short, GPUS[gpu]))
+                assert found and len(set(found)) == len(found)
+                assert all(config.num_splits == 1 for config in found)
+                assert next(backward.key_configs(short, GPUS[gpu]))
+                assert next(backward.query_configs(short, GPUS[gpu]))
+                tiles = [found[0].tile_m, found[0].tile_n]
+                assert all(triton.next_power_of_2(n) == n >= 16 for n in tiles)

@@ -1,0 +1,115 @@
+"""How many parts the keys of `prefill` are cut into, on GPUs that need not be here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import splitkv
+from splitkv.device import GPUS
+from splitkv.kernels import decode_split, prefill, torch_math
+from splitkv.kv import Contiguous, Paged, Ragged
+from splitkv.masks import Mask
+from splitkv.policies import short_queries, waves
+from splitkv.problem import Problem
+
+H200 = GPUS["h200"]
+FEW = Problem("dense", 1, 32, 8, 128, 128, 16, 32768, mask=Mask(True))
+PACKED = replace(FEW, kind="varlen", place=Paged(64), lengths="device")
+KERNELS = (prefill.KERNEL, torch_math.KERNEL)
+
+
+def config(problem: Problem, **options: Any) -> Any:
+    return splitkv.plan(problem, device=H200, **options).config
+
+
+@pytest.mark.parametrize("seqlen_q", [2, 16, 17, 64, 256])
+@pytest.mark.parametrize("problem", [FEW, PACKED, replace(PACKED, kind="decode")], ids=str)
+def test_few_queries_of_many_keys(problem: Problem, seqlen_q: int) -> None:
+    """A wave of programs or so, and much less time than one part would take."""
+    problem = replace(problem, seqlen_q=seqlen_q)
+    choice = short_queries.choose(problem, H200, KERNELS)
+    assert choice is not None and choice.kernel == "prefill"
+    best = short_queries.cost(problem, H200, choice.config)
+    assert best.programs / best.parts < H200.num_sms <= best.programs * 1.5 <= best.slots * 6
+    whole = short_queries.cost(problem, H200, replace(choice.config, num_splits=1))
+    assert best.seconds < 0.6 * whole.seconds and "to merge; in one part" in choice.why
+    for parts in (best.parts + 1, best.parts - 1, 2 * best.parts, best.parts // 2 or 1):
+        other = replace(choice.config, num_splits=parts)
+        assert best.seconds <= 1.1 * short_queries.cost(problem, H200, other).seconds
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seqlen_q": 4096, "seqlen_k": 4096}, {"batch": 64}, {"seqlen_k": 64}, {"needs_grad": True}],
+    ids=str,
+)
+def test_whole(changes: dict[str, Any]) -> None:
+    """Where rows fill the device, keys are few or a gradient is wanted."""
+    assert config(replace(FEW, **changes)).num_splits == 1
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("seqlen_q", [1, 40, 300])
+def test_plans_are_legal_everywhere(seqlen_q: int, dtype: str, gpu: str) -> None:
+    for problem in (FEW, PACKED, replace(PACKED, place=Paged(16), batch=7)):
+        for head_dim in (64, 80, 256):
+            asked = replace(problem, seqlen_q=seqlen_q, dtype=dtype)
+            asked = replace(asked, head_dim=head_dim, head_dim_v=head_dim)
+            plan = splitkv.plan(asked, device=GPUS[gpu])
+            whole = replace(plan.config, num_splits=1)
+            assert plan.kernel == "prefill" and whole in prefill.configs(asked, GPUS[gpu])
+            assert 1 <= plan.config.num_splits <= 1024
+
+
+def test_parts_are_short_where_other_sequences_may_be() -> None:
+    """Also where the rows alone fill the device more than half."""
+    problem = replace(PACKED, batch=8, seqlen_q=8, seqlen_k=1 << 17)
+    longest = short_queries.H200.longest_part
+    assert config(problem).num_splits * longest >= (1 << 17) * 512
+    alone = config(replace(problem, lengths="host")).num_splits
+    assert alone < config(problem).num_splits
+
+
+def test_prompts_beside_single_tokens() -> None:
+    """Pages: the keys of the few tokens are cut. Packed keys are those of prompts or training."""
+    mixed = replace(PACKED, batch=64, seqlen_q=512, seqlen_k=1 << 17)
+    assert config(mixed).num_splits == 16
+    assert config(replace(mixed, seqlen_k=4096)).num_splits == 1
+    assert config(replace(mixed, place=Ragged())).num_splits == 1
+    assert mixed.cut_tokens == 4 and replace(mixed, seqlen_q=256).cut_tokens == 256
+    assert replace(mixed, num_heads=512).cut_tokens == 1
+    shown = str(splitkv.explain(mixed, device=H200))
+    assert "sequences of at most 4 tokens in up to 16 parts of their keys" in shown
+    row_tiles = 8 * 512 * 4 // 128
+    assert f"{64 * (row_tiles + 15 * 8)}" in shown.split("programs (CTAs)")[1].split()[0]
+
+
+def test_partials_have_their_limit() -> None:
+    many = replace(PACKED, batch=2000, num_heads=64, seqlen_q=512, seqlen_k=1 << 19)
+    parts = config(many).num_splits
+    rows = many.batch * many.cut_tokens * many.num_heads
+    assert parts > 1 and parts * rows * 130 * 4 <= short_queries.MOST_PARTIAL_BYTES
+
+
+def test_other_kernels_are_left_alone() -> None:
+    """Decode kernels decide for themselves; what comes before `prefill` runs what is not cut."""
+    decode = replace(FEW, kind="decode", seqlen_q=4)
+    assert short_queries.choose(decode, H200, (decode_split.KERNEL, *KERNELS)) is None
+    assert short_queries.choose(FEW, H200, (torch_math.KERNEL,)) is None
+    first = replace(torch_math.KERNEL, name="another")
+    assert short_queries.choose(replace(FEW, batch=64), H200, (first, *KERNELS)) is None
+    cut = waves.choose(FEW, H200, (first, *KERNELS))
+    assert cut.kernel == "prefill" and cut.config.num_splits > 1
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_as_asked(place: Any) -> None:
+    problem = replace(FEW, place=place, kind="dense" if place == Contiguous() else "varlen")
+    assert config(problem, num_splits=7).num_splits == 7
+    assert (
+        config(replace(problem, needs_grad=True, place=Contiguous()), num_splits=7).num_splits == 1
+    )

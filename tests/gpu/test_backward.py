@@ -1,0 +1,201 @@
+"""Gradients of attention and attention_varlen on the GPU, against those of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import cases
+import pytest
+import torch
+from running import DEVICE
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from training import (
+    FUNCTION,
+    GRAD_AXES,
+    LEAVES,
+    TRAINING,
+    compare_with_reference,
+    fuzz,
+    gradients,
+    problem_of,
+    run,
+)
+
+import splitkv
+from splitkv.kernels import backward
+from splitkv.testing import Mask, Problem, Ragged, Score, check, make_operands
+
+FAMILIES, PROBLEMS = 6, 42
+GRAD = replace(TRAINING, needs_grad=True)
+EVERYTHING = replace(
+    GRAD, mask=Mask(True, 90, -1, 5), score=Score(True, True), sink_logits=True, seqlen_q=800
+)
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(GRAD_AXES))))
+def test_pairs(number: int) -> None:
+    problem = problem_of(PAIRS[number], needs_grad=True, return_lse=True)
+    zero_length = problem.kind == "varlen" and problem.batch > 1 and number % 2 == 0
+    strided = number % 3 == 0
+    check(problem, device=DEVICE, run=run, strided=strided, zero_length=zero_length)
+
+
+@pytest.mark.parametrize("n", range(FAMILIES))
+def test_fuzz(n: int) -> None:
+    fuzz(f"backward-{n}", PROBLEMS, needs_grad=True, device=DEVICE)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("which", ["key_configs", "query_configs"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_config(
+    dtype: str, which: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = replace(GRAD, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
+    device = splitkv.plan(problem).device
+    for config in list(getattr(backward, which)(problem, device)):
+        monkeypatch.setattr(backward, which, lambda problem, device, c=config: iter([c]))
+        check(problem, device=DEVICE, run=run)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_everything_at_once(dims: int, dtype: str, kind: Any) -> None:
+    """Every mask and score feature, gradients of the LSE and of the slopes."""
+    problem = replace(EVERYTHING, kind=kind, dtype=dtype)
+    if kind == "varlen":
+        problem = replace(problem, place=Ragged(), lengths="device")
+    call = make_operands(problem, device=DEVICE)
+    call["alibi_slopes"] = (torch.rand((2, 8)[2 - dims :], device=DEVICE) + 0.05).requires_grad_()
+    compare_with_reference(problem, call, run(problem, call))
+
+
+@pytest.mark.parametrize("window", [16, 127])
+@pytest.mark.parametrize("sink_tokens", [4, 128, 200])
+def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
+    """So few keys in a window that the rows that see the first ones are cut into parts."""
+    problem = replace(GRAD, seqlen_q=2300, seqlen_k=2400, batch=1, num_heads=4)
+    problem = replace(problem, mask=Mask(True, window, -1, sink_tokens))
+    config = next(backward.key_configs(problem, splitkv.plan(problem).device))
+    assert backward.sink_parts(problem, config)[1] > 1
+    check(problem, device=DEVICE, run=run)
+    check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_the_same_bits_every_time(kind: Any, deterministic: bool) -> None:
+    problem = replace(EVERYTHING, kind=kind, deterministic=deterministic, dropout=True)
+    call = make_operands(problem, device=DEVICE)
+
+    def once() -> dict[str, Tensor]:
+        torch.manual_seed(7)
+        return gradients(call, *run(problem, call))
+
+    first = once()
+    for _ in range(100):
+        again = once()
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("features", [{}, {"sink_logits": True, "mask": Mask(True, 60, -1, 3)}])
+def test_dropout(features: dict[str, Any]) -> None:
+    """The backward drops what its forward dropped: dv is the weights times the cotangent."""
+    problem = replace(GRAD, dropout=True, return_lse=False, **features)
+    problem = replace(problem, seqlen_q=256, seqlen_k=256, head_dim=64, head_dim_v=256)
+    call = make_operands(problem, device=DEVICE)
+    eye = torch.eye(256, device=DEVICE, dtype=torch.bfloat16)[None, :, None]
+    call["v"] = eye.repeat(2, 1, 2, 1).requires_grad_()
+    out = splitkv.attention(**call)
+    cotangent = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, call["v"], cotangent)
+    p = out.detach().double().unflatten(2, (2, 4))  # [batch, seqlen_q, kv head, group, key]
+    g = cotangent.double().unflatten(2, (2, 4))
+    wanted = torch.einsum("bqhgk,bqhgd->bkhd", p, g)
+    # every weight was rounded to bf16 in `out` and again before its product, dv in the end
+    rounding = torch.finfo(torch.bfloat16).eps / 2
+    bound = 2 * rounding * torch.einsum("bqhgk,bqhgd->bkhd", p, g.abs()) + rounding * wanted.abs()
+    assert ((dv.double() - wanted).abs() <= 1.05 * bound + 1e-4).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["", "lse"])
+def test_compiled(return_lse: bool, kind: Any, backend: str) -> None:
+    """The operators give the bits of eager calls."""
+    problem = replace(EVERYTHING, kind=kind, return_lse=return_lse)
+    call = make_operands(problem, device=DEVICE)
+    torch._dynamo.reset()
+    compiled = torch.compile(FUNCTION[kind], fullgraph=True, backend=backend)
+    results = [f(**call) for f in (FUNCTION[kind], compiled)]
+    eager, traced = (x if return_lse else (x, None) for x in results)
+    assert torch.equal(eager[0], traced[0])
+    grads = gradients(call, *eager), gradients(call, *traced)
+    for name in grads[0]:
+        torch.testing.assert_close(grads[1][name], grads[0][name])
+
+
+def test_checkpointing_recomputes_the_same() -> None:
+    problem = replace(GRAD, dropout=True, return_lse=False)
+    call = make_operands(problem, device=DEVICE)
+    qkv = [call[name] for name in "qkv"]
+    rest = {name: x for name, x in call.items() if name not in "qkv"}
+    results = []
+    for function in (
+        splitkv.attention,
+        partial(checkpoint, splitkv.attention, use_reentrant=False),
+    ):
+        torch.manual_seed(3)  # checkpoint keeps the generators of tensors that stand by position
+        results.append(gradients(call, function(*qkv, **rest), None))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_nothing_waits_for_the_host(
+    no_host_sync: Callable[[], AbstractContextManager[None]],
+) -> None:
+    problem = replace(EVERYTHING, kind="varlen", dropout=True)
+    call = make_operands(problem, device=DEVICE)
+
+    def step() -> None:
+        out, lse = splitkv.attention_varlen(**call)
+        torch.autograd.grad((out, lse), [call[n] for n in LEAVES], (out, lse))
+
+    step()
+    with no_host_sync():
+        step()
+
+
+@pytest.mark.parametrize("mask", [Mask(True), Mask(True, 128, -1, 4)], ids=str)
+def test_memory_is_linear(mask: Mask) -> None:
+    """Forward and backward take little more than the gradients and one more output."""
+    problem: Problem = replace(GRAD, batch=1, mask=mask, return_lse=False, sink_logits=True)
+    peaks = []
+    for length in (8192, 16384):
+        longer = replace(problem, seqlen_q=length, seqlen_k=length)
+        call = make_operands(longer, device=DEVICE)
+        names = [call[n] for n in ("q", "k", "v", "sink_logits")]
+        for _ in range(2):  # the first compiles
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = splitkv.attention(**call)
+            torch.autograd.grad(out, names, torch.ones_like(out))
+            peak = torch.cuda.max_memory_allocated() - before
+            del out
+        peaks.append(peak)
+        q_bytes = call["q"].numel() * 2
+        assert peak < 6 * q_bytes, f"{peak / q_bytes:.1f} times q"
+    assert peaks[1] < 2.2 * peaks[0]
+
+
+def test_a_second_derivative_is_refused() -> None:
+    call = make_operands(replace(GRAD, return_lse=False), device=DEVICE)
+    out = splitkv.attention(**call)
+    with pytest.raises(NotImplementedError, match="^create_graph: expected False"):
+        torch.autograd.grad(out.float().sum(), call["q"], create_graph=True)

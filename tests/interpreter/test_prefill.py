@@ -1,0 +1,367 @@
+"""`prefill` in Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from training import paged, problem_of
+
+import splitkv
+from splitkv import reference
+from splitkv.device import GPUS
+from splitkv.kernels import prefill
+from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.dropout import kept
+from splitkv.kernels.tile.visit import tile_at, tiles_seen, visits
+from splitkv.kv import Contiguous, Paged
+from splitkv.masks import Mask
+from splitkv.plans import Config, Plan
+from splitkv.problem import Problem
+from splitkv.scores import Score
+from splitkv.testing import (
+    Call,
+    assert_close,
+    assert_lse_close,
+    bind,
+    check,
+    expected,
+    make_operands,
+)
+
+# NumPy warns of what the kernels do on purpose: log2 of 0 is -inf for a row without keys, and e^2x
+# may overflow in tanh; Philox multiplies modulo 2^32. The interpreter itself uses what NumPy will
+# drop.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+H200 = GPUS["h200"]
+DENSE = Problem("dense", 2, 6, 2, 32, 32, 37, 50, "float16", return_lse=True)
+MASKS = (
+    *(Mask(), Mask(True), Mask(True, 9), Mask(True, 9, -1, 3), Mask(window_right=4)),
+    *(Mask(window_left=5, window_right=20), Mask(True, 0), Mask(True, 18, -1, 40)),
+)
+AXES: cases.Axes = {
+    "kind": ("dense", "varlen"),
+    "dtype": ("float16", "bfloat16", "float32"),
+    "head_dims": ((16, 16), (32, 64), (24, 40), (64, 32)),
+    "group": (1, 3, 4),
+    "num_kv_heads": (1, 2),
+    "batch": (1, 3),
+    "seqlens": ((1, 1), (1, 40), (37, 50), (33, 16), (48, 32), (2, 70)),
+    "mask": MASKS,
+    "softcap": (False, True),
+    "alibi": (False, True),
+    "sink_logits": (False, True),
+    "return_lse": (False, True),
+    "tiles": ((16, 16), (32, 16), (16, 32)),
+}
+
+
+def run(tile_m: int = 16, tile_n: int = 16, **options: int) -> Any:
+    """`run=` of `check`, with tiles so small that a few rows and keys are several."""
+
+    def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+        config = Config(tile_m=tile_m, tile_n=tile_n, **options)
+        assert prefill.unsupported(problem, H200) == []
+        plan = Plan(problem, H200, "fixed", "prefill", config, "a test")
+        return prefill.KERNEL.launch(bind(problem, call), plan)
+
+    return launch
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(AXES))))
+def test_pairs(number: int) -> None:
+    """Every pair of values of two axes."""
+    values = dict(PAIRS[number])
+    tiles = values.pop("tiles")
+    problem = problem_of(values)
+    zero_length = problem.kind == "varlen" and problem.batch > 1 and number % 2 == 0
+    check(problem, run=run(*tiles), strided=number % 3 == 0, zero_length=zero_length)
+
+
+def in_pages(page_size: int, launch: Any) -> Any:
+    """`run=` of `check` for a varlen problem, its keys and values put into pages."""
+    return lambda problem, call: launch(*paged(problem, call, page_size))
+
+
+PAGED_AXES: cases.Axes = {
+    **AXES,
+    "kind": ("varlen",),
+    "dtype": ("float16",),
+    "head_dims": ((16, 16), (24, 40)),
+    "num_kv_heads": (2,),
+    "batch": (1, 4),
+    "seqlens": ((1, 40), (37, 50), (33, 16), (20, 70)),
+    "mask": (Mask(True), Mask(), Mask(True, 9, -1, 3), Mask(window_left=5, window_right=20)),
+    "return_lse": (True,),
+    "page_size": (1, 8, 16, 10, 64),
+    "parts": (1, 2, 7),
+}
+
+
+@pytest.mark.parametrize("number", range(len(PAGED := cases.pairs(PAGED_AXES))))
+def test_pages(number: int) -> None:
+    """Pages smaller than a tile of keys, larger ones, and such that no tile divides."""
+    values = dict(PAGED[number])
+    tiles, parts, page_size = (values.pop(name) for name in ("tiles", "parts", "page_size"))
+    launch = in_pages(page_size, run(*tiles, num_splits=parts))
+    zero_length = number % 2 == 0 and values["batch"] > 1
+    check(problem_of(values), run=launch, strided=number % 3 == 0, zero_length=zero_length)
+
+
+PARTS_AXES: cases.Axes = {
+    **{name: values for name, values in PAGED_AXES.items() if name != "page_size"},
+    "kind": ("dense", "varlen"),
+    "seqlens": ((1, 1), (1, 90), (9, 100), (33, 16)),
+    "parts": (2, 3, 6),
+}
+
+
+@pytest.mark.parametrize("number", range(len(PARTS := cases.pairs(PARTS_AXES))))
+def test_parts(number: int) -> None:
+    """Keys cut into parts, more of them than some row tiles have tiles of keys."""
+    values = dict(PARTS[number])
+    tiles, parts = values.pop("tiles"), values.pop("parts")
+    problem = problem_of(values)
+    options = {"zero_length": True} if problem.kind == "varlen" and problem.batch > 1 else {}
+    check(problem, run=run(*tiles, num_splits=parts), strided=number % 3 == 0, **options)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("mask", [Mask(True), Mask(True, 30, -1, 5)], ids=str)
+def test_prompts_beside_single_tokens(
+    mask: Mask, page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the keys of few tokens are cut; prompts are finished in one part."""
+    monkeypatch.setattr(splitkv.problem, "MAX_CUT_TOKENS", 16)
+    problem = replace(DENSE, kind="varlen", batch=6, seqlen_q=40, seqlen_k=100, mask=mask)
+    assert problem.cut_tokens == 16 // problem.group == 5
+    call = make_operands(problem, lengths=(100, 90, 0, 100, 3, 70))
+    call["cu_seqlens_q"] = torch.tensor([0, 40, 41, 43, 48, 54, 54], dtype=torch.int32)
+    call["q"] = call["q"][:54]
+    whole = run()(problem, call)
+    ref, ref_lse = expected(problem, call)
+    launch = run(num_splits=4)
+    out, lse = (in_pages(page_size, launch) if page_size else launch)(problem, call)
+    working, _ = expected(problem, call, upcast=False)
+    assert_close(out, ref, working)
+    assert_lse_close(lse, ref_lse)
+    for sequence, cut in ((slice(0, 40), False), (slice(40, 41), True), (slice(48, 54), False)):
+        assert torch.equal(out[sequence], whole[0][sequence]) != cut
+
+
+@pytest.mark.parametrize("split_size", [16, 48])
+def test_parts_of_a_fixed_size(split_size: int) -> None:
+    problem = replace(DENSE, seqlen_q=3, seqlen_k=150, mask=Mask(True))
+    parts = -(-150 // split_size)
+    check(problem, run=run(num_splits=parts, schedule="fixed", split_size=split_size))
+
+
+DECODE = replace(DENSE, kind="decode", seqlen_q=40, seqlen_k=90, mask=Mask(True), head_dim=24)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("place", [Contiguous(), Paged(8), Paged(16), Paged(100)], ids=str)
+@pytest.mark.parametrize("lengths", ["host", "device"])
+def test_decode_of_many_tokens(lengths: Any, place: Any, parts: int) -> None:
+    problem = replace(DECODE, lengths=lengths, place=place, sink_logits=parts == 1)
+    options = {"lengths": (90, 17)} if lengths == "device" else {}
+    check(problem, run=run(num_splits=parts), strided=parts > 1, **options)
+
+
+def test_decode_writes_where_it_is_told() -> None:
+    problem = replace(DECODE, head_dim_v=16)
+    call = make_operands(problem)
+    for parts in (1, 3):
+        room = torch.full((2, 40, 9, 24), math.nan, dtype=torch.float16)
+        call["out"] = room[:, :, 3:, :16]
+        out, _ = run(num_splits=parts)(problem, call)
+        assert out is call["out"]
+        assert_close(out, expected(problem, call)[0], expected(problem, call, upcast=False)[0])
+        assert room[:, :, :3].isnan().all() and room[..., 16:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("sink_logits", [False, True], ids=["", "sink_logits"])
+def test_no_keys_at_all(kind: Any, sink_logits: bool) -> None:
+    problem = replace(DENSE, kind=kind, seqlen_k=0, sink_logits=sink_logits, mask=Mask(True))
+    out, lse = run()(problem, make_operands(problem))
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_tokens_after_the_last_sequence() -> None:
+    """They see nothing, and keys after it are seen by nobody."""
+    problem = replace(DENSE, kind="varlen", batch=3)
+    call = make_operands(problem)
+    for name in ("q", "k", "v"):
+        padding = torch.full((21, *call[name].shape[1:]), math.nan, dtype=torch.float16)
+        call[name] = torch.cat([call[name], padding])
+    out, lse = run()(problem, call)
+    used = int(call["cu_seqlens_q"][-1])
+    assert (out[used:] == 0).all() and (lse[:, used:] == -math.inf).all()
+    call |= {name: call[name].nan_to_num(0) for name in ("q", "k", "v")}
+    ref, ref_lse = expected(problem, call)
+    assert_close(out[:used], ref[:used], expected(problem, call, upcast=False)[0][:used])
+    assert_lse_close(lse, ref_lse)
+
+
+def test_no_sequences() -> None:
+    problem = replace(DENSE, kind="varlen", batch=0)
+    call = make_operands(replace(problem, batch=1))
+    call["cu_seqlens_q"] = call["cu_seqlens_k"] = torch.zeros(1, dtype=torch.int32)
+    out, lse = run()(problem, call)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("batch", [130, 300])
+def test_many_sequences(batch: int) -> None:
+    """More than are looked at in one step."""
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 16}
+    problem = replace(DENSE, kind="varlen", batch=batch, seqlen_q=3, seqlen_k=5, **sizes)
+    check(problem, run=run(), zero_length=True)
+
+
+def test_slopes_of_every_sequence() -> None:
+    problem = replace(DENSE, score=Score(alibi=True), kind="varlen")
+    call = make_operands(problem)
+    call["alibi_slopes"] = torch.rand(2, 6) + 0.05
+    out, lse = run()(problem, call)
+    ref, ref_lse = expected(problem, call)
+    assert_close(out, ref, expected(problem, call, upcast=False)[0])
+    assert_lse_close(lse, ref_lse)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("l2_bytes", [0, 50_000, 1 << 30])
+def test_every_tile_of_every_lane_has_a_program(l2_bytes: int, group: int) -> None:
+    """Whatever fits into the L2: the order of the programs changes no bit."""
+    problem = replace(DENSE, batch=5, num_heads=2 * group, mask=Mask(True))
+    call, device = make_operands(problem), replace(H200, l2_bytes=l2_bytes)
+    plan = Plan(problem, device, "fixed", "prefill", Config(tile_m=16, tile_n=16), "a test")
+    out, lse = prefill.KERNEL.launch(bind(problem, call), plan)
+    wanted = run()(problem, call)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    check(problem, run=lambda p, c: (out, lse))
+
+
+@triton.jit
+def visit(out_ptr, left, right, sink_tokens, seqlen_q, keys, TILE_N: tl.constexpr):
+    pos, bounds = keys - seqlen_q, Bounds(left, right, sink_tokens)
+    seen = tiles_seen(bounds, pos, pos + seqlen_q - 1, keys, TILE_N)
+    first, last = visits(seen, True)
+    for i in range(first, last):
+        tl.store(out_ptr + i, tile_at(seen, i, True))
+    first, last = visits(seen, False)
+    for i in range(first, last):
+        tl.store(out_ptr + 16 + i, tile_at(seen, i, False))
+
+
+@pytest.mark.parametrize("mask", [*MASKS, Mask(True, 33, -1, 5)], ids=str)
+def test_tiles_are_masked_only_where_a_row_misses_a_key(mask: Mask) -> None:
+    tile_n = 16
+    sink_tokens = mask.sink_tokens if mask.num_bands == 2 else None
+    for seqlen_q in (1, 3, 16, 40):
+        for keys in (0, 1, 15, 16, 17, 48, 70, 128):
+            out = torch.full((32,), -1, dtype=torch.int32)
+            visit[(1,)](out, mask.left, mask.right, sink_tokens, seqlen_q, keys, tile_n)
+            masked, whole = ({n for n in half.tolist() if n >= 0} for half in out.view(2, 16))
+            seen = torch.tensor(mask.materialize(seqlen_q, keys)).reshape(seqlen_q, keys)
+            padded = torch.nn.functional.pad(seen, (0, -keys % tile_n))
+            parts = padded.view(seqlen_q, -1, tile_n)
+            everywhere = set(torch.nonzero(parts.all(2).all(0)).flatten().tolist())
+            somewhere = set(torch.nonzero(parts.any(2).any(0)).flatten().tolist())
+            assert not masked & whole and masked | whole >= somewhere, (seqlen_q, keys)
+            assert len(masked | whole) <= len(somewhere) + (not somewhere), (seqlen_q, keys)
+            by_sink_tokens = {n for n in everywhere if (n + 1) * tile_n <= mask.sink_tokens}
+            assert whole <= everywhere <= whole | by_sink_tokens, (seqlen_q, keys)
+
+
+@triton.jit
+def keep(out_ptr, seed_ptr, drop_below, sequence_head, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    t, n = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    ok = kept(seed_ptr, drop_below, n, t, sequence_head)
+    tl.store(out_ptr + t * COLUMNS + n, ok.to(tl.int8))
+
+
+def weights_kept(seed: Tensor, dropout_p: float, sequence_head: int, size: int = 64) -> Tensor:
+    """[size, size] of 0 and 1."""
+    out = torch.empty(size, size, dtype=torch.int8)
+    keep[(1,)](out, seed, dropout_p * 2.0**24, sequence_head, size, size)
+    return out
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_its_share(dropout_p: float) -> None:
+    """In the whole, along rows and columns; differently for another head or seed."""
+    seed = torch.tensor(5, dtype=torch.int64)
+    drawn = [weights_kept(seed, dropout_p, n, 128).float() for n in range(4)]
+    drawn.append(weights_kept(seed + 1, dropout_p, 0, 128).float())
+    drawn.append(weights_kept(seed + (1 << 40), dropout_p, 0, 128).float())
+    sd = (dropout_p * (1 - dropout_p)) ** 0.5
+    for x in drawn:
+        assert abs(x.mean() - (1 - dropout_p)) < 5 * sd / 128
+        assert (x.mean(0) - (1 - dropout_p)).abs().max() < 5 * sd / 128**0.5
+        assert (x.mean(1) - (1 - dropout_p)).abs().max() < 5 * sd / 128**0.5
+    correlation = torch.corrcoef(torch.stack(drawn).flatten(1)) - torch.eye(len(drawn))
+    assert correlation.abs().max() < 5 / 128
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("sink_logits", [False, True], ids=["", "sink_logits"])
+def test_dropout(sink_logits: bool, kind: Any) -> None:
+    """Against the reference with the very same weights dropped; the LSE knows nothing of it."""
+    problem = replace(DENSE, kind=kind, dropout=True, mask=Mask(True), sink_logits=sink_logits)
+    call = make_operands(problem, lengths=(50, 50) if kind == "varlen" else None)
+    torch.manual_seed(3)
+    out, lse = run()(problem, call)
+    torch.manual_seed(3)
+    again, _ = run(32, 32)(problem, call)
+    torch.testing.assert_close(again, out, rtol=1e-2, atol=1e-2)
+    torch.manual_seed(3)
+    seed = prefill.draw_seed(call["q"])
+    for b in range(2):
+        q, k, v = (of_sequence(problem, call, n, b).double() for n in ("q", "k", "v"))
+        rows, keys = q.shape[0], k.shape[0]
+        for head in range(problem.num_heads):
+            one = slice(head, head + 1), slice(head // problem.group, head // problem.group + 1)
+            heads = {"q": q[None, :, one[0]], "k": k[None, :, one[1]]}
+            logit = call["sink_logits"][one[0]] if sink_logits else None
+            # With v the identity the output is the weights.
+            eye = torch.eye(keys, dtype=torch.float64)[None, :, None]
+            weights, ref_lse = reference.attention(
+                *heads.values(), eye, mask=problem.mask, sink_logits=logit
+            )
+            drop = weights_kept(seed, call["dropout_p"], b * problem.num_heads + head)
+            weights = weights[0, :, 0] * drop[:rows, :keys] / (1 - call["dropout_p"])
+            wanted = (weights @ v[:, one[1].start]).half()
+            actual = of_sequence(problem, call | {"q": out}, "q", b)[:, head]
+            torch.testing.assert_close(actual, wanted, rtol=1e-2, atol=4e-3)
+            if kind == "dense":
+                assert_lse_close(lse[b, head], ref_lse[0, 0])
+
+
+def of_sequence(problem: Problem, call: Call, name: str, b: int) -> Tensor:
+    """Sequence b of an operand: [tokens, heads, dim]."""
+    if problem.kind == "dense":
+        return call[name][b]
+    ends = call["cu_seqlens_q" if name == "q" else "cu_seqlens_k"]
+    return call[name][ends[b] : ends[b + 1]]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_pairs_of_queries_and_keys_are_counted(mask: Mask) -> None:
+    for seqlen_q, seqlen_k in ((1, 1), (5, 9), (9, 5), (40, 40), (3, 70), (0, 4), (4, 0)):
+        problem = replace(DENSE, mask=mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        counted = sum(map(sum, mask.materialize(seqlen_q, seqlen_k)))
+        assert prefill.visible_pairs(problem) == counted, (seqlen_q, seqlen_k)

@@ -1,0 +1,221 @@
+"""Problems of attention and attention_varlen, what is asked of every kernel that serves them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import cases
+import torch
+from torch import Tensor
+
+import splitkv
+from splitkv.testing import (
+    DRAWS,
+    Call,
+    Contiguous,
+    Mask,
+    Paged,
+    Problem,
+    Ragged,
+    Score,
+    assert_close,
+    check,
+    expected,
+)
+
+SEED = int(os.environ.get("SPLITKV_FUZZ_SEED", "0"))
+LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
+FUNCTION = {
+    "dense": splitkv.attention,
+    "varlen": splitkv.attention_varlen,
+    "decode": splitkv.decode,
+}
+MASKS = (
+    *(Mask(), Mask(True), Mask(True, 130), Mask(True, 60, -1, 5), Mask(window_right=9)),
+    *(Mask(window_left=70, window_right=200), Mask(True, 0), Mask(True, 40, -1, 150)),
+)
+AXES: cases.Axes = {
+    "kind": ("dense", "varlen"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dims": (*cases.AXES["head_dims"], (16, 40)),
+    "group": (1, 2, 4, 7, 8, 16),
+    "num_kv_heads": (1, 2, 3),
+    "batch": (1, 2, 5),
+    "seqlens": ((1, 1), (1, 300), (128, 128), (200, 333), (513, 513), (300, 120), (3, 700)),
+    "mask": MASKS,
+    "softcap": (False, True),
+    "alibi": (False, True),
+    "sink_logits": (False, True),
+    "return_lse": (False, True),
+}
+# Gradients of rows that see one key are what rounding leaves: there is nothing to hold them to.
+GRAD_AXES: cases.Axes = {
+    **{name: values for name, values in AXES.items() if name != "return_lse"},
+    "seqlens": tuple(lengths for lengths in AXES["seqlens"] if lengths != (1, 1)),
+    "mask": tuple(mask for mask in MASKS if mask.left != 0),
+    "deterministic": (False, True),
+}
+TRAINING = Problem("dense", 2, 8, 2, 128, 128, 700, 700, mask=Mask(True), return_lse=True)
+
+Outputs = tuple[Tensor, Tensor | None]
+
+
+def problem_of(values: cases.Values, **more: Any) -> Problem:
+    """The problem of one combination of values of AXES."""
+    values = {**values, **more}
+    kind = values.pop("kind")
+    values["seqlen_q"], values["seqlen_k"] = values.pop("seqlens")
+    varlen = kind == "varlen"
+    values |= {"place": Ragged(), "lengths": "device"} if varlen else {"place": Contiguous()}
+    return replace(cases.decode_problem(values), kind=kind)
+
+
+def paged(problem: Problem, call: Call, page_size: int, seed: int = 0) -> tuple[Problem, Call]:
+    """The same keys and values of a varlen problem in pages: what is unused is NaN or garbage."""
+    g = torch.Generator().manual_seed(seed)
+    ends = call["cu_seqlens_k"].tolist()
+    keys = torch.tensor([b - a for a, b in pairwise(ends)], dtype=torch.int32)
+    max_pages = -(-problem.seqlen_k // page_size) + 2
+    pages = torch.randperm(len(keys) * max_pages + 3, generator=g)
+    table = pages[: len(keys) * max_pages].view(len(keys), max_pages).int()
+    call = dict(call)
+    for name in ("k", "v"):
+        x = call[name]
+        cache = torch.full((len(pages), page_size, *x.shape[1:]), math.nan, dtype=x.dtype)
+        for row, a, b in zip(table.tolist(), ends, ends[1:], strict=False):
+            at = torch.arange(b - a)
+            page = torch.tensor(row)[at // page_size]
+            cache[page, at % page_size] = x[a:b].detach().cpu()
+        if not x.is_contiguous():
+            cache = torch.nn.functional.pad(cache.transpose(1, 2), (0, 8), value=math.nan)
+            cache = cache.contiguous().transpose(1, 2)[..., : x.shape[-1]]
+        call[name] = cache.to(x.device)
+    first = torch.arange(max_pages) * page_size
+    garbage = torch.tensor([-1, len(pages), 2**31 - 1, -(2**31)], dtype=torch.int32)
+    garbage = garbage[torch.randint(4, table.shape, generator=g)]
+    table = torch.where(first < keys[:, None], table, garbage)
+    device = call["q"].device
+    call |= {"cu_seqlens_k": None, "page_table": table.to(device), "cache_seqlens": keys.to(device)}
+    return replace(problem, place=Paged(page_size)), call
+
+
+def run(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+    """`run=` of `check`: the public function, which has to take `prefill` or that for Hopper."""
+    taken = splitkv.plan(problem).kernel
+    assert taken in ("prefill", "hopper_prefill"), splitkv.explain(problem)
+    result = FUNCTION[problem.kind](**call)
+    return result if problem.return_lse else (result, None)
+
+
+def gradients(call: Call, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
+    """Of everything, from cotangents of the output and the LSE of rows that have one."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(out.shape, generator=g).to(call["q"])
+    loss = (out * weight.to(out)).sum()
+    if lse is not None:
+        weight = torch.randn(lse.shape, generator=g).to(call["q"])
+        loss = loss + torch.where(lse > -math.inf, lse * weight.to(lse), 0).sum()
+    names = [n for n in LEAVES if isinstance(call.get(n), Tensor)]
+    found = torch.autograd.grad(loss, [call[n] for n in names])
+    return dict(zip(names, found, strict=True))
+
+
+def compare(call: Call, found: Outputs, exact: Outputs, working: Sequence[Outputs]) -> None:
+    """Every gradient held to the tolerance rule, with the worst of the runs as `check` does."""
+    grads, ref = gradients(call, *found), gradients(call, *exact)
+    runs = [gradients(call, *outputs) for outputs in working]
+    for name, grad in grads.items():
+        assert grad.dtype == call[name].dtype and grad.shape == call[name].shape
+        worst = max((run[name] for run in runs), key=lambda x: (x - ref[name]).abs().max())
+        assert_close(grad, ref[name], worst, factor=3.0, name=f"d{name}")
+
+
+def compare_with_reference(problem: Problem, call: Call, found: Outputs) -> None:
+    working = [expected(problem, call, upcast=False, draw=n) for n in range(DRAWS)]
+    compare(call, found, expected(problem, call), working)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a kernel is compiled for."""
+
+    kind: str
+    dtype: str
+    head_dims: tuple[int, int]
+    group: int
+    mask: str
+    score: Score
+    sink_logits: bool
+    return_lse: bool
+
+
+def family(rng: random.Random) -> Family:
+    head_dim = rng.choice((64, 128, rng.choice(tuple(range(16, 257, 8)))))
+    return Family(
+        kind=rng.choice(("dense", "varlen")),
+        dtype=rng.choice(("bfloat16", "bfloat16", "float16", "float32")),
+        head_dims=(head_dim, rng.choice((head_dim, head_dim, 64, 128))),
+        group=rng.choice((1, 2, 3, 4, 5, 7, 8, 16, 64)),
+        mask=rng.choice(("causal", "full", "window", "both_sides", "sink_tokens")),
+        score=Score(softcap=rng.random() < 0.3, alibi=rng.random() < 0.3),
+        sink_logits=rng.random() < 0.4,
+        return_lse=rng.random() < 0.6,
+    )
+
+
+def mask_of(kind: str, rng: random.Random) -> Mask:
+    """A window of more than a row's own key: gradients of that are rounding alone."""
+    left = rng.choice((rng.randint(1, 20), rng.randint(1, 600)))
+    return {
+        "causal": Mask(causal=True),
+        "full": Mask(),
+        "window": Mask(True, left),
+        "both_sides": Mask(False, left, rng.randint(0, 90)),
+        "sink_tokens": Mask(True, left, -1, rng.randint(1, 150)),
+    }[kind]
+
+
+def drawn_problem(of: Family, rng: random.Random, needs_grad: bool = False) -> Problem:
+    seqlen_k = rng.choice((rng.randint(2, 70), rng.randint(2, 400), rng.randint(2, 1200)))
+    seqlen_q = rng.choice((seqlen_k, seqlen_k, rng.randint(1, 300), rng.randint(1, seqlen_k)))
+    num_kv_heads = rng.randint(1, 3 if of.group < 16 else 1)
+    varlen = of.kind == "varlen"
+    return Problem(
+        of.kind,  # type: ignore[arg-type]
+        batch=rng.choice((1, rng.randint(1, 3), rng.randint(1, 7) if varlen else 2)),
+        num_heads=num_kv_heads * of.group,
+        num_kv_heads=num_kv_heads,
+        head_dim=of.head_dims[0],
+        head_dim_v=of.head_dims[1],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        dtype=of.dtype,
+        mask=mask_of(of.mask, rng),
+        place=Ragged() if varlen else Contiguous(),
+        score=of.score,
+        sink_logits=of.sink_logits,
+        lengths="device" if varlen else "host",
+        return_lse=of.return_lse,
+        needs_grad=needs_grad,
+    )
+
+
+def fuzz(name: str, problems: int, needs_grad: bool, device: str) -> None:
+    """Random problems of one family; a failure ends with one line that repeats it."""
+    rng = random.Random(f"{SEED}-{name}")
+    of = family(rng)
+    for _ in range(problems):
+        problem = drawn_problem(of, rng, needs_grad)
+        options: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
+        if of.kind == "varlen" and problem.batch > 1 and rng.random() < 0.4:
+            options["zero_length"] = True
+        try:
+            check(problem, seed=rng.randrange(1 << 30), device=device, run=run, **options)
+        except Exception as error:
+            raise AssertionError(f"{error}\n  SPLITKV_FUZZ_SEED={SEED}, family {name}") from error
