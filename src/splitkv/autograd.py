@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from splitkv.kernels import prefill
-from splitkv.kernels.backward import Backward
+from splitkv.kernels.backward import backward_for
 from splitkv.launch import Launcher, bind, needs_grad, operator_outputs
 from splitkv.plans import plan_with_handle
 from splitkv.problem import Operands, describe_attention
@@ -119,7 +119,7 @@ def attention_backward_op(grad_out, grad_lse, out, lse, *rest):
     launcher, operands = _bound(arguments)
     given = [arguments[i] for i in _DIFFERENTIABLE]
     if isinstance(launcher, prefill.Launcher):
-        run = Backward(launcher.problem, launcher.device)
+        run = backward_for(launcher.problem, launcher.device, operands)
         seed = _kernel_seed(operands.q, arguments[_SEED])
         of_lse = grad_lse if arguments[_RETURN_LSE] else None
         with _on_device(operands.q):

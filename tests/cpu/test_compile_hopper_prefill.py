@@ -150,10 +150,7 @@ def test_variants(values: cases.Values) -> None:
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in made.asm["ptx"]
     assert made.metadata.shared <= H200.smem_per_block
-    q, k, v, out = prefill.slots(problem, config, H200)
-    rows = q * config.tile_m * problem.head_dim + out * prefill.ROWS * problem.head_dim_v
-    keys = k * config.tile_n * problem.head_dim + v * config.tile_n * problem.head_dim_v
-    room = (rows + keys) * problem.element_bytes + prefill.BARRIER_BYTES
+    room = prefill.shared_bytes(problem, config) + prefill.out_bytes(problem, config)
     assert made.metadata.shared <= room
     assert "serialized" not in told_by_ptxas(made.asm["ptx"])
 

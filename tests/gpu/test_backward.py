@@ -11,7 +11,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import DEVICE
+from running import DEVICE, HERE
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -28,6 +28,8 @@ from training import (
 
 import splitkv
 from splitkv.kernels import backward
+from splitkv.kernels.hopper import backward as hopper_backward
+from splitkv.kernels.hopper import backward_queries as hopper_queries
 from splitkv.testing import Mask, Problem, Ragged, Score, check, make_operands
 
 FAMILIES, PROBLEMS = 6, 42
@@ -37,12 +39,21 @@ EVERYTHING = replace(
 )
 
 
+def any_gpu(problem: Problem, device: splitkv.Device, operands: Any) -> backward.Backward:
+    """In place of `backward_for`."""
+    return backward.Backward(problem, device)
+
+
 @pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(GRAD_AXES))))
-def test_pairs(number: int) -> None:
+def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(PAIRS[number], needs_grad=True, return_lse=True)
     zero_length = problem.kind == "varlen" and problem.batch > 1 and number % 2 == 0
     strided = number % 3 == 0
-    check(problem, device=DEVICE, run=run, strided=strided, zero_length=zero_length)
+    options = {"strided": strided, "zero_length": zero_length}
+    check(problem, device=DEVICE, run=run, **options)
+    if not hopper_backward.unsupported(problem, HERE):
+        monkeypatch.setattr(backward, "backward_for", any_gpu)
+        check(problem, device=DEVICE, run=run, **options)
 
 
 @pytest.mark.parametrize("n", range(FAMILIES))
@@ -57,10 +68,43 @@ def test_every_config(
     dtype: str, which: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(GRAD, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
-    device = splitkv.plan(problem).device
-    for config in list(getattr(backward, which)(problem, device)):
+    monkeypatch.setattr(backward, "backward_for", any_gpu)
+    for config in list(getattr(backward, which)(problem, HERE)):
         monkeypatch.setattr(backward, which, lambda problem, device, c=config: iter([c]))
         check(problem, device=DEVICE, run=run)
+
+
+HOPPER = HERE.capability == (9, 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128] if HOPPER else [])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_every_config_on_hopper(
+    kind: Any, deterministic: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = replace(GRAD, kind=kind, head_dim=head_dim, head_dim_v=head_dim)
+    problem = replace(problem, deterministic=deterministic, mask=Mask(True))
+    assert hopper_backward.unsupported(problem, HERE) == []
+    for keys in hopper_backward.configs(problem, HERE):
+        for queries in hopper_queries.configs(problem, HERE):
+            made = partial(hopper_backward.Backward, config=keys, queries=queries)
+            monkeypatch.setattr(backward, "backward_for", lambda p, d, _, made=made: made(p, d))
+            check(problem, device=DEVICE, run=run)
+            if not deterministic:
+                break
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_deterministic_bits_of_the_preferred_kernels(kind: Any) -> None:
+    """On Hopper those for it, which sum dq up by atomics where this is not asked for."""
+    problem = replace(GRAD, kind=kind, deterministic=True, sink_logits=True)
+    problem = replace(problem, mask=Mask(True, 300, -1, 5), seqlen_q=700, seqlen_k=700)
+    call = make_operands(problem, device=DEVICE)
+    first = gradients(call, *run(problem, call))
+    for _ in range(100):
+        again = gradients(call, *run(problem, call))
+        assert all(torch.equal(again[name], first[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])

@@ -1,4 +1,4 @@
-"""`early_kv`: decode starts before the kernel before it has ended, and waits for what that writes."""
+"""`early_kv`: decode starts before the kernel before it has ended, and waits for its writes."""
 
 from __future__ import annotations
 

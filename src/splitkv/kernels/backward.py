@@ -379,6 +379,15 @@ def sink_parts(problem: Problem, config: Config) -> tuple[int, int]:
     return (near, parts) if near and parts > 1 else (0, 0)
 
 
+def backward_for(problem: Problem, device: Device, operands: Operands) -> Any:
+    """What makes the gradients of a call: the kernels for Hopper where they can, else these."""
+    from splitkv.kernels.hopper import backward as hopper
+
+    if hopper.unsupported(problem, device) or hopper.unfit(operands):
+        return Backward(problem, device)
+    return hopper.Backward(problem, device)
+
+
 class Backward:
     """The kernels bound to one problem, device and memory layout.
 

@@ -497,13 +497,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        from splitkv.kernels.backward import Backward
+        from splitkv.kernels.backward import backward_for
 
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
         *tensors, seed, out, lse = ctx.saved_tensors
         operands = replace(ctx.scalars, **dict(zip(TENSORS, tensors, strict=True)))
-        run = Backward(ctx.launcher.problem, ctx.launcher.device)
+        run = backward_for(ctx.launcher.problem, ctx.launcher.device, operands)
         saved, of_slopes = (operands, seed, out, lse), ctx.needs_input_grad[-1]
         return None, None, None, *run(*saved, grad_out, grad_lse, of_slopes)
 

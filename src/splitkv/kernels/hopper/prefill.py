@@ -42,17 +42,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
 from splitkv.kernels import prefill
-from splitkv.kernels.hopper.prefill_rows import consume
 from splitkv.kernels.hopper.prefill_tile import (
     Output,
     Parts,
     Signals,
     Work,
+    consume,
     produce,
     reinterpret,
 )
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.weight import Scoring
+from splitkv.kv import Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
@@ -64,7 +65,7 @@ TURNS = True  # warpgroups issue products in turns: see prefill_tile.py
 # By head_dim: tile_m, tile_n, num_stages, the best guess first. More rows or keys do not fit into
 # the registers of a warpgroup, more stages not into shared memory.
 SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((128, 128, 4), (192, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 4)),
+    64: ((192, 128, 4), (128, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 4)),
     128: ((128, 128, 2), (128, 64, 4), (128, 64, 3), (192, 64, 4), (192, 64, 3)),
     192: ((128, 128, 2), (128, 64, 3), (128, 64, 2)),
     256: ((128, 64, 2),),
@@ -126,32 +127,33 @@ def hopper_prefill(
     GROUP: gl.constexpr,
     PACK: gl.constexpr,  # heads of q that are packed into rows
     WARPGROUPS: gl.constexpr,
-    Q_SLOTS: gl.constexpr,  # row tiles whose q there is room for, tiles of keys and of values
-    K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
     OUT_SLOTS: gl.constexpr,  # tiles of shared memory for out; 0: it takes the place of q
     TURNS: gl.constexpr,
 ):
     TILE_N: gl.constexpr = k_desc.block_type.shape[1]
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
-    q_boxes, q = allocate(q_desc, Q_SLOTS * WARPGROUPS)
-    k_boxes, k = allocate(k_desc, K_SLOTS)
-    v_boxes, v = allocate(v_desc, V_SLOTS)
+    q_boxes, q = allocate(q_desc, WARPGROUPS)
+    k_boxes, k = allocate(k_desc, STAGES)
+    v_boxes, v = allocate(v_desc, STAGES)
     q_rest_boxes = None
     q_rest = None
     k_rest_boxes = None
     k_rest = None
     if q_rest_desc is not None:
-        q_rest_boxes, q_rest = allocate(q_rest_desc, Q_SLOTS * WARPGROUPS)
-        k_rest_boxes, k_rest = allocate(k_rest_desc, K_SLOTS)
+        q_rest_boxes, q_rest = allocate(q_rest_desc, WARPGROUPS)
+        k_rest_boxes, k_rest = allocate(k_rest_desc, STAGES)
     out_boxes = None
     out = None
     if OUT_SLOTS > 0:
         out_boxes, out = allocate(out_desc, OUT_SLOTS)
-    k_full, k_free = barriers(K_SLOTS, 1), barriers(K_SLOTS, WARPGROUPS)
-    v_full, v_free = barriers(V_SLOTS, 1), barriers(V_SLOTS, WARPGROUPS)
-    q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, WARPGROUPS)
-    signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free)
+    turn = None
+    if TURNS:
+        turn = barriers(WARPGROUPS, 1)
+    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
+    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
+    q_full, q_free = barriers(1, 1), barriers(1, WARPGROUPS)
+    signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn)
     maps = Parts(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc)
     boxes = Parts(q_boxes, q_rest_boxes, k_boxes, k_rest_boxes, v_boxes, out_boxes)
     shared = Parts(q, q_rest, k, k_rest, v, out)
@@ -163,9 +165,9 @@ def hopper_prefill(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, signals, output, 0, PACK, 2, TURNS)),
-                (consume, (work, maps, boxes, shared, signals, output, 1, PACK, 2, TURNS)),
-                (produce, (work, maps, boxes, signals, GROUP, PACK, 2, TILE_N)),
+                (consume, (work, maps, boxes, shared, signals, output, 0, PACK, 2, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 1, PACK, 2, STAGES)),
+                (produce, (work, maps, boxes, signals, GROUP, PACK, 2, TILE_N, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -173,10 +175,10 @@ def hopper_prefill(
     else:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, signals, output, 0, PACK, 3, TURNS)),
-                (consume, (work, maps, boxes, shared, signals, output, 1, PACK, 3, TURNS)),
-                (consume, (work, maps, boxes, shared, signals, output, 2, PACK, 3, TURNS)),
-                (produce, (work, maps, boxes, signals, GROUP, PACK, 3, TILE_N)),
+                (consume, (work, maps, boxes, shared, signals, output, 0, PACK, 3, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 1, PACK, 3, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 2, PACK, 3, STAGES)),
+                (produce, (work, maps, boxes, signals, GROUP, PACK, 3, TILE_N, STAGES)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -192,6 +194,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         if not ok:
             reasons.append(reason)
 
+    expect(problem.kind != "decode", "kind decode: expected dense or varlen")
+    expect(not isinstance(problem.place, Paged), f"kv {problem.place}: expected no pages")
     expect(
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
@@ -236,19 +240,6 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 def out_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of an output tile."""
     return config.tile_m * problem.head_dim_v * problem.element_bytes
-
-
-def slots(problem: Problem, config: Config, device: Device) -> tuple[int, int, int, int]:
-    """Tiles in shared memory: row tiles of q, tiles of keys, tiles of values, 64 rows of out.
-
-    What is left beside one row tile and the stages goes to a second row tile, then to out.
-    """
-    room = device.smem_per_block - shared_bytes(problem, config)
-    q_bytes = config.tile_m * problem.head_dim * problem.element_bytes
-    q_slots = 2 if q_bytes <= room else 1
-    room -= (q_slots - 1) * q_bytes
-    out_slots = config.tile_m // ROWS if out_bytes(problem, config) <= room else 0
-    return q_slots, config.num_stages, config.num_stages, out_slots
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
@@ -320,10 +311,12 @@ class Launcher(prefill.Launcher):
         self.grid = (min(tiles * lanes, config.programs or tiles * lanes),)
         lse = prefill.lse_strides(q)
         warpgroups = config.tile_m // ROWS
+        room = plan.device.smem_per_block - shared_bytes(problem, config)
         self.rest = (
             *(*prefill.bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(tokens, problem.num_heads, lse.b, lse.h, tiles, lanes, width, problem.group),
-            *(self.pack, warpgroups, *slots(problem, config, plan.device), TURNS),
+            *(self.pack, warpgroups, config.num_stages),
+            *(warpgroups if out_bytes(problem, config) <= room else 0, TURNS),
         )
         # of the first warpgroup; the others are the kernel's own
         self.options = {"num_warps": 4, "enable_fp_fusion": True}

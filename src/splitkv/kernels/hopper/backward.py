@@ -1,0 +1,482 @@
+"""Gradients of attention for Hopper: tiles by TMA, five products by two warpgroups.
+
+Computes what kernels/backward.py computes, without dropout, soft cap and ALiBi. After
+`backward_rows`, which finds total and delta, a program has 128 keys and visits the rows that see
+them, the heads of the group one after another:
+
+    p[n, r]  = exp(scale k[n] . q[r] - total[r])    ds[n, r] = p[n, r] (v[n] . dout[r] - delta[r])
+    dv[n]   += p[n, r] dout[r]    dk[n] += scale ds[n, r] q[r]    dq[r] += scale ds[n, r] k[n]
+
+Scores are transposed, so that p and ds come out of the products in the registers from which dv and
+dk take them. dq is summed up over programs: TMA adds their tiles to fp32 sums in memory, in the
+order of a warpgroup's registers, and `hopper_backward_round` brings these into the order and type
+of dq. Such sums differ from run to run in their last bits. With `deterministic`,
+`hopper_backward_queries` makes dq instead, and S and dP once more: seven products.
+
+With sink tokens the first keys are seen by far more rows than others; as in kernels/backward.py,
+their tiles are cut into parts of rows, which `backward_sum` adds up.
+
+Shapes      as kernels/prefill.py; rows of statistics: see Stats, every head a group of its own
+Grid        tiles of keys x lanes, the first and so heaviest first, a lane being a KV head, dense of
+            one sequence: as many lanes together as have a tile for every SM
+Traffic     reads k, v, and for each tile of keys q, dout and 8 bytes of statistics of the rows that
+            see it; writes dk, dv; dq: sets the fp32 sums to 0, adds to them for each tile of keys,
+            reads them, writes dq; flops 5 products of 2 * pairs * head_dim where the forward has 2
+Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product.
+            Rows and keys behind the end of a packed sequence are cleared before they are multiplied
+            with zeros, as those of the next sequence may be NaN or infinite. dsink has the rounding
+            of out in it, as delta has
+Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64 or 128; no soft cap, ALiBi or
+            dropout; addresses and strides that are multiples of 16 bytes; otherwise those of
+            kernels/prefill.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from splitkv.device import Device
+from splitkv.kernels import backward, prefill
+from splitkv.kernels.backward_rows import Stats, statistics
+from splitkv.kernels.hopper import backward_queries
+from splitkv.kernels.hopper.backward_loop import (
+    Barriers,
+    Boxes,
+    Exchange,
+    Inputs,
+    KeyGradients,
+    RowTiles,
+    Tiles,
+    Work,
+    add_up,
+    finish_keys,
+    own_tokens,
+    produce,
+    reinterpret,
+)
+from splitkv.kernels.hopper.backward_round import hopper_backward_round
+from splitkv.kernels.prefill import LOG2_E, bounds_of, strides_of
+from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.visit import row_tiles_seen, tile_and_lane, tokens_of
+from splitkv.plans import Config
+from splitkv.problem import Operands, Problem
+
+TILE_N = 128  # keys a program: 64 a consumer
+BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
+SUM_COLUMNS = gl.constexpr(32)  # of the sums of dq as TMA sees them: 128 bytes
+
+# By head_dim: rows a step and their stages, the best first. More rows do not fit into registers.
+SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((128, 3), (128, 2), (64, 3)),
+    128: ((64, 3), (64, 2)),
+}
+SIZES = (  # arguments whose values are no reason to compile again
+    *("scale", "scale_log2", "left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
+    *("num_kv_heads", "total_q", "total_k", "tiles", "lanes", "width", "sum_tiles", "near"),
+    "parts",
+)
+
+
+@gluon.jit
+def allocate(inputs, STAGES: gl.constexpr, TILE_N: gl.constexpr):
+    """(Boxes, Tiles, Barriers) of a program, the barriers initialised."""
+    dtype: gl.constexpr = inputs.q.dtype
+    TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
+    DIM: gl.constexpr = inputs.q.block_type.shape[3]
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows: gl.constexpr = [STAGES, 1, TILE_M, 1, DIM]
+    keys: gl.constexpr = [1, TILE_N, 1, DIM]
+    boxes = Boxes(
+        gl.allocate_shared_memory(dtype, rows, inputs.q.layout),
+        gl.allocate_shared_memory(dtype, rows, inputs.q.layout),
+        gl.allocate_shared_memory(dtype, keys, inputs.k.layout),
+        gl.allocate_shared_memory(dtype, keys, inputs.k.layout),
+    )
+    tiles = Tiles(
+        reinterpret(boxes.q, dtype, [STAGES, TILE_M, DIM], WIDE),
+        reinterpret(boxes.grad, dtype, [STAGES, TILE_M, DIM], WIDE),
+        reinterpret(boxes.k, dtype, [TILE_N, DIM], WIDE),
+        reinterpret(boxes.v, dtype, [TILE_N, DIM], WIDE),
+        gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], ROW),
+        gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], ROW),
+    )
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    bars = Barriers(
+        gl.allocate_shared_memory(gl.int64, [1], layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
+    )
+    mbarrier.init(bars.kv, count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(bars.rows.index(n), count=2)  # TMA, and the warp that copies statistics
+        mbarrier.init(bars.rows_free.index(n), count=2)
+    for n in gl.static_range(2):
+        mbarrier.init(bars.ds.index(n), count=2)
+        mbarrier.init(bars.sums.index(n), count=1)
+        mbarrier.init(bars.sums_free.index(n), count=1)
+    return boxes, tiles, bars
+
+
+@gluon.jit
+def allocate_exchange(inputs, sums_desc, TILE_N: gl.constexpr):
+    """The Exchange of a program."""
+    dtype: gl.constexpr = inputs.q.dtype
+    TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
+    ROWS: gl.constexpr = sums_desc.block_type.shape[0]
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return Exchange(
+        gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], WIDE),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout),
+    )
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def hopper_backward(
+    q_desc,  # [batch, seqlen_q, num_heads, DIM], or [1, total_q, num_heads, DIM], in tiles of rows
+    grad_desc,  # as q_desc
+    k_desc,  # the same of keys and KV heads
+    v_desc,
+    total_ptr,  # Stats.total of heads without groups
+    delta_ptr,
+    dk_ptr,  # as k
+    dv_ptr,
+    dk_strides,  # Strides
+    dv_strides,
+    part_ptr,  # [batch, num_kv_heads, near, parts, TILE_N, 2 * DIM] fp32, or None
+    sums_desc,  # [heads, tiles of rows, TILE_M * DIM] fp32 in the order of `put_sums`, or None
+    cu_q_ptr,  # [batch + 1] int32, or None: dense
+    cu_k_ptr,
+    scale,
+    scale_log2,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    num_kv_heads,
+    total_q,
+    total_k,
+    tiles,  # tiles of keys of a lane
+    lanes,
+    width,  # lanes that go together
+    sum_tiles,  # of a head, and dense of a sequence
+    near,  # tiles of sink tokens that are cut into parts
+    parts,  # of each
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    TILE_M: gl.constexpr = q_desc.block_type.shape[1]
+    TILE_N: gl.constexpr = k_desc.block_type.shape[1]
+    DIM: gl.constexpr = q_desc.block_type.shape[3]
+    PACKED: gl.constexpr = cu_q_ptr is not None
+    bounds = Bounds(left, right, sink_tokens)
+    pid = gl.program_id(0)
+    if part_ptr is None:
+        tile, lane = tile_and_lane(pid, tiles, lanes, width)
+        own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
+        b, h, tile, first_k, len_k, first_q, len_q = own_tokens(*own, num_kv_heads, TILE_N)
+        if tile < near:
+            return
+    else:
+        tile = pid // parts % near
+        h = pid // (parts * near) % num_kv_heads
+        b = pid // (parts * near) // num_kv_heads
+        first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
+        first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
+    if tile * TILE_N >= len_k:
+        return
+    shift = len_k - len_q
+    last = gl.minimum(tile * TILE_N + TILE_N, len_k) - 1
+    seen = row_tiles_seen(bounds, tile * TILE_N, last, shift, len_q, 1, TILE_M)
+    first = seen.skip
+    end = first + seen.count
+    whole = tile * TILE_N + TILE_N <= len_k  # else keys that are not there have to be masked
+    middle = gl.where(whole, first + seen.middle_first, end)
+    middle_end = gl.where(whole, first + seen.middle_last, end)
+    if part_ptr is not None:
+        per = (seen.count + parts - 1) // parts
+        first = gl.minimum(first + pid % parts * per, end)
+        end = gl.minimum(first + per, end)
+    visit = RowTiles(first, end, middle, middle_end)
+
+    if cu_q_ptr is None:
+        stat_row = (b * num_kv_heads + h) * GROUP * seqlen_q
+        stat_head = seqlen_q
+        sum_tile = (b * num_kv_heads + h) * GROUP * sum_tiles
+        at = b
+    else:
+        stat_row = h * GROUP * total_q + first_q
+        stat_head = total_q
+        sum_tile = h * GROUP * sum_tiles + first_q // TILE_M + b
+        at = b * 0
+    work = Work(
+        *((end - first) * GROUP, at, h, tile, first_k, len_k, first_q, len_q, shift),
+        *(stat_head, sum_tile, sum_tiles),
+    )
+    if part_ptr is None:
+        dk_at = at.to(gl.int64) * dk_strides.b + first_k.to(gl.int64) * dk_strides.t
+        dv_at = at.to(gl.int64) * dv_strides.b + first_k.to(gl.int64) * dv_strides.t
+        dk_ptr += dk_at + h.to(gl.int64) * dk_strides.h
+        dv_ptr += dv_at + h.to(gl.int64) * dv_strides.h
+        out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale)
+    else:
+        part_ptr += (pid - tile).to(gl.int64) * (TILE_N * 2 * DIM)
+        out = KeyGradients(part_ptr, part_ptr + DIM, 2 * DIM, 2 * DIM, scale)
+    inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, total_ptr + stat_row, delta_ptr + stat_row)
+    boxes, held, bars = allocate(inputs, STAGES, TILE_N)
+    if sums_desc is None:
+        exchange = Exchange(None, None)
+    else:
+        exchange = allocate_exchange(inputs, sums_desc, TILE_N)
+    gl.warp_specialize(
+        [
+            (finish_keys, (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0)),
+            (finish_keys, (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1)),
+            (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
+            (add_up, (sums_desc, exchange, bars, work, visit)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device)
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    expect(
+        problem.dtype in ("bfloat16", "float16"),
+        f"dtype {problem.dtype}: expected bfloat16 or float16",
+    )
+    dims = problem.head_dim, problem.head_dim_v
+    expect(
+        dims[0] == dims[1] and dims[0] in SHAPES,
+        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
+    )
+    expect(not problem.score.softcap, "softcap: expected none")
+    expect(not problem.score.alibi, "alibi: expected none")
+    expect(not problem.dropout, "dropout: expected none")
+    return reasons
+
+
+def unfit(operands: Operands) -> list[str]:
+    """What of a memory layout TMA cannot describe."""
+    reasons = []
+    for name in ("q", "k", "v"):
+        x = getattr(operands, name)
+        if 0 in x.shape:
+            reasons.append(f"{name}: expected at least one token, got {list(x.shape)}")
+        if not fits_tma(x):
+            reasons.append(
+                f"{name}: expected strides and an address that are multiples of 16 bytes"
+            )
+    return reasons
+
+
+def fits_tma(x: Any) -> bool:
+    steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
+    aligned = all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a config: keys, stages of rows and their statistics, ds."""
+    keys = 2 * config.tile_n * problem.head_dim
+    rows = 2 * config.num_stages * config.tile_m * problem.head_dim
+    stats = 2 * config.num_stages * config.tile_m * 4
+    needed = (keys + rows) * problem.element_bytes + stats + BARRIER_BYTES
+    if problem.deterministic:
+        return needed
+    ds = 2 * config.tile_n * config.tile_m * problem.element_bytes
+    return needed + ds + config.tile_m * problem.head_dim * 4
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every tile shape of `hopper_backward` that fits, the best first."""
+    for tile_m, num_stages in SHAPES[problem.head_dim]:
+        config = Config(tile_m=tile_m, tile_n=TILE_N, num_warps=8, num_stages=num_stages)
+        if shared_bytes(problem, config) <= device.smem_per_block:
+            yield config
+
+
+def tiling(
+    problem: Problem, device: Device, total: int, heads: int, tile: int
+) -> tuple[int, int, int]:
+    """(tiles of a lane, lanes, lanes together) for so many tokens in all, in tiles of `tile`.
+
+    Together: the least number, of those that divide the lanes, that has a tile for nearly every SM.
+    Where the tiles of a lane are not equally heavy, fewer would leave SMs idle at the end.
+    """
+    if problem.kind == "varlen":
+        return total // tile + problem.batch + 1, heads, heads
+    tiles, lanes = triton.cdiv(total // problem.batch, tile), problem.batch * heads
+    widths = (n for n in range(1, lanes + 1) if lanes % n == 0)
+    return tiles, lanes, next((n for n in widths if n * tiles >= 0.9 * device.num_sms), lanes)
+
+
+def descriptor(x: Any, tokens: int) -> TensorDescriptor:
+    """x [(batch,) tokens, heads, dim] as TMA is to see it, so many tokens of a head at a time."""
+    shape, strides = list(x.shape), list(x.stride())
+    if len(shape) == 3:
+        shape, strides = [1, *shape], [shape[-1], *strides]
+    # along a single element there are no steps, and torch may say anything
+    strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, shape, [*strides[:3], 1], [1, tokens, 1, shape[3]], layout)
+
+
+def sums_descriptor(sums: Any) -> TensorDescriptor:
+    """Sums [.., size] of dq, half of a tile at a time."""
+    columns = SUM_COLUMNS.value
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    rows, half = sums.shape.numel() // columns, sums.shape[-1] // (2 * columns)
+    return TensorDescriptor(sums, [rows, columns], [columns, 1], [half, columns], layout)
+
+
+class Backward:
+    """The kernels bound to one problem and device; called as kernels.backward.Backward is.
+
+    The operands have to be such that `unfit` says nothing of them; the gradient of the output is
+    copied where TMA cannot describe it.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        config: Config | None = None,
+        queries: Config | None = None,
+    ) -> None:
+        self.problem, self.device = problem, device
+        self.config = config or next(configs(problem, device))
+        self.queries = queries or next(backward_queries.configs(problem, device))
+
+    def __call__(
+        self,
+        operands: Operands,
+        seed: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        of_slopes: bool,
+    ) -> backward.Gradients:
+        x = operands
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        elif not fits_tma(grad_out):
+            grad_out = grad_out.contiguous()
+        p = replace(self.problem, num_kv_heads=self.problem.num_heads)  # every head has its rows
+        stats = statistics(p, x, out, lse, grad_out, grad_lse, x.sink_logits is not None)
+        found = (torch.empty_like(tensor) for tensor in (x.q, x.k, x.v))
+        tensors = backward.Tensors(x.q, x.k, x.v, grad_out, *found)
+        if p.deterministic:
+            self.launch_keys(x, stats, tensors, None)
+            self.launch_queries(x, stats, tensors)
+        else:
+            shape = *self.sums_shape(x), self.config.tile_m * p.head_dim
+            sums = x.q.new_zeros(shape, dtype=torch.float32)
+            self.launch_keys(x, stats, tensors, sums)
+            self.round(x, sums, tensors.dq)
+        dsink = None
+        if x.sink_logits is not None:
+            dsink = self.of_sinks(x.sink_logits, stats).to(x.sink_logits.dtype)
+        return tensors.dq, tensors.dk, tensors.dv, dsink, None
+
+    def sums_shape(self, x: Operands) -> tuple[int, int]:
+        """Lanes of query heads, and the tiles of rows of each."""
+        p = self.problem
+        tiling_q = tiling(p, self.device, x.q.shape[:-2].numel(), p.num_heads, self.config.tile_m)
+        return tiling_q[1], tiling_q[0]
+
+    def launch_keys(
+        self, x: Operands, stats: Stats, tensors: backward.Tensors, sums: Tensor | None
+    ) -> None:
+        """dk, dv and, in fp32, dq where there are sums for it."""
+        p, c = self.problem, self.config
+        total = x.k.shape[:-2].numel()
+        tiles, lanes, width = tiling(p, self.device, total, p.num_kv_heads, TILE_N)
+        near, parts = backward.sink_parts(p, c)
+        summed = None if sums is None else sums_descriptor(sums)
+
+        def launch(programs: int, part: Tensor | None) -> None:
+            hopper_backward[(programs,)](
+                descriptor(x.q, c.tile_m),
+                descriptor(tensors.grad, c.tile_m),
+                descriptor(x.k, TILE_N),
+                descriptor(x.v, TILE_N),
+                *(stats.total, stats.delta),
+                *(tensors.dk, tensors.dv, strides_of(tensors.dk), strides_of(tensors.dv)),
+                *(part, summed, x.cu_seqlens_q, x.cu_seqlens_k),
+                *(x.softmax_scale, x.softmax_scale * LOG2_E, *bounds_of(p)),
+                *(p.seqlen_q, p.seqlen_k, p.batch, p.num_kv_heads),
+                *(x.q.shape[:-2].numel(), total, tiles, lanes, width),
+                *(self.sums_shape(x)[1], near, parts, p.group, c.num_stages),
+                num_warps=4,  # of the first consumer
+                enable_fp_fusion=True,
+            )
+
+        cut = p.batch * p.num_kv_heads * near
+        if cut:
+            shape = cut, parts, TILE_N, 2 * p.head_dim
+            part = x.q.new_empty(shape, dtype=torch.float32)
+            launch(cut * parts, part)
+            both = tensors, backward.Tensors(*(strides_of(tensor) for tensor in tensors))
+            backward.backward_sum[(cut, triton.cdiv(TILE_N, backward.SUM_TILE))](
+                *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
+                *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE),
+            )
+        launch(tiles * lanes, None)
+
+    def round(self, x: Operands, sums: Tensor, dq: Tensor) -> None:
+        """dq of its fp32 sums."""
+        p, c = self.problem, self.config
+        lanes, tiles, _ = sums.shape
+        hopper_backward_round[(tiles * lanes,)](
+            *(sums, dq, strides_of(dq), x.cu_seqlens_q, x.softmax_scale, p.seqlen_q, p.batch),
+            *(p.num_heads, x.q.shape[:-2].numel(), tiles, c.tile_m, p.head_dim),
+            num_warps=8,
+        )
+
+    def launch_queries(self, x: Operands, stats: Stats, tensors: backward.Tensors) -> None:
+        """dq, in one order."""
+        p, c = self.problem, self.queries
+        total = x.q.shape[:-2].numel()
+        tiles, lanes, width = tiling(p, self.device, total, p.num_heads, c.tile_m)
+        backward_queries.hopper_backward_queries[(tiles * lanes,)](
+            descriptor(x.q, c.tile_m),
+            descriptor(tensors.grad, c.tile_m),
+            descriptor(x.k, c.tile_n),
+            descriptor(x.v, c.tile_n),
+            *(tensors.dq, strides_of(tensors.dq), stats.total, stats.delta),
+            *(x.cu_seqlens_q, x.cu_seqlens_k, x.softmax_scale, x.softmax_scale * LOG2_E),
+            *(*bounds_of(p), p.seqlen_q, p.seqlen_k, p.batch, p.num_heads, total),
+            *(tiles, lanes, width, p.group, c.num_stages),
+            num_warps=4,  # of the first consumer
+            enable_fp_fusion=True,
+        )
+
+    def of_sinks(self, logits: Tensor, stats: Stats) -> Tensor:
+        """[num_heads] fp32; a row that sees no key has an infinite total and no part in it."""
+        weights = torch.exp2(logits.float()[:, None, None] * LOG2_E - stats.total)
+        return -torch.where(weights > 0, weights * stats.slope, 0.0).sum((0, 2, 3))

@@ -1,0 +1,329 @@
+"""dq for Hopper where every sum has to be made in one order: no atomics, S and dP once more.
+
+Computes dq of kernels/backward.py, whose letters these are: a program owns 128 rows of a head, 64 a
+consumer warpgroup, and visits the tiles of keys that they see; one warp asks for the tiles.
+
+Grid        tiles of rows x lanes, a lane being a query head, dense of one sequence; the last and so
+            heaviest rows first
+Traffic     reads q, dout, k, v and 8 bytes of statistics a row, writes dq; flops 3 products of
+            2 * pairs * head_dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from splitkv.device import Device
+from splitkv.kernels.hopper.backward_loop import (
+    HALF,
+    async_load,
+    clear_behind,
+    own_tokens,
+    reinterpret,
+    store_rows,
+    thread_barrier,
+)
+from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
+from splitkv.kernels.tile.visit import tile_and_lane
+from splitkv.plans import Config
+from splitkv.problem import Problem
+
+TILE_M = 128  # rows a program: 64 a consumer
+SIZES = (  # arguments whose values are no reason to compile again
+    *("scale", "scale_log2", "left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
+    *("num_heads", "total_q", "tiles", "lanes", "width"),
+)
+
+
+class Inputs(NamedTuple):
+    """TMA descriptors of q, grad, k and v; or shared memory as TMA sees it, q and grad [1, 128, 1,
+    dim], k and v [STAGES, 1, TILE_N, 1, dim]; or the same as tiles [128, dim], [STAGES, TILE_N,
+    dim]."""
+
+    q: Any
+    grad: Any
+    k: Any
+    v: Any
+
+
+class Barriers(NamedTuple):
+    """Arrival of the rows; arrival and release of k and of v [STAGES]."""
+
+    rows: Any
+    k: Any
+    k_free: Any
+    v: Any
+    v_free: Any
+
+
+class Work(NamedTuple):
+    """Sequence and heads, for the descriptors; first token and token in its sequence; numbers of
+    tokens; key position of the first query; tiles of keys as `visited_tiles` gives them."""
+
+    b: Any
+    head: Any
+    kv_head: Any
+    first_q: Any
+    t: Any
+    len_q: Any
+    first_k: Any
+    len_k: Any
+    shift: Any
+    count: Any
+    near: Any
+    skip: Any
+
+
+class RowGradients(NamedTuple):
+    """Pointers to dq of the first token, total and delta; elements between tokens of dq; scale."""
+
+    dq_ptr: Any
+    total_ptr: Any
+    delta_ptr: Any
+    stride: Any
+    scale: Any
+
+
+@gluon.jit
+def produce(desc, boxes, bars, work):
+    """Have the rows copied to shared memory, then every tile of keys to its turn of the ring.
+
+    One more follows, of which consumers make weights that nobody uses.
+    """
+    TILE_N: gl.constexpr = desc.k.block_type.shape[1]
+    STAGES: gl.constexpr = bars.k.shape[0]
+    at = [work.b, work.first_q + work.t, work.head, 0]
+    mbarrier.expect(bars.rows, desc.q.block_type.nbytes + desc.grad.block_type.nbytes)
+    async_load(desc.q, at, bars.rows, boxes.q)
+    async_load(desc.grad, at, bars.rows, boxes.grad)
+    slot = work.kv_head * 0
+    phase = slot + 1
+    for j in range(work.count + 1):
+        tile = gl.where(j < work.near, j, j + work.skip)
+        at = [work.b, work.first_k + tile * TILE_N, work.kv_head, 0]
+        mbarrier.wait(bars.k_free.index(slot), phase)
+        mbarrier.expect(bars.k.index(slot), desc.k.block_type.nbytes)
+        async_load(desc.k, at, bars.k.index(slot), boxes.k.index(slot))
+        mbarrier.wait(bars.v_free.index(slot), phase)
+        mbarrier.expect(bars.v.index(slot), desc.v.block_type.nbytes)
+        async_load(desc.v, at, bars.v.index(slot), boxes.v.index(slot))
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def weights(s, total, scale_log2, bounds, pos, start, keys):
+    """p [64, TILE_N] of products s with the keys from `start`; pos [64, 1], of rows in order."""
+    TILE_N: gl.constexpr = s.shape[1]
+    p = gl.exp2(s * scale_log2 - total)
+    offs_n = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    masked = start + TILE_N > keys
+    if bounds.right is not None:
+        masked = masked | (start + TILE_N > pos.first + bounds.right + 1)
+    if bounds.left is not None:
+        masked = masked | (start < pos.first + HALF - 1 - bounds.left)
+    if masked:
+        p = gl.where(visible(bounds, pos.all, start + offs_n, keys), p, 0.0)
+    return p
+
+
+class Positions(NamedTuple):
+    """Key positions of 64 rows [64, 1], and of the first."""
+
+    all: Any
+    first: Any
+
+
+@gluon.jit
+def clear_keys(x, count):
+    """Zero a tile of keys from `count` on, as the other consumer does."""
+    if count < x.shape[0]:
+        clear_behind(x, count)
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
+def consume(tiles, bars, work, bounds, out, scale_log2, W: gl.constexpr):
+    """dq of the rows of consumer W."""
+    STAGES: gl.constexpr = tiles.k.shape[0]
+    TILE_N: gl.constexpr = tiles.k.shape[1]
+    DIM: gl.constexpr = tiles.k.shape[2]
+    dtype: gl.constexpr = tiles.k.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+
+    t = work.t + W * HALF
+    rows = t + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
+    total = gl.load(out.total_ptr + rows, mask=rows < work.len_q, other=float("inf"))[:, None]
+    delta = gl.load(out.delta_ptr + rows, mask=rows < work.len_q, other=0.0)[:, None]
+    pos = Positions((rows + work.shift)[:, None], t + work.shift)
+    zero = gl.zeros([HALF, TILE_N], gl.float32, S)
+    dq = gl.zeros([HALF, DIM], gl.float32, ACC)
+    q = tiles.q.slice(W * HALF, HALF)
+    grad = tiles.grad.slice(W * HALF, HALF)
+    mbarrier.wait(bars.rows, 0)
+    slot = work.kv_head * 0
+    phase = slot
+    start = gl.where(work.near > 0, 0, work.skip) * TILE_N
+    mbarrier.wait(bars.k.index(0), 0)
+    clear_keys(tiles.k.index(0), work.len_k - start)
+    s = warpgroup_mma(q, tiles.k.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(bars.v.index(0), 0)
+    clear_keys(tiles.v.index(0), work.len_k - start)
+    dp = warpgroup_mma(grad, tiles.v.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = weights(s, total, scale_log2, bounds, pos, start, work.len_k)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    for j in range(work.count):
+        mbarrier.arrive(bars.v_free.index(slot), count=1)
+        ds = gl.convert_layout((p * (dp - delta)).to(dtype), A)
+        dq = warpgroup_mma(ds, tiles.k.index(slot), dq, is_async=True)
+
+        # weights of the next tile of keys
+        before = slot
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+        start = gl.where(j + 1 < work.near, j + 1, j + 1 + work.skip) * TILE_N
+        k = tiles.k.index(slot)
+        mbarrier.wait(bars.k.index(slot), phase)
+        clear_keys(k, work.len_k - start)
+        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s, dq = warpgroup_mma_wait(0, deps=[s, dq])  # dp has room where ds was
+        mbarrier.arrive(bars.k_free.index(before), count=1)
+        v = tiles.v.index(slot)
+        mbarrier.wait(bars.v.index(slot), phase)
+        clear_keys(v, work.len_k - start)
+        dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        p = weights(s, total, scale_log2, bounds, pos, start, work.len_k)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+
+    store_rows(dq * out.scale, q, out.dq_ptr, out.stride, t, work.len_q)
+
+
+@gluon.jit
+def allocate(desc, STAGES: gl.constexpr):
+    """(boxes, tiles, Barriers) of a program, the barriers initialised."""
+    dtype: gl.constexpr = desc.q.dtype
+    TILE_M: gl.constexpr = desc.q.block_type.shape[1]
+    TILE_N: gl.constexpr = desc.k.block_type.shape[1]
+    DIM: gl.constexpr = desc.q.block_type.shape[3]
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows: gl.constexpr = [1, TILE_M, 1, DIM]
+    keys: gl.constexpr = [STAGES, 1, TILE_N, 1, DIM]
+    q = gl.allocate_shared_memory(dtype, rows, desc.q.layout)
+    grad = gl.allocate_shared_memory(dtype, rows, desc.q.layout)
+    k = gl.allocate_shared_memory(dtype, keys, desc.q.layout)
+    v = gl.allocate_shared_memory(dtype, keys, desc.q.layout)
+    tiles = Inputs(
+        reinterpret(q, dtype, [TILE_M, DIM], WIDE),
+        reinterpret(grad, dtype, [TILE_M, DIM], WIDE),
+        reinterpret(k, dtype, [STAGES, TILE_N, DIM], WIDE),
+        reinterpret(v, dtype, [STAGES, TILE_N, DIM], WIDE),
+    )
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    rows_bar = gl.allocate_shared_memory(gl.int64, [1], layout)
+    k_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    v_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    mbarrier.init(rows_bar, count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(k_bar.index(n), count=1)
+        mbarrier.init(k_free.index(n), count=2)
+        mbarrier.init(v_bar.index(n), count=1)
+        mbarrier.init(v_free.index(n), count=2)
+    return Inputs(q, grad, k, v), tiles, Barriers(rows_bar, k_bar, k_free, v_bar, v_free)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def hopper_backward_queries(
+    q_desc,  # [batch, seqlen_q, num_heads, DIM], or [1, total_q, num_heads, DIM], in tiles of rows
+    grad_desc,  # as q_desc
+    k_desc,  # the same of keys and KV heads
+    v_desc,
+    dq_ptr,  # as q
+    dq_strides,  # Strides
+    total_ptr,  # [sequences, num_heads, tokens] fp32; packed sequences are one
+    delta_ptr,
+    cu_q_ptr,  # [batch + 1] int32, or None: dense
+    cu_k_ptr,
+    scale,
+    scale_log2,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    num_heads,
+    total_q,
+    tiles,  # tiles of rows of a lane
+    lanes,
+    width,  # lanes that go together
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    desc = Inputs(q_desc, grad_desc, k_desc, v_desc)
+    TILE_M: gl.constexpr = desc.q.block_type.shape[1]
+    TILE_N: gl.constexpr = desc.k.block_type.shape[1]
+    bounds = Bounds(left, right, sink_tokens)
+    tile, lane = tile_and_lane(gl.program_id(0), tiles, lanes, width)
+    own = tiles - 1 - tile, lane, cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, batch, total_q
+    b, head, tile, first_q, len_q, first_k, len_k = own_tokens(*own, num_heads, TILE_M)
+    t = tile * TILE_M
+    if t >= len_q:
+        return
+    shift = len_k - len_q
+    last = gl.minimum(t + TILE_M, len_q) - 1
+    count, near, skip = visited_tiles(bounds, shift + t, shift + last, len_k, TILE_N)
+    at = b
+    length = seqlen_q
+    if cu_q_ptr is not None:
+        at = b * 0
+        length = total_q
+    work = Work(
+        *(at, head, head // GROUP, first_q, t, len_q, first_k, len_k, shift, count, near, skip)
+    )
+    first = at.to(gl.int64) * dq_strides.b + first_q.to(gl.int64) * dq_strides.t
+    row = (at * num_heads + head).to(gl.int64) * length + first_q
+    out = RowGradients(
+        dq_ptr + first + head.to(gl.int64) * dq_strides.h,
+        total_ptr + row,
+        delta_ptr + row,
+        dq_strides.t,
+        scale,
+    )
+    boxes, held, bars = allocate(desc, STAGES)
+    gl.warp_specialize(
+        [
+            (consume, (held, bars, work, bounds, out, scale_log2, 0)),
+            (consume, (held, bars, work, bounds, out, scale_log2, 1)),
+            (produce, (desc, boxes, bars, work)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every tile shape that fits, the best first."""
+    for tile_n, num_stages in ((128, 2), (64, 4), (64, 2)):
+        elements = (2 * TILE_M + 2 * num_stages * tile_n) * problem.head_dim
+        if elements * problem.element_bytes + 1024 <= device.smem_per_block:
+            yield Config(tile_m=TILE_M, tile_n=tile_n, num_warps=8, num_stages=num_stages)

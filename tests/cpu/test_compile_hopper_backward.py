@@ -1,0 +1,232 @@
+"""The Hopper backward compiles without a GPU: TMA, wgmma that overlap, and no spills that matter.
+
+As in test_compile_prefill.py: what `Backward` launches is compiled in the shapes that it would
+take, over a covering set, and held to budgets. ptxas says when it has to wait for every wgmma.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cases
+import pytest
+import torch
+from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure
+from triton.runtime.driver import driver
+
+from splitkv.device import GPUS
+from splitkv.kernels import backward as any_backward
+from splitkv.kernels.hopper import backward, backward_queries
+from splitkv.kv import Contiguous, Ragged
+from splitkv.masks import Mask
+from splitkv.problem import Operands, Problem
+
+H200 = GPUS["h200"]
+MASKS = (Mask(), Mask(True), Mask(True, 128, -1, 4), Mask(window_left=9, window_right=2))
+AXES: cases.Axes = {
+    "kind": ("dense", "varlen"),
+    "dtype": ("bfloat16", "float16"),
+    "head_dim": (64, 128),
+    "heads": ((8, 8), (14, 2)),
+    "mask": MASKS,
+    "sink_logits": (False, True),
+    "deterministic": (False, True),
+    "row_gap": (0, 8),
+    "config": (0, 1),
+}
+STACK_BYTES = 128  # scalars, most of them read once a tile of rows
+SPILLS = 28  # loads and stores of them in a loop of 600 to 1000 instructions
+
+
+def problem_of(values: cases.Values) -> Problem:
+    num_heads, num_kv_heads = values.get("heads", (8, 2))
+    kind = values.get("kind", "dense")
+    return Problem(
+        kind,
+        batch=3,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=values["head_dim"],
+        head_dim_v=values["head_dim"],
+        seqlen_q=4096,
+        seqlen_k=4096,
+        dtype=values.get("dtype", "bfloat16"),
+        mask=values["mask"],
+        place=Ragged() if kind == "varlen" else Contiguous(),
+        sink_logits=values.get("sink_logits", False),
+        deterministic=values.get("deterministic", False),
+        needs_grad=True,
+    )
+
+
+def operands_of(problem: Problem, row_gap: int) -> Operands:
+    """Operands without memory."""
+    p, dtype = problem, getattr(torch, problem.dtype)
+    packed = p.kind == "varlen"
+    lead = (p.batch * p.seqlen_q,) if packed else (p.batch, p.seqlen_q)
+    cu = Layout(torch.Size([p.batch + 1]), torch.int32) if packed else None
+    q, k, v = (
+        Layout(torch.Size([*lead, heads, p.head_dim]), dtype, row_gap)
+        for heads in (p.num_heads, p.num_kv_heads, p.num_kv_heads)
+    )
+    scale = p.head_dim**-0.5
+    return Operands(q=q, k=k, v=v, cu_seqlens_q=cu, cu_seqlens_k=cu, softmax_scale=scale)
+
+
+def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, list[Any]]:
+    """The kernels of a backward after `backward_rows`, by name and in order of their launch."""
+    x = operands_of(problem, row_gap)
+    config = list(backward.configs(problem, H200))[number]
+    run = backward.Backward(problem, H200, config)
+    owners = {
+        "hopper_backward": backward,
+        "hopper_backward_round": backward,
+        "hopper_backward_queries": backward_queries,
+        "backward_sum": any_backward,
+    }
+    recorders = {name: Recorder(getattr(owner, name)) for name, owner in owners.items()}
+    rows = Layout(torch.Size([3 * 4096 * problem.num_heads]), torch.float32)
+    stats = backward.Stats(rows, rows, None, None)
+    tensors = any_backward.Tensors(x.q, x.k, x.v, x.q, x.q, x.k, x.v)
+    patches = [mock.patch.object(driver, "_active", AnyGPU(90))]
+    patches += [mock.patch.object(owners[n], n, recorder) for n, recorder in recorders.items()]
+    for patch in patches:
+        patch.start()
+    try:
+        if problem.deterministic:
+            run.launch_keys(x, stats, tensors, None)
+            run.launch_queries(x, stats, tensors)
+        else:
+            shape = *run.sums_shape(x), config.tile_m * problem.head_dim
+            sums = Layout(torch.Size(shape), torch.float32)
+            run.launch_keys(x, stats, tensors, sums)
+            run.round(x, sums, x.q)
+    finally:
+        for patch in patches:
+            patch.stop()
+    made = {name: recorder.compiled for name, recorder in recorders.items() if recorder.compiled}
+    for kernel in made["hopper_backward"]:
+        assert kernel.metadata.shared <= backward.shared_bytes(problem, config)
+    return made
+
+
+def describe(values: cases.Values) -> str:
+    names = (values[name] for name in ("kind", "dtype", "head_dim", "heads", "mask"))
+    return "-".join(re.sub(r"[ ,()]+", "_", str(name)) for name in names)
+
+
+@pytest.mark.parametrize("values", cases.pairs(AXES), ids=describe)
+def test_covering_set(values: cases.Values) -> None:
+    problem = problem_of(values)
+    made = compiled(problem, values["row_gap"], values["config"])
+    makes_dq = "hopper_backward_queries" if problem.deterministic else "hopper_backward_round"
+    cut = problem.mask.num_bands == 2
+    names = {"hopper_backward", makes_dq} | ({"backward_sum"} if cut else set())
+    assert made.keys() == names
+    assert len(made["hopper_backward"]) == 1 + cut
+    for name, kernels in made.items():
+        for kernel in kernels:
+            ptx, found = kernel.asm["ptx"], measure(kernel)
+            assert kernel.metadata.shared <= H200.smem_per_block, name
+            products = name in ("hopper_backward", "hopper_backward_queries")
+            for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.4d", "setmaxnreg.inc"):
+                assert (instruction in ptx) == products, f"{name}: {instruction}"
+            if products:
+                assert found.stack_bytes <= STACK_BYTES, name
+            adds = name == "hopper_backward" and not problem.deterministic
+            assert ("cp.reduce.async.bulk.tensor.2d" in ptx) == adds, name
+
+
+def loops_with_products(cubin: bytes) -> list[list[str]]:
+    """The instructions of each innermost loop with wgmma in it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
+    lines = [(int(address, 16), line) for address, line in found]
+    jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
+    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    loops = [loop for loop in loops if not any(encloses(loop, other) for other in loops)]
+    bodies = [[line for at, line in lines if first <= at <= last] for first, last in loops]
+    return [body for body in bodies if any("HGMMA" in line for line in body)]
+
+
+def encloses(loop: tuple[int, int], other: tuple[int, int]) -> bool:
+    return loop != other and loop[0] <= other[0] and other[1] <= loop[1]
+
+
+def ptxas_says(ptx: str, folder: Path) -> str:
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    ptxas = CUOBJDUMP.with_name("ptxas")
+    command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_overlap(head_dim: int, deterministic: bool, tmp_path: Path) -> None:
+    """No wgmma waits for the one before, and spills in loops are few."""
+    values = {"head_dim": head_dim, "mask": Mask(True), "deterministic": deterministic}
+    for name, kernels in compiled(problem_of(values)).items():
+        if name in ("hopper_backward", "hopper_backward_queries"):
+            (kernel,) = kernels
+            said = ptxas_says(kernel.asm["ptx"], tmp_path)
+            assert "serialized" not in said, said
+            assert "Used 168 registers" in said, said
+            loops = loops_with_products(kernel.asm["cubin"])
+            assert len(loops) == 2, "expected a loop of each consumer"
+            for body in loops:
+                spilled = [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
+                assert len(spilled) <= SPILLS, spilled
+
+
+def test_limits() -> None:
+    problem = problem_of({"head_dim": 128, "mask": Mask(True)})
+    assert not backward.unsupported(problem, H200)
+    refused = {
+        "device sm_80: expected sm_90": (problem, GPUS["a100"]),
+        "dtype float32: expected bfloat16 or float16": (replace(problem, dtype="float32"), H200),
+        "dropout: expected none": (replace(problem, dropout=True), H200),
+        "alibi: expected none": (replace(problem, score=cases.Score(False, True)), H200),
+        "softcap: expected none": (replace(problem, score=cases.Score(True, False)), H200),
+        "head_dim/head_dim_v 192/128: expected 64/64 or 128/128": (
+            replace(problem, head_dim=192),
+            H200,
+        ),
+    }
+    for reason, (other, device) in refused.items():
+        assert backward.unsupported(other, device) == [reason]
+
+
+def test_layouts_that_tma_cannot_describe() -> None:
+    problem = problem_of({"head_dim": 128, "mask": Mask(True)})
+    x = operands_of(problem, 8)
+    assert not backward.unfit(x)
+    reason = "{}: expected strides and an address that are multiples of 16 bytes"
+    assert backward.unfit(replace(x, k=operands_of(problem, 4).k)) == [reason.format("k")]
+    moved = Layout(x.q.shape, x.q.dtype, 0, address=(1 << 20) + 2)
+    assert backward.unfit(replace(x, q=moved)) == [reason.format("q")]
+    empty = Layout(torch.Size([0, 2, 128]), x.q.dtype)
+    assert backward.unfit(replace(x, v=empty)) == [
+        "v: expected at least one token, got [0, 2, 128]"
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lanes_that_go_together_leave_no_sm_idle(head_dim: int) -> None:
+    problem = problem_of({"head_dim": head_dim, "mask": Mask(True), "heads": (32, 8)})
+    for batch, length in ((4, 4096), (1, 16384), (64, 128), (1, 128)):
+        p = replace(problem, batch=batch, seqlen_q=length, seqlen_k=length)
+        tiles, lanes, width = backward.tiling(p, H200, batch * length, 8, 128)
+        assert (tiles, lanes) == (-(-length // 128), batch * 8)
+        assert lanes % width == 0
+        assert tiles * width >= 0.9 * H200.num_sms or width == lanes
