@@ -20,7 +20,8 @@ class Config:
     num_splits   most parts that the keys of one sequence and KV head are cut into
     schedule     even: every sequence is cut into num_splits parts by its own length;
                  batch: `programs` parts a KV head and row tile are shared out over the whole batch
-                 on the device, each sequence getting parts in proportion to its length;
+                 on the device, each sequence getting parts in proportion to its length (even, on
+                 whole sequences: programs that go through the row tiles, 0: one each);
                  fixed: parts of `split_size` keys whatever else is in the batch, so that the bits
                  of a row do not depend on its neighbours
     tile_m       packed query rows a program; tile_n: keys a step
