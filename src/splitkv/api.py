@@ -33,7 +33,7 @@ from splitkv.plans import Plan
 from splitkv.policies import DEFAULT, Policy
 from splitkv.problem import Problem, expect_window
 from splitkv.reference import merge_states
-from splitkv.registry import make_plan
+from splitkv.registry import decided_lengths, make_plan
 
 __all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan", "warmup"]
 
@@ -392,15 +392,15 @@ def warmup(
 ) -> list[Plan]:
     """Compile and load every decode kernel that a model will need, so that serving never compiles.
 
-    max_seqlen_k   the longest cache; every power of two below it is planned too, as the policy may
-                   choose other tiles for shorter caches
+    max_seqlen_k   the longest cache; every shorter length that is decided by itself is planned too,
+                   as the policy may choose other tiles for it
     batch_sizes    and seqlens_q: every combination is warmed up
     page_size      of a paged cache; None: contiguous
     cache_seqlens, sink_logits, alibi_slopes    whether those tensors will be given
     arguments      other arguments of `decode`: causal, window_size, sink_tokens, softcap,
                    return_lse, ...
 
-    Returns the plans. Needs no memory for a cache.
+    Returns the different plans. Needs no memory for a cache.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -421,10 +421,9 @@ def warmup(
         for value in values:
             expect_int(name, value)
             expect_positive(name, value)
-    lengths = [max_seqlen_k]
-    while lengths[-1] > 64:
-        lengths.append(1 << (lengths[-1] - 1).bit_length() - 1)
-    plans = []
+    lengths = decided_lengths(max_seqlen_k)
+    plans: list[Plan] = []
+    known = set()
     for batch in batch_sizes:
         for seqlen_q in seqlens_q:
             for seqlen_k in lengths:
@@ -446,6 +445,10 @@ def warmup(
                     given["sink_logits"] = q.new_zeros(num_heads)
                 if alibi_slopes:
                     given["alibi_slopes"] = q.new_zeros(num_heads, dtype=torch.float32)
-                plans.append(plan(q, k, v, **given))
-                decode(q, k, v, **given)
+                made = plan(q, k, v, **given)
+                choice = batch, seqlen_q, made.kernel, made.config
+                if choice not in known:
+                    known.add(choice)
+                    plans.append(made)
+                    decode(q, k, v, **given)
     return plans

@@ -37,7 +37,16 @@ the key."""
 MAX_CHOICES = 4096  # kept; past it the cache starts afresh
 _choices: dict[Hashable, Choice] = {}
 
-__all__ = ["BY_TIME", "DEFAULT", "KERNELS", "POLICIES", "kernel_named", "make_plan", "rounded_up"]
+__all__ = [
+    "BY_TIME",
+    "DEFAULT",
+    "KERNELS",
+    "POLICIES",
+    "decided_lengths",
+    "kernel_named",
+    "make_plan",
+    "rounded_up",
+]
 
 
 def kernel_named(name: str) -> Kernel:
@@ -106,6 +115,15 @@ def _keep(key: Hashable, choice: Choice) -> None:
     if len(_choices) >= MAX_CHOICES:
         _choices.clear()
     _choices[key] = choice
+
+
+def decided_lengths(longest: int) -> list[int]:
+    """The numbers of keys up to `longest` that decode is decided for, the longest first."""
+    lengths = [longest]
+    while lengths[-1] > 1:
+        step = 1 << max(0, (lengths[-1] - 1).bit_length() - 5)
+        lengths.append((lengths[-1] - 1) // step * step)
+    return lengths
 
 
 def rounded_up(seqlen_k: int) -> int:

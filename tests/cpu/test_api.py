@@ -535,11 +535,11 @@ def test_remembered_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_warmup(options: dict[str, Any]) -> None:
     plans = splitkv.warmup(num_heads=4, num_kv_heads=2, head_dim=32, max_seqlen_k=200, **options)
-    lengths = [200, 128, 64]
     batches, queries = options.get("batch_sizes", (1,)), options.get("seqlens_q", (1,))
     page_size = options.get("page_size", 1)
+    longest = -(-200 // page_size) * page_size  # on a CPU shorter ones differ in nothing
     assert [(p.problem.batch, p.problem.seqlen_q, p.problem.seqlen_k) for p in plans] == [
-        (b, s, -(-n // page_size) * page_size) for b, s, n in product(batches, queries, lengths)
+        (b, s, longest) for b, s in product(batches, queries)
     ]
     problem = plans[0].problem
     assert problem.lengths == ("device" if options.get("cache_seqlens", True) else "host")

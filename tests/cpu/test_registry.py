@@ -20,7 +20,15 @@ from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
 from splitkv.policies import fixed
 from splitkv.problem import Operands, Problem
-from splitkv.registry import DEFAULT, KERNELS, POLICIES, kernel_named, make_plan
+from splitkv.registry import (
+    DEFAULT,
+    KERNELS,
+    POLICIES,
+    decided_lengths,
+    kernel_named,
+    make_plan,
+    rounded_up,
+)
 from splitkv.scores import Score
 
 H200 = GPUS["h200"]
@@ -415,3 +423,18 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "  torch_sdpa           softcap: expected 0, got a soft cap\n"
         "                       return_lse: expected False, got True"
     )
+
+
+@pytest.mark.parametrize("longest", [1, 5, 33, 200, 1000, 4096, 5000])
+def test_every_length_is_decided_as_one_of_those_told(longest: int) -> None:
+    told = decided_lengths(longest)
+    assert told == sorted(set(told), reverse=True) and told[0] == longest and told[-1] == 1
+    assert {min(rounded_up(keys), longest) for keys in range(1, longest + 1)} <= set(told)
+
+
+@pytest.mark.parametrize("seqlen", [1024, 16384])
+def test_whole_sequences_take_the_kernel_for_hopper(seqlen: int) -> None:
+    problem = Problem("dense", 4, 32, 8, 128, 128, seqlen, seqlen, mask=Mask(causal=True))
+    for of in (problem, replace(problem, needs_grad=True)):
+        assert make_plan(of, GPUS["h200"]).kernel == "hopper_prefill"
+        assert make_plan(of, GPUS["l4"]).kernel == "prefill"

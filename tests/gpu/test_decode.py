@@ -231,15 +231,21 @@ def test_quantised_caches(case: cases.Case) -> None:
 
 def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_warned", set())
-    problem = replace(SERVING, seqlen_q=17)
+    problem = replace(SERVING, codec=Codec("fp8", "head"))
     call = make_operands(problem, device=DEVICE)
     plan = plan_of(problem, call)
     assert plan.kernel in ("torch_sdpa", "torch_math")
-    text = f"decode runs on {plan.kernel}: seqlen_q 17: expected at most 16"
+    text = f"decode runs on {plan.kernel}: kv fp8 per head: expected as_is"
     with pytest.warns(UserWarning, match=text):
         splitkv.decode(**call)
     splitkv.decode(**call | {"softmax_scale": 0.3})
-    assert "seqlen_q 17: expected at most 16" in str(splitkv.explain(problem))
+    assert "kv fp8 per head: expected as_is" in str(splitkv.explain(problem))
+
+
+def test_more_query_tokens_run_on_prefill() -> None:
+    problem = replace(SERVING, seqlen_q=17)
+    assert plan_of(problem, make_operands(problem, device=DEVICE)).kernel == "prefill"
+    check(problem, device=DEVICE)
 
 
 def test_gradients_are_those_of_plain_torch() -> None:

@@ -16,6 +16,7 @@ import splitkv
 MODELS: dict[str, dict[str, Any]] = {
     "decode_split": {"num_heads": 16, "num_kv_heads": 2, "head_dim": 176},
     "hopper_decode_split": {"num_heads": 10, "num_kv_heads": 2, "head_dim": 128},
+    "prefill": {"num_heads": 140, "num_kv_heads": 2, "head_dim": 120},
 }
 LONGEST = 2048
 
@@ -75,7 +76,7 @@ def test_nothing_is_compiled_after_warmup(
     compiled.clear()
     for batch in batches:
         for seqlen_q in queries:
-            for capacity in (LONGEST, 1024, 512, 256, 128):
+            for capacity in (LONGEST, 1808, 1024, 720, 512, 256, 128):
                 serve(model, batch, seqlen_q, capacity, page_size, **options)
     assert compiled == []
 

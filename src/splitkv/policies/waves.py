@@ -277,7 +277,8 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
     """The policy with other constants, say fitted to another GPU; hopper: of the kernel for it."""
 
     def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
-        if problem.rows > MANY_ROWS and problem.kv_bytes > LARGE:
+        decoding = problem.kind == "decode"
+        if decoding and problem.rows > MANY_ROWS and problem.kv_bytes > LARGE:
             candidates = sorted(candidates, key=lambda kernel: kernel.name != short_queries.KERNEL)
         cut = short_queries.choose(problem, device, candidates)
         if cut is not None:
