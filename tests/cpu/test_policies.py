@@ -310,7 +310,7 @@ def test_waves_splits_where_sms_idle_and_not_where_they_are_full():
 
 
 def test_waves_bounds_the_longest_part_where_lengths_are_the_device_s():
-    problem = decode(32, 16, 4, 16384)
+    problem = decode(264, 4, 1, 16384)
     host = waves.choose(problem, H200, [DECODE]).config
     device = waves.choose(replace(problem, lengths="device"), H200, [DECODE]).config
     longest = [16384 / c.num_splits * 512 for c in (host, device)]  # bytes of K and V, bf16, D 128

@@ -21,6 +21,8 @@ that the table knows and the kernel has for the problem, with numbers of splits 
 best; the plan of least seconds is taken. Where there is no table of the GPU, or nothing near enough
 in it, `waves` decides, and `why` says so.
 
+`prefill`, which is made for more rows, and problems of more rows are weighed by `waves` alone.
+
 Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
 `waves` shares the programs out over the batch it decides: the table's sequences were equally long.
 """
@@ -42,7 +44,7 @@ from splitkv.errors import expect
 from splitkv.kv import AS_IS, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Choice, Config, Kernel
-from splitkv.policies import waves
+from splitkv.policies import short_queries, waves
 from splitkv.policies.shared import (
     MAX_SPLITS,
     Policy,
@@ -227,7 +229,10 @@ def _choose(
     if timed is not None:
         why = f"tuned: the fastest of this problem on {table.gpu}, {timed.us:.1f} us"
         return Choice(timed.kernel, timed.config, why)
-    local = _Local(problem, device, candidates, near)
+    if problem.rows > waves.MANY_ROWS:
+        return leave_it("too few problems of so many rows were timed")
+    made_for_it = [kernel for kernel in candidates if kernel.name != short_queries.KERNEL]
+    local = _Local(problem, device, made_for_it, near)
     if not local.known:
         return leave_it(f"nothing like it in the table of {table.gpu}")
     weighed = [*local.proposals(), *([own] if local.knows(own) else [])]

@@ -39,9 +39,11 @@ from splitkv.policies.shared import (
 from splitkv.problem import Problem
 
 # (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
-# within 2 % of it.
+# within 2 % of it. Of those that the model cannot tell apart, which is within `CLOSE`, the first.
 SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
-HOPPER_SHAPES = ((64, 4, 2), (64, 4, 3), (128, 4, 2), (32, 4, 3), (64, 4, 1), (32, 4, 1))
+HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
+HOPPER_PAGED_SHAPES = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 1))
+CLOSE = 1.02
 
 # More packed rows than the kernel for Hopper takes: of 25 such problems with more bytes of keys and
 # values, `prefill` was faster on 16, by up to half, and level on one.
@@ -107,7 +109,8 @@ class Constants:
                    row and part of head_dim_v 128
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
-    shapes         (tile_n, num_warps, num_stages) that are worth weighing
+    shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
+                   shapes_in_pages: where 128 keys lie in several pages
     """
 
     start: float = 2.54e-6
@@ -133,6 +136,7 @@ class Constants:
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_in_pages: tuple[tuple[int, int, int], ...] = SHAPES
 
 
 H200 = Constants()
@@ -160,6 +164,7 @@ H200_HOPPER = Constants(
     merge_row=0.454e-9,
     registers=hopper_registers,
     shapes=HOPPER_SHAPES,
+    shapes_in_pages=HOPPER_PAGED_SHAPES,
 )
 
 
@@ -288,13 +293,12 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
         if not splits_keys(problem, found):
             return Choice(kernel.name, found[0], f"waves: {kernel.name} has no splits to weigh")
         own = constants_of(kernel, constants, hopper)
-        best, config = min(
-            (
-                _cheapest(problem, device, found, config, own)
-                for config in _worth(problem, device, found, own)
-            ),
-            key=lambda pair: (pair[0].seconds, pair[1].num_splits, pair[1].num_stages),
-        )
+        weighed = [
+            _cheapest(problem, device, found, config, own)
+            for config in _worth(problem, device, found, own)
+        ]
+        least = min(cost.seconds for cost, _ in weighed)
+        best, config = next(pair for pair in weighed if pair[0].seconds <= least * CLOSE)
         return Choice(kernel.name, config, _why(problem, device, config, best, own))
 
     return choose
@@ -312,11 +316,11 @@ def constants_of(
 def _worth(
     problem: Problem, device: Device, found: Sequence[Config], constants: Constants
 ) -> list[Config]:
-    """The shapes worth weighing; all, where none of those is legal."""
-    wanted = constants.shapes
-    worth = [c for c in found if (c.tile_n, c.num_warps, c.num_stages) in wanted]
-    if constants.step_copy:
-        worth = [c for c in worth if c.tile_n < 128 or pages_of_tile(problem, c.tile_n) == 1]
+    """The shapes worth weighing, in order of preference; all, where none of those is legal."""
+    in_pages = isinstance(problem.place, Paged) and problem.place.page_size % 128 > 0
+    wanted = constants.shapes_in_pages if in_pages else constants.shapes
+    by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
+    worth = [by_shape[shape] for shape in wanted if shape in by_shape]
     # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.
     units = problem.batch * problem.num_kv_heads
     in_a_wave = [
