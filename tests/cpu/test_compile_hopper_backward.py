@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
 from splitkv.kernels import backward as any_backward
-from splitkv.kernels.hopper import backward, backward_queries
+from splitkv.kernels.hopper import backward, backward_queries, prefill
 from splitkv.kv import Contiguous, Ragged
 from splitkv.masks import Mask
 from splitkv.problem import Operands, Problem
@@ -210,15 +210,13 @@ def test_limits() -> None:
 def test_layouts_that_tma_cannot_describe() -> None:
     problem = problem_of({"head_dim": 128, "mask": Mask(True)})
     x = operands_of(problem, 8)
-    assert not backward.unfit(x)
+    assert not prefill.unfit(x)
     reason = "{}: expected strides and an address that are multiples of 16 bytes"
-    assert backward.unfit(replace(x, k=operands_of(problem, 4).k)) == [reason.format("k")]
+    assert prefill.unfit(replace(x, k=operands_of(problem, 4).k)) == [reason.format("k")]
     moved = Layout(x.q.shape, x.q.dtype, 0, address=(1 << 20) + 2)
-    assert backward.unfit(replace(x, q=moved)) == [reason.format("q")]
+    assert prefill.unfit(replace(x, q=moved)) == [reason.format("q")]
     empty = Layout(torch.Size([0, 2, 128]), x.q.dtype)
-    assert backward.unfit(replace(x, v=empty)) == [
-        "v: expected at least one token, got [0, 2, 128]"
-    ]
+    assert prefill.unfit(replace(x, v=empty)) == ["v: expected at least one token, got [0, 2, 128]"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

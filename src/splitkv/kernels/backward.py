@@ -382,8 +382,9 @@ def sink_parts(problem: Problem, config: Config) -> tuple[int, int]:
 def backward_for(problem: Problem, device: Device, operands: Operands) -> Any:
     """What makes the gradients of a call: the kernels for Hopper where they can, else these."""
     from splitkv.kernels.hopper import backward as hopper
+    from splitkv.kernels.hopper.prefill import unfit
 
-    if hopper.unsupported(problem, device) or hopper.unfit(operands):
+    if hopper.unsupported(problem, device) or unfit(operands):
         return Backward(problem, device)
     return hopper.Backward(problem, device)
 

@@ -65,6 +65,7 @@ from splitkv.kernels.hopper.backward_loop import (
     reinterpret,
 )
 from splitkv.kernels.hopper.backward_round import hopper_backward_round
+from splitkv.kernels.hopper.prefill import fits_tma
 from splitkv.kernels.prefill import LOG2_E, bounds_of, strides_of
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import row_tiles_seen, tile_and_lane, tokens_of
@@ -279,26 +280,6 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     return reasons
 
 
-def unfit(operands: Operands) -> list[str]:
-    """What of a memory layout TMA cannot describe."""
-    reasons = []
-    for name in ("q", "k", "v"):
-        x = getattr(operands, name)
-        if 0 in x.shape:
-            reasons.append(f"{name}: expected at least one token, got {list(x.shape)}")
-        if not fits_tma(x):
-            reasons.append(
-                f"{name}: expected strides and an address that are multiples of 16 bytes"
-            )
-    return reasons
-
-
-def fits_tma(x: Any) -> bool:
-    steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-    aligned = all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
-    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-
-
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a config: keys, stages of rows and their statistics, ds."""
     keys = 2 * config.tile_n * problem.head_dim
@@ -356,8 +337,8 @@ def sums_descriptor(sums: Any) -> TensorDescriptor:
 class Backward:
     """The kernels bound to one problem and device; called as kernels.backward.Backward is.
 
-    The operands have to be such that `unfit` says nothing of them; the gradient of the output is
-    copied where TMA cannot describe it.
+    The operands have to be such that `prefill.unfit` says nothing of them; the gradient of the output
+    is copied where TMA cannot describe it.
     """
 
     def __init__(

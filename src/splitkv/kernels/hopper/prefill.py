@@ -215,13 +215,18 @@ def unfit(operands: Operands) -> list[str]:
         x = getattr(operands, name)
         if 0 in x.shape:
             reasons.append(f"{name}: expected at least one token, got {list(x.shape)}")
-            continue
-        steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-        if any(step <= 0 or step * x.element_size() % 16 for step in steps) or x.data_ptr() % 16:
+        elif not fits_tma(x):
             reasons.append(
                 f"{name}: expected strides and an address that are multiples of 16 bytes"
             )
     return reasons
+
+
+def fits_tma(x: Any) -> bool:
+    """Whether TMA can describe a tensor; along a single element torch may say any stride."""
+    steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
+    aligned = all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+    return aligned and x.stride()[-1] == 1 and x.data_ptr() % 16 == 0
 
 
 def packed_heads(problem: Problem, config: Config) -> int:
