@@ -337,8 +337,8 @@ def sums_descriptor(sums: Any) -> TensorDescriptor:
 class Backward:
     """The kernels bound to one problem and device; called as kernels.backward.Backward is.
 
-    The operands have to be such that `prefill.unfit` says nothing of them; the gradient of the output
-    is copied where TMA cannot describe it.
+    The operands have to be such that `prefill.unfit` says nothing of them; the gradient of the
+    output is copied where TMA cannot describe it.
     """
 
     def __init__(
