@@ -231,7 +231,7 @@ def test_other_architectures(values: cases.Values) -> None:
     compiled(values)
 
 
-@pytest.mark.parametrize("schedule", ["even", "fixed"])
+@pytest.mark.parametrize("schedule", ["even", "batch", "fixed"])
 @pytest.mark.parametrize("shape", [(8, 1), (8, 4)], ids=str)
 @pytest.mark.parametrize("tile_n", [32, 64, 128])
 def test_an_address_that_tma_cannot_take(
@@ -250,7 +250,7 @@ def test_an_address_that_tma_cannot_take(
     launcher = hopper_decode_split.Launcher(plan, layouts(plan.problem))
     instead = launcher.plan_without_tma()
     assert decode_split.unsupported(plan.problem, plan.device) == []
-    cut = ("schedule", "num_splits", "split_size", "tile_n")
+    cut = ("schedule", "num_splits", "split_size", "programs", "tile_n")
     assert [getattr(instead.config, n) for n in cut] == [getattr(plan.config, n) for n in cut]
 
 

@@ -13,7 +13,7 @@ mask lets through, not the cache. The choice is the shape and number of splits o
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
 no part may be longer than `longest_part` bytes, which one SM of an H200 reads in about 130 us;
 where that would take more than a wave of programs, the device shares one out by the lengths
-(`schedule="batch"`). With equal lengths that costs 1 to 1.5 us.
+(`schedule="batch"`).
 """
 
 from __future__ import annotations

@@ -23,13 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-HALF = gl.constexpr(64)  # keys of a consumer
+from splitkv.kernels.hopper.ring import async_load, clear_behind, thread_barrier
 
-# Renamed between Triton 3.6 and 3.9.
-_memory = gl.shared_memory_descriptor
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
-thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+HALF = gl.constexpr(64)  # keys of a consumer
 
 
 @builtin
@@ -263,17 +259,6 @@ def add_up(sums_desc, exchange, bars, work, visit):
             if i == visit.end:
                 i = visit.first
                 tile += work.sum_head
-
-
-@gluon.jit
-def clear_behind(x, count):
-    """Zero the rows of a tile from `count` on: memory behind the last one may hold NaN."""
-    DIM: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0]
-    )
-    rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
-    x.store(gl.where((rows < count)[:, None], x.load(layout), 0.0))
 
 
 @gluon.jit

@@ -26,13 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from splitkv.device import Device
 from splitkv.kernels.hopper.backward_loop import (
     HALF,
-    async_load,
-    clear_behind,
     own_tokens,
-    reinterpret,
     store_rows,
-    thread_barrier,
 )
+from splitkv.kernels.hopper.ring import async_load, clear_behind, reinterpret, thread_barrier
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
 from splitkv.kernels.tile.visit import tile_and_lane
 from splitkv.plans import Config

@@ -45,6 +45,7 @@ from splitkv.kernels.hopper.ring import (
     clear_behind,
     fill,
     foresee,
+    thread_barrier,
     tile_at,
 )
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
@@ -57,9 +58,6 @@ from splitkv.problem import Operands, Problem
 
 HEAD_DIMS, MAX_ROWS = (64, 128, 256), 32
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
-
-# Renamed between Triton 3.6 and 3.9.
-thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -405,7 +403,8 @@ class Launcher(decode_split.Launcher):
         config = self.plan.config
         shapes = decode_split.configs(self.plan.problem, self.plan.device)
         shape = min(shapes, key=lambda shape: abs(shape.tile_n - config.tile_n))
-        cut = {name: getattr(config, name) for name in ("num_splits", "schedule", "split_size")}
+        rule = ("num_splits", "schedule", "split_size", "programs")
+        cut = {name: getattr(config, name) for name in rule}
         return replace(self.plan, kernel=decode_split.KERNEL.name, config=replace(shape, **cut))
 
     def first_split(self, q: Any, kv: Any, *rest: Any) -> Any:

@@ -49,8 +49,8 @@ from splitkv.kernels.hopper.prefill_tile import (
     Work,
     consume,
     produce,
-    reinterpret,
 )
+from splitkv.kernels.hopper.ring import reinterpret
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import Paged

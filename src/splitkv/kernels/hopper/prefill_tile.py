@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from splitkv.kernels.hopper.ring import async_load
 from splitkv.kernels.tile.band import token_range, visible
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.visit import tile_and_lane, tile_at, tiles_seen
@@ -30,10 +31,7 @@ from splitkv.kernels.tile.weight import Queries, scores
 ROWS = gl.constexpr(64)  # of a warpgroup
 
 # Renamed between Triton 3.6 and 3.9.
-_memory = gl.shared_memory_descriptor
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 
 class Work(NamedTuple):

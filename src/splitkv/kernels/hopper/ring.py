@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 _memory = gl.shared_memory_descriptor
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Pool(NamedTuple):
