@@ -66,7 +66,7 @@ HOPPER_AXES: cases.Axes = {
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64), (64, 256)),
     "shape": ((1, 1), (7, 1), (8, 2), (1, 16), (4, 5), (8, 4), (32, 1)),
-    "schedule": ("whole", "even", "fixed"),
+    "schedule": ("whole", "even", "fixed", "batch"),
     "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
     "mask": AXES["mask"],
     "softcap": (False, True),
