@@ -179,8 +179,8 @@ def _warn_of_fall_back(plan: Plan) -> None:
         warnings.warn(f"{name} runs on {plan.kernel}: {'; '.join(against)}", stacklevel=6)
 
 
-def _check_of(tensors: list[Tensor]) -> Callable[..., bool] | None:
-    """A check for tensors just like these."""
+def check_of(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """A check for tensors just like these; None where torch has none, or one is given twice."""
     if _TensorGuards is None:
         return None
     guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -192,7 +192,7 @@ def _remember(options: Any, key: Any, tensors: list[Tensor], known: Known) -> Kn
     """Keep it by its key, and where there is a check, as the latest of its options."""
     if known.fits is None or not known.fits(*tensors):
         recording = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-        known = known._replace(fits=_check_of(tensors), grad_mode=recording)
+        known = known._replace(fits=check_of(tensors), grad_mode=recording)
     if len(_calls) >= MAX_CALLS - 1:
         _calls.clear()
     _calls[key] = known

@@ -13,7 +13,7 @@ from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
 from splitkv.kernels import append as kernel
-from splitkv.kernels.append import Append, Rotary
+from splitkv.kernels.append_call import Append, Rotary
 
 MAX_REGISTERS = 128
 MAX_STACK_BYTES = 16  # an odd variant keeps a few bytes in local memory
@@ -68,7 +68,7 @@ def call_of(values: cases.Values) -> Any:
     if values["rotary"] is not None:
         table = tensor(4096, head_dim // 4)
         start = index(sequences) if values["start"] or slots else None
-        options["rotary"] = Rotary(table, table, values["rotary"] == "interleaved", start)
+        options["rotary"] = Rotary(table, table, start, values["rotary"] == "interleaved")
         options["q"] = tensor(*lead, 8, head_dim) if values["q"] else None
     slab = (1024, values["page_size"]) if values["place"] in ("paged", "slots") else (batch, 4096)
     k, v = tensor(*lead, 2, head_dim), tensor(*lead, 2, head_dim_v)
@@ -85,7 +85,8 @@ def test_compiles(values: cases.Values) -> None:
         mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
         mock.patch.object(kernel, "append_kv", recorder),
     ):
-        kernel.launch(call_of(values))
+        call = call_of(values)
+        kernel.Launcher(call)(call)
     (compiled,) = recorder.compiled
     made = measure(compiled)
     assert made.stack_bytes <= MAX_STACK_BYTES

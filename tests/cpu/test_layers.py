@@ -21,7 +21,7 @@ LAYERS = (
     "registry",
     "explanation testing",
     "launch",
-    "autograd",
+    "autograd append",
     "api",
     "cache flash_attn",
     "distributed",

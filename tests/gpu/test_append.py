@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
 from typing import Any
 
 import cases
@@ -13,8 +12,9 @@ import torch
 from interpreter.test_append import AXES, call_of, valid
 from torch import Tensor
 
+from splitkv.append import append
 from splitkv.cache import PagedKVCache, SinkWindowCache
-from splitkv.kernels.append import Append, Rotary, append, append_in_torch
+from splitkv.kernels.append_call import Append, Rotary, append_in_torch
 
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,14 +26,17 @@ def on_device(value: Any) -> Any:
         base = value if value._base is None else value._base
         return base.to(DEVICE).as_strided(value.shape, value.stride(), value.storage_offset())
     if isinstance(value, Append | Rotary):
-        moved = {f.name: on_device(getattr(value, f.name)) for f in fields(value)}
-        return replace(value, **moved)
+        return type(value)(*map(on_device, value))
     return value
 
 
 def compare(call: Append) -> None:
-    there = on_device(call)
+    """Twice: the first call of a layout goes through Triton, the second is launched directly."""
+    first, there = on_device(call), on_device(call)
+    append(first)
     wanted, results = append_in_torch(call), append(there)
+    for once, again in ((first.k_cache, there.k_cache), (first.v_cache, there.v_cache)):
+        assert torch.equal(once.nan_to_num(9), again.nan_to_num(9))
     rtol = 2 * torch.finfo(call.k.dtype).eps
     pairs = [(there.k_cache, call.k_cache), *zip(results, wanted, strict=True)]
     assert torch.equal(there.v_cache.nan_to_num(9).cpu(), call.v_cache.nan_to_num(9))
@@ -96,6 +99,22 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         result = run()
     return graph, result
+
+
+def test_compiled_with_graphs() -> None:
+    """As an operator inside torch.compile's own CUDA graphs: the cache is written in place."""
+    values = {name: options[0] for name, options in AXES.items()}
+    call = on_device(call_of(values | {"place": "paged", "rotary_dim": 16, "q": True}))
+    other = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
+    compiled = torch.compile(append, fullgraph=True, mode="reduce-overhead")
+    for step in range(4):
+        before = torch.full_like(call.before, step)
+        results = compiled(call._replace(before=before))
+        wanted = append(other._replace(before=before))
+        for actual, exact in zip(results, wanted, strict=True):
+            assert torch.equal(actual, exact)
+    for actual, exact in ((call.k_cache, other.k_cache), (call.v_cache, other.v_cache)):
+        assert torch.equal(actual.nan_to_num(9), exact.nan_to_num(9))
 
 
 def test_steps_of_a_paged_cache_in_a_graph() -> None:

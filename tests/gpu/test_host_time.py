@@ -15,11 +15,14 @@ from running import DEVICE, SERVING
 
 import splitkv
 from splitkv import launch
+from splitkv.append import append
+from splitkv.kernels.append_call import Append, Rotary
 from splitkv.testing import Paged, make_operands
 
 pytestmark = pytest.mark.alone
 
 MICROSECONDS = {"policy": 15.0, "plan": 10.0, "out": 15.0, "one_split": 15.0}
+APPEND_MICROSECONDS = 20.0
 NEW_LAYOUT_MICROSECONDS = 300.0  # of which Triton's dispatch of two kernels is about half
 CALLS, BATCHES = 50, 100
 SMALL = replace(SERVING, batch=1, seqlen_k=512)
@@ -102,6 +105,26 @@ def test_decode(name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None
     with capsys.disabled():
         print(f"\n  decode, {name}, {how}: {parts} us on the host", end="")
     assert taken["total"] <= MICROSECONDS[how]
+
+
+@pytest.mark.parametrize("place", ["slots", "rotary"])
+def test_append(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token of each of four sequences; by slot mapping, and by page table with rotary and q."""
+    token = torch.randn(4, 1, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    k_cache, v_cache = torch.zeros(2, 64, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    call = Append(token, token.clone(), k_cache, v_cache)
+    index = torch.arange(4, device=DEVICE, dtype=torch.int32)
+    if place == "slots":
+        call = call._replace(slots=index)
+    else:
+        angles = torch.rand(256, 64, device=DEVICE)
+        table = torch.arange(64, device=DEVICE, dtype=torch.int32).view(4, 16)
+        rotary = Rotary(angles.cos(), angles.sin(), interleaved=False)
+        call = call._replace(before=index, page_table=table, q=token, rotary=rotary)
+    taken = host_microseconds(lambda: append(call))
+    with capsys.disabled():
+        print(f"\n  append, {place}: {taken:.1f} us on the host", end="")
+    assert taken <= APPEND_MICROSECONDS
 
 
 def test_a_cache_that_grows_is_not_planned_for_in_every_step(

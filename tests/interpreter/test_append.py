@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import cases
@@ -11,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitkv.kernels.append import Append, Rotary, append_in_torch, launch
+from splitkv.kernels.append import Launcher
+from splitkv.kernels.append_call import Append, Result, Rotary, append_in_torch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
@@ -83,8 +83,8 @@ def call_of(values: Mapping[str, Any]) -> Append:
         options["rotary"] = Rotary(
             angles.cos().to(table_dtype),
             angles.sin().to(table_dtype),
-            values["interleaved"],
             start if values["start"] else None,
+            values["interleaved"],
             values["q_step"],
         )
         if values["q"]:
@@ -99,9 +99,13 @@ def call_of(values: Mapping[str, Any]) -> Append:
     )
 
 
+def launch(call: Append) -> Result:
+    return Launcher(call)(call)
+
+
 def compare(call: Append) -> None:
     """The kernel writes the same places, with rotated values equal to a rounding."""
-    other = replace(call, k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
+    other = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
     results, wanted = launch(call), append_in_torch(other)
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 1e-6}
     rtol = tolerance[call.k.dtype]

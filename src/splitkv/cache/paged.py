@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from splitkv.api import attention_varlen, decode
+from splitkv.append import append
 from splitkv.cache.storage import Layers, expect_sizes, unit_stride
 from splitkv.errors import (
     expect,
@@ -33,7 +34,7 @@ from splitkv.errors import (
     expect_int,
     expect_shape,
 )
-from splitkv.kernels.append import Append, append
+from splitkv.kernels.append_call import Append
 
 MAX_DECODE_QUERIES = 16  # more of them a sequence are a prompt: attention_varlen
 

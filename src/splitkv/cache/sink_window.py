@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from splitkv.api import decode
+from splitkv.append import append
 from splitkv.cache.storage import Layers, expect_sizes, unit_stride
 from splitkv.errors import (
     UnsupportedProblem,
@@ -32,7 +33,7 @@ from splitkv.errors import (
     expect_int,
     expect_shape,
 )
-from splitkv.kernels.append import Append, append
+from splitkv.kernels.append_call import Append
 
 MASKS = ("causal", "window_size", "sink_tokens", "alibi_slopes", "cache_seqlens", "page_table")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from splitkv.api import attention_varlen, decode
+from splitkv.append import append
 from splitkv.errors import (
     dtype_name,
     expect,
@@ -27,7 +28,7 @@ from splitkv.errors import (
 from splitkv.flash_attn.options import QUANTISED, Options, named, rows_contiguous, unsupported
 from splitkv.flash_attn.pages import Cache, pages_of
 from splitkv.flash_attn.scheduler import fitted
-from splitkv.kernels.append import Append, Rotary, append
+from splitkv.kernels.append_call import Append, Rotary
 from splitkv.launch import describe, device_of, fit_plan, layout
 from splitkv.plans import Plan
 from splitkv.problem import Problem
@@ -142,7 +143,7 @@ def flash_attn_with_kvcache(
         seqlens = _expect_seqlens(cache_seqlens, cache, q)
     rotary = _expect_rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens, cache, options)
     if rotary is not None:
-        rotary = replace(rotary, interleaved=_bool("rotary_interleaved", rotary_interleaved))
+        rotary = rotary._replace(interleaved=_bool("rotary_interleaved", rotary_interleaved))
     call = _expect_new(q, k, v, cu_seqlens_k_new, cu_seqlens_q, seqlens, rotary, cache)
     descales = _expect_descales(q, cache, q_descale, k_descale, v_descale)
     names |= options.names | {f"{x}_scale": f"{x}_descale" for x in "qkv"}
@@ -278,7 +279,7 @@ def _expect_rotary(
     if seqlens is None:
         expect_at_least("rotary_cos.shape[0] (seqlen_ro)", rows, cache.capacity)
     stays = not options.causal and tuple(options.window_size) == (-1, -1)
-    return Rotary(cos, sin, True, seqlens, 0 if stays else 1)
+    return Rotary(cos, sin, seqlens, q_step=0 if stays else 1)
 
 
 def _expect_new(

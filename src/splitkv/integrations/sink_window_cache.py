@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from splitkv.append import append
 from splitkv.cache.sink_window import slots_of
 from splitkv.cache.storage import expect_sizes
 from splitkv.errors import UnsupportedProblem, expect, expect_at_least, expect_int
-from splitkv.kernels.append import Append, append
+from splitkv.kernels.append_call import Append
 
 
 class Ring:

@@ -22,160 +22,21 @@ Traffic     every new key and value read and written once, q too if it is rotate
 Numerics    rotation in fp32, rounded once; what is not rotated is copied bit by bit
 Limits      bf16, fp16 or fp32, the cache of the type of the new tokens. A token whose place is
             negative or outside the cache is not written; one whose row of cos is outside the
-            table is not rotated. CPU tensors: the same in PyTorch, any type
+            table is not rotated. The same in PyTorch, for any type: `append_call.py`
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitkv.kernels.append_call import Append, Result
+from splitkv.kernels.direct import Launch, launch_of, observed
 from splitkv.kernels.tile.locate import locate
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """A rotary embedding: cos and sin [seqlen_ro, rotary_dim / 2].
-
-    interleaved   pairs are (0, 1), (2, 3), ...; otherwise (0, rotary_dim / 2), ...
-    start         [batch] int32, the first new token's row of cos; None: the keys before it
-    q_step        1: query j is rotated as token j; 0: all queries as token 0
-    """
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-    start: Tensor | None = None
-    q_step: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """One call: new tokens and where they go. Checked by whoever makes it.
-
-    k, v                    [batch, seqlen_new, heads, dim]; packed [total, heads, dim] with
-                            cu_seqlens_new [batch + 1], or each token a sequence of its own
-    before, rows, leftpad   [batch] int32: keys there are; the row of the cache or of the page
-                            table, None: b; padding before the keys, None: none
-    slots                   [tokens] int32 or int64, instead of before, rows and page_table
-    q                       as k, packed with cu_seqlens_q; None unless it is to be rotated
-    """
-
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    before: Tensor | None = None
-    rows: Tensor | None = None
-    leftpad: Tensor | None = None
-    page_table: Tensor | None = None
-    slots: Tensor | None = None
-    cu_seqlens_new: Tensor | None = None
-    q: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    rotary: Rotary | None = None
-
-    @property
-    def batch(self) -> int:
-        """Sequences; with slots every token is one."""
-        return self.k.shape[0] if self.before is None else self.before.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        """Keys that a sequence has room for."""
-        if self.page_table is None:
-            return self.k_cache.shape[1]
-        return self.page_table.shape[1] * self.k_cache.shape[1]
-
-
-def append(call: Append) -> tuple[Tensor | None, Tensor | None]:
-    """(q_out, after): the rotated queries, and how many keys there are now; None without q, slots.
-
-    Writes into the caches. One launch, no wait for the device, nothing read by the host.
-    """
-    if not call.k_cache.is_cuda:
-        return append_in_torch(call)
-    with torch.cuda.device(call.k_cache.device):
-        return launch(call)
-
-
-# The definition
-
-
-def append_in_torch(call: Append) -> tuple[Tensor | None, Tensor | None]:
-    """The definition, in PyTorch operations."""
-    x = call
-    page_size, before = x.k_cache.shape[1], x.before
-    sequence, i = _owners(x.k, x.cu_seqlens_new)
-    if x.slots is not None:
-        place = x.slots.long()
-        outer, inner = place // page_size, place % page_size
-    else:
-        assert before is not None
-        row = sequence if x.rows is None else x.rows.long()[sequence]
-        place = before.long()[sequence] + i
-        place = torch.where(place < x.capacity, place, -1)
-        outer, inner = row, place
-        if x.page_table is not None:
-            page = (place // page_size).clamp(min=0)
-            outer, inner = x.page_table.long()[row, page], place % page_size
-    ok = (place >= 0) & (outer >= 0) & (outer < x.k_cache.shape[0])
-    start = before if x.rotary is None or x.rotary.start is None else x.rotary.start
-    k, v = x.k.reshape(-1, *x.k.shape[-2:]), x.v.reshape(-1, *x.v.shape[-2:])
-    q_out = None
-    if x.rotary is not None:
-        assert start is not None
-        k = _rotate(k, start.long()[sequence] + i, x.rotary)
-        if x.q is not None:
-            sequence_q, j = _owners(x.q, x.cu_seqlens_q)
-            turned = start.long()[sequence_q] + x.rotary.q_step * j
-            q_out = _rotate(x.q.reshape(-1, *x.q.shape[-2:]), turned, x.rotary).view(x.q.shape)
-    x.k_cache[outer[ok], inner[ok]] = k[ok]
-    x.v_cache[outer[ok], inner[ok]] = v[ok]
-    if before is None:
-        return q_out, None
-    new = x.k.shape[1] if x.cu_seqlens_new is None else x.cu_seqlens_new.diff()
-    after = (before + new).clamp(max=x.capacity)
-    return q_out, (after if x.leftpad is None else after - x.leftpad).int()
-
-
-def _owners(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of each of all tokens of x its sequence and its index in it."""
-    seqlen = x.shape[1] if x.dim() == 4 else 1
-    n = torch.arange(x.shape[0] * seqlen, device=x.device)
-    if cu_seqlens is None:
-        return n // max(seqlen, 1), n % max(seqlen, 1)
-    last = cu_seqlens.shape[0] - 2
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), n, right=True).clamp(max=last)
-    return sequence, n - cu_seqlens.long()[sequence]
-
-
-def _rotate(x: Tensor, t: Tensor, rotary: Rotary) -> Tensor:
-    """x [tokens, heads, dim] rotated by rows `t` [tokens] of cos and sin."""
-    half = rotary.cos.shape[1]
-    known = (t >= 0) & (t < rotary.cos.shape[0])
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (y[torch.where(known, t, 0)].to(wide)[:, None] for y in (rotary.cos, rotary.sin))
-    turned = x[..., : 2 * half].to(wide)
-    if rotary.interleaved:
-        first, second = turned[..., ::2], turned[..., 1::2]
-    else:
-        first, second = turned[..., :half], turned[..., half:]
-    pair = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(pair, -1).flatten(-2) if rotary.interleaved else torch.cat(pair, -1)
-    out = x.clone()
-    out[..., : 2 * half] = torch.where(
-        known[:, None, None], turned.to(x.dtype), out[..., : 2 * half]
-    )
-    return out
-
-
-# The kernel
 
 
 class New(NamedTuple):
@@ -440,62 +301,130 @@ def append_kv(
         tl.store(out_rows[:, None] + tl.arange(0, q.shape[1])[None, :], q, mask=q_ok)
 
 
-def launch(call: Append) -> tuple[Tensor | None, Tensor | None]:
-    """Run the kernel."""
-    x = call
-    seqlen_new, tokens = _counts(x.k)
-    q_out = after = None
-    lengths, turn, queries = (t(None, None, None) for t in (Lengths, Turn, Queries))
-    tokens_q, seqlen_q, num_heads, q_strides = 0, 1, 0, (0, 0, 0)
-    if x.before is not None:
-        after = x.before.new_empty(x.before.shape)
-        lengths = Lengths(x.before, after, x.leftpad)
-    if x.rotary is not None:
-        turn = Turn(x.rotary.cos, x.rotary.sin, x.rotary.start)
-    if x.q is not None:
-        q_out = x.q.new_empty(x.q.shape)
-        queries = Queries(x.q, q_out, x.cu_seqlens_q)
-        (seqlen_q, tokens_q), num_heads = _counts(x.q), x.q.shape[-2]
-        q_strides = _strides(x.q, x.cu_seqlens_q)
-    num_kv_heads, rotary_dim = x.k.shape[-2], 2 * x.rotary.cos.shape[1] if x.rotary else 0
-    tile_t = tile_tokens(max(tokens, tokens_q))
-    programs = -(-tokens // tile_t) * num_kv_heads + -(-tokens_q // tile_t) * num_heads
-    if not programs and after is None:
+class Launcher:
+    """`append_kv` bound to the layout of one call.
+
+    The first call goes through Triton's own dispatch and keeps what it compiled: `again` launches
+    that directly, unless an address is not a multiple of 16, which is another specialisation.
+    """
+
+    def __init__(self, call: Append) -> None:
+        x, rotary = call, call.rotary
+        seqlen_new, tokens = _counts(x.k)
+        seqlen_q, tokens_q, num_heads, q_strides = 0, 0, 0, (0, 0, 0)
+        self.like = x.k
+        self.q_shape = self.after_shape = None
+        if x.before is not None:
+            self.after_shape = tuple(x.before.shape)
+        if x.q is not None:
+            self.q_shape = tuple(x.q.shape)
+            (seqlen_q, tokens_q), num_heads = _counts(x.q), x.q.shape[-2]
+            q_strides = _strides(x.q, x.cu_seqlens_q)
+        num_kv_heads, rotary_dim = x.k.shape[-2], 2 * rotary.cos.shape[1] if rotary else 0
+        tile_t = tile_tokens(max(tokens, tokens_q))
+        programs = -(-tokens // tile_t) * num_kv_heads + -(-tokens_q // tile_t) * num_heads
+        if not programs and self.after_shape is not None:
+            programs = 1
+        self.grid = programs, 1, 1
+        self.tail = (
+            seqlen_new,
+            max(seqlen_q, 1),
+            tokens,
+            tokens_q,
+            x.batch,
+            num_kv_heads,
+            num_heads,
+            x.capacity,
+            x.k_cache.shape[0],
+            rotary.cos.shape[0] if rotary else 0,
+            rotary.q_step if rotary else 0,
+            *_strides(x.k, x.cu_seqlens_new),
+            *_strides(x.v, x.cu_seqlens_new),
+            *x.k_cache.stride()[:3],
+            *x.v_cache.stride()[:3],
+            *q_strides,
+            0 if x.page_table is None else x.page_table.stride(0),
+            rotary.cos.stride(0) if rotary else 0,
+            rotary.sin.stride(0) if rotary else 0,
+            x.k.shape[-1],
+            x.v.shape[-1],
+            x.k_cache.shape[1] if x.page_table is not None or x.slots is not None else 1,
+            rotary_dim,
+            1 if rotary is None or rotary.interleaved else rotary_dim // 2,
+            tile_t,
+        )
+        self.num_warps = 4 if tile_t > 1 else 1
+        self.again: Callable[[Append], Result | None] | None = None
+
+    def __call__(self, call: Append) -> Result:
+        """Launch on the current stream of the device, which has to be current."""
+        if not self.grid[0]:
+            return (None if call.q is None else call.q.new_empty(call.q.shape)), None
+        done = None if self.again is None else self.again(call)
+        return done or self.dispatch(call)
+
+    def dispatch(self, call: Append) -> Result:
+        """Launch through Triton, which compiles what these arguments need, and keep that."""
+        x, after = call, None if call.before is None else call.before.new_empty(call.before.shape)
+        q_out = None if x.q is None else x.q.new_empty(x.q.shape)
+        cos, sin, start = (None, None, None) if x.rotary is None else x.rotary[:3]
+        compiled = append_kv[self.grid](
+            New(x.k, x.v, x.cu_seqlens_new),
+            Store(x.k_cache, x.v_cache, x.page_table, x.rows, x.slots),
+            Lengths(x.before, after, x.leftpad),
+            Turn(cos, sin, start),
+            Queries(x.q, q_out, x.cu_seqlens_q),
+            *self.tail,
+            num_warps=self.num_warps,
+        )
+        aligned = not any(t is not None and t.data_ptr() & 15 for t in x.tensors)
+        if compiled is not None and aligned and self.again is None:
+            self.again = Repeat(launch_of(compiled, self.grid, self.tail), call).call
         return q_out, after
-    append_kv[(max(programs, 1),)](
-        New(x.k, x.v, x.cu_seqlens_new),
-        Store(x.k_cache, x.v_cache, x.page_table, x.rows, x.slots),
-        lengths,
-        turn,
-        queries,
-        seqlen_new,
-        max(seqlen_q, 1),
-        tokens,
-        tokens_q,
-        x.batch,
-        num_kv_heads,
-        num_heads,
-        x.capacity,
-        x.k_cache.shape[0],
-        x.rotary.cos.shape[0] if x.rotary else 0,
-        x.rotary.q_step if x.rotary else 0,
-        *_strides(x.k, x.cu_seqlens_new),
-        *_strides(x.v, x.cu_seqlens_new),
-        *x.k_cache.stride()[:3],
-        *x.v_cache.stride()[:3],
-        *q_strides,
-        0 if x.page_table is None else x.page_table.stride(0),
-        x.rotary.cos.stride(0) if x.rotary else 0,
-        x.rotary.sin.stride(0) if x.rotary else 0,
-        HEAD_DIM=x.k.shape[-1],
-        HEAD_DIM_V=x.v.shape[-1],
-        PAGE_SIZE=x.k_cache.shape[1] if x.page_table is not None or x.slots is not None else 1,
-        ROTARY_DIM=rotary_dim,
-        PAIR=1 if x.rotary is None or x.rotary.interleaved else rotary_dim // 2,
-        TILE_T=tile_t,
-        num_warps=4 if tile_t > 1 else 1,
-    )
-    return q_out, after
+
+
+class Repeat:
+    """A call again, of the layout of another and with what that compiled."""
+
+    def __init__(self, launch: Launch, call: Append) -> None:
+        import torch
+
+        from splitkv.kernels.workspace import allocation
+
+        self.launch, self.device = launch, call.k.device.index
+        self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.new_q = self.new_after = None
+        if call.q is not None:
+            self.new_q = allocation(call.q.shape, call.q.dtype, call.q.device)
+        if call.before is not None:
+            self.new_after = allocation(call.before.shape, call.before.dtype, call.before.device)
+
+    def call(self, x: Append) -> Result | None:
+        """None: the call has to go through Triton."""
+        at: list[int | None] = [t if t is None else t.data_ptr() for t in x.tensors]
+        given = 0
+        for address in at:
+            if address is not None:
+                given |= address
+        if given & 15 or observed():
+            return None
+        q_out = after = at_q_out = at_after = None
+        if self.new_q is not None:
+            q_out = self.new_q()
+            at_q_out = q_out.data_ptr()
+        if self.new_after is not None:
+            after = self.new_after()
+            at_after = after.data_ptr()
+        k, v, k_cache, v_cache, before, rows, leftpad, table, slots, cu_new, q, cu_q, *turn = at
+        self.launch(
+            self.current_stream(self.device),
+            (k, v, cu_new),
+            (k_cache, v_cache, table, rows, slots),
+            (before, at_after, leftpad),
+            tuple(turn),
+            (q, at_q_out, cu_q),
+        )
+        return q_out, after
 
 
 def tile_tokens(tokens: int) -> int:

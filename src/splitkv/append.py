@@ -1,0 +1,124 @@
+"""`append`: from a call to the kernel that writes new tokens into a cache.
+
+A call is bound once for each layout of its tensors, and found again by the check that guards
+torch's compiled graphs, as in `launch.py`. Under torch.compile, torch.export, FakeTensorMode and
+for tensor subclasses the same function runs as the operator `splitkv::append`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from splitkv.kernels.append import Launcher
+from splitkv.kernels.append_call import Append, Result, Rotary, append_in_torch
+from splitkv.launch import check_of, is_plain, layout
+
+
+class Known(NamedTuple):
+    """A bound launcher, and a check of the tensors that it is for."""
+
+    fits: Callable[..., bool]
+    launcher: Launcher
+
+
+MAX_CALLS = 4096  # kept; past it the table starts afresh
+MAX_RECENT = 8  # layouts tried for the same options
+_calls: dict[Any, Any] = {}  # options -> the last few Known; options and layouts -> Launcher
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+
+
+def append(call: Append) -> Result:
+    """(q_out, after): the rotated queries, and how many keys there are now; None without q, slots.
+
+    Writes into the caches. One launch, no wait for the device, nothing read by the host. Records no
+    gradient.
+    """
+    if is_dynamo_compiling():
+        return _through_operator(call)
+    tensors, given = [], 0
+    for x in call.tensors:
+        given += given
+        if x is not None:
+            tensors.append(x)
+            given += 1
+    options = given, *(() if call.rotary is None else call.rotary[3:])
+    recent: tuple[Known, ...] = () if _dispatch_modes() else _calls.get(options, ())
+    for fits, launcher in recent:
+        if fits(*tensors):
+            return _on_device(launcher, call)
+    if not is_plain(*tensors):
+        return _through_operator(call)
+    return _run(call, tensors, options)
+
+
+def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
+    if not call.k_cache.is_cuda:
+        return append_in_torch(call)
+    return _on_device(_launcher(call, tensors, options), call)
+
+
+def _on_device(launcher: Launcher, call: Append) -> Result:
+    device = call.k_cache.device.index
+    if device == _current_device():
+        return launcher(call)
+    with torch.cuda.device(device):
+        return launcher(call)
+
+
+def _launcher(call: Append, tensors: list[Tensor], options: Any) -> Launcher:
+    """The launcher of a call that none of the latest was like: an earlier one's, or a new one."""
+    key = options, *map(layout, tensors)
+    launcher: Launcher | None = _calls.get(key)
+    if launcher is None:
+        launcher = Launcher(call)
+    if len(_calls) >= MAX_CALLS - 1:
+        _calls.clear()
+    _calls[key] = launcher
+    fits = check_of(tensors)
+    if fits is not None:
+        _calls[options] = (Known(fits, launcher), *_calls.get(options, ())[: MAX_RECENT - 1])
+    return launcher
+
+
+def _through_operator(call: Append) -> Result:
+    """The call as `splitkv::append`, for what traces it or looks into it."""
+    tensors = (x if x is None else x.detach() for x in call.tensors)
+    how = (False, 0) if call.rotary is None else call.rotary[3:]
+    q_out, after = append_op(*tensors, *how)
+    return None if call.q is None else q_out, None if call.before is None else after
+
+
+@torch.library.custom_op(
+    "splitkv::append",
+    mutates_args=("k_cache", "v_cache"),
+    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? before, "
+    "Tensor? rows, Tensor? leftpad, Tensor? page_table, Tensor? slots, Tensor? cu_seqlens_new, "
+    "Tensor? q, Tensor? cu_seqlens_q, Tensor? cos, Tensor? sin, Tensor? start, bool interleaved, "
+    "SymInt q_step) -> (Tensor, Tensor)",
+)
+def append_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *others, cos, sin, start, interleaved, q_step = arguments
+    rotary = None if cos is None else Rotary(cos, sin, start, interleaved, q_step)
+    call = Append._make((*others, rotary))
+    given = tuple(x is None for x in call.tensors)
+    q_out, after = _run(call, [x for x in call.tensors if x is not None], (given, arguments[-2:]))
+    k = call.k
+    return (
+        k.new_empty(0) if q_out is None else q_out,
+        k.new_empty(0, dtype=torch.int32) if after is None else after,
+    )
+
+
+@append_op.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    k, before, q = arguments[0], arguments[4], arguments[10]
+    return (
+        k.new_empty(0) if q is None else q.new_empty(q.shape),
+        k.new_empty(0, dtype=torch.int32) if before is None else before.new_empty(before.shape),
+    )
