@@ -1,4 +1,5 @@
-"""The command line: `splitkv demo | explain | bench | sweep | tune | regret | report | doctor`.
+"""The command line: `splitkv demo | explain | bench | sweep | tune | regret | reproduce | report |
+doctor`.
 
 Exit status: 0 done; 1 the answer is no (no kernel can run it, a check of the demo failed); 2 the
 question is malformed, said in one line.
@@ -360,6 +361,34 @@ def regret(
             effort=effort(candidates, rounds, time_limit, jobs),
             jobs=jobs,
             json_path=json_path,
+            time_limit=time_limit,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def reproduce(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and rounds.")] = False,
+    folder: Annotated[Path, typer.Option("--out", help="Results, taken up again.")] = Path(
+        "build/reproduce"
+    ),
+    backend: Annotated[list[str] | None, typer.Option(help="splitkv, fa3; else both.")] = None,
+    sequences: Annotated[bool, typer.Option(help="Prefill and backward too.")] = True,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start shapes in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Take the tables of the library's sources on this GPU, and check their claims and ours."""
+    with one_line_errors():
+        from splitkv.lab.reproduce import run as lab
+
+        expect_run(time_limit, jobs)
+        status = lab.reproduce(
+            folder,
+            quick=quick,
+            backends=backend or lab.BACKENDS,
+            whole_sequences=sequences,
+            jobs=jobs,
             time_limit=time_limit,
             console=console,
         )

@@ -136,6 +136,7 @@ def record(
         "floor": {**asdict(floor.timing), "by": floor.by} if floor else None,
         "tbs": case.kv_bytes / us / 1e6 if us else None,
         "err": row["err"],
+        "repeats": row["repeats"],
         "reasons": row["reasons"],
         "plan": row["plan"],
         "mode": protocol.mode,

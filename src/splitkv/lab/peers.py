@@ -54,12 +54,17 @@ def sdpa(backend: SDPBackend, packed: bool) -> Callable[[Inputs], Prepared]:
     return prepare
 
 
-def fa3(inputs: Inputs) -> Prepared:
-    """FlashAttention-3, its schedule made ahead of the calls."""
+def fa3(
+    inputs: Inputs, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0
+) -> Prepared:
+    """FlashAttention-3, its schedule made ahead of the calls; it decides what is not given."""
     fa, p = import_module("peers.fa3"), inputs.problem
     options: dict[str, Any] = {
         "causal": p.mask.causal,
         "window_size": (p.mask.window_left, p.mask.window_right),
+        "num_splits": num_splits,
+        "pack_gqa": pack_gqa,
+        "sm_margin": sm_margin,
     }
     schedule = fa.get_scheduler_metadata(
         *(p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim),

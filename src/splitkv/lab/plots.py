@@ -87,3 +87,20 @@ def _save(figure: Figure, axes: Any, path: Path) -> None:
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def split_curves(records: Sequence[Record], path: Path) -> None:
+    """Of a reproduction: microseconds over the number of splits, a line a backend, and a mark for
+    what its library decides by itself."""
+    figure, axes = _axes(records[0], "splits")
+    for color, r in enumerate(records):
+        us = {row["kernel"]: row["us"] for row in r["rows"] if row["us"] is not None}
+        swept = [(splits, us[name]) for name, splits, _ in r["ways"] if splits and name in us]
+        if swept:
+            axes.plot(*zip(*swept, strict=True), color=f"C{color}", label=r["backend"])
+        if "default" in us:
+            line = {"color": f"C{color}", "linestyle": ":", "label": f"{r['backend']}, its choice"}
+            axes.axhline(us["default"], **line)
+        if 3 in (s for s, _ in swept):
+            axes.plot([3], [dict(swept)[3]], "o", color=f"C{color}", label="patched: 3")
+    _save(figure, axes, path)

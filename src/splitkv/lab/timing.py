@@ -99,7 +99,7 @@ class Variant:
 
     def row(self, **found: Any) -> dict[str, Any]:
         """What a measurement says; without a time there are reasons."""
-        absent = dict.fromkeys(("version", "us", "spread_us", "err", "plan", "clocks"))
+        absent = dict.fromkeys(("version", "us", "spread_us", "err", "repeats", "plan", "clocks"))
         return {"library": self.library, "kernel": self.kernel, **absent, "reasons": [], **found}
 
 
@@ -225,13 +225,19 @@ class Session:
         self.watch = Stopwatch(protocol, self.inputs.x, self.inputs.q)
 
     def capture(self, variant: Variant) -> tuple[Replay, dict[str, Any]]:
-        """A graph of the variant, its answer checked, and its row without a time."""
+        """A graph of the variant, its answer checked, and its row without a time.
+
+        `repeats` in the row: whether a second replay gave the same bits.
+        """
         call, version, plan = variant.prepare(self.inputs)
         replay = self.watch.capture(call)
+        first = replay.result.clone()
+        replay()
         out = replay.result.reshape(self.ref.shape)
         assert_close(out, self.ref, self.pt)
         err = (out.double() - self.ref.double()).abs().max().item()
-        return replay, variant.row(version=version, plan=plan, err=err)
+        repeats = torch.equal(first, replay.result)
+        return replay, variant.row(version=version, plan=plan, err=err, repeats=repeats)
 
 
 def measure(

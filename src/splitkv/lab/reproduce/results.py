@@ -1,0 +1,78 @@
+"""Looking things up in the records of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from splitkv.lab.lines import Record
+from splitkv.lab.reproduce.model import rows_named
+
+OURS, FA3 = "splitkv", "fa3"
+
+
+class Results:
+    """The records of the newest run: one GPU, one state of the sources, of each work the last."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        listed = list(records)
+        self.works: dict[tuple[str, str, str], Record] = {}
+        self.sequences: dict[tuple[str, str, str], Record] = {}
+        for r in listed:
+            same = all(r[name] == listed[-1][name] for name in ("gpu", "commit"))
+            if same and r["suite"] == "reproduce":
+                self.works[r["step"], r["backend"], r["case"]] = r
+            elif same:
+                self.sequences[r["direction"], r["case"], r["library"]] = r
+
+    @property
+    def num_sms(self) -> int:
+        """Of the GPU, as the works say."""
+        return next(r["num_sms"] for r in self.works.values())
+
+    def of(self, step: str, backend: str) -> list[Record]:
+        return [r for (s, b, _), r in self.works.items() if (s, b) == (step, backend)]
+
+    def backends(self, step: str) -> list[str]:
+        return list(dict.fromkeys(b for s, b, _ in self.works if s == step))
+
+    def everything(self) -> Iterator[tuple[Record, Record]]:
+        """(work, row) of all kernels of attention."""
+        for (step, *_), r in self.works.items():
+            if step != "decode step":
+                yield from ((r, row) for row in r["rows"])
+
+    def us(self, step: str, backend: str, case: str, way: str) -> float | None:
+        record = self.works.get((step, backend, case))
+        return None if record is None else times(record).get(way)
+
+    def parts_of_step(self) -> dict[str, float]:
+        (record,) = self.of("decode step", "torch") or [{"rows": []}]
+        return times(record)
+
+    def rate(self, direction: str, case: str, library: str) -> Record | None:
+        """The record of whole sequences, None where there is no time."""
+        record = self.sequences.get((direction, case, library))
+        return record if record and record["us"] is not None else None
+
+
+def times(record: Record) -> dict[str, float]:
+    """way -> microseconds, of those that have a time."""
+    return rows_named(record["rows"])
+
+
+def ratio(record: Record, slow: str, fast: str) -> float | None:
+    """How many times as long one way takes as another."""
+    us = times(record)
+    return us[slow] / us[fast] if slow in us and fast in us else None
+
+
+def splits_of(record: Record, way: str) -> int:
+    """The number of splits asked for by a way; 0 where the library decided."""
+    return next(splits for name, splits, _ in record["ways"] if name == way)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Geometric."""
+    listed = list(values)
+    return math.exp(math.fsum(map(math.log, listed)) / len(listed))

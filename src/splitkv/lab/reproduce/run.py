@@ -1,0 +1,258 @@
+"""Runs the steps of `splitkv reproduce`; a work that the file of results has is not run again.
+
+In the folder of results: `results.jsonl`, a line a work and backend; `claims.json`; `report.md`;
+`splits.svg`, figure 3 of the sequence-aware heuristic's source. They are written anew after every
+run, also after one that was cut short.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from splitkv.device import Device, current
+from splitkv.errors import expect, expect_one_of
+from splitkv.lab.bench import facts
+from splitkv.lab.compiler import Compiler
+from splitkv.lab.lines import Lines, Record, read
+from splitkv.lab.reproduce import model
+from splitkv.lab.reproduce.backends import Backend, FlashAttention3, Ours, our_plans
+from splitkv.lab.reproduce.claims import Verdict, check
+from splitkv.lab.reproduce.tables import report
+from splitkv.lab.reproduce.works import Work, works
+from splitkv.lab.sequences import bench as sequences
+from splitkv.lab.sequences.peers import PEERS
+from splitkv.lab.sequences.suites import CASES, SUITES
+from splitkv.lab.sequences.timing import QUICK, Pace
+from splitkv.lab.studies import say
+from splitkv.lab.timing import one_line
+from splitkv.plans import Plan
+
+ROUNDS = {"quick": 7, "full": 21}
+BACKENDS = ("splitkv", "fa3")
+# (command, globs of its cases, of quick ones): the prefill tables and the crossover
+SEQUENCES = (
+    ("prefill", "records", ("mqa16_",), ("mqa16_b8_4096", "mqa16_b2_16384")),
+    ("prefill", "windows", ("gqa32x8_",), ("8192_causal", "8192_window4096", "16384_")),
+    ("backward", "windows", ("gqa32x8_",), ("8192_causal", "8192_window4096", "16384_")),
+)
+WIDE = "_window128"  # cases of the suite `windows` that no source has
+
+
+def reproduce(
+    folder: Path,
+    *,
+    quick: bool,
+    backends: Sequence[str],
+    whole_sequences: bool,
+    jobs: int,
+    time_limit: float | None,
+    console: Console,
+) -> int:
+    """Run what is left, then check the claims. 0, or 1 where a claim failed or the GPU was lost."""
+    for name in backends:
+        expect_one_of("backend", name, BACKENDS)
+    made: dict[str, Callable[[], Backend]] = {"splitkv": Ours, "fa3": FlashAttention3}
+    device = current()
+    expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
+    effort, path = "quick" if quick else "full", folder / "results.jsonl"
+    end = None if time_limit is None else time.monotonic() + time_limit
+    listed = [made[name]() for name in backends]
+    with Lines(path) as lines:
+        lost = run_works(
+            works(quick, device.num_sms),
+            listed,
+            *(device, effort, lines),
+            jobs=jobs,
+            end=end,
+            console=console,
+        )
+    if whole_sequences and not lost:
+        lost = run_sequences(path, effort, jobs, end, console)
+    verdicts = conclude(folder, console)
+    return 1 if lost or any(v.verdict == "FAIL" for v in verdicts) else 0
+
+
+def identity(work: Work, backend: str, effort: str, machine: Record) -> Record:
+    """What tells a record from others: equal, and it need not be measured again."""
+    return {
+        "suite": "reproduce",
+        "step": work.step,
+        "backend": backend,
+        "case": work.case.name,
+        "ways": [list(way) for way in work.ways],
+        "effort": effort,
+        **{name: machine[name] for name in ("gpu", "commit")},
+    }
+
+
+def run_works(
+    todo: Sequence[Work],
+    backends: Sequence[Backend],
+    device: Device,
+    effort: str,
+    lines: Lines,
+    *,
+    jobs: int,
+    end: float | None,
+    console: Console,
+    machine: Record | None = None,
+    rest: Callable[[int], list[Record]] = model.measure,
+) -> bool:
+    """Measure the works that `lines` does not have; whether the GPU was lost.
+
+    machine   what records say of it, None: this one
+    rest      times the parts of a decode step that are not attention
+    """
+    machine, rounds = machine or facts(), ROUNDS[effort]
+    names = ("suite", "step", "backend", "case", "ways", "effort", "gpu", "commit")
+    done = [{name: r.get(name) for name in names} for r in lines.records]
+
+    def add(who: Record, work: Work | None, rows: list[Record]) -> None:
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        shape = {} if work is None else {"problem": _shape(work), "kv_bytes": work.case.kv_bytes}
+        record = {**who, **shape, "rows": rows, "num_sms": device.num_sms, **machine}
+        record["date"] = date
+        lines.records.append(record)
+        lines.add(record)
+
+    with Compiler(jobs) as compiler:
+        left: list[tuple[Backend, list[tuple[Work, Record]]]] = []
+        for backend in backends:
+            if absent := backend.absent():
+                say(console, f"{backend.name}: {'; '.join(absent)}")
+                continue
+            named = [(work, identity(work, backend.name, effort, machine)) for work in todo]
+            left.append((backend, [pair for pair in named if pair[1] not in done]))
+        ours = (pairs for b, pairs in left if jobs and b.name == "splitkv")
+        ahead = compiler.submit(plan for pairs in ours for plan in _plans(pairs, device))
+        for backend, pairs in sorted(left, key=lambda pair: pair[0].name == "splitkv"):
+            if backend.name == "splitkv":  # meanwhile its kernels were compiled
+                wait(ahead)
+            say(console, f"{backend.name}: {len(pairs)} shapes, {len(todo) - len(pairs)} done")
+            try:
+                for work, who in pairs:
+                    if end is not None and time.monotonic() > end:
+                        say(console, "time limit: the rest is left out")
+                        return False
+                    add(who, work, backend.measure(work, rounds))
+                    say(console, _line(lines.records[-1]))
+                who = _step_identity(effort, machine)
+                if backend.name == "splitkv" and who not in done:
+                    add(who, None, rest(rounds))
+                    say(console, _line(lines.records[-1]))
+            except RuntimeError as error:  # the GPU does not recover from this in one process
+                say(console, f"{backend.name}: stopped: {one_line(error)}")
+                return True
+            finally:
+                backend.stop()
+    return False
+
+
+def _step_identity(effort: str, machine: Record) -> Record:
+    who = {"suite": "reproduce", "step": "decode step", "backend": "torch"}
+    own = {"case": model.LLAMA.name, "ways": [[part, 0, True] for part in model.PARTS]}
+    where = {name: machine[name] for name in ("gpu", "commit")}
+    return {**who, **own, "effort": effort, **where}
+
+
+def _plans(pairs: Sequence[tuple[Work, Record]], device: Device) -> Iterator[Plan]:
+    for work, _ in pairs:
+        yield from (plan for plan in our_plans(work, device).values() if isinstance(plan, Plan))
+
+
+def _shape(work: Work) -> Record:
+    p = work.case.problem
+    fields = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "dtype")
+    return {**{name: getattr(p, name) for name in fields}, "place": str(p.place)}
+
+
+def _line(record: Record) -> str:
+    """A record in a line."""
+    times = [
+        f"{r['kernel']} {r['us']:.2f}" if r["us"] is not None else f"{r['kernel']} -"
+        for r in record["rows"]
+    ]
+    shown = times if len(times) <= 6 else [*times[:5], f"... {len(times)} ways"]
+    reasons = [r["reasons"][0] for r in record["rows"] if r["us"] is None and r["reasons"]]
+    said = f"  ({reasons[0]})" if reasons else ""
+    head = f"{record['backend']}  {record['step']}  {record['case']}"
+    return f"{head}  {'  '.join(times and shown)}{said}"
+
+
+def sequence_cases(effort: str) -> Iterator[tuple[str, list[str]]]:
+    """(command, names of cases)."""
+    for command, suite, globs, few in SEQUENCES:
+        names = [c.name for c in SUITES[command][suite] if WIDE not in c.name]
+        parts = few if effort == "quick" else globs
+        yield command, [name for name in names if any(part in name for part in parts)]
+
+
+def run_sequences(path: Path, effort: str, jobs: int, end: float | None, console: Console) -> bool:
+    """Time whole sequences beside FlashAttention-2 and 3; whether the GPU was lost."""
+    machine = facts()
+    have = {
+        (r["suite"], r["case"])
+        for r in (read(path) if path.exists() else [])
+        if r["suite"] != "reproduce"
+        and all(r[name] == machine[name] for name in ("gpu", "commit"))
+        and (effort == "quick" or r["pace"]["rounds"] == Pace().rounds)
+    }
+    for command, names in sequence_cases(effort):
+        direction = "backward" if command == "backward" else "forward"
+        cases = [CASES[direction, name] for name in names if (command, name) not in have]
+        left = None if end is None else end - time.monotonic()
+        if not cases or (left is not None and left <= 0):
+            continue
+        status = sequences.bench_sequences(
+            command,
+            cases,
+            ours=sequences.our_variants(),
+            peers=[name for name in ("fa2", "fa3x", "fa3") if name in PEERS],
+            pace=QUICK if effort == "quick" else Pace(),
+            json_path=path,
+            time_limit=left,
+            jobs=jobs,
+            console=console,
+        )
+        if status:
+            return True
+    return False
+
+
+def conclude(folder: Path, console: Console) -> list[Verdict]:
+    """Tables, claims and the picture from the results that there are."""
+    path = folder / "results.jsonl"
+    records = read(path) if path.exists() else []
+    verdicts = check(records)
+    (folder / "claims.json").write_text(
+        json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n"
+    )
+    (folder / "report.md").write_text(report(records, verdicts) + "\n")
+    draw_splits(records, folder / "splits.svg", console)
+    for v in verdicts:
+        say(console, f"{v.verdict:<7} {v.claim}: {v.why}")
+    counts = {
+        word: sum(v.verdict == word for v in verdicts) for word in ("PASS", "FAIL", "NOT RUN")
+    }
+    say(console, ", ".join(f"{n} {word}" for word, n in counts.items()) + f"; see {folder}")
+    return verdicts
+
+
+def draw_splits(records: Sequence[Record], path: Path, console: Console) -> None:
+    try:
+        from splitkv.lab.plots import split_curves
+    except ModuleNotFoundError as error:
+        say(console, f"no picture without {error.name}")
+        return
+    swept: list[Any] = [r for r in records if r.get("step") == "splits"]
+    if swept:
+        split_curves(swept, path)

@@ -1,0 +1,183 @@
+"""`report.md` of a reproduction: every table of the sources, as measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+from splitkv.lab.lines import Record
+from splitkv.lab.report import ABSENT, machine, number, rates_tables, table
+from splitkv.lab.reproduce.claims import Verdict
+from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
+from splitkv.lab.reproduce.results import Results, mean, ratio, splits_of, times
+from splitkv.lab.reproduce.works import RULES, TABLE_1, mqa, picks, splits_by
+from splitkv.lab.suites import CASES
+from splitkv.policies import paged_attention_v2
+
+STEPS = ("table 1", "splits", "ablation", "boundary", "matrix", "ten shapes", "packing")
+TITLES = {
+    "table 1": "Table 1: standard and patched rule, batch 1",
+    "splits": "Figure 3: 512 keys, 1 KV head, every number of splits",
+    "ablation": "The guards of the rule taken away one by one, batch 1",
+    "boundary": "The boundary: 1 KV head, batch 1",
+    "matrix": "The regression matrix",
+    "ten shapes": "Paged attention v2: ten shapes, fp16, pages of 16",
+    "packing": "Packing and splitting: 3 query tokens, 16 heads on 1 KV head, bf16",
+}
+
+
+def report(records: Sequence[Record], verdicts: Iterable[Verdict]) -> str:
+    """Markdown: where, the claims, and a section a step."""
+    if not records:
+        return "# Reproduction\n\nNo results."
+    results = Results(records)
+    parts = ["# Reproduction", machine(records[-1]), "## Claims", claims_table(verdicts)]
+    for step in STEPS:
+        for backend in results.backends(step):
+            parts += [f"## {TITLES[step]}, on {backend}", TABLES[step](results, backend)]
+    if results.parts_of_step():
+        parts += ["## A decode step", step_table(results)]
+    if results.sequences:
+        parts += ["## Whole sequences", *rates_tables(list(results.sequences.values()))]
+    return "\n\n".join(parts)
+
+
+def claims_table(verdicts: Iterable[Verdict]) -> str:
+    rows = [
+        [
+            v.verdict,
+            v.claim,
+            ABSENT if v.value is None else f"{v.value:.3g}",
+            v.relation,
+            f"{v.bound:g}",
+            v.why,
+        ]
+        for v in verdicts
+    ]
+    return table(["", "claim", "value", "", "bound", "why"], rows)
+
+
+def rules_table(results: Results, backend: str, step: str) -> str:
+    """Standard, patched and the library's default, with the numbers of splits."""
+    rows = []
+    for r in results.of(step, backend):
+        us, shape = times(r), r["problem"]
+        splits = [f"{splits_of(r, way)}" for way in ("standard", "patched")]
+        gain = ratio(r, "standard", "patched")
+        rows.append(
+            [
+                str(shape["seqlen_k"]),
+                str(shape["num_kv_heads"]),
+                *(
+                    f"{number(us.get(w))} ({s})"
+                    for w, s in zip(("standard", "patched"), splits, strict=True)
+                ),
+                number(gain),
+                number(us.get("default")),
+            ]
+        )
+    header = ["keys", "KV heads", "standard us (splits)", "patched", "speed-up", "default"]
+    return table(header, rows)
+
+
+def splits_table(results: Results, backend: str) -> str:
+    (record,) = results.of("splits", backend)
+    us = times(record)
+    swept = {splits_of(record, way): t for way, t in us.items() if way != "default"}
+    least = min(swept.values(), default=0.0)
+    rows = [[str(n), number(t), f"{t / least - 1:+.1%}"] for n, t in sorted(swept.items())]
+    rows.append(["default", number(us.get("default")), ""])
+    return table(["splits", "us", "over the best"], rows)
+
+
+def ablation_table(results: Results, backend: str) -> str:
+    """Each rule's time, looked up by its number of splits."""
+    rows = []
+    for r in results.of("ablation", backend):
+        shape, us = r["problem"], times(r)
+        case = mqa(shape["seqlen_k"], shape["num_kv_heads"])
+        cells = []
+        for rule in RULES:
+            splits = splits_by(rule, case.problem, results.num_sms)
+            cells.append(f"{number(us.get(f's={splits}'))} ({splits})")
+        line = [str(shape["seqlen_k"]), str(shape["num_kv_heads"]), *cells]
+        rows.append([*line, number(us.get("default"))])
+    return table(["keys", "KV heads", *(f"{rule} us" for rule in RULES), "default"], rows)
+
+
+def matrix_table(results: Results, backend: str) -> str:
+    """Of each number of keys the speed-ups over batches and KV heads."""
+    records = results.of("matrix", backend)
+    rows = []
+    for keys in dict.fromkeys(r["problem"]["seqlen_k"] for r in records):
+        here = [r for r in records if r["problem"]["seqlen_k"] == keys]
+        cells = [str(keys), str(len(here))]
+        for slow, fast in (("standard", "patched"), ("standard", "default")):
+            found = [x for r in here if (x := ratio(r, slow, fast)) is not None]
+            cells += (
+                [number(min(found)), number(mean(found)), number(max(found))]
+                if found
+                else [ABSENT] * 3
+            )
+        rows.append(cells)
+    header = ["keys", "shapes", "patched least", "mean", "most", "default least", "mean", "most"]
+    return table(header, rows)
+
+
+def ten_table(results: Results, backend: str) -> str:
+    rows = []
+    for r in results.of("ten shapes", backend):
+        us, p = times(r), CASES[r["case"]].problem
+        ways = [number(us.get(way)) for way in ("one pass", "partitions")]
+        rules = (paged_attention_v2.PERMISSIVE, paged_attention_v2.CONSERVATIVE)
+        chosen = [picks(rule, p, results.num_sms) for rule in rules]
+        name = r["case"].removeprefix("seed003_").removesuffix("_page16")
+        rows.append([name, *ways, *chosen, number(us.get("default"))])
+    header = ["shape", "one pass us", "partitions us", "permissive", "conservative", "default us"]
+    return table(header, rows)
+
+
+def packing_table(results: Results, backend: str) -> str:
+    names = ("neither", "split", "packed", "both")
+    rows = []
+    for r in results.of("packing", backend):
+        us, shape = times(r), r["problem"]
+        rate = r["kv_bytes"] / us["both"] / 1e3 if "both" in us else None
+        cells = [number(us.get(way)) for way in names]
+        rows.append(
+            [f"{shape['seqlen_k']} x {shape['batch']}", *cells, f"{rate:.0f}" if rate else ABSENT]
+        )
+    return table(["keys x batch, us", *names, "GB/s of both"], rows)
+
+
+def step_table(results: Results) -> str:
+    """Milliseconds a token by the number of keys, for every backend and way."""
+    parts = results.parts_of_step()
+    if not set(PARTS) <= parts.keys():
+        return "not complete"
+    rest = [parts[part] for part in PARTS]
+    lines = [
+        f"{LLAMA.name}: {LLAMA.layers} layers of {rest[0]:.1f} us besides attention; "
+        f"vocabulary {rest[1]:.1f} us"
+    ]
+    ways = list(product(results.backends("table 1"), ("standard", "patched", "default")))
+    rows = []
+    for keys in TABLE_1[0]:
+        cells = []
+        for backend, way in ways:
+            us = results.us("table 1", backend, mqa(keys).name, way)
+            cells.append(ABSENT if us is None else f"{step_us(LLAMA, us, *rest) / 1e3:.3f}")
+        rows.append([str(keys), *cells])
+    lines.append(table(["keys: ms a token", *(" ".join(way) for way in ways)], rows))
+    return "\n\n".join(lines)
+
+
+TABLES = {
+    "table 1": lambda results, backend: rules_table(results, backend, "table 1"),
+    "boundary": lambda results, backend: rules_table(results, backend, "boundary"),
+    "splits": splits_table,
+    "ablation": ablation_table,
+    "matrix": matrix_table,
+    "ten shapes": ten_table,
+    "packing": packing_table,
+}

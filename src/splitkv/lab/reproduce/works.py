@@ -1,0 +1,194 @@
+"""What `splitkv reproduce` times, step by step: shapes, and the ways in which each is cut.
+
+The rules of the sequence-aware split heuristic's source are taken as it states them: blocks of 128
+keys, tiles counted over batch and KV heads, and the number of splits handed to the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from splitkv.lab.cases import Case
+from splitkv.lab.suites import SUITES, problem
+from splitkv.lab.tune import MATRIX, case_of
+from splitkv.policies import flash_attention_3, paged_attention_v2, sequence_aware
+from splitkv.policies.flash_attention_2 import fewest_splits_near_best, wave_efficiency
+from splitkv.policies.flash_attention_3 import MAX_SPLITS, saturated
+from splitkv.policies.paged_attention_v2 import PARTITION_SIZE
+from splitkv.policies.shared import ceil_div
+from splitkv.policies.tuned import tuned_problem
+from splitkv.problem import Problem
+
+BLOCK = 128  # keys of a block of FlashAttention-3 on the source's stack
+SWEEP = ("splits", 512, 64)  # figure 3: the step, its keys, the most splits
+TABLE_1 = (128, 256, 384, 512, 2048, 4096), (1, 2, 8)  # keys, KV heads
+ABLATION = (128, 256, 384, 512), (1, 2, 4, 8, 32)
+BOUNDARY = (128, 192, 256, 320, 384, 385, 448, 512, 513, 576, 640, 768, 896, 1024)
+QUICK_BOUNDARY = (256, 384, 385, 512, 513, 640)
+QUICK_MATRIX = 5  # every so many of the 160, beside those that the rules split differently
+PACKING = [(1024 << i, 256 >> i) for i in range(8)]  # keys, batch
+REPEATED = (128, 512, 513, 4096)  # keys
+
+Rule = Callable[[int, int, int], int]
+"""(tiles, blocks of keys, SMs) -> splits."""
+
+
+def standard(tiles: int, blocks: int, sms: int) -> int:
+    """FlashAttention-3's: four blocks or fewer are never split."""
+    return flash_attention_3.num_splits_heuristic(tiles, sms, blocks, 1, 0, False, MAX_SPLITS)
+
+
+def patched(tiles: int, blocks: int, sms: int) -> int:
+    """The source's: four blocks in three, where there are fewer than four tiles."""
+    return sequence_aware.num_splits_heuristic(tiles, sms, blocks, 1, 0, False, MAX_SPLITS)
+
+
+def no_guard(tiles: int, blocks: int, sms: int) -> int:
+    """The efficiency loop alone, for short contexts too."""
+    if saturated(tiles, sms):
+        return 1
+    most = min(MAX_SPLITS, sms, blocks)
+    filled = {splits: wave_efficiency(tiles * splits, sms) for splits in range(1, most + 1)}
+    return fewest_splits_near_best(filled)
+
+
+def any_tiles(tiles: int, blocks: int, sms: int) -> int:
+    """`patched` without its second guard: four blocks in three however many tiles there are."""
+    return 3 if blocks == 4 and not saturated(tiles, sms) else patched(tiles, blocks, sms)
+
+
+def shorter_too(tiles: int, blocks: int, sms: int) -> int:
+    """`patched` without its first guard: fewer blocks than four are split in three too."""
+    return min(3, blocks) if blocks <= 4 and tiles < 4 else patched(tiles, blocks, sms)
+
+
+RULES: Mapping[str, Rule] = {
+    "standard": standard,
+    "patched": patched,
+    "no guard": no_guard,
+    "any tiles": any_tiles,
+    "shorter too": shorter_too,
+}
+
+
+def splits_by(rule: str, p: Problem, num_sms: int) -> int:
+    """The number of splits that a rule takes of a problem with one query token."""
+    return RULES[rule](p.batch * p.num_kv_heads, ceil_div(p.seqlen_k, BLOCK), num_sms)
+
+
+class Way(NamedTuple):
+    """One way to run a shape.
+
+    splits   0: as the library itself decides
+    packed   the query heads of a KV head share the rows of a tile
+    """
+
+    name: str
+    splits: int = 0
+    packed: bool = True
+
+
+DEFAULT = Way("default")
+
+
+class Work(NamedTuple):
+    """A shape and the ways that are timed in turns."""
+
+    step: str
+    case: Case
+    ways: tuple[Way, ...]
+
+
+def forced(splits: Iterable[int]) -> tuple[Way, ...]:
+    return tuple(Way(f"s={number}", number) for number in splits)
+
+
+def by_rules(step: str, case: Case, num_sms: int, rules: Iterable[str]) -> Work:
+    """Each rule's way, also where two take the same number: that shows what chance does."""
+    ways = (Way(rule, splits_by(rule, case.problem, num_sms)) for rule in rules)
+    return Work(step, case, (*ways, DEFAULT))
+
+
+def mqa(keys: int, kv_heads: int = 1, batch: int = 1) -> Case:
+    """8 query heads a KV head of 128."""
+    return case_of(tuned_problem(batch, 8 * kv_heads, kv_heads, 128, 1, keys, None))
+
+
+def works(quick: bool, num_sms: int) -> list[Work]:
+    """Everything that decode kernels are timed on."""
+    return [
+        *table_1(num_sms),
+        split_sweep(),
+        *ablation(num_sms),
+        *boundary(quick, num_sms),
+        *matrix(quick, num_sms),
+        *ten_shapes(quick),
+        *packing(quick),
+    ]
+
+
+def table_1(num_sms: int) -> Iterator[Work]:
+    for keys, kv_heads in product(*TABLE_1):
+        yield by_rules("table 1", mqa(keys, kv_heads), num_sms, ("standard", "patched"))
+
+
+def split_sweep() -> Work:
+    step, keys, most = SWEEP
+    return Work(step, mqa(keys), (*forced(range(1, most + 1)), DEFAULT))
+
+
+def ablation(num_sms: int) -> Iterator[Work]:
+    for keys, kv_heads in product(*ABLATION):
+        case = mqa(keys, kv_heads)
+        wanted = sorted({splits_by(rule, case.problem, num_sms) for rule in RULES})
+        if len(wanted) > 1:  # else every rule runs the same kernel
+            yield Work("ablation", case, (*forced(wanted), DEFAULT))
+
+
+def boundary(quick: bool, num_sms: int) -> Iterator[Work]:
+    for keys in QUICK_BOUNDARY if quick else BOUNDARY:
+        yield by_rules("boundary", mqa(keys), num_sms, ("standard", "patched"))
+
+
+def matrix(quick: bool, num_sms: int) -> Iterator[Work]:
+    for i, (batch, keys, kv_heads) in enumerate(product(*MATRIX)):
+        work = by_rules("matrix", mqa(keys, kv_heads, batch), num_sms, ("standard", "patched"))
+        if not quick or work.ways[0].splits != work.ways[1].splits or i % QUICK_MATRIX == 0:
+            yield work
+
+
+def ten_shapes(quick: bool) -> Iterator[Work]:
+    """One pass, and partitions of 512 keys: the fp16 cases of the suite `seed003`."""
+    for case in SUITES["seed003"]:
+        partitions = ceil_div(case.problem.seqlen_k, PARTITION_SIZE)
+        ways = Way("one pass", 1), Way("partitions", partitions), DEFAULT
+        if not quick or case.problem.kv_bytes < 1e9:
+            yield Work("ten shapes", case, ways)
+
+
+def packing(quick: bool) -> Iterator[Work]:
+    """Three query tokens of 16 heads on one KV head, with and without packing and splitting."""
+    for keys, batch in PACKING[:: 3 if quick else 1]:
+        case = Case(f"packing_b{batch}_{keys}", problem(batch, 16, 1, keys, seqlen_q=3))
+        ways = (
+            Way("neither", 1, False),
+            Way("split", 0, False),
+            Way("packed", 1),
+            Way("both", 0),
+        )
+        yield Work("packing", case, ways)
+
+
+def picks(rule: paged_attention_v2.Rule, p: Problem, num_sms: int) -> str:
+    """The way of `ten_shapes` that a rule of paged attention v2 takes."""
+    programs, partitions = p.batch * p.num_kv_heads, ceil_div(p.seqlen_k, PARTITION_SIZE)
+    split = programs < rule.sm_share * num_sms and partitions >= rule.min_partitions
+    return "partitions" if split else "one pass"
+
+
+def unpacked(p: Problem) -> Problem:
+    """Every query head with a KV head of its own, which all read the same keys."""
+    return replace(p, num_kv_heads=p.num_heads)
