@@ -85,17 +85,20 @@ def paged(problem: Problem, call: Call, page_size: int, seed: int = 0) -> tuple[
     pages = torch.randperm(len(keys) * max_pages + 3, generator=g)
     table = pages[: len(keys) * max_pages].view(len(keys), max_pages).int()
     call = dict(call)
-    for name in ("k", "v"):
+    of_tokens = [n for n in ("k_scale", "v_scale") if getattr(call.get(n), "ndim", 0) == 2]
+    for name in ("k", "v", *of_tokens):
         x = call[name]
-        cache = torch.full((len(pages), page_size, *x.shape[1:]), math.nan, dtype=x.dtype)
+        bits = x.view(torch.uint8) if x.element_size() == 1 else x
+        nothing = 0x7F if bits.dtype == torch.uint8 else math.nan  # NaN in e4m3, 127 in int8
+        cache = torch.full((len(pages), page_size, *x.shape[1:]), nothing, dtype=bits.dtype)
         for row, a, b in zip(table.tolist(), ends, ends[1:], strict=False):
             at = torch.arange(b - a)
             page = torch.tensor(row)[at // page_size]
-            cache[page, at % page_size] = x[a:b].detach().cpu()
+            cache[page, at % page_size] = bits[a:b].detach().cpu()
         if not x.is_contiguous():
-            cache = torch.nn.functional.pad(cache.transpose(1, 2), (0, 8), value=math.nan)
+            cache = torch.nn.functional.pad(cache.transpose(1, 2), (0, 8), value=nothing)
             cache = cache.contiguous().transpose(1, 2)[..., : x.shape[-1]]
-        call[name] = cache.to(x.device)
+        call[name] = cache.to(x.device).view(x.dtype)
     first = torch.arange(max_pages) * page_size
     garbage = torch.tensor([-1, len(pages), 2**31 - 1, -(2**31)], dtype=torch.int32)
     garbage = garbage[torch.randint(4, table.shape, generator=g)]

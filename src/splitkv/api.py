@@ -50,6 +50,10 @@ def attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    products: str | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -58,9 +62,9 @@ def attention(
     """Attention over dense batches, differentiable.
 
     q              [batch, seqlen_q, num_heads, head_dim], bf16, fp16, fp32 or fp64
-    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type; num_heads
-                   is a multiple of num_kv_heads, and head h reads KV head
-                   h // (num_heads // num_kv_heads)
+    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type, or int8 or
+                   float8_e4m3fn with scales; num_heads is a multiple of num_kv_heads, and head h
+                   reads KV head h // (num_heads // num_kv_heads)
     causal         query i sees keys up to seqlen_k - seqlen_q + i (bottom-right alignment)
     window_size    (left, right) keys around that position, inclusive; -1: unbounded
     sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM)
@@ -70,6 +74,13 @@ def attention(
     softcap        above 0: scores become softcap * tanh(score / softcap) before the mask
     alibi_slopes   [num_heads] or [batch, num_heads] fp32: bias
                    -slope * |i + seqlen_k - seqlen_q - j|
+    k_scale        scales of quantised keys, fp32: one, [num_kv_heads], [batch, num_kv_heads], or as
+                   k without its last dimension; v_scale likewise, of the same granularity
+    q_scale        scales of a q that is quantised as the keys are, by its own heads; out is bf16
+    products       with quantised keys, what may be multiplied in 8 bits: "widened": nothing;
+                   "half": q . k, for which q is rounded to the type of k with a scale a token and
+                   head; "full": p . v too, for which p is. None: "half" with int8, "widened" with
+                   float8_e4m3fn. A kernel without such units computes more exactly
     dropout_p      probability of dropping an attention weight
     deterministic  backward gives the same bits every time
     plan           a Plan of `splitkv.plan` for this problem, to skip deciding
@@ -101,6 +112,10 @@ def attention(
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        products=products,
         dropout_p=dropout_p,
         deterministic=deterministic,
         return_lse=return_lse,
@@ -125,6 +140,10 @@ def attention_varlen(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    products: str | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -146,8 +165,10 @@ def attention_varlen(
     cache_seqlens              [batch] int32 on the device, with a page table: keys of each
                                sequence, those of q included; never read by the host
 
-    Everything else as `attention`; the mask of each sequence is aligned by its own lengths. Pages
-    that need a gradient are served by plain torch; on a GPU a warning says so. Returns
+    Everything else as `attention`; the mask of each sequence is aligned by its own lengths; scales
+    of packed tensors are not a sequence's: one, one a head, or one a token and head. Pages and
+    quantised keys beside which a gradient is needed are served by plain torch; on a GPU a warning
+    says so. Returns
     out [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated.
     """
@@ -172,6 +193,10 @@ def attention_varlen(
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        products=products,
         dropout_p=dropout_p,
         deterministic=deterministic,
         return_lse=return_lse,
@@ -183,7 +208,8 @@ def _attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     if isinstance(given["window_size"], list):
         given["window_size"] = tuple(given["window_size"])
-    if is_plain(q, k, v, given["sink_logits"], given["alibi_slopes"]):
+    scales = (given[name] for name in ("q_scale", "k_scale", "v_scale"))
+    if is_plain(q, k, v, given["sink_logits"], given["alibi_slopes"], *scales):
         out, lse = run_attention(q, k, v, plan, **given)
     else:
         expect_window(given["window_size"])
@@ -214,6 +240,7 @@ def decode(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    products: str | None = None,
     num_splits: int = 0,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -233,7 +260,8 @@ def decode(
                    and head
     k_scale        scales of an int8 or float8_e4m3fn cache, fp32: one, [num_kv_heads],
                    [batch, num_kv_heads], or as the cache without its last dimension; v_scale
-                   likewise
+                   likewise, of the same granularity
+    products       what may be multiplied in 8 bits, as in `attention`
     num_splits     parts that the keys of each sequence are cut into; 0: the policy decides
     out            where to write the result
     early_kv       a promise: the kernel before this one on the stream writes nothing of
@@ -272,6 +300,7 @@ def decode(
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
+            products=products,
             out=out,
             return_lse=return_lse,
             early_kv=early_kv,
@@ -294,6 +323,7 @@ def decode(
             q_scale,
             k_scale,
             v_scale,
+            products,
             out,
             return_lse,
             early_kv,

@@ -17,17 +17,18 @@ from torch import Tensor
 
 from splitkv.kernels import prefill
 from splitkv.kernels.backward import backward_for
-from splitkv.launch import Launcher, bind, needs_grad, operator_outputs
+from splitkv.launch import Launcher, bind, needs_grad, operator_outputs, working_dtype
 from splitkv.plans import plan_with_handle
 from splitkv.problem import Operands, describe_attention
+from splitkv.reference import WORKING
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? page_table, Tensor? cache_seqlens, "
     "bool causal, SymInt window_left, "
     "SymInt window_right, SymInt sink_tokens, Tensor? sink_logits, float? softmax_scale, "
-    "float softcap, Tensor? alibi_slopes, float dropout_p, bool deterministic, bool return_lse, "
-    "Tensor? seed, str plan"
+    "float softcap, Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+    "str? products, float dropout_p, bool deterministic, bool return_lse, Tensor? seed, str plan"
 )
 NAMES = tuple(argument.split()[-1] for argument in _ARGUMENTS.split(", "))
 _DIFFERENTIABLE = tuple(NAMES.index(name) for name in prefill.LEAVES)
@@ -104,7 +105,7 @@ def attention_op(*arguments):
 def _(*arguments):
     q, v, return_lse = arguments[0], arguments[2], arguments[_RETURN_LSE]
     lse_shape = _lse_shape(q) if return_lse or _on_gpu(q) else (0,)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=working_dtype(q))
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
@@ -136,8 +137,8 @@ def _differentiated(
     leaves = list(arguments)
     for i in _DIFFERENTIABLE:
         if leaves[i] is not None:
-            leaves[i] = leaves[i].detach().requires_grad_(leaves[i].is_floating_point())
-    wanted = [i for i in _DIFFERENTIABLE if leaves[i] is not None]
+            leaves[i] = leaves[i].detach().requires_grad_(leaves[i].dtype in WORKING)
+    wanted = [i for i in _DIFFERENTIABLE if leaves[i] is not None and leaves[i].requires_grad]
     with torch.enable_grad(), _recording():
         out, lse = _run(leaves)
         outputs, grads = ([out], [grad_out]) if lse is None else ([out, lse], [grad_out, grad_lse])

@@ -36,7 +36,8 @@ from splitkv.errors import (
 )
 from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
-from splitkv.problem import DTYPE_BYTES, Problem
+from splitkv.problem import Problem
+from splitkv.scales import DTYPE_BYTES
 from splitkv.scores import Score
 
 if TYPE_CHECKING:

@@ -7,6 +7,9 @@ from typing import Literal
 
 CodecName = Literal["as_is", "fp8", "int8"]
 Granularity = Literal["none", "tensor", "head", "token"]
+Products = Literal["widened", "half", "full"]
+"""What may be multiplied in 8 bits beside quantised keys and values: nothing, all are widened
+first; q . k, for which q is rounded as well; or p . v too, for which p is."""
 
 
 @dataclass(frozen=True, slots=True)

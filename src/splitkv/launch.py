@@ -82,9 +82,11 @@ _MASK_AND_SCORE: dict[str, Any] = {
     "return_lse": False,
 }
 _VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_SCALES = {"q_scale": None, "k_scale": None, "v_scale": None, "products": None}
 ATTENTION_DEFAULTS: dict[str, Any] = {
     "causal": False,
     **_MASK_AND_SCORE,
+    **_SCALES,
     "dropout_p": 0.0,
     "deterministic": False,
 }
@@ -95,9 +97,7 @@ DECODE_DEFAULTS: dict[str, Any] = {
     "max_seqlen_k": None,
     "causal": True,
     **_MASK_AND_SCORE,
-    "q_scale": None,
-    "k_scale": None,
-    "v_scale": None,
+    **_SCALES,
     "out": None,
     "early_kv": False,
 }
@@ -167,12 +167,15 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _warn_of_fall_back(plan: Plan) -> None:
-    """Say once for each reason that a GPU reads a cache by kernels that are not made for it."""
+    """Say once for each reason that a GPU reads a cache, or quantised keys, by kernels that are not
+    made for it."""
     kind, device = plan.problem.kind, plan.device.kind
     of_cache = kind == "decode" or isinstance(plan.problem.place, Paged)
-    if device != "cuda" or not of_cache or plan.kernel not in ("torch_math", "torch_sdpa"):
+    quantised = plan.problem.codec != AS_IS
+    fell_back = device == "cuda" and plan.kernel in ("torch_math", "torch_sdpa")
+    if not fell_back or not (of_cache or quantised):
         return
-    name = "decode" if kind == "decode" else "attention_varlen"
+    name = {"decode": "decode", "dense": "attention", "varlen": "attention_varlen"}[kind]
     against = dict(plan.rejected).get("prefill", ())
     if against and against not in _warned:
         _warned.add(against)
@@ -255,6 +258,7 @@ def run_decode(
     q_scale: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    products: str | None,
     out: Tensor | None,
     return_lse: bool,
     early_kv: bool,
@@ -297,6 +301,7 @@ def run_decode(
         sink_tokens,
         softmax_scale,
         softcap,
+        products,
         return_lse,
         early_kv,
         num_splits,
@@ -341,6 +346,7 @@ def run_decode(
             "q_scale": q_scale,
             "k_scale": k_scale,
             "v_scale": v_scale,
+            "products": products,
             "out": out,
             "return_lse": return_lse,
             "early_kv": early_kv,
@@ -454,6 +460,11 @@ def run_attention(
         return launcher(operands)
 
 
+def working_dtype(q: Tensor) -> torch.dtype:
+    """Of the output: q's own type, bfloat16 where q is quantised."""
+    return q.dtype if q.is_floating_point() and q.dtype.itemsize > 1 else torch.bfloat16
+
+
 def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     """What an operator returns: always two tensors, in the strides that its fake promises."""
     absent = out.new_empty(0, dtype=torch.float32)
@@ -466,8 +477,8 @@ def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, "
     "SymInt? max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, "
     "SymInt sink_tokens, Tensor? sink_logits, float? softmax_scale, float softcap, "
-    "Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool return_lse, "
-    "bool early_kv, SymInt num_splits, str plan) -> (Tensor, Tensor)",
+    "Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, str? products, "
+    "bool return_lse, bool early_kv, SymInt num_splits, str plan) -> (Tensor, Tensor)",
 )
 def decode_op(
     q,
@@ -487,6 +498,7 @@ def decode_op(
     q_scale,
     k_scale,
     v_scale,
+    products,
     return_lse,
     early_kv,
     num_splits,
@@ -509,6 +521,7 @@ def decode_op(
         q_scale,
         k_scale,
         v_scale,
+        products,
         None,
         return_lse,
         early_kv,
@@ -522,7 +535,6 @@ def decode_op(
 @decode_op.register_fake
 def _(q, k_cache, v_cache, *rest):
     return_lse = rest[-4]
-    dtype = q.dtype if q.is_floating_point() and q.dtype.itemsize > 1 else torch.bfloat16
-    out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=dtype)
+    out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=working_dtype(q))
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)
     return out, q.new_empty(lse_shape, dtype=torch.float32)

@@ -7,7 +7,6 @@ written by hand.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,18 +26,16 @@ from splitkv.errors import (
     expect_number,
     expect_positive,
     expect_shape,
-    expect_tensor,
 )
-from splitkv.kv import AS_IS, Codec, CodecName, Contiguous, Granularity, Paged, Place, Ragged
+from splitkv.kv import AS_IS, Codec, Contiguous, Granularity, Paged, Place, Products, Ragged
 from splitkv.masks import Mask
+from splitkv.scales import DTYPE_BYTES, QUANTISED, describe_types
 from splitkv.scores import PLAIN, Score
 
 Kind = Literal["decode", "dense", "varlen"]
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MAX_CUT_TOKENS = 256  # of packed sequences all of which may be cut into parts
 FEW_ROWS = 16  # of those that are, beside longer ones
 FLAGS = ("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad", "early_kv")
-QUANTISED: dict[str, CodecName] = {"int8": "int8", "float8_e4m3fn": "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +49,10 @@ class Problem:
                      read while the kernel before still runs
     lengths          host: every sequence has seqlen_k keys; device: read from a tensor by the
                      kernel
+    dtype            the working type: of the output, and of q where q is not quantised
+    products         beside a codec, what may be multiplied in 8 bits; a kernel may compute more
+                     exactly than that, never less
+    q_granularity    of the scales of a q that is quantised as the keys are; none: it is not
     """
 
     kind: Kind
@@ -66,6 +67,8 @@ class Problem:
     mask: Mask = Mask()
     place: Place = Contiguous()
     codec: Codec = AS_IS
+    products: Products = "widened"
+    q_granularity: Granularity = "none"
     score: Score = PLAIN
     sink_logits: bool = False
     lengths: Literal["host", "device"] = "host"
@@ -132,6 +135,10 @@ class Problem:
             f"kv {self.place}" + ("" if self.codec == AS_IS else f" {self.codec}"),
             f"mask {self.mask}",
         ]
+        if self.codec != AS_IS:
+            parts.append(f"products {self.products}")
+        if self.q_granularity != "none":
+            parts.append(f"q {self.codec.name} per {self.q_granularity}")
         if self.score != PLAIN:
             parts.append(str(self.score))
         parts += [name.replace("_", " ") for name in FLAGS if getattr(self, name)]
@@ -178,6 +185,7 @@ def describe_decode(
     q_scale: Any,
     k_scale: Any,
     v_scale: Any,
+    products: Any,
     out: Any,
     return_lse: bool,
     early_kv: bool,
@@ -212,9 +220,8 @@ def describe_decode(
     if cache_seqlens is not None:
         expect_shape("cache_seqlens", cache_seqlens, batch=batch)
         _expect_index("cache_seqlens", cache_seqlens, q.device)
-    dtype, codec = _describe_types(
-        ("k_cache", "v_cache"), q, k_cache, v_cache, q_scale, k_scale, v_scale, place
-    )
+    names = "k_cache", "v_cache"
+    types = describe_types(names, q, k_cache, v_cache, q_scale, k_scale, v_scale, products, place)
     _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens)
     score, scale = _describe_scores(
@@ -222,7 +229,7 @@ def describe_decode(
     )
     _expect_sink_logits(sink_logits, num_heads, q.device)
     if out is not None:
-        expect_out(out, (batch, seqlen_q, num_heads, head_dim_v), dtype, q.device)
+        expect_out(out, (batch, seqlen_q, num_heads, head_dim_v), types.dtype, q.device)
     expect_bool("return_lse", return_lse)
     expect_bool("early_kv", early_kv)
     problem = Problem(
@@ -234,10 +241,12 @@ def describe_decode(
         head_dim_v=head_dim_v,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        dtype=dtype,
+        dtype=types.dtype,
         mask=mask,
         place=place,
-        codec=codec,
+        codec=types.codec,
+        products=types.products,
+        q_granularity=types.q_granularity,
         score=score,
         sink_logits=sink_logits is not None,
         lengths="host" if cache_seqlens is None else "device",
@@ -280,6 +289,10 @@ def describe_attention(
     softmax_scale: float | None,
     softcap: float,
     alibi_slopes: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    products: Any,
     dropout_p: float,
     deterministic: bool,
     return_lse: bool,
@@ -331,9 +344,10 @@ def describe_attention(
         if capacity is not None:
             expect_in_range("max_seqlen_k", max_seqlen_k, 0, capacity)
         seqlen_q, seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
-    expect_dtype("q", q, *DTYPE_BYTES)
-    expect_dtype("k", k, dtype_name(q))
-    dtype, _ = _describe_types(("k", "v"), q, k, v, None, None, None, place)
+    if dtype_name(k) not in QUANTISED:
+        expect_dtype("q", q, *DTYPE_BYTES)
+        expect_dtype("k", k, dtype_name(q))
+    types = describe_types(("k", "v"), q, k, v, q_scale, k_scale, v_scale, products, place)
     _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens)
     score, scale = _describe_scores(
@@ -353,9 +367,12 @@ def describe_attention(
         head_dim_v=head_dim_v,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        dtype=dtype,
+        dtype=types.dtype,
         mask=mask,
         place=place,
+        codec=types.codec,
+        products=types.products,
+        q_granularity=types.q_granularity,
         score=score,
         sink_logits=sink_logits is not None,
         lengths="device" if kind == "varlen" else "host",
@@ -374,6 +391,9 @@ def describe_attention(
         cu_seqlens_k=cu_seqlens_k,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         softmax_scale=scale,
         softcap=float(softcap),
         dropout_p=float(dropout_p),
@@ -474,70 +494,3 @@ def _describe_scores(
         expect_last_dim_contiguous("alibi_slopes", alibi_slopes)
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     return Score(softcap > 0, alibi_slopes is not None), scale
-
-
-def _describe_types(
-    names: tuple[str, str],
-    q: Any,
-    k: Any,
-    v: Any,
-    q_scale: Any,
-    k_scale: Any,
-    v_scale: Any,
-    place: Place,
-) -> tuple[str, Codec]:
-    """The working type, and how the keys and values, called `names`, are stored."""
-    working, stored = dtype_name(q), dtype_name(k)
-    expect_device(names[0], k, q.device)
-    expect_device(names[1], v, q.device)
-    expect_dtype(names[1], v, stored)
-    for name, tensor in (("q", q), (names[0], k), (names[1], v)):
-        expect_last_dim_contiguous(name, tensor)
-    if stored not in QUANTISED:
-        expect_dtype("q", q, *DTYPE_BYTES)
-        expect_dtype(names[0], k, working)
-        for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-            expect_none_with(name, scale, f"a {stored} cache")
-        return working, AS_IS
-    if working in QUANTISED:
-        expect_dtype("q", q, stored)
-        expect_given_with("q_scale", q_scale, f"a {working} q")
-        _expect_scale("q_scale", q_scale, q, ("batch", "seqlen_q", "num_heads"))
-        working = "bfloat16"
-    else:
-        expect_dtype("q", q, *DTYPE_BYTES, *QUANTISED)
-        expect_none_with("q_scale", q_scale, f"a {working} q")
-    dims = ("num_pages", "page_size") if isinstance(place, Paged) else ("batch", "seqlen_k")
-    granularities = []
-    for name, scale, cache in (("k_scale", k_scale, k), ("v_scale", v_scale, v)):
-        expect_given_with(name, scale, f"a {stored} cache")
-        granularities.append(_expect_scale(name, scale, cache, (*dims, "num_kv_heads")))
-    expect(
-        granularities[0] == granularities[1],
-        "v_scale",
-        f"the granularity of k_scale ({granularities[0]})",
-        granularities[1],
-    )
-    return working, Codec(QUANTISED[stored], granularities[0])
-
-
-def _expect_scale(name: str, scale: Any, tensor: Any, dims: tuple[str, ...]) -> Granularity:
-    """A scale for `tensor` [.., .., heads, dim]: one, one a head, or one a token and head."""
-    expect_tensor(name, scale)
-    expect_dtype(name, scale, "float32")
-    expect_device(name, scale, tensor.device)
-    shape, sizes = tuple(scale.shape), tuple(tensor.shape)[:3]
-    if math.prod(shape) == 1 and len(shape) <= 1:
-        return "tensor"
-    if shape == sizes:
-        return "token"
-    if shape == sizes[2:] or (dims[0] == "batch" and shape == (sizes[0], sizes[2])):
-        return "head"
-    head = f"{dims[2]}={sizes[2]}"
-    rows = f"{dims[0]}={sizes[0]}"
-    options = ["one element", f"[{head}]", f"[{rows}, {dims[1]}={sizes[1]}, {head}]"]
-    if dims[0] == "batch":
-        options.insert(2, f"[{rows}, {head}]")
-    raise ValueError(
-        f"{name}: expected {', '.join(options[:-1])} or {options[-1]}, got {list(shape)}"
-    )

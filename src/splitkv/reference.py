@@ -15,11 +15,15 @@ differentiable, and nothing waits for the device: lengths and page tables are on
 `upcast` chooses the precision: True is the reference (float32 for 16-bit inputs, float64 for
 float32), a dtype is that dtype, False is the working precision, the run that the tolerance rule
 compares with. Softmax and LSE are computed in float32 or better whatever the precision.
+
+Quantised tensors are multiplied by their scales first. `products` then rounds what a kernel may
+multiply in 8 bits, as it may: "half" q, "full" q and the softmax's weights.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +34,9 @@ from splitkv.masks import Mask
 FULL, CAUSAL = Mask(), Mask(causal=True)
 HALF = (torch.bfloat16, torch.float16)
 WORKING = (*HALF, torch.float32, torch.float64)
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what quantised values go up to
+MIN_SCALE = 2.0**-100  # of a row of zeros; its reciprocal is finite
+WEIGHT_KEYS = 64  # keys whose weights in int8 share a scale
 
 
 def compute_dtype(dtype: torch.dtype, upcast: bool | torch.dtype) -> torch.dtype:
@@ -52,6 +59,10 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    products: str = "widened",
     dropout_p: float = 0.0,
     upcast: bool | torch.dtype = True,
     return_lse: bool = True,
@@ -59,15 +70,19 @@ def attention(
     """Dense attention.
 
     q [B, S_q, H, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]; alibi_slopes [H] or [B, H];
-    sink_logits [H]. Returns out [B, S_q, H, D_v] and lse [B, H, S_q], None unless `return_lse`.
+    sink_logits [H]. For scales see `dequantize`. Returns out [B, S_q, H, D_v] and lse [B, H, S_q],
+    None unless `return_lse`.
     """
     dtype = compute_dtype(q.dtype, upcast)
+    rounding = Rounding(products, k.dtype, v_scale if is_of_tokens(v_scale, v) else None)
+    q = rounding.of_queries(dequantize(q, q_scale, dtype))
+    k, v = dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
     key = torch.arange(k.shape[1], device=q.device)
     pos = k.shape[1] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
     return attend(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
+        q,
+        k,
+        v,
         None if mask.is_full else mask.visible(pos, key)[None],
         distance=None if alibi_slopes is None else (pos - key).abs()[None],
         softmax_scale=softmax_scale,
@@ -75,6 +90,7 @@ def attention(
         slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
         sink_logits=sink_logits,
         dropout_p=dropout_p,
+        weights=rounding.of_weights,
         return_lse=return_lse,
     )
 
@@ -93,6 +109,10 @@ def attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    products: str = "widened",
     dropout_p: float = 0.0,
     upcast: bool | torch.dtype = True,
 ) -> tuple[Tensor, Tensor]:
@@ -101,7 +121,7 @@ def attention_varlen(
     q [total_q, H, D], k, v [total_k, H_kv, D]; cu_seqlens [B + 1] on the device. Or k, v
     [num_pages, page_size, H_kv, D] with page_table [B, max_pages] and cache_seqlens [B]; entries of
     cache and table past a length may hold anything. Tokens after the last sequence see nothing.
-    Returns out [total_q, H, D_v] and lse [H, total_q].
+    For scales see `dequantize`. Returns out [total_q, H, D_v] and lse [H, total_q].
     """
     dtype = compute_dtype(q.dtype, upcast)
     sequence_q, i = sequence_of_token(cu_seqlens_q, q.shape[0])
@@ -114,11 +134,26 @@ def attention_varlen(
         seqlens_k = cache_seqlens
         keys = torch.arange(page_table.shape[1] * k.shape[1], device=q.device)
         used = (keys < seqlens_k[:, None]).flatten()
-        k, v = (gather_pages(x, page_table, keys.numel()).flatten(0, 1) for x in (k, v))
-        k, v = (x.masked_fill(~used[:, None, None], 0) for x in (k, v))
+
+        def first_keys(x: Tensor) -> Tensor:
+            return gather_pages(x, page_table, keys.numel()).flatten(0, 1)
+
+        of_tokens = [is_of_tokens(scale, k) for scale in (k_scale, v_scale)]
+        k, v = (first_keys(x) for x in (k, v))
+        if all(of_tokens):
+            k_scale, v_scale = (
+                first_keys(x).masked_fill(~used[:, None], 1)
+                for x in (k_scale, v_scale)
+                if x is not None
+            )
         key = keys.repeat(len(seqlens_k))
         sequence_k = torch.arange(len(seqlens_k), device=q.device).repeat_interleave(keys.numel())
         sequence_k = torch.where(used, sequence_k, len(seqlens_k))
+    rounding = Rounding(products, k.dtype, v_scale if is_of_tokens(v_scale, v) else None)
+    q = rounding.of_queries(dequantize(q, q_scale, dtype))
+    k, v = dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
+    if page_table is not None:
+        k, v = (x.masked_fill(~used[:, None, None], 0) for x in (k, v))
     shift = seqlens_k - cu_seqlens_q.diff()
     last = shift.numel() - 1
     clamped = sequence_q.clamp(max=last)
@@ -129,9 +164,9 @@ def attention_varlen(
         per_token = alibi_slopes[clamped] if alibi_slopes.dim() == 2 else alibi_slopes[None]
         slopes = per_token.transpose(0, 1)[None]  # [1, H, total_q or 1]
     out, lse = attend(
-        q.to(dtype)[None],
-        k.to(dtype)[None],
-        v.to(dtype)[None],
+        q[None],
+        k[None],
+        v[None],
         (mask.visible(pos, key) & same)[None],
         distance=None if slopes is None else (pos - key).abs()[None],
         softmax_scale=softmax_scale,
@@ -139,6 +174,7 @@ def attention_varlen(
         slopes=slopes,
         sink_logits=sink_logits,
         dropout_p=dropout_p,
+        weights=rounding.of_weights,
     )
     assert lse is not None
     return out[0], lse[0]
@@ -160,6 +196,7 @@ def decode(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    products: str = "widened",
     upcast: bool | torch.dtype = True,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -176,8 +213,13 @@ def decode(
         max_seqlen_k = (k_cache if page_table is None else page_table).shape[1] * page_size
     k = load_cache(k_cache, k_scale, page_table, max_seqlen_k, dtype)
     v = load_cache(v_cache, v_scale, page_table, max_seqlen_k, dtype)
+    scale = None
+    if is_of_tokens(v_scale, v_cache):
+        assert v_scale is not None
+        scale = first_keys_of(v_scale, page_table, max_seqlen_k)
+    rounding = Rounding(products, k_cache.dtype, scale)
     return attend_padded(
-        dequantize(q, q_scale, dtype),
+        rounding.of_queries(dequantize(q, q_scale, dtype)),
         k,
         v,
         seqlens_q=None,
@@ -187,6 +229,7 @@ def decode(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sink_logits=sink_logits,
+        weights=rounding.of_weights,
         return_lse=return_lse,
     )
 
@@ -228,12 +271,14 @@ def attend(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
+    weights: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, on `[B, S, H, D]` tensors of one dtype.
 
     visible   [B or 1, S_q, S_k] booleans; None: all keys
     distance  [B or 1, S_q, S_k], |pos - j|;  slopes  [B or 1, H, S_q or 1]: ALiBi
+    weights   rounds the softmax's weights [B, H_kv, H / H_kv, S_q, S_k]; None: they stay
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     if k.shape[1] == 0:  # one key that nobody sees
@@ -267,7 +312,10 @@ def attend(
         sink = sink_logits.to(stat).view(num_kv_heads, group, 1, 1)
         s = torch.cat([s, sink.expand(*s.shape[:-1], 1)], -1)
         v = F.pad(v, (0, 0, 0, 0, 0, 1))
-    p = F.dropout(torch.softmax(s, -1), dropout_p).to(v.dtype)
+    p = F.dropout(torch.softmax(s, -1), dropout_p)
+    if weights is not None:  # of keys, not of the sink, whose value is 0
+        p = F.pad(weights(p[..., :seqlen_k]), (0, s.shape[-1] - seqlen_k))
+    p = p.to(v.dtype)
     out = p.view(batch, num_kv_heads, group * seqlen_q, s.shape[-1]) @ v.permute(0, 2, 1, 3)
     out = out.view(batch, num_kv_heads, group, seqlen_q, v.shape[-1])
     if sees_any is not None:
@@ -333,15 +381,17 @@ def load_cache(
     dtype: torch.dtype,
 ) -> Tensor:
     """The first `max_seqlen_k` keys of each sequence, dequantised: [B, max_seqlen_k, H_kv, D]."""
+    if is_of_tokens(scale, cache):
+        assert scale is not None
+        scale = first_keys_of(scale, page_table, max_seqlen_k)
+    return dequantize(first_keys_of(cache, page_table, max_seqlen_k), scale, dtype)
 
-    def first_keys(x: Tensor) -> Tensor:
-        if page_table is None:
-            return x[:, :max_seqlen_k]
-        return gather_pages(x, page_table, max_seqlen_k)
 
-    if scale is not None and scale.dim() == 3 and scale.numel() > 1:  # beside each token
-        scale = first_keys(scale)
-    return dequantize(first_keys(cache), scale, dtype)
+def first_keys_of(x: Tensor, page_table: Tensor | None, max_seqlen_k: int) -> Tensor:
+    """[B, max_seqlen_k, ...] of a cache or of what lies beside it."""
+    if page_table is None:
+        return x[:, :max_seqlen_k]
+    return gather_pages(x, page_table, max_seqlen_k)
 
 
 def gather_pages(cache: Tensor, page_table: Tensor, max_seqlen_k: int) -> Tensor:
@@ -358,19 +408,89 @@ def take(x: Tensor, *index: Any) -> Tensor:
     return x.view(torch.uint8)[index].view(x.dtype)
 
 
+def is_of_tokens(scale: Tensor | None, x: Tensor) -> bool:
+    """Whether a scale of x [.., heads, dim] is one a token and head."""
+    return scale is not None and scale.numel() > 1 and scale.dim() == x.dim() - 1
+
+
 def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x * scale` in `dtype`, x [B, S, heads, D] and scale of one element, [heads], [B, heads]
-    or [B, S, heads]; the product is rounded once."""
+    """`x * scale` in `dtype`, x [B, S, heads, D] or [total, heads, D] and scale of one element,
+    [heads], [B, heads] beside the former, or x's shape but the last; the product is rounded
+    once."""
     if scale is None:
         return x.to(dtype)
     if scale.numel() == 1:
         scale = scale.reshape(())
-    elif scale.dim() == 2:
+    elif scale.dim() == 2 and x.dim() == 4:
         scale = scale[:, None, :, None]
     else:
         scale = scale[..., None]
     wide = torch.promote_types(dtype, torch.float32)
     return (x.to(wide) * scale.to(wide)).to(dtype)
+
+
+def scale_of(x: Tensor, dims: tuple[int, ...], stored: torch.dtype) -> Tensor:
+    """The fp32 scale by which the largest of x over `dims`, which are kept, becomes the largest
+    stored value; inf where one of them is not finite."""
+    largest = x.detach().float().abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    if any(x.shape[dim] == 0 for dim in dims):
+        shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
+        return torch.full(shape, MIN_SCALE, device=x.device)
+    return (largest.amax(dims, keepdim=True) / LARGEST[stored]).clamp(min=MIN_SCALE)
+
+
+def quantize(x: Tensor, scale: Tensor, stored: torch.dtype) -> Tensor:
+    """The stored values nearest to `x / scale`, the largest for what is past it; scale broadcasts.
+
+    Ties go to even. NaN, also of an infinite x and scale, is 0 in int8, which has none.
+    """
+    most = LARGEST[stored]
+    y = (x.float() * (1 / scale)).clamp(-most, most)
+    return (y.round().nan_to_num(nan=0.0) if stored == torch.int8 else y).to(stored)
+
+
+class Rounding(NamedTuple):
+    """What `products` rounds.
+
+    stored    the type of the keys
+    v_scale   the scale of each value [B, S_k, H_kv] or [S_k, H_kv] where it has one: the weights
+              are rounded with it, as a kernel that multiplies stored values has it there
+    """
+
+    products: str
+    stored: torch.dtype
+    v_scale: Tensor | None
+
+    def of_queries(self, q: Tensor) -> Tensor:
+        """q [.., D], rounded with a scale a row where the keys are quantised."""
+        if self.products == "widened" or self.stored not in LARGEST:
+            return q
+        scale = scale_of(q, (q.dim() - 1,), self.stored)
+        rounded = quantize(q, scale, self.stored).to(scale.dtype) * scale
+        return q + (rounded.to(q.dtype) - q).detach()
+
+    @property
+    def of_weights(self) -> Callable[[Tensor], Tensor] | None:
+        """For `attend`."""
+        if self.products != "full" or self.stored not in LARGEST:
+            return None
+        return self._round_weights
+
+    def _round_weights(self, p: Tensor) -> Tensor:
+        """p [B, H_kv, G, S_q, S_k]: in int8 with a scale a row and `WEIGHT_KEYS` keys, else a row.
+
+        Rows of zeros stay.
+        """
+        factor = torch.ones((), dtype=p.dtype, device=p.device)
+        if self.v_scale is not None:
+            by_head = self.v_scale.to(p.dtype).transpose(-1, -2)  # [.., H_kv, S_k]
+            factor = by_head.reshape(-1, p.shape[1], 1, 1, p.shape[-1])
+        weight = p * factor
+        keys = WEIGHT_KEYS if self.stored == torch.int8 else max(p.shape[-1], 1)
+        groups = F.pad(weight, (0, -p.shape[-1] % keys)).unflatten(-1, (-1, keys))
+        scale = scale_of(groups, (groups.dim() - 1,), self.stored)
+        rounded = quantize(groups, scale, self.stored).to(p.dtype) * scale.to(p.dtype)
+        return rounded.flatten(-2)[..., : p.shape[-1]] / factor
 
 
 def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ DRAWS = 4
 SOFTCAP = 3.0  # of the size of a random score, so that leaving it out shows
 DROPOUT_P = 0.2
 SPARE_PAGES, SPARE_KEYS, SPARE_DIM = 3, 3, 8
-STORED = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def make_operands(
@@ -92,6 +92,12 @@ def make_operands(
         call |= _dense_operands(problem, g, keys)
         call["dropout_p"] = DROPOUT_P if problem.dropout else 0.0
         call["deterministic"] = problem.deterministic
+    call |= {"q_scale": None, "products": None}
+    if problem.codec != AS_IS:
+        call["products"] = problem.products
+    if problem.q_granularity != "none":
+        codec = Codec(problem.codec.name, problem.q_granularity)
+        call["q"], call["q_scale"] = quantize(call["q"], codec)
     if strided:
         big = [n for n in ("q", "k", "v", "k_cache", "v_cache") if n in call]
         call |= {n: _strided(call[n], poison) for n in big}
@@ -156,14 +162,9 @@ def _decode_operands(problem: Problem, g: torch.Generator, keys: Tensor, poison:
         "cache_seqlens": keys if problem.lengths == "device" else None,
         "page_table": table,
         "max_seqlen_k": most,
-        "q_scale": None,
     }
     for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
-        cache, scale = _random(problem, g, rows, page_size, heads, dim), None
-        if problem.codec != AS_IS:
-            size = torch.rand(rows, page_size, heads, 1, generator=g) + 0.5
-            size = size * torch.linspace(0.5, 2.0, heads)[:, None]
-            cache, scale = quantize(cache.float() * size, problem.codec)
+        cache, scale = _stored(problem, g, rows, page_size, heads, dim)
         if poison:
             if scale is not None and scale.dim() == 3:
                 scale[~used] = float("nan")
@@ -189,9 +190,21 @@ def _dense_operands(problem: Problem, g: torch.Generator, keys: Tensor) -> Call:
             "max_seqlen_k": problem.seqlen_k,
         }
     call["q"] = _random(problem, g, *q_shape, problem.num_heads, problem.head_dim)
-    call["k"] = _random(problem, g, *k_shape, problem.num_kv_heads, problem.head_dim)
-    call["v"] = _random(problem, g, *k_shape, problem.num_kv_heads, problem.head_dim_v)
+    for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
+        shape = *k_shape, problem.num_kv_heads, dim
+        call[name], call[f"{name}_scale"] = _stored(problem, g, *shape)
     return call
+
+
+def _stored(problem: Problem, g: torch.Generator, *shape: int) -> tuple[Tensor, Tensor | None]:
+    """Random keys or values, and their scales where the problem has a codec; then tokens and heads
+    are of different sizes, so that a wrong scale shows."""
+    x = _random(problem, g, *shape)
+    if problem.codec == AS_IS:
+        return x, None
+    size = torch.rand(*shape[:-1], 1, generator=g) + 0.5
+    size = size * torch.linspace(0.5, 2.0, shape[-2])[:, None]
+    return quantize(x.float() * size, problem.codec)
 
 
 def _fill(x: Tensor, where: Tensor) -> Tensor:
@@ -214,14 +227,13 @@ def _strided(x: Tensor, poison: bool) -> Tensor:
 
 
 def quantize(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    """A cache [B, S, H_kv, D] as stored values and float32 scales [1], [H_kv] or [B, S, H_kv]."""
-    dtype, largest = STORED[codec.name]
-    dims = {"tensor": (0, 1, 2, 3), "head": (0, 1, 3), "token": (3,)}[codec.granularity]
-    scale = (x.float().abs().amax(dims, keepdim=True) / largest).clamp(min=1e-12)
-    stored = x.float() / scale
-    stored = stored.round() if dtype == torch.int8 else stored
-    shape = {"tensor": (1,), "head": (x.shape[2],), "token": x.shape[:3]}[codec.granularity]
-    return stored.clamp(-largest, largest).to(dtype), scale.reshape(shape)
+    """x [.., H_kv, D] as stored values and float32 scales [1], [H_kv] or [.., H_kv]."""
+    heads, last = x.dim() - 2, x.dim() - 1
+    lead = tuple(range(heads))
+    dims = {"tensor": (*lead, heads, last), "head": (*lead, last), "token": (last,)}
+    scale = reference.scale_of(x, dims[codec.granularity], STORED[codec.name])
+    shape = {"tensor": (1,), "head": (x.shape[heads],), "token": x.shape[:-1]}[codec.granularity]
+    return reference.quantize(x, scale, STORED[codec.name]), scale.reshape(shape)
 
 
 def expected(
@@ -234,7 +246,7 @@ def expected(
     working = getattr(torch, problem.dtype)
     names = {"decode": ("cache_seqlens", "page_table", "max_seqlen_k"), "dense": ()}
     names |= {"varlen": ("cu_seqlens_q", "cu_seqlens_k")}
-    scales = ("q_scale", "k_scale", "v_scale") if problem.kind == "decode" else ()
+    scales = ("q_scale", "k_scale", "v_scale")
     kv = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
     common = ("softmax_scale", "softcap", "alibi_slopes", "sink_logits")
     kwargs = {n: call[n] for n in ("q", *kv, *names[problem.kind], *scales, *common)}
@@ -244,7 +256,8 @@ def expected(
         kwargs |= {n: reference.take(call[n], ..., order) for n in ("q", kv[0])}
     function = getattr(reference, FUNCTION[problem.kind])
     dtype = reference.compute_dtype(working, upcast)
-    out, lse = function(mask=problem.mask, upcast=dtype, **kwargs)
+    products = "widened" if upcast else problem.products
+    out, lse = function(mask=problem.mask, upcast=dtype, products=products, **kwargs)
     return out, lse
 
 

@@ -551,7 +551,7 @@ def test_warmup(options: dict[str, Any]) -> None:
 def test_signatures_are_the_published_ones() -> None:
     common = (
         "causal window_size sink_tokens sink_logits softmax_scale softcap alibi_slopes "
-        "dropout_p deterministic return_lse plan"
+        "q_scale k_scale v_scale products dropout_p deterministic return_lse plan"
     )
     published = {
         "attention": "q k v " + common,
@@ -559,7 +559,7 @@ def test_signatures_are_the_published_ones() -> None:
         "page_table cache_seqlens " + common,
         "decode": "q k_cache v_cache cache_seqlens page_table max_seqlen_k causal window_size "
         "sink_tokens sink_logits softmax_scale softcap alibi_slopes q_scale k_scale v_scale "
-        "num_splits out return_lse early_kv plan",
+        "products num_splits out return_lse early_kv plan",
         "merge_states": "out_a lse_a out_b lse_b",
     }
     defaults = {

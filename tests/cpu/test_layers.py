@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[2] / "src"
 # From the ground up; a module imports only from lines above its own, or its own package.
 LAYERS = (
     "device errors kv masks scores",
+    "scales",
     "problem",
     "plans reference",
     "policies kernels",
@@ -31,7 +32,7 @@ LAYERS = (
     "__main__",
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
-PURE = "device errors kv masks plans policies problem scores"
+PURE = "device errors kv masks plans policies problem scales scores"
 
 
 def modules() -> dict[str, Path]:

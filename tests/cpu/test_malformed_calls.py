@@ -83,6 +83,26 @@ PAGED_VARLEN = VARLEN | {
     "page_table": PAGED["page_table"],
     "cache_seqlens": torch.tensor([4, 6], dtype=torch.int32),
 }
+ONE = torch.ones(())
+DENSE_INT8 = DENSE | {
+    **{name: ints(*DENSE[name].shape, dtype=torch.int8) for name in ("k", "v")},
+    "k_scale": torch.ones(BATCH, KV_HEADS),
+    "v_scale": torch.ones(KV_HEADS),
+}
+DENSE_INT8_QUERY = DENSE_INT8 | {"q": ints(BATCH, SEQLEN_Q, HEADS, DIM, dtype=torch.int8)}
+VARLEN_INT8 = VARLEN | {
+    **{name: ints(*VARLEN[name].shape, dtype=torch.int8) for name in ("k", "v")},
+    "k_scale": torch.ones(10, KV_HEADS),
+    "v_scale": torch.ones(10, KV_HEADS),
+}
+VARLEN_FP8_QUERY = VARLEN_INT8 | {
+    name: VARLEN[name].to(torch.float8_e4m3fn) for name in ("q", "k", "v")
+}
+PAGED_VARLEN_INT8 = PAGED_VARLEN | {
+    **{name: PAGED_VARLEN[name].to(torch.int8) for name in ("k", "v")},
+    "k_scale": torch.ones(NUM_PAGES, PAGE_SIZE, KV_HEADS),
+    "v_scale": torch.ones(NUM_PAGES, PAGE_SIZE, KV_HEADS),
+}
 WARMUP = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "max_seqlen_k": 64}
 
 FLOATS = "bfloat16, float16, float32 or float64"
@@ -571,6 +591,83 @@ ATTENTION: list[Row] = [
     ),
 ]
 
+PRODUCTS = "'widened', 'half' or 'full'"
+QUANTISED: list[Row] = [
+    (INT8, {"products": "int8"}, f"products: expected {PRODUCTS}, got 'int8'"),
+    (INT8, {"products": True}, f"products: expected {PRODUCTS}, got True"),
+    (CONTIGUOUS, {"products": "half"}, "products: expected None with a float32 cache, got 'half'"),
+]
+DENSE_QUANTISED: list[Row] = [
+    (DENSE_INT8, {"k_scale": None}, "k_scale: expected a value with int8 keys, got None"),
+    (DENSE_INT8, {"v_scale": None}, "v_scale: expected a value with int8 keys, got None"),
+    (DENSE, {"k_scale": ONE}, "k_scale: expected None with float32 keys, got a tensor of shape []"),
+    (DENSE, {"q_scale": ONE}, "q_scale: expected None with float32 keys, got a tensor of shape []"),
+    (DENSE, {"products": "full"}, "products: expected None with float32 keys, got 'full'"),
+    (DENSE_INT8, {"products": "both"}, f"products: expected {PRODUCTS}, got 'both'"),
+    (
+        DENSE_INT8,
+        {"q_scale": ONE},
+        "q_scale: expected None with a float32 q, got a tensor of shape []",
+    ),
+    (DENSE_INT8_QUERY, {}, "q_scale: expected a value with a int8 q, got None"),
+    (
+        DENSE_INT8_QUERY,
+        {"q_scale": torch.ones(KV_HEADS)},
+        "q_scale: expected one element, [num_heads=8], [batch=2, num_heads=8] or "
+        "[batch=2, seqlen_q=3, num_heads=8], got [2]",
+    ),
+    (
+        DENSE_INT8,
+        {"v": DENSE["v"].to(torch.float8_e4m3fn)},
+        "v: expected dtype int8, got float8_e4m3fn",
+    ),
+    (
+        DENSE_INT8,
+        {"q": DENSE["q"].to(torch.float8_e4m3fn), "q_scale": ONE},
+        "q: expected dtype int8, got float8_e4m3fn",
+    ),
+    (
+        DENSE_INT8,
+        {"k_scale": torch.ones(5, KV_HEADS)},
+        "k_scale: expected one element, [num_kv_heads=2], [batch=2, num_kv_heads=2] or "
+        "[batch=2, seqlen_k=5, num_kv_heads=2], got [5, 2]",
+    ),
+    (
+        DENSE_INT8,
+        {"v_scale": torch.ones(BATCH, 5, KV_HEADS)},
+        "v_scale: expected the granularity of k_scale (head), got 'token'",
+    ),
+    (
+        DENSE_INT8,
+        {"k_scale": torch.ones(KV_HEADS, dtype=torch.bfloat16)},
+        "k_scale: expected dtype float32, got bfloat16",
+    ),
+    (DENSE_INT8, {"v_scale": meta(KV_HEADS)}, "v_scale: expected device cpu, got meta"),
+    (DENSE_INT8, {"k_scale": 1.0}, "k_scale: expected a tensor, got 1.0"),
+]
+RAGGED_QUANTISED: list[Row] = [
+    (VARLEN_INT8, {"v_scale": None}, "v_scale: expected a value with int8 keys, got None"),
+    (
+        VARLEN_INT8,
+        {"k_scale": torch.ones(BATCH, KV_HEADS)},
+        "k_scale: expected one element, [num_kv_heads=2] or [total_k=10, num_kv_heads=2], "
+        "got [2, 2]",
+    ),
+    (VARLEN_FP8_QUERY, {}, "q_scale: expected a value with a float8_e4m3fn q, got None"),
+    (
+        VARLEN_FP8_QUERY,
+        {"q_scale": torch.ones(BATCH, HEADS)},
+        "q_scale: expected one element, [num_heads=8] or [total_q=6, num_heads=8], got [2, 8]",
+    ),
+    (
+        PAGED_VARLEN_INT8,
+        {"v_scale": torch.ones(BATCH, KV_HEADS)},
+        "v_scale: expected one element, [num_kv_heads=2] or "
+        "[num_pages=7, page_size=4, num_kv_heads=2], got [2, 2]",
+    ),
+    (PAGED_VARLEN_INT8, {"k_scale": None}, "k_scale: expected a value with int8 keys, got None"),
+]
+
 RAGGED: list[Row] = [
     *((VARLEN, wrong, message) for wrong, message in TRAINING),
     (
@@ -722,8 +819,9 @@ TABLE: list[tuple[Callable[..., Any], Row]] = [
     (function, row)
     for function, rows in (
         (splitkv.decode, DECODE),
-        (splitkv.attention, ATTENTION),
-        (splitkv.attention_varlen, RAGGED + PAGES),
+        (splitkv.decode, QUANTISED),
+        (splitkv.attention, ATTENTION + DENSE_QUANTISED),
+        (splitkv.attention_varlen, RAGGED + PAGES + RAGGED_QUANTISED),
         (splitkv.warmup, WARMUPS),
     )
     for row in rows
@@ -750,6 +848,11 @@ def test_the_rest_of_each_call_is_right() -> None:
     assert splitkv.attention(**DENSE).shape == (BATCH, SEQLEN_Q, HEADS, DIM_V)
     assert splitkv.attention_varlen(**VARLEN).shape == (6, HEADS, DIM_V)
     assert splitkv.attention_varlen(**PAGED_VARLEN).shape == (6, HEADS, DIM_V)
+    assert splitkv.attention(**DENSE_INT8).shape == (BATCH, SEQLEN_Q, HEADS, DIM_V)
+    assert splitkv.attention(**DENSE_INT8_QUERY, q_scale=ONE).dtype == torch.bfloat16
+    assert splitkv.attention_varlen(**VARLEN_INT8).shape == (6, HEADS, DIM_V)
+    assert splitkv.attention_varlen(**VARLEN_FP8_QUERY, q_scale=ONE).dtype == torch.bfloat16
+    assert splitkv.attention_varlen(**PAGED_VARLEN_INT8).shape == (6, HEADS, DIM_V)
     assert len(splitkv.warmup(**WARMUP)) == 1
 
 
@@ -771,11 +874,12 @@ H200 = Device.named("h200")
 DECODE_ARGUMENTS = (
     "'cache_seqlens', 'page_table', 'max_seqlen_k', 'causal', 'window_size', 'sink_tokens', "
     "'sink_logits', 'softmax_scale', 'softcap', 'alibi_slopes', 'return_lse', 'q_scale', "
-    "'k_scale', 'v_scale', 'out' or 'early_kv'"
+    "'k_scale', 'v_scale', 'products', 'out' or 'early_kv'"
 )
 DENSE_ARGUMENTS = (
     "'causal', 'window_size', 'sink_tokens', 'sink_logits', 'softmax_scale', 'softcap', "
-    "'alibi_slopes', 'return_lse', 'dropout_p' or 'deterministic'"
+    "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p' or "
+    "'deterministic'"
 )
 POLICIES = (
     "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "
@@ -814,9 +918,9 @@ DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (
         POSITIONAL_VARLEN,
-        {"k_scale": None},
+        {"k_descale": None},
         "argument of attention_varlen: expected 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', "
-        f"'max_seqlen_k', 'page_table', 'cache_seqlens', {DENSE_ARGUMENTS}, got 'k_scale'",
+        f"'max_seqlen_k', 'page_table', 'cache_seqlens', {DENSE_ARGUMENTS}, got 'k_descale'",
     ),
     (
         POSITIONAL_VARLEN,

@@ -17,6 +17,7 @@ from training import paged
 import splitkv
 from splitkv.autograd import attention_op
 from splitkv.launch import decode_op
+from splitkv.reference import WORKING
 from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, make_operands
 
 DECODE = Problem("decode", 2, 8, 2, 32, 32, 2, 24, "float32", mask=Mask(True), lengths="device")
@@ -45,6 +46,7 @@ ATTENTION_PROBLEMS = {
     ),
     "sink_logits": replace(DENSE, sink_logits=True),
     "bf16": replace(DENSE, dtype="bfloat16", sink_logits=True),
+    "int8": replace(DENSE, codec=Codec("int8", "token"), products="half", return_lse=True),
 }
 ATTENTION_PROBLEMS |= {
     f"varlen_{name}": replace(problem, kind="varlen", place=Ragged())
@@ -79,9 +81,8 @@ def attention_arguments(call: Call, **changes: Any) -> tuple[Any, ...]:
 
 def leaves(call: Call) -> dict[str, Tensor]:
     """The differentiable arguments, asked for a gradient."""
-    return {
-        name: call[name].requires_grad_() for name in LEAVES if isinstance(call.get(name), Tensor)
-    }
+    tensors = {name: call[name] for name in LEAVES if isinstance(call.get(name), Tensor)}
+    return {name: x.requires_grad_() for name, x in tensors.items() if x.dtype in WORKING}
 
 
 def run(function: Callable[..., Any], call: Call) -> tuple[Tensor, ...]:
@@ -166,6 +167,18 @@ def test_compiled_attention_and_its_gradients(name: str) -> None:
     eager, compiled = (torch.autograd.grad(loss, wanted_of) for loss in losses)
     assert_same(compiled, eager)
     assert all(g.abs().max() > 0 for g in eager)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_compiled_attention_of_quantised_queries(kind: Any) -> None:
+    codec = Codec("fp8", "head")
+    problem = replace(DENSE, kind=kind, codec=codec, q_granularity="token", dtype="bfloat16")
+    place, lengths = (Ragged(), "device") if kind == "varlen" else (problem.place, "host")
+    call = make_operands(replace(problem, place=place, lengths=lengths))
+    assert call["q"].dtype == torch.float8_e4m3fn
+    result = run(traced(FUNCTION[kind]), call)
+    assert result[0].dtype == torch.bfloat16
+    assert_same(result, run(FUNCTION[kind], call))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own

@@ -20,6 +20,7 @@ from splitkv.plans import Config, Kernel, Plan
 from splitkv.testing import (
     Call,
     Codec,
+    Contiguous,
     Paged,
     Problem,
     Ragged,
@@ -265,6 +266,51 @@ def test_sdpa_says_all_it_cannot() -> None:
     ]
     assert len(torch_sdpa.KERNEL.unsupported(problem, CPU)) == 4
     assert torch_math.KERNEL.unsupported(problem, GPUS["h200"]) == []
+
+
+QUANTISED_AXES: cases.Axes = {
+    "kind": ("dense", "varlen", "decode"),
+    "codec": cases.CODECS,
+    "products": ("widened", "half", "full"),
+    "q_granularity": ("none", "tensor", "head", "token"),
+    "dtype": ("bfloat16", "float16"),
+    "mask": (Mask(), Mask(True), Mask(True, 5, -1, 2)),
+    "sink_logits": (False, True),
+    "paged": (False, True),
+}
+
+
+def quantised(values: cases.Values) -> bool:
+    """A quantised query works in bf16, and only caches are in pages."""
+    if values.get("q_granularity", "none") != "none" and values.get("dtype") == "float16":
+        return False
+    return not (values.get("paged") and values.get("kind") != "varlen")
+
+
+@pytest.mark.parametrize("number", range(len(QUANTISED := cases.pairs(QUANTISED_AXES, quantised))))
+def test_quantised_keys(number: int) -> None:
+    """The working precision that they are held to rounds as `products` allows; they do not."""
+    values = dict(QUANTISED[number])
+    in_pages, kind = values.pop("paged"), values["kind"]
+    place, lengths = (Ragged(), "device") if kind == "varlen" else (Contiguous(), "host")
+    values |= {"place": place, "lengths": lengths, "return_lse": True, "seqlen_q": 3}
+    problem = replace(DENSE, **values)
+    launch = run(torch_math.KERNEL)
+    check(problem, run=(lambda p, call: launch(*paged(p, call, 4))) if in_pages else launch)
+    if not values["sink_logits"]:
+        check(replace(problem, return_lse=False), run=run(torch_sdpa.KERNEL))
+
+
+def test_the_reference_rounds_what_products_says() -> None:
+    """Queries by half, weights by full, of which the reference itself knows nothing."""
+    problem = replace(DENSE, kind="decode", dtype="float64", codec=Codec("int8", "token"))
+    call = make_operands(problem)
+    outs = []
+    for products in ("widened", "half", "full"):
+        chosen = replace(problem, products=products)
+        exact = expected(chosen, call)[0]
+        outs.append((expected(chosen, call, upcast=False)[0] - exact).abs().max().item())
+    assert outs[0] < 1e-12 < outs[1] < outs[2] < 0.1
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)

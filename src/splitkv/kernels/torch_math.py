@@ -9,7 +9,8 @@ Traffic     keys+values  batch * kv_heads * seqlen_k * (head_dim + head_dim_v) *
             scores       4 * batch * heads * seqlen_q * seqlen_k: s and p, each written and read
             flops        2 * batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)
             every key is read, whatever the mask
-Numerics    16-bit inputs are computed in fp32, fp32 and fp64 as they are; one rounding at the end
+Numerics    16-bit and quantised inputs are computed in fp32, fp32 and fp64 as they are; one
+            rounding at the end; nothing is multiplied in 8 bits
 Limits      none
 """
 
@@ -96,9 +97,9 @@ def launch(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]
         "return_lse": problem.return_lse,
     }
     if problem.kind == "dense":
-        out, lse = reference.attention(
-            x.q, x.k, x.v, dropout_p=x.dropout_p, upcast=dtype, **options
-        )
+        scales = {"q_scale": x.q_scale, "k_scale": x.k_scale, "v_scale": x.v_scale}
+        options |= {"dropout_p": x.dropout_p, "upcast": dtype}
+        out, lse = reference.attention(x.q, x.k, x.v, **scales, **options)
     else:
         q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
         out, lse = reference.attend_padded(
@@ -114,16 +115,19 @@ def padded_inputs(
     from splitkv import reference
 
     x, seqlens_q, seqlens_k = operands, None, operands.cache_seqlens
+    q = reference.dequantize(x.q, x.q_scale, dtype)
     if problem.kind == "varlen":
-        q = reference.pad_sequences(x.q.to(dtype), x.cu_seqlens_q, problem.seqlen_q)
+        q = reference.pad_sequences(q, x.cu_seqlens_q, problem.seqlen_q)
         seqlens_q = x.cu_seqlens_q.diff()
-    else:
-        q = reference.dequantize(x.q, x.q_scale, dtype)
-    if problem.kind == "varlen" and x.page_table is None:
+    if problem.kind == "dense":
+        k, v = (reference.dequantize(*t, dtype) for t in ((x.k, x.k_scale), (x.v, x.v_scale)))
+    elif problem.kind == "varlen" and x.page_table is None:
         seqlens_k = x.cu_seqlens_k.diff()
         k, v = (
-            reference.pad_sequences(t.to(dtype), x.cu_seqlens_k, problem.seqlen_k)
-            for t in (x.k, x.v)
+            reference.pad_sequences(
+                reference.dequantize(*t, dtype), x.cu_seqlens_k, problem.seqlen_k
+            )
+            for t in ((x.k, x.k_scale), (x.v, x.v_scale))
         )
     else:
         k = reference.load_cache(x.k, x.k_scale, x.page_table, problem.seqlen_k, dtype)

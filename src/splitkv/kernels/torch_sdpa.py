@@ -111,16 +111,12 @@ def _sdpa(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     x = operands
     options: dict[str, Any] = {"scale": x.softmax_scale, "dropout_p": x.dropout_p}
     form = mask_form(problem)
+    q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
     if form != "tensor":
-        q, k, v = (t.to(dtype).transpose(1, 2) for t in (x.q, x.k, x.v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=form == "causal", enable_gqa=problem.group > 1, **options
         ).transpose(1, 2)
-
-    if problem.kind == "dense":
-        q, k, v, seqlens_q, seqlens_k = x.q, x.k, x.v, None, None
-    else:
-        q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         seqlens_k = torch.zeros(problem.batch, dtype=torch.int32, device=k.device)
