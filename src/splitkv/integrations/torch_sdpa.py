@@ -1,0 +1,443 @@
+"""splitkv under `torch.nn.functional.scaled_dot_product_attention`, where the user asks for it.
+
+    from splitkv.integrations import torch_sdpa
+    from torch.nn.attention import activate_flash_attention_impl
+
+    torch_sdpa.register()                      # the name "splitkv"; nothing changes
+    activate_flash_attention_impl("splitkv")   # from here on
+
+Activation replaces the CUDA kernels of torch's FlashAttention operators and puts that backend first
+in torch's order, where newer GPUs have cuDNN. What torch offers to FlashAttention then runs here,
+forward and backward, nested tensors and `torch.nn.attention.varlen` too. What this package refuses
+goes on to the kernel that was replaced. What torch itself does not offer (a mask, fp32, causal with
+different lengths) runs where torch sends it. Both say so once for each reason.
+`restore_flash_attention_impl()` undoes all of it; not between a forward with dropout and its
+backward, which must draw the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from splitkv.errors import expect
+from splitkv.kernels import prefill
+from splitkv.kernels.backward import backward_for
+from splitkv.launch import device_of, layout
+from splitkv.plans import Kernel
+from splitkv.problem import Operands, describe_attention
+from splitkv.registry import kernel_named, make_plan
+
+NAME = "splitkv"
+FLASH = 1  # torch's number of the FlashAttention backend
+MAX_BOUND = 1024  # layouts kept; past it the table starts afresh
+_bound: dict[Any, Bound] = {}
+_said: set[str] = set()
+
+
+def register() -> None:
+    """Offer "splitkv" to `torch.nn.attention.activate_flash_attention_impl`; activates nothing."""
+    registry = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    known = registry is not None and hasattr(torch.library, "get_kernel")
+    expect(known, "torch", "one with register_flash_attention_impl, 2.11", torch.__version__)
+    assert registry is not None
+    registry(NAME, register_fn=activate)
+
+
+@dataclass
+class Active:
+    """What `restore_flash_attention_impl` undoes."""
+
+    library: Any
+    order: list[int]
+    order_before: list[int]
+
+    def remove(self) -> None:
+        """The kernels that were replaced are in place again, and the order of backends too, unless
+        someone has set another since."""
+        if self.library is None:
+            return
+        self.library._destroy()
+        self.library = None
+        if torch._C._get_sdp_priority_order() == self.order:
+            torch._C._set_sdp_priority_order(self.order_before)
+
+
+def activate(dispatch_key: str = "CUDA") -> Active:
+    """Replace torch's kernels; what `activate_flash_attention_impl` calls."""
+    if torch.cuda.is_available():  # torch sets its own order the first time that it asks for it
+        tiny = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(tiny, tiny, tiny)
+    before = torch._C._get_sdp_priority_order()
+    order = [FLASH, *(backend for backend in before if backend != FLASH)]
+    library = Library("aten", "IMPL", dispatch_key)
+    for operator, run in OPERATORS.items():
+        replaced = torch.library.get_kernel(f"aten::{operator}", dispatch_key)
+        _replace(library, operator, _or_else(run, replaced), dispatch_key)
+    for operator in OTHERS:
+        kernel = torch.library.get_kernel(f"aten::{operator}", dispatch_key)
+        _replace(library, operator, _announced(operator, kernel), dispatch_key)
+    torch._C._set_sdp_priority_order(order)
+    return Active(library, order, before)
+
+
+def _replace(library: Any, operator: str, run: Callable[..., Any], dispatch_key: str) -> None:
+    with warnings.catch_warnings():  # that a kernel is replaced is what was asked for
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        library.impl(operator, run, dispatch_key, with_keyset=True)
+
+
+class Refused(Exception):
+    """Why a call goes on to torch's own kernel."""
+
+
+def _or_else(run: Callable[..., Any], replaced: Any) -> Callable[..., Any]:
+    """`run`, and where it refuses, the kernel that it replaces."""
+
+    def implementation(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except Refused as refused:
+            _say(f"splitkv leaves a call to torch's own FlashAttention: {refused}")
+        return replaced.call_boxed(keys, *args, **kwargs)
+
+    return implementation
+
+
+def _announced(operator: str, kernel: Any) -> Callable[..., Any]:
+    """torch's kernel of another backend, which says why no FlashAttention was offered the call."""
+
+    def implementation(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._get_flash_sdp_enabled():
+            why = _not_offered(*args, **kwargs)
+            if why:
+                _say(f"scaled_dot_product_attention runs on {OTHERS[operator]}, not splitkv: {why}")
+        return kernel.call_boxed(keys, *args, **kwargs)
+
+    return implementation
+
+
+def _say(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        warnings.warn(what, stacklevel=3)
+
+
+def _not_offered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
+) -> str:
+    """What of a call keeps torch from offering it to FlashAttention; "": nothing that is known."""
+    dims = [x.shape[-1] for x in (query, key, value)]
+    limits = (
+        (attn_bias is not None, f"attn_mask: expected None, got {_shape(attn_bias)}"),
+        (
+            query.dtype not in (torch.float16, torch.bfloat16),
+            f"query: expected float16 or bfloat16, got {str(query.dtype).removeprefix('torch.')}",
+        ),
+        (len({*dims}) > 1, f"query, key, value: expected one head_dim, got {dims}"),
+        (max(dims) > 256, f"head_dim: expected at most 256, got {max(dims)}"),
+        (
+            is_causal and query.shape[-2] != key.shape[-2],
+            f"is_causal: expected as many queries as keys, got {query.shape[-2]} and "
+            f"{key.shape[-2]}",
+        ),
+    )
+    return "; ".join(reason for hit, reason in limits if hit)
+
+
+def _shape(x: Tensor | None) -> Any:
+    return None if x is None else list(x.shape)
+
+
+# A call in this package's terms
+
+
+class Call(NamedTuple):
+    """q, k, v as `splitkv.attention` takes them, or packed with bounds, and what it asks for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    causal: bool
+    window_size: tuple[int, int]
+    scale: float | None
+
+
+class Bound(NamedTuple):
+    """A launcher for all calls of a layout, and operands to put their tensors into; or why not."""
+
+    launcher: prefill.Launcher | None
+    operands: Operands
+    against: str
+
+
+def _bind(call: Call) -> tuple[prefill.Launcher, Operands]:
+    """The launcher of a call's layout and the call's operands. Raises Refused.
+
+    Forward and backward ask alike, so that both are run by the same side.
+    """
+    tensors = [x for x in call[:6] if x is not None]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    aligned = tuple(x.data_ptr() % 16 == 0 for x in call[:3])
+    given = call.out is None, call.cu_seqlens_q is None
+    key = (*map(layout, tensors), call[6:], aligned, given, deterministic)
+    bound = _bound.get(key)
+    if bound is None:
+        bound = _bind_anew(call, deterministic)
+        if len(_bound) >= MAX_BOUND:
+            _bound.clear()
+        _bound[key] = bound
+    if bound.launcher is None:
+        raise Refused(bound.against)
+    q, k, v, out, cu_q, cu_k, *_ = call
+    return bound.launcher, replace(
+        bound.operands, q=q, k=k, v=v, out=out, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
+    )
+
+
+def _bind_anew(call: Call, deterministic: bool) -> Bound:
+    q, k, v = call[:3]
+    lengths: dict[str, Any] = {}
+    if call.cu_seqlens_q is not None:
+        lengths = {
+            "cu_seqlens_q": call.cu_seqlens_q,
+            "cu_seqlens_k": call.cu_seqlens_k,
+            "max_seqlen_q": int(call.max_seqlen_q),
+            "max_seqlen_k": int(call.max_seqlen_k),
+        }
+    problem, operands = describe_attention(
+        q,
+        k,
+        v,
+        **lengths,
+        causal=call.causal,
+        window_size=call.window_size,
+        sink_tokens=0,
+        sink_logits=None,
+        softmax_scale=call.scale,
+        softcap=0.0,
+        alibi_slopes=None,
+        dropout_p=call.dropout_p,
+        deterministic=deterministic,
+        return_lse=True,
+        needs_grad=True,
+    )
+    operands = replace(operands, out=call.out)
+
+    def unfit(kernel: Kernel) -> list[str]:
+        return kernel.unfit(operands)
+
+    plan = make_plan(problem, device_of(q), unfit=unfit)
+    launcher = kernel_named(plan.kernel).bind(plan, operands)
+    if not isinstance(launcher, prefill.Launcher):
+        against = dict(plan.rejected).get("prefill") or (f"the plan is {plan.kernel}",)
+        return Bound(None, operands, "; ".join(against))
+    # tensors of this call are not kept alive
+    without: dict[str, Any] = dict.fromkeys(("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k"))
+    return Bound(launcher, replace(operands, **without), "")
+
+
+def _on_device(q: Tensor) -> Any:
+    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
+
+
+def _forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, and the three that torch has beside them: the seed of dropout and two unused."""
+    launcher, operands = _bind(call)
+    q = call.q
+    seeds = torch.empty(2, dtype=torch.int64, device=q.device)
+    if call.dropout_p > 0:  # drawn as for `splitkv.attention`; kept where torch keeps Philox's
+        torch.randint(0, 1 << 62, (2,), dtype=torch.int64, out=seeds)
+    with _on_device(q):
+        out, lse = launcher.forward(operands, seeds[0] if call.dropout_p > 0 else None)
+    unused = torch.empty((), dtype=torch.uint64, device=q.device)
+    return out, lse, seeds.view(torch.uint64), unused, q.new_empty(0)
+
+
+def _backward(
+    call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, seeds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    launcher, operands = _bind(call._replace(out=None))
+    run = backward_for(launcher.problem, launcher.device, operands)
+    seed = seeds.view(torch.int64)[0] if call.dropout_p > 0 else None
+    with _on_device(call.q):
+        dq, dk, dv, *_ = run(operands, seed, out, lse, grad_out, None, False)
+    return dq, dk, dv
+
+
+# The operators
+
+
+def _heads_second(*tensors: Tensor) -> list[Tensor]:
+    """[batch, heads, tokens, dim] of torch to [batch, tokens, heads, dim] and back, views."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """aten::_scaled_dot_product_flash_attention."""
+    _refuse_debug_mask(return_debug_mask)
+    out = torch.empty_like(query)
+    call = _dense(query, key, value, out, dropout_p, is_causal, scale)
+    _, lse, *rest = _forward(call)
+    return out, lse, None, None, query.shape[2], key.shape[2], *rest
+
+
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """aten::_scaled_dot_product_flash_attention_backward."""
+    call = _dense(query, key, value, out, dropout_p, is_causal, scale)
+    grad, made = _heads_second(grad_out, out)
+    return tuple(_heads_second(*_backward(call, grad, made, logsumexp, philox_seed)))
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Call:
+    q, k, v, into = _heads_second(query, key, value, out)
+    return Call(q, k, v, into, None, None, 0, 0, dropout_p, is_causal, (-1, -1), scale)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    """aten::_flash_attention_forward, whose tensors are laid out as here."""
+    _refuse_debug_mask(return_debug_mask)
+    _refuse(**others)
+    window = _window(window_size_left, window_size_right)
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+    call = Call(query, key, value, None, *lengths, dropout_p, is_causal, window, scale)
+    return _forward(_expect_both(call))
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    """aten::_flash_attention_backward."""
+    _refuse(**others)
+    window = _window(window_size_left, window_size_right)
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+    call = Call(query, key, value, None, *lengths, dropout_p, is_causal, window, scale)
+    return _backward(_expect_both(call), grad_out, out, logsumexp, rng_state)
+
+
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _expect_both(call: Call) -> Call:
+    """Bounds of queries and keys, or neither: what torch's kernel also takes otherwise is its."""
+    if call.cu_seqlens_q is None:
+        _refuse(cum_seq_k=call.cu_seqlens_k)
+        return call._replace(max_seqlen_q=0, max_seqlen_k=0)
+    if call.cu_seqlens_k is None:
+        raise Refused("cum_seq_k: expected bounds with cum_seq_q, got None")
+    return call
+
+
+def _refuse_debug_mask(return_debug_mask: bool) -> None:
+    if return_debug_mask:
+        raise Refused("return_debug_mask: expected False, got True")
+
+
+def _refuse(**given: Any) -> None:
+    """Arguments of torch's operators that only its own kernels know."""
+    for name, value in given.items():
+        if value is not None:
+            shown = _shape(value) if isinstance(value, Tensor) else value
+            raise Refused(f"{name}: expected None, got {shown}")
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": _sdpa,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward": _flash,
+    "_flash_attention_backward": _flash_backward,
+}
+OTHERS = {
+    "_scaled_dot_product_efficient_attention": "torch's memory-efficient attention",
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+}

@@ -1,0 +1,196 @@
+"""`F.scaled_dot_product_attention` after `activate_flash_attention_impl("splitkv")`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from running import DEVICE
+from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from splitkv.integrations import torch_sdpa
+from splitkv.kernels import prefill
+from splitkv.testing import Call, Mask, Problem, check
+
+PROBLEM = Problem("dense", 2, 8, 8, 64, 64, 130, 130)
+PROBLEMS = {
+    "plain": PROBLEM,
+    "causal": replace(PROBLEM, mask=Mask(causal=True), head_dim=128, head_dim_v=128),
+    "grouped": replace(PROBLEM, num_kv_heads=2, seqlen_q=77, seqlen_k=300),
+    "one_kv_head": replace(PROBLEM, num_kv_heads=1, mask=Mask(causal=True), dtype="float16"),
+    "one_query": replace(PROBLEM, num_kv_heads=2, seqlen_q=1, seqlen_k=500),
+    "wide": replace(PROBLEM, head_dim=256, head_dim_v=256, mask=Mask(causal=True)),
+    "odd": replace(PROBLEM, head_dim=72, head_dim_v=72, mask=Mask(causal=True)),
+    "long": replace(PROBLEM, batch=1, seqlen_q=2100, seqlen_k=2100, mask=Mask(causal=True)),
+}
+
+
+@pytest.fixture(autouse=True)
+def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch_sdpa, "_said", set())
+    torch_sdpa.register()
+    activate_flash_attention_impl("splitkv")
+    yield
+    restore_flash_attention_impl()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every forward and backward of this package's kernels."""
+    seen: list[str] = []
+
+    def counted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.append(name)
+            return run(*args)
+
+        return call
+
+    monkeypatch.setattr(prefill.Launcher, "forward", counted("forward", prefill.Launcher.forward))
+    backward = counted("backward", torch_sdpa.backward_for)
+    monkeypatch.setattr(torch_sdpa, "backward_for", backward)
+    return seen
+
+
+def run(problem: Problem, call: Call) -> tuple[Tensor, None]:
+    q, k, v = (call[n].transpose(1, 2) for n in "qkv")
+    causal, scale = problem.mask.causal, call["softmax_scale"]
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_sdpa(name: str, grad: bool, launches: list[str]) -> None:
+    check(replace(PROBLEMS[name], needs_grad=grad), device=DEVICE, run=run)
+    assert launches == ["forward", "backward"][: 1 + grad]
+
+
+def test_scale_and_a_head_dim_that_torch_pads(launches: list[str]) -> None:
+    q, k, v = torch.randn(3, 2, 4, 90, 60, device=DEVICE).bfloat16()
+    out = scaled_dot_product_attention(q, k, v, scale=0.07, is_causal=True)
+    exact = scaled_dot_product_attention(
+        *(x.float() for x in (q, k, v)), scale=0.07, is_causal=True
+    )
+    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=2e-2)
+    assert launches == ["forward"] and out.shape == q.shape
+
+
+def test_dropout(launches: list[str]) -> None:
+    """Drawn from torch's generator, and the same in backward: the output is linear in v."""
+    q, k, v = (torch.randn(1, 2, 200, 64, device=DEVICE).bfloat16() for _ in range(3))
+    v.requires_grad_()
+    torch.manual_seed(3)
+    out = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(3)
+    again = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    other = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert torch.equal(out, again) and not torch.equal(out, other)
+    grad = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, v, grad)
+    one, two = (grad.double() * out.double()).sum(), (dv.double() * v.double()).sum()
+    scale = (grad.double() * out.double()).abs().sum()
+    assert (one - two).abs() < 1e-3 * scale
+    exact = scaled_dot_product_attention(q.float(), k.float(), v.float())
+    mean = torch.stack(
+        [scaled_dot_product_attention(q, k, v, dropout_p=0.5).float() for _ in range(200)]
+    ).mean(0)
+    assert (mean - exact).abs().mean() < 0.2 * exact.abs().mean()
+    assert launches[:4] == ["forward", "forward", "forward", "backward"]
+
+
+def test_nested_tensors(launches: list[str]) -> None:
+    """Jagged batches reach the kernels for packed sequences, causal too, and have gradients."""
+    lengths = (70, 1, 200)
+    parts = [[torch.randn(n, 4, 64, device=DEVICE).bfloat16() for n in lengths] for _ in range(3)]
+    nested = [
+        torch.nested.nested_tensor(p, layout=torch.jagged, requires_grad=True).transpose(1, 2)
+        for p in parts
+    ]
+    out = scaled_dot_product_attention(*nested, is_causal=True)
+    for i, made in enumerate(out.transpose(1, 2).unbind()):
+        q, k, v = (p[i].float().transpose(0, 1)[None] for p in parts)
+        exact = scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+        torch.testing.assert_close(made.float(), exact, rtol=2e-2, atol=2e-2)
+    out.values().sum().backward()
+    assert launches == ["forward", "backward"]
+
+
+def test_varlen_of_torch(launches: list[str]) -> None:
+    """`torch.nn.attention.varlen`, causal, against the same with torch's own kernels."""
+    bounds = torch.tensor([0, 40, 41, 200], dtype=torch.int32, device=DEVICE)
+    leaves = [torch.randn(200, 4, 64, device=DEVICE).bfloat16().requires_grad_() for _ in range(3)]
+    grad = torch.randn(200, 4, 64, device=DEVICE).bfloat16()
+
+    def run() -> list[Tensor]:
+        out = varlen_attn(*leaves, bounds, bounds, 159, 159, window_size=(-1, 0))
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    here = run()
+    assert launches == ["forward", "backward"]
+    restore_flash_attention_impl()
+    for ours, theirs in zip(here, run(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=3e-2)
+    assert launches == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+def test_compiled(grad: bool, launches: list[str]) -> None:
+    """The strides that torch's fakes promise are those that come."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q * 2, k, v, is_causal=True, enable_gqa=True) + 1
+
+    shapes = (2, 128, 8, 64), (2, 128, 2, 64), (2, 128, 2, 64)
+    tensors = [torch.randn(s, device=DEVICE).bfloat16().requires_grad_(grad) for s in shapes]
+    views = [x.transpose(1, 2) for x in tensors]
+    torch._dynamo.reset()
+    out = torch.compile(step, fullgraph=True)(*views)
+    exact = step(*(x.detach().float() for x in views))
+    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=2e-2)
+    if grad:
+        out.sum().backward()
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)
+    assert launches == ["forward", "backward"][: 1 + grad]
+
+
+def test_in_a_graph(no_host_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    q, k, v = torch.randn(3, 2, 4, 128, 64, device=DEVICE).bfloat16()
+    for _ in range(2):
+        scaled_dot_product_attention(q, k, v, is_causal=True)
+    with no_host_sync():
+        scaled_dot_product_attention(q, k, v, is_causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(out, scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_what_is_not_ours_runs_in_torch(launches: list[str]) -> None:
+    """A mask, fp32: torch's other backends, named once; after restoring, torch's own."""
+    q, k, v = torch.randn(3, 1, 2, 32, 64, device=DEVICE).bfloat16()
+    mask = torch.ones(32, 32, dtype=torch.bool, device=DEVICE).tril()
+    with pytest.warns(UserWarning, match="attn_mask: expected None"):
+        masked = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with pytest.warns(UserWarning, match="got float32"):
+        scaled_dot_product_attention(q.float(), k.float(), v.float())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert not launches
+    causal = scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(causal.float(), masked.float(), rtol=2e-2, atol=2e-2)
+    assert launches == ["forward"]
+    restore_flash_attention_impl()
+    scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert launches == ["forward"]
