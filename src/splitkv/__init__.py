@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         plan,
         warmup,
     )
+    from splitkv.cache.quantize import quantize_kv
     from splitkv.device import Device
     from splitkv.errors import UnsupportedProblem
     from splitkv.plans import Plan
@@ -41,6 +42,7 @@ _HOMES = {
     "explain": "api",
     "merge_states": "api",
     "plan": "api",
+    "quantize_kv": "cache.quantize",
     "warmup": "api",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "explain",
     "merge_states",
     "plan",
+    "quantize_kv",
     "warmup",
 ]
 

@@ -446,7 +446,9 @@ def quantize(x: Tensor, scale: Tensor, stored: torch.dtype) -> Tensor:
     """
     most = LARGEST[stored]
     y = (x.float() * (1 / scale)).clamp(-most, most)
-    return (y.round().nan_to_num(nan=0.0) if stored == torch.int8 else y).to(stored)
+    rounded = y.round() if stored == torch.int8 else y
+    nan = 0.0 if stored == torch.int8 else float("nan")  # without a sign
+    return torch.where(y.isnan(), nan, rounded).to(stored)
 
 
 class Rounding(NamedTuple):

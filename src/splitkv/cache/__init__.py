@@ -9,6 +9,7 @@ append in one kernel, `kernels/append.py`.
 from __future__ import annotations
 
 from splitkv.cache.paged import CacheFull, PagedKVCache
+from splitkv.cache.quantize import QuantizedKV, quantize_kv
 from splitkv.cache.sink_window import SinkWindowCache
 
-__all__ = ["CacheFull", "PagedKVCache", "SinkWindowCache"]
+__all__ = ["CacheFull", "PagedKVCache", "QuantizedKV", "SinkWindowCache", "quantize_kv"]
