@@ -1,5 +1,5 @@
-"""The command line: `splitkv demo | explain | bench | sweep | tune | regret | reproduce | report |
-doctor`.
+"""The command line: `splitkv demo | explain | bench | sweep | tune | regret | reproduce |
+evolve | distil | report | doctor`.
 
 Exit status: 0 done; 1 the answer is no (no kernel can run it, a check of the demo failed); 2 the
 question is malformed, said in one line.
@@ -397,6 +397,69 @@ def reproduce(
 
 
 @app.command()
+def evolve(
+    folder: Annotated[Path, typer.Option("--out", help="Results, taken up again.")] = Path(
+        "build/evolve"
+    ),
+    workload: Annotated[str, typer.Option(help="chat, long_context or a JSON file.")] = "chat",
+    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
+    simulate: Annotated[str | None, typer.Option(help="A GPU, for the cost model.")] = None,
+    generations: Annotated[int, typer.Option(help="At most; proposals of a model.")] = 40,
+    population: Annotated[int, typer.Option(help="Of an island.")] = 16,
+    islands: Annotated[int, typer.Option(help="Populations of their own.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Replays of a timing.")] = 9,
+    start: Annotated[list[Path] | None, typer.Option(help="Candidates to begin with.")] = None,
+    proposer: Annotated[str, typer.Option(help="offline or openevolve.")] = "offline",
+    model: Annotated[str | None, typer.Option(help="Of openevolve's endpoint.")] = None,
+    api_base: Annotated[str | None, typer.Option(help="URL of the endpoint.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to begin generations in.")] = (
+        None
+    ),
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Search for a better split policy on this GPU, as Python files that can be read."""
+    with one_line_errors():
+        lab = find_evolve()
+        from splitkv.lab.evolve.search import Settings
+
+        expect_run(time_limit, jobs)
+        expect_at_least("population", population, 4)
+        expect_positive("islands", islands)
+        expect_at_least("generations", generations, 0)
+        expect_at_least("rounds", rounds, 2)
+        status = lab.evolve(
+            folder,
+            lab.Setup(workload, backend, simulate, rounds),
+            Settings(population, islands, seed),
+            generations=generations,
+            time_limit=time_limit,
+            starts=start or [],
+            proposer=proposer,
+            model=model,
+            api_base=api_base,
+            jobs=jobs,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def distil(
+    folder: Annotated[Path, typer.Argument(help="Of `splitkv evolve`.")],
+    workload: Annotated[str, typer.Option(help="As it was searched.")] = "chat",
+    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
+    simulate: Annotated[str | None, typer.Option(help="A GPU, for the cost model.")] = None,
+    rounds: Annotated[int, typer.Option(help="Replays of a timing.")] = 9,
+) -> None:
+    """Simplify the best candidate to a rule within 1 %, as a file and a table."""
+    with one_line_errors():
+        lab = find_evolve()
+        status = lab.distil(folder, lab.Setup(workload, backend, simulate, rounds), console)
+    raise typer.Exit(status)
+
+
+@app.command()
 def report(
     results: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")],
     plot: Annotated[Path | None, typer.Option(help="A picture of a sweep, .png or .svg.")] = None,
@@ -451,13 +514,30 @@ def find_draw() -> Callable[[list[dict[str, Any]], Path], None]:
     return draw
 
 
+def find_evolve() -> Any:
+    """`lab.evolve.run`, where its library is installed."""
+    try:
+        from splitkv.lab.evolve import run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"evolve: expected splitkv[lab] installed, got no {error.name}") from None
+    return run
+
+
 def policies_named(names: list[str] | None) -> dict[str, Policy]:
-    """The policies with these names, or all."""
+    """The policies with these names, or all; FILE.py: a candidate of `splitkv evolve`."""
     from splitkv.registry import POLICIES
 
-    for name in names or ():
-        expect_one_of("policy", name, POLICIES)
-    return {name: POLICIES[name] for name in names or POLICIES}
+    found = {}
+    for name in names or POLICIES:
+        if name.endswith(".py"):
+            from splitkv.lab.evolve.candidate import policy_of
+
+            expect(Path(name).is_file(), "policy", "a file that is there", name)
+            found[name] = policy_of(Path(name))
+        else:
+            expect_one_of("policy", name, POLICIES)
+            found[name] = POLICIES[name]
+    return found
 
 
 def versions() -> dict[str, str]:

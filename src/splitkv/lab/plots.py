@@ -95,7 +95,7 @@ def split_curves(records: Sequence[Record], path: Path) -> None:
     figure, axes = _axes(records[0], "splits")
     for color, r in enumerate(records):
         us = {row["kernel"]: row["us"] for row in r["rows"] if row["us"] is not None}
-        swept = [(splits, us[name]) for name, splits, _ in r["ways"] if splits and name in us]
+        swept = [(splits, us[name]) for name, splits, *_ in r["ways"] if splits and name in us]
         if swept:
             axes.plot(*zip(*swept, strict=True), color=f"C{color}", label=r["backend"])
         if "default" in us:
@@ -104,3 +104,38 @@ def split_curves(records: Sequence[Record], path: Path) -> None:
         if 3 in (s for s, _ in swept):
             axes.plot([3], [dict(swept)[3]], "o", color=f"C{color}", label="patched: 3")
     _save(figure, axes, path)
+
+
+def draw_lineage(records: Sequence[Record], best: int | None, path: Path) -> None:
+    """Every candidate of a search in the order of their making: its time over the default's, the
+    fastest so far that passed, and a line from the best to its parents, and theirs."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    timed = {r["number"]: r["ratio"] for r in records if r["ratio"] is not None}
+    passed = [r for r in records if r["reason"] is None and r["worst"] is not None]
+    axes.plot(list(timed), list(timed.values()), ".", color="0.7", markersize=3, label="candidates")
+    least, line = float("inf"), list[tuple[int, float]]()
+    for r in passed:
+        least = min(least, r["ratio"])
+        line.append((r["number"], least))
+    if line:
+        axes.step(*zip(*line, strict=True), where="post", color="C0", label="best that passed")
+    left, seen = [] if best is None else [best], set[int]()
+    while left:
+        number = left.pop()
+        for parent in () if number in seen else records[number]["parents"]:
+            if number in timed and parent in timed:
+                ends = [number, parent], [timed[number], timed[parent]]
+                axes.plot(*ends, color="C1", linewidth=0.8)
+            left.append(parent)
+        seen.add(number)
+    axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":", label="the default")
+    axes.set_xlabel("candidate")
+    axes.set_ylabel("time over the default's")
+    if timed:
+        low = min(*timed.values(), 1.0)
+        axes.set_ylim(low - 0.02, max(1.2, low + 0.3))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -73,10 +73,10 @@ def our_plan(p: Problem, device: Device, way: Way, only: str | None = None) -> P
 
 def our_plans(work: Work, device: Device) -> dict[Way, Plan | ValueError]:
     """Of each way its plan, or why there is none."""
-    ablation = any(not way.packed for way in work.ways)
+    ablation = any(way.packed is False for way in work.ways)
     found: dict[Way, Plan | ValueError] = {}
     for way in work.ways:
-        p = work.case.problem if way.packed else unpacked(work.case.problem)
+        p = unpacked(work.case.problem) if way.packed is False else work.case.problem
         try:
             found[way] = our_plan(p, device, way, ABLATED if ablation else None)
         except ValueError as error:
@@ -110,14 +110,13 @@ def our_variants(work: Work) -> list[Variant]:
 
 def fa3_variants(work: Work) -> list[Variant]:
     """FlashAttention-3 with its schedule made ahead for the way's number of splits."""
-    return [
-        Variant(
-            *("fa3", way.name),
-            partial(peers.fa3, num_splits=way.splits, pack_gqa=None if way.packed else False),
-            peers.needs("peers.fa3"),
+    variants = []
+    for way in work.ways:
+        prepare = partial(
+            peers.fa3, num_splits=way.splits, pack_gqa=way.packed, sm_margin=way.margin
         )
-        for way in work.ways
-    ]
+        variants.append(Variant("fa3", way.name, prepare, peers.needs("peers.fa3")))
+    return variants
 
 
 class Ours:

@@ -69,7 +69,7 @@ def ratio(record: Record, slow: str, fast: str) -> float | None:
 
 def splits_of(record: Record, way: str) -> int:
     """The number of splits asked for by a way; 0 where the library decided."""
-    return next(splits for name, splits, _ in record["ways"] if name == way)
+    return next(splits for name, splits, *_ in record["ways"] if name == way)
 
 
 def mean(values: Iterable[float]) -> float:

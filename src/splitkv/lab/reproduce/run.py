@@ -159,7 +159,7 @@ def run_works(
 
 def _step_identity(effort: str, machine: Record) -> Record:
     who = {"suite": "reproduce", "step": "decode step", "backend": "torch"}
-    own = {"case": model.LLAMA.name, "ways": [[part, 0, True] for part in model.PARTS]}
+    own = {"case": model.LLAMA.name, "ways": [[part, 0, None, 0] for part in model.PARTS]}
     where = {name: machine[name] for name in ("gpu", "commit")}
     return {**who, **own, "effort": effort, **where}
 

@@ -83,12 +83,14 @@ class Way(NamedTuple):
     """One way to run a shape.
 
     splits   0: as the library itself decides
-    packed   the query heads of a KV head share the rows of a tile
+    packed   the query heads of a KV head share the rows of a tile; None: as it decides
+    margin   SMs left to others
     """
 
     name: str
     splits: int = 0
-    packed: bool = True
+    packed: bool | None = None
+    margin: int = 0
 
 
 DEFAULT = Way("default")
@@ -176,8 +178,8 @@ def packing(quick: bool) -> Iterator[Work]:
         ways = (
             Way("neither", 1, False),
             Way("split", 0, False),
-            Way("packed", 1),
-            Way("both", 0),
+            Way("packed", 1, True),
+            Way("both", 0, True),
         )
         yield Work("packing", case, ways)
 

@@ -1,0 +1,213 @@
+"""Who times options: our kernels, FlashAttention-3, or the cost model of `waves` in their place.
+
+`times` gives microseconds of options of one problem, taken in turns, or the reason why an option
+has none. `Kept` keeps what a timer said on disk, as a ratio to the default in the same turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from splitkv.device import Device
+from splitkv.lab import space
+from splitkv.lab.cases import Case
+from splitkv.lab.compiler import Compiler
+from splitkv.lab.evolve.candidate import (
+    Answer,
+    Option,
+    Tile,
+    Tiles,
+    our_option,
+    their_answer,
+)
+from splitkv.lab.lines import Lines
+from splitkv.lab.reproduce import backends
+from splitkv.lab.reproduce.works import Work
+from splitkv.lab.studies import Contest
+from splitkv.plans import Choice
+from splitkv.policies import waves
+from splitkv.problem import Problem
+from splitkv.registry import kernel_named, make_plan
+
+OPEN = 64  # problems whose operands stay on the GPU
+Times = dict[str, float | str]
+
+
+class Timer(Protocol):
+    """name: of what it times; device: the GPU."""
+
+    name: str
+    device: Device
+
+    def option(self, answer: Answer | None, p: Problem) -> Option: ...
+
+    def times(self, case: Case, options: Sequence[Option], rounds: int) -> Times: ...
+
+    def stop(self) -> None: ...
+
+
+class Ours:
+    """Our kernels on the GPU that is here."""
+
+    name = "splitkv"
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.contests: dict[str, Contest] = {}
+        self.known: dict[Problem, tuple[Option, Tiles]] = {}
+
+    def about(self, p: Problem) -> tuple[Option, Tiles]:
+        """The default of a problem, and its tile shapes."""
+        if p not in self.known:
+            tiles = Tiles(p, self.device, space.splitting(p, self.device))
+            self.known[p] = our_option(make_plan(p, self.device)), tiles
+        return self.known[p]
+
+    def option(self, answer: Answer | None, p: Problem) -> Option:
+        """The plan that follows from an answer. ValueError: it is no legal one."""
+        default, tiles = self.about(p)
+        if answer is None:
+            return default
+        return our_option(space.plan_of(p, self.device, tiles.choice(answer)))
+
+    def tiles(self, cases: Sequence[Case]) -> list[Tile]:
+        """The tile shapes that all of these problems have."""
+        first, *others = [list(self.about(case.problem)[1].known) for case in cases]
+        return [tile for tile in first if all(tile in other for other in others)]
+
+    def compile_ahead(self, cases: Sequence[Case], jobs: int) -> None:
+        """Every tile shape of the problems, unsplit and split, in so many processes."""
+        with Compiler(jobs) as compiler:
+            plans = [
+                self.option(Answer(splits, True, 0, tile), case.problem).plan
+                for case in cases
+                for tile in self.tiles([case])
+                for splits in (1, 4)
+            ]
+            for future in compiler.submit(plan for plan in plans if plan):
+                future.exception()
+
+    def times(self, case: Case, options: Sequence[Option], rounds: int) -> Times:
+        """An error that leaves the GPU unusable is raised."""
+        if case.name not in self.contests:
+            if len(self.contests) == OPEN:
+                self.contests.pop(next(iter(self.contests)))
+                torch.cuda.empty_cache()
+            self.contests[case.name] = Contest(case, self.device, rounds)
+        contest = self.contests[case.name]
+        keys = {}
+        for option in options:
+            assert option.plan is not None
+            keys[option.label] = (option.plan.kernel, option.plan.config)
+            contest.enter([Choice(option.plan.kernel, option.plan.config, "evolved")])
+        timed = contest.time(keys.values(), rounds)
+        reasons = dict(reason.split(": ", 1) for reason in contest.reasons)
+        contest.reasons.clear()
+        contest.replays = {key: r for key, r in contest.replays.items() if key in keys.values()}
+        return {
+            name: timed[key].us if key in timed else reasons.get(name, "no time")
+            for name, key in keys.items()
+        }
+
+    def stop(self) -> None:
+        self.contests.clear()
+
+
+class Simulated(Ours):
+    """The cost model of `waves` for a GPU that need not be here."""
+
+    name = "simulated"
+
+    def compile_ahead(self, cases: Sequence[Case], jobs: int) -> None:
+        pass
+
+    def times(self, case: Case, options: Sequence[Option], rounds: int) -> Times:
+        found: Times = {}
+        for option in options:
+            assert option.plan is not None
+            plan = option.plan
+            constants = waves.constants_of(kernel_named(plan.kernel))
+            cost = waves.cost(case.problem, self.device, plan.config, constants)
+            found[option.label] = cost.seconds * 1e6
+        return found
+
+
+class FlashAttention3:
+    """FlashAttention-3, its schedule made ahead."""
+
+    name = "fa3"
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.backend = backends.FlashAttention3()
+
+    def option(self, answer: Answer | None, p: Problem) -> Option:
+        return their_answer(answer)
+
+    def times(self, case: Case, options: Sequence[Option], rounds: int) -> Times:
+        ways = tuple(option.way for option in options if option.way)
+        rows = self.backend.measure(Work("evolve", case, ways), rounds)
+        return {
+            row["kernel"]: row["us"] if row["us"] is not None else "; ".join(row["reasons"])
+            for row in rows
+        }
+
+    def stop(self) -> None:
+        self.backend.stop()
+
+
+class Kept:
+    """Ratios to the default, each taken once.
+
+    lines   JSON lines of them, on disk
+    same    what a record says besides; a record with anything else is not used
+    """
+
+    def __init__(self, timer: Timer, lines: Lines, same: Mapping[str, object]) -> None:
+        self.timer, self.lines = timer, lines
+        self.same = {"timer": timer.name, **same}
+        self.known: dict[tuple[str, str, int], float | str] = {}
+        for r in lines.records:
+            if all(r.get(name) == value for name, value in self.same.items()):
+                told = r["reason"] if r["ratio"] is None else r["ratio"]
+                self.known[r["case"], r["option"], r["rounds"]] = told
+        self.taken = 0
+
+    def default(self, case: Case) -> Option:
+        return self.timer.option(None, case.problem)
+
+    def ratios(self, case: Case, options: Sequence[Option], rounds: int) -> dict[str, float | str]:
+        """Of each option the time over the default's, or why it has none."""
+        base = self.default(case)
+        left = {
+            option.label: option
+            for option in options
+            if (case.name, option.label, rounds) not in self.known and option.label != base.label
+        }
+        if left:
+            self.taken += len(left)
+            times = self.timer.times(case, [base, *left.values()], rounds)
+            standard = times[base.label]
+            for name in left:
+                us = times[name]
+                if isinstance(us, str) or isinstance(standard, str):
+                    self._keep(case, name, rounds, standard if isinstance(us, float) else us, None)
+                else:
+                    self._keep(case, name, rounds, us / standard, us)
+        known = {name: self.known.get((case.name, name, rounds)) for name in left}
+        found: dict[str, float | str] = {}
+        for option in options:
+            told = known.get(option.label, self.known.get((case.name, option.label, rounds)))
+            found[option.label] = 1.0 if told is None else told
+        return found
+
+    def _keep(
+        self, case: Case, name: str, rounds: int, told: float | str, us: float | None
+    ) -> None:
+        self.known[case.name, name, rounds] = told
+        ratio, reason = (None, told) if isinstance(told, str) else (told, None)
+        record = {"case": case.name, "option": name, "rounds": rounds}
+        self.lines.add({**self.same, **record, "ratio": ratio, "us": us, "reason": reason})
