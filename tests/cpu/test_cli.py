@@ -239,10 +239,12 @@ def test_sweep_over_lengths_is_another_sweep(monkeypatch: pytest.MonkeyPatch) ->
 def test_tune_records_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = stand_in(monkeypatch, "tune.tune", 3)
     table = tmp_path / "h200.json"
-    result = run("tune", "--problems", "40", "--table", str(table), "--jobs", "5")
+    given = ["--problems", "40", "--table", str(table), "--jobs", "5"]
+    result = run("tune", *given, "--share", "2/4", "--no-known")
     assert result.exit_code == 3
     assert calls["command"] == (
-        "splitkv tune --problems 40 --seed 0 --max-bytes 1.1e+09 --candidates 16 --rounds 9"
+        "splitkv tune --problems 40 --seed 0 --max-bytes 1.1e+09 --candidates 16 --rounds 9 "
+        "--share 2/4 --no-known"
     )
     assert (calls["table_path"], calls["jobs"], calls["effort"].candidates) == (table, 5, 16)
 

@@ -27,6 +27,7 @@ LAYERS = (
     "cache flash_attn",
     "distributed",
     "integrations",
+    "terminal",
     "demo lab",
     "cli",
     "__main__",

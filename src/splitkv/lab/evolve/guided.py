@@ -15,6 +15,7 @@ from typing import Any
 from splitkv.lab.evolve.evaluate import Evaluator
 from splitkv.lab.evolve.grammar import Slots
 from splitkv.lab.evolve.search import Found, Search, Settings
+from splitkv.lab.lines import Lines
 
 SYSTEM = """You improve a Python function that decides how a GPU computes attention for one token.
 It returns (num_splits, pack_gqa, sm_margin, tile), or None to leave a problem to a good default.
@@ -100,7 +101,8 @@ def judge(folder: str, path: str) -> dict[str, Any]:
         evaluator, slots = made_again(json.loads((Path(folder) / "guided.json").read_text()))
         _searches[folder] = Search(Path(folder), evaluator, slots, Settings())
     search = _searches[folder]
-    search.take_up()  # another process may have added to the file
+    search.lines = Lines(search.lines.path)  # another process may have added to it
+    search.take_up()
     with search.lines:
         _, found = search.add(Path(path).read_text(), "proposed by a model", (), 0)
     score = 0.0 if found.reason or not found.ratio else 1 / found.ratio

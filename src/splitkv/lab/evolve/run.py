@@ -292,10 +292,10 @@ def distil(folder: Path, setup: Setup, console: Console) -> int:
     expect(path.is_file(), "folder", "one in which `splitkv evolve` found something", str(folder))
     best = path.read_text()
     with opened(folder, setup) as (evaluator, slots):
+        timer = evaluator.kept.timer
         about = (
-            "Distilled by `splitkv distil` from `splitkv evolve`, workload "
-            f"{evaluator.workload.name},\n{evaluator.kept.timer.name} on {evaluator.kept.timer.device.name},"
-            f" {datetime.now(timezone.utc):%Y-%m-%d}.\n"
+            f"Distilled by `splitkv distil`, workload {evaluator.workload.name}.\n\n"
+            f"{timer.name} on {timer.device.name}, {datetime.now(timezone.utc):%Y-%m-%d}.\n"
         )
         source, found = simplest(best, evaluator, slots, about)
         write(folder / "distilled.py", source)

@@ -307,8 +307,10 @@ class Search:
         }.items():
             there = {**saved["settings"], "workload": saved["workload"]}[name]
             expect(here == there, name, f"{there}, as the run in {self.folder} has", here)
-        # Later ones belong to a generation that was not finished, and will be made again.
-        self.take_up(saved["candidates"])
+        # Those of a generation that was not finished will be made again, and are known by then.
+        self.take_up()
+        there = len(self.found.candidates)
+        expect(there >= saved["candidates"], "candidates", f"{saved['candidates']}", there)
         self.found.generation = saved["generation"]
         self.islands = [
             [self._restored(dict(trees)) for trees in island] for island in saved["islands"]
@@ -317,11 +319,10 @@ class Search:
         random.setstate((version, tuple(numbers), gauss))
         return True
 
-    def take_up(self, count: int | None = None) -> None:
-        """So many candidates of the file as they were found; None: all, also of other processes."""
-        self.lines = Lines(self.folder / "candidates.jsonl") if count is None else self.lines
+    def take_up(self) -> None:
+        """The candidates of the file as they were found."""
         self.found.candidates, self.found.best = [], None
-        for record in self.lines.records[:count]:
+        for record in self.lines.records:
             self._take_up(record)
 
     def _take_up(self, record: Record) -> None:

@@ -1,0 +1,402 @@
+"""The commands of the lab: `splitkv bench | sweep | tune | regret | reproduce | evolve | distil |
+report`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from splitkv.errors import (
+    expect,
+    expect_at_least,
+    expect_none_with,
+    expect_one_of,
+    expect_positive,
+)
+from splitkv.terminal import Lengths, console, one_line_errors
+
+if TYPE_CHECKING:
+    from splitkv.lab.studies import Effort
+    from splitkv.policies import Policy
+
+JOBS = max(1, (os.cpu_count() or 2) - 1)
+
+app = typer.Typer()
+bench = typer.Typer(no_args_is_help=True, help="Measure on the GPU that is here.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("decode")
+def bench_decode(
+    case: Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")] = None,
+    place: Annotated[str, typer.Option(help="contiguous, page16, ... or all.")] = "all",
+    suite: Annotated[str, typer.Option(help="Which named cases.")] = "records",
+    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "all",
+    mode: Annotated[str, typer.Option(help="isolated or back-to-back.")] = "isolated",
+    warm: Annotated[bool, typer.Option(help="One buffer, which stays in the L2.")] = False,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat to compare.")] = None,
+    num_splits: Annotated[int, typer.Option(help="Force it; 0 asks the policy.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Time decode beside the read floor and other libraries, each result checked first."""
+    with one_line_errors():
+        from splitkv.lab import bench as lab
+        from splitkv.lab.peers import parse
+        from splitkv.lab.suites import select
+        from splitkv.lab.timing import Protocol
+
+        expect_at_least("num_splits", num_splits, 0)
+        expect_run(time_limit, jobs)
+        status = lab.bench_decode(
+            select(case or [], place, suite),
+            ours=lab.our_variants(policy or [], num_splits),
+            peers=parse(peers),
+            protocol=Protocol(mode, warm),
+            json_path=json_path,
+            time_limit=time_limit,
+            jobs=jobs,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@bench.command("prefill", help="Time the forward of whole sequences beside other libraries.")
+@bench.command("backward", help="Time their gradients beside other libraries.")
+@bench.command("varlen", help="Time packed sequences of different lengths beside equal ones.")
+def bench_sequences(
+    context: typer.Context,
+    case: Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")] = None,
+    suite: Annotated[str | None, typer.Option(help="Which named cases; else the first.")] = None,
+    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "all",
+    kernel: Annotated[list[str] | None, typer.Option(help="Force it; repeat to compare.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rounds of short bursts.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    with one_line_errors():
+        from splitkv.lab.peers import parse
+        from splitkv.lab.sequences import bench as lab
+        from splitkv.lab.sequences.peers import PEERS
+        from splitkv.lab.sequences.suites import select
+        from splitkv.lab.sequences.timing import QUICK, Pace
+
+        expect_run(time_limit, jobs)
+        command = str(context.info_name)
+        status = lab.bench_sequences(
+            command,
+            select(command, suite, case or []),
+            ours=lab.our_variants(kernel or []),
+            peers=parse(peers, PEERS),
+            pace=QUICK if quick else Pace(),
+            json_path=json_path,
+            time_limit=time_limit,
+            jobs=jobs,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def sweep(
+    case: Annotated[str | None, typer.Option(help="A named case; else the shape below.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences (1).")] = None,
+    seqlen_k: Annotated[int | None, typer.Option(help="Keys a sequence (512).")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads (8).")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads (1).")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension (128).")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Paged keys; else contiguous.")] = None,
+    seqlen_q: Annotated[int | None, typer.Option(help="Query tokens a sequence (1).")] = None,
+    num_splits: Annotated[int | None, typer.Option(help="The most (64); 0: a tile each.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Repeat; else all that split.")] = None,
+    all_tiles: Annotated[bool, typer.Option("--all-tiles", help="Every tile shape.")] = False,
+    seqlens: Annotated[str | None, typer.Option(help="Vary the keys: FIRST:LAST:STEP.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat; else all.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture, .png or .svg.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="JSON lines to go on in.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start plans in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Time a shape under every number of splits, or over many numbers of keys."""
+    with one_line_errors():
+        from splitkv.lab import sweep as lab
+
+        expect_run(time_limit, jobs)
+        dims = {
+            **{"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads},
+            **{"head_dim": head_dim, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k},
+            "page_size": page_size,
+        }
+        options: dict[str, Any] = {
+            **{"policies": policies_named(policy), "jobs": jobs, "json_path": json_path},
+            **{"time_limit": time_limit, "console": console},
+        }
+        draw = find_draw() if plot else None
+        swept = lab.case_to_sweep(case, **dims)
+        if seqlens is None:
+            if num_splits is not None:
+                expect_at_least("num_splits", num_splits, 0)
+            records, lost = lab.sweep(
+                swept,
+                num_splits=64 if num_splits is None else num_splits,
+                kernels=kernel or [],
+                all_tiles=all_tiles,
+                **options,
+            )
+        else:
+            expect_none_with("num_splits", num_splits, "seqlens")
+            expect_none_with("kernel", kernel or None, "seqlens")
+            expect_none_with("all_tiles", all_tiles or None, "seqlens")
+            records, lost = lab.boundary(swept, lab.parse_seqlens(seqlens), **options)
+        if draw and plot and records:
+            draw(records, plot)
+    raise typer.Exit(1 if lost else 0)
+
+
+@app.command()
+def tune(
+    problems: Annotated[int, typer.Option(help="To draw and measure.")] = 320,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    max_bytes: Annotated[float, typer.Option(help="Of keys and values of a problem.")] = 1.1e9,
+    known: Annotated[bool, typer.Option(help="Those of the benchmarks too.")] = True,
+    share: Annotated[str, typer.Option(help="k/n: every n-th problem from the k-th.")] = "1/1",
+    candidates: Annotated[int, typer.Option(help="Plans of a problem at first.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 9,
+    table: Annotated[Path | None, typer.Option(help="To write; else the package's.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="JSON lines to go on in.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start problems in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Measure problems on this GPU and write the table of the policy `tuned`."""
+    with one_line_errors():
+        from splitkv.lab import tune as lab
+
+        status = lab.tune(
+            problems=problems,
+            seed=seed,
+            max_bytes=max_bytes,
+            with_known=known,
+            share=lab.share_of(share),
+            effort=effort(candidates, rounds, time_limit, jobs),
+            table_path=table,
+            command=f"splitkv tune --problems {problems} --seed {seed} --max-bytes {max_bytes:g} "
+            f"--candidates {candidates} --rounds {rounds} --share {share}"
+            + ("" if known else " --no-known"),
+            jobs=jobs,
+            json_path=json_path,
+            time_limit=time_limit,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def regret(
+    matrix: Annotated[bool, typer.Option(help="The paper's 160 configurations.")] = True,
+    random: Annotated[int, typer.Option(help="Problems drawn beside them.")] = 150,
+    seed: Annotated[int, typer.Option(help="Of the draw; tune's is 0.")] = 1,
+    max_bytes: Annotated[float, typer.Option(help="Of keys and values of those.")] = 1.1e9,
+    lengths: Annotated[Lengths, typer.Option(help="Who knows the lengths.")] = Lengths.device,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat; else waves and tuned.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Of tuned; else the package's.")] = None,
+    candidates: Annotated[int, typer.Option(help="Plans of a problem at first.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 15,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="JSON lines to go on in.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start problems in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Time the plans that policies choose beside the fastest that can be found."""
+    with one_line_errors():
+        from splitkv.lab import tune as lab
+        from splitkv.policies import tuned
+
+        expect_at_least("random", random, 0)
+        policies = policies_named(policy or ["waves", "tuned"])
+        if table is not None:
+            expect("tuned" in policies, "table", "None without the policy tuned", str(table))
+            policies["tuned"] = tuned.with_table(tuned.load(table))
+        status = lab.measure_regret(
+            with_matrix=matrix,
+            random_problems=random,
+            seed=seed,
+            max_bytes=max_bytes,
+            lengths=lengths.value,
+            policies=policies,
+            effort=effort(candidates, rounds, time_limit, jobs),
+            jobs=jobs,
+            json_path=json_path,
+            time_limit=time_limit,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def reproduce(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and rounds.")] = False,
+    folder: Annotated[Path, typer.Option("--out", help="Results, taken up again.")] = Path(
+        "build/reproduce"
+    ),
+    backend: Annotated[list[str] | None, typer.Option(help="splitkv, fa3; else both.")] = None,
+    sequences: Annotated[bool, typer.Option(help="Prefill and backward too.")] = True,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to start shapes in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Take the tables of the library's sources on this GPU, and check their claims and ours."""
+    with one_line_errors():
+        from splitkv.lab.reproduce import run as lab
+
+        expect_run(time_limit, jobs)
+        status = lab.reproduce(
+            folder,
+            quick=quick,
+            backends=backend or lab.BACKENDS,
+            whole_sequences=sequences,
+            jobs=jobs,
+            time_limit=time_limit,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def evolve(
+    folder: Annotated[Path, typer.Option("--out", help="Results, taken up again.")] = Path(
+        "build/evolve"
+    ),
+    workload: Annotated[str, typer.Option(help="chat, long_context or a JSON file.")] = "chat",
+    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
+    simulate: Annotated[str | None, typer.Option(help="A GPU, for the cost model.")] = None,
+    generations: Annotated[int, typer.Option(help="At most; proposals of a model.")] = 40,
+    population: Annotated[int, typer.Option(help="Of an island.")] = 16,
+    islands: Annotated[int, typer.Option(help="Populations of their own.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Replays of a timing.")] = 9,
+    start: Annotated[list[Path] | None, typer.Option(help="Candidates to begin with.")] = None,
+    proposer: Annotated[str, typer.Option(help="offline or openevolve.")] = "offline",
+    model: Annotated[str | None, typer.Option(help="Of openevolve's endpoint.")] = None,
+    api_base: Annotated[str | None, typer.Option(help="URL of the endpoint.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to begin generations in.")] = (
+        None
+    ),
+    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+) -> None:
+    """Search for a better split policy on this GPU, as Python files that can be read."""
+    with one_line_errors():
+        lab = find_evolve()
+        from splitkv.lab.evolve.search import Settings
+
+        expect_run(time_limit, jobs)
+        expect_at_least("population", population, 4)
+        expect_positive("islands", islands)
+        expect_at_least("generations", generations, 0)
+        expect_at_least("rounds", rounds, 2)
+        status = lab.evolve(
+            folder,
+            lab.Setup(workload, backend, simulate, rounds),
+            Settings(population, islands, seed),
+            generations=generations,
+            time_limit=time_limit,
+            starts=start or [],
+            proposer=proposer,
+            model=model,
+            api_base=api_base,
+            jobs=jobs,
+            console=console,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def distil(
+    folder: Annotated[Path, typer.Argument(help="Of `splitkv evolve`.")],
+    workload: Annotated[str, typer.Option(help="As it was searched.")] = "chat",
+    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
+    simulate: Annotated[str | None, typer.Option(help="A GPU, for the cost model.")] = None,
+    rounds: Annotated[int, typer.Option(help="Replays of a timing.")] = 9,
+) -> None:
+    """Simplify the best candidate to a rule within 1 %, as a file and a table."""
+    with one_line_errors():
+        lab = find_evolve()
+        status = lab.distil(folder, lab.Setup(workload, backend, simulate, rounds), console)
+    raise typer.Exit(status)
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")],
+    plot: Annotated[Path | None, typer.Option(help="A picture of a sweep, .png or .svg.")] = None,
+) -> None:
+    """Print measured results as Markdown tables; needs no GPU."""
+    with one_line_errors():
+        from splitkv.lab.report import read
+        from splitkv.lab.report import report as as_markdown
+
+        records = read(results)
+        if plot:
+            find_draw()(records, plot)
+        typer.echo(as_markdown(records))
+
+
+def expect_run(time_limit: float | None, jobs: int) -> None:
+    """The options that every measuring command has."""
+    if time_limit is not None:
+        expect_positive("time_limit", time_limit)
+    expect_at_least("jobs", jobs, 0)
+
+
+def effort(candidates: int, rounds: int, time_limit: float | None, jobs: int) -> Effort:
+    """The options that commands made of studies have."""
+    from splitkv.lab.studies import Effort
+
+    expect_run(time_limit, jobs)
+    expect_positive("candidates", candidates)
+    expect_at_least("rounds", rounds, 2)
+    return Effort(candidates, rounds)
+
+
+def find_draw() -> Callable[[list[dict[str, Any]], Path], None]:
+    """`plots.draw`, where matplotlib is installed."""
+    try:
+        from splitkv.lab.plots import draw
+    except ModuleNotFoundError as error:
+        raise ValueError(f"plot: expected splitkv[lab] installed, got no {error.name}") from None
+    return draw
+
+
+def find_evolve() -> Any:
+    """`lab.evolve.run`, where its library is installed."""
+    try:
+        from splitkv.lab.evolve import run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"evolve: expected splitkv[lab] installed, got no {error.name}") from None
+    return run
+
+
+def policies_named(names: list[str] | None) -> dict[str, Policy]:
+    """The policies with these names, or all; FILE.py: a candidate of `splitkv evolve`."""
+    from splitkv.registry import POLICIES
+
+    found = {}
+    for name in names or POLICIES:
+        if name.endswith(".py"):
+            from splitkv.lab.evolve.candidate import policy_of
+
+            expect(Path(name).is_file(), "policy", "a file that is there", name)
+            found[name] = policy_of(Path(name))
+        else:
+            expect_one_of("policy", name, POLICIES)
+            found[name] = POLICIES[name]
+    return found
