@@ -26,7 +26,7 @@ class Config:
                  of a row do not depend on its neighbours
     tile_m       packed query rows a program; tile_n: keys a step
     num_stages   tiles of keys and values that a program has in flight
-    pack_gqa     the query heads of a KV head share one program; sm_margin: SMs left to others
+    pack_gqa     the query heads of a KV head share one program
     """
 
     num_splits: int = 1
@@ -38,7 +38,6 @@ class Config:
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
-    sm_margin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from splitkv import device
 from splitkv.cli import app
 from splitkv.device import GPUS
+from splitkv.lab import studies, timing
 from splitkv.lab.cases import Case
 from splitkv.lab.evolve import candidate, guided, run, sandbox, search, timers, workload
 from splitkv.lab.evolve.candidate import Answer, Option, answer_of, ask, policy_of
@@ -218,6 +220,39 @@ def test_a_file_is_a_policy_of_plans(tmp_path: Path) -> None:
         policy_of(path)
     said = CliRunner().invoke(app, ["regret", "--policy", str(tmp_path / "none.py")])
     assert said.exit_code == 2 and "policy: expected a file that is there" in said.output
+
+
+class Session:
+    """Captures nothing and takes as many microseconds as a plan has splits; of 3 there is none."""
+
+    def __init__(self, case: Case, protocol: Any) -> None:
+        self.watch = self
+
+    def capture(self, variant: Any) -> tuple[int, dict[str, Any]]:
+        splits = variant.decision["plan"].config.num_splits
+        assert splits != 3, "out: expected an error of 0.1"
+        return splits, {}
+
+    def time(self, replays: dict[str, int], rounds: int) -> dict[str, timing.Timing]:
+        return {name: timing.Timing(float(us), 0.0) for name, us in replays.items()}
+
+
+def test_our_plans_are_captured_and_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "Session", Session)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer, case = timers.Ours(H200), SMALL.counted[1]
+    options = [timer.option(Answer(n, True, 0, (64, 4, 3)), case.problem) for n in (2, 3, 5)]
+    two, three, five = (option.label for option in options)
+    unstable = "AssertionError: out: expected an error of 0.1"
+    assert timer.times(case, options, 5) == {two: 2.0, three: unstable, five: 5.0}
+    assert timer.times(case, options[2:], 5) == {five: 5.0}
+    kept = Kept(timer, Lines(None), {})
+    default = kept.default(case).plan
+    assert default is not None
+    assert kept.ratios(case, options, 5)[two] == 2 / default.config.num_splits
+    assert kept.ratios(case, options, 5)[three] == unstable
+    timer.stop()
+    assert not timer.contests
 
 
 # --- figures -----------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     plans = (
         timed(8, 5.25, tile_n=32, num_warps=8),
         timed(1, 9.5, tile_m=64),
-        Timed("hopper_decode_split", Config(4, pack_gqa=False, sm_margin=2), 9.75),
+        Timed("hopper_decode_split", Config(4, pack_gqa=False, split_size=2), 9.75),
     )
     written = table(Measured(problem(3), plans), Measured(problem(4, page_size=16), plans[:1]))
     path = tmp_path / "h200.json"

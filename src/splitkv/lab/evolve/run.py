@@ -78,7 +78,7 @@ def opened(folder: Path, setup: Setup, jobs: int = 0) -> Iterator[tuple[Evaluato
     machine = machine or {"gpu": timer.device.name, "commit": "the cost model"}
     with Lines(folder / "times.jsonl") as lines:
         if isinstance(timer, Ours) and jobs:
-            timer.compile_ahead(workload.counted[-1:], jobs)
+            timer.compile_ahead((*workload.counted[::-1], *workload.held_out), jobs)
         try:
             yield Evaluator(workload, Kept(timer, lines, machine), setup.rounds), slots
         finally:

@@ -79,15 +79,14 @@ class Ours:
         return [tile for tile in first if all(tile in other for other in others)]
 
     def compile_ahead(self, cases: Sequence[Case], jobs: int) -> None:
-        """Every tile shape of the problems, unsplit and split, in so many processes."""
+        """The defaults of the problems, and of the first every tile shape, unsplit and split, in so
+        many processes."""
         with Compiler(jobs) as compiler:
-            plans = [
-                self.option(Answer(splits, True, 0, tile), case.problem).plan
-                for case in cases
-                for tile in self.tiles([case])
-                for splits in (1, 4)
-            ]
-            for future in compiler.submit(plan for plan in plans if plan):
+            options = [self.option(None, case.problem) for case in cases]
+            for tile in self.tiles(cases[:1]):
+                for splits in (1, 4):
+                    options.append(self.option(Answer(splits, True, 0, tile), cases[0].problem))
+            for future in compiler.submit(option.plan for option in options if option.plan):
                 future.exception()
 
     def times(self, case: Case, options: Sequence[Option], rounds: int) -> Times:
