@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,26 +11,32 @@ import torch
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    AutoModelForCausalLM,
-    CompileConfig,
-    DynamicCache,
-    Gemma2Config,
-    GptOssConfig,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    StaticCache,
+from models import (  # noqa: E402
+    CACHES,
+    COMMON,
+    CONFIGS,
+    HYBRID,
+    PADDINGS,
+    SEQLEN,
+    WINDOW,
+    WINDOWED,
+    assert_same_logits,
+    both,
+    exact_attention,
+    exactly,
+    from_config,
+    left_padding,
+    make_model,
+    right_padding,
+    tokens,
 )
+from transformers import CompileConfig, DynamicCache, Qwen2MoeConfig  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
-    AttentionMaskInterface,
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
     or_masks,
-    sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
@@ -40,43 +45,6 @@ import splitkv  # noqa: E402
 from splitkv.integrations import transformers as integration  # noqa: E402
 from splitkv.masks import Mask  # noqa: E402
 from splitkv.testing import assert_close  # noqa: E402
-
-WINDOW = 8
-COMMON: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.3,  # scores far enough apart that a wrong mask changes the tokens
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-# All experts are active: a choice of experts would turn a rounding error into another model.
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
-HYBRID = ["sliding_attention", "full_attention"]
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**COMMON),
-    "qwen2": lambda: Qwen2Config(
-        **COMMON, use_sliding_window=True, sliding_window=WINDOW, layer_types=HYBRID
-    ),
-    "gemma2": lambda: Gemma2Config(
-        **COMMON, sliding_window=WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=10
-    ),
-    "gpt_oss": lambda: GptOssConfig(
-        **{**COMMON, "head_dim": 64}, **EXPERTS, sliding_window=WINDOW, layer_types=HYBRID
-    ),
-}
-CACHES = {
-    "dynamic": lambda config: DynamicCache(config=config),
-    "static": lambda config: StaticCache(config=config, max_cache_len=64),
-}
-SEQLEN = 40
 
 
 @pytest.fixture(autouse=True)
@@ -87,96 +55,6 @@ def quiet_machine() -> Iterator[None]:
     integration.register()
     yield
     torch.set_num_threads(threads)
-
-
-def from_config(config: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-def make_model(name: str) -> Any:
-    model = from_config(CONFIGS[name]())
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("sinks"):
-            torch.nn.init.normal_(parameter, std=2.0)
-    return model
-
-
-def tokens(batch: int = 3, seqlen: int = SEQLEN) -> torch.Tensor:
-    return torch.randint(3, 99, (batch, seqlen), generator=torch.Generator().manual_seed(1))
-
-
-def left_padding(seqlen: int = SEQLEN) -> torch.Tensor:
-    mask = torch.ones(3, seqlen, dtype=torch.int64)
-    mask[1, :7] = 0
-    mask[2, : seqlen - 1] = 0
-    return mask
-
-
-def right_padding(seqlen: int = SEQLEN) -> torch.Tensor:
-    return left_padding(seqlen).flip(1)
-
-
-PADDINGS = {"whole": lambda n=SEQLEN: torch.ones(3, n, dtype=torch.int64), "left": left_padding}
-
-
-def both(model: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What `run` gives with eager attention and with splitkv."""
-    results = []
-    for name in ("eager", "splitkv"):
-        model.set_attn_implementation(name)
-        results.append(run(model))
-    return results[0], results[1]
-
-
-def exact_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Eager attention with a boolean matrix and a softmax in the type of its input.
-
-    The models' own eager attention computes its softmax in float32, or sums the mask to infinity.
-    """
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~attention_mask, float("-inf"))
-    if s_aux is not None:
-        scores = torch.cat([scores, s_aux[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    p = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~attention_mask, 0.0)
-    return (p @ value).transpose(1, 2), None
-
-
-def exact_mask(**kwargs: Any) -> torch.Tensor | None:
-    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(**kwargs)
-
-
-AttentionInterface.register("exact", exact_attention)
-AttentionMaskInterface.register("exact", exact_mask)
-
-
-def exactly(model: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """A copy of a model in a higher precision."""
-    exact = copy.deepcopy(model).to(dtype)
-    exact.set_attn_implementation("exact")
-    exact.set_experts_implementation("eager")  # the one that runs in float64
-    return exact
-
-
-def assert_same_logits(model: Any, run: Callable[[Any], torch.Tensor]) -> None:
-    """The tolerance rule: eager attention in the working precision, and in float64."""
-    eager, ours = both(model, run)
-    assert_close(ours, run(exactly(model)), eager, name="logits")
 
 
 @pytest.fixture
@@ -226,9 +104,11 @@ def test_generates_the_tokens_of_eager_attention(
     assert {call.name for call in decode} == {"decode"}
     assert len(decode) == 2 * 11
     # Left padding is looked up, a static cache has lengths, and a growing one needs neither.
-    full = decode[1].kwargs  # the last layer at the first step sees all tokens in every model
+    full = decode[1].kwargs  # the last layer at the first step
     assert ("page_table" in full) == (padding == "left")
-    assert ("cache_seqlens" in full) == (padding == "left" or cache == "static")
+    filled = cache == "static" and name in WINDOWED  # the window, by the prompt
+    if not filled:
+        assert ("cache_seqlens" in full) == (padding == "left" or cache == "static")
 
 
 def test_generates_with_a_compiled_forward_and_a_static_cache() -> None:
@@ -428,6 +308,26 @@ def test_gradients_are_those_of_eager_attention(name: str, padding: str) -> None
             for of in (ours, reference, eager)
         )
         assert_close(a, ref, pt, factor=3.0, name=f"gradients of {module}")
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_gradient_checkpointing(name: str, reentrant: bool, calls: list[SimpleNamespace]) -> None:
+    """A second forward in the backward: the same gradients, one more call a layer."""
+    model, mask = make_model(name).train(), left_padding()
+    model.set_attn_implementation("splitkv")
+    labels = tokens().masked_fill(mask == 0, -100)
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        before = len(calls)
+        model(tokens(), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        assert len(calls) - before == 2 * (1 + checkpointing)
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(grad is not None for grad in grads[0].values())
+    torch.testing.assert_close(grads[0], grads[1])
 
 
 def test_dropout_is_handed_on(calls: list[SimpleNamespace]) -> None:

@@ -142,7 +142,7 @@ def _recognise_closure(mask_function: Callable[..., Any]) -> Pattern:
             return Pattern(packed=cells[0])
         case "remap_positions_for_packed_sequence":
             return recognise(next(cell for cell in cells if callable(cell)))
-    raise _unsupported(
+    raise unsupported(
         "attention_mask: expected causal, bidirectional, sliding window, padding or packed "
         f"sequences, got the mask function {maker}"
     )
@@ -229,7 +229,7 @@ def visible_keys(
         facts = Facts(*torch.stack([valid.all(), is_run, is_aligned, (start == 0).all()]).tolist())
         decodes = decodes and (facts.is_aligned or not needs_alignment)
         if not facts.is_run and (windowed or not decodes):
-            raise _unsupported(
+            raise unsupported(
                 "attention_mask: expected one run of tokens in each row here, got padding between "
                 "tokens; pad on the left"
             )
@@ -354,7 +354,7 @@ def attention_forward(
     """
     for name, given in kwargs.items():
         if name not in INERT and given is not None and given is not False:
-            raise _unsupported(f"{name}: expected None, got {_shown(given)}")
+            raise unsupported(f"{name}: expected None, got {_shown(given)}")
     # [B, H, S, D] -> [B, S, H, D], a view
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     seen = attention_mask
@@ -364,7 +364,7 @@ def attention_forward(
         shape = (q.shape[0], 1, q.shape[1], k.shape[1])
         seen = Visibility(shape, causal, (left, -1 if causal else left), k.shape[1])
     elif not isinstance(seen, Visibility):
-        raise _unsupported(
+        raise unsupported(
             f"attention_mask: expected [batch, positions] at the model, got {_shown(seen)}; "
             "masks that are not causal, sliding window or padding need another implementation"
         )
@@ -480,7 +480,7 @@ def _pages(cache: Tensor, pitch: int) -> Tensor:
     return cache.as_strided((pages, 1, heads, dim), (key_stride, key_stride, head_stride, 1))
 
 
-def _unsupported(reason: str) -> UnsupportedProblem:
+def unsupported(reason: str) -> UnsupportedProblem:
     return UnsupportedProblem("a layer of transformers", "any device", [("splitkv", [reason])])
 
 
