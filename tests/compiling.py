@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,6 +56,13 @@ class Layout:
 
     def dim(self) -> int:
         return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def view(self, dtype: torch.dtype) -> Layout:
+        """The same bytes; of a type of the same size."""
+        return replace(self, dtype=dtype)
 
     def element_size(self) -> int:
         return self.dtype.itemsize

@@ -96,10 +96,11 @@ def _through_operator(call: Append) -> Result:
 
 @torch.library.custom_op(
     "splitkv::append",
-    mutates_args=("k_cache", "v_cache"),
+    mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"),
     schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? before, "
     "Tensor? rows, Tensor? leftpad, Tensor? page_table, Tensor? slots, Tensor? cu_seqlens_new, "
-    "Tensor? q, Tensor? cu_seqlens_q, Tensor? cos, Tensor? sin, Tensor? start, bool interleaved, "
+    "Tensor? q, Tensor? cu_seqlens_q, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
+    "Tensor? k_mean, Tensor? cos, Tensor? sin, Tensor? start, bool interleaved, "
     "SymInt q_step) -> (Tensor, Tensor)",
 )
 def append_op(*arguments: Any) -> tuple[Tensor, Tensor]:

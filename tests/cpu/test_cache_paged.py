@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import splitkv
-from splitkv import UnsupportedProblem
 from splitkv.cache import CacheFull, PagedKVCache
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 32, 2
@@ -237,6 +236,6 @@ def test_what_it_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{name}: expected "):
             wrong()
-    for dtype in ("int8", "fp8"):
-        with pytest.raises(UnsupportedProblem, match="no kernel quantises on append"):
+    for dtype in ("int4", torch.float64):
+        with pytest.raises(ValueError, match="^dtype: expected "):
             make(dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -30,12 +31,17 @@ AXES: cases.Axes = {
     "start": (False, True),
     "leftpad": (False, True),
     "row_gap": (0, 8),
+    "stored": (None, torch.int8, torch.float8_e4m3fn),
+    "scale": ("token", "head", "tensor"),
+    "mean": (False, True),
 }
 
 
 def valid(values: cases.Values) -> bool:
     slots = values.get("place") == "slots"
     if slots and (values.get("packed") or values.get("leftpad")):
+        return False
+    if values.get("stored", 0) is None and values.get("mean"):
         return False
     return not (values.get("rotary", "") is None and (values.get("q") or values.get("start")))
 
@@ -72,7 +78,14 @@ def call_of(values: cases.Values) -> Any:
         options["q"] = tensor(*lead, 8, head_dim) if values["q"] else None
     slab = (1024, values["page_size"]) if values["place"] in ("paged", "slots") else (batch, 4096)
     k, v = tensor(*lead, 2, head_dim), tensor(*lead, 2, head_dim_v)
-    return Append(k, v, tensor(*slab, 2, head_dim), tensor(*slab, 2, head_dim_v), **options)
+    stored = values["stored"] or dtype
+    caches = [tensor(*slab, 2, dim, of=stored) for dim in (head_dim, head_dim_v)]
+    if values["stored"] is not None:
+        shape = {"token": (*slab, 2), "head": (2,), "tensor": (1,)}[values["scale"]]
+        scales = ("k_scale", "v_scale")
+        options |= {name: Layout(torch.Size(shape), torch.float32) for name in scales}
+        options["k_mean"] = tensor(2, head_dim, of=torch.float32) if values["mean"] else None
+    return Append(k, v, *caches, **options)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +102,9 @@ def test_compiles(values: cases.Values) -> None:
         kernel.Launcher(call)(call)
     (compiled,) = recorder.compiled
     made = measure(compiled)
+    rounds = values["stored"] is not None
+    assert bool(re.search("0f4B400000|0f46800000", made.ptx)) == rounds  # of int8, of e4m3
+    assert ("0f4B400000" in made.ptx) == (values["stored"] == torch.int8)
     assert made.stack_bytes <= MAX_STACK_BYTES
     assert made.registers <= MAX_REGISTERS
 

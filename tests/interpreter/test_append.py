@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitkv.cache import quantize_kv
 from splitkv.kernels.append import Launcher
 from splitkv.kernels.append_call import Append, Result, Rotary, append_in_torch
 
@@ -32,6 +33,9 @@ AXES: cases.Axes = {
     "start": (False, True),
     "leftpad": (False, True),
     "strided": (False, True),
+    "stored": (None, torch.int8, torch.float8_e4m3fn),
+    "scale": ("token", "head", "tensor", "sequence"),
+    "mean": (False, True),
 }
 
 
@@ -40,6 +44,10 @@ def valid(values: Mapping[str, Any]) -> bool:
     if values.get("rotary_dim") == 0 and (values.get("q") or values.get("start")):
         return False
     slots, packed = values.get("place") == "slots", values.get("packed")
+    if slots and values.get("scale") == "sequence":
+        return False
+    if values.get("stored", 0) is None and values.get("mean"):
+        return False
     if slots and (packed or values.get("leftpad")):
         return False
     if packed and values.get("seqlen") in (0, 3, 300):
@@ -90,13 +98,30 @@ def call_of(values: Mapping[str, Any]) -> Append:
         if values["q"]:
             options["q"] = tokens(lead_q, num_heads, head_dim)
     slabs = (PAGES, PAGE_SIZE) if paged else (4, CAPACITY)
-    return Append(
-        tokens(lead, num_kv_heads, head_dim),
-        tokens(lead, num_kv_heads, head_dim_v),
-        torch.full((*slabs, num_kv_heads, head_dim), torch.nan, dtype=dtype),
-        torch.full((*slabs, num_kv_heads, head_dim_v), torch.nan, dtype=dtype),
-        **options,
-    )
+    caches = [
+        torch.full((*slabs, num_kv_heads, dim), torch.nan, dtype=dtype)
+        for dim in (head_dim, head_dim_v)
+    ]
+    if values["stored"] is not None:
+        caches = [torch.full_like(x, 127, dtype=torch.int8) for x in caches]  # NaN in e4m3
+        caches = [x.view(values["stored"]) for x in caches]
+        heads, granularity = (num_kv_heads,), values["scale"]
+        shapes = {"tensor": (1,), "head": heads, "sequence": (batch, *heads)}
+        shape = shapes.get(granularity, (*slabs, *heads))
+        for name in ("k_scale", "v_scale"):
+            scale = torch.rand(shape) / 40 + 0.005
+            options[name] = scale.fill_(torch.nan) if granularity == "token" else scale
+        if values["mean"]:
+            options["k_mean"] = torch.randn(num_kv_heads, head_dim)
+    k, v = tokens(lead, num_kv_heads, head_dim), tokens(lead, num_kv_heads, head_dim_v)
+    return Append(k, v, *caches, **options)
+
+
+def copied(call: Append) -> Append:
+    """The same call with caches and scales of its own."""
+    names = ("k_cache", "v_cache", "k_scale", "v_scale")
+    own = {name: getattr(call, name) for name in names}
+    return call._replace(**{name: x if x is None else x.clone() for name, x in own.items()})
 
 
 def launch(call: Append) -> Result:
@@ -105,14 +130,29 @@ def launch(call: Append) -> Result:
 
 def compare(call: Append) -> None:
     """The kernel writes the same places, with rotated values equal to a rounding."""
-    other = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
+    other = copied(call)
     results, wanted = launch(call), append_in_torch(other)
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 1e-6}
     rtol = tolerance[call.k.dtype]
-    torch.testing.assert_close(call.v_cache, other.v_cache, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(
-        call.k_cache, other.k_cache, rtol=rtol, atol=rtol * 1e-1, equal_nan=True
-    )
+    close = {"rtol": rtol, "atol": rtol * 1e-1, "equal_nan": True}
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+    stored = call.k_scale is not None
+    pairs = [(call.v_cache, other.v_cache, exactly), (call.v_scale, other.v_scale, exactly)]
+    of_keys = close if call.rotary is not None else exactly
+    pairs.append((call.k_scale, other.k_scale, of_keys))
+    if stored and call.rotary is not None:  # a rounding may be a step, of either sign
+        codes = [x.k_cache.view(torch.int8).int() for x in (call, other)]
+        if call.k_cache.dtype != torch.int8:
+            codes = [torch.where(x < 0, -(x & 0x7F), x) for x in codes]
+        assert (codes[0] - codes[1]).abs().max() <= 1
+    else:
+        pairs.append((call.k_cache, other.k_cache, of_keys))
+    for x, y, tight in pairs:
+        if x is not None:
+            eight = x.element_size() == 1
+            torch.testing.assert_close(
+                *((t.view(torch.uint8) if eight else t) for t in (x, y)), **tight
+            )
     for x, y in zip(results, wanted, strict=True):
         assert (x is None) == (y is None)
         if x is not None:
@@ -125,7 +165,23 @@ def test_kernel_is_the_definition(values: Mapping[str, Any]) -> None:
     call = call_of(values)
     compare(call)
     if values["seqlen"] and not values["packed"]:
-        assert not call.k_cache.isnan().all()
+        codes = call.k_cache.view(torch.uint8) if values["stored"] else call.k_cache
+        assert (codes != (127 if values["stored"] else torch.nan)).any()
+        assert not call.k_cache.float().isnan().all()
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_appended_tokens_are_those_of_quantize_kv(stored: torch.dtype) -> None:
+    k, v = torch.randn(2, 3, 2, 16).half(), torch.randn(2, 3, 2, 24).half()
+    mean = torch.randn(2, 16)
+    wanted = quantize_kv(k, v, "int8" if stored == torch.int8 else "fp8", "token", k_mean=mean)
+    caches = [torch.zeros_like(x) for x in wanted[:2]]
+    scales = [torch.zeros_like(x) for x in wanted[2:4]]
+    before = torch.zeros(2, dtype=torch.int32)
+    named = {"k_scale": scales[0], "v_scale": scales[1], "k_mean": mean}
+    launch(Append(k, v, *caches, before=before, **named))
+    for x, y in zip((*caches, *scales), wanted[:4], strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
 def test_tokens_past_the_end_are_not_written_and_not_counted() -> None:

@@ -62,10 +62,17 @@ class PagedKVCache:
     num_pages     pages in all; page_size: any
     max_batch     sequences a step; max_seqlen: tokens a sequence
     max_tokens    new tokens a step over all sequences, default max_seqlen or one each
-    dtype         "bf16", "fp16", "fp32" or the torch dtype. "int8" and "fp8" raise
-                  UnsupportedProblem, as no kernel quantises on append
+    dtype         "bf16", "fp16", "fp32", "int8", "fp8" (e4m3) or the torch dtype; the latter two
+                  quantise on append what comes in one of the former
+    granularity   of the scales of int8 and fp8: "token", the default, "head" or "tensor". The
+                  latter two have to be settled before a layer's first token: see `calibrate`
+    smooth_k      store keys less a mean key of their layer, settled likewise; see
+                  `splitkv.quantize_kv`. No soft cap and no sink_logits then; the LSE is corrected
 
     k, v          [num_layers, num_pages, page_size, num_kv_heads, head_dim (v: head_dim_v)]
+    k_scale, v_scale  fp32, beside the pages [num_layers, num_pages, page_size, num_kv_heads], or
+                  [num_layers, num_kv_heads], or [num_layers, 1]; None where nothing is quantised
+    k_mean        [num_layers, num_kv_heads, head_dim] fp32 with smooth_k, else None
     page_table    [max_batch, max_pages] int32, cache_seqlens [max_batch], cu_seqlens_q
                   [max_batch + 1] and slot_mapping [max_tokens] int32: of the last `extend`, in the
                   order of its sequences. Rows past them have length 0 and slot -1
@@ -84,6 +91,8 @@ class PagedKVCache:
         num_layers: int = 1,
         max_tokens: int | None = None,
         dtype: torch.dtype | str = "bf16",
+        granularity: str | None = None,
+        smooth_k: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         expect_sizes(
@@ -95,8 +104,9 @@ class PagedKVCache:
         self.page_size, self.max_batch = page_size, max_batch
         self.max_seqlen, self.max_tokens = max_seqlen, max_tokens
         shape = num_layers, num_pages, page_size, num_kv_heads, head_dim, head_dim_v
-        self._layers = Layers(*shape, dtype, device)
-        self.k, self.v, self.dtype = self._layers.k, self._layers.v, self._layers.dtype
+        self._layers = held = Layers(*shape, dtype, device, granularity, smooth_k)
+        self.k, self.v, self.dtype = held.k, held.v, held.dtype
+        self.k_scale, self.v_scale, self.k_mean = held.k_scale, held.v_scale, held.k_mean
         max_pages = -(-max_seqlen // page_size)
 
         def index(*size: int, fill: int = 0) -> Tensor:
@@ -173,6 +183,39 @@ class PagedKVCache:
             if not self._users[page]:
                 self._free.append(page)
 
+    # Scales
+
+    def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Settle a layer's scales of granularity "tensor" or "head", and its mean key.
+
+        k, v   keys and values like those to come, [batch, tokens, num_kv_heads, ..] or packed
+
+        The largest of them will be stored as the largest stored value; what is past it later, as
+        that value. Called again, scales grow to the largest seen; the mean key stays that of the
+        first call. Only while no sequence holds a token, whose stored values would change.
+        """
+        self._expect_empty("calibrate")
+        self._layers.calibrate(layer, k, v)
+
+    def set_scales(
+        self,
+        layer: int,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        k_mean: Tensor | None = None,
+    ) -> None:
+        """The same with values that are known already, as those that come with a model.
+
+        k_scale, v_scale   [num_kv_heads] or [1] fp32, by the granularity; none of "token"
+        k_mean             [num_kv_heads, head_dim] fp32, with smooth_k
+        """
+        self._expect_empty("set_scales")
+        self._layers.set_scales(layer, k_scale, v_scale, k_mean)
+
+    def _expect_empty(self, name: str) -> None:
+        held = sum(x.length for x in self._sequences.values())
+        expect(not held, name, "no tokens held, as what is stored would change", held)
+
     # A step
 
     def extend(self, sequences: Sequence[int], num_tokens: int | Sequence[int] = 1) -> None:
@@ -198,7 +241,7 @@ class PagedKVCache:
             copies += self._grow(x, n)
         if copies:
             source, target = torch.tensor(copies, device=self.k.device).unbind(1)
-            self.k[:, target], self.v[:, target] = self.k[:, source], self.v[:, source]
+            self._layers.copy_slabs(source, target)
         self._describe(held, counts)
 
     def _checked_counts(self, sequences: Sequence[int], num_tokens: Any) -> tuple[int, ...]:
@@ -303,6 +346,7 @@ class PagedKVCache:
             self.k[layer],
             self.v[layer],
             slots=self.slot_mapping[:total],
+            **self._layers.stored_by(layer),
         )
         append(call)
 
@@ -318,10 +362,12 @@ class PagedKVCache:
         batch, most = len(self._counts), max(self._counts, default=0)
         k, v, table = self.k[layer], self.v[layer], self.page_table[:batch]
         lengths = self.cache_seqlens[:batch]
-        options = {"causal": True, **options}
+        self._layers.expect_options(options)
+        options = {"causal": True, **options, **self._layers.scales(layer)}
         if q.dim() == 4 and most <= MAX_DECODE_QUERIES:
             arguments = {"cache_seqlens": lengths, "max_seqlen_k": self.max_seqlen, **options}
-            return decode(q, k, v, page_table=table, **arguments)
+            result = decode(q, k, v, page_table=table, **arguments)
+            return self._layers.finish(layer, q, result, options)
         result = attention_varlen(
             q if q.dim() == 3 else q.flatten(0, 1),
             k,
@@ -334,6 +380,7 @@ class PagedKVCache:
             cache_seqlens=lengths,
             **options,
         )
+        result = self._layers.finish(layer, q.view(-1, *q.shape[-2:]), result, options)
         if q.dim() == 3:
             return result
         out, lse = result if isinstance(result, tuple) else (result, None)

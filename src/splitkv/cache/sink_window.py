@@ -58,7 +58,10 @@ def slots_of(
 class SinkWindowCache:
     """Keys and values of the first `sink_tokens` and the last `window` tokens of each sequence.
 
+    dtype, granularity, smooth_k, calibrate, set_scales   as of PagedKVCache
+
     k, v            [num_layers, batch, sink_tokens + window, num_kv_heads, head_dim (v: .._v)]
+    k_scale, v_scale, k_mean   as of PagedKVCache, a scale a slot and head where tokens have one
     lengths         [batch] int32 on the device: tokens seen, those that are gone included
     cache_seqlens   [batch] int32: slots that are in use, the first ones
     mask            arguments of `splitkv.attention` that make a prompt see what this cache would
@@ -79,6 +82,8 @@ class SinkWindowCache:
         head_dim_v: int | None = None,
         num_layers: int = 1,
         dtype: torch.dtype | str = "bf16",
+        granularity: str | None = None,
+        smooth_k: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         expect_sizes(batch=batch, window=window)
@@ -86,8 +91,10 @@ class SinkWindowCache:
         expect_at_least("sink_tokens", sink_tokens, 0)
         self.sink_tokens, self.window, self.capacity = sink_tokens, window, sink_tokens + window
         shape = num_layers, batch, self.capacity, num_kv_heads, head_dim, head_dim_v
-        self._layers = Layers(*shape, dtype, device)
-        self.k, self.v, self.dtype = self._layers.k, self._layers.v, self._layers.dtype
+        self._layers = held = Layers(*shape, dtype, device, granularity, smooth_k)
+        self.k, self.v, self.dtype = held.k, held.v, held.dtype
+        self.k_scale, self.v_scale, self.k_mean = held.k_scale, held.v_scale, held.k_mean
+        self._empty = True
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.cache_seqlens = torch.zeros_like(self.lengths)
         self.slots = torch.full((batch, 1), -1, dtype=torch.int32, device=device)
@@ -107,6 +114,27 @@ class SinkWindowCache:
         """Forget all tokens."""
         self.lengths.zero_()
         self.cache_seqlens.zero_()
+        self._empty = True
+
+    def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As of PagedKVCache; before the first `extend`, or after `reset`."""
+        self._expect_empty("calibrate")
+        self._layers.calibrate(layer, k, v)
+
+    def set_scales(
+        self,
+        layer: int,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        k_mean: Tensor | None = None,
+    ) -> None:
+        """As of PagedKVCache; before the first `extend`, or after `reset`."""
+        self._expect_empty("set_scales")
+        self._layers.set_scales(layer, k_scale, v_scale, k_mean)
+
+    def _expect_empty(self, name: str) -> None:
+        what = "no tokens held, as what is stored would change"
+        expect(self._empty, name, what, "tokens; reset() forgets them")
 
     def extend(self, num_tokens: int = 1, leftpad: Tensor | None = None) -> None:
         """Say where the next tokens of every sequence go, once for all layers.
@@ -119,6 +147,7 @@ class SinkWindowCache:
             expect_shape("leftpad", leftpad, batch=self.lengths.shape[0])
             expect_dtype("leftpad", leftpad, "int32")
             expect_device("leftpad", leftpad, self.lengths.device)
+        self._empty = False
         slots = slots_of(self.lengths, num_tokens, self.sink_tokens, self.window, leftpad)
         slots = torch.where(slots < 0, -1, slots + self._first)
         self.slots = self._one.copy_(slots) if num_tokens == 1 else slots
@@ -131,7 +160,8 @@ class SinkWindowCache:
         batch, num_tokens = self.slots.shape
         self._layers.check(layer, k, v, batch=batch, num_tokens=num_tokens)
         k, v, slots = unit_stride(k), unit_stride(v), self.slots.flatten()
-        append(Append(k, v, self.k[layer], self.v[layer], slots=slots))
+        how = self._layers.stored_by(layer)
+        append(Append(k, v, self.k[layer], self.v[layer], slots=slots, **how))
 
     def attend(self, layer: int, q: Tensor, **options: Any) -> Any:
         """Attention of one new token a sequence, already appended, to all that is kept.
@@ -150,7 +180,7 @@ class SinkWindowCache:
         if tokens != 1:
             reason = f"q: expected one token a sequence, as a ring has no order, got {tokens}"
             raise UnsupportedProblem("a SinkWindowCache", "any device", [("attend", [reason])])
-        lengths = self.cache_seqlens
-        return decode(
-            q, self.k[layer], self.v[layer], cache_seqlens=lengths, causal=False, **options
-        )
+        self._layers.expect_options(options)
+        options = {**options, **self._layers.scales(layer), "cache_seqlens": self.cache_seqlens}
+        result = decode(q, self.k[layer], self.v[layer], causal=False, **options)
+        return self._layers.finish(layer, q, result, options)

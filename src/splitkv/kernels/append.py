@@ -1,4 +1,4 @@
-"""Write new keys and values into a cache, rotating new keys and queries on the way.
+"""Write new keys and values into a cache, on the way rotated and, if it is quantised, quantised.
 
 Computes, for token i of sequence b, whose cache holds before[b] keys already,
 
@@ -8,21 +8,27 @@ Computes, for token i of sequence b, whose cache holds before[b] keys already,
     q_out[b, j]    = rotate(q[b, j], start[b] + q_step * j)
     after[b]       = before[b] + number of new tokens - leftpad[b], at most what fits
 
+    and into an int8 or e4m3 cache round((x - mean) / scale) of these, mean of keys only: by the
+    scale of the head, or by that of the token and head, max |x - mean| / largest stored value,
+    which is written beside it
+
     rotate(x, t): with distance 1 or rotary_dim / 2 between the two elements of a pair,
     (x1, x2) -> (x1 cos[t] - x2 sin[t], x2 cos[t] + x1 sin[t]); elements past rotary_dim stay
 
 Shapes      k, v [batch, seqlen_new, num_kv_heads, head_dim or head_dim_v], or packed
             [total, num_kv_heads, ..] with cu_seqlens; q likewise; caches [batch or pages, keys,
             num_kv_heads, ..]; cos, sin [seqlen_ro, rotary_dim / 2]; before, after, start, rows,
-            leftpad [batch]; slots [total]
+            leftpad [batch]; slots [total]; scales [1], [num_kv_heads], [batch, num_kv_heads] or
+            [batch or pages, keys, num_kv_heads], mean [num_kv_heads, head_dim]
 Grid        (token tiles * num_kv_heads + query tiles * num_heads,); the first program also writes
             `after`
 Traffic     every new key and value read and written once, q too if it is rotated; a row of cos and
             sin a token and head, which stays in the caches
-Numerics    rotation in fp32, rounded once; what is not rotated is copied bit by bit
-Limits      bf16, fp16 or fp32, the cache of the type of the new tokens. A token whose place is
-            negative or outside the cache is not written; one whose row of cos is outside the
-            table is not rotated. The same in PyTorch, for any type: `append_call.py`
+Numerics    rotation in fp32, rounded once; what is not rotated is copied bit by bit; quantised to
+            the bits of `reference.quantize`, after that rounding
+Limits      bf16, fp16 or fp32, the cache of the type of the new tokens or of 8 bits. A token whose
+            place is negative or outside the cache is not written; one whose row of cos is outside
+            the table is not rotated. The same in PyTorch, for any type: `append_call.py`
 """
 
 from __future__ import annotations
@@ -36,7 +42,9 @@ from torch import Tensor
 
 from splitkv.kernels.append_call import Append, Result
 from splitkv.kernels.direct import Launch, launch_of, observed
+from splitkv.kernels.tile.encode import Place, Scales, write_tokens
 from splitkv.kernels.tile.locate import locate
+from splitkv.reference import is_of_tokens
 
 
 class New(NamedTuple):
@@ -216,6 +224,7 @@ def append_kv(
     lengths,  # Lengths; all None with slots
     turn,  # Turn; all None without a rotation
     queries,  # Queries; all None where none are rotated
+    scales,  # Scales
     seqlen_new,
     seqlen_q,
     tokens,  # of all sequences
@@ -239,6 +248,12 @@ def append_kv(
     stride_vs,
     stride_vn,
     stride_vd,
+    stride_k_scale_s,
+    stride_k_scale_n,
+    stride_k_scale_d,
+    stride_v_scale_s,
+    stride_v_scale_n,
+    stride_v_scale_d,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -268,15 +283,20 @@ def append_kv(
         )
         t = starts(turn, lengths, b, n_ok) + i
         k_rows = token_rows(new.k_ptr, new.cu_ptr, n, b, i, stride_kb, stride_kt) + head * stride_kh
-        k, k_ok = rotated(
+        k, _ = rotated(
             k_rows, ok, t, turn, rotary_rows, stride_cos, stride_sin, HEAD_DIM, ROTARY_DIM, PAIR
         )  # [TILE_T, DIM]
         v_rows = token_rows(new.v_ptr, new.cu_ptr, n, b, i, stride_vb, stride_vt) + head * stride_vh
-        v, v_ok = rotated(v_rows, ok, t, Turn(None, None, None), 0, 0, 0, HEAD_DIM_V, 0, 1)
-        k_rows = store.k_ptr + outer * stride_ks + inner * stride_kn + head * stride_kd
-        v_rows = store.v_ptr + outer * stride_vs + inner * stride_vn + head * stride_vd
-        tl.store(k_rows[:, None] + tl.arange(0, k.shape[1])[None, :], k, mask=k_ok)
-        tl.store(v_rows[:, None] + tl.arange(0, v.shape[1])[None, :], v, mask=v_ok)
+        v, _ = rotated(v_rows, ok, t, Turn(None, None, None), 0, 0, 0, HEAD_DIM_V, 0, 1)
+        at = Place(b, outer, inner, head)
+        k_steps = stride_ks, stride_kn, stride_kd
+        v_steps = stride_vs, stride_vn, stride_vd
+        k_scale_steps = stride_k_scale_s, stride_k_scale_n, stride_k_scale_d
+        v_scale_steps = stride_v_scale_s, stride_v_scale_n, stride_v_scale_d
+        k_at = store.k_ptr, scales.k_ptr, scales.mean_ptr
+        v_at = store.v_ptr, scales.v_ptr, None
+        write_tokens(k, ok, *k_at, at, *k_steps, *k_scale_steps, HEAD_DIM)
+        write_tokens(v, ok, *v_at, at, *v_steps, *v_scale_steps, HEAD_DIM_V)
     elif queries.q_ptr is not None:
         pid -= programs
         head = (pid % num_heads).to(tl.int64)
@@ -342,6 +362,8 @@ class Launcher:
             *_strides(x.v, x.cu_seqlens_new),
             *x.k_cache.stride()[:3],
             *x.v_cache.stride()[:3],
+            *_scale_strides(x.k_scale, x.k_cache),
+            *_scale_strides(x.v_scale, x.v_cache),
             *q_strides,
             0 if x.page_table is None else x.page_table.stride(0),
             rotary.cos.stride(0) if rotary else 0,
@@ -370,10 +392,11 @@ class Launcher:
         cos, sin, start = (None, None, None) if x.rotary is None else x.rotary[:3]
         compiled = append_kv[self.grid](
             New(x.k, x.v, x.cu_seqlens_new),
-            Store(x.k_cache, x.v_cache, x.page_table, x.rows, x.slots),
+            Store(_codes(x.k_cache), _codes(x.v_cache), x.page_table, x.rows, x.slots),
             Lengths(x.before, after, x.leftpad),
             Turn(cos, sin, start),
             Queries(x.q, q_out, x.cu_seqlens_q),
+            Scales(x.k_scale, x.v_scale, x.k_mean),
             *self.tail,
             num_warps=self.num_warps,
         )
@@ -415,7 +438,8 @@ class Repeat:
         if self.new_after is not None:
             after = self.new_after()
             at_after = after.data_ptr()
-        k, v, k_cache, v_cache, before, rows, leftpad, table, slots, cu_new, q, cu_q, *turn = at
+        k, v, k_cache, v_cache, before, rows, leftpad, table, slots, cu_new, *rest = at
+        q, cu_q, k_scale, v_scale, k_mean, *turn = rest
         self.launch(
             self.current_stream(self.device),
             (k, v, cu_new),
@@ -423,6 +447,7 @@ class Repeat:
             (before, at_after, leftpad),
             tuple(turn),
             (q, at_q_out, cu_q),
+            (k_scale, v_scale, k_mean),
         )
         return q_out, after
 
@@ -448,3 +473,21 @@ def _strides(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:
         return sequence, token, head
     token, head = x.stride()[:2]
     return (token, 0, head) if cu_seqlens is None else (0, token, head)
+
+
+def _codes(cache: Tensor) -> Tensor:
+    """The cache, of e4m3 its bytes: the bits are made in the kernel."""
+    import torch
+
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def _scale_strides(scale: Tensor | None, cache: Tensor) -> tuple[int, int | None, int]:
+    """Elements between slabs, or sequences, tokens and heads; tokens None: one for all."""
+    if scale is None:
+        return 0, None, 0
+    if is_of_tokens(scale, cache):
+        slab, token, head = scale.stride()
+        return slab, token, head
+    steps = [0 if n == 1 else step for n, step in zip(scale.shape, scale.stride(), strict=True)]
+    return (steps[0] if scale.dim() == 2 else 0), None, (steps[-1] if steps else 0)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from splitkv.reference import is_of_tokens, quantize, scale_of
+
 Result = tuple[Tensor | None, Tensor | None]
 """(q_out, after): the rotated queries, and how many keys there are now; None without q, slots."""
 
@@ -38,6 +40,11 @@ class Append(NamedTuple):
                             table, None: b; padding before the keys, None: none
     slots                   [tokens] int32 or int64, instead of before, rows and page_table
     q                       as k, packed with cu_seqlens_q; None unless it is to be rotated
+    k_scale, v_scale        fp32, of int8 or e4m3 caches: of the caches' shape without the last
+                            dimension, which is written with each token; or [1], [heads] or
+                            [batch, heads], which is what tokens are divided by
+    k_mean                  [heads, head_dim] fp32, contiguous: subtracted from keys as they are
+                            stored, after the rotation
     """
 
     k: Tensor
@@ -52,6 +59,9 @@ class Append(NamedTuple):
     cu_seqlens_new: Tensor | None = None
     q: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    k_mean: Tensor | None = None
     rotary: Rotary | None = None
 
     @property
@@ -102,8 +112,19 @@ def append_in_torch(call: Append) -> Result:
             sequence_q, j = _owners(x.q, x.cu_seqlens_q)
             turned = start.long()[sequence_q] + x.rotary.q_step * j
             q_out = _rotate(x.q.reshape(-1, *x.q.shape[-2:]), turned, x.rotary).view(x.q.shape)
-    x.k_cache[outer[ok], inner[ok]] = k[ok]
-    x.v_cache[outer[ok], inner[ok]] = v[ok]
+    if x.k_mean is not None:
+        k = k.float() - x.k_mean
+    for new, cache, scale in ((k, x.k_cache, x.k_scale), (v, x.v_cache, x.v_scale)):
+        if scale is None:
+            cache[outer[ok], inner[ok]] = new[ok]
+            continue
+        if is_of_tokens(scale, cache):
+            by = scale_of(new, (2,), cache.dtype)
+            scale[outer[ok], inner[ok]] = by[ok][..., 0]
+        else:
+            by = (scale if scale.dim() < 2 else scale[sequence])[..., None]
+        bits = quantize(new, by, cache.dtype).view(torch.uint8)
+        cache.view(torch.uint8)[outer[ok], inner[ok]] = bits[ok]
     if before is None:
         return q_out, None
     new = x.k.shape[1] if x.cu_seqlens_new is None else x.cu_seqlens_new.diff()

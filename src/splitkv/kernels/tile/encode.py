@@ -1,9 +1,28 @@
-"""From values to what is stored of them in 8 bits, to the bit as `reference.quantize` has it."""
+"""What a cache stores of values; in 8 bits, to the bit, what `reference.quantize` says."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Scales(NamedTuple):
+    """Pointers to the scales of the caches and to the mean key; None: as they are, no mean."""
+
+    k_ptr: Any
+    v_ptr: Any
+    mean_ptr: Any
+
+
+class Place(NamedTuple):
+    """Of each token: its sequence, its slab or page and its key in there; and the head."""
+
+    b: Any
+    outer: Any
+    inner: Any
+    head: Any
 
 
 @triton.jit
@@ -48,3 +67,43 @@ def e4m3_bits(y):
     # below 2^-6 steps of 2^-9: those of fp32 from 2^14 on
     small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def write_tokens(
+    x,  # [TILE_T, DIM_P2]
+    ok,  # [TILE_T]
+    cache_ptr,
+    scale_ptr,  # or None: stored as it is
+    mean_ptr,  # or None
+    place,  # Place
+    stride_s,
+    stride_n,
+    stride_d,
+    stride_scale_s,  # of slabs, or of sequences where tokens have no scale of their own
+    stride_scale_n,  # None: they have none
+    stride_scale_d,
+    DIM: tl.constexpr,
+):
+    """Write x into the cache, and into a quantised one with its scales."""
+    offs_d = tl.arange(0, x.shape[1])
+    rows = cache_ptr + place.outer * stride_s + place.inner * stride_n + place.head * stride_d
+    x_ok = ok[:, None] & (offs_d < DIM)[None, :]
+    y = x
+    if scale_ptr is not None:
+        CODE: tl.constexpr = cache_ptr.dtype.element_ty
+        y = x.to(tl.float32)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + place.head * DIM + offs_d, mask=offs_d < DIM, other=0.0)
+            y -= mean[None, :]
+            y = tl.where(x_ok, y, 0.0)
+        scale_rows = scale_ptr + place.head * stride_scale_d
+        if stride_scale_n is None:
+            where = place.b.to(tl.int64) * stride_scale_s
+            scale = tl.load(scale_rows + where, mask=ok, other=1.0)
+        else:
+            scale = scale_of(tl.max(magnitude(y), 1), 127.0 if tl.int8 == CODE else 448.0)
+            where = place.outer * stride_scale_s + place.inner * stride_scale_n
+            tl.store(scale_rows + where, scale, mask=ok)
+        y = encode(y, scale[:, None], CODE)
+    tl.store(rows[:, None] + offs_d[None, :], y, mask=x_ok)
