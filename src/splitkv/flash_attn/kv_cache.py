@@ -32,6 +32,7 @@ from splitkv.kernels.append_call import Append, Rotary
 from splitkv.launch import describe, device_of, fit_plan, layout
 from splitkv.plans import Plan
 from splitkv.problem import Problem
+from splitkv.reference import sequence_of_token
 
 MAX_DECODE_QUERIES = 16  # more of them are a prompt: attention_varlen
 MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
@@ -106,7 +107,10 @@ def flash_attn_with_kvcache(
     scheduler_metadata  a Plan of get_scheduler_metadata, for at most 16 queries a sequence; it
                       settled num_splits, pack_gqa and sm_margin
     q_descale, k_descale, v_descale
-                      scales of an 8-bit cache (and q), fp32 [batch, num_kv_heads] or one; None: 1
+                      scales of an int8 or e4m3 cache (and q), fp32 [batch, num_kv_heads] or one;
+                      None: 1. k_descale and v_descale: one with pages or cu_seqlens_q. New k and v
+                      are divided by them as they are written. An e4m3 q lets kernels round the
+                      weights to e4m3 too
 
     The other arguments are those of flash_attn_func. Not differentiable, as there. Nothing is read
     by the host; a call can be captured in a graph. Every argument is checked before the cache is
@@ -144,8 +148,8 @@ def flash_attn_with_kvcache(
     rotary = _expect_rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens, cache, options)
     if rotary is not None:
         rotary = rotary._replace(interleaved=_bool("rotary_interleaved", rotary_interleaved))
-    call = _expect_new(q, k, v, cu_seqlens_k_new, cu_seqlens_q, seqlens, rotary, cache)
-    descales = _expect_descales(q, cache, q_descale, k_descale, v_descale)
+    descales = _expect_descales(q, cache, cu_seqlens_q, q_descale, k_descale, v_descale)
+    call = _expect_new(q, k, v, cu_seqlens_k_new, cu_seqlens_q, seqlens, rotary, cache, descales)
     names |= options.names | {f"{x}_scale": f"{x}_descale" for x in "qkv"}
     names |= {"plan": "scheduler_metadata", "k": "k_cache", "v": "v_cache"}
     metadata = scheduler_metadata
@@ -291,6 +295,7 @@ def _expect_new(
     seqlens: Tensor | None,
     rotary: Rotary | None,
     cache: Cache,
+    descales: dict[str, Any],
 ) -> Append | None:
     if k is None or v is None:
         expect_none_with("v", v, "no k")
@@ -306,13 +311,16 @@ def _expect_new(
     *tokens, _, _ = expect_shape("k", k, **lead, num_kv_heads=heads, head_dim=head_dim)
     lead = dict(zip(lead, tokens, strict=True))
     expect_shape("v", v, **lead, num_kv_heads=heads, head_dim_v=cache.v.shape[3])
+    types = [dtype_name(cache.k)]
     if cache.k.dtype in QUANTISED:
-        raise unsupported(
-            q, f"k: expected None with a {dtype_name(cache.k)} cache, as nothing here quantises it"
-        )
+        stored = k.dtype in QUANTISED or q.dtype in QUANTISED
+        types = ["bfloat16", "float16", "float32"] if stored else [dtype_name(q)]
     for name, x in (("k", k), ("v", v)):
-        expect_dtype(name, x, dtype_name(cache.k))
+        expect_dtype(name, x, *types)
         expect_device(name, x, q.device)
+        types = [dtype_name(k)]
+    if rotary is not None and q.dtype in QUANTISED:
+        raise unsupported(q, f"rotary_cos: expected None with a {dtype_name(q)} q")
     if cu_seqlens_new is None:
         expect_in_range("k.shape[1] (seqlen_new)", k.shape[1], 0, cache.capacity)
     return Append(
@@ -327,36 +335,55 @@ def _expect_new(
         cu_seqlens_new=cu_seqlens_new,
         q=None if rotary is None else q,
         cu_seqlens_q=cu_seqlens_q,
+        k_scale=descales.get("k_scale"),
+        v_scale=descales.get("v_scale"),
         rotary=rotary,
     )
 
 
 def _expect_descales(
-    q: Tensor, cache: Cache, q_descale: Any, k_descale: Any, v_descale: Any
-) -> dict[str, Tensor]:
+    q: Tensor,
+    cache: Cache,
+    cu_seqlens_q: Tensor | None,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+) -> dict[str, Any]:
     """Arguments of `decode`; of FlashAttention's query scales each is of a KV head's group."""
     given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if cache.k.dtype not in QUANTISED:
         for name, descale in given.items():
             expect_none_with(name, descale, f"a {dtype_name(cache.k)} cache")
         return {}
+    if q.dtype not in QUANTISED:
+        expect_none_with("q_descale", given.pop("q_descale"), f"a {dtype_name(q)} q")
     heads = cache.k.shape[2]
-    scales: dict[str, Tensor] = {}
+    scales: dict[str, Any] = {}
     for name, descale in given.items():
-        if name == "q_descale" and q.dtype not in QUANTISED:
-            expect_none_with(name, descale, f"a {dtype_name(q)} q")
-            continue
         if descale is None:
             descale = torch.ones(1, dtype=torch.float32, device=q.device)
         expect_dtype(name, descale, "float32")
         expect_device(name, descale, q.device)
-        if descale.numel() != 1:
+        if descale.numel() == 1:
+            descale = descale.view(1)
+        else:
             expect_shape(name, descale, batch=cache.batch, num_kv_heads=heads)
-            if name == "q_descale":
-                descale = descale.repeat_interleave(q.shape[-2] // heads, 1)
-            elif cache.page_table is not None or cache.rows is not None:
-                raise unsupported(q, f"{name}: expected one scale with pages, got one a sequence")
+            paged = cache.page_table is not None or cache.rows is not None
+            if name != "q_descale" and (paged or cu_seqlens_q is not None):
+                where = "pages" if paged else "cu_seqlens_q"
+                got = list(descale.shape)
+                raise unsupported(q, f"{name}: expected one scale with {where}, got {got}")
         scales[name.replace("descale", "scale")] = descale
+    if scales["k_scale"].numel() != scales["v_scale"].numel():  # one of them is one for all
+        for name in ("k_scale", "v_scale"):
+            scales[name] = scales[name].expand(cache.batch, heads)
+    if "q_scale" in scales and scales["q_scale"].numel() > 1:
+        scales["q_scale"] = scales["q_scale"].repeat_interleave(q.shape[-2] // heads, 1)
+        if cu_seqlens_q is not None:
+            sequence, _ = sequence_of_token(cu_seqlens_q, q.shape[0])
+            scales["q_scale"] = scales["q_scale"][sequence.clamp(max=cache.batch - 1)]
+    if q.dtype == torch.float8_e4m3fn:  # FlashAttention 3 rounds the weights as well
+        scales["products"] = "full"
     return scales
 
 
@@ -412,26 +439,30 @@ def _attend(
     seqlens: Tensor | None,
     ragged: Ragged | None,
     options: Options,
-    descales: dict[str, Tensor],
+    descales: dict[str, Any],
     metadata: Plan | None,
 ) -> Attend:
     """What will be called, checked as a whole."""
     shape, batch = tuple(q.shape), cache.batch
+    of_sequences = bool(descales) and descales["k_scale"].dim() > 1
     if ragged is not None and ragged.max_seqlen_q == 1 and q.shape[0] == batch:
         ragged, q = None, q[:, None]
-    elif ragged is None and q.shape[1] > MAX_DECODE_QUERIES and not descales:
+        if "q_scale" in descales and descales["q_scale"].dim() > 1:
+            descales = descales | {"q_scale": descales["q_scale"][:, None]}
+    elif ragged is None and q.shape[1] > MAX_DECODE_QUERIES and not of_sequences:
+        if "q_scale" in descales and descales["q_scale"].dim() > 1:
+            of_tokens = descales["q_scale"].repeat_interleave(q.shape[1], 0)
+            descales = descales | {"q_scale": of_tokens}
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
         ragged, q = Ragged(bounds, q.shape[1]), q.flatten(0, 1)
-    if ragged is not None and descales:
-        raise unsupported(q, "cu_seqlens_q: expected None with a quantised cache")
     k, v, table = pages_of(cache, ragged is not None)
     arguments = options.for_decode() | {"page_table": table, "max_seqlen_k": cache.capacity}
     if ragged is not None:
         if seqlens is None:
             seqlens = torch.full((batch,), cache.capacity, dtype=torch.int32, device=q.device)
         lengths = (ragged.cu_seqlens_q, None, ragged.max_seqlen_q)
-        _problem(q, k, v, *lengths, cache_seqlens=seqlens, **arguments)
-        return Attend(q, k, v, seqlens, arguments, ragged, shape)
+        _problem(q, k, v, *lengths, cache_seqlens=seqlens, **arguments, **descales)
+        return Attend(q, k, v, seqlens, arguments | descales, ragged, shape)
     if metadata is not None:
         arguments["max_seqlen_k"] = min(cache.capacity, metadata.problem.seqlen_k)
     problem = _problem(q, k, v, cache_seqlens=seqlens, **arguments, **descales)
