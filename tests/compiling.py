@@ -31,6 +31,7 @@ from splitkv.plans import Plan
 from splitkv.problem import Operands, Problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+PTXAS = CUOBJDUMP.with_name("ptxas")
 ADDRESS = 1 << 20
 MODULES: dict[str, Any] = {
     "decode_split": decode_split,
@@ -66,6 +67,9 @@ class Layout:
 
     def element_size(self) -> int:
         return self.dtype.itemsize
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def data_ptr(self) -> int:
         return self.address
@@ -179,3 +183,33 @@ def resources(cubin: bytes) -> tuple[int, int]:
     assert found, f"cuobjdump: expected the use of resources, got {told}"
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
+
+
+def told_by_ptxas(ptx: str) -> str:
+    """What ptxas prints: for one, that it has to wait for every wgmma."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def instructions(cubin: bytes) -> list[tuple[int, str]]:
+    """(address, instruction) of the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
+    return [(int(address, 16), line) for address, line in found]
+
+
+def key_loops(cubin: bytes, products: int, warpgroups: int) -> list[list[str]]:
+    """The loops over keys, one a warpgroup: of those with so many products, the shortest."""
+    lines = instructions(cubin)
+    jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
+    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    bodies = [[line for at, line in lines if first <= at <= last] for first, last in loops]
+    found = [body for body in bodies if sum("GMMA" in line for line in body) == products]
+    return sorted(found, key=len)[:warpgroups]

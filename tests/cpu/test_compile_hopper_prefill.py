@@ -8,17 +8,14 @@ and exponentials must come before the wait for the product that they run under.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import cases
 import pytest
 import torch
-from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure
+from compiling import AnyGPU, Layout, Recorder, key_loops, measure, told_by_ptxas
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
@@ -30,7 +27,6 @@ from splitkv.problem import Operands, Problem
 from splitkv.scores import Score
 
 H200 = GPUS["h200"]
-PTXAS = CUOBJDUMP.with_name("ptxas")
 AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
     "dtype": ("bfloat16", "float16"),
@@ -100,35 +96,6 @@ def compiled(problem: Problem, config: Config, row_gap: int = 0) -> Any:
         prefill.Launcher(plan, x).forward(x, None)
     (made,) = recorder.compiled
     return made
-
-
-def told_by_ptxas(ptx: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-def instructions(cubin: bytes) -> list[tuple[int, str]]:
-    """(address, instruction) of the machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [CUOBJDUMP, "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
-    return [(int(address, 16), line) for address, line in found]
-
-
-def key_loops(cubin: bytes, products: int, warpgroups: int) -> list[list[str]]:
-    """The loops over keys, one a warpgroup: of those with so many products, the shortest."""
-    lines = instructions(cubin)
-    jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
-    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
-    bodies = [[line for at, line in lines if first <= at <= last] for first, last in loops]
-    found = [body for body in bodies if sum("HGMMA" in line for line in body) == products]
-    return sorted(found, key=len)[:warpgroups]
 
 
 def describe(values: cases.Values) -> str:

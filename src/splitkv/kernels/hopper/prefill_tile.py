@@ -272,7 +272,7 @@ def before_wait(sums):
     the product. Over a barrier it does not; this one is for sums that are impossible.
     """
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .f32 both; add.f32 both, $2, $3; setp.gt.f32 p, both, 0f7149F2CA;"
+        "{ .reg .pred p; .reg .f32 both; add.f32 both, $2, $3; setp.gt.f32 p, both, 0f7F7FFFFF;"
         " @p bar.sync 15, 128; mov.b32 $0, $2; mov.b32 $1, $3; }",
         "=r,=r,r,r",
         [sums],
@@ -307,7 +307,8 @@ def clear_behind(v, count):
 def multiply_keys(tiles, slot, S: gl.constexpr, W: gl.constexpr):
     """Start q @ k.T of the rows of warpgroup W."""
     TILE_N: gl.constexpr = tiles.k.shape[1]
-    start = gl.zeros([ROWS, TILE_N], gl.float32, S)
+    SUM: gl.constexpr = gl.int32 if tiles.k.dtype == gl.int8 else gl.float32
+    start = gl.zeros([ROWS, TILE_N], SUM, S)
     k = tiles.k.index(slot).permute((1, 0))
     qk = warpgroup_mma(tiles.q.index(W), k, start, use_acc=False, is_async=True)
     if tiles.q_rest is not None:
@@ -501,7 +502,7 @@ def write(
         tile = tiles.out.index(W)
         box = boxes.out.index(W)
     tma.store_wait(0)
-    tile.store(out.to(tiles.v.dtype))
+    tile.store(out.to(tile.dtype))
     TOKENS: gl.constexpr = ROWS // PACK
     t_first = (own.tile * TILE_M + W * ROWS) // PACK
     if work.cu_q_ptr is None:

@@ -1,0 +1,135 @@
+"""Values of 8 bits made ready for the tensor cores, and weights of 8 bits to go with them.
+
+An 8-bit wgmma takes both operands by the index that is summed over, here the keys, and values are
+stored by head and column. Either they are widened to bf16, which may have any order, or transposed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+PART = gl.constexpr(32)  # keys that are made ready at a time, for want of registers
+TO_E4M3 = gl.constexpr("""{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+    }""")
+# 1.5 * 2 ** 23 more: the nearest integer is in the low bits
+TO_INT8 = gl.constexpr("""{
+    .reg .f32 a, b;
+    .reg .b32 low, high;
+    add.rn.f32 a, $1, 0f4B400000;
+    add.rn.f32 b, $2, 0f4B400000;
+    prmt.b32 low, a, b, 0x0040;
+    add.rn.f32 a, $3, 0f4B400000;
+    add.rn.f32 b, $4, 0f4B400000;
+    prmt.b32 high, a, b, 0x0040;
+    prmt.b32 $0, low, high, 0x5410;
+    }""")
+
+
+@gluon.constexpr_function
+def pairs_layout(pairs):
+    """Of [PART, pairs] elements of 16 bits: what ldmatrix gives when it transposes."""
+    lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
+    registers, warps = [[1, 0], [8, 0], [16, 0], [0, 8]], [[0, 16], [0, 32]]
+    if pairs == 32:
+        registers, warps = [[1, 0], [8, 0], [0, 8]], [[0, 16], [16, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [32, pairs])
+
+
+@gluon.jit
+def widen(stored, ready):
+    """bf16 [PART, dim] of int8, exactly: 128 + (x & 127) less 128 or, below 0, 256."""
+    DIM: gl.constexpr = stored.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    x = stored.load(layout)
+    wide = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair, low, sign;
+        prmt.b32 pair, $2, 0, 0x4140;
+        lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+        lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
+        sub.rn.bf16x2 $0, low, sign;
+        prmt.b32 pair, $2, 0, 0x4342;
+        lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+        lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
+        sub.rn.bf16x2 $1, low, sign;
+        }""",
+        "=&r,=&r,r",
+        [x],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+    ready.store(wide)
+
+
+@gluon.jit
+def transpose(stored, ready, count):
+    """Bytes [dim, PART] of [PART, dim], both two to an element: an 8-bit wgmma takes values by key.
+
+    ldmatrix transposes pairs of bytes, so a thread gets two keys of two columns and sorts the bytes
+    itself. Keys come out in the order in which a thread has its p: see `words_of`. Even columns
+    of 16 come before odd ones, as then no two rows of a stmatrix share banks: see
+    `ordered_columns`. Keys from `count` on become 0: as another sequence's they may be NaN.
+    """
+    PAIRS: gl.constexpr = stored.shape[1]  # of columns
+    layout: gl.constexpr = pairs_layout(PAIRS)
+    x = stored.load(layout)
+    if count < PART:
+        rows = gl.arange(0, PART, layout=gl.SliceLayout(1, layout))
+        x = gl.where((rows < count)[:, None], x, 0)
+    near, far = x.reshape([PART // 16, 2, 8, PAIRS]).permute((0, 2, 3, 1)).split()
+    even, odd = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
+        "=&r,=r,r,r",
+        [near, far],
+        dtype=(gl.int16, gl.int16),
+        is_pure=True,
+        pack=2,
+    )
+    both = gl.join(even, odd).reshape([PART // 2, PAIRS // 8, 8, 2])
+    ready.store(both.permute((1, 3, 2, 0)).reshape([2 * PAIRS, PART // 2]))
+
+
+@gluon.jit
+def words_of(x, dtype: gl.constexpr):
+    """x [rows, keys] in 8 bits, four keys a word, in the order in which `transpose` leaves values.
+
+    That is the order in which a thread has them: four neighbours of the wgmma operand are four of
+    its own products.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    KEYS: gl.constexpr = x.shape[1]
+    fours = x.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
+    firsts, seconds = fours.reshape([ROWS, KEYS // 4, 2, 2]).split()
+    a, c = firsts.split()
+    b, d = seconds.split()
+    code: gl.constexpr = TO_INT8 if dtype == gl.int8 else TO_E4M3
+    return gl.inline_asm_elementwise(
+        code, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def bytes_of_words(words, dtype: gl.constexpr, layout: gl.constexpr):
+    """[rows, 4 * words] of 8 bits. A loop carries words, as it would carry bytes one by one."""
+    ROWS: gl.constexpr = words.shape[0]
+    a = words.to(gl.int8)
+    b = (words >> 8).to(gl.int8)
+    c = (words >> 16).to(gl.int8)
+    d = (words >> 24).to(gl.int8)
+    x = gl.join(gl.join(a, c), gl.join(b, d)).reshape([ROWS, 4 * words.shape[1]])
+    return gl.convert_layout(x.to(dtype, bitcast=True), layout, assert_trivial=True)
+
+
+@gluon.jit
+def ordered_columns(acc):
+    """acc [rows, dim] in the order of columns that values had before `transpose`."""
+    ROWS: gl.constexpr = acc.shape[0]
+    DIM: gl.constexpr = acc.shape[1]
+    sixteens = acc.reshape([ROWS, DIM // 16, 2, 8])
+    return sixteens.permute((0, 1, 3, 2)).reshape([ROWS, DIM])
