@@ -68,9 +68,6 @@ class Layout:
     def element_size(self) -> int:
         return self.dtype.itemsize
 
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
     def data_ptr(self) -> int:
         return self.address
 
