@@ -43,7 +43,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
-EVEN = {name: value for name, value in COMMON.items() if name != "head_dim"}
+EVEN = {**{n: x for n, x in COMMON.items() if n != "head_dim"}, "hidden_size": 64}
 # All experts are active: a choice of experts would turn a rounding error into another model.
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 HYBRID = ["sliding_attention", "full_attention"]

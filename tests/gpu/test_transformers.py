@@ -1,0 +1,110 @@
+"""Models of transformers on the GPU in bf16: logits by the tolerance rule, graphs, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from running import DEVICE
+
+pytest.importorskip("transformers", reason="the transformers extra is not installed")
+
+from models import (  # noqa: E402
+    CACHES,
+    CONFIGS,
+    PADDINGS,
+    both,
+    exactly,
+    make_model,
+    tokens,
+)
+
+from splitkv.integrations import transformers as integration  # noqa: E402
+from splitkv.testing import assert_close  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    integration.register()
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_logits(name: str, cache: str, padding: str) -> None:
+    """A prompt, a few tokens at once, and one."""
+    model, mask = make_model(name).to(DEVICE, torch.bfloat16), PADDINGS[padding]().to(DEVICE)
+
+    def run(model: Any) -> torch.Tensor:
+        store, logits = CACHES[cache](model.config), []
+        for begin, end in ((0, 36), (36, 39), (39, 40)):
+            ids = tokens()[:, begin:end].to(DEVICE)
+            out = model(ids, attention_mask=mask[:, :end], past_key_values=store)
+            logits.append(out.logits)
+        return torch.cat(logits, 1)[mask.bool()]
+
+    eager, ours = both(model, run)
+    assert_close(ours, run(exactly(model, torch.float32)), eager, name="logits")
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_gradients(name: str, padding: str) -> None:
+    model, mask = make_model(name).to(DEVICE, torch.bfloat16).train(), PADDINGS[padding]()
+    mask = mask.to(DEVICE)
+    labels = tokens().to(DEVICE).masked_fill(mask == 0, -100)
+
+    def run(model: Any) -> torch.Tensor:
+        model.zero_grad()
+        ids = tokens().to(DEVICE)
+        model(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        grads = [p.grad.flatten().float() for n, p in model.named_parameters() if "q_proj" in n]
+        return torch.cat(grads)
+
+    eager, ours = both(model, run)
+    assert_close(ours, run(exactly(model, torch.float32).train()), eager, factor=3.0, name="grads")
+
+
+@torch.no_grad()
+def test_a_step_with_a_static_cache_in_a_graph() -> None:
+    """Nothing is read by the host: a captured step serves the following ones."""
+    model = make_model("llama").to(DEVICE, torch.bfloat16)
+    model.set_attn_implementation("splitkv")
+    token = torch.full((3, 1), 7, device=DEVICE)
+
+    def steps(replay: bool) -> list[torch.Tensor]:
+        cache = CACHES["static"](model.config)
+        model(tokens(seqlen=20).to(DEVICE), past_key_values=cache)
+        logits = [model(token, past_key_values=cache).logits.clone()]
+        if not replay:
+            return logits + [model(token, past_key_values=cache).logits for _ in range(3)]
+        lengths = [layer.cumulative_length.clone() for layer in cache.layers]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(token, past_key_values=cache).logits
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.cumulative_length.copy_(length)
+        for _ in range(3):
+            graph.replay()
+            logits.append(out.clone())
+        return logits
+
+    for actual, wanted in zip(steps(True), steps(False), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_prompt_in_parts_with_a_static_cache() -> None:
+    model = make_model("llama").to(DEVICE, torch.bfloat16)
+
+    def run(model: Any) -> torch.Tensor:
+        store = CACHES["static"](model.config)
+        parts = ((0, 17), (17, 36), (36, 40))
+        return torch.cat(
+            [model(tokens()[:, a:b].to(DEVICE), past_key_values=store).logits for a, b in parts], 1
+        )
+
+    eager, ours = both(model, run)
+    assert_close(ours, run(exactly(model, torch.float32)), eager, name="logits")
