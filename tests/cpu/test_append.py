@@ -137,6 +137,7 @@ def test_a_call_again(launched: list[tuple[Any, ...]], place: str) -> None:
         "lengths": at(x.before, after, x.leftpad),
         "turn": at(cos, sin, start),
         "queries": at(x.q, q_out, x.cu_seqlens_q),
+        "scales": at(x.k_scale, x.v_scale, x.k_mean),
     }
     assert launched == [(STREAM, *wanted.values())]
     assert kernel.append_kv.arg_names[: len(wanted)] == [*wanted]
@@ -183,7 +184,7 @@ def test_a_launcher_keeps_what_it_compiled(
     for _ in range(3):
         launcher(call)
     assert len(through_triton) == 1 and len(launched) == 2
-    assert launched[0][6:] == through_triton[0][1][5:]
+    assert launched[0][7:] == through_triton[0][1][6:]
 
 
 def test_nothing_is_launched_for_no_tokens() -> None:
