@@ -14,6 +14,7 @@ INSTALLED := .venv/.installed
 NEWEST := .triton-newest
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
+SHARED = -n $(WORKERS) --dist worksteal
 GPU_WORKERS ?= 8
 RESULTS ?= build/bench/decode.jsonl
 BENCH ?=
@@ -33,15 +34,15 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 test-cpu: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) tests/cpu tests/integrations
+	$(BIN)/python -m pytest $(SHARED) tests/cpu tests/integrations
 
 # The kernels run as Python, which takes processes in which nothing compiles them.
 test-interpreter: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) tests/interpreter
+	$(BIN)/python -m pytest $(SHARED) tests/interpreter
 
-# The kernels once more, compiled by the newest Triton in place of the pinned one.
+# Variants of every kernel once more, compiled by the newest Triton in place of the pinned one.
 test-newest: $(NEWEST)/.installed
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(WORKERS) tests/cpu/test_compile.py
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(SHARED) -m newest tests/cpu/test_compile*.py
 
 test-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 	"import torch, triton; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \

@@ -77,6 +77,33 @@ QUANTIZED_AXES: Axes = {
 }
 
 
+def leading(cases: Sequence[Values], most: int) -> tuple[list[Values], int]:
+    """`most` of these cases, led by those, as many as the number says, that hold every value.
+
+    Each next case is the one with most values, then most pairs, that none before it has.
+    """
+    rest = []
+    for case in cases:
+        values = {(name, repr(x)) for name, x in case.items()}
+        rest.append((case, values, set(map(frozenset, combinations(values, 2)))))
+    missing = set().union(*(values for _, values, _ in rest))
+    paired: set[frozenset[Any]] = set()
+    chosen: list[Values] = []
+    every = 0
+    while rest and len(chosen) < most:
+        news = max(len(values & missing) for _, values, _ in rest)
+        best = [held for held in rest if len(held[1] & missing) == news]
+        picked = max(best, key=lambda held: len(held[2] - paired))
+        rest.remove(picked)
+        chosen.append(picked[0])
+        missing -= picked[1]
+        paired |= picked[2]
+        every = every or len(chosen) * (not missing)
+    if missing:
+        raise ValueError(f"most: expected enough cases for every value, got {most}: no {missing}")
+    return chosen, every
+
+
 @dataclass(frozen=True)
 class Case:
     """A named problem and how its operands are made; `options` go to `make_operands`."""

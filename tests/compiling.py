@@ -3,6 +3,20 @@
 Triton asks its driver which GPU there is and the arguments what they are; here the driver names any
 architecture and the tensors are layouts without memory. Everything between a plan and a cubin is
 the real thing: the launcher's own arguments, Triton's specialisation of them, ptxas.
+
+A compile takes seconds, so a kernel's tests compile few variants, chosen by `variants`:
+
+    AXES = {"dtype": (...), "head_dims": (...), "mask": (...)}     # what changes the code
+
+    @variants(AXES, most=12, valid=valid, ids=describe)
+    def test_sm_90(values): ...                                    # registers, spills, instructions
+
+    @variants({"gpu": ("a100", ...), **AXES}, most=6)              # the others take turns
+    def test_other_architectures(values): ...
+
+Every value of an axis is in one of them, and the first ones differ most. That every pair of values
+gives the right numbers is for tests/interpreter and tests/gpu, which run covering sets in full. The
+newest Triton compiles the first of them: `make test-newest` takes the tests marked `newest`.
 """
 
 from __future__ import annotations
@@ -12,13 +26,16 @@ import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import cases
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -31,7 +48,6 @@ from splitkv.plans import Plan
 from splitkv.problem import Operands, Problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-PTXAS = CUOBJDUMP.with_name("ptxas")
 ADDRESS = 1 << 20
 MODULES: dict[str, Any] = {
     "decode_split": decode_split,
@@ -93,16 +109,44 @@ class AnyGPU:
 
 @dataclass
 class Recorder:
-    """Stands in for a kernel: a launch compiles it and nothing runs."""
+    """Stands in for a kernel: a launch compiles it and nothing runs.
+
+    listens   compiles even what Triton has in its cache, so that `ptxas_said` has an answer
+    """
 
     kernel: Any
     compiled: list[Any] = field(default_factory=list)
+    listens: bool = False
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
-            self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+            with listening() if self.listens else nullcontext() as said:
+                made = self.kernel.warmup(*args, grid=grid, **options)
+            self.compiled.append(made)
+            if said is not None:  # nothing on a kernel that this process has already
+                SAID.setdefault(made.hash, said.getvalue())
 
         return launch
+
+
+SAID: dict[str, str] = {}
+
+
+@contextmanager
+def listening() -> Iterator[StringIO]:
+    """What ptxas, the one that Triton calls, says on every kernel compiled meanwhile."""
+    knobs = triton.knobs
+    with redirect_stdout(StringIO()) as said, knobs.compilation.scope(), knobs.nvidia.scope():
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        yield said
+
+
+def ptxas_said(compiled: Any) -> str:
+    """On a kernel of a recorder that listens: for one, that it has to wait for every wgmma."""
+    said = SAID[compiled.hash]
+    assert re.search(r"Used \d+ registers", said), f"ptxas: expected its words, got {said!r}"
+    return said
 
 
 @dataclass(frozen=True)
@@ -114,6 +158,28 @@ class Compiled:
     registers: int
     stack_bytes: int
     shared_bytes: int
+
+
+def variants(
+    axes: cases.Axes,
+    *,
+    most: int,
+    valid: Callable[[cases.Values], bool] = lambda values: True,
+    newest: int | None = None,
+    ids: Callable[[cases.Values], str] | None = None,
+) -> pytest.MarkDecorator:
+    """Parametrizes `values` with at most so many cases that hold every value of every axis.
+
+    newest   how many of them are marked so; by default those that hold every value by themselves
+    """
+    chosen, every = cases.leading(cases.pairs(axes, valid), most)
+    marked = every if newest is None else newest
+    marks = [[pytest.mark.newest] if n < marked else [] for n in range(len(chosen))]
+    params = [
+        pytest.param(values, marks=mark, id=ids and ids(values))
+        for values, mark in zip(chosen, marks, strict=True)
+    ]
+    return pytest.mark.parametrize("values", params)
 
 
 def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Operands:
@@ -180,15 +246,6 @@ def resources(cubin: bytes) -> tuple[int, int]:
     assert found, f"cuobjdump: expected the use of resources, got {told}"
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
-
-
-def told_by_ptxas(ptx: str) -> str:
-    """What ptxas prints: for one, that it has to wait for every wgmma."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def instructions(cubin: bytes) -> list[tuple[int, str]]:

@@ -1,4 +1,7 @@
-"""`append` compiles for every architecture, without a GPU: few registers, hardly a spill."""
+"""`append` compiles for every architecture, without a GPU: few registers, hardly a spill.
+
+The architectures take turns at the variants, of which every value is in one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from typing import Any
 from unittest import mock
 
 import cases
-import pytest
 import torch
-from compiling import AnyGPU, Layout, Recorder, measure
+from compiling import AnyGPU, Layout, Recorder, measure, variants
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
@@ -88,9 +90,7 @@ def call_of(values: cases.Values) -> Any:
     return Append(k, v, *caches, **options)
 
 
-@pytest.mark.parametrize(
-    "values", cases.pairs(AXES, valid), ids=lambda v: f"{v['gpu']}-{v['place']}"
-)
+@variants(AXES, most=14, valid=valid, ids=lambda v: f"{v['gpu']}-{v['place']}")
 def test_compiles(values: cases.Values) -> None:
     major, minor = GPUS[values["gpu"]].capability
     recorder = Recorder(kernel.append_kv)

@@ -1,7 +1,8 @@
 """The Hopper backward compiles without a GPU: TMA, wgmma that overlap, and no spills that matter.
 
 As in test_compile_prefill.py: what `Backward` launches is compiled in the shapes that it would
-take, over a covering set, and held to budgets. ptxas says when it has to wait for every wgmma.
+take, with every value of every axis, and held to budgets. ptxas says when it has to wait for every
+wgmma.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import re
 import subprocess
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import cases
 import pytest
 import torch
-from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure
+import triton
+from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure, ptxas_said, variants
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
@@ -28,6 +29,7 @@ from splitkv.masks import Mask
 from splitkv.problem import Operands, Problem
 
 H200 = GPUS["h200"]
+OLD_PTXAS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 MASKS = (Mask(), Mask(True), Mask(True, 128, -1, 4), Mask(window_left=9, window_right=2))
 AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
@@ -40,7 +42,8 @@ AXES: cases.Axes = {
     "row_gap": (0, 8),
     "config": (0, 1),
 }
-STACK_BYTES = 128  # scalars, most of them read once a tile of rows
+# Scalars, most of them read once a tile of rows. The ptxas of Triton 3.9 leaves more of them there.
+STACK_BYTES = 128 if OLD_PTXAS else 320
 SPILLS = 28  # loads and stores of them in a loop of 600 to 1000 instructions
 
 
@@ -90,7 +93,7 @@ def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, l
         "hopper_backward_queries": backward_queries,
         "backward_sum": any_backward,
     }
-    recorders = {name: Recorder(getattr(owner, name)) for name, owner in owners.items()}
+    recorders = {n: Recorder(getattr(owner, n), listens=True) for n, owner in owners.items()}
     rows = Layout(torch.Size([3 * 4096 * problem.num_heads]), torch.float32)
     stats = backward.Stats(rows, rows, None, None)
     tensors = any_backward.Tensors(x.q, x.k, x.v, x.q, x.q, x.k, x.v)
@@ -121,7 +124,7 @@ def describe(values: cases.Values) -> str:
     return "-".join(re.sub(r"[ ,()]+", "_", str(name)) for name in names)
 
 
-@pytest.mark.parametrize("values", cases.pairs(AXES), ids=describe)
+@variants(AXES, most=5, newest=2, ids=describe)
 def test_covering_set(values: cases.Values) -> None:
     problem = problem_of(values)
     made = compiled(problem, values["row_gap"], values["config"])
@@ -163,23 +166,15 @@ def encloses(loop: tuple[int, int], other: tuple[int, int]) -> bool:
     return loop != other and loop[0] <= other[0] and other[1] <= loop[1]
 
 
-def ptxas_says(ptx: str, folder: Path) -> str:
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    ptxas = CUOBJDUMP.with_name("ptxas")
-    command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_products_overlap(head_dim: int, deterministic: bool, tmp_path: Path) -> None:
+def test_products_overlap(head_dim: int, deterministic: bool) -> None:
     """No wgmma waits for the one before, and spills in loops are few."""
     values = {"head_dim": head_dim, "mask": Mask(True), "deterministic": deterministic}
     for name, kernels in compiled(problem_of(values)).items():
         if name in ("hopper_backward", "hopper_backward_queries"):
             (kernel,) = kernels
-            said = ptxas_says(kernel.asm["ptx"], tmp_path)
+            said = ptxas_said(kernel)
             assert "serialized" not in said, said
             assert "Used 168 registers" in said, said
             loops = loops_with_products(kernel.asm["cubin"])

@@ -13,7 +13,7 @@ from unittest import mock
 import cases
 import pytest
 import torch
-from compiling import AnyGPU, Layout, Recorder, key_loops, measure, told_by_ptxas
+from compiling import AnyGPU, Layout, Recorder, key_loops, measure, ptxas_said, variants
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
@@ -94,7 +94,8 @@ def compiled(problem: Problem, config: Config) -> Any:
     """What the launcher would launch."""
     name = "hopper_prefill_quantised"
     plan = Plan(problem, H200, "fixed", name, config, "a test")
-    x, recorder = operands_of(problem), Recorder(prefill_quantised.hopper_prefill_quantised)
+    kernel = prefill_quantised.hopper_prefill_quantised
+    x, recorder = operands_of(problem), Recorder(kernel, listens=True)
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill_quantised, name, recorder),
@@ -109,7 +110,7 @@ def describe(values: cases.Values) -> str:
     return "-".join(re.sub(r"\W+", "_", name) for name in names)
 
 
-@pytest.mark.parametrize("values", cases.pairs(AXES), ids=describe)
+@variants(AXES, most=6, newest=2, ids=describe)
 def test_variants(values: cases.Values) -> None:
     problem = problem_of(values)
     config = list(prefill_quantised.configs(problem, H200))[values["shape"]]
@@ -121,7 +122,7 @@ def test_variants(values: cases.Values) -> None:
     assert transposed == (problem.products == "full")
     assert made.metadata.shared <= prefill_quantised.shared_bytes(problem, config)
     assert made.metadata.shared <= H200.smem_per_block
-    assert "serialized" not in told_by_ptxas(ptx)
+    assert "serialized" not in ptxas_said(made)
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])

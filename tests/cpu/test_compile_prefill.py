@@ -1,8 +1,9 @@
 """`prefill` and `backward` compile for every architecture, without a GPU.
 
 As in test_compile.py: what the launchers launch is compiled in the shapes that they would take,
-over covering sets, and held to budgets of registers and shared memory. A spill outside a loop is no
-cost; inside one there is none for the head dimensions of everyday models.
+and held to budgets of registers and shared memory. A variant is up to six kernels, so few are
+compiled: every value of every axis on sm_90, and every other architecture at least once. A spill
+outside a loop is no cost; inside one there is none for the head dimensions of everyday models.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import cases
 import pytest
 import torch
 import triton
-from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure
+from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure, variants
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS, Device
@@ -68,6 +69,7 @@ OTHER_AXES: cases.Axes = {
     "features": (PLAIN, EVERYTHING),
     "mask": (Mask(causal=True), Mask(True, 128, -1, 4)),
 }
+OTHER_CACHE_AXES: cases.Axes = {"gpu": OTHER_AXES["gpu"], "place": (Paged(16), Paged(128))}
 TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
 
 
@@ -223,8 +225,7 @@ def describe(values: cases.Values) -> str:
     return "-".join(str(name).replace(" ", "_") for name in names if name)
 
 
-# Some of each covering set: compiling takes seconds, and on a GPU all of them run.
-@pytest.mark.parametrize("values", cases.pairs(AXES)[::3], ids=describe)
+@variants(AXES, most=8, newest=2, ids=describe)
 def test_sm_90(values: cases.Values) -> None:
     problem, row_gap = problem_of(values)
     for name, kernels in compiled(problem, GPUS["h200"], row_gap, values["shape"]).items():
@@ -232,7 +233,7 @@ def test_sm_90(values: cases.Values) -> None:
             assert kernel.registers * 32 * kernel.num_warps <= 65536, name
 
 
-@pytest.mark.parametrize("values", cases.pairs(OTHER_AXES)[::2], ids=describe)
+@variants(OTHER_AXES, most=6, newest=5, ids=describe)
 def test_other_architectures(values: cases.Values) -> None:
     compiled(problem_of(values)[0], GPUS[values["gpu"]])
 
@@ -242,7 +243,7 @@ def test_every_architecture_is_compiled_for() -> None:
     assert {GPUS[gpu].capability for gpu in OTHER_AXES["gpu"]} | {(9, 0)} == known
 
 
-@pytest.mark.parametrize("values", cases.pairs(CACHE_AXES)[::4], ids=describe)
+@variants(CACHE_AXES, most=9, newest=2, ids=describe)
 def test_pages_and_parts(values: cases.Values) -> None:
     """On sm_90; `combine` starts while `prefill` still runs, and waits for it."""
     problem, row_gap = problem_of(values)
@@ -255,13 +256,12 @@ def test_pages_and_parts(values: cases.Values) -> None:
         assert (f"griddepcontrol.{word}" in kernel.asm["ptx"]) == (config.num_splits > 1), name
 
 
-@pytest.mark.parametrize("gpu", OTHER_AXES["gpu"])
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_pages_and_parts_on_other_architectures(page_size: int, gpu: str) -> None:
-    values = {"kind": "varlen", "head_dims": (128, 128), "mask": Mask(True), "seqlen_q": 64}
-    problem, _ = problem_of({**values, "place": Paged(page_size)})
-    config = replace(chosen(prefill.configs(problem, GPUS[gpu]), 0), num_splits=3)
-    forward(problem, GPUS[gpu], 0, config)
+@variants(OTHER_CACHE_AXES, most=5, newest=0, ids=str)
+def test_pages_and_parts_on_other_architectures(values: cases.Values) -> None:
+    gpu, fixed = GPUS[values["gpu"]], {"kind": "varlen", "head_dims": (128, 128), "seqlen_q": 64}
+    problem, _ = problem_of({**fixed, "mask": Mask(True), "place": values["place"]})
+    config = replace(chosen(prefill.configs(problem, gpu), 0), num_splits=3)
+    forward(problem, gpu, 0, config)
 
 
 def local_accesses(cubin: bytes) -> list[int]:
@@ -281,12 +281,14 @@ def local_accesses(cubin: bytes) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 128, -1, 4)], ids=str)
-@pytest.mark.parametrize("heads", [(8, 2)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_loops_do_not_spill(head_dim: int, heads: tuple[int, int], mask: Mask) -> None:
+@pytest.mark.parametrize(
+    "head_dim, mask",
+    [(128, Mask()), (128, Mask(True)), (64, Mask(True)), (64, Mask(True, 128, -1, 4))],
+    ids=str,
+)
+def test_loops_do_not_spill(head_dim: int, mask: Mask) -> None:
     """On sm_90; ptxas may leave the loop over masked tiles, which is short, two accesses."""
-    values = {"head_dims": (head_dim, head_dim), "heads": heads, "mask": mask}
+    values = {"head_dims": (head_dim, head_dim), "heads": (8, 2), "mask": mask}
     for name, kernels in compiled(problem_of(values)[0], GPUS["h200"]).items():
         for kernel in kernels:
             assert measure(kernel).stack_bytes <= 40, name
@@ -296,8 +298,7 @@ def test_loops_do_not_spill(head_dim: int, heads: tuple[int, int], mask: Mask) -
                 assert spilled[0] <= 2 and spilled[1] == 0, f"{name} spills: {spilled}"
 
 
-@pytest.mark.parametrize("page_size", [1, 128])
-@pytest.mark.parametrize("seqlen_q", [4096, 16, 4])
+@pytest.mark.parametrize("seqlen_q, page_size", [(4096, 1), (4096, 128), (16, 1), (4, 128)])
 def test_loops_over_pages_do_not_spill(seqlen_q: int, page_size: int) -> None:
     """On sm_90, in the shape taken for chunks of prompts and for a few rows."""
     values = {"kind": "varlen", "head_dims": (128, 128), "heads": (8, 2), "mask": Mask(True)}

@@ -247,6 +247,20 @@ def test_only_valid_cases_and_every_pair_that_has_one() -> None:
     assert ("a", 2, "d", 3) not in possible
 
 
+def test_the_leading_cases_hold_every_value_and_most_pairs() -> None:
+    axes = cases.AXES
+    rows = cases.pairs(axes)
+    chosen, every = cases.leading(rows, len(rows) // 2)
+    assert len(chosen) == len(rows) // 2 and all(row in rows for row in chosen)
+    held, all_but_one = (
+        [{row[name] for row in chosen[:n]} for name in axes] for n in (every, every - 1)
+    )
+    assert held == [set(axis) for axis in axes.values()] != all_but_one
+    assert len(_covered(axes, chosen)) > 0.85 * len(_all_pairs(axes))
+    with pytest.raises(ValueError, match="^most: expected enough cases for every value, got 7"):
+        cases.leading(rows, 7)
+
+
 def test_case_names_are_unique() -> None:
     names = [case.name for case in cases.DECODE]
     assert len(names) == len(set(names))

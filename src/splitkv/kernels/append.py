@@ -399,6 +399,7 @@ class Launcher:
             Scales(x.k_scale, x.v_scale, x.k_mean),
             *self.tail,
             num_warps=self.num_warps,
+            enable_fp_fusion=True,
         )
         aligned = not any(t is not None and t.data_ptr() & 15 for t in x.tensors)
         if compiled is not None and aligned and self.again is None:

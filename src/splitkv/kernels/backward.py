@@ -461,6 +461,7 @@ class Backward:
             backward_sum[(tiles, triton.cdiv(c.tile_n, SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
                 *(p.head_dim, p.head_dim_v, c.tile_n, SUM_TILE),
+                enable_fp_fusion=True,
             )
         launch(tiling[0] * tiling[1], None)
 

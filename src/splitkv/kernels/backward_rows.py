@@ -120,5 +120,6 @@ def statistics(
         *(out, grad, lse, grad_lse, x.sink_logits, stats, length, p.num_kv_heads),
         *(strides_of(out), strides_of(grad), lse_strides(x.q), lse_grad_strides, tiles),
         *(p.group, p.head_dim_v, TILE),
+        enable_fp_fusion=True,
     )
     return stats

@@ -131,6 +131,8 @@ def launch(x: Tensor, mean: Tensor | None, granularity: str, stored: Tensor, sca
     if granularity != "token":
         largest = torch.zeros_like(scale)
         programs = max(1, min(tiles, MAX_PROGRAMS // heads)) * heads
-        find_largest[(programs,)](x, mean, largest, *sizes, dim, tile_t)
+        find_largest[(programs,)](x, mean, largest, *sizes, dim, tile_t, enable_fp_fusion=True)
     most = LARGEST[stored.dtype]
-    quantize_rows[(tiles * heads,)](x, mean, largest, out, scale, *sizes, dim, most, tile_t)
+    quantize_rows[(tiles * heads,)](
+        *(x, mean, largest, out, scale, *sizes, dim, most, tile_t), enable_fp_fusion=True
+    )

@@ -426,6 +426,7 @@ class Backward:
             backward.backward_sum[(cut, triton.cdiv(TILE_N, backward.SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
                 *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE),
+                enable_fp_fusion=True,
             )
         launch(tiles * lanes, None)
 
@@ -437,6 +438,7 @@ class Backward:
             *(sums, dq, strides_of(dq), x.cu_seqlens_q, x.softmax_scale, p.seqlen_q, p.batch),
             *(p.num_heads, x.q.shape[:-2].numel(), tiles, c.tile_m, p.head_dim),
             num_warps=8,
+            enable_fp_fusion=True,
         )
 
     def launch_queries(self, x: Operands, stats: Stats, tensors: backward.Tensors) -> None:
