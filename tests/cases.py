@@ -75,6 +75,14 @@ QUANTIZED_AXES: Axes = {
     "lengths": ("host", "device"),
     "return_lse": (False, True),
 }
+# What the kernel for Hopper runs of them.
+HOPPER_QUANTIZED_AXES: Axes = {
+    **QUANTIZED_AXES,
+    "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64)),
+    "group": (1, 7, 8, 32),
+    "seqlen_k": (130, 301),
+    "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
+}
 
 
 def leading(cases: Sequence[Values], most: int) -> tuple[list[Values], int]:
@@ -255,4 +263,7 @@ EDGES: tuple[Case, ...] = (
 PAIRWISE: tuple[Case, ...] = tuple(pairwise(AXES, "pair"))
 HOPPER: tuple[Case, ...] = tuple(pairwise(HOPPER_AXES, "hopper", few_rows))
 QUANTIZED: tuple[Case, ...] = tuple(pairwise(QUANTIZED_AXES, "quantized"))
+HOPPER_QUANTIZED: tuple[Case, ...] = tuple(
+    pairwise(HOPPER_QUANTIZED_AXES, "hopper_quantized", few_rows)
+)
 DECODE: tuple[Case, ...] = PAIRWISE + QUANTIZED + EDGES

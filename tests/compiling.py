@@ -28,7 +28,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,17 @@ class Layout:
     def dim(self) -> int:
         return len(self.shape)
 
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def view(self, dtype: torch.dtype) -> Layout:
-        """The same bytes; of a type of the same size."""
-        return replace(self, dtype=dtype)
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
+        """Of another type: elements of the last dimension taken together, or taken apart."""
+        ratio = dtype.itemsize / self.dtype.itemsize
+        shape = *self.shape[:-1], int(self.shape[-1] / ratio)
+        return Layout(shape, dtype, int(self.row_gap / ratio), self.address)
 
     def data_ptr(self) -> int:
         return self.address
@@ -188,20 +190,27 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
     address   of k and v
     """
     dtype, p = getattr(torch, problem.dtype), problem
+    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(p.codec.name, dtype)
     table = None
     slabs, slab = p.batch, p.seqlen_k
     if isinstance(p.place, Paged):
         table = Layout((p.batch, -(-p.seqlen_k // p.place.page_size)), torch.int32)
         slabs, slab = math.prod(table.shape), p.place.page_size
+    scales = {"tensor": (1,), "head": (p.num_kv_heads,), "token": (slabs, slab, p.num_kv_heads)}
+    scale = None
+    if p.codec.granularity in scales:
+        scale = Layout(scales[p.codec.granularity], torch.float32)
     return Operands(
         q=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim), dtype, row_gap),
-        k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), dtype, row_gap, address),
-        v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), dtype, row_gap, address),
+        k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), stored, row_gap, address),
+        v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), stored, row_gap, address),
         out=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), dtype),
         page_table=table,
         cache_seqlens=Layout((p.batch,), torch.int32) if p.lengths == "device" else None,
         sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
         alibi_slopes=Layout((p.num_heads,), torch.float32) if p.score.alibi else None,
+        k_scale=scale,
+        v_scale=scale,
         softmax_scale=p.head_dim**-0.5,
         softcap=3.0 if p.score.softcap else 0.0,
     )

@@ -40,8 +40,8 @@ from splitkv.registry import kernel_named, make_plan
 Result = tuple[Tensor, Tensor | None]
 Launcher = Callable[[Operands], Result]
 """What Kernel.bind gives. It may have an attribute `repeat`, None or a function of q, k, v, out,
-cache_seqlens, page_table, sink_logits, alibi_slopes, softmax_scale and softcap, which does the same
-sooner, or nothing and gives None."""
+cache_seqlens, page_table, sink_logits, alibi_slopes, q_scale, k_scale, v_scale, softmax_scale and
+softcap, which does the same sooner, or nothing and gives None."""
 
 
 class Known(NamedTuple):
@@ -325,6 +325,9 @@ def run_decode(
                     page_table,
                     sink_logits,
                     alibi_slopes,
+                    q_scale,
+                    k_scale,
+                    v_scale,
                     scale,
                     softcap,
                 )
@@ -402,7 +405,7 @@ def _known(
             fits=None,
             grad_mode=None,
             launcher=launcher,
-            repeats=hasattr(launcher, "repeat") and problem.codec == AS_IS,
+            repeats=hasattr(launcher, "repeat"),
             device=q.device.index if q.is_cuda else None,
             softmax_scale=operands.softmax_scale,
             plan=plan,

@@ -114,9 +114,10 @@ class Problem:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that have to be read, every sequence at its upper bound."""
-        per_key = self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.kv_element_bytes
-        return self.batch * self.visible_keys * per_key
+        """Bytes of K, V and scales of each key that have to be read, at the upper bounds."""
+        per_head = (self.head_dim + self.head_dim_v) * self.kv_element_bytes
+        per_head += 8 if self.codec.granularity == "token" else 0
+        return self.batch * self.visible_keys * self.num_kv_heads * per_head
 
     def __str__(self) -> str:
         dims = (

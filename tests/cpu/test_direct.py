@@ -342,7 +342,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def repeat_of(launched: Launched, rows: int = 12, merged: bool = True) -> direct.Repeat:
+def repeat_of(
+    launched: Launched, rows: int = 12, merged: bool = True, key_scales: bool = False
+) -> direct.Repeat:
     return direct.Repeat(
         launched.split,
         launched.merge if merged else None,
@@ -352,12 +354,14 @@ def repeat_of(launched: Launched, rows: int = 12, merged: bool = True) -> direct
         (2, 4, 1),
         32 * rows,
         rows,
+        key_scales,
     )
 
 
 def tensors() -> dict[str, Any]:
     q, k, v = torch.zeros(2, 1, 4, 32), torch.zeros(2, 9, 2, 32), torch.zeros(2, 9, 2, 32)
-    return {"q": q, "k": k, "v": v, **dict.fromkeys(("out", "lens", "table", "sink", "slopes"))}
+    rest = ("out", "lens", "table", "sink", "slopes", "q_scale", "k_scale", "v_scale")
+    return {"q": q, "k": k, "v": v, **dict.fromkeys(rest)}
 
 
 def at(x: Tensor | None) -> int | None:
@@ -374,12 +378,13 @@ def test_a_call_again(gpu: SimpleNamespace, names: tuple[str, ...], merged: bool
         out is given["out"]
     )
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 4, 1), torch.float32, True)
-    q, k, v, _, lens, table, sink, slopes = (at(x) for x in given.values())
+    q, k, v, _, lens, table, sink, slopes, *_ = (at(x) for x in given.values())
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr()
     assert split[:5] == (STREAM, q, (k, v, table), lens, final)
-    assert split[6:8] == ((sink, slopes), pytest.approx(0.5 / torch.log(torch.tensor(2.0)).item()))
-    assert split[8] is None
+    assert split[6:9] == ((sink, slopes, None), None, None)
+    assert split[9] == pytest.approx(0.5 / torch.log(torch.tensor(2.0)).item())
+    assert split[10] is None
     if not merged:
         assert split[5] is None and not merges
         return
@@ -391,7 +396,21 @@ def test_a_call_again(gpu: SimpleNamespace, names: tuple[str, ...], merged: bool
 def test_a_call_again_with_softcap(gpu: SimpleNamespace) -> None:
     launched = Launched()
     repeat_of(launched).call(*tensors().values(), 0.5, 4.0)
-    assert launched.calls[0][7:] == (0.125, 4.0)
+    assert launched.calls[0][9:] == (0.125, 4.0)
+
+
+@pytest.mark.parametrize("quantised_q", [True, False])
+@pytest.mark.parametrize("a_key", [True, False])
+def test_a_call_again_with_scales(gpu: SimpleNamespace, a_key: bool, quantised_q: bool) -> None:
+    """One a key or one a head: which of the two arguments of the kernel takes them."""
+    launched, given = Launched(), tensors()
+    given |= {"k_scale": torch.ones(4, 4), "v_scale": torch.ones(4, 4)}
+    given |= {"q_scale": torch.ones(4, 4)} if quantised_q else {}
+    repeat_of(launched, key_scales=a_key).call(*given.values(), 0.5, 0.0)
+    row, head_scales, key_scales = launched.calls[0][6:9]
+    assert row == (None, None, at(given["q_scale"]))
+    assert (key_scales if a_key else head_scales) == (at(given["k_scale"]), at(given["v_scale"]))
+    assert (head_scales if a_key else key_scales) is None
 
 
 def test_a_call_again_without_lse(gpu: SimpleNamespace) -> None:
@@ -405,6 +424,8 @@ def test_a_call_again_without_lse(gpu: SimpleNamespace) -> None:
 @pytest.mark.parametrize("name", tensors())
 def test_an_address_off_by_a_few_bytes_is_another_kernel(gpu: SimpleNamespace, name: str) -> None:
     launched, given = Launched(), tensors()
+    if name.endswith("_scale"):
+        given |= {"k_scale": torch.ones(4), "v_scale": torch.ones(4)}
     given[name] = torch.zeros(1000)[1:]
     assert repeat_of(launched).call(*given.values(), 0.5, 0.0) is None
     assert launched.calls == []
@@ -710,7 +731,7 @@ def test_a_launcher_repeats_a_call_where_it_can(monkeypatch: pytest.MonkeyPatch)
     assert (len(launcher.slow), len(launcher.fast)) == (1, 1)
     names = "q", "k_cache", "v_cache", "out", "cache_seqlens", "page_table", "sink_logits"
     assert all(x is call.get(name) for x, name in zip(launcher.fast[0], names, strict=False))
-    assert launcher.fast[0][7:] == (None, call["softmax_scale"] or 32**-0.5, 3.0)
+    assert launcher.fast[0][7:] == (*[None] * 4, call["softmax_scale"] or 32**-0.5, 3.0)
     launcher.answer = None
     assert splitkv.decode(**call)[0] is call["q"]
     assert (len(launcher.slow), len(launcher.fast)) == (2, 2)

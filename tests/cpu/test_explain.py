@@ -17,6 +17,7 @@ from splitkv.cli import app
 from splitkv.device import GPUS
 from splitkv.explanation import Explanation, explain
 from splitkv.kernels import decode_split
+from splitkv.kernels.parts import grid as grid_of
 from splitkv.masks import Mask
 from splitkv.plans import Config
 from splitkv.policies.paged_attention_v2 import CONSERVATIVE, PERMISSIVE, TEN_SHAPES, dispatch
@@ -131,7 +132,7 @@ def test_programs_are_the_grid_that_the_kernel_launches(config: Config) -> None:
     plan = replace(registry.make_plan(problem, GPUS["h200"]), config=config)
     grid = explain(plan).figures[0].grid
     assert grid is not None
-    assert grid.programs == math.prod(decode_split.grid(problem, config))
+    assert grid.programs == math.prod(grid_of(problem, config))
 
 
 def test_figures_follow_from_the_plan() -> None:

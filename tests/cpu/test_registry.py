@@ -15,7 +15,7 @@ from splitkv.device import CPU, GPUS
 from splitkv.errors import UnsupportedProblem
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kv import Codec, Contiguous, Paged
+from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
 from splitkv.policies import fixed
@@ -183,7 +183,6 @@ LIMITS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"head_dim_v": 8}, "head_dim_v 8: expected a multiple of 16 from 16 to 256"),
     ({"seqlen_q": 17}, "seqlen_q 17: expected at most 16"),
     ({"num_heads": 130}, "query heads a KV head 65: expected at most 64"),
-    ({"codec": Codec("int8", "head")}, "kv int8 per head: expected as_is"),
     ({"batch": 65536}, "batch 65536: expected at most 65535"),
     (
         {"num_heads": 65536, "num_kv_heads": 65536},
@@ -232,7 +231,6 @@ HOPPER_LIMITS: tuple[tuple[dict[str, Any], list[str]], ...] = (
     # what it shares with decode_split
     ({"kind": "dense"}, ["kind dense: expected decode"]),
     ({"num_heads": 2, "seqlen_q": 17}, ["seqlen_q 17: expected at most 16"]),
-    ({"codec": Codec("int8", "head")}, ["kv int8 per head: expected as_is"]),
     ({"batch": 65536}, ["batch 65536: expected at most 65535"]),
     ({"dropout": True}, ["dropout_p: expected 0"]),
     ({"needs_grad": True}, ["gradient: expected inputs that require none"]),
@@ -338,14 +336,15 @@ def test_all_limits_are_said_at_once_in_order() -> None:
     said = [reason.split(" ")[0] for reason in decode_split.unsupported(problem, CPU)]
     assert said == [
         *("kind", "device", "dtype", "head_dim", "head_dim_v", "seqlen_q"),
-        *("kv", "batch", "KV", "dropout_p:", "gradient:"),
+        *("batch", "KV", "dropout_p:", "gradient:"),
     ]
 
 
 def test_the_plan_keeps_the_reasons_against_each_kernel() -> None:
-    plan = make_plan(replace(DECODE, codec=Codec("int8", "head")), H200)
+    plan = make_plan(replace(DECODE, needs_grad=True), H200)
     assert plan.kernel != "decode_split"
-    assert dict(plan.rejected)["decode_split"] == ("kv int8 per head: expected as_is",)
+    said = "gradient: expected inputs that require none"
+    assert dict(plan.rejected)["decode_split"] == (said,)
     assert make_plan(DECODE, H200).kernel == "hopper_decode_split"
     assert make_plan(DECODE, GPUS["a100"]).kernel == "decode_split"
     assert make_plan(DECODE, CPU).kernel in UNSPLIT

@@ -30,7 +30,17 @@ from running import (
 
 import splitkv
 from splitkv import launch
-from splitkv.testing import Call, Codec, Paged, Problem, check, make_operands
+from splitkv.testing import (
+    Call,
+    Codec,
+    Paged,
+    Problem,
+    assert_close,
+    assert_lse_close,
+    check,
+    expected,
+    make_operands,
+)
 
 SPLITS = (1, 2, 3, 7, 64)
 HOPPER = "hopper_decode_split"
@@ -221,25 +231,47 @@ def test_nothing_to_attend_to(
         assert lse.shape == (batch, 4, seqlen_q) and (lse == -math.inf).all()
 
 
-@pytest.mark.parametrize("case", cases.QUANTIZED, ids=str)
-def test_quantised_caches(case: cases.Case) -> None:
-    """On whatever kernel the plan says; it is right, and slower ones are not silent."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        check(realistic(case), device=DEVICE, **case.options)
+IN_CODECS = [*each_kernel(cases.QUANTIZED), *each_kernel(cases.HOPPER_QUANTIZED, HOPPER)]
+QUANTIZING = kernels(replace(SERVING, codec=Codec("int8", "head")))
+
+
+@pytest.mark.parametrize(("case", "kernel"), IN_CODECS)
+def test_quantised_caches(case: cases.Case, kernel: str) -> None:
+    check(realistic(case), device=DEVICE, run=decode(kernel), **case.options)
+
+
+@pytest.mark.parametrize("codec", cases.CODECS, ids=str)
+@pytest.mark.parametrize(("kernel", "name"), [p for p in EVERY_PLAN if p[0] in QUANTIZING])
+def test_quantised_caches_under_every_plan(kernel: str, name: str, codec: Codec) -> None:
+    problem = replace(SERVING, codec=codec)
+    check(problem, device=DEVICE, run=decode(plan=plans(problem, kernel)[name]))
+
+
+@pytest.mark.parametrize("kernel", QUANTIZING)
+@pytest.mark.parametrize("granularity", ["tensor", "head", "token"])
+@pytest.mark.parametrize("size", [1e-6, 1e4])
+def test_quantised_caches_of_any_size(size: float, granularity: Any, kernel: str) -> None:
+    """Scales far from 1: neither p nor an accumulator runs over or under."""
+    problem = replace(SERVING, codec=Codec("int8", granularity), seqlen_k=700)
+    call = make_operands(problem, device=DEVICE)
+    call["v_scale"] = call["v_scale"] * size
+    call["k_scale"], call["q"] = call["k_scale"] / size, call["q"] * size
+    out, lse = decode(kernel)(problem, call)
+    ref, ref_lse = expected(problem, call)
+    assert_close(out, ref, expected(problem, call, upcast=False)[0])
+    assert_lse_close(lse, ref_lse)
 
 
 def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_warned", set())
-    problem = replace(SERVING, codec=Codec("fp8", "head"))
+    problem = replace(SERVING, head_dim=272, head_dim_v=272)
     call = make_operands(problem, device=DEVICE)
     plan = plan_of(problem, call)
     assert plan.kernel in ("torch_sdpa", "torch_math")
-    text = f"decode runs on {plan.kernel}: kv fp8 per head: expected as_is"
-    with pytest.warns(UserWarning, match=text):
+    with pytest.warns(UserWarning, match=f"decode runs on {plan.kernel}: head_dim 272: expected"):
         splitkv.decode(**call)
     splitkv.decode(**call | {"softmax_scale": 0.3})
-    assert "kv fp8 per head: expected as_is" in str(splitkv.explain(problem))
+    assert "head_dim 272: expected" in str(splitkv.explain(problem))
 
 
 def test_more_query_tokens_run_on_prefill() -> None:

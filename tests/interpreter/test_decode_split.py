@@ -90,6 +90,25 @@ def test_pairs(number: int) -> None:
     check(problem, run=run(plan_of(problem, schedule, tile_n)), **options)
 
 
+QUANTIZED: cases.Axes = {
+    **cases.QUANTIZED_AXES,
+    "head_dims": ((32, 32), (48, 16)),
+    "group": (1, 3),
+    "seqlen_k": (70,),
+    "schedule": ("even 1", "even 3", "batch"),
+}
+
+
+@pytest.mark.parametrize("number", range(len(IN_CODECS := cases.pairs(QUANTIZED, small))))
+def test_codecs(number: int) -> None:
+    """int8 and e4m3 with scales for all, for a head, or beside each key; garbage past the ends."""
+    values = dict(IN_CODECS[number])
+    schedule = values.pop("schedule")
+    problem = cases.decode_problem(values)
+    options = {"zero_length": problem.lengths == "device", "strided": number % 3 == 0}
+    check(problem, run=run(plan_of(problem, schedule)), **options)
+
+
 @pytest.mark.parametrize("case", cases.EDGES, ids=str)
 def test_edges(case: cases.Case) -> None:
     """In even parts, and in those of one of the other schedules, which take turns."""

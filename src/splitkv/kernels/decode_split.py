@@ -9,7 +9,8 @@ Computes, for each sequence b, KV head h and the rows r = (query token, grouped 
 over one part of the keys, and stores the partial (acc, m, l). `combine` merges the parts. A
 sequence of only one part is finished here, out = acc / (l + exp(sink - m)), and leaves no partial.
 
-Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v: see kv.py; out as q, with head_dim_v
+Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v and their scales: see kv.py; out as q,
+            with head_dim_v
             partials [slots, rows, head_dim_v + 2] fp32, one slot a program
 Grid        even: (num_splits, num_kv_heads * row_tiles, batch)
             batch: (programs, num_kv_heads * row_tiles); a program finds its sequence by the lengths
@@ -21,11 +22,11 @@ Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head
                           more
             flops         2 * batch * num_heads * seqlen_q * visible keys * (head_dim + head_dim_v)
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v; fp32 inputs multiply in IEEE fp32, not tf32
+            v; fp32 inputs multiply in IEEE fp32, not tf32; int8 and e4m3 are widened exactly, a
+            scale of q or k joins the score, one of v the output, or p where each key has its own
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 16
-            from 16 to 256; at most 16 query tokens; at most 64 query heads a KV head; keys and
-            values stored as they are; batch, and KV heads times row tiles, at most 65535; no
-            dropout, no gradient
+            from 16 to 256; at most 16 query tokens; at most 64 query heads a KV head; batch, and
+            KV heads times row tiles, at most 65535; no dropout, no gradient
 """
 
 from __future__ import annotations
@@ -40,7 +41,16 @@ import triton.language as tl
 from splitkv.device import Device
 from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
 from splitkv.kernels.direct import Launch, Repeat, launch_of
+from splitkv.kernels.parts import grid, packed_rows, traffic
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
+from splitkv.kernels.tile.codec import (
+    Scales,
+    row_scale,
+    scale_of_head,
+    scale_strides,
+    unfit,
+    widen,
+)
 from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.share import (
@@ -52,7 +62,7 @@ from splitkv.kernels.tile.share import (
 )
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kv import Paged
-from splitkv.plans import Config, Kernel, Plan, Traffic
+from splitkv.plans import Config, Kernel, Plan
 from splitkv.problem import Operands, Problem
 from splitkv.scores import PLAIN
 
@@ -72,10 +82,12 @@ class KV(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Pointers to a row's sink logit [num_heads] and ALiBi slope [(batch,) num_heads], or None."""
+    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads] and the scale of
+    its quantised q, or None."""
 
     sink_ptr: Any
     slope_ptr: Any
+    scale_ptr: Any
 
 
 @triton.jit(
@@ -92,6 +104,12 @@ class Row(NamedTuple):
         "programs",
         "stride_table",
         "stride_slope",
+        "stride_qsb",
+        "stride_qst",
+        "stride_qsh",
+        "stride_sb",
+        "stride_sn",
+        "stride_sh",
     ]
 )
 def decode_split(
@@ -101,6 +119,8 @@ def decode_split(
     final,  # Final
     partial,  # Partial, or None: one part a sequence
     row,  # Row
+    head_scales,  # Scales that the keys of a head share, or None
+    key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
     seqlen_q,
@@ -127,6 +147,12 @@ def decode_split(
     stride_oh,
     stride_table,
     stride_slope,
+    stride_qsb,  # of the scales of q: a sequence, a token, a head
+    stride_qst,
+    stride_qsh,
+    stride_sb,  # of those of K and V: a sequence or a page, a key, a head
+    stride_sn,
+    stride_sh,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -163,9 +189,8 @@ def decode_split(
         b, part, parts_here = part_of_batch(parts_b, offs_b, batch, part)
         if b >= batch:
             return
-    if lens_ptr is None:
-        keys = seqlen_k
-    else:
+    keys = seqlen_k
+    if lens_ptr is not None:
         keys = tl.load(lens_ptr + b)
     pos_first = keys - seqlen_q + t_first
     pos_last = keys - seqlen_q + t_last
@@ -196,7 +221,10 @@ def decode_split(
         slope = slope.to(tl.float32)[:, None]
     q_rows = q_ptr + b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
     q_ok = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=q_ok, other=0.0)  # [TILE_M, DIM]
+    dtype: tl.constexpr = final.out_ptr.dtype.element_ty
+    q = widen(tl.load(q_rows[:, None] + offs_d[None, :], mask=q_ok, other=0.0), dtype)
+    k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
+    scale *= k_scale * row_scale(row, b, t, head, row_ok, stride_qsb, stride_qst, stride_qsh)
 
     k_head = kv.k_ptr + h.to(tl.int64) * stride_kh
     v_head = kv.v_ptr + h.to(tl.int64) * stride_vh
@@ -214,7 +242,10 @@ def decode_split(
         k_rows = outer * stride_kb + inner * stride_kn
         k_ok = n_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
         k = tl.load(k_head + k_rows[:, None] + offs_d[None, :], mask=k_ok, other=0.0)
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # [TILE_M, TILE_N]
+        qk = tl.dot(q, tl.trans(widen(k, dtype)), input_precision="ieee")  # [TILE_M, TILE_N]
+        if key_scales is not None:
+            at = outer * stride_sb + inner * stride_sn + h * stride_sh
+            qk *= tl.load(key_scales.k_ptr + at, mask=n_ok, other=0.0)[None, :]
         s = score_log2(qk, scale, softcap, slope, pos, offs_n[None, :])
         s = tl.where(visible(bounds, pos, offs_n[None, :], keys), s, float("-inf"))
 
@@ -224,10 +255,13 @@ def decode_split(
         shrink = tl.exp2(m - top)
         m = m_new
         l = l * shrink + tl.sum(p, 1)
+        if key_scales is not None:
+            p *= tl.load(key_scales.v_ptr + at, mask=n_ok, other=0.0)[None, :]
         v_rows = outer * stride_vb + inner * stride_vn
         v_ok = n_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
-        v = tl.load(v_head + v_rows[:, None] + offs_v[None, :], mask=v_ok, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        v = widen(tl.load(v_head + v_rows[:, None] + offs_v[None, :], mask=v_ok, other=0.0), dtype)
+        acc = tl.dot(p.to(dtype), v, acc * shrink[:, None], input_precision="ieee")
+    acc *= v_scale
 
     out_ok = row_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
     if num_parts == 1:
@@ -249,19 +283,6 @@ def decode_split(
         tl.store(acc_ptrs, acc, mask=out_ok)
         tl.store(partial.m_ptr + slot_rows, m, mask=row_ok)
         tl.store(partial.l_ptr + slot_rows, l, mask=row_ok)
-
-
-def packed_rows(problem: Problem, config: Config) -> tuple[int, int]:
-    """Row tiles of a sequence and KV head, and the rows that a partial of one of them stores."""
-    return triton.cdiv(problem.rows, config.tile_m), min(config.tile_m, problem.rows)
-
-
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Programs along each axis of the launch."""
-    heads = problem.num_kv_heads * packed_rows(problem, config)[0]
-    if config.schedule == "batch":
-        return config.programs, heads, 1
-    return config.num_splits, heads, problem.batch
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -293,7 +314,6 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         problem.group <= MAX_GROUP,
         f"query heads a KV head {problem.group}: expected at most {MAX_GROUP}",
     )
-    expect(problem.codec.name == "as_is", f"kv {problem.codec}: expected as_is")
     expect(problem.batch <= MAX_GRID, f"batch {problem.batch}: expected at most {MAX_GRID}")
     head_tiles = problem.num_kv_heads * triton.cdiv(problem.rows, tile_m(problem))
     expect(
@@ -320,10 +340,13 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """
     dim, dim_v = padded_dims(problem)
     in_flight = config.num_stages + (config.tile_m == 64)  # wgmma still reads the tile before
-    tiles = in_flight * config.tile_n * (dim + dim_v)
+    a_tile = config.tile_n * (dim + dim_v)
+    tiles = in_flight * a_tile * problem.kv_element_bytes
     rows = config.tile_m * (dim + config.tile_n)
+    if problem.kv_element_bytes < problem.element_bytes:  # widened, for the matrix unit
+        rows += a_tile
     table = 8 * config.num_stages * config.tile_n if isinstance(problem.place, Paged) else 0
-    loop = (tiles + rows) * problem.element_bytes + 8 * config.tile_m + table
+    loop = tiles + rows * problem.element_bytes + 8 * config.tile_m + table
     return max(loop, 4 * config.tile_m * dim_v)
 
 
@@ -357,44 +380,6 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
                     yield config
 
 
-def traffic(problem: Problem, config: Config) -> Traffic:
-    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
-    return traffic_of_parts(problem, num_parts(problem, config))
-
-
-def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
-    """What so many parts of every sequence read and write."""
-    rows = problem.batch * problem.seqlen_q * problem.num_heads
-    return Traffic(
-        kv_bytes=problem.kv_bytes,
-        q_bytes=rows * problem.head_dim * problem.element_bytes,
-        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
-        partial_bytes=2 * parts * rows * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
-        flops=2 * rows * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
-    )
-
-
-def visited(problem: Problem, tile_n: int) -> int:
-    """Tiles of a sequence as long as it may be: tile/band.py on the host."""
-    tiles = end = 0
-    for lo, hi in problem.mask.span(problem.seqlen_q, problem.seqlen_k):
-        first, end = max(lo // tile_n, end), triton.cdiv(hi, tile_n)
-        tiles += end - first
-    return tiles
-
-
-def num_parts(problem: Problem, config: Config) -> int:
-    """Parts of every sequence where all are as long as they may be: tile/share.py on the host."""
-    tiles = visited(problem, config.tile_n)
-    parts = config.num_splits
-    if config.schedule == "batch":  # programs / batch - 1, rounded up
-        parts = max(triton.cdiv(config.programs - problem.batch, problem.batch), 1)
-    per = max(triton.cdiv(tiles, parts), 1)
-    if config.schedule == "fixed":
-        per = config.split_size // config.tile_n
-    return max(triton.cdiv(tiles, per), 1)
-
-
 class Launcher:
     """`decode_split` and `combine` bound to one plan and one memory layout.
 
@@ -409,6 +394,9 @@ class Launcher:
         problem, config = plan.problem, plan.config
         q, k, v = operands.q, operands.k, operands.v
         table, slopes, mask = operands.page_table, operands.alibi_slopes, problem.mask
+        self.key_scales = problem.codec.granularity == "token"
+        native = not q.is_cuda or plan.device.capability >= (8, 9)
+        self.in_bits = problem.codec.name == "fp8" and not native
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.return_lse, self.partials = problem.return_lse, partials
@@ -445,6 +433,8 @@ class Launcher:
             *out.stride()[:3],
             table.stride(0) if table is not None else 0,
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            *scale_strides(operands.q_scale),
+            *scale_strides(operands.k_scale),
             problem.group,
             problem.head_dim,
             problem.head_dim_v,
@@ -493,7 +483,8 @@ class Launcher:
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
         o, done = operands, None
-        tensors = o.q, o.k, o.v, o.out, o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
+        per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
+        tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
         if self.repeat is not None:
             done = self.repeat(*tensors, o.softmax_scale, o.softcap)
         return done or self.dispatch(tensors, o.softmax_scale, o.softcap or None)
@@ -504,16 +495,21 @@ class Launcher:
         """Launch through Triton, which compiles what these arguments need, and keep that."""
         import torch
 
-        q, k, v, out, lens, table, sink, slopes = tensors
+        q, k, v, out, lens, table, sink, slopes, q_scale, k_scale, v_scale = tensors
         out, lse = q.new_empty(self.out_shape) if out is None else out, None
         if self.return_lse:
             lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        kv, final, row = KV(k, v, table), Final(out, lse), Row(sink, slopes)
+        if self.in_bits:
+            q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
+        kv, final, row = KV(k, v, table), Final(out, lse), Row(sink, slopes, q_scale)
+        scales = None if k_scale is None else Scales(k_scale, v_scale)
+        head_scales, key_scales = (None, scales) if self.key_scales else (scales, None)
         partial = merge = None
         if self.partial_rows:
             partial = self.partials(q, self.acc_numel, self.partial_rows)
         scale = scale / softcap if softcap else scale * 1.4426950408889634
-        split = self.first_split(q, kv, lens, final, partial, row, scale, softcap)
+        rest = lens, final, partial, row, head_scales, key_scales, scale, softcap
+        split = self.first_split(q, kv, *rest)
         if partial is not None:
             merge = combine[self.merge_grid](
                 partial, final, lens, sink, *self.merge_tail, **self.merge_options
@@ -532,6 +528,7 @@ class Launcher:
                 self.lse_shape if self.return_lse else None,
                 self.acc_numel,
                 self.partial_rows,
+                self.key_scales,
             ).call
         return out, lse
 
@@ -545,5 +542,6 @@ class Launcher:
 
 
 KERNEL = Kernel(
-    *("decode_split", unsupported, configs, traffic, Launcher), schedules=("even", "batch", "fixed")
+    *("decode_split", unsupported, configs, traffic, Launcher, unfit),
+    schedules=("even", "batch", "fixed"),
 )

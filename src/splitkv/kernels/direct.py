@@ -199,11 +199,13 @@ class Repeat:
     """A split-KV decode call again, once its kernels are compiled: allocate, split, merge.
 
     split       split(stream, at_q, (at_k, at_v, at_table), at_lens, (at_out, at_lse), partial,
-                (at_sink, at_slopes), scale, softcap), all of them addresses or None; partial is
-                (at_acc, at_m, at_l), or None without a merge; scale and softcap as in tile/score.py
+                (at_sink, at_slopes, at_q_scale), head_scales, key_scales, scale, softcap), all of
+                them addresses or None; partial is (at_acc, at_m, at_l), or None without a merge;
+                scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
     merge       merge(stream, partial, (at_out, at_lse), at_lens, at_sink), or None: one part each
     lse_shape   None: no LSE is wanted
     acc, rows   elements and rows of the partials
+    key_scales  scales of K and V are one a key, not one a head
 
     Gives (out, lse or None), or None where the call has to go through Triton: an address is not a
     multiple of 16, which is another specialisation of the kernels, or a launch hook is set. Belongs
@@ -220,12 +222,13 @@ class Repeat:
         lse_shape: Sequence[int] | None,
         acc: int,
         rows: int,
+        key_scales: bool = False,
     ) -> None:
         import torch
 
         from splitkv.kernels import workspace
 
-        self.split, self.merge = split, merge
+        self.split, self.merge, self.key_scales = split, merge, key_scales
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse = None
         if lse_shape is not None:
@@ -237,11 +240,25 @@ class Repeat:
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
     def call(
-        self, q, k, v, out, lens, table, sink, slopes, scale, softcap
+        self,
+        q,
+        k,
+        v,
+        out,
+        lens,
+        table,
+        sink,
+        slopes,
+        q_scale,
+        k_scale,
+        v_scale,
+        scale,
+        softcap,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
-        at_out = at_lens = at_table = at_sink = at_slopes = None
+        at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = None
+        scales: tuple[Any, Any] = None, None
         if out is not None:
             at_out = out.data_ptr()
             given |= at_out
@@ -257,6 +274,13 @@ class Repeat:
         if slopes is not None:
             at_slopes = slopes.data_ptr()
             given |= at_slopes
+        if k_scale is not None:
+            of_cache = k_scale.data_ptr(), v_scale.data_ptr()
+            given |= of_cache[0] | of_cache[1]
+            scales = (None, of_cache) if self.key_scales else (of_cache, None)
+            if q_scale is not None:
+                at_q_scale = q_scale.data_ptr()
+                given |= at_q_scale
         if given & 15 or observed():
             return None
         if out is None:
@@ -271,9 +295,9 @@ class Repeat:
         else:
             scale, softcap = scale * 1.4426950408889634, None
         stream, final = self.current_stream(self.device), (at_out, at_lse)
-        kv, row, merge = (at_k, at_v, at_table), (at_sink, at_slopes), self.merge
+        kv, row, merge = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale), self.merge
         if merge is None:
-            self.split(stream, at_q, kv, at_lens, final, None, row, scale, softcap)
+            self.split(stream, at_q, kv, at_lens, final, None, row, *scales, scale, softcap)
             return out, lse
         captured = self.capturing()
         buffer = None if captured else self.buffers.pop(stream, None)
@@ -281,7 +305,7 @@ class Repeat:
             buffer = self.make_buffer(self.device, self.numel, captured)
         at = buffer[0]
         partial = at, at + self.m_at, at + self.l_at
-        self.split(stream, at_q, kv, at_lens, final, partial, row, scale, softcap)
+        self.split(stream, at_q, kv, at_lens, final, partial, row, *scales, scale, softcap)
         merge(stream, partial, final, at_lens, at_sink)
         if not captured:
             self.buffers[stream] = buffer

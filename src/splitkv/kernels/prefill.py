@@ -53,7 +53,7 @@ from torch import Tensor
 from splitkv.device import Device
 from splitkv.kernels import workspace
 from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
-from splitkv.kernels.decode_split import num_parts
+from splitkv.kernels.parts import num_parts
 from splitkv.kernels.tile.attend import attend, write_rows
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.locate import Pages

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitkv.cache.quantize import quantize_kv
 from splitkv.errors import expect
 from splitkv.kv import AS_IS, Paged
 from splitkv.problem import Problem
@@ -58,6 +59,8 @@ class Inputs:
     table    [batch, pages of a longest sequence] int32, or None. One for all buffers, as are the
              lengths: the layers of a model share them
     sink     [num_heads] sink logits, or None
+    k_scale, v_scale   of quantised keys and values [buffers, ..], or None; each buffer holds the
+             same ones
 
     `blank` leaves them unfilled, with no keys in any sequence: enough to compile for.
     """
@@ -66,8 +69,8 @@ class Inputs:
         self, case: Case, buffers: int, device: str = "cuda", seed: int = 0, blank: bool = False
     ) -> None:
         p = self.problem = case.problem
-        plain = p.kind == "decode" and p.score == PLAIN and p.codec == AS_IS and not p.return_lse
-        expect(plain, "problem", "decode without score modifiers, quantised keys or lse", str(p))
+        plain = p.kind == "decode" and p.score == PLAIN and not p.return_lse
+        expect(plain, "problem", "decode without score modifiers or lse", str(p))
         self.buffers, self.keys = buffers, case.lengths or (p.seqlen_k,) * p.batch
         g = torch.Generator(device).manual_seed(seed)
 
@@ -91,8 +94,16 @@ class Inputs:
                 order = torch.randperm(rows[0], generator=g, device=device).int()
                 for entries, own in zip(self.table, order.split(pages), strict=True):
                     entries[: len(own)] = own
-        shape = (buffers, *rows, p.num_kv_heads)
-        self.k, self.v = tensor(*shape, p.head_dim), tensor(*shape, p.head_dim_v)
+        self.k_scale: Any = None
+        self.v_scale: Any = None
+        if p.codec == AS_IS:
+            shape = (buffers, *rows, p.num_kv_heads)
+            self.k, self.v = tensor(*shape, p.head_dim), tensor(*shape, p.head_dim_v)
+        else:
+            k, v = (tensor(*rows, p.num_kv_heads, dim) for dim in (p.head_dim, p.head_dim_v))
+            of_one = quantize_kv(k, v, p.codec.name, p.codec.granularity)[:4]
+            repeated = (x.repeat(buffers, *(1,) * x.dim()) for x in of_one)
+            self.k, self.v, self.k_scale, self.v_scale = repeated
         self.sink = tensor(p.num_heads) if p.sink_logits else None
         keys = (0,) * p.batch if blank else self.keys
         self.lengths = torch.tensor(keys, dtype=torch.int32, device=device)
@@ -101,6 +112,8 @@ class Inputs:
         """Keyword arguments of `splitkv.decode` on buffer i."""
         p, mask = self.problem, self.problem.mask
         given = {"q": self.q[i], "k_cache": self.k[i], "v_cache": self.v[i]}
+        if self.k_scale is not None and self.v_scale is not None:
+            given |= {"k_scale": self.k_scale[i], "v_scale": self.v_scale[i]}
         if p.lengths == "device":
             given["cache_seqlens"] = self.lengths
         if self.table is not None:
@@ -124,7 +137,10 @@ class Inputs:
         call: dict[str, Any] = {**dict.fromkeys(absent), "softcap": 0.0, "cache_seqlens": None}
         call |= {"page_table": None, **self.arguments(0), "q": self.x}
         per_sequence = ["q", *(n for n in ("cache_seqlens", "page_table") if call[n] is not None)]
-        per_sequence += ["k_cache", "v_cache"] if self.table is None else []
+        if self.table is None:
+            per_sequence += ["k_cache", "v_cache"]
+            beside = p.codec.granularity == "token"
+            per_sequence += ["k_scale", "v_scale"] if beside else []
         refs, pts = [], []
         for first in range(0, p.batch, step):
             part = {name: call[name][first : first + step] for name in per_sequence}

@@ -69,16 +69,22 @@ def fa3(
     schedule = fa.get_scheduler_metadata(
         *(p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim),
         inputs.lengths,
-        qkv_dtype=inputs.q.dtype,
+        qkv_dtype=inputs.k.dtype,
         page_size=inputs.page_size,
         **options,
     )
     if inputs.sink is not None:
         options["s_aux"] = inputs.sink
+    q = inputs.q
+    if p.codec.name == "fp8":  # it multiplies in e4m3, q and p too
+        q = q.to(inputs.k.dtype)
+        one = torch.ones(p.batch, p.num_kv_heads, device=q.device)
+        scales = {"k_descale": inputs.k_scale, "v_descale": inputs.v_scale}
+        options |= {"q_descale": one, **{name: one * x[0] for name, x in scales.items()}}
 
     def call(i: int) -> torch.Tensor:
         return fa.flash_attn_with_kvcache(
-            *(inputs.q[i], inputs.k[i], inputs.v[i], inputs.lengths, inputs.table),
+            *(q[i], inputs.k[i], inputs.v[i], inputs.lengths, inputs.table),
             scheduler_metadata=schedule,
             **options,
         )
@@ -239,6 +245,8 @@ def only(*features: str) -> Callable[[Case], list[str]]:
             "tokens": (p.seqlen_q > 1, f"query tokens {p.seqlen_q}: expected 1"),
             "window": (p.mask.left is not None, f"mask {p.mask}: expected causal"),
             "sink": (p.sink_logits, "sink logits: expected none"),
+            "int8": (p.codec.name == "int8", f"kv {p.codec}: expected as it is"),
+            "fp8": (p.codec.name == "fp8", f"kv {p.codec}: expected as it is"),
         }
         return [
             reason
@@ -275,7 +283,15 @@ _FLASHINFER = every(needs("peers.fi", "flashinfer"), only("lengths"))
 PEERS: dict[str, Peer] = {
     "fa2": _sdpa_peer("fa2", SDPBackend.FLASH_ATTENTION),
     "cudnn": _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
-    "fa3": Peer((Variant("fa3", "metadata ahead", fa3, needs("peers.fa3")),)),
+    "fa3": Peer(
+        (
+            Variant(
+                *("fa3", "metadata ahead", fa3),
+                every(needs("peers.fa3"), only("lengths", "tokens", "window", "sink", "fp8")),
+                coarse=True,
+            ),
+        )
+    ),
     "flashinfer": Peer(
         (
             Variant(

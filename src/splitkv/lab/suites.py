@@ -10,6 +10,7 @@ pages     134 MB of keys and values and more, in pages of 1 to 256, beside conti
 mixed     64 sequences of log-normal lengths and one of 128K, beside as many bytes in equal lengths
 tokens    4 and 16 query tokens beside one, at 67, 134 and 268 MB
 gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
+quant     the shapes of `records` with int8 (scales of each key and head) and e4m3 (of each head)
 seed000   table 1 of the sequence-aware split heuristic; seed003  the ten shapes of paged attention
           v2 on an L4: see `policies`
 """
@@ -19,12 +20,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from statistics import NormalDist
 from typing import Any
 
 from splitkv.errors import expect, expect_one_of
-from splitkv.kv import Contiguous, Paged, Place
+from splitkv.kv import Codec, Contiguous, Paged, Place
 from splitkv.lab.cases import Case
 from splitkv.masks import Mask
 from splitkv.policies.paged_attention_v2 import TEN_SHAPES
@@ -53,6 +55,7 @@ TOKENS = {
 PAGE_SIZES = (1, 16, 64, 128, 256)
 MIXED_BATCH, MEDIAN, LONGEST = 64, 2048, 131072
 GPT_OSS = ((1, 4096), (8, 8192), (64, 4096))  # (batch, keys a sequence)
+CODECS = (Codec("int8", "token"), Codec("fp8", "head"))
 WINDOW = 128  # keys that a query of gpt-oss sees in every other layer, itself among them
 
 
@@ -151,6 +154,14 @@ def gpt_oss() -> Iterator[Case]:
                 )
 
 
+def quant() -> Iterator[Case]:
+    for case in records():
+        for codec in CODECS:
+            name = case.name.removesuffix(f"_{case.place}") + f"_{codec.name}"
+            quantised = replace(case.problem, codec=codec)
+            yield Case(_placed(name, case.problem.place), quantised)
+
+
 def seed000() -> Iterator[Case]:
     for keys in (128, 256, 384, 512, 2048, 4096):
         for kv_heads in (1, 2, 8):
@@ -173,7 +184,7 @@ def seed003() -> Iterator[Case]:
 
 SUITES: dict[str, tuple[Case, ...]] = {
     suite.__name__: tuple(suite())
-    for suite in (records, pages, mixed, tokens, gpt_oss, seed000, seed003)
+    for suite in (records, pages, mixed, tokens, gpt_oss, quant, seed000, seed003)
 }
 CASES: dict[str, Case] = {case.name: case for suite in SUITES.values() for case in suite}
 

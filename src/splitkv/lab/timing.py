@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitkv.errors import expect, expect_one_of
+from splitkv.kv import AS_IS
 from splitkv.lab.cases import Case, Inputs
 from splitkv.testing import assert_close
 
@@ -40,6 +41,8 @@ LEAD_CYCLES = 200_000  # about 0.1 ms, longer than it takes to queue a graph
 BLOCK = 1024  # elements of q a program
 
 Body = Callable[[int], Any]
+
+COARSE = 0.1  # e4m3 keeps 4 bits: rounding q and p to it alone gives about 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class Variant:
     unsupported(case) -> every reason against it, with values; empty: it may run
     prepare(inputs)   -> Prepared; whatever it raises is a reason too
     decision          of ours: the arguments of `splitkv.plan` that say who decides, or a `plan`
+    coarse            quantised keys are multiplied in 8 bits, which the tolerance rule does not
+                      allow for: held to `COARSE` instead, the error's share of the output's norm
     """
 
     library: str
@@ -96,6 +101,7 @@ class Variant:
     prepare: Callable[[Any], Any]
     unsupported: Callable[[Case], list[str]] = lambda case: []
     decision: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    coarse: bool = False
 
     def row(self, **found: Any) -> dict[str, Any]:
         """What a measurement says; without a time there are reasons."""
@@ -234,7 +240,11 @@ class Session:
         first = replay.result.clone()
         replay()
         out = replay.result.reshape(self.ref.shape)
-        assert_close(out, self.ref, self.pt)
+        if variant.coarse and self.inputs.problem.codec != AS_IS:
+            error = ((out - self.ref).norm() / self.ref.norm()).item()
+            assert error < COARSE, f"error of {error:.3f} of the norm, expected below {COARSE}"
+        else:
+            assert_close(out, self.ref, self.pt)
         err = (out.double() - self.ref.double()).abs().max().item()
         repeats = torch.equal(first, replay.result)
         return replay, variant.row(version=version, plan=plan, err=err, repeats=repeats)

@@ -9,11 +9,14 @@ Part p of n takes the tiles p, p + n, p + 2n, ...: all SMs then read neighbourin
 time, which the memory serves faster than n distant ranges, and no program has to divide. By the
 fixed rule a part is a range of keys, whatever else there is.
 
+int8 and e4m3 arrive as pairs of elements: see pairs.py.
+
 Shapes      as kernels/decode_split.py
 Grid        as kernels/decode_split.py
 Traffic     as kernels/decode_split.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v
+            v; beside int8 and e4m3, which are widened to fp16 exactly, q and p are fp16, too, with
+            powers of two taken out of them
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
             32 packed rows; pages of a multiple of 16 keys; strides of K and V multiples of 16
             bytes; otherwise those of kernels/decode_split.py
@@ -30,17 +33,37 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
 from splitkv.kernels import decode_split
-from splitkv.kernels.combine import FINISHED, write_absent
+from splitkv.kernels.combine import write_absent
 from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps
+from splitkv.kernels.hopper.decode_rows import (
+    place_in_batch,
+    slopes_of,
+    tiles_of_part,
+    weights,
+    write_rows,
+)
+from splitkv.kernels.hopper.pairs import (
+    SHIFT,
+    add_values,
+    allocate_scales,
+    ask_scales,
+    both_columns,
+    fill_scales,
+    from_e4m3,
+    from_int8,
+    load_rows,
+    product,
+    scales_of_tile,
+)
 from splitkv.kernels.hopper.ring import (
     Pool,
-    Tiles,
     allocate_ring,
+    arrivals,
     ask,
     clear_behind,
     fill,
@@ -48,51 +71,18 @@ from splitkv.kernels.hopper.ring import (
     thread_barrier,
     tile_at,
 )
+from splitkv.kernels.parts import num_parts as parts_of_problem
+from splitkv.kernels.parts import traffic_of_parts, visited
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
+from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
+from splitkv.kernels.tile.codec import unfit as unfit_scales
 from splitkv.kernels.tile.score import score_log2
-from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of
-from splitkv.kernels.tile.softmax import finish, finite_or_zero
-from splitkv.kv import Paged
+from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
 HEAD_DIMS, MAX_ROWS = (64, 128, 256), 32
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
-
-
-@gluon.jit
-def place_in_batch(
-    programs, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, part, BATCH_P2, TILE_N
-):
-    """(sequence, which of its parts, how many) by the batch rule; see tile/share.py."""
-    a_thread: gl.constexpr = max(1, BATCH_P2 // (32 * gl.num_warps()))
-    warps: gl.constexpr = gl.BlockedLayout([a_thread], [32], [gl.num_warps()], [0])
-    offs_b = gl.arange(0, BATCH_P2, layout=warps)
-    rule = Share(None, None, programs), bounds
-    parts_b = batch_share(*rule, lens_ptr, batch, seqlen_q, t_first, t_last, offs_b, TILE_N)
-    return part_of_batch(parts_b, offs_b, batch, part)
-
-
-@gluon.jit
-def slopes_of(row, at, row_ok):
-    """The ALiBi slope of each row as a column, or None."""
-    slope = None
-    if row.slope_ptr is not None:
-        slope = gl.load(row.slope_ptr + at, mask=row_ok, other=0.0).to(gl.float32)[:, None]
-    return slope
-
-
-@gluon.jit
-def write_final(final, row, acc, m, l, head, row_ok, out_ptrs, lse_rows):
-    """Finish the softmax of rows that one program saw all keys of."""
-    sink_log2 = None
-    if row.sink_ptr is not None:
-        sink = gl.load(row.sink_ptr + head, mask=row_ok, other=0.0).to(gl.float32)
-        sink_log2 = sink * 1.4426950408889634
-    out, lse = finish(acc, m, l, sink_log2)
-    gl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=row_ok[:, None])
-    if final.lse_ptr is not None:
-        gl.store(final.lse_ptr + lse_rows, lse, mask=row_ok)
 
 
 @gluon.jit(
@@ -109,17 +99,25 @@ def write_final(final, row, acc, m, l, head, row_ok, out_ptrs, lse_rows):
         "programs",
         "stride_table",
         "stride_slope",
+        "stride_qsb",
+        "stride_qst",
+        "stride_qsh",
+        "stride_sb",
+        "stride_sn",
+        "stride_sh",
     ]
 )
 def hopper_decode_split(
     q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM]
-    k_desc,  # [batch or pages, keys, num_kv_heads, HEAD_DIM], as v_desc
+    k_desc,  # [batch or pages, keys, num_kv_heads, HEAD_DIM or pairs of it], as v_desc
     v_desc,
     table_ptr,  # [batch, max_pages], or None
     lens_ptr,  # [batch] int32 keys of each sequence, or None: seqlen_k each
     final,  # Final
     partial,  # Partial, or None: one part a sequence
     row,  # Row
+    head_scales,  # Scales that the keys of a head share, or None
+    key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
     seqlen_q,
@@ -140,6 +138,12 @@ def hopper_decode_split(
     stride_oh,
     stride_table,
     stride_slope,
+    stride_qsb,  # of the scales of q: a sequence, a token, a head
+    stride_qst,
+    stride_qsh,
+    stride_sb,  # of those of K and V: a sequence or a page, a key, a head
+    stride_sn,
+    stride_sh,
     GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BATCH_P2: gl.constexpr,
@@ -147,6 +151,7 @@ def hopper_decode_split(
     TILE_N: gl.constexpr,
     SLOTS: gl.constexpr,
     EARLY_KV: gl.constexpr,  # keys of earlier tokens are there before the kernel before has ended
+    WIDEN: gl.constexpr,  # from_int8 or from_e4m3, of keys in pairs; None: keys are as they are
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
@@ -161,17 +166,19 @@ def hopper_decode_split(
         tl.extra.cuda.gdc_launch_dependents()
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
-    dtype: gl.constexpr = k_desc.dtype
+    IN_ONE: gl.constexpr = 1 if WIDEN is None else 2
+    dtype: gl.constexpr = k_desc.dtype if WIDEN is None else gl.float16
     k_boxes, k_ring = allocate_ring(k_desc, SLOTS, TILE_N)
     v_boxes, v_ring = allocate_ring(v_desc, SLOTS, TILE_N)
-    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SLOTS):
-        mbarrier.init(arrived.index(n), count=1)
+    # one thread asks for a tile; all of them copy scales
+    arrived = arrivals(SLOTS, 1 if key_scales is None else 1 + 32 * gl.num_warps())
+    ring = pool, k_boxes, v_boxes, arrived
+    if key_scales is not None:
+        k_scales, v_scales = allocate_scales(SLOTS, TILE_N)
 
     # whose keys, and which part of them
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
-    h = head_tile // row_tiles
-    tile_m = head_tile % row_tiles
+    h, tile_m = head_tile // row_tiles, head_tile % row_tiles
     bounds = Bounds(left, right, sink_tokens)
     t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
     if programs is not None:
@@ -181,20 +188,17 @@ def hopper_decode_split(
             return
         keys = gl.load(lens_ptr + b)
     first_pos = keys - seqlen_q
-    count, near, skip = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
-    if size is None:
-        tiles = Tiles(part, count, parts, near, skip)
-        num_parts = gl.maximum(gl.minimum(count, parts), 1)
-    else:
-        tiles = Tiles(part * size, gl.minimum(part * size + size, count), 1, near, skip)
-        num_parts = parts_of(count, size)
-    ring = pool, k_boxes, v_boxes, arrived
+    seen = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
+    tiles, num_parts = tiles_of_part(part, parts, size, *seen)
     if EARLY_KV:
         fill(*ring, b, h, tiles, keys, first_pos, False, PAGE_SIZE, TILE_N, SLOTS)
         tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
         fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
     else:
         fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
+    if key_scales is not None:
+        of_keys = key_scales, k_scales, v_scales, arrived, pool, b, h, stride_sb, stride_sn
+        fill_scales(*of_keys, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
 
     # the rows, while keys are on their way  [TILE_M]
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, gl.num_warps()], [16, 8])
@@ -204,8 +208,9 @@ def hopper_decode_split(
     rows_a = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, A))
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     q_rows = rows_a // GROUP * stride_qt + (h * GROUP + rows_a % GROUP) * stride_qh
-    q_ptrs = q_ptr + b.to(gl.int64) * stride_qb + q_rows[:, None] + offs_d[None, :]
-    q = gl.load(q_ptrs, mask=(rows_a < seqlen_q * GROUP)[:, None], other=0.0)  # [TILE_M, DIM]
+    q_ptrs = q_ptr + b.to(gl.int64) * stride_qb + q_rows[:, None] + IN_ONE * offs_d[None, :]
+    q_ok = (rows_a < seqlen_q * GROUP)[:, None]
+    q, q_odd, unit = load_rows(q_ptrs, q_ok, WIDEN)  # [TILE_M, DIM] as q_odd
     offs_m = gl.arange(0, TILE_M, layout=M)
     rows = tile_m * TILE_M + offs_m
     row_ok = rows < seqlen_q * GROUP
@@ -213,6 +218,11 @@ def hopper_decode_split(
     head = h * GROUP + rows % GROUP
     pos = (first_pos + t)[:, None]
     slope = slopes_of(row, b * stride_slope + head, row_ok)
+    k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
+    scale *= k_scale
+    if WIDEN is not None:
+        scale *= gl.convert_layout(unit, M)[:, None]
+        scale *= row_scale(row, b, t, head, row_ok, stride_qsb, stride_qst, stride_qsh)
     slot_rows = slot_id.to(gl.int64) * gl.minimum(TILE_M, seqlen_q * GROUP) + offs_m
     if part >= num_parts:
         if partial is not None:
@@ -223,30 +233,31 @@ def hopper_decode_split(
     m = gl.full([TILE_M], float("-inf"), gl.float32, M)
     sums = gl.zeros([TILE_M, TILE_N], gl.float32, S)  # of l, added up across threads at the end
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
-    slot = part * 0
-    phase = part * 0
+    acc_odd = acc
+    slot, phase = part * 0, part * 0
     for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(arrived.index(slot), phase)
         first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
             clear_behind(v_ring.index(slot), keys - first_n)
         k = k_ring.index(slot).permute((1, 0)).load(B)
-        qk = mma_v2(q, k, gl.zeros([TILE_M, TILE_N], gl.float32, S))
+        qk = product(q, q_odd, k, gl.zeros([TILE_M, TILE_N], gl.float32, S), WIDEN)
         offs_n = first_n + inside
+        v_scale_n = None
+        if key_scales is not None:
+            k_scale_n, v_scale_n = scales_of_tile(k_scales, v_scales, slot, S)
+            qk *= k_scale_n
         s = score_log2(qk, scale, softcap, slope, pos, offs_n)
         s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1))
-        top = finite_or_zero(m_new)
-        p = gl.exp2(s - top[:, None])
-        shrink = gl.exp2(m - top)[:, None]
-        m = m_new
-        sums = sums * shrink + p
+        p, shrink, m, sums = weights(s, m, sums, v_scale_n, WIDEN)
         p = gl.convert_layout(p.to(dtype), A)
-        acc = mma_v2(p, v_ring.index(slot).load(B), acc * shrink)
+        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v_ring.index(slot).load(B), WIDEN)
         ahead = i + SLOTS * tiles.by
         if ahead < tiles.last:
             thread_barrier()  # all warps have read the slot
             ask(*ring, slot, b, h, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
+            if key_scales is not None:
+                ask_scales(*of_keys, slot, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
             after = gl.minimum(ahead + tiles.by, tiles.last - 1)
             foresee(pool, b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot += 1
@@ -254,20 +265,13 @@ def hopper_decode_split(
             slot = 0
             phase ^= 1
 
-    l = gl.sum(sums, 1)
-    offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, S))
-    if num_parts == 1:
-        out_rows = b.to(gl.int64) * stride_ob + t.to(gl.int64) * stride_ot + head * stride_oh
-        out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
-        lse_rows = (b * num_kv_heads * GROUP + head).to(gl.int64) * seqlen_q + t
-        write_final(final, row, acc, m, l, head, row_ok, out_ptrs, lse_rows)
-        if partial is not None:
-            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, FINISHED)
-    elif partial is not None:
-        acc_ptrs = partial.acc_ptr + slot_rows[:, None] * DIM_V + offs_v[None, :]
-        gl.store(acc_ptrs, acc, mask=row_ok[:, None])
-        gl.store(partial.m_ptr + slot_rows, m, mask=row_ok)
-        gl.store(partial.l_ptr + slot_rows, l, mask=row_ok)
+    if WIDEN is not None:
+        m -= SHIFT
+        acc = gl.convert_layout(both_columns(acc * v_scale, acc_odd * v_scale), S)
+    out_rows = b.to(gl.int64) * stride_ob + t.to(gl.int64) * stride_ot + head * stride_oh
+    lse_rows = (b * num_kv_heads * GROUP + head).to(gl.int64) * seqlen_q + t
+    result = acc, m, gl.sum(sums, 1), head, row_ok, out_rows, lse_rows, slot_rows, num_parts
+    write_rows(final, partial, row, *result)
 
 
 def box_rows(problem: Problem, tile_n: int) -> int:
@@ -306,7 +310,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 
 def unfit(operands: Operands) -> list[str]:
     """What of a memory layout TMA cannot describe."""
-    reasons = []
+    reasons = unfit_scales(operands)
     for name, x in (("k", operands.k), ("v", operands.v)):
         if 0 in x.shape:
             reasons.append(f"{name}: expected a cache with room for a key, got {list(x.shape)}")
@@ -319,10 +323,14 @@ def unfit(operands: Operands) -> list[str]:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a config: the ring, its barriers, p on its way to another layout."""
-    tile = config.tile_n * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
-    p = config.tile_m * config.tile_n * problem.element_bytes
-    return config.num_stages * (tile + BARRIER_BYTES) + max(p, SCRATCH_BYTES) + 1024
+    """Shared memory of a config: the ring, its barriers, p on its way to another layout, or acc."""
+    tile = config.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
+    if problem.codec.granularity == "token":
+        tile += 8 * config.tile_n
+    moved = config.tile_m * config.tile_n * problem.element_bytes
+    if problem.codec != AS_IS:
+        moved = max(moved, 4 * config.tile_m * problem.head_dim_v)
+    return config.num_stages * (tile + BARRIER_BYTES) + max(moved, SCRATCH_BYTES) + 1024
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
@@ -340,10 +348,19 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     """As of kernels/decode_split.py; by the even rule here, parts are as even as can be."""
-    parts = decode_split.num_parts(problem, config)
+    parts = parts_of_problem(problem, config)
     if config.schedule == "even":
-        parts = max(1, min(decode_split.visited(problem, config.tile_n), config.num_splits))
-    return decode_split.traffic_of_parts(problem, parts)
+        parts = max(1, min(visited(problem, config.tile_n), config.num_splits))
+    return traffic_of_parts(problem, parts)
+
+
+def pairs_of(x: Any) -> Any:
+    """K or V as they are, or two 8-bit elements as one of 16."""
+    if x.element_size() > 1:
+        return x
+    import torch
+
+    return x.view(torch.int16)
 
 
 class Launcher(decode_split.Launcher):
@@ -373,6 +390,8 @@ class Launcher(decode_split.Launcher):
             *out.stride()[:3],
             table.stride(0) if table is not None else 0,
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            *scale_strides(operands.q_scale),
+            *scale_strides(operands.k_scale),
             problem.group,
             problem.place.page_size if isinstance(problem.place, Paged) else 1,
             triton.next_power_of_2(problem.batch) if shared else 1,
@@ -380,18 +399,27 @@ class Launcher(decode_split.Launcher):
             config.tile_n,
             config.num_stages,
             problem.early_kv,
+            {"as_is": None, "int8": from_int8, "fp8": from_e4m3}[problem.codec.name],
         )
         if problem.early_kv:
             self.options["launch_pdl"] = True
-        self.places = tuple((x.shape, x.stride()) for x in (operands.k, operands.v))
+        self.places = tuple((x.shape, x.stride()) for x in map(pairs_of, (operands.k, operands.v)))
 
     def dispatch(self, tensors: tuple[Any, ...], *rest: Any) -> Any:
-        q, k, v, out, lens, table, sink, slopes = tensors
+        q, k, v, out, lens, table, sink, slopes, q_scale, k_scale, v_scale = tensors
         if not (k.data_ptr() | v.data_ptr()) & 15:
             return super().dispatch(tensors, *rest)
         if self.any_address is None:  # `unfit` said nothing of the addresses that this was bound to
+            scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
             operands = Operands(
-                q, k, v, out=out, cache_seqlens=lens, page_table=table, alibi_slopes=slopes
+                q,
+                k,
+                v,
+                out=out,
+                cache_seqlens=lens,
+                page_table=table,
+                alibi_slopes=slopes,
+                **scales,
             )
             why = f"this call runs on {decode_split.KERNEL.name}: {unfit(operands)[0]}"
             warnings.warn(why, stacklevel=2)
@@ -414,8 +442,10 @@ class Launcher(decode_split.Launcher):
 
     def descriptor(self, x: Any) -> TensorDescriptor:
         """K or V [outer, inner, num_kv_heads, dim], a box of keys of one head at a time."""
+        x = pairs_of(x)
         block = [1, self.box, 1, x.shape[3]]
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        swizzle = min(128, 2 * x.shape[3])
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
     def later_splits(self, compiled: Any) -> Launch | None:

@@ -42,10 +42,16 @@ class Tiles(NamedTuple):
 
 @gluon.constexpr_function
 def tile_layout(tile_n, dim, box):
-    """Boxes of `box` rows in TMA's 128-byte swizzle, one after another, as a tile [tile_n, dim]."""
+    """Boxes of `box` rows in TMA's swizzle, one after another, as a tile [tile_n, dim].
+
+    The swizzle is that of 128 bytes, or of 64 where rows are no longer.
+    """
     log_box, log_dim, log_tile = (n.bit_length() - 1 for n in (box, dim, tile_n))
-    bases = [[0, 1 << i] for i in range(6)]  # 64 elements of a row,
-    bases += [[1 << i, 8 << i] for i in range(3)]  # their groups of 8 permuted by the row
+    narrow = 1 if dim == 32 else 0
+    bases = [[0, 1 << i] for i in range(6 - narrow)]  # 64 elements of a row,
+    bases += [[1, 0]] * narrow
+    # their groups of 8 permuted by the row
+    bases += [[1 << i, 8 << (i - narrow)] for i in range(narrow, 3)]
     bases += [[1 << i, 0] for i in range(3, log_box)]
     bases += [[0, 1 << i] for i in range(6, log_dim)]
     bases += [[1 << i, 0] for i in range(log_box, log_tile)]
@@ -61,6 +67,15 @@ def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
     boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     tiles = reinterpret(boxes, desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
     return boxes, tiles
+
+
+@gluon.jit
+def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    """A barrier for each slot of the ring, which opens when it has been arrived at so often."""
+    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(SLOTS):
+        mbarrier.init(arrived.index(n), count=COUNT)
+    return arrived
 
 
 @gluon.jit
@@ -80,18 +95,23 @@ def ask(
     """Have the keys and values of a tile copied to a slot of the ring."""
     BOX: gl.constexpr = pool.k.block_type.shape[1]
     BOXES: gl.constexpr = TILE_N // BOX
+    pages = ()  # all asked for before one is waited for
+    for n in gl.static_range(BOXES):
+        page = b
+        if pool.table_ptr is not None:
+            first = tile * TILE_N + n * BOX
+            entry = pool.table_ptr + b.to(gl.int64) * pool.stride_table + first // PAGE_SIZE
+            page = gl.load(entry, mask=first < keys, other=0)
+        pages = pages + (page,)  # type: ignore[assignment]
     barrier = arrived.index(slot)
     mbarrier.expect(barrier, BOXES * (pool.k.block_type.nbytes + pool.v.block_type.nbytes))
     for n in gl.static_range(BOXES):
-        outer = b
         inner = tile * TILE_N + n * BOX
         if pool.table_ptr is not None:
-            entry = pool.table_ptr + b.to(gl.int64) * pool.stride_table + inner // PAGE_SIZE
-            outer = gl.load(entry, mask=inner < keys, other=0)
             inner %= PAGE_SIZE
         at = slot * BOXES + n
-        async_load(pool.k, [outer, inner, h, 0], barrier, k_boxes.index(at))
-        async_load(pool.v, [outer, inner, h, 0], barrier, v_boxes.index(at))
+        async_load(pool.k, [pages[n], inner, h, 0], barrier, k_boxes.index(at))
+        async_load(pool.v, [pages[n], inner, h, 0], barrier, v_boxes.index(at))
 
 
 @gluon.jit
@@ -149,4 +169,5 @@ def clear_behind(v, count):
         [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
     )
     rows = gl.arange(0, v.shape[0], layout=gl.SliceLayout(1, layout))
-    v.store(gl.where((rows < count)[:, None], v.load(layout), 0.0))
+    kept = v.load(layout)
+    v.store(gl.where((rows < count)[:, None], kept, gl.zeros_like(kept)))

@@ -1,0 +1,211 @@
+"""Tiles of 8-bit keys and values as tiles of pairs: two elements of a row in 16 bits.
+
+TMA, swizzle and ldmatrix work on 16 bits, so a tile of pairs moves as one of bf16 of half the
+width. In registers a pair becomes two fp16 numbers, exactly: of every row the even and the odd
+columns. Products with them are two of half the width: scores are the sum of both, the output has
+its even columns from one and its odd ones from the other.
+
+q joins as fp16 too. A power of two a row, taken out of it, keeps what bf16 can hold; q below 2^-14
+of the row's largest element may lose its last bits.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+
+from splitkv.kernels.hopper.ring import tile_at
+
+# p and what it is multiplied with are fp16: p up to 2^SHIFT, so that what is 2^-24 of the largest
+# is still a normal number. A scale of values is 2^e * f: e joins the score that p is the power of,
+# so that p stays in its range whatever the scales are, and f joins p. It is 2^-60 at least.
+SHIFT, LEAST_SCALE = gl.constexpr(14.0), gl.constexpr(2.0**-60)
+
+
+@gluon.jit
+def from_int8(pairs):
+    """(even, odd) columns: the byte plus 128 is the low byte of 1024 + it in fp16."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .b32 u, shift;
+            mov.b32 shift, 0x64806480;
+            xor.b32 u, $2, 0x80808080;
+            prmt.b32 $0, u, 0x64646464, 0x4240;
+            prmt.b32 $1, u, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, shift;
+            sub.f16x2 $1, $1, shift;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def from_e4m3(pairs):
+    """(even, odd) columns, by the instruction for it."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .b32 u;
+            .reg .b16 even, odd;
+            prmt.b32 u, $2, $2, 0x3120;
+            mov.b32 {even, odd}, u;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def load_rows(ptrs, ok, widen: gl.constexpr):
+    """(even, odd, unit) of rows of q: even * unit and odd * unit are its columns.
+
+    Beside keys as they are (widen: None) the first is q, and the others mean nothing.
+    """
+    if widen is None:
+        q = gl.load(ptrs, mask=ok, other=0.0)
+        even, odd, unit = (
+            q,
+            q,
+            gl.full([q.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, q.type.layout)),
+        )
+    else:
+        even, odd, unit = rows_of_pairs(ptrs, ok)
+    return even, odd, unit
+
+
+@gluon.jit
+def rows_of_pairs(ptrs, ok):
+    """As `load_rows`, in fp16."""
+    even = gl.load(ptrs, mask=ok, other=0.0).to(gl.float32)
+    odd = gl.load(ptrs + 1, mask=ok, other=0.0).to(gl.float32)
+    top = gl.maximum(gl.max(gl.abs(even), 1), gl.max(gl.abs(odd), 1))
+    # the power of two below the largest, and its inverse: 2^e * 2^-e, exponents 1 to 253
+    bits = top.to(gl.int32, bitcast=True) & 0x7F800000
+    bits = gl.minimum(gl.maximum(bits, 1 << 23), 253 << 23)
+    inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)[:, None]
+    even, odd = (even * inverse).to(gl.float16), (odd * inverse).to(gl.float16)
+    return even, odd, bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def product(q, q_odd, k, zeros, widen: gl.constexpr):
+    """q @ k, k as it is or as pairs."""
+    if widen is None:
+        s = mma_v2(q, k, zeros)
+    else:
+        even, odd = widen(k)
+        s = mma_v2(q_odd, odd, mma_v2(q, even, zeros))
+    return s
+
+
+@gluon.jit
+def add_values(acc, acc_odd, shrink, p, v, widen: gl.constexpr):
+    """(acc, acc_odd) times `shrink` and p @ v, v as it is (acc alone) or as pairs."""
+    if widen is None:
+        acc = mma_v2(p, v, acc * shrink)
+    else:
+        even, odd = widen(v)
+        acc = mma_v2(p, even, acc * shrink)
+        acc_odd = mma_v2(p, odd, acc_odd * shrink)
+    return acc, acc_odd
+
+
+@gluon.jit
+def both_columns(even, odd):
+    """[rows, 2 * columns] of the even and the odd columns."""
+    return gl.join(even, odd).reshape([even.shape[0], 2 * even.shape[1]])
+
+
+@gluon.jit
+def scales_of_tile(k_ring, v_ring, slot, S: gl.constexpr):
+    """(k, v) scales of the keys in a slot, as rows in the layout of scores."""
+    k_scale = k_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
+    v_scale = v_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
+    return k_scale, gl.where(v_scale < LEAST_SCALE, LEAST_SCALE, v_scale)
+
+
+@gluon.jit
+def parts_of_scale(scale):
+    """(e, f, 2^-e) of scale = 2^e * f, 1 <= f < 2, by its bits alone; not finite: f is NaN."""
+    bits = scale.to(gl.int32, bitcast=True)
+    e = ((bits >> 23) | 0x4B000000).to(gl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
+    f = ((bits & 0x007FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
+    f = gl.where(scale < float("inf"), f, float("nan"))
+    return e, f, (0x7F000000 - (bits & 0x7F800000)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def allocate_scales(SLOTS: gl.constexpr, TILE_N: gl.constexpr):
+    """Shared memory for a scale of K and one of V of each key in flight, [SLOTS, TILE_N] each."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE_N], plain)
+    v_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE_N], plain)
+    return k_ring, v_ring
+
+
+@gluon.jit
+def fill_scales(
+    scales,
+    k_ring,
+    v_ring,
+    arrived,
+    pool,
+    b,
+    h,
+    stride_b,
+    stride_n,
+    tiles,  # Tiles
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """Have the scales of the tiles copied that `fill` asks for."""
+    of_keys = scales, k_ring, v_ring, arrived, pool, b, h, stride_b, stride_n
+    for n in gl.static_range(SLOTS):
+        i = tiles.first + n * tiles.by
+        if i < tiles.last:
+            ask_scales(*of_keys, n, tile_at(tiles, i), keys, PAGE_SIZE, TILE_N)
+
+
+@gluon.jit
+def ask_scales(
+    scales,  # Scales
+    k_ring,  # [SLOTS, TILE_N] fp32, as v_ring
+    v_ring,
+    arrived,
+    pool,  # Pool
+    b,
+    h,
+    stride_b,
+    stride_n,
+    slot,
+    tile,
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+):
+    """Have the scales of a tile's keys copied to its slot; every thread arrives once."""
+    warps: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    offs_n = tile * TILE_N + gl.arange(0, TILE_N, layout=warps)
+    ok = offs_n < keys
+    outer = offs_n * 0 + b
+    inner = offs_n
+    if pool.table_ptr is not None:
+        row = pool.table_ptr + b.to(gl.int64) * pool.stride_table
+        outer = gl.load(row + offs_n // PAGE_SIZE, mask=ok, other=0)
+        inner = offs_n % PAGE_SIZE
+    at = outer.to(gl.int64) * stride_b + inner.to(gl.int64) * stride_n + h
+    async_copy.async_copy_global_to_shared(k_ring.index(slot), scales.k_ptr + at, mask=ok)
+    async_copy.async_copy_global_to_shared(v_ring.index(slot), scales.v_ptr + at, mask=ok)
+    async_copy.mbarrier_arrive(arrived.index(slot), increment_count=False)

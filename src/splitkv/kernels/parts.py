@@ -1,0 +1,59 @@
+"""Parts of the keys on the host: the grid of a plan of decode, what its parts read and write."""
+
+from __future__ import annotations
+
+import triton
+
+from splitkv.plans import Config, Traffic
+from splitkv.problem import Problem
+
+
+def packed_rows(problem: Problem, config: Config) -> tuple[int, int]:
+    """Row tiles of a sequence and KV head, and the rows that a partial of one of them stores."""
+    return triton.cdiv(problem.rows, config.tile_m), min(config.tile_m, problem.rows)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Programs along each axis of the launch."""
+    heads = problem.num_kv_heads * packed_rows(problem, config)[0]
+    if config.schedule == "batch":
+        return config.programs, heads, 1
+    return config.num_splits, heads, problem.batch
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
+    return traffic_of_parts(problem, num_parts(problem, config))
+
+
+def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
+    """What so many parts of every sequence read and write."""
+    rows = problem.batch * problem.seqlen_q * problem.num_heads
+    return Traffic(
+        kv_bytes=problem.kv_bytes,
+        q_bytes=rows * problem.head_dim * problem.element_bytes,
+        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
+        partial_bytes=2 * parts * rows * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
+        flops=2 * rows * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
+    )
+
+
+def visited(problem: Problem, tile_n: int) -> int:
+    """Tiles of a sequence as long as it may be: tile/band.py on the host."""
+    tiles = end = 0
+    for lo, hi in problem.mask.span(problem.seqlen_q, problem.seqlen_k):
+        first, end = max(lo // tile_n, end), triton.cdiv(hi, tile_n)
+        tiles += end - first
+    return tiles
+
+
+def num_parts(problem: Problem, config: Config) -> int:
+    """Parts of every sequence where all are as long as they may be: tile/share.py on the host."""
+    tiles = visited(problem, config.tile_n)
+    parts = config.num_splits
+    if config.schedule == "batch":  # programs / batch - 1, rounded up
+        parts = max(triton.cdiv(config.programs - problem.batch, problem.batch), 1)
+    per = max(triton.cdiv(tiles, parts), 1)
+    if config.schedule == "fixed":
+        per = config.split_size // config.tile_n
+    return max(triton.cdiv(tiles, per), 1)

@@ -1,0 +1,84 @@
+"""How a stored key or value becomes a number: widened exactly, and its scale.
+
+int8 and e4m3 have at most 8 significant bits, so the working types hold every stored value as it
+is. A scale that keys of a head share multiplies scores, or the output, once. A scale of a key and
+head multiplies its score, and its probability instead of its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Scales(NamedTuple):
+    """Pointers to the fp32 scales of K and of V, which have one layout."""
+
+    k_ptr: Any
+    v_ptr: Any
+
+
+@triton.jit
+def e4m3(bits):
+    """The fp16 values of e4m3 bits in uint8, for GPUs that have no instruction for it.
+
+    The exponent of e4m3 is 8 less biased than that of fp16, so the same bits there mean 2^-8 of it,
+    subnormals too. The one pattern without a number is NaN.
+    """
+    x = bits.to(tl.uint16)
+    same = ((x & 0x80) << 8) | ((x & 0x7F) << 7)
+    return tl.where((x & 0x7F) == 0x7F, float("nan"), same.to(tl.float16, bitcast=True) * 256.0)
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr):
+    """x as it is where it is of the working type, else its stored numbers in `dtype`."""
+    if x.dtype == tl.uint8:
+        x = e4m3(x)
+    elif x.dtype == tl.int8:
+        x = x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def scale_of_head(scales, b, h, stride_b, stride_h):
+    """(k, v) scales of a sequence and KV head, which all its keys share; 1 without any."""
+    k_scale = 1.0
+    v_scale = 1.0
+    if scales is not None:
+        at = b * stride_b + h * stride_h
+        k_scale = tl.load(scales.k_ptr + at)
+        v_scale = tl.load(scales.v_ptr + at)
+    return k_scale, v_scale
+
+
+@triton.jit
+def row_scale(row, b, t, head, ok, stride_b, stride_t, stride_h):
+    """Scales of rows of q as a column; 1 without any."""
+    scale = 1.0
+    if row.scale_ptr is not None:
+        at = b * stride_b + t * stride_t + head * stride_h
+        scale = tl.load(row.scale_ptr + at, mask=ok, other=0.0)[:, None]
+    return scale
+
+
+def scale_strides(scale: Any) -> tuple[int, int, int]:
+    """Elements between the scales of sequences or pages, of tokens and of heads; 0: they share it.
+
+    scale  None, or of one element, [heads], [batch, heads] or [batch or pages, tokens, heads]
+    """
+    if scale is None or scale.dim() == 0 or scale.numel() == 1 and scale.dim() == 1:
+        return 0, 0, 0
+    *outer, head = scale.stride()
+    b, t = (0, 0) if not outer else (outer[0], outer[1] if len(outer) > 1 else 0)
+    return b, t, head
+
+
+def unfit(operands: Any) -> list[str]:
+    """What of the layout of scales kernels have no strides for: K and V share theirs."""
+    k, v = operands.k_scale, operands.v_scale
+    if k is None or scale_strides(k) == scale_strides(v):
+        return []
+    return [f"v_scale: expected the strides of k_scale {tuple(k.stride())}, got {v.stride()}"]
