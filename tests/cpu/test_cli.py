@@ -271,6 +271,9 @@ def test_report_draws_a_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     results.write_text("")
     result = run("report", str(results), "--plot", str(tmp_path / "curve.svg"))
     assert result.exit_code == 0 and drawn["args"] == ([], tmp_path / "curve.svg")
+    drawn = stand_in(monkeypatch, "plots.draw_all", None)
+    result = run("report", str(results), "--plot", str(tmp_path / "curves"))
+    assert result.exit_code == 0 and drawn["args"] == ([], tmp_path / "curves")
 
 
 def test_without_matplotlib_the_plot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

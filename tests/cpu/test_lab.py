@@ -16,6 +16,8 @@ import pytest
 import torch
 from click.testing import Result
 from compiling import AnyGPU
+from results import FLOOR, MACHINE
+from results import decode_records as records
 from rich.console import Console
 from triton.runtime.driver import driver
 from typer.testing import CliRunner
@@ -33,13 +35,6 @@ from splitkv.problem import Problem
 from splitkv.testing import assert_close
 
 SMALL = Problem("decode", 3, 4, 2, 16, 16, 1, 48, mask=Mask(causal=True), lengths="device")
-FLOOR = floor.Floor(Timing(2.0, 0.1), "tma 64x12x1")
-MACHINE = {
-    "gpu": "NVIDIA H200",
-    "driver": "580",
-    "versions": {"python": "3.12", "torch": "2.11", "triton": "3.6"},
-    "commit": "abc",
-}
 
 
 def small(place: str = "contiguous", lengths: tuple[int, ...] | None = None, **more: Any) -> Case:
@@ -458,18 +453,6 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch)
 # records and tables
 
 
-def records() -> list[dict[str, Any]]:
-    ours = bench.our_variants()[0]
-    fa3, cudnn = (peers.PEERS[name].variants[0] for name in ("fa3", "cudnn"))
-    found = []
-    for name, times in (("mqa8_b1_512", (4.0, 8.0, 6.0)), ("mqa8_b8_4096", (8.0, 9.0, None))):
-        for variant, us in zip((ours, fa3, cudnn), times, strict=True):
-            measured = {"us": us, "spread_us": 0.1, "err": 1e-3, "version": "1"}
-            row = variant.row(**measured) if us else variant.row(reasons=["too old"])
-            found.append(bench.record(CASES[name], row, FLOOR, Protocol(), MACHINE))
-    return found
-
-
 def test_a_record_says_what_where_and_when() -> None:
     r = records()[0]
     assert {
@@ -499,6 +482,7 @@ def test_a_record_says_what_where_and_when() -> None:
         ),
     } <= r.keys()
     assert r["tbs"] == pytest.approx(262144 / 4e-6 / 1e12)
+    assert r["flops"] == 4 * 8 * 512 * 128 and r["tflops"] == r["flops"] / 4.0 / 1e6
     assert r["floor_us"] == 2.0 and r["floor"]["by"] == "tma 64x12x1"
     assert r["shape"]["place"] == "contiguous" and r["shape"]["seqlen_k"] == 512
     assert r["versions"] == {**MACHINE["versions"], "library": "1"}
@@ -556,9 +540,11 @@ def test_a_record_names_what_is_special_about_a_case() -> None:
     row = bench.our_variants()[0].row(us=50.0, spread_us=0.1, err=0.0)
     r = bench.record(case, row, FLOOR, Protocol(), MACHINE)
     assert r["kv_bytes"] == case.kv_bytes and r["tbs"] == case.kv_bytes / 50.0 / 1e6
+    assert r["flops"] / r["kv_bytes"] == case.problem.num_heads / case.problem.num_kv_heads
     assert tuple(r["shape"]["lengths"]) == suites.mixed_lengths()
     windowed = bench.record(CASES["gpt_oss_b1_4096_window128"], row, FLOOR, Protocol(), MACHINE)
     assert windowed["shape"]["mask"] == "causal window(127, -1)"
+    assert windowed["flops"] == 4 * 64 * 128 * 64
     assert windowed["shape"]["sink_logits"] is True
 
 
@@ -607,7 +593,7 @@ def test_results_are_on_disk_before_a_run_stops(
 
     monkeypatch.setattr(bench, "measure", broken)
     path, screen = tmp_path / "new" / "results.jsonl", io.StringIO()
-    status = bench.bench_decode(
+    found, status = bench.bench_decode(
         select(["mqa8_b1_*"], "contiguous"),
         ours=bench.our_variants(),
         peers=[],
@@ -618,6 +604,7 @@ def test_results_are_on_disk_before_a_run_stops(
     assert status == 1
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["case"] for r in lines] == ["mqa8_b1_512", "mqa8_b1_2048"]
+    assert json.loads(json.dumps(found)) == lines
     assert "mqa8_b1_2048: stopped: RuntimeError: CUDA error" in screen.getvalue()
     assert "| mqa8_b1_2048" in screen.getvalue()
 
@@ -629,7 +616,7 @@ def test_past_the_time_limit_no_case_is_started(monkeypatch: pytest.MonkeyPatch)
     row = bench.our_variants()[0].row(us=1.0, spread_us=0.0)
     monkeypatch.setattr(bench, "measure", lambda *_: iter([row]))
     screen = io.StringIO()
-    status = bench.bench_decode(
+    _, status = bench.bench_decode(
         select([]),
         ours=bench.our_variants(),
         peers=[],

@@ -13,6 +13,8 @@ import pytest
 import torch
 from click.testing import Result
 from compiling import AnyGPU
+from results import MACHINE, PEAK, TWO, measured
+from results import rate_records as records
 from rich.console import Console
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
@@ -24,52 +26,20 @@ from splitkv.cli import app
 from splitkv.device import GPUS
 from splitkv.lab import compiler, report
 from splitkv.lab.cases import Case
-from splitkv.lab.sequences import bench, cases, peers, timing
+from splitkv.lab.sequences import bench, cases, timing
 from splitkv.lab.sequences.cases import Inputs, flops
 from splitkv.lab.sequences.suites import CASES, SUITES, select
 from splitkv.lab.sequences.timing import QUICK, Measured, Pace, Sample, Station, key_of
-from splitkv.lab.timing import Timing
 from splitkv.masks import Mask
 from splitkv.problem import Problem
 from splitkv.registry import kernel_named
 
 H200 = GPUS["h200"]
-MACHINE = {
-    "gpu": "NVIDIA H200",
-    "driver": "580",
-    "versions": {"python": "3.12", "torch": "2.11", "triton": "3.6"},
-    "commit": "abc",
-}
-TWO = ("gqa32x8_b4_8192_full", "gqa32x8_b1_16384_full")
-PEAK = Timing(1500.0, 15.0)
 PEAK_TFLOPS = 2 * 8192**3 / 1500.0 / 1e6
 
 
 def command(*args: str) -> Result:
     return CliRunner().invoke(app, ["bench", *args])
-
-
-def measured(case: Case, times: Sequence[float | None]) -> Measured:
-    """Ours, FlashAttention-3 and cuDNN, in so many milliseconds."""
-    ours = bench.our_variants()[0]
-    fa3x, cudnn = (peers.PEERS[name].variants[0] for name in ("fa3x", "cudnn"))
-    rows = []
-    for variant, ms in zip((ours, fa3x, cudnn), times, strict=True):
-        found = {"us": 1e3 * ms, "spread_us": 5.0} if ms else {"reasons": ["too old"]}
-        rows.append(variant.row(err=1e-3 if ms else None, version="1", **found))
-        rows[-1] |= {"errors": {"out": 1e-3}, "launched": ["prefill"], "calls": 5}
-        rows[-1]["clocks"] = {"sm_mhz": 1500} if ms else None
-    return Measured(rows, PEAK, 1490)
-
-
-def records(way: str = "forward", suite: str = "prefill") -> list[dict[str, Any]]:
-    found = []
-    for name, times in zip(TWO, ((8.0, 4.0, 6.0), (10.0, None, 20.0)), strict=True):
-        case = CASES[("forward", name)]
-        if way == "backward":
-            case = replace(case, problem=replace(case.problem, needs_grad=True))
-        found += bench.records(suite, case, measured(case, times), Pace(), MACHINE)
-    return found
 
 
 # plans
@@ -243,13 +213,14 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, measure: Any, **options: Any) -> tuple[int, str]:
     monkeypatch.setattr(bench, "measure", measure)
     screen = io.StringIO()
-    status = bench.bench_sequences(
+    found, status = bench.bench_sequences(
         "backward",
         select("backward", "dims", ["mha16_d64*"]),
         ours=bench.our_variants(),
         console=Console(file=screen, width=80),
         **{"peers": ["cudnn"], "pace": QUICK, **options},
     )
+    assert {r["suite"] for r in found} <= {"backward"}
     return status, screen.getvalue()
 
 
@@ -322,9 +293,9 @@ def test_what_cannot_be_measured_is_one_line_and_status_2(
 def test_options_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
-    def benchmark(name: str, chosen: list[Case], **options: Any) -> int:
+    def benchmark(name: str, chosen: list[Case], **options: Any) -> Any:
         seen.update(name=name, cases=chosen, **options)
-        return 1
+        return [], 1
 
     monkeypatch.setattr(bench, "bench_sequences", benchmark)
     result = command(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import MACHINE
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -31,12 +32,6 @@ from splitkv.policies import paged_attention_v2
 from splitkv.testing import assert_close
 
 H200 = GPUS["h200"]
-MACHINE = {
-    "gpu": "NVIDIA H200",
-    "driver": "580",
-    "versions": {"python": "3.12", "torch": "2.11", "triton": "3.6"},
-    "commit": "abc",
-}
 Us = Callable[[Work, Way], float | None]
 
 
@@ -208,7 +203,7 @@ def test_fa3_is_asked_for_the_splits_of_the_way(monkeypatch: pytest.MonkeyPatch)
     for variant in backends.fa3_variants(work):
         variant.prepare(None)
     assert [(g["num_splits"], g["pack_gqa"]) for g in given] == [
-        *((1, False), (0, False), (1, None), (0, None))
+        *((1, False), (0, False), (1, True), (0, True))
     ]
 
 
@@ -282,9 +277,9 @@ def test_whole_sequences_that_are_there_are_left_out(
 ) -> None:
     asked: list[tuple[str, list[str]]] = []
 
-    def bench(command: str, cases: list[Case], **options: Any) -> int:
+    def bench(command: str, cases: list[Case], **options: Any) -> tuple[list[Any], int]:
         asked.append((command, [case.name for case in cases]))
-        return 0
+        return [], 0
 
     monkeypatch.setattr(run, "facts", lambda: MACHINE)
     monkeypatch.setattr(run.sequences, "bench_sequences", bench)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import AnyGPU
+from results import MACHINE
 from rich.console import Console
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import CompiledKernel
@@ -41,12 +42,6 @@ from splitkv.problem import Problem
 
 ALL_KERNELS = registry.KERNELS
 H200 = GPUS["h200"]
-MACHINE = {
-    "gpu": "NVIDIA H200",
-    "driver": "580",
-    "versions": {"python": "3.12", "torch": "2.11", "triton": "3.6"},
-    "commit": "abc",
-}
 CASE = CASES["mqa8_b1_512"]
 POLICY = {"waves": waves.choose, "one": fixed.with_splits(1)}
 

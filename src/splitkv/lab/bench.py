@@ -27,10 +27,10 @@ from rich.table import Table
 import splitkv
 from splitkv.device import Device, current
 from splitkv.errors import expect, expect_one_of
-from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.cases import Case, Inputs, flops
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.floor import Floor, Floors
-from splitkv.lab.lines import Lines
+from splitkv.lab.lines import Lines, Record
 from splitkv.lab.peers import PEERS, Worker
 from splitkv.lab.report import OURS, besides, cell, number, summary, title
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure, nvidia_smi, one_line
@@ -130,11 +130,13 @@ def record(
         },
         "dtype": p.dtype,
         "kv_bytes": case.kv_bytes,
+        "flops": flops(case),
         "us": us,
         "spread_us": row["spread_us"],
         "floor_us": floor.timing.us if floor else None,
         "floor": {**asdict(floor.timing), "by": floor.by} if floor else None,
         "tbs": case.kv_bytes / us / 1e6 if us else None,
+        "tflops": flops(case) / us / 1e6 if us else None,
         "err": row["err"],
         "repeats": row["repeats"],
         "reasons": row["reasons"],
@@ -206,8 +208,10 @@ def bench_decode(
     time_limit: float | None = None,
     jobs: int = 0,
     console: Console | None = None,
-) -> int:
-    """Measure the cases, none started past the limit. 0, or 1 where one of ours has no time.
+) -> tuple[list[Record], int]:
+    """Measure the cases, none started past the limit.
+
+    Returns the results, and 0, or 1 where one of ours has no time.
 
     `jobs` processes compile our kernels ahead.
     """
@@ -255,7 +259,7 @@ def bench_decode(
         text = "\n\n".join(filter(None, ["\n" + summary(records), besides(records)]))
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     failed = [r["case"] for r in records if r["library"].startswith(OURS) and r["us"] is None]
-    return 1 if failed or lost else 0
+    return records, 1 if failed or lost else 0
 
 
 def _our_plans(case: Case, ours: Sequence[Variant], device: Device) -> list[Plan]:

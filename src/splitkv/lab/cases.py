@@ -48,6 +48,14 @@ class Case:
         return sum(replace(alone, seqlen_k=keys).kv_bytes for keys in self.lengths)
 
 
+def flops(case: Case) -> int:
+    """Operations of decode: two products of each query with every key that some query sees."""
+    p = case.problem
+    lengths = case.lengths or (p.seqlen_k,) * p.batch
+    visible = sum(p.mask.num_keys(p.seqlen_q, keys) for keys in lengths)
+    return 2 * p.num_heads * p.seqlen_q * visible * (p.head_dim + p.head_dim_v)
+
+
 class Inputs:
     """Operands of a case: as many buffers of q, K and V as are to be rotated, from a seed.
 

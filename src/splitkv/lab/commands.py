@@ -4,7 +4,7 @@ report`."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,21 +30,27 @@ bench = typer.Typer(no_args_is_help=True, help="Measure on the GPU that is here.
 app.add_typer(bench, name="bench")
 
 
-@bench.command("decode")
+SUITE_OF = {"decode": "records", "paged": "pages", "quant": "quant"}
+
+
+@bench.command("decode", help="Time decode beside the read floor and other libraries.")
+@bench.command("paged", help="Time decode on pages of every size beside a contiguous cache.")
+@bench.command("quant", help="Time decode on int8 and e4m3 keys and values.")
 def bench_decode(
+    context: typer.Context,
     case: Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")] = None,
     place: Annotated[str, typer.Option(help="contiguous, page16, ... or all.")] = "all",
-    suite: Annotated[str, typer.Option(help="Which named cases.")] = "records",
+    suite: Annotated[str | None, typer.Option(help="Named cases; else the command's.")] = None,
     peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "all",
     mode: Annotated[str, typer.Option(help="isolated or back-to-back.")] = "isolated",
     warm: Annotated[bool, typer.Option(help="One buffer, which stays in the L2.")] = False,
     policy: Annotated[list[str] | None, typer.Option(help="Repeat to compare.")] = None,
     num_splits: Annotated[int, typer.Option(help="Force it; 0 asks the policy.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A folder for pictures.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
 ) -> None:
-    """Time decode beside the read floor and other libraries, each result checked first."""
     with one_line_errors():
         from splitkv.lab import bench as lab
         from splitkv.lab.peers import parse
@@ -53,7 +59,9 @@ def bench_decode(
 
         expect_at_least("num_splits", num_splits, 0)
         expect_run(time_limit, jobs)
-        status = lab.bench_decode(
+        suite = suite or SUITE_OF[str(context.info_name)]
+        draw = find_plots().draw_all if plot else None
+        records, status = lab.bench_decode(
             select(case or [], place, suite),
             ours=lab.our_variants(policy or [], num_splits),
             peers=parse(peers),
@@ -63,6 +71,8 @@ def bench_decode(
             jobs=jobs,
             console=console,
         )
+        if draw and plot:
+            show_drawn(draw(records, plot))
     raise typer.Exit(status)
 
 
@@ -77,6 +87,7 @@ def bench_sequences(
     kernel: Annotated[list[str] | None, typer.Option(help="Force it; repeat to compare.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few rounds of short bursts.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A folder for pictures.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
 ) -> None:
@@ -89,7 +100,8 @@ def bench_sequences(
 
         expect_run(time_limit, jobs)
         command = str(context.info_name)
-        status = lab.bench_sequences(
+        draw = find_plots().draw_all if plot else None
+        records, status = lab.bench_sequences(
             command,
             select(command, suite, case or []),
             ours=lab.our_variants(kernel or []),
@@ -100,6 +112,8 @@ def bench_sequences(
             jobs=jobs,
             console=console,
         )
+        if draw and plot:
+            show_drawn(draw(records, plot))
     raise typer.Exit(status)
 
 
@@ -139,7 +153,7 @@ def sweep(
             **{"policies": policies_named(policy), "jobs": jobs, "json_path": json_path},
             **{"time_limit": time_limit, "console": console},
         }
-        draw = find_draw() if plot else None
+        draw = find_plots().draw if plot else None
         swept = lab.case_to_sweep(case, **dims)
         if seqlens is None:
             if num_splits is not None:
@@ -337,7 +351,10 @@ def distil(
 @app.command()
 def report(
     results: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")],
-    plot: Annotated[Path | None, typer.Option(help="A picture of a sweep, .png or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="A folder for pictures, or FILE.svg or .png for a sweep.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="One page of tables and pictures.")] = None,
 ) -> None:
     """Print measured results as Markdown tables; needs no GPU."""
     with one_line_errors():
@@ -345,9 +362,20 @@ def report(
         from splitkv.lab.report import report as as_markdown
 
         records = read(results)
+        text = as_markdown(records)
         if plot:
-            find_draw()(records, plot)
-        typer.echo(as_markdown(records))
+            plots = find_plots()
+            if plot.suffix in plots.ENDINGS:
+                plots.draw(records, plot)
+            else:
+                plots.draw_all(records, plot)
+        if html:
+            find_plots()
+            from splitkv.lab.page import page
+
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(page(records), encoding="utf-8")
+        typer.echo(text)
 
 
 def expect_run(time_limit: float | None, jobs: int) -> None:
@@ -367,13 +395,17 @@ def effort(candidates: int, rounds: int, time_limit: float | None, jobs: int) ->
     return Effort(candidates, rounds)
 
 
-def find_draw() -> Callable[[list[dict[str, Any]], Path], None]:
-    """`plots.draw`, where matplotlib is installed."""
+def find_plots() -> Any:
+    """`lab.plots`, where matplotlib is installed."""
     try:
-        from splitkv.lab.plots import draw
+        return import_module("splitkv.lab.plots")
     except ModuleNotFoundError as error:
         raise ValueError(f"plot: expected splitkv[lab] installed, got no {error.name}") from None
-    return draw
+
+
+def show_drawn(paths: list[Path]) -> None:
+    """Say where pictures are."""
+    console.print("\n".join(map(str, paths)), markup=False, highlight=False, soft_wrap=True)
 
 
 def find_evolve() -> Any:

@@ -1,4 +1,7 @@
-"""Pictures of sweeps, as matplotlib draws them: the file's ending says the format."""
+"""Pictures of results, as matplotlib draws them: the file's ending says the format.
+
+`pictures` makes all that the records of one command give, for a folder or a page.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from splitkv.errors import expect
+from splitkv.lab import bench_plots
 from splitkv.lab.lines import Record
-from splitkv.lab.report import machine
+from splitkv.lab.report import SWEPT_OVER_KEYS, machine, sections
 
 MARKS = "osD^vPX*h"
+ENDINGS = (".svg", ".png", ".pdf")
+# Text stays text, and the same results give the same bytes.
+SVG = {"svg.fonttype": "none", "svg.hashsalt": "splitkv"}
+NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -21,12 +30,59 @@ def draw(records: Sequence[Record], path: Path) -> None:
     studied = [r for r in records if r["suite"] == "study"]
     expect(swept or studied, "plot", "results of `splitkv sweep`", "none")
     if swept:
-        splits([r for r in swept if r["case"] == swept[-1]["case"]], path)
+        save(splits([r for r in swept if r["case"] == swept[-1]["case"]]), path)
     else:
-        boundary(studied, path)
+        save(boundary(studied), path)
 
 
-def splits(records: Sequence[Record], path: Path) -> None:
+def draw_all(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Every picture that there is, as .svg files of a folder."""
+    paths = []
+    for name, part in sections(records).items():
+        for kind, figure in pictures(name, part).items():
+            paths.append(folder / f"{kind}.svg")
+            save(figure, paths[-1])
+    return paths
+
+
+def pictures(command: str, records: Sequence[Record]) -> dict[str, Figure]:
+    """name -> picture, of the records of one command."""
+    found: dict[str, Figure] = {}
+    if command == "sweep":
+        for where in dict.fromkeys((machine(r), r["case"]) for r in records):
+            here = [r for r in records if (machine(r), r["case"]) == where]
+            found[unused(f"splits-{where[1]}", found)] = splits(here)
+    elif command == "study":
+        over_keys = [r for r in records if SWEPT_OVER_KEYS in r["case"]]
+        shapes = [(machine(r), r["case"].split(SWEPT_OVER_KEYS)[0]) for r in over_keys]
+        for where in dict.fromkeys(shapes):
+            here = [r for r, shape in zip(over_keys, shapes, strict=True) if shape == where]
+            found[unused(f"keys-{where[1]}", found)] = boundary(here)
+    elif command == "reproduce":
+        if swept := [r for r in records if r.get("step") == "splits"]:
+            found["splits"] = split_curves(swept)
+    else:
+        for name, figure in bench_plots.pictures(command, records):
+            found[unused(name, found)] = figure
+    return found
+
+
+def unused(name: str, found: dict[str, Figure]) -> str:
+    """The name, or the first of name-2, name-3, ... that is not yet in `found`."""
+    number = 1
+    while (tried := name if number == 1 else f"{name}-{number}") in found:
+        number += 1
+    return tried
+
+
+def save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = NO_DATE if path.suffix == ".svg" else None
+    with matplotlib.rc_context(SVG):
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def splits(records: Sequence[Record]) -> Figure:
     """Microseconds over the number of splits: a thin line a tile shape, a thick one for the fastest
     of each kernel, and a mark for what each policy chooses."""
     swept = [r for r in records if not r["policy"] and r["us"] is not None]
@@ -47,10 +103,10 @@ def splits(records: Sequence[Record], path: Path) -> None:
     for i, r in enumerate(r for r in records if r["policy"] and r["us"] is not None):
         mark = {"marker": MARKS[i % len(MARKS)], "linestyle": "none", "label": r["policy"]}
         axes.plot([r["config"]["num_splits"]], [r["us"]], markersize=8, zorder=3, **mark)
-    _save(figure, axes, path)
+    return _finished(figure, axes)
 
 
-def boundary(records: Sequence[Record], path: Path) -> None:
+def boundary(records: Sequence[Record]) -> Figure:
     """Microseconds over the number of keys: the best plan, and each policy's."""
     timed = [r for r in records if r["best"] is not None]
     timed.sort(key=lambda r: r["problem"]["seqlen_k"])
@@ -67,7 +123,7 @@ def boundary(records: Sequence[Record], path: Path) -> None:
         if points:
             mark = {"marker": MARKS[i % len(MARKS)], "markersize": 4, "linewidth": 1}
             axes.plot(*zip(*points, strict=True), label=policy, **mark)
-    _save(figure, axes, path)
+    return _finished(figure, axes)
 
 
 def _axes(record: Record, over: str) -> tuple[Figure, Any]:
@@ -81,15 +137,14 @@ def _axes(record: Record, over: str) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _save(figure: Figure, axes: Any, path: Path) -> None:
+def _finished(figure: Figure, axes: Any) -> Figure:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def split_curves(records: Sequence[Record], path: Path) -> None:
+def split_curves(records: Sequence[Record]) -> Figure:
     """Of a reproduction: microseconds over the number of splits, a line a backend, and a mark for
     what its library decides by itself."""
     figure, axes = _axes(records[0], "splits")
@@ -103,7 +158,7 @@ def split_curves(records: Sequence[Record], path: Path) -> None:
             axes.axhline(us["default"], **line)
         if 3 in (s for s, _ in swept):
             axes.plot([3], [dict(swept)[3]], "o", color=f"C{color}", label="patched: 3")
-    _save(figure, axes, path)
+    return _finished(figure, axes)
 
 
 def draw_lineage(records: Sequence[Record], best: int | None, path: Path) -> None:
@@ -137,5 +192,4 @@ def draw_lineage(records: Sequence[Record], best: int | None, path: Path) -> Non
         axes.set_ylim(low - 0.02, max(1.2, low + 0.3))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

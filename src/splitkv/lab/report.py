@@ -15,6 +15,7 @@ from splitkv.lab.lines import read as read_lines
 
 OURS = "splitkv"
 ABSENT = "-"
+SWEPT_OVER_KEYS = "@"  # in the name of a case that is another one with so many keys
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
@@ -133,17 +134,37 @@ def besides(records: Sequence[Record]) -> str:
     )
 
 
+def sections(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each command. A reproduction's are one: its claims are about all of them."""
+    if any(r["suite"] == "reproduce" for r in records):
+        return {"reproduce": list(records)}
+    found: dict[str, list[Record]] = {}
+    for r in records:
+        found.setdefault(r["suite"], []).append(r)
+    return found
+
+
 def report(records: Sequence[Record]) -> str:
     """Markdown for the results of any command."""
-    parts = []
+    return "\n\n".join(section(name, part) for name, part in sections(records).items())
+
+
+def section(command: str, records: Sequence[Record]) -> str:
+    """Markdown for the results of one command."""
     kinds = {
         **{"decode": bench_report, "study": studies_report, "sweep": sweep_report},
         **dict.fromkeys(("prefill", "backward", "varlen"), rates_report),
+        "reproduce": reproduce_report,
     }
-    for suite in dict.fromkeys(r["suite"] for r in records):
-        expect_one_of("suite", suite, kinds)
-        parts.append(kinds[suite]([r for r in records if r["suite"] == suite]))
-    return "\n\n".join(parts)
+    expect_one_of("suite", command, kinds)
+    return kinds[command](records)
+
+
+def reproduce_report(records: Sequence[Record]) -> str:
+    """The tables of the sources, and the claims checked again."""
+    from splitkv.lab.reproduce import claims, tables  # which are made of the tables here
+
+    return tables.report(records, claims.check(records))
 
 
 def bench_report(records: Sequence[Record]) -> str:

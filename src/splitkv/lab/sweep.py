@@ -19,7 +19,7 @@ from splitkv.lab.bench import facts
 from splitkv.lab.cases import Case
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.lines import Lines, Record
-from splitkv.lab.report import boundary_table, sweep_table
+from splitkv.lab.report import SWEPT_OVER_KEYS, boundary_table, sweep_table
 from splitkv.lab.space import Key
 from splitkv.lab.studies import Contest, Effort, chosen, label, run_studies, say, timed
 from splitkv.lab.suites import CASES
@@ -166,7 +166,10 @@ def boundary(
 ) -> tuple[list[Record], bool]:
     """A study of the shape at each number of keys, and whether the GPU was lost."""
     expect(case.lengths is None, "case", "sequences of equal length", case.name)
-    cases = [Case(f"{case.name}@{keys}", replace(case.problem, seqlen_k=keys)) for keys in seqlens]
+    cases = [
+        Case(f"{case.name}{SWEPT_OVER_KEYS}{keys}", replace(case.problem, seqlen_k=keys))
+        for keys in seqlens
+    ]
     records, lost = run_studies(
         *(cases, current(), policies),
         effort=Effort(rounds=ROUNDS),

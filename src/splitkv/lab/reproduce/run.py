@@ -212,7 +212,7 @@ def run_sequences(path: Path, effort: str, jobs: int, end: float | None, console
         left = None if end is None else end - time.monotonic()
         if not cases or (left is not None and left <= 0):
             continue
-        status = sequences.bench_sequences(
+        _, status = sequences.bench_sequences(
             command,
             cases,
             ours=sequences.our_variants(),
@@ -249,10 +249,10 @@ def conclude(folder: Path, console: Console) -> list[Verdict]:
 
 def draw_splits(records: Sequence[Record], path: Path, console: Console) -> None:
     try:
-        from splitkv.lab.plots import split_curves
+        from splitkv.lab.plots import save, split_curves
     except ModuleNotFoundError as error:
         say(console, f"no picture without {error.name}")
         return
     swept: list[Any] = [r for r in records if r.get("step") == "splits"]
     if swept:
-        split_curves(swept, path)
+        save(split_curves(swept), path)

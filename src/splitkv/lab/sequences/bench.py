@@ -23,7 +23,7 @@ from splitkv.errors import expect
 from splitkv.lab.bench import SHAPE, Screen, facts
 from splitkv.lab.cases import Case
 from splitkv.lab.compiler import Compiler
-from splitkv.lab.lines import Lines
+from splitkv.lab.lines import Lines, Record
 from splitkv.lab.report import OURS, cell, number, percent, rates_tables, title
 from splitkv.lab.sequences.cases import Inputs, direction, flops
 from splitkv.lab.sequences.peers import PEERS, There
@@ -178,8 +178,10 @@ def bench_sequences(
     time_limit: float | None = None,
     jobs: int = 0,
     console: Console | None = None,
-) -> int:
-    """Measure the cases, none started past the limit. 0, or 1 where one of ours has no time.
+) -> tuple[list[Record], int]:
+    """Measure the cases, none started past the limit.
+
+    Returns the results, and 0, or 1 where one of ours has no time.
 
     `jobs` processes compile our kernels ahead.
     """
@@ -218,4 +220,4 @@ def bench_sequences(
         text = "\n" + "\n\n".join(rates_tables(written))
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     failed = [r["case"] for r in written if r["library"].startswith(OURS) and r["us"] is None]
-    return 1 if failed or lost else 0
+    return written, 1 if failed or lost else 0

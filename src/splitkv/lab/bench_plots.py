@@ -1,0 +1,177 @@
+"""Pictures of benchmarks: bars against peers, speed-ups as a heat map, the roofline.
+
+A floor is what no call can be faster than: of decode the time to read K and V, of whole sequences
+the time of the flops at the matrix peak, each measured in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import log2
+from typing import Any
+
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from splitkv.lab.lines import Record
+from splitkv.lab.report import OURS, by_case, latest, machine, provenance, title
+
+CASES_A_ROW = 6
+COLORS = [f"C{i}" for i in range(10)] + ["0.2", "0.5", "0.8"]
+MARKS = "osD^vPX*hp<>8"
+OCTAVES = 2.0  # at which the colours of speed-ups end
+APART = 0.06  # octaves
+
+
+def pictures(command: str, records: Sequence[Record]) -> Iterator[tuple[str, Figure]]:
+    """(name, picture), for each machine and protocol, of what has a time."""
+    timed = [r for r in records if r["us"] is not None]
+    for where in dict.fromkeys((provenance(r), r.get("direction")) for r in timed):
+        here = latest(r for r in timed if (provenance(r), r.get("direction")) == where)
+        name = command if where[1] in (None, command) else f"{command}-{where[1]}"
+        if any(r["floor_us"] for r in here):
+            yield f"{name}-bars", bars(here)
+        if any(standing(rows) for rows in by_case(here).values()):
+            yield f"{name}-speedups", speedups(here)
+    for where_ran in dict.fromkeys(map(machine, timed)):
+        its = [r for r in timed if machine(r) == where_ran and r.get("flops")]
+        if its:
+            yield f"{command}-roofline", roofline(latest_of_each(its))
+
+
+def latest_of_each(records: Sequence[Record]) -> list[Record]:
+    """`latest`, where directions and types share the names of cases."""
+    kinds = dict.fromkeys((r.get("direction"), r["dtype"]) for r in records)
+    return [
+        r
+        for kind in kinds
+        for r in latest(r for r in records if (r.get("direction"), r["dtype"]) == kind)
+    ]
+
+
+def titles_of(records: Sequence[Record]) -> list[str]:
+    """Libraries and their kernels, ours first."""
+    return sorted(dict.fromkeys(map(title, records)), key=lambda name: not name.startswith(OURS))
+
+
+def look(titles: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """title -> colour and mark."""
+    return {t: (COLORS[i % len(COLORS)], MARKS[i % len(MARKS)]) for i, t in enumerate(titles)}
+
+
+def bars(records: Sequence[Record]) -> Figure:
+    """Of each case and library the floor's time over its own: 1 is as fast as can be."""
+    known = [r for r in records if r["floor_us"]]
+    cases, titles = by_case(known), titles_of(known)
+    colors, names = look(titles), list(cases)
+    rows = [names[i : i + CASES_A_ROW] for i in range(0, len(names), CASES_A_ROW)]
+    figure = Figure(figsize=(12, 1.4 + 2.1 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 1, squeeze=False, sharey=True)[:, 0]
+    width = 0.84 / len(titles)
+    for axes, row in zip(panels, rows, strict=True):
+        for i, name in enumerate(titles):
+            found = [(x, cases[c][name]) for x, c in enumerate(row) if name in cases[c]]
+            offset = (i - (len(titles) - 1) / 2) * width
+            axes.bar(
+                [x + offset for x, _ in found],
+                [r["floor_us"] / r["us"] for _, r in found],
+                width,
+                color=colors[name][0],
+                label=name,
+            )
+        axes.set_xticks(range(len(row)), row, fontsize=7)
+        axes.set_xlim(-0.5, CASES_A_ROW - 0.5)
+        axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axes.set_ylabel("floor / time", fontsize=8)
+        axes.grid(axis="y", alpha=0.3)
+    entries: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        [entries[t] for t in titles], titles, loc="outside lower center", ncols=5, fontsize=8
+    )
+    figure.suptitle(
+        f"{what(known[0])}: share of the floor's speed\n{provenance(known[0])}", fontsize=9
+    )
+    return figure
+
+
+def standing(rows: dict[str, Record]) -> tuple[Record, list[Record]] | None:
+    """The fastest of ours and the peers of a case, None where one is missing."""
+    mine = [r for name, r in rows.items() if name.startswith(OURS)]
+    theirs = [r for name, r in rows.items() if not name.startswith(OURS)]
+    return (min(mine, key=lambda r: r["us"]), theirs) if mine and theirs else None
+
+
+def speedups(records: Sequence[Record]) -> Figure:
+    """How many times as long each peer takes as the fastest of ours, a row a case."""
+    found = {case: pair for case, rows in by_case(records).items() if (pair := standing(rows))}
+    peers = list(dict.fromkeys(title(r) for _, theirs in found.values() for r in theirs))
+    ratios = [{title(r): r["us"] / mine["us"] for r in theirs} for mine, theirs in found.values()]
+    grid = [[log2(row[p]) if p in row else float("nan") for p in peers] for row in ratios]
+    size = (3.5 + 1.1 * len(peers), 1.6 + 0.26 * len(found))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    shades = axes.imshow(grid, cmap="RdBu", norm=TwoSlopeNorm(0, -OCTAVES, OCTAVES), aspect="auto")
+    for y, row in enumerate(ratios):
+        for x, p in enumerate(peers):
+            if p in row:
+                dark = abs(log2(row[p])) > 0.7 * OCTAVES
+                given: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
+                axes.text(x, y, f"{row[p]:.2f}", color="white" if dark else "black", **given)
+    axes.set_xticks(range(len(peers)), [p.replace(" ", "\n", 1) for p in peers], fontsize=7)
+    axes.set_yticks(range(len(found)), list(found), fontsize=7)
+    bar = figure.colorbar(shades, ax=axes, ticks=(-2, -1, 0, 1, 2), shrink=0.6, extend="both")
+    bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"], fontsize=7)
+    where = provenance(records[0])
+    axes.set_title(f"{what(records[0])}: time of a peer over ours\n{where}", fontsize=8, wrap=True)
+    return figure
+
+
+def roofline(records: Sequence[Record]) -> Figure:
+    """TFLOP/s over operations a byte of K and V, below the roof that was measured: reading at the
+    fastest floor's speed, or the matrix peak. Libraries stand a little apart, to be seen."""
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    titles = titles_of(records)
+    for i, (name, (color, mark)) in enumerate(look(titles).items()):
+        mine = [r for r in records if title(r) == name]
+        apart = 2 ** (APART * (i - (len(titles) - 1) / 2))
+        xs = [intensity(r) * apart for r in mine]
+        ys = [r["flops"] / r["us"] / 1e6 for r in mine]
+        style: dict[str, Any] = {
+            "color": color,
+            "marker": mark,
+            "linestyle": "none",
+            "markersize": 4,
+        }
+        axes.plot(xs, ys, label=name, alpha=0.8, **style)
+    least, most = (f(map(intensity, records)) for f in (min, max))
+    ends = [least / 2, most * 2]
+    peaks = [r["peak_tflops"] for r in records if r.get("peak_tflops")]
+    speeds = [r["kv_bytes"] / r["floor_us"] / 1e6 for r in records if r["floor_us"]]
+    roof: dict[str, Any] = {"color": "black", "linewidth": 1}
+    if peaks:  # then floors are times of flops
+        label = f"matrix peak, {max(peaks):.0f} TFLOP/s"
+        axes.plot(ends, [max(peaks)] * 2, label=label, **roof)
+    elif speeds:
+        label = f"reading K and V, {max(speeds):.2f} TB/s"
+        axes.plot(ends, [max(speeds) * x for x in ends], label=label, **roof)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("operations a byte of K and V")
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    axes.set_title(f"{what(records[0])}: roofline\n{machine(records[0])}", fontsize=9)
+    return figure
+
+
+def intensity(r: Record) -> float:
+    return float(r["flops"] / r["kv_bytes"])
+
+
+def what(r: Record) -> str:
+    return str(r.get("direction") or r["suite"])
