@@ -235,7 +235,7 @@ def hold_to_budgets(values: cases.Values) -> None:
         assert kernel.registers * 32 * kernel.num_warps <= REGISTERS_PER_SM
 
 
-@variants(AXES, most=30, valid=valid, ids=describe)
+@variants(AXES, most=28, newest=8, valid=valid, ids=describe)
 def test_sm_90(values: cases.Values) -> None:
     hold_to_budgets(values)
 
