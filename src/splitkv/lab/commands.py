@@ -4,6 +4,7 @@ report`."""
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,6 +133,7 @@ def sweep(
     all_tiles: Annotated[bool, typer.Option("--all-tiles", help="Every tile shape.")] = False,
     seqlens: Annotated[str | None, typer.Option(help="Vary the keys: FIRST:LAST:STEP.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; else all.")] = None,
+    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
     plot: Annotated[Path | None, typer.Option(help="A picture, .png or .svg.")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="JSON lines to go on in.")
@@ -142,8 +144,14 @@ def sweep(
     """Time a shape under every number of splits, or over many numbers of keys."""
     with one_line_errors():
         from splitkv.lab import sweep as lab
+        from splitkv.lab.fa3 import library
+        from splitkv.lab.studies import OURS
 
         expect_run(time_limit, jobs)
+        expect_one_of("backend", backend, ("splitkv", "fa3"))
+        if backend == "fa3":
+            expect_none_with("kernel", kernel or None, "the backend fa3")
+            expect_none_with("all_tiles", all_tiles or None, "the backend fa3")
         dims = {
             **{"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads},
             **{"head_dim": head_dim, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k},
@@ -155,21 +163,25 @@ def sweep(
         }
         draw = find_plots().draw if plot else None
         swept = lab.case_to_sweep(case, **dims)
-        if seqlens is None:
-            if num_splits is not None:
-                expect_at_least("num_splits", num_splits, 0)
-            records, lost = lab.sweep(
-                swept,
-                num_splits=64 if num_splits is None else num_splits,
-                kernels=kernel or [],
-                all_tiles=all_tiles,
-                **options,
-            )
-        else:
+        if seqlens is not None:
             expect_none_with("num_splits", num_splits, "seqlens")
             expect_none_with("kernel", kernel or None, "seqlens")
             expect_none_with("all_tiles", all_tiles or None, "seqlens")
-            records, lost = lab.boundary(swept, lab.parse_seqlens(seqlens), **options)
+            keys = lab.parse_seqlens(seqlens)
+        elif num_splits is not None:
+            expect_at_least("num_splits", num_splits, 0)
+        with nullcontext(OURS) if backend == "splitkv" else library() as whose:
+            if seqlens is None:
+                records, lost = lab.sweep(
+                    swept,
+                    num_splits=64 if num_splits is None else num_splits,
+                    kernels=kernel or [],
+                    all_tiles=all_tiles,
+                    library=whose,
+                    **options,
+                )
+            else:
+                records, lost = lab.boundary(swept, keys, library=whose, **options)
         if draw and plot and records:
             draw(records, plot)
     raise typer.Exit(1 if lost else 0)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from splitkv.errors import expect
 from splitkv.lab import bench_plots
 from splitkv.lab.lines import Record
-from splitkv.lab.report import SWEPT_OVER_KEYS, machine, sections
+from splitkv.lab.report import SWEPT_OVER_KEYS, asked, machine, sections
 
 MARKS = "osD^vPX*h"
 ENDINGS = (".svg", ".png", ".pdf")
@@ -94,14 +94,17 @@ def splits(records: Sequence[Record]) -> Figure:
         for r in sorted(mine, key=lambda r: r["config"]["num_splits"]):
             number, c = r["config"]["num_splits"], r["config"]
             fastest[number] = min(r["us"], fastest.get(number, r["us"]))
-            name = f"{c['tile_n']} keys, {c['num_warps']} warps, {c['num_stages']} stages"
-            tiles.setdefault(name, []).append((number, r["us"]))
+            shape = str({name: value for name, value in c.items() if name != "num_splits"})
+            tiles.setdefault(shape, []).append((number, r["us"]))
         for points in tiles.values():
             axes.plot(*zip(*points, strict=True), color=f"C{color}", linewidth=0.7, alpha=0.6)
         line = {"color": f"C{color}", "linewidth": 2, "label": kernel}
         axes.plot(list(fastest), list(fastest.values()), **line)
     for i, r in enumerate(r for r in records if r["policy"] and r["us"] is not None):
-        mark = {"marker": MARKS[i % len(MARKS)], "linestyle": "none", "label": r["policy"]}
+        if r["config"]["num_splits"] == 0:  # which number that was is not known
+            axes.axhline(r["us"], color="black", linewidth=0.8, linestyle=":", label=asked(r))
+            continue
+        mark = {"marker": MARKS[i % len(MARKS)], "linestyle": "none", "label": asked(r)}
         axes.plot([r["config"]["num_splits"]], [r["us"]], markersize=8, zorder=3, **mark)
     return _finished(figure, axes)
 

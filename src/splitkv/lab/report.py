@@ -12,8 +12,10 @@ from typing import Any
 from splitkv.errors import expect_one_of
 from splitkv.lab.lines import Record
 from splitkv.lab.lines import read as read_lines
+from splitkv.policies.shared import count
 
 OURS = "splitkv"
+FA3 = "fa3"  # the kernel of a plan of FlashAttention-3, of which a config has the splits alone
 ABSENT = "-"
 SWEPT_OVER_KEYS = "@"  # in the name of a case that is another one with so many keys
 
@@ -319,7 +321,9 @@ def plan_cells(plan: Record) -> list[str]:
 
 
 def shape_of(config: Record) -> str:
-    """`8 x 64 keys, 4 warps, 2 stages`."""
+    """`8 x 64 keys, 4 warps, 2 stages`; of FlashAttention-3 the splits."""
+    if "tile_n" not in config:
+        return count(config["num_splits"], "split") if config["num_splits"] else "its own splits"
     text = f"{config['num_splits']} x {config['tile_n']} keys, {config['num_warps']} warps, "
     return f"{text}{config['num_stages']} stages"
 
@@ -332,7 +336,8 @@ def boundary_table(records: Sequence[Record]) -> str:
         if r["best"] is not None:
             plans = [r["best"], *(r["chosen"].get(name) for name in policies)]
             cells = [
-                f"{number(p['us'])} ({p['config']['num_splits']})" if p else ABSENT for p in plans
+                f"{number(p['us'])} ({p['config']['num_splits'] or 'own'})" if p else ABSENT
+                for p in plans
             ]
             rows.append([str(r["problem"]["seqlen_k"]), *cells])
     return table(["keys: us (splits)", "best", *policies], rows)
@@ -354,13 +359,19 @@ def sweep_table(records: Sequence[Record]) -> str:
         kernel: min((r for r in swept if r["kernel"] == kernel), key=lambda r: r["us"])
         for kernel in dict.fromkeys(r["kernel"] for r in swept)
     }
-    chosen = {r["policy"]: r for r in records if r["policy"] and r["us"] is not None}
+    chosen = {asked(r): r for r in records if r["policy"] and r["us"] is not None}
     least = min((r["us"] for r in [*swept, *chosen.values()]), default=0.0)
     rows = [
         [name, *plan_cells(r), f"{r['us'] / least - 1:+.1%}"]
         for name, r in [*((f"best of {k}", r) for k, r in fastest.items()), *chosen.items()]
     ]
     return table(["", "plan", "us", "over the best"], rows)
+
+
+def asked(record: Record) -> str:
+    """Whose choice a point of a sweep is, and of what."""
+    policy = str(record["policy"])
+    return f"{policy} on {FA3}" if record["kernel"] == FA3 else policy
 
 
 def provenance(record: Record) -> str:

@@ -79,10 +79,10 @@ def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
 def neighbours(problem: Problem, best: Key, tried: Iterable[Key] = ()) -> list[Choice]:
     """The shape of the fastest plan with other numbers of splits near its own, not tried yet.
 
-    None of a plan whose number of splits is not free.
+    None of a plan whose number of splits is not free, or its own.
     """
     (kernel, config), known = best, set(tried)
-    if config.programs or config.split_size:
+    if config.programs or config.split_size or config.num_splits == 0:
         return []
     near = _with_splits(problem, config, [config.num_splits * factor for factor in NEAR])
     new = [other for other in dict.fromkeys(near) if (kernel, other) not in known]

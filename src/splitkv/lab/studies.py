@@ -13,12 +13,13 @@ same problem, GPU, sources and plans of the policies is not repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -30,7 +31,7 @@ from splitkv.lab.bench import facts, our_variant
 from splitkv.lab.cases import Case
 from splitkv.lab.compiler import Compiler, in_order_of_readiness
 from splitkv.lab.lines import Lines, Record
-from splitkv.lab.report import number, plan_cells, regret
+from splitkv.lab.report import FA3, number, plan_cells, regret, shape_of
 from splitkv.lab.space import Key
 from splitkv.lab.timing import Protocol, Replay, Session, Timing, one_line
 from splitkv.plans import Choice, Config, Plan
@@ -90,14 +91,34 @@ class Contest:
         return {key: self.times[key] for key in replays}
 
 
+class Rival(typing.Protocol):
+    """What a study and a sweep ask of a `Contest`."""
+
+    replays: dict[Key, Any]
+    reasons: list[str]
+    times: dict[Key, Timing]
+
+    def enter(self, choices: Iterable[Choice]) -> None: ...
+
+    def time(self, keys: Iterable[Key], rounds: int) -> dict[Key, Timing]: ...
+
+
 def label(key: Key) -> str:
     """`decode_split 8 x 64, 4 warps, 2 stages, 16 rows`, and what else is not usual."""
     kernel, c = key
+    if kernel == FA3:
+        return f"{kernel} {shape_of(numbers(key))}"
     text = f"{kernel} {c.num_splits} x {c.tile_n}, {c.num_warps} warps, {c.num_stages} stages"
     text += f", {c.tile_m} rows"
     usual = Config(c.num_splits, c.tile_m, c.tile_n, c.num_warps, c.num_stages)
     more = {n: x for n, x in asdict(c).items() if x != getattr(usual, n)}
     return ", ".join([text, *(f"{name} {value}" for name, value in more.items())])
+
+
+def numbers(key: Key) -> dict[str, Any]:
+    """A config as it is written: all of ours, of FlashAttention-3 what it was asked for."""
+    kernel, config = key
+    return {"num_splits": config.num_splits} if kernel == FA3 else asdict(config)
 
 
 class Entries(NamedTuple):
@@ -107,17 +128,41 @@ class Entries(NamedTuple):
     chosen: dict[str, Choice]
 
 
-def entries(case: Case, device: Device, policies: Mapping[str, Policy], count: int) -> Entries:
-    """About `count` candidates beside the policies' choices."""
-    return Entries(
-        space.candidates(case.problem, device, count), chosen(case.problem, device, policies)
-    )
-
-
 def chosen(problem: Problem, device: Device, policies: Mapping[str, Policy]) -> dict[str, Choice]:
     """What a call would be run with under each policy."""
     plans = {name: make_plan(problem, device, policy=choose) for name, choose in policies.items()}
     return {name: Choice(plan.kernel, plan.config, plan.why) for name, plan in plans.items()}
+
+
+@dataclass(frozen=True)
+class Library:
+    """Whose plans are timed.
+
+    candidates(problem, device, count)   -> about so many plans, tried first
+    chosen(problem, device, policies)    -> the plan that each policy's decision comes to
+    contest(case, device, rounds)        -> times them in turns
+    compiled                             whether plans are compiled ahead
+    """
+
+    candidates: Callable[[Problem, Device, int], list[Choice]]
+    chosen: Callable[[Problem, Device, Mapping[str, Policy]], dict[str, Choice]]
+    contest: Callable[[Case, Device, int], Rival]
+    compiled: bool = True
+
+
+OURS = Library(space.candidates, chosen, Contest)
+
+
+def entries(
+    case: Case,
+    device: Device,
+    policies: Mapping[str, Policy],
+    count: int,
+    library: Library = OURS,
+) -> Entries:
+    """About `count` candidates beside the policies' choices."""
+    p = case.problem
+    return Entries(library.candidates(p, device, count), library.chosen(p, device, policies))
 
 
 def foreseen(case: Case, device: Device, who: Entries) -> list[Plan]:
@@ -128,7 +173,7 @@ def foreseen(case: Case, device: Device, who: Entries) -> list[Plan]:
     return [space.plan_of(case.problem, device, choice) for choice in listed]
 
 
-def study(case: Case, device: Device, who: Entries, rounds: int) -> Record:
+def study(case: Case, device: Device, who: Entries, rounds: int, library: Library = OURS) -> Record:
     """The fastest plan of a case and what the policies choose, timed in one run.
 
     An error that leaves the GPU unusable is raised.
@@ -136,7 +181,7 @@ def study(case: Case, device: Device, who: Entries, rounds: int) -> Record:
     start = time.monotonic()
     best = None
     try:
-        contest = Contest(case, device, rounds)
+        contest = library.contest(case, device, rounds)
     except Exception as error:  # mostly too little memory
         torch.cuda.synchronize()
         reasons = [one_line(error)]
@@ -150,7 +195,7 @@ def study(case: Case, device: Device, who: Entries, rounds: int) -> Record:
             contest.enter(near)
             finalists = [*fastest, *((c.kernel, c.config) for c in [*near, *who.chosen.values()])]
             final = contest.time(finalists, rounds)
-            best = min(final, key=lambda key: final[key].us)
+            best = min(final, key=lambda key: final[key].us, default=None)
     tried = contest.times if best else {}
     return {
         "suite": "study",
@@ -171,14 +216,17 @@ def study(case: Case, device: Device, who: Entries, rounds: int) -> Record:
 def was_timed(record: Record, policy: str, choice: Choice) -> bool:
     """Whether the study has this very plan of the policy."""
     plan = record["chosen"].get(policy, {})
-    return (plan.get("kernel"), plan.get("config")) == (choice.kernel, asdict(choice.config))
+    return (plan.get("kernel"), plan.get("config")) == (
+        choice.kernel,
+        numbers((choice.kernel, choice.config)),
+    )
 
 
 def timed(key: Key, times: Mapping[Key, Timing]) -> Record:
     """A kernel and config with the time that was last taken, None where there is none."""
     timing = times.get(key)
     us, spread = (timing.us, timing.spread_us) if timing else (None, None)
-    return {"kernel": key[0], "config": asdict(key[1]), "us": us, "spread_us": spread}
+    return {"kernel": key[0], "config": numbers(key), "us": us, "spread_us": spread}
 
 
 def run_studies(
@@ -191,6 +239,7 @@ def run_studies(
     json_path: Path | None,
     time_limit: float | None,
     console: Console,
+    library: Library = OURS,
 ) -> tuple[list[Record], bool]:
     """(the studies of the cases, in their order; whether the GPU was lost on the way).
 
@@ -205,15 +254,16 @@ def run_studies(
         for r in lines.records:
             same = {"suite": "study", **{name: machine[name] for name in ("gpu", "commit")}}
             if r.get("case") in named and all(r.get(name) == x for name, x in same.items()):
-                now = chosen(named[r["case"]].problem, device, policies)
+                now = library.chosen(named[r["case"]].problem, device, policies)
                 if all(was_timed(r, name, choice) for name, choice in now.items()):
                     found[r["case"]] = r
         if found:
             say(console, f"{len(found)} of {len(cases)} cases were already measured")
 
         def compiled(case: Case) -> list[Future[None]]:
-            taking_part[case.name] = entries(case, device, policies, effort.candidates)
-            return compiler.submit(foreseen(case, device, taking_part[case.name]))
+            who = entries(case, device, policies, effort.candidates, library)
+            taking_part[case.name] = who
+            return compiler.submit(foreseen(case, device, who) if library.compiled else ())
 
         left, lost = [case for case in cases if case.name not in found], False
         for case in in_order_of_readiness(left, compiled):
@@ -222,7 +272,7 @@ def run_studies(
                 say(console, f"time limit of {time_limit:g} s: {over} cases left out")
                 break
             try:
-                record = study(case, device, taking_part.pop(case.name), effort.rounds)
+                record = study(case, device, taking_part.pop(case.name), effort.rounds, library)
             except RuntimeError as error:  # the GPU does not recover from this in one process
                 say(console, f"{case.name}: stopped: {one_line(error)}")
                 lost = True

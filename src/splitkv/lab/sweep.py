@@ -14,14 +14,14 @@ from rich.console import Console
 
 from splitkv.device import Device, current
 from splitkv.errors import expect, expect_divides, expect_one_of, expect_positive
-from splitkv.lab import space
+from splitkv.lab import fa3, space
 from splitkv.lab.bench import facts
 from splitkv.lab.cases import Case
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.lines import Lines, Record
-from splitkv.lab.report import SWEPT_OVER_KEYS, boundary_table, sweep_table
+from splitkv.lab.report import FA3, SWEPT_OVER_KEYS, boundary_table, sweep_table
 from splitkv.lab.space import Key
-from splitkv.lab.studies import Contest, Effort, chosen, label, run_studies, say, timed
+from splitkv.lab.studies import OURS, Effort, Library, Rival, label, run_studies, say, timed
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import one_line
 from splitkv.lab.tune import case_of
@@ -66,16 +66,21 @@ def sweep(
     json_path: Path | None,
     time_limit: float | None,
     console: Console,
+    library: Library = OURS,
 ) -> tuple[list[Record], bool]:
     """Time 1 to `num_splits` splits (0: as many as there are tiles) in the tile shapes of the
-    kernels (none: all that split), then what the policies choose.
+    kernels (none: all that split), then what the policies choose. Of another library than ours the
+    numbers of splits alone.
 
     Returns the points, and whether the GPU was lost. A point that the file has is not timed again.
     """
     device, start = current(), time.monotonic()
     expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
-    batches = list(_batches(case, device, kernels, num_splits, all_tiles))
-    choices = chosen(case.problem, device, policies)
+    if library.compiled:
+        batches = list(_batches(case, device, kernels, num_splits, all_tiles))
+    else:
+        batches = list(_splits(num_splits or fa3.most_splits(case.problem)))
+    choices = library.chosen(case.problem, device, policies)
     machine, lost = facts(), False
     with Lines(json_path) as lines, Compiler(jobs) as compiler:
         same = {"suite": "sweep", "case": case.name}
@@ -92,9 +97,9 @@ def sweep(
                 lines.add(records[-1])
 
         plans = [space.plan_of(case.problem, device, c) for batch in batches for c in batch]
-        ahead = compiler.submit(plans)
+        ahead = compiler.submit(plans if library.compiled else ())
         try:
-            contest = Contest(case, device, ROUNDS)
+            contest = library.contest(case, device, ROUNDS)
             wait(ahead)
             for batch in batches:
                 left = [c for c in batch if (None, label((c.kernel, c.config))) not in done]
@@ -146,7 +151,13 @@ def _batches(
                 ]
 
 
-def _time(contest: Contest, choices: Sequence[Choice]) -> dict[Key, Record]:
+def _splits(most: int) -> Iterator[list[Choice]]:
+    """1 to `most` splits of FlashAttention-3, in batches that take turns."""
+    for first in range(1, most + 1, AT_ONCE):
+        yield [fa3.choice(n, "swept") for n in range(first, min(first + AT_ONCE, most + 1))]
+
+
+def _time(contest: Rival, choices: Sequence[Choice]) -> dict[Key, Record]:
     """What could be captured, with its time."""
     contest.enter(choices)
     keys = [(c.kernel, c.config) for c in choices]
@@ -163,11 +174,13 @@ def boundary(
     json_path: Path | None,
     time_limit: float | None,
     console: Console,
+    library: Library = OURS,
 ) -> tuple[list[Record], bool]:
     """A study of the shape at each number of keys, and whether the GPU was lost."""
     expect(case.lengths is None, "case", "sequences of equal length", case.name)
+    name = case.name if library.compiled else f"{case.name}_{FA3}"
     cases = [
-        Case(f"{case.name}{SWEPT_OVER_KEYS}{keys}", replace(case.problem, seqlen_k=keys))
+        Case(f"{name}{SWEPT_OVER_KEYS}{keys}", replace(case.problem, seqlen_k=keys))
         for keys in seqlens
     ]
     records, lost = run_studies(
@@ -177,6 +190,7 @@ def boundary(
         json_path=json_path,
         time_limit=time_limit,
         console=console,
+        library=library,
     )
     if records:
         say(console, "\n" + boundary_table(records))
