@@ -21,9 +21,12 @@ from splitkv.testing import Paged, make_operands
 
 pytestmark = pytest.mark.alone
 
-MICROSECONDS = {"policy": 15.0, "plan": 10.0, "out": 15.0, "one_split": 15.0}
+HOW = ("policy", "plan", "out", "one_split")
+# What is ours of a call, beside allocating its result and launching its kernels. Hosts differ: the
+# two launches alone took 9 us on one and 17 on another, and Python is as much slower there.
+OWN_SHARE = 0.7
 APPEND_MICROSECONDS = 20.0
-NEW_LAYOUT_MICROSECONDS = 300.0  # of which Triton's dispatch of two kernels is about half
+NEW_LAYOUT_DISPATCHES = 2.0  # what is ours is no more than Triton's own dispatch of two kernels
 CALLS, BATCHES = 50, 100
 SMALL = replace(SERVING, batch=1, seqlen_k=512)
 PROBLEMS = {
@@ -69,7 +72,8 @@ def stages(tensors: tuple[Any, ...], call: dict[str, Any]) -> dict[str, float]:
     known = recent[0]
     repeated = known.launcher.repeat
     q, k, v = tensors
-    names = "out", "cache_seqlens", "page_table", "sink_logits", "alibi_slopes"
+    names = ["out", "cache_seqlens", "page_table", "sink_logits", "alibi_slopes"]
+    names += ["q_scale", "k_scale", "v_scale"]
     given = (q, k, v, *(call.get(name) for name in names), known.softmax_scale, 0.0)
     bound = repeated.__self__
     taken = {
@@ -85,7 +89,7 @@ def stages(tensors: tuple[Any, ...], call: dict[str, Any]) -> dict[str, float]:
     return taken
 
 
-@pytest.mark.parametrize("how", MICROSECONDS)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_decode(name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Given what is not a default, as a caller writes it."""
@@ -104,7 +108,8 @@ def test_decode(name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None
     parts = ", ".join(f"{part} {us:.1f}" for part, us in taken.items())
     with capsys.disabled():
         print(f"\n  decode, {name}, {how}: {parts} us on the host", end="")
-    assert taken["total"] <= MICROSECONDS[how]
+    needed = taken["allocate"] + taken["launch"]
+    assert taken["total"] - needed <= OWN_SHARE * needed
 
 
 @pytest.mark.parametrize("place", ["slots", "rotary"])
@@ -136,7 +141,12 @@ def test_a_cache_that_grows_is_not_planned_for_in_every_step(
     steps = [
         tuple(x[:, :, :n].contiguous().transpose(1, 2) for x in cache) for n in range(1025, 1088)
     ]
-    splitkv.decode(q, *(x[:, :, :1088].contiguous().transpose(1, 2) for x in cache))
+    known = tuple(x[:, :, :1088].contiguous().transpose(1, 2) for x in cache)
+    splitkv.decode(q, *known)
+    (recent, *_) = (x for x in launch._calls.values() if not isinstance(x, launch.Known))
+    bound, scale = recent[0].launcher, recent[0].softmax_scale
+    tensors = (q, *known, *[None] * 8)
+    dispatch = host_microseconds(lambda: bound.dispatch(tensors, scale, None))
     torch.cuda.synchronize()
     times = []
     for k, v in steps:
@@ -145,5 +155,6 @@ def test_a_cache_that_grows_is_not_planned_for_in_every_step(
         times.append(time.perf_counter() - start)
     taken = statistics.median(times) * 1e6
     with capsys.disabled():
-        print(f"\n  decode, a new layout: {taken:.0f} us on the host", end="")
-    assert taken <= NEW_LAYOUT_MICROSECONDS
+        told = f"{taken:.0f} us on the host, Triton's dispatch {dispatch:.0f}"
+        print(f"\n  decode, a new layout: {told}", end="")
+    assert taken <= NEW_LAYOUT_DISPATCHES * dispatch
