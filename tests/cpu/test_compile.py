@@ -80,6 +80,30 @@ HOPPER_AXES: cases.Axes = {
     "row_gap": (0, 8),
 }
 
+# Quantised caches: the GPUs before sm_89 have no instruction for e4m3.
+CODEC_AXES: cases.Axes = {
+    "gpu": ("h200", "a100", "a10", "l4", "b200", "rtx5090"),
+    "codec": cases.CODECS,
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": ((64, 64), (128, 128), (192, 128)),
+    "shape": ((8, 1), (8, 4)),
+    "schedule": ("even", "batch"),
+    "place": (Contiguous(), Paged(1), Paged(16)),
+    "mask": (Mask(causal=True),),
+    "features": (PLAIN | {"lengths": "device"},),
+    "tile_n": (32, 64, 128),
+    "num_warps": (4,),
+    "num_stages": (2, 3),
+}
+HOPPER_CODEC_AXES: cases.Axes = {
+    **CODEC_AXES,
+    "gpu": ("h200",),
+    "kernel": ("hopper_decode_split",),
+    "head_dims": ((64, 64), (128, 128), (256, 256)),
+    "place": (Contiguous(), Paged(16), Paged(256)),
+    "num_stages": (1, 2, 3),
+}
+
 EVERYDAY = {
     "dtype": "bfloat16",
     "head_dims": (128, 128),
@@ -200,7 +224,8 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
     assert split.shared_bytes <= estimate <= plan.device.smem_per_block
     if plan.kernel == "hopper_decode_split":
         assert all(re.search(instruction, split.ptx) for instruction in HOPPER)
-        assert "cp.async.c" not in split.ptx, "keys and values by TMA alone"
+        scales = plan.problem.codec.granularity == "token"
+        assert ("cp.async.c" in split.ptx) == scales, "keys and values by TMA alone"
         return kernels
     if row_gap == 0:  # keys and values go to shared memory in vectors, past the registers
         assert re.search(r"cp\.async\.c[ag]\.shared\.global", split.ptx)
@@ -229,7 +254,7 @@ def tolerated_stack(kernel: Compiled) -> int:
 def hold_to_budgets(values: cases.Values) -> None:
     """On sm_90 no kernel spills, and a block of each fits on an SM."""
     for name, kernel in compiled(values).items():
-        if values["row_gap"] == 0:  # else elements are loaded one by one, through registers
+        if not values.get("row_gap"):  # else elements are loaded one by one, through registers
             assert kernel.stack_bytes <= tolerated_stack(kernel), f"{name} spills: {kernel}"
         assert kernel.registers <= MOST_REGISTERS[name]
         assert kernel.registers * 32 * kernel.num_warps <= REGISTERS_PER_SM
@@ -248,6 +273,17 @@ def test_kernel_for_hopper(values: cases.Values) -> None:
 @variants(OTHER_AXES, most=12, valid=valid, ids=describe)
 def test_other_architectures(values: cases.Values) -> None:
     compiled(values)
+
+
+@variants(CODEC_AXES, most=12, valid=valid, newest=1, ids=describe)
+def test_codecs(values: cases.Values) -> None:
+    """Every codec and GPU; tests/gpu and tests/interpreter run the pairs."""
+    compiled(values)
+
+
+@variants(HOPPER_CODEC_AXES, most=8, valid=valid, newest=2, ids=describe)
+def test_codecs_on_hopper(values: cases.Values) -> None:
+    hold_to_budgets(values)
 
 
 @pytest.mark.parametrize("values", cases.pairs(UNALIGNED_AXES, valid), ids=describe)

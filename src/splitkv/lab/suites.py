@@ -31,6 +31,7 @@ from splitkv.lab.cases import Case
 from splitkv.masks import Mask
 from splitkv.policies.paged_attention_v2 import TEN_SHAPES
 from splitkv.problem import Problem
+from splitkv.scales import DEFAULT_PRODUCTS
 
 SITUATIONS = {"mqa8": (8, 1), "gqa32x8": (32, 8)}  # heads, KV heads
 PLACES: dict[str, Place] = {"contiguous": Contiguous(), "page16": Paged(16)}
@@ -158,7 +159,10 @@ def quant() -> Iterator[Case]:
     for case in records():
         for codec in CODECS:
             name = case.name.removesuffix(f"_{case.place}") + f"_{codec.name}"
-            quantised = replace(case.problem, codec=codec)
+            if codec.granularity == "head" and case.problem.num_kv_heads == 1:
+                codec = replace(codec, granularity="tensor")  # which is what one scale is taken for
+            products = DEFAULT_PRODUCTS[codec.name]
+            quantised = replace(case.problem, codec=codec, products=products)
             yield Case(_placed(name, case.problem.place), quantised)
 
 

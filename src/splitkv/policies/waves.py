@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from splitkv.device import Device, KiB, MiB
-from splitkv.kv import Paged
+from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Choice, Config, Kernel
 from splitkv.policies import short_queries
 from splitkv.policies.shared import (
@@ -64,6 +64,12 @@ HOPPER_REGISTERS = {
     **{(128, 32, 32): 208, (128, 32, 64): 240, (256, 16, 32): 200, (256, 16, 64): 240},
 }
 
+# More beside quantised keys, but for e4m3 with scales of a head in a contiguous cache.
+HOPPER_QUANTISED_REGISTERS = {(128, 16, 64): 152, (128, 16, 128): 200}
+# Copies of 16 quantised keys are so small that asking for them takes long: from so many bytes on,
+# four programs an SM that ask for tiles of 32 were up to a third faster than fewer larger ones.
+QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE = (32, 4, 3), 48 * MiB
+
 
 def registers(problem: Problem, config: Config) -> float:
     """Of a thread of the Triton kernel."""
@@ -75,8 +81,11 @@ def registers(problem: Problem, config: Config) -> float:
 
 def hopper_registers(problem: Problem, config: Config) -> float:
     """Of a thread of the kernel for Hopper."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    return HOPPER_REGISTERS.get((widest, config.tile_m, config.tile_n), 255.0)
+    key = max(problem.head_dim, problem.head_dim_v), config.tile_m, config.tile_n
+    codec, paged = problem.codec, isinstance(problem.place, Paged)
+    if codec.name == "int8" or codec.granularity == "token" or (codec != AS_IS and paged):
+        return HOPPER_QUANTISED_REGISTERS.get(key) or HOPPER_REGISTERS.get(key, 255.0)
+    return HOPPER_REGISTERS.get(key, 255.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +328,8 @@ def _worth(
     """The shapes worth weighing, in order of preference; all, where none of those is legal."""
     in_pages = isinstance(problem.place, Paged) and problem.place.page_size % 128 > 0
     wanted = constants.shapes_in_pages if in_pages else constants.shapes
+    if in_pages and problem.codec != AS_IS and problem.kv_bytes > QUANTISED_PAGES_LARGE:
+        wanted = QUANTISED_PAGES_SHAPE, *wanted
     by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
     worth = [by_shape[shape] for shape in wanted if shape in by_shape]
     # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.

@@ -95,23 +95,18 @@ def ask(
     """Have the keys and values of a tile copied to a slot of the ring."""
     BOX: gl.constexpr = pool.k.block_type.shape[1]
     BOXES: gl.constexpr = TILE_N // BOX
-    pages = ()  # all asked for before one is waited for
-    for n in gl.static_range(BOXES):
-        page = b
-        if pool.table_ptr is not None:
-            first = tile * TILE_N + n * BOX
-            entry = pool.table_ptr + b.to(gl.int64) * pool.stride_table + first // PAGE_SIZE
-            page = gl.load(entry, mask=first < keys, other=0)
-        pages = pages + (page,)  # type: ignore[assignment]
     barrier = arrived.index(slot)
     mbarrier.expect(barrier, BOXES * (pool.k.block_type.nbytes + pool.v.block_type.nbytes))
     for n in gl.static_range(BOXES):
+        outer = b
         inner = tile * TILE_N + n * BOX
         if pool.table_ptr is not None:
+            entry = pool.table_ptr + b.to(gl.int64) * pool.stride_table + inner // PAGE_SIZE
+            outer = gl.load(entry, mask=inner < keys, other=0)
             inner %= PAGE_SIZE
         at = slot * BOXES + n
-        async_load(pool.k, [pages[n], inner, h, 0], barrier, k_boxes.index(at))
-        async_load(pool.v, [pages[n], inner, h, 0], barrier, v_boxes.index(at))
+        async_load(pool.k, [outer, inner, h, 0], barrier, k_boxes.index(at))
+        async_load(pool.v, [outer, inner, h, 0], barrier, v_boxes.index(at))
 
 
 @gluon.jit
