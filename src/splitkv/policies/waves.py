@@ -65,7 +65,7 @@ HOPPER_REGISTERS = {
 }
 
 # More beside quantised keys, but for e4m3 with scales of a head in a contiguous cache.
-HOPPER_QUANTISED_REGISTERS = {(128, 16, 64): 152, (128, 16, 128): 200}
+HOPPER_QUANTISED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 128): 200}
 # Copies of 16 quantised keys are so small that asking for them takes long: from so many bytes on,
 # four programs an SM that ask for tiles of 32 were up to a third faster than fewer larger ones.
 QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE = (32, 4, 3), 48 * MiB
@@ -84,7 +84,7 @@ def hopper_registers(problem: Problem, config: Config) -> float:
     key = max(problem.head_dim, problem.head_dim_v), config.tile_m, config.tile_n
     codec, paged = problem.codec, isinstance(problem.place, Paged)
     if codec.name == "int8" or codec.granularity == "token" or (codec != AS_IS and paged):
-        return HOPPER_QUANTISED_REGISTERS.get(key) or HOPPER_REGISTERS.get(key, 255.0)
+        return HOPPER_QUANTISED_REGISTERS.get(key, 255.0)
     return HOPPER_REGISTERS.get(key, 255.0)
 
 
