@@ -10,7 +10,8 @@ pages     134 MB of keys and values and more, in pages of 1 to 256, beside conti
 mixed     64 sequences of log-normal lengths and one of 128K, beside as many bytes in equal lengths
 tokens    4 and 16 query tokens beside one, at 67, 134 and 268 MB
 gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
-quant     the shapes of `records` with int8 (scales of each key and head) and e4m3 (of each head)
+quant     the shapes of `records` with int8 (scales of each key and head) and e4m3 (of each head);
+          the largest also with int8 and scales of each head, for what those of each key cost
 seed000   table 1 of the sequence-aware split heuristic; seed003  the ten shapes of paged attention
           v2 on an L4: see `policies`
 """
@@ -20,13 +21,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import product
 from statistics import NormalDist
 from typing import Any
 
 from splitkv.errors import expect, expect_one_of
-from splitkv.kv import Codec, Contiguous, Paged, Place
+from splitkv.kv import Codec, Contiguous, Granularity, Paged, Place
 from splitkv.lab.cases import Case
 from splitkv.masks import Mask
 from splitkv.policies.paged_attention_v2 import TEN_SHAPES
@@ -56,7 +57,6 @@ TOKENS = {
 PAGE_SIZES = (1, 16, 64, 128, 256)
 MIXED_BATCH, MEDIAN, LONGEST = 64, 2048, 131072
 GPT_OSS = ((1, 4096), (8, 8192), (64, 4096))  # (batch, keys a sequence)
-CODECS = (Codec("int8", "token"), Codec("fp8", "head"))
 WINDOW = 128  # keys that a query of gpt-oss sees in every other layer, itself among them
 
 
@@ -156,14 +156,26 @@ def gpt_oss() -> Iterator[Case]:
 
 
 def quant() -> Iterator[Case]:
-    for case in records():
-        for codec in CODECS:
-            name = case.name.removesuffix(f"_{case.place}") + f"_{codec.name}"
-            if codec.granularity == "head" and case.problem.num_kv_heads == 1:
-                codec = replace(codec, granularity="tensor")  # which is what one scale is taken for
-            products = DEFAULT_PRODUCTS[codec.name]
-            quantised = replace(case.problem, codec=codec, products=products)
-            yield Case(_placed(name, case.problem.place), quantised)
+    large = {(name, *shape) for name, shapes in LARGE.items() for shape in shapes}
+    for situation, shapes in RECORDS.items():
+        heads = SITUATIONS[situation]
+        # the scale of the only head is one of the whole tensor
+        shared: Granularity = "head" if heads[1] > 1 else "tensor"
+        for (batch, keys), place in product(shapes, PLACES.values()):
+            each, of_heads = Codec("int8", "token"), Codec("int8", shared)
+            beside = None
+            codecs = {"int8": each, "fp8": Codec("fp8", shared)}
+            if (situation, batch, keys) in large:
+                beside = _placed(f"{situation}_b{batch}_{keys}_int8_{shared}", place)
+                codecs = {f"int8_{shared}": of_heads, **codecs}
+            for name, codec in codecs.items():
+                options: dict[str, Any] = {"codec": codec}
+                options["products"] = DEFAULT_PRODUCTS[codec.name]
+                yield Case(
+                    _placed(f"{situation}_b{batch}_{keys}_{name}", place),
+                    problem(batch, *heads, keys, place=place, **options),
+                    beside=beside if codec == each else None,
+                )
 
 
 def seed000() -> Iterator[Case]:
