@@ -18,6 +18,7 @@ import pytest
 import torch
 
 SRC = str(Path(__file__).parents[1] / "src")
+os.environ["SPLITKV_CACHE"] = str(Path(__file__).parent / "no-cache")  # nobody's own tables
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
 
 hypothesis.settings.register_profile("splitkv", deadline=None, derandomize=True, database=None)

@@ -343,7 +343,7 @@ def test_what_is_known_is_tuned_too_in_shares() -> None:
             tune.share_of(text)
 
 
-def tuned_with(path: Path, count: int = 5, **options: Any) -> tuple[int, str]:
+def tuned_with(path: Path | None, count: int = 5, **options: Any) -> tuple[int, str]:
     out, screen = console()
     given: dict[str, Any] = {
         **{"problems": count, "seed": 0, "max_bytes": 1e9, "effort": Effort(8, 3)},
@@ -370,6 +370,20 @@ def test_tune_writes_a_table_that_tuned_follows(tmp_path: Path) -> None:
         chosen = choose(measured.problem, H200, kernels).config
         if chosen.schedule == "even":
             assert us_of(measured.problem, chosen) <= 1.02 * us[0]
+
+
+@pytest.mark.usefixtures("h200")
+def test_tune_writes_where_the_policy_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITKV_CACHE", str(tmp_path))
+    status, text = tuned_with(None, 3)
+    assert status == 0 and f"{tmp_path / 'h200.json'}: 3 problems" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["h200.json"]
+    found = tuned.table_of("NVIDIA H200")
+    monkeypatch.undo()
+    tuned.table_of.cache_clear()
+    assert found is not None and found.note.startswith(", your table of 20")
 
 
 @pytest.mark.usefixtures("h200")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -72,6 +72,67 @@ def test_the_table_of_the_device_is_found_by_its_name(
     elsewhere = tuned.choose(problem(), GPUS["a10"], ABLE)
     assert elsewhere.why.startswith("tuned: no table for NVIDIA A10; waves: ")
     tuned.table_of.cache_clear()
+
+
+@pytest.fixture
+def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """The package's table of the H200 and the user's, neither of them written yet."""
+    monkeypatch.setattr(tuned, "TABLES", tmp_path / "package")
+    monkeypatch.setenv("SPLITKV_CACHE", str(tmp_path / "user"))
+    for folder in ("package", "user"):
+        (tmp_path / folder).mkdir()
+    tuned.table_of.cache_clear()
+    yield tmp_path / "package" / "h200.json", tmp_path / "user" / "h200.json"
+    tuned.table_of.cache_clear()
+
+
+def test_the_users_times_count_before_the_packages(two_files: tuple[Path, Path]) -> None:
+    package, user = two_files
+    ours, theirs = timed(3, 5.0, tile_n=128, num_stages=2), timed(6, 4.5, tile_n=32, num_stages=2)
+    both, one = Measured(problem(), (ours,)), Measured(problem(2), (ours,))
+    package.write_text(tuned.dump(table(both, one)))
+    user.write_text(tuned.dump(table(Measured(problem(), (theirs,)))))
+    choice = tuned.choose(problem(), H200, ABLE)
+    assert choice.config == theirs.config
+    date = MADE["date"][:10]
+    assert choice.why == (
+        f"tuned: the fastest of this problem on NVIDIA H200, your table of {date}, 4.5 us"
+    )
+    assert tuned.choose(problem(2), H200, ABLE).config == ours.config
+    joined = tuned.table_of("NVIDIA H200")
+    assert joined is not None and len(joined.measured) == 2
+
+
+def test_the_users_table_serves_where_the_package_has_none(two_files: tuple[Path, Path]) -> None:
+    best = timed(6, 4.5, tile_n=32, num_stages=2)
+    two_files[1].write_text(tuned.dump(table(Measured(problem(), (best,)))))
+    assert tuned.choose(problem(), H200, ABLE).config == best.config
+
+
+@pytest.mark.parametrize(
+    "damage", [("[[0", "[[9"), ('"tile_n": 32', '"tile_x": 32'), ('"schema": 1', '"schema": 0')]
+)
+def test_a_table_of_another_version_is_left_out_with_a_warning(
+    two_files: tuple[Path, Path], damage: tuple[str, str]
+) -> None:
+    package, user = two_files
+    best = timed(3, 5.0, tile_n=32, num_stages=2)
+    package.write_text(tuned.dump(table(Measured(problem(), (best,)))))
+    damaged = package.read_text().replace(*damage)
+    assert damaged != package.read_text()
+    user.write_text(damaged)
+    with pytest.warns(UserWarning, match=f"without your table: table: expected .*{user}"):
+        choice = tuned.choose(problem(), H200, ABLE)
+    assert choice.config == best.config and "your table" not in choice.why
+
+
+def test_the_users_cache_is_where_it_usually_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPLITKV_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert tuned.user_tables() == Path("/somewhere/splitkv")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert tuned.user_tables() == Path("/home/me/.cache/splitkv")
 
 
 @pytest.mark.parametrize(

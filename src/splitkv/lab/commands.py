@@ -196,7 +196,7 @@ def tune(
     share: Annotated[str, typer.Option(help="k/n: every n-th problem from the k-th.")] = "1/1",
     candidates: Annotated[int, typer.Option(help="Plans of a problem at first.")] = 16,
     rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 9,
-    table: Annotated[Path | None, typer.Option(help="To write; else the package's.")] = None,
+    table: Annotated[Path | None, typer.Option(help="To write; else the user's.")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="JSON lines to go on in.")
     ] = None,
@@ -234,7 +234,7 @@ def regret(
     max_bytes: Annotated[float, typer.Option(help="Of keys and values of those.")] = 1.1e9,
     lengths: Annotated[Lengths, typer.Option(help="Who knows the lengths.")] = Lengths.device,
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; else waves and tuned.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Of tuned; else the package's.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Of tuned; else as it is.")] = None,
     candidates: Annotated[int, typer.Option(help="Plans of a problem at first.")] = 16,
     rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 15,
     json_path: Annotated[

@@ -2,8 +2,9 @@
 
 Both time plans of problems as `studies` does. `tune` draws problems, adds those that the
 benchmarks name and the 160 configurations of the sequence-aware split heuristic's regression test,
-and writes the fastest plans of each into a table; `regret` takes those 160 and problems drawn with
-another seed, and says how much longer than the best plan the policies' own plans took.
+and writes the fastest plans of each into a table, in the user's cache, where `tuned` finds it;
+`regret` takes those 160 and problems drawn with another seed, and says how much longer than the
+best plan the policies' own plans took.
 """
 
 from __future__ import annotations
@@ -152,9 +153,12 @@ def tune(
     if table is None:
         say(console, "no plan was timed: no table")
         return 1
-    path = table_path or tuned.TABLES / tuned.file_name(table.gpu)
+    path = table_path or tuned.user_tables() / tuned.file_name(table.gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tuned.dump(table))
+    unfinished = path.with_name(path.name + ".part")  # so that nobody reads half a table
+    unfinished.write_text(tuned.dump(table))
+    unfinished.replace(path)
+    tuned.table_of.cache_clear()
     say(console, f"{path}: {len(table.measured)} problems")
     say(console, "\n" + regret_table(records))
     return 1 if lost else 0

@@ -22,6 +22,9 @@ best; the plan of least seconds is taken, of another kernel than the first that 
 it promises `OTHER_KERNEL` times less. Where there is no table of the GPU, or nothing near enough
 in it, `waves` decides, and `why` says so.
 
+A table in the user's cache (`user_tables`) is joined to the package's: of a problem that both have
+the user's times count, and `why` names it.
+
 `prefill`, which is made for more rows, and problems of more rows are weighed by `waves` alone.
 
 Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
@@ -32,7 +35,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -90,11 +95,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Table:
-    """The problems measured on one GPU; `made`: driver, versions, commit, date, command."""
+    """The problems measured on one GPU; `made`: driver, versions, commit, date, command; `note`:
+    what `why` says of it besides the GPU."""
 
     gpu: str
     made: Mapping[str, Any]
     measured: tuple[Measured, ...]
+    note: str = ""
 
 
 def file_name(gpu: str) -> str:
@@ -130,6 +137,14 @@ def load(path: Path) -> Table:
         data = None
     schema = data.get("schema") if isinstance(data, dict) else None
     expect(schema == SCHEMA, "table", f"JSON with schema {SCHEMA}", f"{path}: schema {schema}")
+    try:
+        return _parsed(data)
+    except (IndexError, KeyError, TypeError, ValueError) as error:  # as of another version
+        expect(False, "table", "what this version's `splitkv tune` writes", f"{path}: {error}")
+        raise
+
+
+def _parsed(data: dict[str, Any]) -> Table:
     known = [(kernel, Config(**shape)) for kernel, shape in data["shapes"]]
     measured = []
     for *sizes, plans in data["rows"]:
@@ -169,11 +184,32 @@ def dims(problem: Problem) -> dict[str, int | None]:
     return {**{name: getattr(problem, name) for name in DIMS[:-1]}, "page_size": page_size}
 
 
+def user_tables() -> Path:
+    """Where `splitkv tune` writes: $SPLITKV_CACHE, else `splitkv` in the user's cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("SPLITKV_CACHE") or Path(caches) / "splitkv")
+
+
 @cache
 def table_of(gpu: str) -> Table | None:
-    """The table that comes with the package, None where there is none for this GPU."""
-    path = TABLES / file_name(gpu)
-    return load(path) if path.is_file() else None
+    """The package's table of this GPU joined to the user's, None where there is neither.
+
+    One of the user's that cannot be read is left out, with a warning.
+    """
+    ours, theirs = (folder / file_name(gpu) for folder in (TABLES, user_tables()))
+    shipped = load(ours) if ours.is_file() else None
+    if not theirs.is_file():
+        return shipped
+    try:
+        own = load(theirs)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the policy tuned goes without your table: {error}", stacklevel=2)
+        return shipped
+    note = f", your table of {str(own.made.get('date', 'no date'))[:10]}"
+    told = {tuple(dims(m.problem).values()) for m in own.measured}
+    others = shipped.measured if shipped else ()
+    added = tuple(m for m in others if tuple(dims(m.problem).values()) not in told)
+    return replace(own, measured=own.measured + added, note=note)
 
 
 def cheapest_splits(
@@ -229,17 +265,18 @@ def _choose(
         return leave_it(f"no table for {device.name}")
     if own.config.schedule == "batch":
         return leave_it("the lengths may differ much")
+    where = table.gpu + table.note
     near = list(islice(_nearest(problem, table), NEIGHBOURS))
     timed = _timed(problem, device, candidates, near)
     if timed is not None:
-        why = f"tuned: the fastest of this problem on {table.gpu}, {timed.us:.1f} us"
+        why = f"tuned: the fastest of this problem on {where}, {timed.us:.1f} us"
         return Choice(timed.kernel, timed.config, why)
     if problem.rows > waves.MANY_ROWS:
         return leave_it("too few problems of so many rows were timed")
     made_for_it = [kernel for kernel in candidates if kernel.name != short_queries.KERNEL]
     local = _Local(problem, device, made_for_it, near)
     if not local.known:
-        return leave_it(f"nothing like it in the table of {table.gpu}")
+        return leave_it(f"nothing like it in the table of {where}")
     weighed = [*local.proposals(), *([own] if local.knows(own) else [])]
     seconds = [local.seconds(choice) for choice in weighed]
     asked = [s * local.margin(choice) for s, choice in zip(seconds, weighed, strict=True)]
@@ -248,7 +285,7 @@ def _choose(
     why = (
         f"tuned: {count(weighed[best].config.num_splits, 'split')} in tiles of "
         f"{weighed[best].config.tile_n} keys, {seconds[best] * 1e6:.1f} us by the model and "
-        f"{count(len(near), 'problem')} measured on {table.gpu}, the nearest {near[0][0]:.1f} "
+        f"{count(len(near), 'problem')} measured on {where}, the nearest {near[0][0]:.1f} "
         f"octaves away: batch {p.batch}, heads {p.num_heads}/{p.num_kv_heads}, head_dim "
         f"{p.head_dim}, {p.seqlen_k} keys, {p.place}"
     )
