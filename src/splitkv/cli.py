@@ -1,5 +1,5 @@
 """The command line: `splitkv demo | explain | bench | sweep | tune | regret | reproduce |
-evolve | distil | report | doctor`.
+evolve | distil | report | trace | doctor`.
 
 Exit status: 0 done; 1 the answer is no (no kernel can run it, a check of the demo failed); 2 the
 question is malformed, said in one line.
@@ -139,8 +139,10 @@ def explain(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what is installed, which GPU is here, and which kernels can run a typical decode call."""
+def doctor(
+    check: Annotated[bool, typer.Option(help="Answers and bandwidth, in 20 seconds.")] = True,
+) -> None:
+    """Say what is installed, which GPU is here, which kernels can run, and if they are right."""
     from splitkv.explanation import explain as explain_problem
 
     for name, value in versions().items():
@@ -148,7 +150,15 @@ def doctor() -> None:
     explanation = explain_problem(TYPICAL, current())
     typer.echo()
     show(explanation)
-    raise typer.Exit(0 if explanation.plans else 1)
+    failed = not explanation.plans
+    if check:
+        from splitkv.lab.doctor import self_check
+
+        typer.echo()
+        for name, said in self_check(current()):
+            typer.echo(f"{name:<28} {said}")
+            failed |= said.startswith("FAIL")
+    raise typer.Exit(1 if failed else 0)
 
 
 def versions() -> dict[str, str]:

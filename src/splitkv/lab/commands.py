@@ -1,5 +1,5 @@
 """The commands of the lab: `splitkv bench | sweep | tune | regret | reproduce | evolve | distil |
-report`."""
+report | trace`."""
 
 from __future__ import annotations
 
@@ -388,6 +388,40 @@ def report(
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page(records), encoding="utf-8")
         typer.echo(text)
+
+
+@app.command()
+def trace(
+    model: Annotated[str, typer.Option(help="A folder, a config.json or a name.")],
+    new_tokens: Annotated[str, typer.Option(help="How many to generate: N,N,...")] = "64,512",
+    attention: Annotated[
+        list[str] | None, typer.Option(help="Implementation; repeat to compare. Else splitkv.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 30,
+    layers: Annotated[int | None, typer.Option(help="Only so many; else all.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the model.")] = "bfloat16",
+) -> None:
+    """Show which attention kernels a model of transformers runs in prefill and decode, and why."""
+    with one_line_errors():
+        try:
+            from splitkv.lab import trace as lab
+        except ModuleNotFoundError as error:
+            message = f"expected splitkv[transformers] installed, got no {error.name}"
+            raise ValueError(f"trace: {message}") from None
+        from splitkv.device import current
+
+        lab.trace(
+            model,
+            attention or ["splitkv"],
+            lab.parse_new_tokens(new_tokens),
+            batch=batch,
+            prompt=prompt,
+            layers=layers,
+            dtype=dtype,
+            device=current(),
+            console=console,
+        )
 
 
 def expect_run(time_limit: float | None, jobs: int) -> None:
