@@ -23,6 +23,7 @@ from splitkv.problem import Problem
 from splitkv.testing import Call, assert_close, check
 
 DEVICE = "cuda"
+GPU_ALONE = [torch.profiler.ProfilerActivity.CUDA]
 DENSE_AXES: cases.Axes = {
     **dense.AXES,
     "dtype": ("bfloat16", "float16"),
@@ -114,7 +115,7 @@ def test_append_rotary_and_attention_are_two_launches(num_splits: int, most: int
     call = decode_step(num_splits=num_splits)
     for _ in range(2):
         flash_attn_with_kvcache(**call)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=GPU_ALONE, acc_events=True) as profile:
         flash_attn_with_kvcache(**call)
         torch.cuda.synchronize()
     kernels = [e.key for e in profile.key_averages() if e.self_device_time_total > 0]

@@ -67,7 +67,8 @@ HOPPER_REGISTERS = {
 # More beside quantised keys, but for e4m3 with scales of a head in a contiguous cache.
 HOPPER_QUANTISED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 128): 200}
 # Copies of 16 quantised keys are so small that asking for them takes long: from so many bytes on,
-# four programs an SM that ask for tiles of 32 were up to a third faster than fewer larger ones.
+# four programs an SM that ask for tiles of 32 were up to a third faster than fewer larger ones. With
+# scales of each key, three programs and tiles of 64 were 4 to 6 % faster than that.
 QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE = (32, 4, 3), 48 * MiB
 
 
@@ -328,7 +329,8 @@ def _worth(
     """The shapes worth weighing, in order of preference; all, where none of those is legal."""
     in_pages = isinstance(problem.place, Paged) and problem.place.page_size % 128 > 0
     wanted = constants.shapes_in_pages if in_pages else constants.shapes
-    if in_pages and problem.codec != AS_IS and problem.kv_bytes > QUANTISED_PAGES_LARGE:
+    small_copies = in_pages and problem.codec.granularity in ("tensor", "head")
+    if small_copies and problem.kv_bytes > QUANTISED_PAGES_LARGE:
         wanted = QUANTISED_PAGES_SHAPE, *wanted
     by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
     worth = [by_shape[shape] for shape in wanted if shape in by_shape]
