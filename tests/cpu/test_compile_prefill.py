@@ -28,7 +28,7 @@ from splitkv.device import GPUS, Device
 from splitkv.kernels import backward, backward_rows, prefill
 from splitkv.kernels.backward_rows import statistics
 from splitkv.kernels.combine import Partial
-from splitkv.kv import Contiguous, Paged, Ragged
+from splitkv.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
 from splitkv.problem import Operands, Problem
@@ -106,6 +106,8 @@ def problem_of(values: cases.Values) -> tuple[Problem, int]:
 def operands_of(problem: Problem, row_gap: int) -> Operands:
     """Operands without memory."""
     p, dtype = problem, getattr(torch, problem.dtype)
+    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(p.codec.name, dtype)
+    stored_q = stored if p.q_granularity != "none" else dtype
     lead_q: tuple[int, ...] = p.batch, p.seqlen_q
     lead_k: tuple[int, ...] = p.batch, p.seqlen_k
     cu_q = cu_k = lengths = table = None
@@ -118,13 +120,22 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
         table = Layout(torch.Size([p.batch, max_pages]), torch.int32)
         lengths = Layout(torch.Size([p.batch]), torch.int32)
 
-    def tensor(*shape: int) -> Layout:
-        return Layout(torch.Size(shape), dtype, row_gap)
+    def tensor(*shape: int, of: torch.dtype = stored) -> Layout:
+        return Layout(torch.Size(shape), of, row_gap)
+
+    def scale(granularity: str, lead: tuple[int, ...], heads: int) -> Layout | None:
+        shapes = {"tensor": (1,), "head": (heads,), "token": (*lead, heads)}
+        if granularity == "none":
+            return None
+        return Layout(torch.Size(shapes[granularity]), torch.float32)
 
     return Operands(
-        q=tensor(*lead_q, p.num_heads, p.head_dim),
+        q=tensor(*lead_q, p.num_heads, p.head_dim, of=stored_q),
         k=tensor(*lead_k, p.num_kv_heads, p.head_dim),
         v=tensor(*lead_k, p.num_kv_heads, p.head_dim_v),
+        q_scale=scale(p.q_granularity, lead_q, p.num_heads),
+        k_scale=scale(p.codec.granularity, lead_k, p.num_kv_heads),
+        v_scale=scale(p.codec.granularity, lead_k, p.num_kv_heads),
         cache_seqlens=lengths,
         page_table=table,
         cu_seqlens_q=cu_q,
@@ -325,3 +336,99 @@ def test_something_fits_everywhere(gpu: str, head_dims: tuple[int, int]) -> None
                 assert next(backward.query_configs(short, GPUS[gpu]))
                 tiles = [found[0].tile_m, found[0].tile_n]
                 assert all(triton.next_power_of_2(n) == n >= 16 for n in tiles)
+
+
+# Keys and values in 8 bits. Which units multiply can be read off the code: 8-bit ones where
+# `products` allows them and the GPU has them; e4m3 is widened from its bits where it has not.
+EIGHT_BITS = re.compile(r"\.(s8\.s8|e4m3\.e4m3)|kind::(f8f6f4|i8)")
+SIXTEEN_BITS = re.compile(r"\.(bf16\.bf16|f16\.f16)|kind::f16")
+QUANTISED_AXES: cases.Axes = {
+    "gpu": tuple(GPUS[name] for name in ("h200", "a100", "a10", "l4", "b200", "rtx5090")),
+    "codec": cases.CODECS,
+    "products": ("widened", "half", "full"),
+    "q_granularity": ("none", "token", "head"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dims": ((64, 64), (128, 128), (192, 128), (256, 256)),
+    "features": (PLAIN, EVERYTHING),
+    "mask": (Mask(causal=True), Mask(True, 128, -1, 4)),
+    "kind": ("dense", "varlen", "decode"),
+    "place": (None, Paged(1), Paged(16), Paged(64)),
+    "seqlen_q": (4096, 3),
+    "parts": (1, 3),
+    "shape": (0, 1),
+}
+
+
+def valid(values: cases.Values) -> bool:
+    """A quantised query works in bf16; dense keys are not in pages, those of a cache always."""
+    if values.get("q_granularity", "none") != "none" and values.get("dtype") == "float16":
+        return False
+    if values.get("q_granularity", "none") != "none" and values.get("dtype") == "float32":
+        return False
+    if "kind" not in values or "place" not in values:
+        return True
+    return (values["kind"] == "dense") <= (values["place"] is None) and (
+        values["kind"] == "decode"
+    ) <= (values["place"] is not None)
+
+
+def quantised(values: cases.Values) -> Problem:
+    values = {"mask": Mask(True), "head_dims": (128, 128), **values}
+    names = ("codec", "products", "q_granularity")
+    more = {name: values.pop(name) for name in names if name in values}
+    if values.get("place") is None:
+        values.pop("place", None)
+    problem = replace(problem_of(values)[0], needs_grad=False, **more)
+    return replace(problem, dropout=problem.dropout and problem.kind != "decode")
+
+
+def units(ptx: str) -> tuple[bool, bool]:
+    """Whether anything is multiplied in 8 bits, and in 16."""
+    return bool(EIGHT_BITS.search(ptx)), bool(SIXTEEN_BITS.search(ptx))
+
+
+def name_of(values: cases.Values) -> str:
+    names = ("kind", "codec", "products", "dtype", "head_dims", "place")
+    return "-".join(str(values[name]).replace(" ", "_") for name in names)
+
+
+# Some of the covering set: compiling takes seconds, and on a GPU all of them run.
+@pytest.mark.parametrize("values", cases.pairs(QUANTISED_AXES, valid)[::6], ids=name_of)
+def test_quantised_keys(values: cases.Values) -> None:
+    values = dict(values)
+    gpu, parts, shape = (values.pop(name) for name in ("gpu", "parts", "shape"))
+    problem = quantised(values)
+    assert prefill.unsupported(problem, gpu) == []
+    config = replace(chosen(prefill.configs(problem, gpu), shape), num_splits=parts)
+    kernel = forward(problem, gpu, 0, config)["prefill"]
+    if problem.dtype != "float32":
+        wanted = {"widened": (False, True), "half": (True, True), "full": (True, False)}
+        chosen_units = prefill.units_of(problem, gpu, config.tile_n)
+        assert units(kernel.asm["ptx"]) == wanted[chosen_units]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("gpu", ["a100", "a10", "l4", "h200", "b200", "rtx5090"])
+def test_units(gpu: str, name: Any) -> None:
+    """What `products` allows is used, but for e4m3 where no unit takes it."""
+    device = GPUS[gpu]
+    for products in ("widened", "half", "full"):
+        problem = quantised({"codec": Codec(name, "head"), "products": products})
+        found = prefill.units_of(problem, device, 64)
+        known = name == "int8" or device.capability >= (8, 9)
+        assert found == (products if known else "widened")
+        assert prefill.units_of(replace(problem, dtype="float32"), device, 64) == "widened"
+        assert prefill.units_of(replace(problem, head_dim=24), device, 64) in (found, "half")
+    few = quantised({"codec": Codec("int8", "head"), "products": "full"})
+    assert prefill.units_of(few, device, 16) == "half"
+
+
+@pytest.mark.parametrize("granularity", ["head", "token"])
+@pytest.mark.parametrize(("name", "products"), [("int8", "half"), ("fp8", "widened")])
+def test_the_defaults_hardly_spill(name: Any, products: Any, granularity: Any) -> None:
+    """On sm_90, in the shape for prompts: a few bytes outside the loops."""
+    codec = Codec(name, granularity)
+    problem = quantised({"codec": codec, "products": products, "seqlen_q": 4096})
+    config = chosen(prefill.configs(problem, GPUS["h200"]), 0)
+    made = measure(forward(problem, GPUS["h200"], 0, config)["prefill"])
+    assert made.stack_bytes <= 64

@@ -6,6 +6,9 @@ Computes, for each sequence b, KV head h and the rows r = (query token, grouped 
     m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])      lse[r] = m[r] + log l[r]
     out[r]   = sum_n exp(s[r, n] - m[r]) kept[r, n] / (1 - dropout_p) v[n] / (l + exp(sink - m))
 
+of keys and values as they are, or in 8 bits times scales: one that the keys of a head share joins
+the softmax scale, of values the end; those of each key multiply the scores, and the weights.
+
 A band of keys is three ranges of tiles: only in the outer two a row may see a part of a tile. So
 there are two loops, one over those tiles and the tiles of the sink tokens, which asks the mask, and
 one over the tiles between, which asks nothing.
@@ -16,7 +19,7 @@ tokens are: so one launch serves a batch in which some sequences have a chunk of
 one new token.
 
 Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v [batch, seqlen_k, num_kv_heads, dim]; out
-            as q, with head_dim_v; lse [batch, num_heads, seqlen_q] fp32
+            as q, with head_dim_v; lse [batch, num_heads, seqlen_q] fp32; scales: see scales.py
             varlen: [total, heads, dim], lse [num_heads, total]; tokens after the last sequence see
             no key. Paged: k, v [num_pages, page_size, num_kv_heads, dim]
             partials [batch, cut_tokens, num_kv_heads, parts, group, head_dim_v + 2] fp32
@@ -31,11 +34,11 @@ Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head
             there are two parts or more
             flops         2 * batch * num_heads * (pairs of a query and a key that it sees)
                           * (head_dim + head_dim_v)
-Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v; fp32 inputs multiply in IEEE fp32, not tf32
+Numerics    scores and sums in fp32, base-2 exponentials; p, times the scale of its key where keys
+            have one, is rounded to the working type before p @ v (in fp16 v times scale is); fp32
+            inputs multiply in IEEE fp32, not tf32; for 8 bits see tile/dequantize.py
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 8
-            from 16 to 256; keys and values stored as they are; a first derivative only, and of a
-            cache none
+            from 16 to 256; a first derivative only, and of a cache and beside quantised keys none
 """
 
 from __future__ import annotations
@@ -56,6 +59,17 @@ from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write
 from splitkv.kernels.parts import num_parts
 from splitkv.kernels.tile.attend import attend, write_rows
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.dequantize import (
+    Scales,
+    bits_of,
+    key_scales,
+    round_queries,
+    scale_of_rows,
+    shared_scales,
+    stored_of,
+    units_of,
+    widen,
+)
 from splitkv.kernels.tile.locate import Pages
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share
 from splitkv.kernels.tile.visit import (
@@ -120,6 +134,7 @@ def prefill(
     cu_k_ptr,
     lens_ptr,  # [batch] int32 keys of each sequence, or None
     table_ptr,  # [batch, max_pages] int32, or None
+    stored,  # Stored
     final,  # Final
     partial,  # Partial, or None: one part
     sink_ptr,  # [num_heads], or None
@@ -154,6 +169,7 @@ def prefill(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
     OFFSET: tl.constexpr,  # the type of offsets inside a tile of keys
+    UNITS: tl.constexpr,  # see tile/dequantize.py
     PDL: tl.constexpr,
 ):
     if PDL:  # as in decode_split
@@ -209,14 +225,28 @@ def prefill(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V], tl.float32)
-    rest = q, keys, queries, scoring, visit, bounds, pages
+    q_scale = scale_of_rows(stored, b, first_q + t, head, row_ok, UNITS)
+    if UNITS == "widened":
+        q = widen(q, final.out_ptr.dtype.element_ty)
+    elif UNITS != "as_is":
+        if stored.q_ptr is None:
+            q, q_scale = round_queries(q, k_ptr.dtype.element_ty)
+    k_scale, v_scale = shared_scales(stored, slab, h, UNITS)
+    sequence = stored.of_tokens, slab, first_k, h
+    k_at = key_scales(stored.k_ptr, stored.k_strides, *sequence)
+    v_at = key_scales(stored.v_ptr, stored.v_strides, *sequence)
+    scales = Scales(q_scale, k_at, v_at, stored.k_strides, stored.v_strides)
+    weighing = scoring.softcap, scoring.seed_ptr, scoring.drop_below, scoring.keep_scale
+    scoring = Scoring(scoring.scale * k_scale, *weighing)
+    rest = q, keys, queries, scoring, visit, bounds, pages, scales, final.out_ptr
     m, l, acc = attend(
-        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, True
+        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, UNITS, True
     )
     m, l, acc = attend(
-        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, False
+        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, UNITS, False
     )
 
+    acc *= v_scale
     if scoring.seed_ptr is not None:
         acc *= scoring.keep_scale
     where = out_strides, lse_strides, b, first_q + t, head, row_ok
@@ -251,9 +281,9 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
             value % 8 == 0 and MIN_HEAD_DIM <= value <= MAX_HEAD_DIM,
             f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
         )
-    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
-    cached = problem.kind == "decode" or isinstance(problem.place, Paged)
-    expect(not (cached and problem.needs_grad), "gradient: expected inputs that require none")
+    forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
+    forward_only |= problem.codec != AS_IS
+    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
     return reasons
 
 
@@ -265,8 +295,8 @@ def shapes(problem: Problem, device: Device) -> list[Shape]:
     """Those for these head dimensions with no more rows than a sequence has, the best first.
 
     128 keys a step are the best for the tensor cores of sm_90, but take registers that modifiers
-    need as well, and leave much of a narrow window to be masked. A tile in one page has one look-up
-    and the addresses of contiguous keys.
+    and scales of each key need as well, and leave much of a narrow window to be masked. A tile in
+    one page has one look-up and the addresses of contiguous keys.
     """
     table = HALF if problem.element_bytes == 2 else SINGLE
     found = table[max(64, *padded_dims(problem))]
@@ -274,7 +304,7 @@ def shapes(problem: Problem, device: Device) -> list[Shape]:
     enough = min(tile_m for tile_m in (16, 32, 64, 128) if tile_m >= min(rows, 128))
     mask = problem.mask
     narrow = mask.left is not None and mask.right is not None and mask.left + mask.right < 512
-    modified = problem.score != PLAIN or problem.dropout
+    modified = problem.score != PLAIN or problem.dropout or problem.codec.granularity == "token"
     fewer_keys = narrow or modified or device.capability[0] != 9
     page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
     found = tuple(shape for shape in found if shape[0] <= enough)
@@ -290,11 +320,14 @@ def shapes(problem: Problem, device: Device) -> list[Shape]:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """The most shared memory that Triton takes for a config: q, tiles in flight, sums of rows.
 
-    After the loop the output goes through it.
+    Of what is widened a copy, and scales of keys. After the loop the output goes through it.
     """
     dim, dim_v = padded_dims(problem)
-    elements = config.tile_m * dim + config.num_stages * config.tile_n * (dim + dim_v)
-    loop = elements * problem.element_bytes + 8 * config.tile_m + 64
+    loop = config.tile_m * (dim * problem.element_bytes + 8) + 64
+    loop += config.num_stages * config.tile_n * (dim + dim_v) * problem.kv_element_bytes
+    if problem.codec != AS_IS:
+        a_key = max(dim, dim_v) * problem.element_bytes + 8 * (config.num_stages + 1)
+        loop += config.tile_n * a_key
     return max(loop, 4 * config.tile_m * dim_v)
 
 
@@ -409,7 +442,9 @@ class Launcher:
         self.problem, self.device = problem, plan.device
         q, k, v, slopes = operands.q, operands.k, operands.v, operands.alibi_slopes
         self.out_shape, self.lse_shape = (*q.shape[:-1], problem.head_dim_v), lse_shape(q)
-        out = q.new_empty(self.out_shape) if operands.out is None else operands.out
+        self.dtype = getattr(torch, problem.dtype)
+        out = q.new_empty(self.out_shape, dtype=self.dtype)
+        out = out if operands.out is None else operands.out
         total = q.shape[:-2].numel()
         lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
         tiling = tiles_and_lanes(
@@ -426,6 +461,8 @@ class Launcher:
             self.slots = problem.batch * cut * problem.num_heads * parts
         self.grid = (programs,)
         table, place = operands.page_table, problem.place
+        units = units_of(problem, plan.device, config.tile_n)
+        self.bits = plan.device.capability < (8, 9)
         pdl = bool(self.slots and q.is_cuda and plan.device.capability >= (9, 0))
         self.tail = (
             *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
@@ -434,7 +471,7 @@ class Launcher:
             *(stride_slope(slopes), *tiling, parts, size if parts else None, cut),
             *(problem.group, problem.head_dim, problem.head_dim_v),
             *(place.page_size if isinstance(place, Paged) else 1, config.tile_m, config.tile_n),
-            *(config.num_stages, offset_type(config.tile_n, 1, k, v), pdl),
+            *(config.num_stages, offset_type(config.tile_n, 1, k, v), units, pdl),
         )
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         fused = {"enable_fp_fusion": True}
@@ -464,14 +501,16 @@ class Launcher:
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         x = operands
-        out = x.q.new_empty(self.out_shape) if x.out is None else x.out
+        out = x.q.new_empty(self.out_shape, dtype=self.dtype) if x.out is None else x.out
         lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
         final, partial = Final(out, lse), None
         if self.slots:
             partial = workspace.partials(x.q, self.slots * self.problem.head_dim_v, self.slots)
+        q, k, v = (bits_of(t) if self.bits else t for t in (x.q, x.k, x.v))
         prefill[self.grid](
-            *(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table),
-            *(final, partial, x.sink_logits, x.alibi_slopes, scoring_of(x, seed), *self.tail),
+            *(q, k, v, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table),
+            *(stored_of(x), final, partial, x.sink_logits, x.alibi_slopes),
+            *(scoring_of(x, seed), *self.tail),
             **self.options,
         )
         if partial is not None:

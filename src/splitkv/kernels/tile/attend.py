@@ -6,18 +6,18 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import visible
+from splitkv.kernels.tile.dequantize import add_values, query_product, scales_at
 from splitkv.kernels.tile.dropout import kept
 from splitkv.kernels.tile.locate import key_rows, pages_of
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kernels.tile.visit import (
-    add_product,
     load_tile,
     place,
     store_tile,
     tile_at,
     visits,
 )
-from splitkv.kernels.tile.weight import scores
+from splitkv.kernels.tile.weight import scores_of_rows
 
 
 @triton.jit
@@ -32,15 +32,19 @@ def attend(
     visit,  # Visit
     bounds,  # Bounds
     pages,  # Pages
+    scales,  # Scales
+    out_ptr,  # of the working type
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     OFFSET: tl.constexpr,
+    UNITS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """(m, l, acc) after the tiles in which the mask has to be asked, or after the others."""
+    WORKING: tl.constexpr = out_ptr.dtype.element_ty
     first, last = visits(visit, MASKED)
     page = None
     if pages.table_ptr is not None:
@@ -55,16 +59,20 @@ def attend(
         k_at = keys.k_ptr, keys.stride_k, pages.stride_k, start
         k_rows = key_rows(page, *k_at, OFFSET, TILE_N, PAGE_SIZE)
         k = load_tile(k_rows, n_ok, HEAD_DIM, q.shape[1])
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # [TILE_M, TILE_N]
-        s, unit = scores(qk, scoring, queries, offs_n[None, :])
+        qk = query_product(q, k)  # [TILE_M, TILE_N]
+        if scales.k_ptr is not None:
+            at = scales.k_ptr, scales.k_strides, start
+            qk *= scales_at(page, *at, n_ok, OFFSET, TILE_N, PAGE_SIZE)[None, :]
+        s, unit, column = scores_of_rows(qk, scales.q, scoring, queries, offs_n[None, :])
         if MASKED:
             seen = visible(bounds, queries.pos, offs_n[None, :], keys.count)
             s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * unit)
+        m_here = tl.max(s, 1) * unit
+        m_new = tl.maximum(m, m_here)
         top = m_new
         if MASKED:
             top = finite_or_zero(m_new)
-        p = tl.exp2(s * unit - top[:, None])
+        p = tl.exp2(s * column - top[:, None])
         shrink = tl.exp2(m - top)
         m = m_new
         l = l * shrink + tl.sum(p, 1)
@@ -74,7 +82,11 @@ def attend(
         v_at = keys.v_ptr, keys.stride_v, pages.stride_v, start
         v_rows = key_rows(page, *v_at, OFFSET, TILE_N, PAGE_SIZE)
         v = load_tile(v_rows, n_ok, HEAD_DIM_V, acc.shape[1])
-        acc = add_product(acc * shrink[:, None], p.to(v.dtype), v)
+        v_scale = None
+        if scales.v_ptr is not None:
+            at = scales.v_ptr, scales.v_strides, start
+            v_scale = scales_at(page, *at, n_ok, OFFSET, TILE_N, PAGE_SIZE)
+        acc = add_values(acc, shrink, p, tl.exp2(m_here - top), v, v_scale, WORKING, UNITS)
         if pages.table_ptr is not None:  # a step ahead, as keys wait for it
             start = tile_at(visit, i + 1, MASKED) * TILE_N
             page = pages_of(pages, start, keys.count, TILE_N, PAGE_SIZE)

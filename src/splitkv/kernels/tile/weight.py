@@ -55,6 +55,23 @@ def scores(qk, scoring, queries, offs_n):
 
 
 @triton.jit
+def scores_of_rows(qk, q_scale, scoring, queries, offs_n):
+    """(s, unit, column): s * column are the scores in base 2, unit a row's factor of them.
+
+    q_scale   [TILE_M], another factor of each row of qk, or None
+    """
+    plain: tl.constexpr = scoring.softcap is None and queries.slope is None
+    if q_scale is not None and not plain:
+        qk *= q_scale[:, None]
+    s, unit = scores(qk, scoring, queries, offs_n)
+    column = unit
+    if q_scale is not None and plain:
+        unit = unit * q_scale
+        column = unit[:, None]
+    return s, unit, column
+
+
+@triton.jit
 def gradients(
     qk,
     dp,  # gradients of the output . v

@@ -1,0 +1,228 @@
+"""Products with keys and values that are stored in 8 bits.
+
+What may be multiplied in 8 bits is a compile-time word, UNITS: "widened", "half" or "full", as in
+`Problem.products`, or "as_is" where nothing is quantised. Widening is exact: int8 and e4m3 have at
+most 8 significant bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from splitkv.device import Device
+from splitkv.kernels.tile.encode import encode, magnitude, scale_of
+from splitkv.kernels.tile.locate import key_rows
+from splitkv.kernels.tile.visit import Strides, add_product, place
+from splitkv.kv import AS_IS
+from splitkv.problem import Operands, Problem
+
+
+class Stored(NamedTuple):
+    """Pointers to scales [(batch or pages,) tokens, heads] or fewer, and their Strides.
+
+    q_ptr       None: q is in a working type
+    of_tokens   anything where each key has a scale, None where keys share one
+    """
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    q_strides: Any
+    k_strides: Any
+    v_strides: Any
+    of_tokens: Any
+
+
+NOTHING = Stored(None, None, None, Strides(0, 0, 0), Strides(0, 0, 0), Strides(0, 0, 0), None)
+
+
+class Scales(NamedTuple):
+    """The scales of a row tile: of each row of q [rows], or None; the first addresses of those of
+    each key of a sequence and head, or None: all share one; the steps between keys and pages."""
+
+    q: Any
+    k_ptr: Any
+    v_ptr: Any
+    k_strides: Any
+    v_strides: Any
+
+
+@triton.jit
+def e4m3(bits):
+    """The numbers of e4m3 bits, in fp16, for GPUs that have no instruction for it.
+
+    fp16 has one bit of exponent more and its bias 8 more, so with the exponent moved there the
+    number is 2^-8 of what it stands for, subnormal or not. The last pattern is NaN.
+    """
+    x = bits.to(tl.uint16)
+    moved = ((x & 0x80) << 8) | ((x & 0x7F) << 7)
+    number = moved.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((x & 0x7F) == 0x7F, float("nan"), number)
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr):
+    """Stored numbers in a working type, exactly; those that are of one stay."""
+    if x.dtype == tl.uint8:
+        x = e4m3(x)
+    elif x.dtype == tl.int8:
+        x = x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def round_queries(q, CODE: tl.constexpr):
+    """(q as CODE, its scale [rows]) of q in a working type."""
+    scale = scale_of(tl.max(magnitude(q), 1), 127.0 if tl.int8 == CODE else 448.0)
+    if tl.int8 == CODE:
+        rounded = encode(q, scale[:, None], tl.int8)
+    else:
+        rounded = encode(q, scale[:, None], tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return rounded, scale
+
+
+@triton.jit
+def scale_of_rows(stored, b, token, head, ok, UNITS: tl.constexpr):
+    """The scales [rows] of a q that comes quantised, else None."""
+    scale = None
+    if UNITS != "as_is":
+        if stored.q_ptr is not None:
+            rows = place(stored.q_ptr, stored.q_strides, b, token, head)
+            scale = tl.load(rows, mask=ok, other=0.0)
+    return scale
+
+
+@triton.jit
+def shared_scales(stored, slab, h, UNITS: tl.constexpr):
+    """(k's, v's) scale that all keys of a sequence and head share; 1 where they do not."""
+    k_scale = 1.0
+    v_scale = 1.0
+    if UNITS != "as_is":
+        if stored.of_tokens is None:
+            k_scale = tl.load(place(stored.k_ptr, stored.k_strides, slab, slab * 0, h))
+            v_scale = tl.load(place(stored.v_ptr, stored.v_strides, slab, slab * 0, h))
+    return k_scale, v_scale
+
+
+@triton.jit
+def key_scales(ptr, strides, of_tokens, slab, first, h):
+    """The first address of the scales of each key of a sequence and head; None: it has none."""
+    at = None
+    if of_tokens is not None:
+        at = place(ptr, strides, slab, first, h)
+    return at
+
+
+@triton.jit
+def scales_at(
+    page,
+    ptr,
+    strides,  # Strides
+    start,
+    ok,  # [TILE_N], or None: all exist
+    OFFSET: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """The scales [TILE_N] of the tile of keys at `start`; 0 where there is none."""
+    rows = key_rows(page, ptr, strides.t, strides.b, start, OFFSET, TILE_N, PAGE_SIZE)
+    if ok is None:
+        scale = tl.load(rows)
+    else:
+        scale = tl.load(rows, mask=ok, other=0.0)
+    return scale
+
+
+@triton.jit
+def query_product(q, k):
+    """q @ k.T in fp32, of stored numbers: on 8-bit units where both are stored alike."""
+    if q.dtype == tl.int8:
+        qk = tl.dot(q, tl.trans(k)).to(tl.float32)
+    elif q.dtype == k.dtype:
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        qk = tl.dot(q, tl.trans(widen(k, q.dtype)), input_precision="ieee")
+    return qk
+
+
+@triton.jit
+def add_values(acc, shrink, p, top, v, scale, WORKING: tl.constexpr, UNITS: tl.constexpr):
+    """acc * shrink + (p * scale) @ v, of stored numbers v [TILE_N, DIM_V].
+
+    top    [rows] at least the largest p of each row, which is rounded relative to it in int8
+    scale  [TILE_N], or None: all keys share one, which is left to the end
+
+    In 8 bits the products of every tile are added up outside the units, whose sums of e4m3 have
+    fewer bits than fp32.
+    """
+    if UNITS == "as_is":
+        acc = add_product(acc * shrink[:, None], p.to(v.dtype), v)
+    elif UNITS == "full":
+        most = 1.0
+        if scale is not None:
+            most = tl.maximum(tl.max(scale, 0), 2.0**-100)
+            p *= (scale / most)[None, :]
+        if v.dtype == tl.int8:
+            step = tl.maximum(top, 2.0**-100) * (1.0 / 127.0)
+            weight = (p * (1.0 / step)[:, None] + 0.5).to(tl.int8)
+            acc = acc * shrink[:, None] + tl.dot(weight, v).to(tl.float32) * (step * most)[:, None]
+        else:
+            weight = (p * 448.0).to(v.dtype)
+            acc = acc * shrink[:, None] + tl.dot(weight, v) * (most * (1.0 / 448.0))
+    else:
+        wide = widen(v, WORKING)
+        if scale is not None:
+            if tl.float16 == WORKING:  # whose exponents p * scale could leave
+                wide = (wide.to(tl.float32) * scale[:, None]).to(WORKING)
+            else:
+                p *= scale[None, :]
+        acc = add_product(acc * shrink[:, None], p.to(WORKING), wide)
+    return acc
+
+
+def units_of(problem: Problem, device: Device, tile_n: int) -> str:
+    """What is multiplied in 8 bits of what may be: see tile/dequantize.py.
+
+    Tensor cores multiply int8 and e4m3 in steps of 32 elements, e4m3 from sm_89 on; fp32 is
+    computed exactly.
+    """
+    if problem.codec == AS_IS:
+        return "as_is"
+    if problem.codec.name == "fp8" and device.capability < (8, 9):
+        return "widened"
+    if problem.element_bytes > 2 or triton.next_power_of_2(problem.head_dim) < 32:
+        return "widened"
+    return "half" if problem.products == "full" and tile_n < 32 else problem.products
+
+
+def stored_of(operands: Operands) -> Stored:
+    """The scales of quantised operands."""
+    x = operands
+    if x.k_scale is None:
+        return NOTHING
+    q_strides = NOTHING.q_strides if x.q_scale is None else scale_strides(x.q_scale, x.q)
+    strides = q_strides, scale_strides(x.k_scale, x.k), scale_strides(x.v_scale, x.v)
+    of_tokens = 1 if x.k_scale.numel() > 1 and x.k_scale.dim() == x.k.dim() - 1 else None
+    return Stored(x.q_scale, x.k_scale, x.v_scale, *strides, of_tokens)
+
+
+def scale_strides(scale: Any, x: Any) -> Strides:
+    """Elements between the scales of sequences or pages, tokens and heads of a tensor x; 0 along
+    what shares one."""
+    if scale.numel() == 1:
+        return Strides(0, 0, 0)
+    *outer, head = scale.stride()
+    if len(outer) == 2:
+        return Strides(*outer, head)
+    if len(outer) == 1 and x.dim() == 3:  # packed tokens
+        return Strides(0, outer[0], head)
+    return Strides(outer[0] if outer else 0, 0, head)
+
+
+def bits_of(x: Any) -> Any:
+    """The bytes of e4m3, for GPUs that do not know the type; other tensors as they are."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

@@ -1,0 +1,91 @@
+"""`prefill` of keys and values in 8 bits in Triton's interpreter, against the reference.
+
+On a device without e4m3 units it is widened from its bits, as the interpreter knows no other way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+from torch import Tensor
+from training import paged, problem_of
+
+from splitkv.device import GPUS
+from splitkv.kernels import prefill
+from splitkv.masks import Mask
+from splitkv.plans import Config, Plan
+from splitkv.testing import Call, Codec, Problem, bind, check
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"
+    ),
+]
+AXES: cases.Axes = {
+    "codec": cases.CODECS,
+    "products": ("widened", "half", "full"),
+    "q_granularity": ("none", "token", "head", "tensor"),
+    "kind": ("dense", "varlen"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dims": ((32, 32), (64, 48), (16, 16)),
+    "group": (1, 4),
+    "num_kv_heads": (2,),
+    "batch": (1, 3),
+    "seqlens": ((1, 40), (37, 50), (33, 16), (20, 70)),
+    "mask": (Mask(True), Mask(), Mask(True, 9, -1, 3)),
+    "softcap": (False, True),
+    "alibi": (False, True),
+    "sink_logits": (False, True),
+    "return_lse": (True,),
+    "page_size": (0, 8, 16, 10),  # 0: none
+    "parts": (1, 3),
+    "tiles": ((16, 16), (32, 32), (16, 64)),
+}
+
+
+def valid(values: cases.Values) -> bool:
+    """A quantised query works in bf16; only packed sequences are put into pages."""
+    if values.get("q_granularity", "none") != "none" and values.get("dtype", "") != "bfloat16":
+        return "dtype" not in values
+    return not (values.get("page_size") and values.get("kind", "varlen") != "varlen")
+
+
+def run(tile_m: int, tile_n: int, parts: int, page_size: int) -> Any:
+    """`run=` of `check`, in tiles so small that a few rows and keys are several."""
+
+    def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+        if page_size:
+            problem, call = paged(problem, call, page_size)
+        gpu = GPUS["a100"]
+        config = Config(tile_m=tile_m, tile_n=tile_n, num_splits=parts)
+        assert prefill.unsupported(problem, gpu) == []
+        plan = Plan(problem, gpu, "fixed", "prefill", config, "a test")
+        return prefill.KERNEL.launch(bind(problem, call), plan)
+
+    return launch
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(AXES, valid))))
+def test_pairs(number: int) -> None:
+    """Every pair of values of two axes."""
+    values = dict(PAIRS[number])
+    tiles, parts, page_size = (values.pop(n) for n in ("tiles", "parts", "page_size"))
+    problem = problem_of(values)
+    zero_length = problem.kind == "varlen" and problem.batch > 1 and number % 2 == 0
+    how = run(*tiles, parts, page_size)
+    check(problem, run=how, strided=number % 3 == 0, zero_length=zero_length)
+
+
+@pytest.mark.parametrize("granularity", ["head", "token"])
+@pytest.mark.parametrize(
+    ("products", "units"), [("widened", "widened"), ("half", "half"), ("full", "full")]
+)
+def test_int8_is_multiplied_on_its_units(products: Any, units: str, granularity: Any) -> None:
+    """With rows long enough for them; and e4m3 only where there are units for it."""
+    codec = Codec("int8", granularity)
+    problem = Problem("dense", 1, 4, 2, 64, 64, 8, 96, codec=codec, products=products)
+    assert prefill.units_of(problem, GPUS["a100"], 32) == units
+    check(problem, run=run(16, 32, 1, 0))
