@@ -59,6 +59,7 @@ from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write
 from splitkv.kernels.parts import num_parts
 from splitkv.kernels.tile.attend import attend, write_rows
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.codec import widen
 from splitkv.kernels.tile.dequantize import (
     Scales,
     bits_of,
@@ -68,7 +69,6 @@ from splitkv.kernels.tile.dequantize import (
     shared_scales,
     stored_of,
     units_of,
-    widen,
 )
 from splitkv.kernels.tile.locate import Pages
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from splitkv.device import Device
+from splitkv.kernels.tile.codec import widen
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.locate import key_rows
 from splitkv.kernels.tile.visit import Strides, add_product, place
@@ -49,29 +50,6 @@ class Scales(NamedTuple):
     v_ptr: Any
     k_strides: Any
     v_strides: Any
-
-
-@triton.jit
-def e4m3(bits):
-    """The numbers of e4m3 bits, in fp16, for GPUs that have no instruction for it.
-
-    fp16 has one bit of exponent more and its bias 8 more, so with the exponent moved there the
-    number is 2^-8 of what it stands for, subnormal or not. The last pattern is NaN.
-    """
-    x = bits.to(tl.uint16)
-    moved = ((x & 0x80) << 8) | ((x & 0x7F) << 7)
-    number = moved.to(tl.float16, bitcast=True) * 256.0
-    return tl.where((x & 0x7F) == 0x7F, float("nan"), number)
-
-
-@triton.jit
-def widen(x, dtype: tl.constexpr):
-    """Stored numbers in a working type, exactly; those that are of one stay."""
-    if x.dtype == tl.uint8:
-        x = e4m3(x)
-    elif x.dtype == tl.int8:
-        x = x.to(tl.float32)
-    return x.to(dtype)
 
 
 @triton.jit
