@@ -25,7 +25,6 @@ from splitkv.launch import (
     device_of,
     handle_of,
     is_plain,
-    run_attention,
     run_decode,
     through_operator,
 )
@@ -34,6 +33,7 @@ from splitkv.policies import DEFAULT, Policy
 from splitkv.problem import Problem, expect_window
 from splitkv.reference import merge_states
 from splitkv.registry import decided_lengths, make_plan
+from splitkv.sequences import run_attention
 
 __all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan", "warmup"]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -191,7 +190,7 @@ def check_of(tensors: list[Tensor]) -> Callable[..., bool] | None:
     return check if check(*tensors) else None  # it refuses a tensor that is given twice
 
 
-def _remember(options: Any, key: Any, tensors: list[Tensor], known: Known) -> Known:
+def remember(options: Any, key: Any, tensors: list[Tensor], known: Known) -> Known:
     """Keep it by its key, and where there is a check, as the latest of its options."""
     if known.fits is None or not known.fits(*tensors):
         recording = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
@@ -412,7 +411,7 @@ def _known(
         )
     elif _TensorGuards is None:
         return known
-    return known if key is None else _remember(options, key, tensors, known)
+    return known if key is None else remember(options, key, tensors, known)
 
 
 def through_operator(
@@ -445,22 +444,6 @@ def through_operator(
         expect_out(out, tuple(result.shape), dtype_name(result), q.device)
         result = out.copy_(result)
     return result, lse
-
-
-def run_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **arguments: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Describe, plan, bind and launch; differentiable where the kernel is.
-
-    arguments   those of `describe_attention`
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        expect_tensor(name, x)
-    grad = needs_grad(q, k, v, arguments["sink_logits"], arguments["alibi_slopes"])
-    problem, operands = describe_attention(q, k, v, needs_grad=grad, **arguments)
-    launcher = bind(problem, operands, plan)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        return launcher(operands)
 
 
 def working_dtype(q: Tensor) -> torch.dtype:

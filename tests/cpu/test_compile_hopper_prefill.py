@@ -20,8 +20,9 @@ from compiling import AnyGPU, Layout, Recorder, key_loops, measure, ptxas_said, 
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
+from splitkv.kernels import workspace
 from splitkv.kernels.hopper import prefill
-from splitkv.kv import Contiguous, Ragged
+from splitkv.kv import Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
 from splitkv.problem import Operands, Problem
@@ -39,6 +40,14 @@ AXES: cases.Axes = {
     "row_gap": (0, 8),
     "shape": (0, 3),  # which of the configs
 }
+CACHES: cases.Axes = {  # a shape, pages, and what the kernel is called for
+    "kind": ("varlen", "decode"),
+    "head_dims": prefill.HEAD_DIMS,
+    "heads": ((8, 2), (14, 2)),
+    "place": (Paged(16), Paged(256), Contiguous()),
+    "parts": (1, 3),
+    "shape": (0, -1),
+}
 DEFAULTS = {"heads": (8, 8), "softcap": False, "sink_logits": False, "row_gap": 0, "shape": 0}
 
 
@@ -46,6 +55,7 @@ def problem_of(values: cases.Values) -> Problem:
     values = {**DEFAULTS, "kind": "dense", "dtype": "bfloat16", "mask": Mask(True), **values}
     num_heads, num_kv_heads = values["heads"]
     head_dim, head_dim_v = values["head_dims"]
+    varlen, place = values["kind"] == "varlen", values.get("place", Contiguous())
     return Problem(
         values["kind"],
         batch=3,
@@ -53,11 +63,12 @@ def problem_of(values: cases.Values) -> Problem:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        seqlen_q=4096,
+        seqlen_q=40 if values["kind"] == "decode" else 4096,
         seqlen_k=4096,
         dtype=values["dtype"],
         mask=values["mask"],
-        place=Ragged() if values["kind"] == "varlen" else Contiguous(),
+        place=Ragged() if varlen and place == Contiguous() else place,
+        lengths="host" if values["kind"] == "dense" else "device",
         score=Score(values["softcap"], False),
         sink_logits=values["sink_logits"],
         return_lse=True,
@@ -67,19 +78,26 @@ def problem_of(values: cases.Values) -> Problem:
 def operands_of(problem: Problem, row_gap: int) -> Operands:
     """Operands without memory."""
     p, dtype = problem, getattr(torch, problem.dtype)
-    lead, cu = (p.batch, p.seqlen_q), None
+    lead, keys, cu, table = (p.batch, p.seqlen_q), (p.batch, p.seqlen_k), None, None
     if p.kind == "varlen":
         lead, cu = (p.batch * p.seqlen_q,), Layout((p.batch + 1,), torch.int32)
+        keys = (p.batch * p.seqlen_k,)
+    if isinstance(p.place, Paged):
+        table = Layout((p.batch, -(-p.seqlen_k // p.place.page_size)), torch.int32)
+        keys = (table.shape[0] * table.shape[1], p.place.page_size)
+    cached = p.kind == "decode" or table is not None
 
     def tensor(*shape: int) -> Layout:
         return Layout(torch.Size(shape), dtype, row_gap)
 
     return Operands(
         q=tensor(*lead, p.num_heads, p.head_dim),
-        k=tensor(*lead, p.num_kv_heads, p.head_dim),
-        v=tensor(*lead, p.num_kv_heads, p.head_dim_v),
+        k=tensor(*keys, p.num_kv_heads, p.head_dim),
+        v=tensor(*keys, p.num_kv_heads, p.head_dim_v),
+        cache_seqlens=Layout((p.batch,), torch.int32) if cached else None,
+        page_table=table,
         cu_seqlens_q=cu,
-        cu_seqlens_k=cu,
+        cu_seqlens_k=None if table is not None else cu,
         sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
         softmax_scale=p.head_dim**-0.5,
         softcap=3.0 if p.score.softcap else 0.0,
@@ -90,31 +108,21 @@ def compiled(problem: Problem, config: Config, row_gap: int = 0) -> Any:
     """What the launcher would launch."""
     plan = Plan(problem, H200, "fixed", "hopper_prefill", config, "a test")
     x, recorder = operands_of(problem, row_gap), Recorder(prefill.hopper_prefill, listens=True)
+    merge, partials = Recorder(prefill.combine), workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill, "hopper_prefill", recorder),
+        mock.patch.object(prefill, "combine", merge),
+        mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
     ):
         prefill.Launcher(plan, x).forward(x, None)
+    assert len(merge.compiled) == (config.num_splits > 1)
     (made,) = recorder.compiled
     return made
 
 
-def describe(values: cases.Values) -> str:
-    dims = "x".join(map(str, values["head_dims"]))
-    names = values["kind"], values["dtype"], dims, values["mask"], values["shape"]
-    return "-".join(str(name).replace(" ", "_") for name in names)
-
-
-def chosen(problem: Problem, number: int) -> Config:
-    found = list(prefill.configs(problem, H200))
-    return found[min(number, len(found) - 1)]
-
-
-@variants(AXES, most=5, newest=2, ids=describe)
-def test_variants(values: cases.Values) -> None:
-    problem = problem_of(values)
-    config = chosen(problem, values["shape"])
-    made = compiled(problem, config, values["row_gap"])
+def as_meant(problem: Problem, config: Config, made: Any) -> None:
+    """TMA and products that do not wait for one another, in the shared memory that was said."""
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in made.asm["ptx"]
     assert made.metadata.shared <= H200.smem_per_block
@@ -123,20 +131,53 @@ def test_variants(values: cases.Values) -> None:
     assert "serialized" not in ptxas_said(made)
 
 
+def describe(values: cases.Values) -> str:
+    dims = "x".join(map(str, values["head_dims"]))
+    names = values["kind"], values.get("dtype", values.get("place")), dims
+    names += values.get("mask", f"{values.get('parts')}parts"), values["shape"]
+    return "-".join(str(name).replace(" ", "_") for name in names)
+
+
+def chosen(problem: Problem, number: int) -> Config:
+    found = list(prefill.configs(problem, H200))
+    return found[min(number, len(found) - 1)]  # -1: the last
+
+
+@variants(AXES, most=5, newest=2, ids=describe)
+def test_variants(values: cases.Values) -> None:
+    problem = problem_of(values)
+    config = chosen(problem, values["shape"])
+    as_meant(problem, config, compiled(problem, config, values["row_gap"]))
+
+
+@variants(CACHES, most=5, newest=2, ids=describe)
+def test_caches(values: cases.Values) -> None:
+    """Pages, and parts of the keys."""
+    problem = problem_of(values)
+    config = replace(chosen(problem, values["shape"]), num_splits=values["parts"])
+    made = compiled(problem, config)
+    as_meant(problem, config, made)
+    products = (problem.head_dim + config.tile_n) // 16
+    loops = key_loops(made.asm["cubin"], products, config.tile_m // prefill.ROWS.value)
+    assert loops
+    for body in loops:
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
+
+
 @pytest.mark.parametrize("head_dim, mask", [(128, Mask()), (128, Mask(True)), (64, Mask(True))])
 def test_loops_are_as_meant(head_dim: int, mask: Mask) -> None:
     problem = problem_of({"head_dims": (head_dim, head_dim), "mask": mask})
     config = next(prefill.configs(problem, H200))
     made = compiled(problem, config)
     assert measure(made).stack_bytes == 0
-    warpgroups = config.tile_m // prefill.ROWS
+    warpgroups = config.tile_m // prefill.ROWS.value
     loops = key_loops(made.asm["cubin"], (head_dim + config.tile_n) // 16, warpgroups)
     assert len(loops) == warpgroups
     for body in loops:
         assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)
         first, last = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
         under_product = sum("MUFU.EX2" in line for line in body[first:last])
-        assert under_product >= prefill.ROWS * config.tile_n // 128  # a thread's weights
+        assert under_product >= prefill.ROWS.value * config.tile_n // 128  # a thread's weights
 
 
 @pytest.mark.parametrize("head_dims", prefill.HEAD_DIMS, ids=str)
@@ -147,7 +188,7 @@ def test_configs(kind: str, head_dims: tuple[int, int]) -> None:
         found = list(prefill.configs(problem, H200))
         assert found and len(set(found)) == len(found)
         for config in found:
-            assert config.tile_m % prefill.ROWS == 0
+            assert config.tile_m % prefill.ROWS.value == 0
             assert problem.group % prefill.packed_heads(problem, config) == 0
 
 

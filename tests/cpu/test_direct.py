@@ -21,13 +21,13 @@ from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import splitkv
-from splitkv import launch, registry
+from splitkv import launch, registry, sequences
 from splitkv.device import GPUS
 from splitkv.kernels import direct, workspace
 from splitkv.plans import Plan
 from splitkv.policies import POLICIES, fixed, waves
 from splitkv.problem import Operands
-from splitkv.testing import Call, Mask, Paged, Problem, make_operands
+from splitkv.testing import Call, Mask, Paged, Problem, Ragged, make_operands
 
 GRID = (4, 2, 3)
 H200 = GPUS["h200"]
@@ -300,6 +300,28 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
     assert function.calls[0] == function.calls[1] and function.calls[1][:4] == (*GRID, 3)
 
 
+@pytest.mark.parametrize("launcher", [OneByOne, InATuple, installed])
+def test_a_launch_with_descriptors_first(
+    launcher: Callable[[Any], Any], filled: list[tuple[Any, ...]]
+) -> None:
+    function = CFunction()
+    of_triton = compiled_with(installed(function), [META, META])
+    maps = [direct.TensorMaps(of_triton, i, (512 >> i, 128), (128, 1)) for i in range(2)]
+    compiled = compiled_with(launcher(function), [META, META])
+    bound = direct.bind_to_descriptors(compiled, GRID, (64,), [maps[0], None, maps[1]])
+    assert bound is not None
+    for _ in range(2):
+        bound(3, (0x20, 0x20, 0x30), 0x40, (0x50, None), 0.5)
+    given = ("map 1", 512, 128, 128, 1, None, "map 2", 256, 128, 128, 1, 0x40, (0x50, None), 0.5)
+    for call in function.calls:
+        last = call[-1]
+        args = last if isinstance(last, tuple) else call[-len(given) - 1 :]
+        assert call[:4] == (*GRID, 3) and args == (*given, 64)
+    assert len(filled) == 2
+    instrumented = compiled_with(Instrumented(function), [META])
+    assert direct.bind_to_descriptors(instrumented, GRID, (64,), maps) is None
+
+
 # --- a call again ------------------------------------------------------------------------------
 
 STREAM = 5
@@ -446,6 +468,59 @@ def test_a_call_again_goes_through_triton_while_a_hook_is_set(
     assert repeat.call(*tensors().values(), 0.5, 0.0) is not None
 
 
+SEQUENCES = ("q", "k", "v", "out", "cu_q", "cu_k", "lens", "table", "sink")
+
+
+def sequences_of(launched: Launched, merged: bool = True) -> direct.Sequences:
+    return direct.Sequences(
+        launched.split,
+        launched.merge if merged else None,
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        (9, 4, 32),
+        (4, 9),
+        32 * 12,
+        12,
+    )
+
+
+@pytest.mark.parametrize("names", [(), ("cu_q", "cu_k"), ("cu_q", "lens", "table", "sink", "out")])
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_call_of_sequences_again(
+    gpu: SimpleNamespace, names: tuple[str, ...], merged: bool
+) -> None:
+    launched, call = Launched(), dict.fromkeys(SEQUENCES)
+    call |= {name: torch.zeros(4, 8) for name in ("q", "k", "v", *names)}
+    made = sequences_of(launched, merged).call(*call.values(), 0.5, None)
+    assert made is not None
+    out, lse = made
+    assert out is call["out"] or (out.shape, out.dtype) == ((9, 4, 32), torch.bfloat16)
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((4, 9), torch.float32, True)
+    q, k, v, _, *others = (at(x) for x in call.values())
+    split, *merges = launched.calls
+    final = out.data_ptr(), lse.data_ptr()
+    assert split[:4] == (STREAM, (q, q, k, k, v, final[0]), *final)
+    assert split[5:] == (*others, 0.5, None)
+    if not merged:
+        assert split[4] is None and not merges
+        return
+    acc, m, l = split[4]
+    assert (m - acc, l - m) == (4 * 32 * 12, 4 * 32)
+    assert merges == [(STREAM, split[4], final, others[0], others[4])]
+    gpu.captured = True
+    sequences_of(launched).call(*call.values(), 0.5, None)
+    assert launched.calls[-2][4] != split[4] and workspace.held_bytes() == 4 * 512
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_off_by_a_few_bytes_are_another_kernel(gpu: SimpleNamespace, name: str) -> None:
+    launched, call = Launched(), dict.fromkeys(SEQUENCES)
+    call |= {name: torch.zeros(4, 8) for name in ("q", "k", "v")}
+    call[name] = torch.zeros(1000)[1:]
+    assert sequences_of(launched).call(*call.values(), 0.5, None) is None
+    assert launched.calls == []
+
+
 def test_partials_stay_where_they_are(gpu: SimpleNamespace) -> None:
     """One buffer a stream, which grows with the largest call."""
     small, large = Launched(), Launched()
@@ -585,6 +660,106 @@ def test_what_changes_a_call_is_described_anew(
         assert len(other) == len(first)
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
         assert other[0].requires_grad == first[0].requires_grad
+
+
+DENSE = Problem("dense", 2, 4, 2, 32, 32, 6, 24, "float32", mask=Mask(True), return_lse=True)
+VARLEN = replace(DENSE, kind="varlen", place=Ragged(), lengths="device")
+OF_SEQUENCES: dict[str, Callable[[Call], Any]] = {
+    "strides of q": lambda call: {"q": wider(call["q"])},
+    "fewer keys": lambda call: {name: call[name][:, :12] for name in ("k", "v")},
+    "type": lambda call: {name: call[name].half() for name in ("q", "k", "v")},
+    "mask": lambda call: {"causal": False},
+    "sink tokens": lambda call: {"window_size": (3, -1), "sink_tokens": 2},
+    "scale": lambda call: {"softmax_scale": 0.01},
+    "softcap": lambda call: {"softcap": 2.0},
+    "sink logits": lambda call: {"sink_logits": sink()},
+    "slopes": lambda call: {"alibi_slopes": sink()},
+    "no lse": lambda call: {"return_lse": False},
+    "deterministic": lambda call: {"deterministic": True},
+    "gradient": lambda call: {"q": call["q"].clone().requires_grad_()},
+    "plan": lambda call: {"plan": splitkv.plan(DENSE)},
+}
+
+
+@pytest.fixture
+def described_sequences(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """As `described_calls` for `attention` and `attention_varlen`."""
+    found: list[Problem] = []
+    describe = sequences.describe_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        problem, operands = describe(*args, **kwargs)
+        found.append(problem)
+        return problem, operands
+
+    monkeypatch.setattr(sequences, "describe_attention", spy)
+    monkeypatch.setattr(launch, "_calls", {})
+    return found
+
+
+@pytest.mark.parametrize("change", OF_SEQUENCES)
+@pytest.mark.parametrize("check", [True, False], ids=["", "without torch's check"])
+def test_what_changes_a_call_of_sequences_is_described_anew(
+    change: str,
+    check: bool,
+    described_sequences: list[Problem],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not check:
+        monkeypatch.setattr(launch, "_TensorGuards", None)
+    call = make_operands(DENSE, poison=False)
+    changed = call | OF_SEQUENCES[change](call)
+    for _ in range(2):
+        splitkv.attention(**call)
+    assert len(described_sequences) == 1
+    results = [splitkv.attention(**changed) for _ in range(2)]
+    assert len(described_sequences) == 2
+    monkeypatch.setattr(launch, "_calls", {})
+    results.append(splitkv.attention(**changed))
+    first, *others = (r if isinstance(r, tuple) else (r,) for r in results)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+        assert other[0].requires_grad == first[0].requires_grad
+
+
+def test_packed_sequences_and_pages_are_recognised(described_sequences: list[Problem]) -> None:
+    call = make_operands(VARLEN, poison=False)
+    pages = {name: call[name][:24].view(6, 4, 2, 32) for name in ("k", "v")}
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    lens = torch.tensor([9, 12], dtype=torch.int32)
+    pages |= {"page_table": table, "cache_seqlens": lens, "cu_seqlens_k": None, "max_seqlen_k": 12}
+    wanted = [splitkv.attention_varlen(**call | more)[0] for more in ({}, pages)]
+    lens += torch.tensor([-2, 0], dtype=torch.int32)  # contents are in no key
+    for more, before in zip(({}, pages), wanted, strict=True):
+        again = splitkv.attention_varlen(**call | more)[0]
+        assert torch.equal(again, before) == (not more)
+    assert [p.place for p in described_sequences] == [Ragged(), Paged(4)]
+    for longer in (23, 24):
+        splitkv.attention_varlen(**call | {"max_seqlen_k": longer})
+    assert [p.seqlen_k for p in described_sequences[2:]] == [23]
+
+
+def test_gradients_of_sequences_are_asked_for_when_they_are_recorded(
+    described_sequences: list[Problem],
+) -> None:
+    call = make_operands(DENSE, poison=False)
+    call["q"].requires_grad_()
+    for _ in range(3):
+        with torch.no_grad():
+            assert not splitkv.attention(**call)[0].requires_grad
+        out = splitkv.attention(**call)[0]
+        (grad,) = torch.autograd.grad(out.sum(), call["q"])
+        assert grad.abs().sum() > 0
+    assert [p.needs_grad for p in described_sequences] == [False, True]
+
+
+def test_malformed_sequences_after_good_ones_are_refused() -> None:
+    call = make_operands(DENSE, poison=False)
+    splitkv.attention(**call)
+    for wrong in ({"window_size": [1]}, {"q": [1.0]}, {"q": None}, {"plan": "waves"}):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="expected"):
+                splitkv.attention(**call | wrong)
 
 
 def test_a_tensor_changed_in_place_is_another_layout(described_calls: list[Problem]) -> None:

@@ -22,6 +22,7 @@ LAYERS = (
     "registry",
     "explanation testing",
     "launch",
+    "sequences",
     "autograd append",
     "api",
     "cache flash_attn",

@@ -10,6 +10,7 @@ import pytest
 import splitkv
 from splitkv.device import GPUS
 from splitkv.kernels import decode_split, prefill, torch_math
+from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kv import Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.policies import short_queries, waves
@@ -65,6 +66,45 @@ def test_plans_are_legal_everywhere(seqlen_q: int, dtype: str, gpu: str) -> None
             assert plan.kernel in ("prefill", "hopper_prefill")
             assert whole in kernel_named(plan.kernel).configs(asked, GPUS[gpu])
             assert 1 <= plan.config.num_splits <= 1024
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16), Paged(64)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8)], ids=str)
+def test_few_queries_on_hopper(heads: tuple[int, int], place: Any) -> None:
+    """The kernel for Hopper, in as many programs as there are SMs at most, and explained."""
+    problem = replace(PACKED, kind="decode", batch=1, num_heads=heads[0], num_kv_heads=heads[1])
+    problem = replace(problem, place=place, seqlen_q=16, seqlen_k=1 << 17)
+    plan = splitkv.plan(problem, device=H200)
+    assert plan.kernel == "hopper_prefill" and plan.config.num_splits > 1
+    hopper = short_queries.H200_HOPPER
+    best = short_queries.cost(problem, H200, plan.config, hopper)
+    assert best.slots == H200.num_sms and best.programs <= 2 * H200.num_sms
+    shown = str(splitkv.explain(problem, device=H200))
+    assert "hopper_prefill" in shown and "to merge" in shown
+    odd = splitkv.plan(replace(problem, place=Paged(8)), device=H200)
+    assert odd.kernel == "prefill" and odd.config.num_splits > 1
+    reasons = dict(odd.rejected)["hopper_prefill"]
+    assert reasons == ("page_size 8: expected a multiple of 16",)
+
+
+@pytest.mark.parametrize("place", [Paged(16), Paged(256)], ids=str)
+def test_chunks_of_prompts_on_hopper(place: Any) -> None:
+    chunks = replace(PACKED, place=place, seqlen_q=2048)
+    plan = splitkv.plan(chunks, device=H200)
+    assert (plan.kernel, plan.config.num_splits) == ("hopper_prefill", 1)
+    assert "hopper_prefill" in str(splitkv.explain(chunks, device=H200))
+
+
+def test_groups_that_no_power_of_two_packs() -> None:
+    """Seven heads would read their keys seven times."""
+    packed = short_queries.H200_HOPPER.packed
+    problem = replace(PACKED, kind="decode", seqlen_q=16, seqlen_k=1 << 16)
+    (first, *_) = hopper_prefill.configs(problem, H200)
+    for group, heads in ((1, 1), (4, 4), (6, 2), (7, 1), (128, 64)):
+        one = replace(problem, num_heads=group, num_kv_heads=1)
+        assert packed(group, first) == heads == hopper_prefill.packed_heads(one, first)
+    seven = replace(problem, num_heads=28, num_kv_heads=4)
+    assert splitkv.plan(seven, device=H200).kernel == "prefill"
 
 
 def test_parts_are_short_where_other_sequences_may_be() -> None:

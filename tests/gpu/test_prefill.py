@@ -20,6 +20,7 @@ import splitkv
 from splitkv import launch, reference
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.plans import Kernel
 from splitkv.testing import (
     Call,
     Contiguous,
@@ -168,15 +169,26 @@ def test_pages(number: int) -> None:
     check(problem, device=DEVICE, run=serve, strided=strided, zero_length=zero_length)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def kernels_for(problem: Problem) -> list[Kernel]:
+    """Those of whole sequences that can run it here."""
+    both = hopper_prefill.KERNEL, prefill.KERNEL
+    return [kernel for kernel in both if not kernel.unsupported(problem, HERE)]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_every_config_on_pages(head_dim: int, page_size: int) -> None:
-    problem = replace(TRAINING, kind="varlen", head_dim=head_dim, head_dim_v=head_dim)
-    plan = splitkv.plan(replace(problem, place=Paged(page_size), lengths="device"))
-    for config in prefill.configs(plan.problem, plan.device):
-        made = replace(plan, config=replace(config, num_splits=3))
-        problem = replace(problem, place=Ragged(), lengths="device")
-        check(problem, device=DEVICE, run=in_pages(page_size, under(made)))
+    problem = replace(TRAINING, kind="varlen", head_dim=head_dim, head_dim_v=min(head_dim, 128))
+    if head_dim == 256:
+        problem = replace(problem, head_dim_v=256)
+    problem = replace(problem, place=Ragged(), lengths="device")
+    in_cache = replace(problem, place=Paged(page_size))
+    for kernel in kernels_for(in_cache):
+        plan = splitkv.plan(in_cache, policy=only(kernel.name))
+        for config in kernel.configs(in_cache, plan.device):
+            for parts in (1, 3):
+                made = replace(plan, config=replace(config, num_splits=parts))
+                check(problem, device=DEVICE, run=in_pages(page_size, under(made)))
 
 
 MIXED_Q = (512, 1, 1, 0, 300, 1, 17, 4, 1, 40)
@@ -208,7 +220,9 @@ def test_prompts_beside_single_tokens(mask: Mask, page_size: int) -> None:
     ref, ref_lse = expected(problem, ragged)
     working, _ = expected(problem, ragged, upcast=False)
     plan = splitkv.plan(problem)
-    for parts in (plan.config.num_splits, 1, 7):
+    made_for = [splitkv.plan(problem, policy=only(k.name)) for k in kernels_for(problem)]
+    cuts = [(plan, plan.config.num_splits), *((made, n) for made in made_for for n in (1, 7))]
+    for plan, parts in cuts:
         made = replace(plan, config=replace(plan.config, num_splits=parts))
         first = run(problem, call | {"plan": made})
         assert_close(first[0], ref, working)
@@ -241,10 +255,37 @@ def test_few_queries_and_many_keys(kind: str, seqlen_q: int) -> None:
 def test_decode_of_many_tokens(place: Any, seqlen_q: int) -> None:
     problem = replace(SHORT, kind="decode", seqlen_q=seqlen_q, place=place, lengths="device")
     check(problem, device=DEVICE, run=run, zero_length=True)
-    plan = splitkv.plan(problem)
-    for parts in (1, 3, 40):
-        made = replace(plan, config=replace(plan.config, num_splits=parts))
-        check(problem, device=DEVICE, run=under(made), strided=True)
+    for kernel in kernels_for(problem):
+        plan = splitkv.plan(problem, policy=only(kernel.name))
+        for parts in (1, 3, 40):
+            made = replace(plan, config=replace(plan.config, num_splits=parts))
+            check(problem, device=DEVICE, run=under(made), strided=True)
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+@pytest.mark.parametrize("mask", [Mask(True, 700, -1, 5), Mask()], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_config_in_parts(head_dim: int, mask: Mask, place: Any) -> None:
+    """Rows of several tiles, windows that leave parts without keys, lengths of the device."""
+    problem = replace(SHORT, kind="decode", seqlen_q=40, place=place, mask=mask, lengths="device")
+    problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim, sink_logits=True)
+    for kernel in kernels_for(problem):
+        plan = splitkv.plan(problem, policy=only(kernel.name))
+        for config in kernel.configs(problem, plan.device):
+            made = replace(plan, config=replace(config, num_splits=9))
+            check(problem, device=DEVICE, run=under(made), zero_length=True)
+
+
+def test_tokens_after_the_last_sequence_beside_parts() -> None:
+    """They see no key, and have no slot among the partials."""
+    problem, call, _ = mixed(16, Mask(True))
+    ends = call["cu_seqlens_q"]
+    ends.clamp_(max=int(ends[-1]) - 30)
+    for kernel in kernels_for(problem):
+        plan = splitkv.plan(problem, policy=only(kernel.name))
+        plan = replace(plan, config=replace(plan.config, num_splits=3))
+        out, lse = run(problem, call | {"plan": plan})
+        assert lse is not None and (out[-30:] == 0).all() and (lse[:, -30:] == -math.inf).all()
 
 
 def test_decode_of_many_tokens_writes_where_it_is_told() -> None:

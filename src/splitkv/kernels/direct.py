@@ -94,6 +94,40 @@ def bind_to_maps(
     return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
+def bind_to_descriptors(
+    compiled: Any,
+    grid: tuple[int, int, int],
+    tail: Sequence[Any],
+    maps: Sequence[TensorMaps | None],
+) -> Launch | None:
+    """The same for a kernel whose first arguments are descriptors, or None:
+    `launch(stream, addresses, *args)`, with an address for each of them.
+    """
+    calling = _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+    x, y, z = grid
+    tail = tuple(tail)
+
+    def unpacked(addresses: Sequence[int]) -> list[Any]:
+        found: list[Any] = []
+        for kept, address in zip(maps, addresses, strict=True):
+            if kept is None:
+                found.append(None)
+            else:
+                found += kept[address]
+        return found
+
+    def one_by_one(stream: int, addresses: Sequence[int], *args: Any) -> None:
+        function(x, y, z, stream, *fixed, *unpacked(addresses), *args, *tail)
+
+    def in_a_tuple(stream: int, addresses: Sequence[int], *args: Any) -> None:
+        function(x, y, z, stream, *fixed, (*unpacked(addresses), *args, *tail))
+
+    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+
+
 def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) -> Launch:
     """As `bind`, and Triton's own way where there is no other; for arguments that are addresses."""
     run, tail = compiled[grid], tuple(tail)
@@ -307,6 +341,75 @@ class Repeat:
         partial = at, at + self.m_at, at + self.l_at
         self.split(stream, at_q, kv, at_lens, final, partial, row, *scales, scale, softcap)
         merge(stream, partial, final, at_lens, at_sink)
+        if not captured:
+            self.buffers[stream] = buffer
+        return out, lse
+
+
+class Sequences:
+    """Attention of whole sequences by a kernel for Hopper again, once it is compiled: allocate,
+    launch, merge.
+
+    launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, those of
+             out, lse, the partials, cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table and
+             sink_logits, scale and softcap
+    merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink), or None: one part
+
+    Otherwise as `Repeat`.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        merge: Launch | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        out_shape: Sequence[int],
+        lse_shape: Sequence[int],
+        acc: int,
+        rows: int,
+    ) -> None:
+        import torch
+
+        from splitkv.kernels import workspace
+
+        self.launch, self.merge = launch, merge
+        self.new_out = workspace.allocation(out_shape, dtype, device)
+        self.new_lse = workspace.allocation(lse_shape, torch.float32, device)
+        self.device = device.index
+        self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.capturing = torch._C._cuda_isCurrentStreamCapturing
+        self.buffers, self.make_buffer = workspace.buffers(device.index), workspace.make_buffer
+        self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
+
+    def call(
+        self, q, k, v, out, cu_q, cu_k, lens, table, sink, scale, softcap
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        others = [None if x is None else x.data_ptr() for x in (cu_q, cu_k, lens, table, sink)]
+        given = at_q | at_k | at_v
+        for at in others:
+            given |= at or 0
+        if out is not None:
+            given |= out.data_ptr()
+        if given & 15 or observed():
+            return None
+        out = self.new_out() if out is None else out
+        lse = self.new_lse()
+        at_out, at_lse = out.data_ptr(), lse.data_ptr()
+        stream, merge = self.current_stream(self.device), self.merge
+        maps = at_q, at_q, at_k, at_k, at_v, at_out
+        if merge is None:
+            self.launch(stream, maps, at_out, at_lse, None, *others, scale, softcap)
+            return out, lse
+        captured = self.capturing()
+        buffer = None if captured else self.buffers.pop(stream, None)
+        if buffer is None or buffer[1] < self.numel:
+            buffer = self.make_buffer(self.device, self.numel, captured)
+        at = buffer[0]
+        partial = at, at + self.m_at, at + self.l_at
+        self.launch(stream, maps, at_out, at_lse, partial, *others, scale, softcap)
+        merge(stream, partial, (at_out, at_lse), others[0], others[4])
         if not captured:
             self.buffers[stream] = buffer
         return out, lse

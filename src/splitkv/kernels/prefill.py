@@ -206,7 +206,7 @@ def prefill(
         num_parts = parts_of(visit.count, per)
         slot = ((b * most_q + t).to(tl.int64) * num_kv_heads + h) * parts + part
         slot_rows = slot * GROUP + head % GROUP
-        slot_ok = row_ok & cuttable
+        slot_ok = row_ok & cuttable & (b < batch)
         if part >= num_parts:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, slot_ok, 0.0)
             return
@@ -464,7 +464,7 @@ class Launcher:
         units = units_of(problem, plan.device, config.tile_n)
         self.bits = plan.device.capability < (8, 9)
         pdl = bool(self.slots and q.is_cuda and plan.device.capability >= (9, 0))
-        self.tail = (
+        self.tail: tuple[Any, ...] = (
             *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(problem.num_kv_heads, total, strides_of(q), strides_of(k), strides_of(v)),
             *(strides_of(out), lse_strides(q), table.stride(0) if table is not None else 0),

@@ -63,11 +63,11 @@ def shapes(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
 def splits_keys(problem: Problem, found: Sequence[Config], kernel: Kernel | None = None) -> bool:
     """Whether there is a number of splits to decide.
 
-    Only decode splits its keys, and `prefill` those of other calls without a gradient; a kernel
-    with a single config leaves nothing to decide.
+    Only decode splits its keys, and the kernels of whole sequences those of calls without a
+    gradient; a kernel with a single config leaves nothing to decide.
     """
     can = problem.kind == "decode"
-    if kernel is not None and kernel.name == "prefill":
+    if kernel is not None and kernel.name in ("hopper_prefill", "prefill"):
         can = not problem.needs_grad
     return can and len(found) > 1
 

@@ -1,4 +1,4 @@
-"""A part of `waves`: how many parts the keys of `prefill` are cut into.
+"""A part of `waves`: how many parts the keys of `hopper_prefill` or `prefill` are cut into.
 
     seconds = start + sum over waves of tiles a part * tile  +  merge
     tile    = the slowest of: the chain of operations on one tile, the products of all programs of
@@ -8,7 +8,7 @@
 
 A program holds a tile of rows. Where those of all sequences and KV heads fill the device there is
 nothing to weigh: one part, in the kernel's first shape. Else few queries face many keys, and the
-choice is the shape and number of parts of least seconds.
+choice is the kernel, shape and number of parts of least seconds.
 
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
 no part is longer than `longest_part` bytes: also not of the single tokens beside prompts, whose own
@@ -17,18 +17,29 @@ keys stay whole (`Problem.cut_tokens`); that is done for pages, in which such ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from splitkv.device import Device, MiB
 from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel
-from splitkv.policies.shared import MAX_SPLITS, ceil_div, count, num_tiles, row_tiles, shapes
+from splitkv.policies.shared import MAX_SPLITS, ceil_div, count, num_tiles, shapes
 from splitkv.problem import Problem
 
-KERNEL = "prefill"
+KERNELS = ("hopper_prefill", "prefill")
 MOST_PARTIAL_BYTES = 256 * MiB
 REGISTERS_PER_SM = 65536
+
+
+def occupancy(problem: Problem, device: Device, config: Config) -> int:
+    """Programs of a shape of `prefill` that an SM holds at once."""
+    dims = problem.head_dim + problem.head_dim_v
+    keys = config.num_stages * config.tile_n * dims
+    smem = (keys + config.tile_m * problem.head_dim) * problem.element_bytes + 1024
+    rows = config.tile_m * (problem.head_dim_v + 1.5 * config.tile_n)
+    registers = min(255.0, 60 + (rows + 0.2 * config.tile_n * dims) / (32 * config.num_warps))
+    by_registers = int(REGISTERS_PER_SM / (registers * 32 * config.num_warps))
+    return max(1, min(device.smem_per_sm // smem, by_registers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,8 @@ class Constants:
     merge        launching the combine; merge_part: for each part of a row
     longest_part most bytes of keys and values in one part, where lengths are the device's
     worth        of the time in one part that cutting has to save
+    occupancy    (problem, device, config) -> programs that an SM holds at once
+    packed       (group, config) -> heads of a group that share a program
     """
 
     start: float = 3.4e-6
@@ -62,9 +75,23 @@ class Constants:
     merge_part: float = 1e-8
     longest_part: float = 4.25 * MiB
     worth: float = 0.05
+    occupancy: Callable[[Problem, Device, Config], int] = occupancy
+    packed: Callable[[int, Config], int] = lambda group, config: group
 
 
 H200 = Constants()
+# The kernel for Hopper: keys arrive by themselves, a program takes an SM.
+H200_HOPPER = Constants(
+    start=3.4e-6,
+    step=0.35e-6,
+    step_load=0.0,
+    step_score=2e-10,
+    paged=0.0,
+    sm_flops=5e12,
+    sm_bandwidth=67e9,
+    occupancy=lambda problem, device, config: 1,
+    packed=lambda group, config: min(group & -group, 64) if config.pack_gqa else 1,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +106,11 @@ class Cost:
     merge: float
 
 
-def units(problem: Problem, config: Config) -> int:
+def units(problem: Problem, config: Config, constants: Constants = H200) -> int:
     """Programs with one part, every sequence at its upper bound."""
-    return problem.batch * problem.num_kv_heads * row_tiles(problem, config.tile_m)
+    packed = constants.packed(problem.group, config)
+    tiles = max(1, ceil_div(problem.seqlen_q * packed, config.tile_m))
+    return problem.batch * problem.num_heads // packed * tiles
 
 
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
@@ -90,7 +119,8 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     tiles = num_tiles(problem, config.tile_n)
     per = ceil_div(tiles, config.num_splits)
     parts = ceil_div(tiles, per)
-    programs = units(problem, config) * parts
+    whole = units(problem, config, c)
+    programs = whole * parts
     tile_bytes = config.tile_n * dims * problem.element_bytes
     half = problem.element_bytes == 2
     flops = 2 * config.tile_m * config.tile_n * dims / (c.sm_flops if half else c.sm_flops_fp32)
@@ -98,9 +128,9 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     chain = c.step + c.step_load * load + c.step_score * score / config.num_warps
     if isinstance(problem.place, Paged) and problem.place.page_size % config.tile_n:
         chain *= 1 + c.paged
-    slots = device.num_sms * occupancy(problem, device, config)
+    slots = device.num_sms * c.occupancy(problem, device, config)
     # the row tiles of a KV head read the same keys: the memory gives them once
-    shared = tile_bytes / row_tiles(problem, config.tile_m)
+    shared = tile_bytes * problem.batch * problem.num_kv_heads / max(1, whole)
     bandwidth = c.bandwidth_share * device.bandwidth
 
     def wave(running: int) -> float:
@@ -118,52 +148,52 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     return Cost(programs, slots, parts, per, seconds + merge, merge)
 
 
-def occupancy(problem: Problem, device: Device, config: Config) -> int:
-    """Programs of a shape that an SM holds at once."""
-    dims = problem.head_dim + problem.head_dim_v
-    keys = config.num_stages * config.tile_n * dims
-    smem = (keys + config.tile_m * problem.head_dim) * problem.element_bytes + 1024
-    rows = config.tile_m * (problem.head_dim_v + 1.5 * config.tile_n)
-    registers = min(255.0, 60 + (rows + 0.2 * config.tile_n * dims) / (32 * config.num_warps))
-    by_registers = int(REGISTERS_PER_SM / (registers * 32 * config.num_warps))
-    return max(1, min(device.smem_per_sm // smem, by_registers))
-
-
 def choose(
     problem: Problem,
     device: Device,
     candidates: Sequence[Kernel],
     constants: Constants = H200,
+    hopper: Constants = H200_HOPPER,
 ) -> Choice | None:
-    """The choice where `prefill` can cut the keys and is to do so, or is the first that can at all;
-    else None."""
-    kernel = next((kernel for kernel in candidates if kernel.name == KERNEL), None)
+    """The choice where one of `KERNELS` can cut the keys and is to do so, or is the first that can
+    at all; else None."""
+    kernels = [kernel for kernel in candidates if kernel.name in KERNELS]
     decoding = problem.kind == "decode"
-    if kernel is None or problem.needs_grad or (decoding and kernel is not candidates[0]):
+    if not kernels or problem.needs_grad or (decoding and kernels[0] is not candidates[0]):
         return None
-    found = shapes(kernel, problem, device)
-    whole = cost(problem, device, found[0], constants)
+    rules = {kernel.name: hopper if kernel.name == KERNELS[0] else constants for kernel in kernels}
+    found = {kernel.name: _worth_weighing(kernel, problem, device) for kernel in kernels}
+    first = kernels[0].name
+    whole = cost(problem, device, found[first][0], rules[first])
     most = max(1, MOST_PARTIAL_BYTES // _bytes_a_part(problem))
     if problem.cut_tokens < problem.seqlen_q:
-        parts = min(_least_parts(problem, found[0], constants), most)
+        parts = min(_least_parts(problem, found[first][0], rules[first]), most)
         if parts > 1 and isinstance(problem.place, Paged):
             why = f"waves: sequences of at most {count(problem.cut_tokens, 'token')} in up to "
             why += f"{count(parts, 'part')} of their keys, prompts in one"
-            return Choice(kernel.name, replace(found[0], num_splits=parts), why)
-    elif units(problem, found[0]) < whole.slots:
+            return Choice(first, replace(found[first][0], num_splits=parts), why)
+    elif units(problem, found[first][0], rules[first]) < whole.slots:
         weighed = [
-            (cost(problem, device, config, constants), config)
-            for shape in found
-            for config in _cut(problem, device, shape, most, constants)
+            (cost(problem, device, config, rules[name]), name, config)
+            for name, shapes_of in found.items()
+            for shape in shapes_of
+            for config in _cut(problem, device, shape, most, rules[name])
         ]
-        best, config = min(weighed, key=lambda pair: (pair[0].seconds, pair[1].num_splits))
-        needed = _least_parts(problem, config, constants) > 1
-        if best.parts > 1 and (needed or best.seconds < whole.seconds * (1 - constants.worth)):
-            return Choice(kernel.name, config, _why(problem, device, config, best, whole))
-    if kernel is not candidates[0]:
+        best, name, config = min(weighed, key=lambda one: (one[0].seconds, one[2].num_splits))
+        needed = best.parts > 1 and _least_parts(problem, config, rules[name]) > 1
+        if needed or best.seconds < whole.seconds * (1 - rules[name].worth):
+            return Choice(name, config, _why(problem, device, config, best, whole))
+    if kernels[0] is not candidates[0]:
         return None
     why = f"waves: {count(whole.programs, 'program')} for {device.num_sms} SMs in one part, "
-    return Choice(kernel.name, found[0], why + f"{whole.seconds * 1e6:.1f} us")
+    return Choice(first, found[first][0], why + f"{whole.seconds * 1e6:.1f} us")
+
+
+def _worth_weighing(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
+    """The kernel's shapes, each with the heads and programs that it would take first."""
+    found = shapes(kernel, problem, device)
+    likeness = found[0].pack_gqa, found[0].programs
+    return [shape for shape in found if (shape.pack_gqa, shape.programs) == likeness]
 
 
 def _bytes_a_part(problem: Problem) -> int:
@@ -186,7 +216,8 @@ def _cut(
 ) -> list[Config]:
     """A shape with numbers of parts to weigh: few, what fills up to two waves, as few as may be."""
     tiles = num_tiles(problem, shape.tile_n)
-    a_wave = device.num_sms * occupancy(problem, device, shape) / max(1, units(problem, shape))
+    slots = device.num_sms * constants.occupancy(problem, device, shape)
+    a_wave = slots / max(1, units(problem, shape, constants))
     some = (round(a_wave * eighths / 8) for eighths in (2, 4, 6, 7, 8, 10, 12, 16))
     most = min(most, tiles, MAX_SPLITS)
     least = min(_least_parts(problem, shape, constants), most)
@@ -196,10 +227,12 @@ def _cut(
 
 def _why(problem: Problem, device: Device, config: Config, best: Cost, whole: Cost) -> str:
     queries = count(problem.seqlen_q, "query token")
-    return (
+    text = (
         f"waves: {queries} and {problem.visible_keys} keys; {count(best.programs, 'program')} for "
         f"{device.num_sms} SMs x {best.slots // device.num_sms}, each "
         f"{count(best.per, 'tile')} of {config.tile_n} keys, "
-        f"{(best.seconds - best.merge) * 1e6:.1f} us + {best.merge * 1e6:.1f} us to merge; in one "
-        f"part {whole.seconds * 1e6:.1f} us"
+        f"{(best.seconds - best.merge) * 1e6:.1f} us"
     )
+    if best.merge:
+        text += f" + {best.merge * 1e6:.1f} us to merge; in one part {whole.seconds * 1e6:.1f} us"
+    return text

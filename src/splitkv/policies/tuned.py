@@ -25,7 +25,8 @@ in it, `waves` decides, and `why` says so.
 A table in the user's cache (`user_tables`) is joined to the package's: of a problem that both have
 the user's times count, and `why` names it.
 
-`prefill`, which is made for more rows, and problems of more rows are weighed by `waves` alone.
+The kernels of whole sequences, which are made for more rows, and problems of more rows are weighed
+by `waves` alone.
 
 Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
 `waves` shares the programs out over the batch it decides: the table's sequences were equally long.
@@ -273,7 +274,7 @@ def _choose(
         return Choice(timed.kernel, timed.config, why)
     if problem.rows > waves.MANY_ROWS:
         return leave_it("too few problems of so many rows were timed")
-    made_for_it = [kernel for kernel in candidates if kernel.name != short_queries.KERNEL]
+    made_for_it = [kernel for kernel in candidates if kernel.name not in short_queries.KERNELS]
     local = _Local(problem, device, made_for_it, near)
     if not local.known:
         return leave_it(f"nothing like it in the table of {where}")

@@ -294,7 +294,7 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
     def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
         decoding = problem.kind == "decode"
         if decoding and problem.rows > MANY_ROWS and problem.kv_bytes > LARGE:
-            candidates = sorted(candidates, key=lambda kernel: kernel.name != short_queries.KERNEL)
+            candidates = sorted(candidates, key=lambda k: k.name not in short_queries.KERNELS)
         cut = short_queries.choose(problem, device, candidates)
         if cut is not None:
             return cut

@@ -1,28 +1,30 @@
 """Attention of whole sequences for Hopper: tiles by TMA, products by warpgroups that take turns.
 
-Computes what kernels/prefill.py computes, without ALiBi and dropout, and shares its backward:
+Computes what kernels/prefill.py computes, without ALiBi and dropout, and shares its backward and,
+for the parts of few queries' keys, its partials and their merge:
 
     s[r, n]  = score(scale * q[r] . k[n])          n in the bands of row r, the visible keys
     m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])      lse[r] = m[r] + log l[r]
     out[r]   = sum_n exp(s[r, n] - m[r]) v[n] / (l + exp(sink - m))
 
-A program has one warp that has tiles copied and two or three warpgroups that multiply, each 64 rows
-of a row tile; prefill_tile.py has the roles. The tiles of keys in which a row may see a part come
-first and ask the mask, the others ask nothing. A program goes on to its next row tile by itself, so
-that the first tiles of that arrive while the results of the one before leave.
+A program has one warp that has tiles copied (prefill_load.py) and one to three warpgroups that
+multiply, each 64 rows of a row tile (prefill_tile.py); prefill_rows.py says whose. The tiles of
+keys in which a row may see a part come first and ask the mask, the others ask nothing. A program
+goes on to its next row tile by itself, so that the first tiles of that arrive while the results of
+the one before leave.
 
 Shapes      as kernels/prefill.py. Rows are query tokens of one head, or with `pack_gqa` of as many
             heads of a group as a power of two divides it by: row = token * heads + head
 Grid        one axis: `programs` programs that go through the row tiles forth and back, or one each.
             A lane is a sequence and the packed heads; so many lanes that their keys and values fit
-            into the L2 go together
+            into the L2 go together. After all row tiles the further parts of their keys
 Traffic     as kernels/prefill.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v. Behind the end of a packed sequence values are cleared before they are multiplied
-            with zeros, as those of the next sequence may be NaN or infinite
+            v. Behind the last key of a sequence values are cleared before they are multiplied with
+            zeros, as what is there may be NaN or infinite
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
-            no ALiBi, no dropout; addresses and strides that are multiples of 16 bytes; otherwise
-            those of kernels/prefill.py
+            pages of a multiple of 16 keys; no ALiBi, no dropout; addresses and strides that are
+            multiples of 16 bytes; otherwise those of kernels/prefill.py
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,16 +44,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
-from splitkv.kernels import prefill
-from splitkv.kernels.hopper.prefill_tile import (
-    Output,
-    Parts,
-    Signals,
-    Work,
-    consume,
-    produce,
-)
-from splitkv.kernels.hopper.ring import reinterpret
+from splitkv.kernels import prefill, workspace
+from splitkv.kernels.combine import Final, combine
+from splitkv.kernels.direct import Sequences, TensorMaps, bind_to_descriptors, launch_of, observed
+from splitkv.kernels.hopper.decode_split import box_rows
+from splitkv.kernels.hopper.prefill_load import Parts, Signals, allocate, produce
+from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
+from splitkv.kernels.hopper.prefill_tile import Output, consume
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import Paged
@@ -58,33 +58,30 @@ from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
-ROWS = 64  # of a warpgroup
+ROWS = gl.constexpr(64)  # of a warpgroup
+PANEL = 64  # columns of TMA's 128-byte swizzle
 BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
-TURNS = True  # warpgroups issue products in turns: see prefill_tile.py
 
 # By head_dim: tile_m, tile_n, num_stages, the best guess first. More rows or keys do not fit into
-# the registers of a warpgroup, more stages not into shared memory.
+# the registers of a warpgroup, more stages not into shared memory. What keeps as many keys in
+# flight as fit is for few rows, which wait for memory.
 SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((192, 128, 4), (128, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 4)),
-    128: ((128, 128, 2), (128, 64, 4), (128, 64, 3), (192, 64, 4), (192, 64, 3)),
-    192: ((128, 128, 2), (128, 64, 3), (128, 64, 2)),
-    256: ((128, 64, 2),),
+    64: (
+        *((192, 128, 4), (128, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 4)),
+        *((128, 128, 6), (64, 128, 6)),
+    ),
+    128: (
+        *((128, 128, 2), (128, 64, 4), (128, 64, 3), (192, 64, 4), (192, 64, 3)),
+        *((128, 128, 3), (128, 64, 6), (64, 128, 3), (64, 64, 6)),
+    ),
+    192: ((128, 128, 2), (128, 64, 3), (128, 64, 2), (128, 64, 4), (64, 64, 5)),
+    256: ((128, 64, 2), (64, 64, 3)),
 }
 SIZES = [  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "num_heads"),
-    *("stride_lse_b", "stride_lse_h", "tiles", "lanes", "width"),
+    *("stride_lse_b", "stride_lse_h", "stride_table", "tiles", "lanes", "width", "items"),
+    *("parts", "size", "most_q"),
 ]
-
-
-@gluon.jit
-def allocate(desc, SLOTS: gl.constexpr):
-    """Shared memory as boxes [SLOTS, 1, tokens, heads, dim] and tiles [SLOTS, rows, dim]."""
-    BOX: gl.constexpr = desc.block_type.shape
-    shape: gl.constexpr = [SLOTS, BOX[0], BOX[1], BOX[2], BOX[3]]
-    tile: gl.constexpr = [SLOTS, BOX[1] * BOX[2], BOX[3]]
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    return boxes, reinterpret(boxes, desc.dtype, tile, layout)
 
 
 @gluon.jit
@@ -100,14 +97,17 @@ def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 def hopper_prefill(
     q_desc,  # [batch, seqlen_q, num_heads, HEAD_DIM], boxes of 64 rows; packed: [1, total_q, ..]
     q_rest_desc,  # its columns from head_dim_v on, or None
-    k_desc,  # boxes of TILE_N keys of one head, as v_desc
+    k_desc,  # boxes of keys of one head, as v_desc: a tile, or of one page 64 columns
     k_rest_desc,
     v_desc,
     out_desc,
     out_ptr,
     lse_ptr,
+    partial,  # Partial, or None: one part
     cu_q_ptr,  # [batch + 1] int32, or None: dense
     cu_k_ptr,
+    lens_ptr,  # [batch] int32 keys of each sequence, or None
+    table_ptr,  # [batch, max_pages] int32, or None
     sink_ptr,  # [num_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
@@ -121,32 +121,42 @@ def hopper_prefill(
     num_heads,
     stride_lse_b,
     stride_lse_h,
+    stride_table,
     tiles,  # row tiles of a lane
     lanes,
     width,  # lanes that go together
+    items,  # row tiles, and the further parts of their keys
+    parts,  # most parts of a row tile's keys, or None: one
+    size,  # tiles of keys a part; None: those of a row tile over `parts`
+    most_q,  # tokens of the longest sequences whose keys are cut into parts
     GROUP: gl.constexpr,
     PACK: gl.constexpr,  # heads of q that are packed into rows
+    PAGE_SIZE: gl.constexpr,
+    DIM: gl.constexpr,  # head_dim_v
+    REST: gl.constexpr,  # what q and k have more
+    TILE_N: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     OUT_SLOTS: gl.constexpr,  # tiles of shared memory for out; 0: it takes the place of q
     TURNS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    TILE_N: gl.constexpr = k_desc.block_type.shape[1]
-    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
-    q_boxes, q = allocate(q_desc, WARPGROUPS)
-    k_boxes, k = allocate(k_desc, STAGES)
-    v_boxes, v = allocate(v_desc, STAGES)
+    if PDL:  # combine waits for this grid before it reads partials
+        tl.extra.cuda.gdc_launch_dependents()
+    q_boxes, q = allocate(q_desc, WARPGROUPS, ROWS, DIM)
+    k_boxes, k = allocate(k_desc, STAGES, TILE_N, DIM)
+    v_boxes, v = allocate(v_desc, STAGES, TILE_N, DIM)
     q_rest_boxes = None
     q_rest = None
     k_rest_boxes = None
     k_rest = None
     if q_rest_desc is not None:
-        q_rest_boxes, q_rest = allocate(q_rest_desc, WARPGROUPS)
-        k_rest_boxes, k_rest = allocate(k_rest_desc, STAGES)
+        q_rest_boxes, q_rest = allocate(q_rest_desc, WARPGROUPS, ROWS, REST)
+        k_rest_boxes, k_rest = allocate(k_rest_desc, STAGES, TILE_N, REST)
     out_boxes = None
     out = None
     if OUT_SLOTS > 0:
-        out_boxes, out = allocate(out_desc, OUT_SLOTS)
+        out_boxes, out = allocate(out_desc, OUT_SLOTS, ROWS, DIM)
     turn = None
     if TURNS:
         turn = barriers(WARPGROUPS, 1)
@@ -158,27 +168,47 @@ def hopper_prefill(
     boxes = Parts(q_boxes, q_rest_boxes, k_boxes, k_rest_boxes, v_boxes, out_boxes)
     shared = Parts(q, q_rest, k, k_rest, v, out)
     bounds, scoring = Bounds(left, right, sink_tokens), Scoring(scale, softcap, None, None, None)
-    place = num_heads // PACK, tiles, lanes, width
-    work = Work(cu_q_ptr, cu_k_ptr, bounds, scoring, seqlen_q, seqlen_k, batch, total_q, *place)
-    output = Output(out_ptr, lse_ptr, sink_ptr, num_heads * DIM_V, stride_lse_b, stride_lse_h)
+    behind = cu_k_ptr
+    if lens_ptr is not None:
+        behind = lens_ptr
+    if table_ptr is not None:
+        behind = table_ptr
+    keys = Keys(cu_k_ptr, lens_ptr, table_ptr, stride_table, behind, seqlen_k)
+    cutting = Cutting(parts, size, most_q)
+    place = num_heads // PACK, tiles, lanes, width, items
+    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place)
+    strides = num_heads * DIM, stride_lse_b, stride_lse_h
+    output = Output(out_ptr, lse_ptr, sink_ptr, partial, *strides)
+    # the page numbers of a tile take registers
+    PRODUCER: gl.constexpr = 24 if table_ptr is None else 40
+    CONSUMER: gl.constexpr = 240 if table_ptr is None else 232
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
-    if WARPGROUPS == 2:
+    if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, signals, output, 0, PACK, 2, STAGES)),
-                (consume, (work, maps, boxes, shared, signals, output, 1, PACK, 2, STAGES)),
-                (produce, (work, maps, boxes, signals, GROUP, PACK, 2, TILE_N, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 0, GROUP, PACK, 1, STAGES)),
+                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
+            ],
+            [1],
+            [64],
+        )
+    elif WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (work, maps, boxes, shared, signals, output, 0, GROUP, PACK, 2, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 1, GROUP, PACK, 2, STAGES)),
+                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
             ],
             [4, 1],
-            [240, 24],
+            [CONSUMER, PRODUCER],
         )
     else:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, signals, output, 0, PACK, 3, STAGES)),
-                (consume, (work, maps, boxes, shared, signals, output, 1, PACK, 3, STAGES)),
-                (consume, (work, maps, boxes, shared, signals, output, 2, PACK, 3, STAGES)),
-                (produce, (work, maps, boxes, signals, GROUP, PACK, 3, TILE_N, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 0, GROUP, PACK, 3, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 1, GROUP, PACK, 3, STAGES)),
+                (consume, (work, maps, boxes, shared, signals, output, 2, GROUP, PACK, 3, STAGES)),
+                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 3, STAGES, PAGE_SIZE)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -194,8 +224,9 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         if not ok:
             reasons.append(reason)
 
-    expect(problem.kind != "decode", "kind decode: expected dense or varlen")
-    expect(not isinstance(problem.place, Paged), f"kv {problem.place}: expected no pages")
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
     expect(
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
@@ -211,8 +242,10 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 def unfit(operands: Operands) -> list[str]:
     """What of a memory layout TMA cannot describe."""
     reasons = []
-    for name in ("q", "k", "v"):
+    for name in ("q", "k", "v", "out"):
         x = getattr(operands, name)
+        if x is None:
+            continue
         if 0 in x.shape:
             reasons.append(f"{name}: expected at least one token, got {list(x.shape)}")
         elif not fits_tma(x):
@@ -232,7 +265,7 @@ def fits_tma(x: Any) -> bool:
 def packed_heads(problem: Problem, config: Config) -> int:
     """Query heads that share a row tile: a power of two that divides the group."""
     group = problem.group
-    return min(group & -group, ROWS) if config.pack_gqa else 1
+    return min(group & -group, ROWS.value) if config.pack_gqa else 1
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -291,11 +324,18 @@ def tiling(problem: Problem, device: Device, config: Config, tokens: int) -> tup
     return triton.cdiv(problem.seqlen_q * pack, config.tile_m), lanes, width
 
 
-def descriptor(x: Any, tokens: int, heads: int, dim: int) -> TensorDescriptor:
-    """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim]."""
+def descriptor(
+    x: Any, tokens: int, heads: int, dim: int, length: int | None = None
+) -> TensorDescriptor:
+    """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim].
+
+    length   tokens that a sequence has of those that there is room for
+    """
     shape, strides = list(x.shape), list(x.stride())
     if len(shape) == 3:
         shape, strides = [1, *shape], [shape[-1], *strides]
+    elif length is not None:
+        shape[1] = max(1, length)
     # along a single element there are no steps, and torch may say anything
     strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -303,50 +343,114 @@ def descriptor(x: Any, tokens: int, heads: int, dim: int) -> TensorDescriptor:
 
 
 class Launcher(prefill.Launcher):
-    """`hopper_prefill` bound to one plan and one memory layout; see `prefill.Launcher`."""
+    """`hopper_prefill` and `combine` bound to one plan and one memory layout; see
+    `prefill.Launcher`.
+
+    The first call goes through Triton, and what it compiled is kept: `again` launches that with
+    addresses, unless one is not a multiple of 16, which is another specialisation.
+    """
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
         super().__init__(plan, operands)
         self.plan = plan
         self.any_address: prefill.Launcher | None = None
+        self.again: Sequences | None = None
         problem, config, q = plan.problem, plan.config, operands.q
         self.pack = packed_heads(problem, config)
         tokens = q.shape[0] if problem.kind == "varlen" else q.shape[0] * q.shape[1]
         tiles, lanes, width = tiling(problem, plan.device, config, tokens)
-        self.grid = (min(tiles * lanes, config.programs or tiles * lanes),)
-        lse = prefill.lse_strides(q)
-        warpgroups = config.tile_m // ROWS
+        items, parts, size = tiles * lanes, None, None
+        if config.num_splits > 1:
+            parts = config.num_splits
+            size = config.split_size // config.tile_n if config.schedule == "fixed" else None
+            cut = triton.cdiv(problem.cut_tokens * self.pack, config.tile_m)
+            items += (parts - 1) * cut * problem.batch * problem.num_heads // self.pack
+        self.grid = (min(items, config.programs or items),)
+        lse, table, place = prefill.lse_strides(q), operands.page_table, problem.place
+        warpgroups = config.tile_m // ROWS.value
         room = plan.device.smem_per_block - shared_bytes(problem, config)
-        self.rest = (
+        pdl = bool(self.slots and q.is_cuda)
+        self.tail = (
             *(*prefill.bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
-            *(tokens, problem.num_heads, lse.b, lse.h, tiles, lanes, width, problem.group),
-            *(self.pack, warpgroups, config.num_stages),
-            *(warpgroups if out_bytes(problem, config) <= room else 0, TURNS),
+            *(tokens, problem.num_heads, lse.b, lse.h),
+            *(table.stride(0) if table is not None else 0, tiles, lanes, width, items),
+            *(parts, size, problem.cut_tokens, problem.group, self.pack),
+            *(place.page_size if isinstance(place, Paged) else 1, problem.head_dim_v),
+            *(problem.head_dim - problem.head_dim_v, config.tile_n, warpgroups, config.num_stages),
+            # with two or more warpgroups they issue products in turns: see prefill_tile.py
+            *(warpgroups if out_bytes(problem, config) <= room else 0, warpgroups > 1, pdl),
         )
         # of the first warpgroup; the others are the kernel's own
         self.options = {"num_warps": 4, "enable_fp_fusion": True}
 
-    def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = operands
-        if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr()) & 15:
-            return self.without_tma(operands).forward(operands, seed)
+    def descriptors(self, x: Operands, out: Any) -> list[TensorDescriptor | None]:
+        """Of q, its rest, k, its rest, v and out."""
         problem, tile_n = self.problem, self.plan.config.tile_n
-        out = x.q.new_empty(self.out_shape)
-        lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
-        rows, main = (ROWS // self.pack, self.pack), problem.head_dim_v
-        rest = problem.head_dim - main
-        hopper_prefill[self.grid](
+        rows, main = (ROWS.value // self.pack, self.pack), problem.head_dim_v
+        rest, box = problem.head_dim - main, box_rows(problem, tile_n)
+        paged = isinstance(problem.place, Paged)
+        length = None if paged else problem.seqlen_k
+        keys = box, 1, PANEL if paged else main, length
+        return [
             descriptor(x.q, *rows, main),
             descriptor(x.q, *rows, rest) if rest else None,
-            descriptor(x.k, tile_n, 1, main),
-            descriptor(x.k, tile_n, 1, rest) if rest else None,
-            descriptor(x.v, tile_n, 1, main),
+            descriptor(x.k, *keys),
+            descriptor(x.k, box, 1, PANEL if paged else rest, length) if rest else None,
+            descriptor(x.v, *keys),
             descriptor(out, *rows, main),
-            *(out, lse, x.cu_seqlens_q, x.cu_seqlens_k, x.sink_logits),
-            *(*prefill.scoring_of(x, None)[:2], *self.rest),
+        ]
+
+    def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = operands
+        scale, softcap = prefill.scoring_of(x, None)[:2]
+        if self.again is not None:
+            tensors = x.q, x.k, x.v, x.out, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens
+            done = self.again.call(*tensors, x.page_table, x.sink_logits, scale, softcap)
+            if done is not None:
+                return done
+        given = x.q, x.k, x.v, x.q if x.out is None else x.out
+        if any(tensor.data_ptr() & 15 for tensor in given):
+            return self.without_tma(operands).forward(operands, seed)
+        out = x.q.new_empty(self.out_shape) if x.out is None else x.out
+        lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
+        partial = merge = None
+        if self.slots:
+            partial = workspace.partials(x.q, self.slots * self.problem.head_dim_v, self.slots)
+        descriptors = self.descriptors(x, out)
+        indices = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table
+        split = hopper_prefill[self.grid](
+            *(*descriptors, out, lse, partial, *indices, x.sink_logits, scale, softcap),
+            *self.tail,
             **self.options,
         )
+        if partial is not None:
+            merge = combine[self.merge_grid](
+                *(partial, Final(out, lse), x.cu_seqlens_q, x.sink_logits, *self.merge_tail),
+                **self.merge_options,
+            )
+        others = (tensor for tensor in (*indices, x.sink_logits) if tensor is not None)
+        if split is not None and not any(tensor.data_ptr() & 15 for tensor in others):
+            self.again = self.repeated(split, merge, descriptors, out)
         return out, lse
+
+    def repeated(
+        self, split: Any, merge: Any, descriptors: list[TensorDescriptor | None], out: Tensor
+    ) -> Sequences | None:
+        """What launches the compiled kernels again; None: Triton has to, every time."""
+        if observed():
+            return None
+        given = [made for made in descriptors if made is not None]
+        maps = iter([TensorMaps(split, n, x.shape, x.strides) for n, x in enumerate(given)])
+        each = [None if made is None else next(maps) for made in descriptors]
+        launch = bind_to_descriptors(split, (*self.grid, 1, 1), self.tail, each)
+        if launch is None:
+            return None
+        return Sequences(
+            launch,
+            launch_of(merge, self.merge_grid, self.merge_tail) if merge else None,
+            *(out.device, out.dtype, self.out_shape, self.lse_shape),
+            *(self.slots * self.problem.head_dim_v, self.slots),
+        )
 
     def without_tma(self, operands: Operands) -> prefill.Launcher:
         """The kernel for any GPU, for addresses of which `unfit` did not know."""
@@ -354,9 +458,13 @@ class Launcher(prefill.Launcher):
             why = f"this call runs on {prefill.KERNEL.name}: {unfit(operands)[0]}"
             warnings.warn(why, stacklevel=2)
             config = next(prefill.configs(self.problem, self.device))
+            config = replace(config, num_splits=self.plan.config.num_splits)
             plan = replace(self.plan, kernel=prefill.KERNEL.name, config=config)
             self.any_address = prefill.Launcher(plan, operands)
         return self.any_address
 
 
-KERNEL = Kernel("hopper_prefill", unsupported, configs, traffic, Launcher, unfit)
+KERNEL = Kernel(
+    *("hopper_prefill", unsupported, configs, traffic, Launcher, unfit),
+    schedules=("even", "fixed"),
+)

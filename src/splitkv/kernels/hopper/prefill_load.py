@@ -1,0 +1,185 @@
+"""The warp of `hopper_prefill` that has tiles copied by TMA: q, and the rings of keys and values.
+
+A tile of keys is one box of TMA. In pages it is boxes of one page, each of 64 columns, as a tile in
+TMA's 128-byte swizzle has all its rows for 64 columns before those for the next: so the boxes of
+many pages make up the tile that the tensor cores take.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from splitkv.kernels.hopper.prefill_rows import (
+    index_in_round,
+    own_item,
+    own_visit,
+    round_count,
+    tile_of_step,
+)
+from splitkv.kernels.hopper.ring import async_load, foresee, reinterpret
+
+ROWS = gl.constexpr(64)  # of a warpgroup
+
+
+class Parts(NamedTuple):
+    """Operands: TMA descriptors of [batch, tokens, heads, dim], with one sequence where packed and
+    pages in the place of sequences; or shared memory, as boxes of TMA or as tiles [slots, rows or
+    keys, dim].
+
+    The `rest` are the columns of q and k from head_dim_v on, or None.
+    """
+
+    q: Any
+    q_rest: Any
+    k: Any
+    k_rest: Any
+    v: Any
+    out: Any
+
+
+class Signals(NamedTuple):
+    """Barriers: what has arrived, what is free again, which warpgroup may issue products (or None:
+    any)."""
+
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+    turn: Any
+
+
+@gluon.jit
+def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
+    """Shared memory as boxes [slots * boxes of a tile, *box] and as tiles [SLOTS, TILE, DIM]."""
+    BOX: gl.constexpr = desc.block_type.shape
+    BOXES: gl.constexpr = TILE * DIM // (BOX[1] * BOX[2] * BOX[3])
+    shape: gl.constexpr = [SLOTS * BOXES, BOX[0], BOX[1], BOX[2], BOX[3]]
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    return boxes, reinterpret(boxes, desc.dtype, [SLOTS, TILE, DIM], layout)
+
+
+@gluon.jit
+def ask_rows(maps, boxes, signals, own, done, PACK: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Have q of a row tile copied, once the `done` ones before are used up."""
+    mbarrier.wait(signals.q_free.index(0), (done & 1) ^ 1)
+    full = signals.q_full.index(0)
+    BYTES: gl.constexpr = WARPGROUPS * maps.q.block_type.nbytes
+    if maps.q_rest is None:
+        mbarrier.expect(full, BYTES)
+    else:
+        mbarrier.expect(full, BYTES + WARPGROUPS * maps.q_rest.block_type.nbytes)
+    for w in gl.static_range(WARPGROUPS):
+        t = own.first_q + (own.tile * WARPGROUPS + w) * (ROWS // PACK)
+        async_load(maps.q, [own.b, t, own.head, 0], full, boxes.q.index(w))
+        if maps.q_rest is not None:
+            at = [own.b, t, own.head, maps.q.block_type.shape[3]]
+            async_load(maps.q_rest, at, full, boxes.q_rest.index(w))
+
+
+@gluon.jit
+def page_of(work, own, key, PAGE_SIZE: gl.constexpr):
+    """The page of a key; any for one that the sequence does not have."""
+    entry = (
+        work.keys.table_ptr + own.sequence.to(gl.int64) * work.keys.stride_table + key // PAGE_SIZE
+    )
+    return gl.load(entry, mask=key < own.len_k, other=0)
+
+
+@gluon.jit
+def ask_keys(
+    desc,  # of keys, of their rest or of values
+    boxes,
+    tiles,
+    full,
+    slot,
+    work,  # Work
+    own,  # Own
+    tile,
+    h,
+    FIRST: gl.constexpr,  # column
+    PAGE_SIZE: gl.constexpr,
+):
+    """Have a tile of keys copied."""
+    TILE_N: gl.constexpr = tiles.shape[1]
+    BOX: gl.constexpr = desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    BOXES: gl.constexpr = TILE_N // BOX
+    PANELS: gl.constexpr = tiles.shape[2] // COLUMNS
+    AHEAD: gl.constexpr = min(BOXES, 4)  # look-ups at a time, which else wait for copies
+    for first in gl.static_range(0, BOXES, AHEAD):
+        pages = ()
+        if work.keys.table_ptr is not None:
+            for n in gl.static_range(AHEAD):
+                page = page_of(work, own, tile * TILE_N + (first + n) * BOX, PAGE_SIZE)
+                pages += (page,)  # type: ignore[assignment]
+        for n in gl.static_range(AHEAD):
+            outer = own.b
+            inner = own.first_k + tile * TILE_N + (first + n) * BOX
+            if work.keys.table_ptr is not None:
+                outer = pages[n]
+                inner %= PAGE_SIZE
+            for panel in gl.static_range(PANELS):
+                at = [outer, inner, h, FIRST + panel * COLUMNS]
+                box = boxes.index((slot * PANELS + panel) * BOXES + first + n)
+                async_load(desc, at, full, box)
+
+
+@gluon.jit
+def produce(
+    work,  # Work
+    maps,  # Parts
+    boxes,  # Parts
+    tiles,  # Parts
+    signals,  # Signals
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """Have q, keys and values of all items copied, each as soon as there is room."""
+    TILE_M: gl.constexpr = WARPGROUPS * ROWS
+    TILE_N: gl.constexpr = tiles.k.shape[1]
+    DIM: gl.constexpr = tiles.k.shape[2]
+    BYTES: gl.constexpr = TILE_N * DIM * 2
+    n = gl.program_id(0) * 0
+    done = n
+    for r in range(round_count(work)):
+        index = index_in_round(r)
+        if index < work.items:
+            own = own_item(work, index, PACK, TILE_M)
+            if own.tile * TILE_M < own.len_q * PACK:
+                visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
+                h = own.head // GROUP
+                for i in range(0, steps):
+                    tile = tile_of_step(visit, i, asking)
+                    slot = n % STAGES
+                    free = (n // STAGES & 1) ^ 1
+                    what = slot, work, own, tile, h
+                    mbarrier.wait(signals.k_free.index(slot), free)
+                    full = signals.k_full.index(slot)
+                    if maps.k_rest is None:
+                        mbarrier.expect(full, BYTES)
+                    else:
+                        mbarrier.expect(full, BYTES + TILE_N * tiles.k_rest.shape[2] * 2)
+                        rest = maps.k_rest, boxes.k_rest, tiles.k_rest, full
+                        ask_keys(*rest, *what, DIM, PAGE_SIZE)
+                    ask_keys(maps.k, boxes.k, tiles.k, full, *what, 0, PAGE_SIZE)
+                    if i == 0:
+                        ask_rows(maps, boxes, signals, own, done, PACK, WARPGROUPS)
+                    after = tile_of_step(visit, gl.minimum(i + 1, steps - 1), asking)
+                    foresee(work.keys, own.sequence, after, PAGE_SIZE, TILE_N)
+                    mbarrier.wait(signals.v_free.index(slot), free)
+                    full = signals.v_full.index(slot)
+                    mbarrier.expect(full, BYTES)
+                    ask_keys(maps.v, boxes.v, tiles.v, full, *what, 0, PAGE_SIZE)
+                    n += 1
+                if steps > 0:
+                    done += 1
