@@ -92,7 +92,7 @@ def test_the_kernel_for_hopper_runs_its_cases(gpu: str) -> None:
 @every_kernel
 def test_a_kernel_has_every_schedule_or_says_which(kernel: Kernel) -> None:
     assert set(kernel.schedules) <= {"even", "batch", "fixed"}
-    splits = {"prefill": ("even", "fixed")}
+    splits = dict.fromkeys(("hopper_prefill", "prefill"), ("even", "fixed"))
     splits |= dict.fromkeys(("hopper_decode_split", "decode_split"), ("even", "batch", "fixed"))
     assert kernel.schedules == splits.get(kernel.name, ("even",))
 
@@ -413,8 +413,6 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "                       head_dim 72: expected a multiple of 16 from 16 to 256\n"
         "                       seqlen_q 32: expected at most 16\n"
         "  hopper_prefill       dtype float64: expected bfloat16, float16 or float32\n"
-        "                       kind decode: expected dense or varlen\n"
-        "                       kv paged(16): expected no pages\n"
         "                       dtype float64: expected bfloat16 or float16\n"
         "                       head_dim/head_dim_v 72/64: expected one of 64/64, 128/128, "
         "256/256, 192/128\n"
