@@ -132,7 +132,7 @@ def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
     config = next(prefill_quantised.configs(problem, H200))
     made = compiled(problem, config)
     assert measure(made).stack_bytes <= STACK_BYTES
-    warpgroups = config.tile_m // ROWS
+    warpgroups = config.tile_m // ROWS.value
     keys_per_product = 16 if problem.products == "half" else 32
     products = 128 // 32 + config.tile_n // keys_per_product
     loops = key_loops(made.asm["cubin"], products, warpgroups)
@@ -141,7 +141,7 @@ def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
         assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
         first, last = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
         under_product = sum("MUFU.EX2" in line for line in body[first:last])
-        assert under_product >= ROWS * config.tile_n // 128  # a thread's weights
+        assert under_product >= ROWS.value * config.tile_n // 128  # a thread's weights
 
 
 def test_what_is_refused() -> None:

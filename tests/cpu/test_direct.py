@@ -24,6 +24,7 @@ import splitkv
 from splitkv import launch, registry, sequences
 from splitkv.device import GPUS
 from splitkv.kernels import direct, workspace
+from splitkv.kv import Codec
 from splitkv.plans import Plan
 from splitkv.policies import POLICIES, fixed, waves
 from splitkv.problem import Operands
@@ -737,6 +738,25 @@ def test_packed_sequences_and_pages_are_recognised(described_sequences: list[Pro
     for longer in (23, 24):
         splitkv.attention_varlen(**call | {"max_seqlen_k": longer})
     assert [p.seqlen_k for p in described_sequences[2:]] == [23]
+
+
+def test_scales_of_sequences_are_those_of_the_call(described_sequences: list[Problem]) -> None:
+    codec = Codec("int8", "head")
+    stored = replace(DENSE, dtype="bfloat16", codec=codec, products="widened")
+    call = make_operands(stored, poison=False)
+    first = splitkv.attention(**call)
+    larger = call | {name: 2 * call[name] for name in ("k_scale", "v_scale")}
+    results = [splitkv.attention(**larger) for _ in range(2)]
+    assert len(described_sequences) == 1
+    changed = {"products": "half"}, {"k_scale": call["k_scale"][:1], "v_scale": call["v_scale"][:1]}
+    for number, more in enumerate(changed):
+        splitkv.attention(**call | more)
+        assert len(described_sequences) == 2 + number
+    launch._calls.clear()
+    results.append(splitkv.attention(**larger))
+    for out, lse in results:
+        assert torch.equal(out, results[-1][0]) and torch.equal(lse, results[-1][1])
+        assert not torch.equal(lse, first[1])
 
 
 def test_gradients_of_sequences_are_asked_for_when_they_are_recorded(

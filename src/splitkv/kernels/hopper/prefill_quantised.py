@@ -42,13 +42,15 @@ from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kernels.hopper.eight_bits import PART
 from splitkv.kernels.hopper.prefill import BARRIER_BYTES, ROWS, barriers, packed_heads, tiling
+from splitkv.kernels.hopper.prefill_load import Parts, Signals
 from splitkv.kernels.hopper.prefill_quantised_tile import (
     Scales,
     Stored,
     consume,
     produce,
 )
-from splitkv.kernels.hopper.prefill_tile import Output, Parts, Signals, Work
+from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
+from splitkv.kernels.hopper.prefill_tile import Output
 from splitkv.kernels.hopper.ring import reinterpret
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import Strides
@@ -182,9 +184,11 @@ def hopper_prefill_quantised(
     boxes = Parts(q_boxes, None, k_boxes, None, None, out_boxes)
     tiles = Parts(q, None, k, None, v, out)
     bounds, scoring = Bounds(left, right, sink_tokens), Scoring(scale, softcap, None, None, None)
-    place = num_heads // PACK, tiles_each, lanes, width
-    work = Work(cu_q_ptr, cu_k_ptr, bounds, scoring, seqlen_q, seqlen_k, batch, total_q, *place)
-    output = Output(out_ptr, lse_ptr, sink_ptr, num_heads * DIM, stride_lse_b, stride_lse_h)
+    keys = Keys(cu_k_ptr, None, None, None, None, seqlen_k)
+    whole = Cutting(None, None, None)
+    place = num_heads // PACK, tiles_each, lanes, width, tiles_each * lanes
+    work = Work(cu_q_ptr, keys, bounds, scoring, whole, seqlen_q, batch, total_q, *place)
+    output = Output(out_ptr, lse_ptr, sink_ptr, None, num_heads * DIM, stride_lse_b, stride_lse_h)
     scales = Scales(
         q_scale_ptr,
         k_scale_ptr,
@@ -352,7 +356,7 @@ class Launcher(prefill.Launcher):
             *scale_strides(x.v_scale, x.v),
             *(problem.codec.granularity == "token", problem.products == "half"),
             *(problem.group, self.pack),
-            *(config.tile_m // ROWS, config.num_stages, TURNS),
+            *(config.tile_m // ROWS.value, config.num_stages, TURNS),
         )
         # of the first warpgroup; the others are the kernel's own
         self.options = {"num_warps": 4, "enable_fp_fusion": True}
@@ -361,7 +365,7 @@ class Launcher(prefill.Launcher):
         x = operands
         out = x.q.new_empty(self.out_shape, dtype=torch.bfloat16)
         lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
-        rows = ROWS // self.pack, self.pack
+        rows = ROWS.value // self.pack, self.pack
         hopper_prefill_quantised[self.grid](
             descriptor(x.q, *rows),
             descriptor(x.k, self.tile_n, 1),

@@ -33,19 +33,19 @@ from splitkv.kernels.hopper.eight_bits import (
     widen,
     words_of,
 )
-from splitkv.kernels.hopper.prefill_tile import (
-    ROWS,
-    along_rows,
-    ask_keys,
-    ask_rows,
-    before_wait,
+from splitkv.kernels.hopper.prefill_load import ROWS, ask_rows
+from splitkv.kernels.hopper.prefill_rows import (
     index_in_round,
-    multiply_keys,
-    own_rows,
+    own_item,
     own_visit,
     round_count,
-    sums_of_threads,
     tile_of_step,
+)
+from splitkv.kernels.hopper.prefill_tile import (
+    along_rows,
+    before_wait,
+    multiply_keys,
+    sums_of_threads,
     write,
 )
 from splitkv.kernels.hopper.ring import async_load
@@ -161,10 +161,10 @@ def produce(
     count = n  # keys from the first of the step before on
     for r in range(round_count(work)):
         index = index_in_round(r)
-        if index < work.tiles * work.lanes:
-            own = own_rows(work, index, PACK, TILE_M)
+        if index < work.items:
+            own = own_item(work, index, PACK, TILE_M)
             if own.tile * TILE_M < own.len_q * PACK:
-                visit, steps, asking = own_visit(work, own, PACK, TILE_M, TILE_N)
+                visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
                 h = own.head // GROUP
                 for i in range(0, steps):
                     key = tile_of_step(visit, i, asking) * TILE_N
@@ -174,7 +174,9 @@ def produce(
                     slot = n % STAGES
                     mbarrier.wait(signals.k_free.index(slot), (n // STAGES & 1) ^ 1)
                     first = own.first_k + key
-                    ask_keys(maps, boxes, signals.k_full.index(slot), slot, own.b, first, h)
+                    full = signals.k_full.index(slot)
+                    mbarrier.expect(full, maps.k.block_type.nbytes)
+                    async_load(maps.k, [own.b, first, h, 0], full, boxes.k.index(slot))
                     if i == 0 and done == 0:
                         ask_rows(maps, boxes, signals, own, done, PACK, WARPGROUPS)
                     full = stored.full.index(n % 2)
@@ -374,10 +376,10 @@ def consume(
     done = n
     for r in range(round_count(work)):
         index = index_in_round(r)
-        if index < work.tiles * work.lanes:
-            own = own_rows(work, index, PACK, TILE_M)
+        if index < work.items:
+            own = own_item(work, index, PACK, TILE_M)
             if own.tile * TILE_M < own.len_q * PACK:
-                visit, steps, asking = own_visit(work, own, PACK, TILE_M, TILE_N)
+                visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
                 rows = own.tile * TILE_M + offs_m
                 pos = (own.len_k - own.len_q + rows // PACK)[:, None]
                 factor = row_factors(scales, work, own, rows, GROUP, PACK)
@@ -419,6 +421,8 @@ def consume(
                 if scales.of_k is None:
                     of_v = own.b.to(gl.int64) * scales.v.b + own.head // GROUP * scales.v.h
                     acc = acc * gl.load(scales.v_ptr + of_v)
-                write(acc, gl.sum(l, 1), m, own, work, maps, boxes, tiles, output, W, PACK, TILE_M)
+                l = gl.convert_layout(gl.sum(l, 1), M)
+                where = own, work, output, W, GROUP, PACK, TILE_M
+                write(acc, l, m, maps, boxes, tiles, *where)
                 done += 1
     tma.store_wait(0)
