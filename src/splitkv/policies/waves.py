@@ -67,8 +67,8 @@ HOPPER_REGISTERS = {
 # More beside quantised keys, but for e4m3 with scales of a head in a contiguous cache.
 HOPPER_QUANTISED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 128): 200}
 # Copies of 16 quantised keys are so small that asking for them takes long: from so many bytes on,
-# four programs an SM that ask for tiles of 32 were up to a third faster than fewer larger ones; with
-# scales of each key, three programs and tiles of 64 were 4 to 6 % faster than those.
+# four programs an SM that ask for tiles of 32 were up to a third faster than fewer larger ones;
+# with scales of each key, three programs and tiles of 64 were 4 to 6 % faster than those.
 QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE = (32, 4, 3), 48 * MiB
 
 
