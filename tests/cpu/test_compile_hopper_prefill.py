@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 from splitkv.device import GPUS
 from splitkv.kernels import workspace
 from splitkv.kernels.hopper import prefill
-from splitkv.kv import Contiguous, Paged, Ragged
+from splitkv.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
 from splitkv.problem import Operands, Problem
@@ -197,8 +197,10 @@ def test_what_is_refused() -> None:
     assert prefill.unsupported(problem, H200) == []
     assert prefill.unsupported(problem, GPUS["b200"]) == ["device sm_100: expected sm_90"]
     odd = replace(problem, dtype="float32", head_dim=96, dropout=True, score=Score(False, True))
+    odd = replace(odd, codec=Codec("int8", "head"))
     assert prefill.unsupported(odd, H200) == [
         "dtype float32: expected bfloat16 or float16",
+        "kv int8 per head: expected as_is",
         "head_dim/head_dim_v 96/128: expected one of 64/64, 128/128, 256/256, 192/128",
         "alibi: expected none",
         "dropout: expected none",

@@ -53,7 +53,7 @@ from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_tile import Output, consume
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.weight import Scoring
-from splitkv.kv import Paged
+from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
@@ -231,6 +231,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
+    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
     dims = problem.head_dim, problem.head_dim_v
     known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
     expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
