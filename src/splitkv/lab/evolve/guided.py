@@ -68,6 +68,9 @@ def run(
     config.llm.evaluator_models = config.llm.models
     config.evaluator.parallel_evaluations = 1  # one GPU
     config.evaluator.cascade_evaluation = False
+    # One worker for all, which with a limit is spawned: a forked one would inherit the CUDA context
+    # of this process and a sandbox whose reader is a thread that does not live there.
+    config.max_tasks_per_child = iterations + 1
     config.prompt.system_message = instructions(evaluator, slots)
     run_evolution(
         str(program),
