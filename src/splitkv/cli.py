@@ -144,10 +144,11 @@ def doctor(
 ) -> None:
     """Say what is installed, which GPU is here, which kernels can run, and if they are right."""
     from splitkv.explanation import explain as explain_problem
+    from splitkv.policies import DEFAULT
 
     for name, value in versions().items():
         typer.echo(f"{name:<8} {value}")
-    explanation = explain_problem(TYPICAL, current())
+    explanation = explain_problem(TYPICAL, current(), policies=(DEFAULT,))
     typer.echo()
     show(explanation)
     failed = not explanation.plans
