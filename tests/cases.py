@@ -34,6 +34,7 @@ AXES: Axes = {
         Mask(),
         Mask(causal=True, window_left=37),
         Mask(causal=True, window_left=20, sink_tokens=5),
+        Mask(causal=True, chunk=48),
     ),
     "softcap": (False, True),
     "alibi": (False, True),
@@ -50,6 +51,7 @@ HOPPER_AXES: Axes = {
     "group": (1, 2, 4, 7, 8, 16, 32),
     "seqlen_q": (1, 2, 4, 16),
     "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
+    "mask": tuple(mask for mask in AXES["mask"] if not mask.chunk),
 }
 HOPPER_ROWS = 32
 
@@ -253,6 +255,12 @@ EDGES: tuple[Case, ...] = (
     _edge("sink_tokens_past_causal_edge", (3, 2), mask=Mask(True, 0, -1, 4), seqlen_q=3),
     _edge("sink_tokens_without_window", mask=Mask(True, -1, -1, 4)),
     _edge("sink_tokens_paged", (130, 60), mask=Mask(True, 8, -1, 5), place=Paged(16), seqlen_q=4),
+    _edge("chunk_that_begins", (65, 64), mask=Mask(True, chunk=64)),
+    _edge("chunk_across_queries", (130, 33), mask=Mask(True, chunk=32), seqlen_q=4),
+    _edge("chunk_of_the_future", (130, 30), mask=Mask(chunk=20), seqlen_q=8),
+    _edge("chunk_and_window", (130, 60), mask=Mask(True, 9, -1, 3, 16), place=Paged(16)),
+    _edge("chunk_before_the_first_key", (3, 130), mask=Mask(True, chunk=4), seqlen_q=16),
+    _edge("chunk_larger_than_sequence", mask=Mask(True, chunk=8192)),
     _edge("both_sinks", mask=Mask(True, 20, -1, 4), sink_logits=True, seqlen_q=2),
     _edge("score_modifiers_and_window", score=Score(True, True), mask=Mask(True, 30)),
     _edge("split_edges", (127, 129), seqlen_k=129),

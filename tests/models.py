@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -49,6 +50,13 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 HYBRID = ["sliding_attention", "full_attention"]
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**COMMON),
+    "llama4": lambda: Llama4TextConfig(
+        **COMMON,
+        intermediate_size_mlp=64,
+        moe_layers=[],
+        no_rope_layers=[1, 0],
+        attention_chunk_size=WINDOW,
+    ),
     "qwen2": lambda: Qwen2Config(
         **COMMON, use_sliding_window=True, sliding_window=WINDOW, layer_types=HYBRID
     ),

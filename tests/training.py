@@ -39,6 +39,7 @@ FUNCTION = {
 MASKS = (
     *(Mask(), Mask(True), Mask(True, 130), Mask(True, 60, -1, 5), Mask(window_right=9)),
     *(Mask(window_left=70, window_right=200), Mask(True, 0), Mask(True, 40, -1, 150)),
+    Mask(True, chunk=150),
 )
 AXES: cases.Axes = {
     "kind": ("dense", "varlen"),

@@ -46,6 +46,7 @@ def attention(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     sink_tokens: int = 0,
+    attention_chunk: int = 0,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -68,6 +69,8 @@ def attention(
     causal         query i sees keys up to seqlen_k - seqlen_q + i (bottom-right alignment)
     window_size    (left, right) keys around that position, inclusive; -1: unbounded
     sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM)
+    attention_chunk  above 0: positions go in chunks of this many keys, and a query sees keys of its
+                   own chunk only, and sink tokens (Llama 4)
     sink_logits    [num_heads], a logit a head that joins the softmax denominator and adds nothing
                    to the output (gpt-oss); differentiable
     softmax_scale  default head_dim ** -0.5
@@ -108,6 +111,7 @@ def attention(
         causal=causal,
         window_size=window_size,
         sink_tokens=sink_tokens,
+        attention_chunk=attention_chunk,
         sink_logits=sink_logits,
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -136,6 +140,7 @@ def attention_varlen(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     sink_tokens: int = 0,
+    attention_chunk: int = 0,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -189,6 +194,7 @@ def attention_varlen(
         causal=causal,
         window_size=window_size,
         sink_tokens=sink_tokens,
+        attention_chunk=attention_chunk,
         sink_logits=sink_logits,
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -233,6 +239,7 @@ def decode(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     sink_tokens: int = 0,
+    attention_chunk: int = 0,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -293,6 +300,7 @@ def decode(
             causal=causal,
             window_size=window_size,
             sink_tokens=sink_tokens,
+            attention_chunk=attention_chunk,
             sink_logits=sink_logits,
             softmax_scale=softmax_scale,
             softcap=softcap,
@@ -316,6 +324,7 @@ def decode(
             causal,
             window_size,
             sink_tokens,
+            attention_chunk,
             sink_logits,
             softmax_scale,
             softcap,

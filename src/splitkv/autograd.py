@@ -25,8 +25,8 @@ from splitkv.reference import WORKING
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? page_table, Tensor? cache_seqlens, "
-    "bool causal, SymInt window_left, "
-    "SymInt window_right, SymInt sink_tokens, Tensor? sink_logits, float? softmax_scale, "
+    "bool causal, SymInt window_left, SymInt window_right, SymInt sink_tokens, "
+    "SymInt attention_chunk, Tensor? sink_logits, float? softmax_scale, "
     "float softcap, Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "str? products, float dropout_p, bool deterministic, bool return_lse, Tensor? seed, str plan"
 )

@@ -79,6 +79,7 @@ def explain(
     causal: Annotated[bool, typer.Option(help="No key after a query's own position.")] = True,
     window: Annotated[str, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
     sink_tokens: Annotated[int, typer.Option(help="First keys that stay visible.")] = 0,
+    attention_chunk: Annotated[int, typer.Option(help="Keys of a chunk; 0: no chunks.")] = 0,
     sink_logits: Annotated[bool, typer.Option(help="A learnable sink logit per head.")] = False,
     softcap: Annotated[bool, typer.Option(help="Scores capped by tanh.")] = False,
     alibi: Annotated[bool, typer.Option(help="ALiBi slopes.")] = False,
@@ -103,6 +104,7 @@ def explain(
         expect_at_least("seqlen_k", seqlen_k, 0)
         expect_one_of("dtype", dtype, DTYPE_BYTES)
         expect_at_least("sink_tokens", sink_tokens, 0)
+        expect_at_least("attention_chunk", attention_chunk, 0)
         expect_at_least("num_splits", num_splits, 0)
         if page_size is not None:
             expect_positive("page_size", page_size)
@@ -117,7 +119,7 @@ def explain(
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             dtype=dtype,
-            mask=Mask(causal, left, right, sink_tokens),
+            mask=Mask(causal, left, right, sink_tokens, attention_chunk),
             place=Contiguous() if page_size is None else Paged(page_size),
             score=Score(softcap, alibi),
             sink_logits=sink_logits,

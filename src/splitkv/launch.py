@@ -74,6 +74,7 @@ _warned: set[tuple[str, ...]] = set()
 _MASK_AND_SCORE: dict[str, Any] = {
     "window_size": (-1, -1),
     "sink_tokens": 0,
+    "attention_chunk": 0,
     "sink_logits": None,
     "softmax_scale": None,
     "softcap": 0.0,
@@ -250,6 +251,7 @@ def run_decode(
     causal: bool,
     window_size: tuple[int, int],
     sink_tokens: int,
+    attention_chunk: int,
     sink_logits: Tensor | None,
     softmax_scale: float | None,
     softcap: float,
@@ -298,6 +300,7 @@ def run_decode(
         causal,
         window_size,
         sink_tokens,
+        attention_chunk,
         softmax_scale,
         softcap,
         products,
@@ -341,6 +344,7 @@ def run_decode(
             "causal": causal,
             "window_size": window_size,
             "sink_tokens": sink_tokens,
+            "attention_chunk": attention_chunk,
             "sink_logits": sink_logits,
             "softmax_scale": softmax_scale,
             "softcap": softcap,
@@ -462,7 +466,8 @@ def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, "
     "SymInt? max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, "
-    "SymInt sink_tokens, Tensor? sink_logits, float? softmax_scale, float softcap, "
+    "SymInt sink_tokens, SymInt attention_chunk, Tensor? sink_logits, float? softmax_scale, "
+    "float softcap, "
     "Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, str? products, "
     "bool return_lse, bool early_kv, SymInt num_splits, str plan) -> (Tensor, Tensor)",
 )
@@ -477,6 +482,7 @@ def decode_op(
     window_left,
     window_right,
     sink_tokens,
+    attention_chunk,
     sink_logits,
     softmax_scale,
     softcap,
@@ -500,6 +506,7 @@ def decode_op(
         causal,
         (window_left, window_right),
         sink_tokens,
+        attention_chunk,
         sink_logits,
         softmax_scale,
         softcap,

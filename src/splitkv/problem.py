@@ -108,9 +108,22 @@ class Problem:
         return self.codec.element_bytes or self.element_bytes
 
     @property
+    def span(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of keys that some query sees: the most that a sequence may have to read."""
+        longest = self.seqlen_k
+        if self.lengths == "device":
+            longest = self.mask.longest(self.seqlen_q, self.seqlen_k)
+        return self.mask.span(self.seqlen_q, longest)
+
+    @property
     def visible_keys(self) -> int:
-        """Keys that at least one query of a longest sequence sees: what has to be read."""
-        return self.mask.num_keys(self.seqlen_q, self.seqlen_k)
+        """How many keys these are."""
+        return sum(hi - lo for lo, hi in self.span)
+
+    @property
+    def visible_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, in a sequence of the greatest lengths."""
+        return self.mask.num_pairs(self.seqlen_q, self.seqlen_k)
 
     @property
     def kv_bytes(self) -> int:
@@ -179,6 +192,7 @@ def describe_decode(
     causal: bool,
     window_size: tuple[int, int],
     sink_tokens: int,
+    attention_chunk: int,
     sink_logits: Any,
     softmax_scale: float | None,
     softcap: float,
@@ -224,7 +238,7 @@ def describe_decode(
     names = "k_cache", "v_cache"
     types = describe_types(names, q, k_cache, v_cache, q_scale, k_scale, v_scale, products, place)
     _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
-    mask = _describe_mask(causal, window_size, sink_tokens)
+    mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
     score, scale = _describe_scores(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
     )
@@ -286,6 +300,7 @@ def describe_attention(
     causal: bool,
     window_size: tuple[int, int],
     sink_tokens: int,
+    attention_chunk: int,
     sink_logits: Any,
     softmax_scale: float | None,
     softcap: float,
@@ -350,7 +365,7 @@ def describe_attention(
         expect_dtype("k", k, dtype_name(q))
     types = describe_types(("k", "v"), q, k, v, q_scale, k_scale, v_scale, products, place)
     _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
-    mask = _describe_mask(causal, window_size, sink_tokens)
+    mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
     score, scale = _describe_scores(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
     )
@@ -459,15 +474,19 @@ def expect_window(window_size: Any) -> None:
     expect(pair, "window_size", "(left, right)", window_size)
 
 
-def _describe_mask(causal: bool, window_size: tuple[int, int], sink_tokens: int) -> Mask:
+def _describe_mask(
+    causal: bool, window_size: tuple[int, int], sink_tokens: int, attention_chunk: int
+) -> Mask:
     expect_bool("causal", causal)
     expect_window(window_size)
     for side, keys in zip(("left", "right"), window_size, strict=True):
         expect_int(f"window_size {side}", keys)
         expect_at_least(f"window_size {side}", keys, -1)
-    expect_int("sink_tokens", sink_tokens)
-    expect_at_least("sink_tokens", sink_tokens, 0)
-    return Mask(causal, int(window_size[0]), int(window_size[1]), int(sink_tokens))
+    for name, keys in (("sink_tokens", sink_tokens), ("attention_chunk", attention_chunk)):
+        expect_int(name, keys)
+        expect_at_least(name, keys, 0)
+    left, right = map(int, window_size)
+    return Mask(causal, left, right, int(sink_tokens), int(attention_chunk))
 
 
 def _describe_scores(

@@ -78,6 +78,7 @@ def make_operands(
         "causal": problem.mask.causal,
         "window_size": (problem.mask.window_left, problem.mask.window_right),
         "sink_tokens": problem.mask.sink_tokens,
+        "attention_chunk": problem.mask.chunk,
         "alibi_slopes": None,
         "sink_logits": None,
         "return_lse": problem.return_lse,

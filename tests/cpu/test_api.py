@@ -44,6 +44,8 @@ MASKS = {
     "both_sides": Mask(False, 3, 4),
     "right_only": Mask(False, -1, 2),
     "sink_tokens": Mask(True, 9, -1, 3),
+    "chunk": Mask(True, chunk=7),
+    "chunk_and_sink_tokens": Mask(False, 4, -1, 3, 10),
 }
 SCORES = {
     "plain": {},
@@ -550,15 +552,16 @@ def test_warmup(options: dict[str, Any]) -> None:
 
 def test_signatures_are_the_published_ones() -> None:
     common = (
-        "causal window_size sink_tokens sink_logits softmax_scale softcap alibi_slopes "
-        "q_scale k_scale v_scale products dropout_p deterministic return_lse plan"
+        "causal window_size sink_tokens attention_chunk sink_logits softmax_scale softcap "
+        "alibi_slopes q_scale k_scale v_scale products dropout_p deterministic return_lse plan"
     )
     published = {
         "attention": "q k v " + common,
         "attention_varlen": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
         "page_table cache_seqlens " + common,
         "decode": "q k_cache v_cache cache_seqlens page_table max_seqlen_k causal window_size "
-        "sink_tokens sink_logits softmax_scale softcap alibi_slopes q_scale k_scale v_scale "
+        "sink_tokens attention_chunk sink_logits softmax_scale softcap alibi_slopes "
+        "q_scale k_scale v_scale "
         "products num_splits out return_lse early_kv plan",
         "merge_states": "out_a lse_a out_b lse_b",
     }
@@ -566,6 +569,7 @@ def test_signatures_are_the_published_ones() -> None:
         "causal": False,
         "window_size": (-1, -1),
         "sink_tokens": 0,
+        "attention_chunk": 0,
         "softcap": 0.0,
         "dropout_p": 0.0,
         "deterministic": False,

@@ -26,13 +26,14 @@ AXES: cases.Axes = {
     "head_dims": ((32, 32), (48, 16)),
     "heads": ((4, 4), (4, 2), (6, 1)),
     "seqlens": ((7, 20), (20, 20), (9, 4)),
-    "mask": (Mask(), Mask(True), Mask(True, 5), Mask(False, 3, 2)),
+    "mask": (Mask(), Mask(True), Mask(True, 5), Mask(False, 3, 2), Mask(True, chunk=6)),
     "softcap": (False, True),
     "alibi": (False, True),
     "sink_logits": (False, True),
     "return_lse": (False, True),
     "strided": (False, True),
 }
+SCALES = ("q_scale", "k_scale", "v_scale", "products")  # of quantised tensors: it takes none
 FLASH2 = [
     "dropout_p",
     "softmax_scale",
@@ -157,7 +158,8 @@ def run(pack: int) -> Callable[[Problem, Call], tuple[Tensor, Tensor | None]]:
 
     def call_flash(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
         call = dict(call)
-        del call["sink_tokens"]
+        for name in ("sink_tokens", *SCALES):
+            del call[name]
         call["s_aux"] = call.pop("sink_logits")
         call["return_softmax_lse"] = call.pop("return_lse")
         varlen = "varlen_" if problem.kind == "varlen" else ""
@@ -193,7 +195,7 @@ def make_like(problem: Problem, call: Call, pack: int) -> Call:
     if problem.kind == "varlen" and pack == 3:
         for name in ("cu_seqlens", "max_seqlen"):
             call |= {f"{name}_q": call[name], f"{name}_k": call[name]}
-    return call | {"sink_logits": call["s_aux"]}
+    return call | dict.fromkeys(SCALES) | {"sink_logits": call["s_aux"]}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ DENSE = Problem(
 
 def flash_call(problem: Problem) -> Call:
     call = make_operands(problem)
-    for name in ("sink_tokens", "sink_logits", "return_lse"):
+    for name in ("sink_tokens", "sink_logits", "return_lse", *SCALES):
         del call[name]
     return call
 

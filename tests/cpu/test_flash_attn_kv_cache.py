@@ -32,7 +32,7 @@ AXES: cases.Axes = {
     "rotary": (None, "interleaved", "halves"),
     "rotary_dim": (16, 32),
     "rotary_seqlens": (False, True),
-    "mask": (Mask(), Mask(True), Mask(True, 4), Mask(False, 3, 1)),
+    "mask": (Mask(), Mask(True), Mask(True, 4), Mask(False, 3, 1), Mask(True, chunk=5)),
     "modifiers": (None, "softcap", "alibi", "sink"),
     "num_splits": (0, 3),
     "lse": (False, True),
@@ -64,6 +64,7 @@ class Example:
             "cache_seqlens": torch.tensor(self.before, dtype=torch.int32),
             "causal": self.mask.causal,
             "window_size": (self.mask.window_left, self.mask.window_right),
+            "attention_chunk": self.mask.chunk,
             "num_splits": values["num_splits"],
             "return_softmax_lse": values["lse"],
         }

@@ -72,7 +72,7 @@ VALUES: dict[str, list[Any]] = {
     "window_size": [3, (1,), (1, 2, 3), (-2, 0), (0.5, 0), ("a", 0), None, ints(1), floats(2)],
     "softcap": [-1.0, None, "x", float("inf")],
     "alibi_slopes": [floats(3, dtype=torch.float32), floats(4), 3.0, floats(9, 4)],
-    "attention_chunk": [4, -1, 1.5, None],
+    "attention_chunk": [-1, 1.5, None],
     "num_splits": [-1, 1.5, 5000, True, None],
     "pack_gqa": [1, "auto"],
     "sm_margin": [-1, 0.5, None],

@@ -343,6 +343,8 @@ MASKS_AND_SCORES: list[tuple[dict[str, Any], str]] = [
     ({"sink_tokens": -1}, "sink_tokens: expected at least 0, got -1"),
     ({"sink_tokens": 1.5}, "sink_tokens: expected an integer, got 1.5"),
     ({"sink_tokens": None}, "sink_tokens: expected an integer, got None"),
+    ({"attention_chunk": -1}, "attention_chunk: expected at least 0, got -1"),
+    ({"attention_chunk": 2.5}, "attention_chunk: expected an integer, got 2.5"),
     ({"softmax_scale": -0.5}, "softmax_scale: expected more than 0, got -0.5"),
     ({"softmax_scale": 0.0}, "softmax_scale: expected more than 0, got 0.0"),
     ({"softmax_scale": NAN}, "softmax_scale: expected a finite number, got nan"),
@@ -873,11 +875,13 @@ PROBLEM = Problem("decode", 1, 8, 2, 64, 64, 1, 600)
 H200 = Device.named("h200")
 DECODE_ARGUMENTS = (
     "'cache_seqlens', 'page_table', 'max_seqlen_k', 'causal', 'window_size', 'sink_tokens', "
+    "'attention_chunk', "
     "'sink_logits', 'softmax_scale', 'softcap', 'alibi_slopes', 'return_lse', 'q_scale', "
     "'k_scale', 'v_scale', 'products', 'out' or 'early_kv'"
 )
 DENSE_ARGUMENTS = (
-    "'causal', 'window_size', 'sink_tokens', 'sink_logits', 'softmax_scale', 'softcap', "
+    "'causal', 'window_size', 'sink_tokens', 'attention_chunk', 'sink_logits', 'softmax_scale', "
+    "'softcap', "
     "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p' or "
     "'deterministic'"
 )

@@ -9,10 +9,18 @@ import pytest
 from splitkv.masks import Mask
 
 MASKS = [
-    Mask(causal, left, right, sink_tokens)
-    for causal, left, right, sink_tokens in product(
-        (False, True), (-1, 0, 1, 3, 9), (-1, 0, 2, 9), (0, 1, 2, 5, 20)
-    )
+    *(
+        Mask(causal, left, right, sink_tokens)
+        for causal, left, right, sink_tokens in product(
+            (False, True), (-1, 0, 1, 3, 9), (-1, 0, 2, 9), (0, 1, 2, 5, 20)
+        )
+    ),
+    *(
+        Mask(causal, left, right, sink_tokens, chunk)
+        for causal, left, right, sink_tokens, chunk in product(
+            (False, True), (-1, 1), (-1, 2), (0, 2, 5), (1, 3, 4, 9)
+        )
+    ),
 ]
 SHAPES = list(product(range(8), range(8)))
 
@@ -24,7 +32,10 @@ def by_hand(mask: Mask, i: int, j: int, seqlen_q: int, seqlen_k: int) -> bool:
         return False
     if not mask.causal and mask.window_right >= 0 and j > pos + mask.window_right:
         return False
-    if mask.window_left < 0 or j >= pos - mask.window_left:
+    chunk, own = (n // mask.chunk if mask.chunk else 0 for n in (j, pos))
+    if chunk > own:
+        return False
+    if chunk == own and (mask.window_left < 0 or j >= pos - mask.window_left):
         return True
     return j < mask.sink_tokens
 
@@ -48,6 +59,7 @@ def test_bands_and_matrix_agree(mask: Mask) -> None:
         read = [j for lo, hi in span for j in range(lo, hi)]
         assert read == sorted(seen), (seqlen_q, seqlen_k)
         assert mask.num_keys(seqlen_q, seqlen_k) == len(seen)
+        assert mask.num_pairs(seqlen_q, seqlen_k) == sum(map(sum, matrix))
 
 
 def test_two_bands_do_not_touch() -> None:
@@ -68,6 +80,15 @@ def test_reads_follow_the_window_and_not_the_cache() -> None:
     assert Mask(causal=True).num_keys(1, 1_000_000) == 1_000_000
 
 
+@pytest.mark.parametrize("mask", [m for m in MASKS if m.chunk], ids=str)
+def test_the_longest_is_the_one_with_most_keys(mask: Mask) -> None:
+    """Of shorter sequences more keys are read, where theirs end a chunk."""
+    for seqlen_q, seqlen_k in product((1, 2, 5), range(30)):
+        longest = mask.longest(seqlen_q, seqlen_k)
+        most = max(mask.num_keys(seqlen_q, n) for n in range(seqlen_k + 1))
+        assert longest <= seqlen_k and mask.num_keys(seqlen_q, longest) == most
+
+
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
@@ -77,6 +98,8 @@ def test_reads_follow_the_window_and_not_the_cache() -> None:
         (Mask(window_left=3, window_right=0), "window(3, 0)"),
         (Mask(causal=True, window_left=7, sink_tokens=4), "causal window(7, -1) sink_tokens(4)"),
         (Mask(causal=True, sink_tokens=4), "causal"),
+        (Mask(causal=True, chunk=8192), "causal chunk(8192)"),
+        (Mask(True, 7, -1, 4, 16), "causal window(7, -1) chunk(16) sink_tokens(4)"),
     ],
 )
 def test_prints_what_has_an_effect(mask: Mask, text: str) -> None:

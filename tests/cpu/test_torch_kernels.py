@@ -39,6 +39,7 @@ TRAINING_MASKS = {
     "window": Mask(causal=True, window_left=9),
     "both_sides": Mask(window_left=3, window_right=4),
     "sink_tokens": Mask(causal=True, window_left=9, sink_tokens=3),
+    "chunk": Mask(causal=True, chunk=10),
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -110,7 +112,9 @@ def decode_step(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("num_splits", "most"), [(1, 2), (4, 3)])
-def test_append_rotary_and_attention_are_two_launches(num_splits: int, most: int) -> None:
+def test_append_rotary_and_attention_are_two_launches(
+    num_splits: int, most: int, tmp_path: Path
+) -> None:
     """With one split append and attention; a combine where there are more."""
     call = decode_step(num_splits=num_splits)
     for _ in range(2):
@@ -118,9 +122,13 @@ def test_append_rotary_and_attention_are_two_launches(num_splits: int, most: int
     with torch.profiler.profile(activities=GPU_ALONE, acc_events=True) as profile:
         flash_attn_with_kvcache(**call)
         torch.cuda.synchronize()
-    kernels = [e.key for e in profile.key_averages() if e.self_device_time_total > 0]
-    assert any("append_kv" in name for name in kernels)
-    assert len(kernels) <= most, kernels
+    # by category, as the profiler's own overhead has a time on the device too
+    trace = tmp_path / "trace.json"
+    profile.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    work = [e["name"] for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    assert any("append_kv" in name for name in work)
+    assert len(work) <= most, work
 
 
 def test_no_host_sync(no_host_sync: Callable[[], AbstractContextManager[None]]) -> None:

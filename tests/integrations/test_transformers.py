@@ -386,6 +386,10 @@ def test_lengths_of_packed_sequences(name: str, calls: list[SimpleNamespace]) ->
         (bidirectional_mask_function, lambda q, k: k >= 0),
         (sliding_window_causal_mask_function(3), lambda q, k: (k <= q) & (k > q - 3)),
         (sliding_window_bidirectional_mask_function(3), lambda q, k: abs(q - k) <= 3),
+        (
+            chunked_causal_mask_function(4, torch.zeros(1)),
+            lambda q, k: (k <= q) & (k // 4 == q // 4),
+        ),
     ],
 )
 def test_recognises_what_transformers_makes(
@@ -393,14 +397,13 @@ def test_recognises_what_transformers_makes(
 ) -> None:
     pattern = integration.recognise(mask_function)
     q, k = torch.arange(9)[:, None], torch.arange(9)[None, :]
-    ours = Mask(pattern.causal, pattern.left, pattern.right).visible(q, k)
+    ours = Mask(pattern.causal, pattern.left, pattern.right, chunk=pattern.chunk).visible(q, k)
     assert torch.equal(ours.expand(9, 9), matrix(q, k).expand(9, 9))
 
 
 @pytest.mark.parametrize(
     ("mask_function", "maker"),
     [
-        (chunked_causal_mask_function(4, torch.zeros(1)), "chunked_overlay"),
         (or_masks(causal_mask_function, bidirectional_mask_function), "or_masks"),
         (and_masks(causal_mask_function, lambda b, h, q, k: q != k), "<lambda>"),
     ],
@@ -408,6 +411,37 @@ def test_recognises_what_transformers_makes(
 def test_refuses_masks_that_it_cannot_say(mask_function: Callable[..., Any], maker: str) -> None:
     with pytest.raises(splitkv.UnsupportedProblem, match=f"got the mask function {maker}"):
         integration.visible_keys(1, 9, 9, mask_function=mask_function)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kv_offset", "q_length"), [(0, 1), (0, 9), (8, 1), (11, 1), (11, 6)])
+@pytest.mark.parametrize("pads", [(0, 0), (0, 3)], ids=str)
+def test_chunks_count_from_the_first_token(
+    kv_offset: int, q_length: int, pads: tuple[int, int]
+) -> None:
+    """Left padding is no part of a chunk, and a cache that has dropped keys begins inside one."""
+    chunk, kept = 8, 8 - 1 if kv_offset else 20
+    keys = kept + q_length
+    q, k, v = (torch.randn(2, n, keys, 16) for n in (4, 2, 2))
+    q = q[:, :, -q_length:]
+    leftpad = torch.tensor(pads)
+    padding = torch.arange(kv_offset + keys) >= leftpad[:, None]
+    rule = chunked_causal_mask_function(chunk, leftpad)
+    attention_mask = padding if any(pads) else None
+    where = (2, q_length, keys, kv_offset + kept, kv_offset)
+    seen = integration.visible_keys(*where, rule, attention_mask)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, seen, is_causal=True)
+    key = kv_offset + torch.arange(keys)
+    pos = kv_offset + kept + torch.arange(q_length)
+    batch = torch.arange(2)[:, None, None, None]
+    visible = rule(batch, 0, pos[:, None], key) & (key >= leftpad[:, None, None, None])
+    exact = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x.to(dtype) for x in (q, k, v)), visible, enable_gqa=True
+        ).transpose(1, 2)
+        for dtype in (torch.float64, torch.float32)
+    ]
+    assert_close(out, *exact)
 
 
 @torch.no_grad()

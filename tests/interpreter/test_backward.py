@@ -52,6 +52,7 @@ AXES: cases.Axes = {
     "mask": (
         *(Mask(), Mask(True), Mask(True, 9), Mask(True, 9, -1, 3), Mask(window_right=4)),
         *(Mask(window_left=5, window_right=20), Mask(True, 1), Mask(True, 4, -1, 20)),
+        *(Mask(True, chunk=12), Mask(chunk=10, sink_tokens=3)),
     ),
     "softcap": (False, True),
     "alibi": (False, True),

@@ -52,6 +52,7 @@ ONE_GROUP = {"num_heads": 3, "num_kv_heads": 1}  # where heads are not what a te
 MASKS = (
     *(Mask(), Mask(True), Mask(True, 9), Mask(True, 9, -1, 3), Mask(window_right=4)),
     *(Mask(window_left=5, window_right=20), Mask(True, 0), Mask(True, 18, -1, 40)),
+    *(Mask(True, chunk=24), Mask(chunk=20, sink_tokens=3)),
 )
 AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
@@ -105,7 +106,10 @@ PAGED_AXES: cases.Axes = {
     "num_kv_heads": (2,),
     "batch": (1, 4),
     "seqlens": ((1, 40), (37, 50), (33, 16), (20, 70)),
-    "mask": (Mask(True), Mask(), Mask(True, 9, -1, 3), Mask(window_left=5, window_right=20)),
+    "mask": (
+        *(Mask(True), Mask(), Mask(True, 9, -1, 3), Mask(window_left=5, window_right=20)),
+        Mask(True, chunk=24),
+    ),
     "return_lse": (True,),
     "page_size": (1, 8, 16, 10, 64),
     "parts": (1, 2, 7),
@@ -274,8 +278,8 @@ def test_every_tile_of_every_lane_has_a_program(group: int) -> None:
 
 
 @triton.jit
-def visit(out_ptr, left, right, sink_tokens, seqlen_q, keys, TILE_N: tl.constexpr):
-    pos, bounds = keys - seqlen_q, Bounds(left, right, sink_tokens)
+def visit(out_ptr, left, right, sink_tokens, chunk, seqlen_q, keys, TILE_N: tl.constexpr):
+    pos, bounds = keys - seqlen_q, Bounds(left, right, sink_tokens, chunk)
     seen = tiles_seen(bounds, pos, pos + seqlen_q - 1, keys, TILE_N)
     first, last = visits(seen, True)
     for i in range(first, last):
@@ -285,14 +289,15 @@ def visit(out_ptr, left, right, sink_tokens, seqlen_q, keys, TILE_N: tl.constexp
         tl.store(out_ptr + 16 + i, tile_at(seen, i, False))
 
 
-@pytest.mark.parametrize("mask", [*MASKS, Mask(True, 33, -1, 5)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [*MASKS, Mask(True, 33, -1, 5), Mask(True, 33, -1, 5, 50)], ids=str
+)
 def test_tiles_are_masked_only_where_a_row_misses_a_key(mask: Mask) -> None:
     tile_n = 16
-    sink_tokens = mask.sink_tokens if mask.num_bands == 2 else None
     for seqlen_q in (1, 3, 16, 40):
         for keys in (0, 1, 15, 16, 17, 48, 70, 128):
             out = torch.full((32,), -1, dtype=torch.int32)
-            visit[(1,)](out, mask.left, mask.right, sink_tokens, seqlen_q, keys, tile_n)
+            visit[(1,)](out, *mask.bounds, seqlen_q, keys, tile_n)
             masked, whole = ({n for n in half.tolist() if n >= 0} for half in out.view(2, 16))
             seen = torch.tensor(mask.materialize(seqlen_q, keys)).reshape(seqlen_q, keys)
             padded = torch.nn.functional.pad(seen, (0, -keys % tile_n))
@@ -376,11 +381,3 @@ def of_sequence(problem: Problem, call: Call, name: str, b: int) -> Tensor:
         return call[name][b]
     ends = call["cu_seqlens_q" if name == "q" else "cu_seqlens_k"]
     return call[name][ends[b] : ends[b + 1]]
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_pairs_of_queries_and_keys_are_counted(mask: Mask) -> None:
-    for seqlen_q, seqlen_k in ((1, 1), (5, 9), (9, 5), (40, 40), (3, 70), (0, 4), (4, 0)):
-        problem = replace(DENSE, mask=mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        counted = sum(map(sum, mask.materialize(seqlen_q, seqlen_k)))
-        assert prefill.visible_pairs(problem) == counted, (seqlen_q, seqlen_k)

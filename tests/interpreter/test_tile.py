@@ -23,15 +23,14 @@ pytestmark = [
 MASKS = (
     *(Mask(), Mask(causal=True), Mask(window_right=2), Mask(window_left=9, window_right=2)),
     *(Mask(True, 0), Mask(True, 20), Mask(True, 20, -1, 5), Mask(True, 3, -1, 40)),
+    *(Mask(True, chunk=24), Mask(chunk=7, sink_tokens=3), Mask(True, 20, chunk=32)),
 )
 
 
 @triton.jit
-def visit(out_ptr, left, right, sink_tokens, seqlen_q, keys, TILE_N: tl.constexpr):
-    pos = keys - seqlen_q
-    count, near, skip = visited_tiles(
-        Bounds(left, right, sink_tokens), pos, pos + seqlen_q - 1, keys, TILE_N
-    )
+def visit(out_ptr, left, right, sink_tokens, chunk, seqlen_q, keys, TILE_N: tl.constexpr):
+    pos, bounds = keys - seqlen_q, Bounds(left, right, sink_tokens, chunk)
+    count, near, skip = visited_tiles(bounds, pos, pos + seqlen_q - 1, keys, TILE_N)
     tl.store(out_ptr, count)
     tl.store(out_ptr + 1, near)
     tl.store(out_ptr + 2, skip)
@@ -40,10 +39,9 @@ def visit(out_ptr, left, right, sink_tokens, seqlen_q, keys, TILE_N: tl.constexp
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_visited_tiles_are_those_with_a_visible_key(mask: Mask) -> None:
     tile_n = 16
-    sink_tokens = mask.sink_tokens if mask.num_bands == 2 else None
     for seqlen_q, keys in product((1, 3, 16), (0, 1, 2, 15, 16, 17, 48, 70)):
         out = torch.zeros(3, dtype=torch.int32)
-        visit[(1,)](out, mask.left, mask.right, sink_tokens, seqlen_q, keys, tile_n)
+        visit[(1,)](out, *mask.bounds, seqlen_q, keys, tile_n)
         count, near, skip = out.tolist()
         seen = mask.materialize(seqlen_q, keys)
         tiles = {key // tile_n for row in seen for key, visible in enumerate(row) if visible}

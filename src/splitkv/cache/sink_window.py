@@ -35,7 +35,10 @@ from splitkv.errors import (
 )
 from splitkv.kernels.append_call import Append
 
-MASKS = ("causal", "window_size", "sink_tokens", "alibi_slopes", "cache_seqlens", "page_table")
+MASKS = (
+    *("causal", "window_size", "sink_tokens", "attention_chunk", "alibi_slopes"),
+    *("cache_seqlens", "page_table"),
+)
 
 
 def slots_of(

@@ -59,7 +59,7 @@ def flash_attn_func(
                         learnable_sink is another name for it
     num_splits, pack_gqa, sm_margin
                         hints of FlashAttention-3; checked, and left to the policy
-    qv, attention_chunk raise UnsupportedProblem if given
+    qv raises UnsupportedProblem if given
     q_descale, k_descale, v_descale
                         belong to 8-bit inputs, which raise UnsupportedProblem here
 

@@ -282,7 +282,8 @@ def _expect_rotary(
     expect_in_range("rotary_cos.shape[1] (rotary_dim / 2)", half, 1, q.shape[-1] // 2)
     if seqlens is None:
         expect_at_least("rotary_cos.shape[0] (seqlen_ro)", rows, cache.capacity)
-    stays = not options.causal and tuple(options.window_size) == (-1, -1)
+    whole = tuple(options.window_size) == (-1, -1) and not options.attention_chunk
+    stays = not options.causal and whole
     return Rotary(cos, sin, seqlens, q_step=0 if stays else 1)
 
 

@@ -83,7 +83,6 @@ class Options:
         if self.s_aux is not None:
             expect_none_with("learnable_sink", self.learnable_sink, "s_aux, another name for it")
         refuse_qv(q, self.qv)
-        refuse_chunk(q, self.attention_chunk)
         if self.return_attn_probs and self.dropout_p > 0:
             raise unsupported(
                 q,
@@ -104,6 +103,7 @@ class Options:
         return {
             "causal": self.causal,
             "window_size": self.window_size,
+            "attention_chunk": self.attention_chunk,
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
             "alibi_slopes": self.alibi_slopes,
@@ -150,16 +150,6 @@ def window_of(window_size: Any) -> Any:
 def refuse_qv(q: Any, qv: Tensor | None) -> None:
     if qv is not None:
         raise unsupported(q, "qv: expected None, as no kernel adds a second product to the scores")
-
-
-def refuse_chunk(q: Any, attention_chunk: int) -> None:
-    expect_int("attention_chunk", attention_chunk)
-    if attention_chunk:
-        raise unsupported(
-            q,
-            f"attention_chunk: expected 0, as no mask here is in chunks, got {attention_chunk}; "
-            "window_size is the nearest",
-        )
 
 
 def refuse_descales(q: Tensor, **descales: Tensor | None) -> None:

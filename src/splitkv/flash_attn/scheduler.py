@@ -20,7 +20,7 @@ from splitkv.errors import (
     expect_positive,
     expect_shape,
 )
-from splitkv.flash_attn.options import expect_hints, refuse_chunk, window_of
+from splitkv.flash_attn.options import expect_hints, window_of
 from splitkv.kv import Contiguous, Paged
 from splitkv.launch import device_of
 from splitkv.masks import Mask
@@ -70,7 +70,7 @@ def get_scheduler_metadata(
     num_splits     above 0: parts of the keys of each sequence
     pack_gqa       checked; query heads of a KV head always share a program
 
-    Raises ValueError for what is malformed, UnsupportedProblem for attention_chunk.
+    Raises ValueError for what is malformed.
     """
     sizes = {
         "batch_size": batch_size,
@@ -102,7 +102,8 @@ def get_scheduler_metadata(
     for side, keys in zip(("left", "right"), window_size, strict=True):
         expect_int(f"window_size {side}", keys)
         expect_at_least(f"window_size {side}", keys, -1)
-    refuse_chunk(cache_seqlens, attention_chunk)
+    expect_int("attention_chunk", attention_chunk)
+    expect_at_least("attention_chunk", attention_chunk, 0)
     expect_hints(num_splits, pack_gqa, sm_margin)
     device = device_of(cache_seqlens)
     expect(sm_margin < device.num_sms, "sm_margin", f"less than {device.num_sms}", sm_margin)
@@ -117,7 +118,7 @@ def get_scheduler_metadata(
         seqlen_q=max_seqlen_q,
         seqlen_k=max_seqlen_k + max_seqlen_k_new,
         dtype=DTYPES[qkv_dtype],
-        mask=Mask(causal, *window_size),
+        mask=Mask(causal, *window_size, chunk=attention_chunk),
         place=Paged(sizes["page_size"] if cache_leftpad is None else 1) if paged else Contiguous(),
         score=Score(softcap=has_softcap),
         lengths="device",

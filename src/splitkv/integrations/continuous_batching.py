@@ -71,7 +71,8 @@ def no_mask(
 ) -> None:
     """The lengths of a step say what is visible; a mask that says something else raises."""
     pattern = recognise(mask_function)
-    if attention_mask is not None or not pattern.causal or pattern.right != -1:
+    beyond = not pattern.causal or pattern.right != -1 or pattern.chunk
+    if attention_mask is not None or beyond:
         raise unsupported("attention_mask: expected causal layers without padding, got another")
 
 

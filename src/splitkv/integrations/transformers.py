@@ -82,6 +82,7 @@ class Visibility:
 
     shape           of the matrix that this stands for: [batch, 1, q_length, kv_length]
     window_size     keys to the left and right of a query, -1 is unbounded
+    chunk           visible keys come in chunks of this many; 0: in one
     length          key slots from this one on are empty
     cache_seqlens   [batch] int32: visible keys a sequence, for decode
     slots           [batch, kv_length] int32: the slots of these keys in order; None: the first ones
@@ -95,6 +96,7 @@ class Visibility:
     cache_seqlens: Tensor | None = None
     slots: Tensor | None = None
     segments: Segments | None = None
+    chunk: int = 0
 
     @property
     def ndim(self) -> int:
@@ -110,12 +112,15 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask function of transformers, read: causality, window and packing."""
+    """A mask function of transformers, read: causality, window, chunks and packing."""
 
     causal: bool = False
     left: int = -1
     right: int = -1
     packed: Tensor | None = None  # [batch, q_length], one number a packed sequence
+    chunk: int = 0
+    leftpad: Tensor | None = None  # [batch], where the first chunk begins
+    remapped: bool = False  # positions are those in a packed sequence
 
 
 def recognise(mask_function: Callable[..., Any]) -> Pattern:
@@ -138,12 +143,15 @@ def _recognise_closure(mask_function: Callable[..., Any]) -> Pattern:
             return Pattern(left=cells[0] - 1)
         case "sliding_window_bidirectional_overlay":
             return Pattern(left=cells[0], right=cells[0])
+        case "chunked_overlay":
+            return Pattern(chunk=cells[0], leftpad=cells[1])
         case "packed_sequence_mask_function":
             return Pattern(packed=cells[0])
         case "remap_positions_for_packed_sequence":
-            return recognise(next(cell for cell in cells if callable(cell)))
+            inner = recognise(next(cell for cell in cells if callable(cell)))
+            return replace(inner, remapped=True)
     raise unsupported(
-        "attention_mask: expected causal, bidirectional, sliding window, padding or packed "
+        "attention_mask: expected causal, bidirectional, sliding window, chunks, padding or packed "
         f"sequences, got the mask function {maker}"
     )
 
@@ -157,6 +165,9 @@ def _both(patterns: list[Pattern]) -> Pattern:
             max(merged.left, pattern.left),
             max(merged.right, pattern.right),
             pattern.packed if merged.packed is None else merged.packed,
+            max(merged.chunk, pattern.chunk),
+            pattern.leftpad if merged.leftpad is None else merged.leftpad,
+            merged.remapped or pattern.remapped,
         )
     return merged
 
@@ -190,10 +201,18 @@ def visible_keys(
         pattern.causal,
         (pattern.left, pattern.right) if kv_length > pattern.left + 1 else (-1, -1),
         kv_length,
+        chunk=pattern.chunk if kv_offset + kv_length > pattern.chunk else 0,
     )
     if pattern.packed is not None:
         segments = _packed_segments(pattern.packed)
-        return _unless_trivial(plain) if segments is None else replace(plain, segments=segments)
+        if segments is None:
+            return _unless_trivial(plain)
+        if plain.chunk and not pattern.remapped:
+            raise unsupported(
+                f"attention_mask: expected chunks of {plain.chunk} to begin with each packed "
+                "sequence, got chunks of whole rows"
+            )
+        return replace(plain, segments=segments)
 
     # Keys that exist: a static cache is longer than what it holds.
     filled = q_offset + q_length - kv_offset if pattern.causal else kv_length
@@ -201,13 +220,20 @@ def visible_keys(
     if isinstance(filled, int) and not decodes:
         plain = replace(plain, length=filled)
     whole = isinstance(filled, int) and filled == plain.length
-    if attention_mask is None and whole:
+    # Keys of a chunk that is not all there are visible to none of the queries, and hidden.
+    clipped = bool(plain.chunk and kv_offset)
+    if attention_mask is None and whole and not clipped:
         return _unless_trivial(plain)
 
     slot = torch.arange(plain.length, device=device)
     valid = (slot < filled).expand(batch_size, -1)
     if attention_mask is not None:
         valid = valid & _padding(attention_mask, kv_offset, plain.length)
+    if clipped:
+        assert pattern.leftpad is not None
+        into_chunk = (kv_offset - pattern.leftpad.to(valid.device)).clamp(min=0) % plain.chunk
+        first = (plain.chunk - into_chunk) % plain.chunk
+        valid = valid & (slot >= first[:, None])
     start, count = valid.int().argmax(-1), valid.sum(-1)
     run = (slot >= start[:, None]) & (slot < (start + count)[:, None])
     is_run = (valid == run).all()
@@ -215,9 +241,9 @@ def visible_keys(
     ends = valid[:, :-1] & ~valid[:, 1:] & (slot[:-1] >= filled - q_length) & (slot[1:] < filled)
     is_aligned = ~ends.any()
 
-    windowed = plain.window_size != (-1, -1)
+    windowed = plain.window_size != (-1, -1) or plain.chunk > 0
     needs_alignment = pattern.causal or windowed
-    if attention_mask is None:
+    if attention_mask is None and not clipped:
         facts = Facts(all_valid=False, is_run=True, is_aligned=True, from_zero=True)
     elif is_tracing(valid):
         facts = Facts(all_valid=False, is_run=False, is_aligned=True, from_zero=False)
@@ -266,7 +292,8 @@ def _decodes(q_length: int, kv_length: int) -> bool:
 
 
 def _unless_trivial(seen: Visibility) -> Visibility | None:
-    trivial = seen.window_size == (-1, -1) and seen.length == seen.shape[-1]
+    bounded = seen.window_size != (-1, -1) or seen.chunk > 0
+    trivial = not bounded and seen.length == seen.shape[-1]
     return None if trivial else seen
 
 
@@ -366,7 +393,7 @@ def attention_forward(
     elif not isinstance(seen, Visibility):
         raise unsupported(
             f"attention_mask: expected [batch, positions] at the model, got {_shown(seen)}; "
-            "masks that are not causal, sliding window or padding need another implementation"
+            "masks that are not causal, windows, chunks or padding need another implementation"
         )
     expect(
         seen.shape == (q.shape[0], 1, q.shape[1], k.shape[1]),
@@ -386,6 +413,7 @@ def attention_forward(
     options: dict[str, Any] = {
         "causal": seen.causal,
         "window_size": seen.window_size,
+        "attention_chunk": seen.chunk,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "sink_logits": s_aux,
@@ -413,6 +441,11 @@ def _with_lengths(seen: Visibility, lengths: dict[str, Any]) -> Visibility:
     expect(not padded, "attention_mask", "no padding beside cu_seq_lens_q", "padding")
     whole = seen.length == seen.shape[-1]
     expect(whole, "cu_seq_lens_k", "a cache without empty slots", seen.length)
+    if seen.chunk and seen.segments is None:
+        raise unsupported(
+            f"cu_seq_lens_q: expected None with chunks of {seen.chunk}, which count from the "
+            "start of a row"
+        )
     segments = Segments(
         lengths["cu_seq_lens_q"].int(),
         lengths["cu_seq_lens_k"].int(),

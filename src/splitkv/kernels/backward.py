@@ -44,7 +44,6 @@ from splitkv.device import Device
 from splitkv.kernels.backward_rows import Stats, statistics, strides_of_stats
 from splitkv.kernels.prefill import (
     SIZES,
-    bounds_of,
     offset_type,
     padded_dims,
     scoring_of,
@@ -121,6 +120,7 @@ def backward_keys(
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
+    chunk,
     seqlen_q,
     seqlen_k,
     batch,
@@ -143,7 +143,7 @@ def backward_keys(
 ):
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
-    bounds = Bounds(left, right, sink_tokens)
+    bounds = Bounds(left, right, sink_tokens, chunk)
     pid = tl.program_id(0)
 
     # whose keys, and which  [TILE_N]
@@ -254,6 +254,7 @@ def backward_queries(
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
+    chunk,
     seqlen_q,
     seqlen_k,
     batch,
@@ -273,7 +274,7 @@ def backward_queries(
 ):
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
-    bounds = Bounds(left, right, sink_tokens)
+    bounds = Bounds(left, right, sink_tokens, chunk)
 
     # whose rows, and which  [TILE_M]
     tile, lane = tile_and_lane(tl.program_id(0), tiles, lanes, width)
@@ -370,11 +371,13 @@ def sink_parts(problem: Problem, config: Config) -> tuple[int, int]:
     A part has about four times as many rows as see any other tile.
     """
     mask = problem.mask
-    if mask.num_bands < 2 or mask.right is None:
+    reach = [mask.chunk] if mask.chunk else []
+    if mask.left is not None and mask.right is not None:
+        reach.append(mask.left + mask.right)
+    if mask.num_bands < 2 or not reach:
         return 0, 0
-    assert mask.left is not None
     near = triton.cdiv(min(mask.sink_tokens, problem.seqlen_k), config.tile_n)
-    rows = 4 * (mask.left + mask.right + config.tile_n)
+    rows = 4 * (min(reach) + config.tile_n)
     parts = min(MAX_PARTS // max(near, 1), triton.cdiv(problem.seqlen_q, rows))
     return (near, parts) if near and parts > 1 else (0, 0)
 
@@ -483,7 +486,7 @@ class Backward:
         p = self.problem
         return (
             *(x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes, scoring_of(x, seed)),
-            *(x.softmax_scale, *bounds_of(p), p.seqlen_q, p.seqlen_k, p.batch, p.num_kv_heads),
+            *(x.softmax_scale, *p.mask.bounds, p.seqlen_q, p.seqlen_k, p.batch, p.num_kv_heads),
             x.q.shape[:-2].numel(),
         )
 

@@ -80,6 +80,7 @@ def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
         "left",
         "right",
         "sink_tokens",
+        "chunk",
         "parts",
         "programs",
         "tokens",
@@ -96,6 +97,7 @@ def combine(
     left,
     right,
     sink_tokens,
+    chunk,
     parts,  # slots a sequence; None: the batch rule
     programs,
     tokens,  # of a sequence, each with slots of its own and SEQLEN_Q 1; None: as decode_split
@@ -138,7 +140,7 @@ def combine(
         num_parts = parts
     else:
         t_first, t_last = token_range(r // TILE_M, SEQLEN_Q, GROUP, TILE_M)
-        bounds = Bounds(left, right, sink_tokens)
+        bounds = Bounds(left, right, sink_tokens, chunk)
         share = Share(None, None, programs)
         offs_b = tl.arange(0, BATCH_P2)
         parts_b = batch_share(

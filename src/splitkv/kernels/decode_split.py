@@ -99,6 +99,7 @@ class Row(NamedTuple):
         "left",
         "right",
         "sink_tokens",
+        "chunk",
         "parts",
         "size",
         "programs",
@@ -130,6 +131,7 @@ def decode_split(
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
+    chunk,
     parts,  # the share's numbers, or None
     size,
     programs,
@@ -165,7 +167,7 @@ def decode_split(
 ):
     if PDL:  # the combine may start its prologue; it waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    bounds = Bounds(left, right, sink_tokens)
+    bounds = Bounds(left, right, sink_tokens, chunk)
     share = Share(parts, size, programs)
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
@@ -358,7 +360,7 @@ def register_need(problem: Problem, config: Config) -> float:
     """
     dim, dim_v = padded_dims(problem)
     element = problem.element_bytes / 4
-    plain = problem.score == PLAIN and problem.mask.left is None
+    plain = problem.score == PLAIN and problem.mask.left is None and not problem.mask.chunk
     a_load = 12 if problem.element_bytes > 2 else 4 if plain else 8
     rows = config.tile_m * (dim_v + config.tile_n + dim * element)
     loads = config.tile_n * (dim + dim_v) * element / 4
@@ -415,7 +417,6 @@ class Launcher:
         self.partial_rows = math.prod(self.grid) * rows if max_parts > 1 else 0
         self.acc_numel = self.partial_rows * problem.head_dim_v
 
-        bounds = mask.left, mask.right, mask.sink_tokens if mask.num_bands == 2 else None
         batch_p2 = triton.next_power_of_2(problem.batch) if programs else 1
         pdl = bool(q.is_cuda and plan.device.capability >= (9, 0))
         self.tail = (
@@ -423,7 +424,7 @@ class Launcher:
             problem.seqlen_k,
             problem.batch,
             problem.num_kv_heads,
-            *bounds,
+            *mask.bounds,
             parts,
             size,
             programs,
@@ -463,7 +464,7 @@ class Launcher:
         self.merge_tail = (
             problem.batch,
             problem.num_kv_heads,
-            *(*bounds, parts, programs, None, None),
+            *(*mask.bounds, parts, programs, None, None),
             *out.stride()[:3],
             *(problem.seqlen_q, problem.group, problem.head_dim_v),
             batch_p2,

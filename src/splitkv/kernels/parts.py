@@ -41,7 +41,7 @@ def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
 def visited(problem: Problem, tile_n: int) -> int:
     """Tiles of a sequence as long as it may be: tile/band.py on the host."""
     tiles = end = 0
-    for lo, hi in problem.mask.span(problem.seqlen_q, problem.seqlen_k):
+    for lo, hi in problem.span:
         first, end = max(lo // tile_n, end), triton.cdiv(hi, tile_n)
         tiles += end - first
     return tiles

@@ -119,7 +119,7 @@ LOG2_E = math.log2(math.e)
 LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 TENSORS = (*LEAVES, "cu_seqlens_q", "cu_seqlens_k")  # of Operands
 SIZES = (  # arguments whose values are no reason to compile again
-    *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
+    *("left", "right", "sink_tokens", "chunk", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "stride_table", "stride_slope", "tiles", "lanes"),
     *("width", "near", "parts", "size", "most_q"),
 )
@@ -143,6 +143,7 @@ def prefill(
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
+    chunk,
     seqlen_q,
     seqlen_k,
     batch,
@@ -176,7 +177,7 @@ def prefill(
         tl.extra.cuda.gdc_launch_dependents()
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
-    bounds = Bounds(left, right, sink_tokens)
+    bounds = Bounds(left, right, sink_tokens, chunk)
 
     # whose rows, and which  [TILE_M]
     cutting = tl.program_id(0), tiles, lanes, width, parts, most_q
@@ -339,27 +340,10 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
             yield config
 
 
-def visible_pairs(problem: Problem) -> int:
-    """Pairs of a query and a key that it sees, in a sequence of the greatest lengths."""
-    first, count, keys = problem.seqlen_k - problem.seqlen_q, problem.seqlen_q, problem.seqlen_k
-    mask = problem.mask
-    seen = keys * count if mask.right is None else clamped_sum(first + mask.right + 1, count, keys)
-    if mask.left is not None:
-        seen -= clamped_sum(first - mask.left, count, keys)
-        seen += clamped_sum(first - mask.left, count, min(mask.sink_tokens, keys))
-    return seen
-
-
-def clamped_sum(first: int, count: int, most: int) -> int:
-    """The sum of the integers `first, first + 1, ..`, each at least 0 and at most `most`."""
-    low, high = (min(max(edge - first, 0), count) for edge in (0, most))
-    return (high - low) * (2 * first + low + high - 1) // 2 + (count - high) * most
-
-
 def traffic(problem: Problem, config: Config) -> Traffic:
     """The lines of the docstring's Traffic section, every sequence at its upper bound."""
     rows = problem.batch * problem.seqlen_q * problem.num_heads
-    pairs = problem.batch * problem.num_heads * visible_pairs(problem)
+    pairs = problem.batch * problem.num_heads * problem.visible_pairs
     parts, cut = num_parts(problem, config), problem.batch * problem.cut_tokens * problem.num_heads
     return Traffic(
         kv_bytes=problem.kv_bytes,
@@ -386,8 +370,8 @@ def tiles_and_lanes(
 
 
 def bounds_of(problem: Problem) -> tuple[int | None, int | None, int | None]:
-    mask = problem.mask
-    return mask.left, mask.right, mask.sink_tokens if mask.num_bands == 2 else None
+    """Of a mask without chunks: left, right, sink tokens."""
+    return problem.mask.bounds[:3]
 
 
 def strides_of(x: Tensor) -> Strides:
@@ -465,7 +449,7 @@ class Launcher:
         self.bits = plan.device.capability < (8, 9)
         pdl = bool(self.slots and q.is_cuda and plan.device.capability >= (9, 0))
         self.tail: tuple[Any, ...] = (
-            *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
+            *(*problem.mask.bounds, problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(problem.num_kv_heads, total, strides_of(q), strides_of(k), strides_of(v)),
             *(strides_of(out), lse_strides(q), table.stride(0) if table is not None else 0),
             *(stride_slope(slopes), *tiling, parts, size if parts else None, cut),
@@ -482,7 +466,7 @@ class Launcher:
         tokens = problem.batch * cut
         self.merge_grid = (tokens * problem.num_heads, 1, triton.cdiv(problem.head_dim_v, tile_v))
         self.merge_tail = (
-            *(tokens, problem.num_kv_heads, None, None, None, parts, None, cut, total),
+            *(tokens, problem.num_kv_heads, None, None, None, None, parts, None, cut, total),
             *(*strides_of(out), 1, problem.group, problem.head_dim_v),
             *(1, problem.group, config.tile_n, tile_p, tile_v, parts % tile_p == 0, pdl),
         )

@@ -134,6 +134,7 @@ class Inputs:
             "causal": mask.causal,
             "window_size": window,
             "sink_tokens": mask.sink_tokens,
+            "attention_chunk": mask.chunk,
         }
 
     def references(self) -> tuple[Tensor, Tensor]:

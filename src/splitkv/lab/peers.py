@@ -244,6 +244,7 @@ def only(*features: str) -> Callable[[Case], list[str]]:
             "lengths": (case.lengths is not None, "lengths that differ: expected equal lengths"),
             "tokens": (p.seqlen_q > 1, f"query tokens {p.seqlen_q}: expected 1"),
             "window": (p.mask.left is not None, f"mask {p.mask}: expected causal"),
+            "chunk": (p.mask.chunk > 0, f"mask {p.mask}: expected no chunks"),
             "sink": (p.sink_logits, "sink logits: expected none"),
             "int8": (p.codec.name == "int8", f"kv {p.codec}: expected as it is"),
             "fp8": (p.codec.name == "fp8", f"kv {p.codec}: expected as it is"),

@@ -181,6 +181,8 @@ def _refusals(problem: Problem, entry: Entry, paged: bool) -> tuple[str, ...]:
         reasons.append("sink_logits: expected none")
     if problem.mask.num_bands == 2:
         reasons.append(f"sink_tokens {problem.mask.sink_tokens}: expected 0")
+    if problem.mask.chunk:
+        reasons.append(f"attention_chunk {problem.mask.chunk}: expected 0")
     if problem.dropout and problem.score.softcap:
         reasons.append("dropout_p: expected 0 with softcap")
     return tuple(reasons)

@@ -248,17 +248,20 @@ def _mask(problem: Problem) -> tuple[bool, int | None]:
         left = -1
     if right >= problem.seqlen_q - 1:
         right = -1
-    if problem.seqlen_q == 1 and left == right == -1:
+    chunk = problem.mask.chunk
+    if problem.seqlen_q == 1 and left == right == -1 and not chunk:
         # One query at the end of its keys sees them all. A paged cache with head_dim above 64, up
         # to 128, stays causal: that kernel has the smaller key block.
         causal = causal and 64 < problem.head_dim <= 128 and isinstance(problem.place, Paged)
     if causal:
         right = 0
-    is_causal = left < 0 and right == 0
-    if is_causal or (left < 0 and right < 0):
+    is_causal = left < 0 and right == 0 and not chunk
+    if is_causal or (left < 0 and right < 0 and not chunk):
         return is_causal, None
     left = problem.seqlen_k - 1 if left < 0 else left
     right = problem.seqlen_q - 1 if right < 0 else right
+    if chunk:
+        left, right = min(left, chunk - 1), min(right, chunk - 1)
     return False, left + right + 1
 
 

@@ -39,7 +39,7 @@ def ceil_div(a: int, b: int) -> int:
 def num_tiles(problem: Problem, tile_n: int) -> int:
     """The most tiles of `tile_n` keys that the visible keys of one sequence touch."""
     tiles = 0
-    for lo, hi in problem.mask.span(problem.seqlen_q, problem.seqlen_k):
+    for lo, hi in problem.span:
         if lo and problem.lengths == "device":  # a shorter sequence's window starts inside a tile
             tiles += (hi - lo + tile_n - 2) // tile_n + 1
         else:

@@ -1,7 +1,8 @@
 """Bands of visible keys on the device: how many tiles to visit, which, and the predicate inside.
 
 A query row at key position `pos` sees keys `lo <= n < hi`, and the first `sink_tokens` keys below
-`hi`. An absent bound is None and costs nothing. Scalars and vectors of lengths both work.
+`hi`. Where positions go in chunks, both bounds stay inside that of `pos`. An absent bound is None
+and costs nothing. Scalars and vectors of lengths both work.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Bounds(NamedTuple):
     left: Any
     right: Any
     sink_tokens: Any
+    chunk: Any = None
 
 
 @triton.jit
@@ -28,12 +30,34 @@ def token_range(tile, seqlen_q, GROUP: tl.constexpr, TILE_M: tl.constexpr):
 
 
 @triton.jit
+def chunk_start(bounds, pos):
+    """The first position of the chunk of `pos`; before the first key, of one that ends there."""
+    start = tl.maximum(pos, 0) // bounds.chunk * bounds.chunk
+    return tl.where(pos < 0, -bounds.chunk, start)
+
+
+@triton.jit
+def band_start(bounds, pos):
+    """The first key, sink tokens aside, of a row at key position `pos`; below 0 the first of all.
+    For bounds that have one on the left."""
+    if bounds.left is None:
+        lo = chunk_start(bounds, pos)
+    elif bounds.chunk is None:
+        lo = pos - bounds.left
+    else:
+        lo = tl.maximum(pos - bounds.left, chunk_start(bounds, pos))
+    return lo
+
+
+@triton.jit
 def band_end(bounds, pos, keys):
     """One past the last visible key of a row at key position `pos`."""
     if bounds.right is None:
         hi = keys + pos * 0
     else:
         hi = tl.maximum(tl.minimum(keys, pos + bounds.right + 1), 0)
+    if bounds.chunk is not None:
+        hi = tl.minimum(hi, chunk_start(bounds, pos) + bounds.chunk)
     return hi
 
 
@@ -46,12 +70,12 @@ def visited_tiles(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
     """
     hi = band_end(bounds, pos_last, keys)
     last = (hi + TILE_N - 1) // TILE_N
-    if bounds.left is None:
+    if bounds.left is None and bounds.chunk is None:
         count = last
         near = last
         skip = last * 0
     else:
-        lo = tl.minimum(tl.maximum(pos_first - bounds.left, 0), hi)
+        lo = tl.minimum(tl.maximum(band_start(bounds, pos_first), 0), hi)
         first = tl.minimum(lo // TILE_N, last)
         near = first * 0
         if bounds.sink_tokens is not None:
@@ -65,8 +89,8 @@ def visited_tiles(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
 def visible(bounds, pos, offs_n, keys):
     """The predicate [rows, TILE_N] for rows at key positions `pos` [rows, 1], keys [1, TILE_N]."""
     seen = offs_n < band_end(bounds, pos, keys)
-    if bounds.left is not None:
-        near = offs_n >= pos - bounds.left
+    if bounds.left is not None or bounds.chunk is not None:
+        near = offs_n >= band_start(bounds, pos)
         if bounds.sink_tokens is not None:
             near = near | (offs_n < bounds.sink_tokens)
         seen = seen & near

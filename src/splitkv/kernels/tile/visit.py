@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from splitkv.kernels.tile.band import band_end, visited_tiles
+from splitkv.kernels.tile.band import band_end, band_start, chunk_start, visited_tiles
 
 
 class Strides(NamedTuple):
@@ -154,8 +154,8 @@ def tiles_seen(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
     """The Visit of rows at key positions `pos_first..pos_last`."""
     count, near, skip = visited_tiles(bounds, pos_first, pos_last, keys, TILE_N)
     first = count * 0
-    if bounds.left is not None:
-        whole = (tl.maximum(pos_last - bounds.left, 0) + TILE_N - 1) // TILE_N
+    if bounds.left is not None or bounds.chunk is not None:
+        whole = (tl.maximum(band_start(bounds, pos_last), 0) + TILE_N - 1) // TILE_N
         first = tl.minimum(tl.maximum(whole - skip, near), count)
     last = tl.maximum(band_end(bounds, pos_first, keys) // TILE_N - skip, first)
     return Visit(count, near, 0 * count, skip, first, tl.minimum(last, count))
@@ -175,8 +175,15 @@ def row_tiles_seen(bounds, first, last, shift, length, GROUP: tl.constexpr, TILE
     if bounds.left is not None:
         end = tl.minimum(last + bounds.left - shift + 1, length)
         whole_end = tl.minimum(first + bounds.left - shift + 1, length)
-        if bounds.sink_tokens is not None:
-            end = tl.where(first < bounds.sink_tokens, length, end)
+    if bounds.chunk is not None:
+        chunk_first = chunk_start(bounds, first) - shift
+        chunk_last = chunk_start(bounds, last) - shift
+        start = tl.minimum(tl.maximum(start, chunk_first), length)
+        whole = tl.minimum(tl.maximum(whole, chunk_last), length)
+        end = tl.minimum(end, chunk_last + bounds.chunk)
+        whole_end = tl.minimum(whole_end, chunk_first + bounds.chunk)
+    if bounds.sink_tokens is not None:
+        end = tl.where(first < bounds.sink_tokens, length, end)
     end = tl.maximum(end, start)
     skip = start * GROUP // TILE_M
     count = (end * GROUP + TILE_M - 1) // TILE_M - skip

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import splitkv
 from splitkv.errors import expect
-from splitkv.kernels.prefill import visible_pairs
 from splitkv.kv import AS_IS
 from splitkv.lab.cases import Case
 from splitkv.plans import Plan
@@ -35,8 +34,8 @@ def pairs(case: Case) -> int:
     """Pairs of a query and a key that it sees, of one query head and all sequences."""
     p = case.problem
     if case.lengths is None:
-        return p.batch * visible_pairs(p)
-    return sum(visible_pairs(replace(p, seqlen_q=n, seqlen_k=n)) for n in case.lengths)
+        return p.batch * p.visible_pairs
+    return sum(replace(p, seqlen_q=n, seqlen_k=n).visible_pairs for n in case.lengths)
 
 
 def flops(case: Case) -> int:
@@ -111,6 +110,7 @@ class Inputs:
             "causal": p.mask.causal,
             "window_size": self.window_size,
             "sink_tokens": p.mask.sink_tokens,
+            "attention_chunk": p.mask.chunk,
             "sink_logits": self.sink,
             "deterministic": p.deterministic,
         }

@@ -115,6 +115,7 @@ def only(*features: str) -> Callable[[Case], list[str]]:
             "packed": (p.kind == "varlen", "kind varlen: expected dense"),
             "window": (p.mask.left is not None, f"mask {p.mask}: expected causal or full"),
             "sink_tokens": (p.mask.num_bands > 1, f"sink tokens {p.mask.sink_tokens}: expected 0"),
+            "chunk": (p.mask.chunk > 0, f"mask {p.mask}: expected no chunks"),
             "sink_logits": (p.sink_logits, "sink logits: expected none"),
             "unequal": (
                 p.seqlen_q != p.seqlen_k and p.mask.causal,
@@ -132,7 +133,7 @@ def only(*features: str) -> Callable[[Case], list[str]]:
 
 _FA3X = every(needs("peers.fa3x"), only("backward", "packed", "window", "unequal"))
 _FA3 = every(needs("peers.fa3"), only("packed", "window", "sink_logits", "unequal"))
-_FLEX = only("backward", "window", "sink_tokens", "unequal")
+_FLEX = only("backward", "window", "chunk", "sink_tokens", "unequal")
 _TORCH = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 PEERS: dict[str, Peer] = {
     **{
