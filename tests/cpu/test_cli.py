@@ -46,7 +46,7 @@ def test_explain_takes_every_feature() -> None:
     features = [
         *("--seqlen-q", "3", "--head-dim-v", "64", "--dtype", "float16", "--page-size", "16"),
         *("--no-causal", "--window", "127,-1", "--sink-tokens", "4", "--sink-logits", "--softcap"),
-        *("--alibi", "--lengths", "device", "--num-splits", "2"),
+        *("--attention-chunk", "256", "--alibi", "--lengths", "device", "--num-splits", "2"),
     ]
     result = run("explain", *QWEN, *features, "--gpu", "A100", "--json")
     assert result.exit_code == 0, result.output
@@ -60,6 +60,7 @@ def test_explain_takes_every_feature() -> None:
         "window_left": 127,
         "window_right": -1,
         "sink_tokens": 4,
+        "chunk": 256,
     }
     assert problem["score"] == {"softcap": True, "alibi": True}
     assert problem["sink_logits"] is True
