@@ -1,5 +1,5 @@
 """The command line: `splitkv demo | explain | bench | sweep | tune | regret | reproduce |
-evolve | distil | report | trace | doctor`.
+evolve | distil | accuracy | report | trace | doctor`.
 
 Exit status: 0 done; 1 the answer is no (no kernel can run it, a check of the demo failed); 2 the
 question is malformed, said in one line.

@@ -1,5 +1,5 @@
 """The commands of the lab: `splitkv bench | sweep | tune | regret | reproduce | evolve | distil |
-report | trace`."""
+accuracy | report | trace`."""
 
 from __future__ import annotations
 
@@ -267,6 +267,33 @@ def regret(
             console=console,
         )
     raise typer.Exit(status)
+
+
+@app.command()
+def accuracy(
+    keys: Annotated[int, typer.Option(help="Of the sequence.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    through: Annotated[
+        str, typer.Option(help="reference, which rounds as kernels may; or kernels.")
+    ] = "reference",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines.")] = False,
+) -> None:
+    """Measure what int8 and e4m3 keys and values cost in accuracy, beside bf16."""
+    with one_line_errors():
+        from splitkv.lab import accuracy as lab
+
+        expect_at_least("keys", keys, 2 * lab.QUERIES)
+        expect_one_of("device", device, ("cpu", "cuda"))
+        expect_one_of("through", through, lab.THROUGH)
+        lab.accuracy(
+            keys=keys,
+            seed=seed,
+            device=device,
+            through=through,
+            json_lines=as_json,
+            console=console,
+        )
 
 
 @app.command()
