@@ -100,7 +100,7 @@ H200_HOPPER = Constants(
     packed=lambda group, config: min(group & -group, 64) if config.pack_gqa else 1,
 )
 # `prefill` beside it: by the same 12 problems, each in one plan, of which this is 11 % off. It took
-# as long as the kernel for Hopper on one of them, 3 to 36 % longer on the others.
+# as long as the kernel for Hopper on one of them, 4 to 36 % longer on the others.
 H200_BESIDE_HOPPER = replace(H200, start=7.5e-6, bandwidth_share=0.76)
 
 
