@@ -62,6 +62,23 @@ GRAD_AXES: cases.Axes = {
     "mask": tuple(mask for mask in MASKS if mask.left != 0),
     "deterministic": (False, True),
 }
+QUANTISED_AXES: cases.Axes = {
+    "kind": ("dense", "varlen"),
+    "codec": cases.CODECS,
+    "products": ("half", "full"),
+    "q_granularity": ("none", "tensor", "head", "token"),
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": ((64, 64), (128, 128)),
+    "group": (1, 7, 16),
+    "num_kv_heads": (1, 2),
+    "batch": (1, 3),
+    "seqlens": ((1, 300), (200, 333), (513, 513), (300, 120), (3, 700)),
+    "mask": MASKS,
+    "softcap": (False, True),
+    "alibi": (False,),
+    "sink_logits": (False, True),
+    "return_lse": (False, True),
+}
 TRAINING = Problem("dense", 2, 8, 2, 128, 128, 700, 700, mask=Mask(True), return_lse=True)
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -75,6 +92,14 @@ def problem_of(values: cases.Values, **more: Any) -> Problem:
     varlen = kind == "varlen"
     values |= {"place": Ragged(), "lengths": "device"} if varlen else {"place": Contiguous()}
     return replace(cases.decode_problem(values), kind=kind)
+
+
+def has_units(values: cases.Values) -> bool:
+    """Of QUANTISED_AXES: q in 8 bits works in bf16; an lse is of int8, and as exact as q there."""
+    rounded = values.get("q_granularity") == "none"
+    works = values.get("q_granularity", "none") == "none" or values.get("dtype") != "float16"
+    e4m3 = values.get("codec", cases.CODECS[0]).name == "fp8"
+    return works and not (values.get("return_lse") and (rounded or e4m3))
 
 
 def paged(problem: Problem, call: Call, page_size: int, seed: int = 0) -> tuple[Problem, Call]:

@@ -16,6 +16,7 @@ from splitkv.errors import (
 from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
 from splitkv.plans import Choice, Kernel, Plan
 from splitkv.policies import DEFAULT, POLICIES, Policy, fixed
 from splitkv.policies.shared import MAX_SPLITS
@@ -25,6 +26,7 @@ KERNELS: tuple[Kernel, ...] = (
     hopper_decode_split.KERNEL,
     decode_split.KERNEL,
     hopper_prefill.KERNEL,
+    hopper_prefill_quantised.KERNEL,
     prefill.KERNEL,
     torch_sdpa.KERNEL,
     torch_math.KERNEL,

@@ -14,12 +14,13 @@ import cases
 import pytest
 import torch
 from compiling import AnyGPU, Layout, Recorder, key_loops, measure, ptxas_said, variants
+from triton.experimental.gluon import language as gl
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
 from splitkv.kernels.hopper import prefill_quantised
 from splitkv.kernels.hopper.prefill import ROWS
-from splitkv.kv import AS_IS, Codec, Contiguous, Ragged
+from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
 from splitkv.problem import Operands, Problem
@@ -28,15 +29,17 @@ from splitkv.scores import Score
 H200 = GPUS["h200"]
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 UNITS = {  # q . k and p . v
-    ("int8", "half"): ("s32.s8.s8", "f32.bf16.bf16"),
-    ("int8", "full"): ("s32.s8.s8",),
-    ("fp8", "full"): ("f32.e4m3.e4m3",),
+    ("int8", "half"): {"s32.s8.s8", "f32.f16.f16"},
+    ("int8", "full"): {"s32.s8.s8"},
+    ("fp8", "half"): {"f32.e4m3.e4m3", "f32.f16.f16"},
+    ("fp8", "full"): {"f32.e4m3.e4m3"},
 }
 STACK_BYTES = 32  # scalars, read once a row tile
 AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
     "units": tuple(UNITS),
     "granularity": ("tensor", "head", "token"),
+    "q": ("bfloat16", "float16", "stored"),
     "head_dim": (64, 128),
     "heads": ((8, 8), (14, 2), (16, 1)),
     "mask": (Mask(), Mask(True), Mask(True, 128, -1, 4)),
@@ -47,6 +50,7 @@ AXES: cases.Axes = {
 
 def problem_of(values: cases.Values) -> Problem:
     codec, products = values["units"]
+    q = values.get("q", "stored")
     num_heads, num_kv_heads = values.get("heads", (8, 2))
     kind = values.get("kind", "dense")
     return Problem(
@@ -62,9 +66,9 @@ def problem_of(values: cases.Values) -> Problem:
         place=Ragged() if kind == "varlen" else Contiguous(),
         codec=Codec(codec, values["granularity"]),
         products=products,
-        q_granularity="token",
+        q_granularity="token" if q == "stored" else "none",
+        dtype="bfloat16" if q == "stored" else q,
         score=Score(values.get("softcap", False), False),
-        return_lse=True,
     )
 
 
@@ -75,14 +79,17 @@ def operands_of(problem: Problem) -> Operands:
     cu = None if p.kind == "dense" else Layout((p.batch + 1,), torch.int32)
     shapes = {"tensor": (1,), "head": (p.num_kv_heads,), "token": (*lead, p.num_kv_heads)}
     keys = torch.Size([*lead, p.num_kv_heads, p.head_dim])
+    q_type, q_scale = getattr(torch, p.dtype), None
+    if p.q_granularity == "token":
+        q_type, q_scale = stored, Layout(torch.Size([*lead, p.num_heads]), torch.float32)
     of_keys = Layout(torch.Size(shapes[p.codec.granularity]), torch.float32)
     return Operands(
-        q=Layout(torch.Size([*lead, p.num_heads, p.head_dim]), stored),
+        q=Layout(torch.Size([*lead, p.num_heads, p.head_dim]), q_type),
         k=Layout(keys, stored),
         v=Layout(keys, stored),
         cu_seqlens_q=cu,
         cu_seqlens_k=cu,
-        q_scale=Layout(torch.Size([*lead, p.num_heads]), torch.float32),
+        q_scale=q_scale,
         k_scale=of_keys,
         v_scale=of_keys,
         softmax_scale=p.head_dim**-0.5,
@@ -117,7 +124,10 @@ def test_variants(values: cases.Values) -> None:
     made = compiled(problem, config)
     ptx = made.asm["ptx"]
     units = set(re.findall(r"wgmma\.mma_async\S*k\d+\.(\S+)", ptx))
-    assert units == set(UNITS[values["units"]])
+    expected = UNITS[values["units"]]
+    if prefill_quantised.wide_type(problem) == gl.bfloat16:
+        expected = expected - {"f32.f16.f16"} | {"f32.bf16.bf16"}
+    assert units == expected
     transposed = "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
     assert transposed == (problem.products == "full")
     assert made.metadata.shared <= prefill_quantised.shared_bytes(problem, config)
@@ -147,10 +157,15 @@ def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
 def test_what_is_refused() -> None:
     problem = problem_of({"units": ("int8", "half"), "granularity": "head", "head_dim": 128})
     assert prefill_quantised.unsupported(problem, H200) == []
+    assert prefill_quantised.unsupported(replace(problem, return_lse=True), H200) == []
     odd = replace(problem, head_dim=96, codec=AS_IS, q_granularity="none", needs_grad=True)
     assert prefill_quantised.unsupported(odd, H200) == [
-        "kv as_is, products half: expected int8 with half or full, or fp8 with full",
-        "q: expected stored values with scales",
+        "kv as_is, products half: expected int8 or fp8 with half or full",
         "gradient: expected inputs that require none",
         "head_dim/head_dim_v 96/128: expected 64/64 or 128/128",
+    ]
+    paged = replace(problem, place=Paged(16), codec=Codec("fp8", "head"), return_lse=True)
+    assert prefill_quantised.unsupported(paged, H200)[-2:] == [
+        "kv paged(16): expected no pages",
+        "return_lse: expected none of fp8, as its units keep 14 bits of sums",
     ]

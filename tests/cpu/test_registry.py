@@ -58,6 +58,8 @@ def test_a_kernel_has_cases(kernel: Kernel) -> None:
     """On some device; a kernel that no case reaches is a kernel that no test runs."""
     problems = [case.problem for case in CASES]
     problems += [training.problem_of(values) for values in cases.pairs(training.AXES)]
+    quantised = cases.pairs(training.QUANTISED_AXES, training.has_units)
+    problems += [training.problem_of(values) for values in quantised]
     served = [
         problem
         for problem in problems
@@ -403,22 +405,30 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "no kernel can run this problem on NVIDIA H200 (sm_90, 132 SMs)\n"
         "  decode: batch 2, heads 8/2, head_dim 72/64, seqlen_q 32, seqlen_k <=130, float64, "
         "kv paged(16), mask causal, softcap, return lse\n"
-        "  hopper_decode_split  dtype float64: expected bfloat16, float16 or float32\n"
-        "                       head_dim 72: expected a multiple of 16 from 16 to 256\n"
-        "                       seqlen_q 32: expected at most 16\n"
-        "                       dtype float64: expected bfloat16 or float16\n"
-        "                       head_dim 72: expected 64, 128 or 256\n"
-        "                       query heads a KV head x query tokens 128: expected at most 32\n"
-        "  decode_split         dtype float64: expected bfloat16, float16 or float32\n"
-        "                       head_dim 72: expected a multiple of 16 from 16 to 256\n"
-        "                       seqlen_q 32: expected at most 16\n"
-        "  hopper_prefill       dtype float64: expected bfloat16, float16 or float32\n"
-        "                       dtype float64: expected bfloat16 or float16\n"
-        "                       head_dim/head_dim_v 72/64: expected one of 64/64, 128/128, "
+        "  hopper_decode_split       dtype float64: expected bfloat16, float16 or float32\n"
+        "                            head_dim 72: expected a multiple of 16 from 16 to 256\n"
+        "                            seqlen_q 32: expected at most 16\n"
+        "                            dtype float64: expected bfloat16 or float16\n"
+        "                            head_dim 72: expected 64, 128 or 256\n"
+        "                            query heads a KV head x query tokens 128: expected at most "
+        "32\n"
+        "  decode_split              dtype float64: expected bfloat16, float16 or float32\n"
+        "                            head_dim 72: expected a multiple of 16 from 16 to 256\n"
+        "                            seqlen_q 32: expected at most 16\n"
+        "  hopper_prefill            dtype float64: expected bfloat16, float16 or float32\n"
+        "                            dtype float64: expected bfloat16 or float16\n"
+        "                            head_dim/head_dim_v 72/64: expected one of 64/64, 128/128, "
         "256/256, 192/128\n"
-        "  prefill              dtype float64: expected bfloat16, float16 or float32\n"
-        "  torch_sdpa           softcap: expected 0, got a soft cap\n"
-        "                       return_lse: expected False, got True"
+        "  hopper_prefill_quantised  dtype float64: expected bfloat16, float16 or float32\n"
+        "                            dtype float64: expected bfloat16 or float16\n"
+        "                            kind decode: expected dense or varlen\n"
+        "                            kv as_is, products widened: expected int8 or fp8 with half or "
+        "full\n"
+        "                            kv paged(16): expected no pages\n"
+        "                            head_dim/head_dim_v 72/64: expected 64/64 or 128/128\n"
+        "  prefill                   dtype float64: expected bfloat16, float16 or float32\n"
+        "  torch_sdpa                softcap: expected 0, got a soft cap\n"
+        "                            return_lse: expected False, got True"
     )
 
 

@@ -1,7 +1,8 @@
 """Values of 8 bits made ready for the tensor cores, and weights of 8 bits to go with them.
 
 An 8-bit wgmma takes both operands by the index that is summed over, here the keys, and values are
-stored by head and column. Either they are widened to bf16, which may have any order, or transposed.
+stored by head and column. Either they are widened to 16 bits, which may have any order, or
+transposed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,35 @@ TO_INT8 = gl.constexpr("""{
     prmt.b32 $0, low, high, 0x5410;
     }""")
 
+# 128 + (x & 127) less 128 or, below 0, 256
+INT8_TO_BF16 = gl.constexpr("""{
+    .reg .b32 pair, low, sign;
+    prmt.b32 pair, $2, 0, 0x4140;
+    lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
+    sub.rn.bf16x2 $0, low, sign;
+    prmt.b32 pair, $2, 0, 0x4342;
+    lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
+    sub.rn.bf16x2 $1, low, sign;
+    }""")
+# 1024 + (x + 128) less 1152
+INT8_TO_FP16 = gl.constexpr("""{
+    .reg .b32 above, pair, less;
+    mov.b32 less, 0x64806480;
+    xor.b32 above, $2, 0x80808080;
+    prmt.b32 pair, above, 0x64646464, 0x4140;
+    sub.rn.f16x2 $0, pair, less;
+    prmt.b32 pair, above, 0x64646464, 0x4342;
+    sub.rn.f16x2 $1, pair, less;
+    }""")
+E4M3_TO_FP16 = gl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }""")
+
 
 @gluon.constexpr_function
 def pairs_layout(pairs):
@@ -40,29 +70,23 @@ def pairs_layout(pairs):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [32, pairs])
 
 
+@gluon.constexpr_function
+def widening(stored, wide):
+    """The instructions from four of one type to the other."""
+    if stored.name == "fp8e4nv":
+        return E4M3_TO_FP16.value
+    return (INT8_TO_BF16 if wide.name == "bf16" else INT8_TO_FP16).value
+
+
 @gluon.jit
 def widen(stored, ready):
-    """bf16 [PART, dim] of int8, exactly: 128 + (x & 127) less 128 or, below 0, 256."""
+    """The same numbers [PART, dim] in 16 bits, which hold them exactly: e4m3 or int8 in fp16, or
+    int8 in bf16, which takes longer."""
     DIM: gl.constexpr = stored.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    x = stored.load(layout)
+    code: gl.constexpr = widening(stored.dtype, ready.dtype)
     wide = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 pair, low, sign;
-        prmt.b32 pair, $2, 0, 0x4140;
-        lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
-        lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
-        sub.rn.bf16x2 $0, low, sign;
-        prmt.b32 pair, $2, 0, 0x4342;
-        lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
-        lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
-        sub.rn.bf16x2 $1, low, sign;
-        }""",
-        "=&r,=&r,r",
-        [x],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=4,
+        code, "=&r,=&r,r", [stored.load(layout)], dtype=ready.dtype, is_pure=True, pack=4
     )
     ready.store(wide)
 

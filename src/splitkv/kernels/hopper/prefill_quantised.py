@@ -6,27 +6,30 @@ Computes, for q, k and v that are stored values times scales,
     m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])      lse[r] = m[r] + log l[r]
     out[r]   = sum_n exp(s[r, n] - m[r]) v_scale[n] * v[n] / (l + exp(sink - m))
 
-Half int8: q . k in int8, exactly; v is widened to bf16 and multiplied with p in bf16. fp8: q . k in
-e4m3, p rounded to e4m3 and multiplied with v as it is stored. A program has a warpgroup that has
-tiles copied and makes the values ready, beside the two or three that multiply; see
-prefill_quantised_tile.py.
+A q of 16 bits is rounded here, with a scale a token and head. Products of 8 bits: "half" is q . k,
+and v is widened to 16 bits; "full" is p . v too, for which p is rounded and v stays as it is
+stored. A program has a warpgroup that has tiles copied and makes the values ready, beside the two
+or three that multiply; see prefill_quantised_tile.py.
 
-Shapes      as kernels/prefill.py, out in bf16; q_scale one number, [num_heads] or one a token and
-            head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a token and head
+Shapes      as kernels/prefill.py, out in the working type; q_scale one number, [num_heads] or one a
+            token and head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a token
+            and head
 Grid        as kernels/hopper/prefill.py
-Traffic     as kernels/prefill.py, one byte an element of q, k and v, and the scales
-Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials;
-            int8: p * v_scale is rounded to bf16 before p @ v. fp8: p is rounded to e4m3 from
-            2 ** 8 down, relative to its row's maximum with v_scale where that is one a token; the
-            tensor cores keep some 14 bits of sums of e4m3 products, so those of every tile of keys
-            are added up in fp32 outside them
-Limits      sm_90; q, k and v in int8 or all in e4m3, with scales; head_dim and head_dim_v equal
-            and 64 or 128; no ALiBi, no dropout, no gradient, no pages; addresses and strides that
-            are multiples of 16 bytes
+Traffic     as kernels/prefill.py, one byte an element of k and v, and the scales
+Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials.
+            half: p is rounded to fp16, or p * v_scale to bf16, see `wide_type`. full: p is rounded
+            to e4m3 from 2 ** 8 down, or to int8 from 127 down, relative to its row's maximum with
+            v_scale where that is one a token. The tensor cores keep some 14 bits of sums of e4m3
+            products: those of p . v are added up tile by tile in fp32 outside them, and those of
+            q . k leave an lse up to 5e-3 off, so there is none
+Limits      sm_90; bf16 or fp16; int8 or e4m3 with products half or full; no lse of e4m3; head_dim
+            and head_dim_v equal and 64 or 128; dense or packed; no ALiBi, no dropout, no gradient,
+            no pages; addresses and strides that are multiples of 16 bytes
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -55,13 +58,12 @@ from splitkv.kernels.hopper.ring import reinterpret
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
-from splitkv.kv import AS_IS
+from splitkv.kv import AS_IS, Contiguous, Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
-HEAD_DIMS = (64, 128)
-PRODUCTS = (("int8", "half"), ("int8", "full"), ("fp8", "full"))
 RAW = 2  # slots for values as they are stored
+CONSUMER, PRODUCER = gl.constexpr(240), gl.constexpr(24)  # registers of two and one
 TURNS = True  # warpgroups issue products in turns: see prefill_tile.py
 
 # By products: tile_m, tile_n, num_stages, the best guess first.
@@ -97,7 +99,8 @@ def allocate_columns(SLOTS: gl.constexpr, TILE_N: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_prefill_quantised(
-    q_desc,  # [batch, seqlen_q, num_heads, HEAD_DIM], boxes of 64 rows; packed: [1, total_q, ..]
+    q_desc,  # [batch, seqlen_q, num_heads, HEAD_DIM], boxes of 64 rows; packed: [1, total_q, ..];
+    # of 16 bits: rounded here, and q_scale_ptr is None
     k_desc,  # boxes of TILE_N keys of one head, as v_desc
     v_desc,
     out_desc,
@@ -134,7 +137,7 @@ def hopper_prefill_quantised(
     stride_vs_t,
     stride_vs_h,
     PER_KEY: gl.constexpr,  # k and v have a scale a token
-    WIDEN: gl.constexpr,  # values to bf16, as p is
+    WIDE: gl.constexpr,  # the type that values are widened to, as p; None: they are not
     GROUP: gl.constexpr,
     PACK: gl.constexpr,  # heads of q that are packed into rows
     WARPGROUPS: gl.constexpr,
@@ -146,14 +149,18 @@ def hopper_prefill_quantised(
     PARTS: gl.constexpr = TILE_N // PART
     q_boxes, q = allocate(q_desc, WARPGROUPS)
     k_boxes, k = allocate(k_desc, STAGES)
+    wide = None
+    if q_scale_ptr is None:
+        wide = q
+        q = gl.allocate_shared_memory(k.dtype, [WARPGROUPS, q.shape[1], DIM], k.layout)
     raw_boxes, raw = allocate(v_desc, 2)
     out_boxes, out = allocate(out_desc, WARPGROUPS)
     SWIZZLE: gl.constexpr = v_desc.layout.swizzle_byte_width
     ready = None
-    if WIDEN:
-        wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE_N, DIM], wide)
-        raw_parts = reinterpret(raw, gl.int8, [2 * PARTS, PART, DIM], raw.layout)
+    if WIDE is not None:
+        broad: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        v = gl.allocate_shared_memory(WIDE, [STAGES, TILE_N, DIM], broad)
+        raw_parts = reinterpret(raw, v_desc.dtype, [2 * PARTS, PART, DIM], raw.layout)
     else:
         # rows of PART keys: each part is in one piece
         narrow: gl.constexpr = gl.NVMMASharedLayout(32, 8, rank=2)
@@ -170,7 +177,7 @@ def hopper_prefill_quantised(
         of_k = allocate_columns(STAGES + 1, TILE_N)
         of_v = allocate_columns(STAGES + 1, TILE_N)
         columns_full = barriers(STAGES + 1, 1)
-        if not WIDEN:
+        if gl.bfloat16 != WIDE:
             inverse = allocate_columns(STAGES + 1, TILE_N)
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
@@ -200,6 +207,7 @@ def hopper_prefill_quantised(
         of_v,
         inverse,
         columns_full,
+        wide,
     )
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
     if WARPGROUPS == 2:
@@ -219,7 +227,7 @@ def hopper_prefill_quantised(
                 ),
             ],
             [4, 4],
-            [240, 24],
+            [CONSUMER, PRODUCER],
         )
     else:
         gl.warp_specialize(
@@ -249,20 +257,23 @@ def hopper_prefill_quantised(
 def unsupported(problem: Problem, device: Device) -> list[str]:
     if device.kind != "cuda" or device.capability != (9, 0):
         return [f"device {device.arch}: expected sm_90"]
-    plain = replace(problem, codec=AS_IS, head_dim=128, head_dim_v=128)
-    reasons = hopper_prefill.unsupported(plain, device)
+    plain = replace(problem, kind="dense", place=Contiguous(), codec=AS_IS, needs_grad=False)
+    reasons = hopper_prefill.unsupported(replace(plain, head_dim=128, head_dim_v=128), device)
 
     def expect(ok: bool, reason: str) -> None:
         if not ok:
             reasons.append(reason)
 
-    pair = problem.codec.name, problem.products
+    expect(problem.kind != "decode", "kind decode: expected dense or varlen")
     expect(
-        pair in PRODUCTS,
-        f"kv {problem.codec}, products {problem.products}: expected int8 with half or full, or fp8"
-        " with full",
+        problem.codec != AS_IS and problem.products != "widened",
+        f"kv {problem.codec}, products {problem.products}: expected int8 or fp8 with half or full",
     )
-    expect(problem.q_granularity != "none", "q: expected stored values with scales")
+    expect(not isinstance(problem.place, Paged), f"kv {problem.place}: expected no pages")
+    expect(
+        problem.codec.name != "fp8" or not problem.return_lse,
+        "return_lse: expected none of fp8, as its units keep 14 bits of sums",
+    )
     expect(not problem.needs_grad, "gradient: expected inputs that require none")
     dims = problem.head_dim, problem.head_dim_v
     expect(
@@ -281,7 +292,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a config."""
     dim, n = problem.head_dim, config.tile_n
     wide = 2 if problem.products == "half" else 1
-    rows = 3 * config.tile_m * dim  # q and out
+    rows = (3 if problem.q_granularity != "none" else 5) * config.tile_m * dim  # q and out
     tiles = n * dim * (RAW + config.num_stages * (1 + wide))
     columns = 3 * 4 * n * (config.num_stages + 1) if problem.codec.granularity == "token" else 0
     return rows + tiles + columns + BARRIER_BYTES
@@ -309,6 +320,16 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     return prefill.traffic(problem, config)
+
+
+def wide_type(problem: Problem) -> Any:
+    """What values are widened to. fp16 takes less time and is finer; p with the scales of single
+    values keeps its range in bf16, where that is fine enough."""
+    if problem.products == "full":
+        return None
+    by_key = problem.codec.granularity == "token"
+    rough = by_key and problem.codec.name == "int8" and problem.dtype == "bfloat16"
+    return gl.bfloat16 if rough else gl.float16
 
 
 def descriptor(x: Any, tokens: int, heads: int) -> TensorDescriptor:
@@ -341,6 +362,8 @@ class Launcher(prefill.Launcher):
     def __init__(self, plan: Plan, operands: Operands) -> None:
         self.problem, self.device = plan.problem, plan.device
         problem, config, x = plan.problem, plan.config, operands
+        self.plan, self.dtype = plan, getattr(torch, problem.dtype)
+        self.any_address: prefill.Launcher | None = None
         self.tile_n = config.tile_n
         self.out_shape, self.lse_shape = tuple(x.q.shape), prefill.lse_shape(x.q)
         self.pack = packed_heads(problem, config)
@@ -351,10 +374,10 @@ class Launcher(prefill.Launcher):
         self.rest = (
             *(*prefill.bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(tokens, problem.num_heads, lse.b, lse.h, tiles, lanes, width),
-            *scale_strides(x.q_scale, x.q),
+            *((0, 0, 0) if x.q_scale is None else scale_strides(x.q_scale, x.q)),
             *scale_strides(x.k_scale, x.k),
             *scale_strides(x.v_scale, x.v),
-            *(problem.codec.granularity == "token", problem.products == "half"),
+            *(problem.codec.granularity == "token", wide_type(problem)),
             *(problem.group, self.pack),
             *(config.tile_m // ROWS.value, config.num_stages, TURNS),
         )
@@ -363,7 +386,9 @@ class Launcher(prefill.Launcher):
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         x = operands
-        out = x.q.new_empty(self.out_shape, dtype=torch.bfloat16)
+        if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr()) & 15:
+            return self.without_tma(operands).forward(operands, seed)
+        out = x.q.new_empty(self.out_shape, dtype=self.dtype)
         lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
         rows = ROWS.value // self.pack, self.pack
         hopper_prefill_quantised[self.grid](
@@ -377,6 +402,16 @@ class Launcher(prefill.Launcher):
             **self.options,
         )
         return out, lse
+
+    def without_tma(self, operands: Operands) -> prefill.Launcher:
+        """The kernel for any GPU, for addresses of which `unfit` did not know."""
+        if self.any_address is None:
+            why = f"this call runs on {prefill.KERNEL.name}: {unfit(operands)[0]}"
+            warnings.warn(why, stacklevel=2)
+            config = next(prefill.configs(self.problem, self.device))
+            plan = replace(self.plan, kernel=prefill.KERNEL.name, config=config)
+            self.any_address = prefill.Launcher(plan, operands)
+        return self.any_address
 
 
 KERNEL = Kernel("hopper_prefill_quantised", unsupported, configs, traffic, Launcher, unfit)

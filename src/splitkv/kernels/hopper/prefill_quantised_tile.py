@@ -2,7 +2,8 @@
 
 The steps, rings and turns are those of prefill_tile.py. What is added: values arrive as they are
 stored, and the producing warpgroup turns them, one step behind the copies, into what the second
-product takes (see `widen` and `transpose`); scales of single keys it lays beside them.
+product takes (see `widen` and `transpose`); scales of single keys it lays beside them. A q of 16
+bits each warpgroup rounds for itself, before its first product (see `round_rows`).
 
 p of 8 bits: e4m3 has weights up to 2 ** 8 of its 448 instead of 1, so that small ones stay in its
 range. int8 has weights up to 127, and as its steps are all of one size, they are relative to the
@@ -53,12 +54,14 @@ from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 
+SLACK = gl.constexpr(8.0)  # in base 2, by which weights of 16 bits may be larger than 1
 LEAST_SCALE = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 
 
 class Scales(NamedTuple):
     """Scales of q, k and v, and of each the elements between sequences, tokens and heads: 0 along
-    what has one scale.
+    what has one scale. q_ptr: None where q is still to be rounded; then `wide` are its rows as they
+    came, in shared memory [warpgroups, ROWS, dim].
 
     Where every key has scales of its own, also those of a step, in shared memory [slots, TILE_N]:
     of k; of v; and what says that they are there. For a p of 8 bits `of_v` is the logarithm, and
@@ -75,6 +78,7 @@ class Scales(NamedTuple):
     of_v: Any
     inverse: Any
     full: Any
+    wide: Any
 
 
 class Stored(NamedTuple):
@@ -90,8 +94,14 @@ class Stored(NamedTuple):
 
 @gluon.constexpr_function
 def most_log2(dtype):
-    """The largest weight of a row, in base 2: p of bf16, e4m3 and int8."""
-    return {"bf16": 0.0, "fp8e4nv": 8.0, "int8": 6.9886846867721655}[dtype.name]
+    """The largest weight of a row, in base 2, where p is of this type."""
+    return {"fp8e4nv": 8.0, "int8": 6.9886846867721655}.get(dtype.name, 0.0)
+
+
+@gluon.constexpr_function
+def is_wide(dtype):
+    """Whether values are multiplied in 16 bits."""
+    return dtype.primitive_bitwidth == 16
 
 
 @gluon.jit
@@ -196,14 +206,38 @@ def produce(
 
 
 @gluon.jit
-def row_factors(scales, work, own, rows, GROUP: gl.constexpr, PACK: gl.constexpr):
-    """By what the products of each row are multiplied to be scores, as far as rows tell."""
+def round_rows(wide, rows, M: gl.constexpr):
+    """Write 8 bits of the rows `wide`, of 16, and give the scale of each."""
+    DIM: gl.constexpr = wide.shape[1]
+    MOST: gl.constexpr = 127.0 if rows.dtype == gl.int8 else 448.0
+    # rows lie as those of the scores
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 32])
+    x = wide.load(layout).to(gl.float32)
+    size = gl.where(x == x, gl.abs(x), float("inf"))
+    scale = gl.maximum(gl.max(size, 1) / MOST, LEAST_SCALE)
+    y = x * (1.0 / scale)[:, None]
+    if rows.dtype == gl.int8:
+        y = (y + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: no room for a fraction
+        y = gl.where(y == y, y, 0.0)
+    rows.store(y.to(rows.dtype))
+    fence_async_shared()
+    return gl.convert_layout(scale, M, assert_trivial=True)
+
+
+@gluon.jit
+def scales_of_rows(scales, own, rows, PACK: gl.constexpr):
+    """Those of a q that came in 8 bits."""
     ok = rows < own.len_q * PACK
     t = own.first_q + rows // PACK
     head = own.head + rows % PACK
+    at = own.b.to(gl.int64) * scales.q.b + t.to(gl.int64) * scales.q.t + head * scales.q.h
+    return gl.load(scales.q_ptr + at, mask=ok, other=1.0)
+
+
+@gluon.jit
+def row_factors(factor, scales, work, own, GROUP: gl.constexpr):
+    """By what products are multiplied to be scores, as far as rows tell; factor: scales of rows."""
     b = own.b.to(gl.int64)
-    at = b * scales.q.b + t.to(gl.int64) * scales.q.t + head * scales.q.h
-    factor = gl.load(scales.q_ptr + at, mask=ok, other=1.0)
     if scales.of_k is None:
         factor *= gl.load(scales.k_ptr + b * scales.k.b + own.head // GROUP * scales.k.h)
     if work.scoring.softcap is None:
@@ -239,7 +273,10 @@ def weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales, tiles)
         offs_n = tile * TILE_N + inside
         s = gl.where(visible(work.bounds, pos, offs_n, own.len_k), s, float("-inf"))
     highest = gl.max(s, 1) * factor - most_log2(dtype)
-    m_new = gl.maximum(m, highest)
+    if is_wide(dtype):
+        m_new = gl.where(highest > m + SLACK, highest, m)
+    else:
+        m_new = gl.maximum(m, highest)
     top = finite_or_zero(m_new)
     shrink = gl.exp2(m - top)
     own_shrink = shrink
@@ -259,12 +296,48 @@ def weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales, tiles)
     return x, sums, m_new, (shrink, own_shrink)
 
 
+@gluon.constexpr_function
+def shrinking(elements):
+    """Instructions that multiply so many sums of a thread, and their constraints: see `shrunk`."""
+    sums, by = range(elements), elements * 2
+    code = f"""{{
+    .reg .pred some;
+    setp.ne.f32 some, ${by}, 0f3F800000;
+    setp.ne.or.f32 some, ${by + 2}, 0f3F800000, some;
+    vote.sync.any.pred some, some, 0xffffffff;
+    @!some bra.uni AS_IT_IS;
+    """
+    code += "".join(f"mul.rn.f32 ${i}, ${i}, ${by + i};" for i in sums)
+    code += "AS_IT_IS: }"
+    constraints = ["=r"] * elements + [str(i) for i in sums] + ["r"] * elements
+    return code, ",".join(constraints)
+
+
+@gluon.jit
+def shrunk(acc, by):
+    """acc times `by` [ROWS], passed over by warps in which that is 1 for all rows.
+
+    A thread has two columns of a row, two of the row 8 below, and so on.
+    """
+    ELEMENTS: gl.constexpr = acc.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = shrinking(ELEMENTS)
+    factors = along_rows(by, acc).broadcast_to(acc.shape)
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [acc, factors],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=ELEMENTS,
+    )
+
+
 @gluon.jit
 def multiply_values(p, tiles, slot, acc):
-    """Start p @ v: added to acc in bf16; alone in e4m3, whose sums the tensor cores cut short, and
-    in int8, where they are integers."""
+    """Start p @ v: added to acc in 16 bits; alone in e4m3, of whose sums the tensor cores keep few
+    bits, and in int8, where they are integers."""
     O: gl.constexpr = acc.type.layout
-    if tiles.v.dtype == gl.bfloat16:
+    if is_wide(tiles.v.dtype):
         product = warpgroup_mma(p, tiles.v.index(slot), acc, is_async=True)
     else:
         p = bytes_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, O, 4))
@@ -278,8 +351,8 @@ def multiply_values(p, tiles, slot, acc):
 @gluon.jit
 def rounded(x, tiles, acc):
     """p as `multiply_values` takes it."""
-    if tiles.v.dtype == gl.bfloat16:
-        p = gl.convert_layout(x.to(gl.bfloat16), gl.DotOperandLayout(0, acc.type.layout, 2))
+    if is_wide(tiles.v.dtype):
+        p = gl.convert_layout(x.to(tiles.v.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     else:
         p = words_of(x, tiles.v.dtype)
     return p
@@ -338,8 +411,8 @@ def step(
     sums = before_wait(sums)
     product = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(signals.v_free.index(last_slot), count=1)
-    if tiles.v.dtype == gl.bfloat16:
-        acc = product * along_rows(shrink_n[0], acc)
+    if is_wide(tiles.v.dtype):
+        acc = shrunk(product, shrink_n[0])
     else:
         acc = added(acc, product, shrink, tiles)
     l = l * along_rows(shrink_n[0], l) + sums
@@ -366,7 +439,7 @@ def consume(
     TILE_N: gl.constexpr = tiles.k.shape[1]
     DIM: gl.constexpr = tiles.q.shape[2]
     dtype: gl.constexpr = tiles.v.dtype
-    WIDE: gl.constexpr = dtype == gl.bfloat16
+    WIDE: gl.constexpr = is_wide(dtype)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16 if WIDE else 32])
     M: gl.constexpr = gl.SliceLayout(1, S)
@@ -382,9 +455,13 @@ def consume(
                 visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
                 rows = own.tile * TILE_M + offs_m
                 pos = (own.len_k - own.len_q + rows // PACK)[:, None]
-                factor = row_factors(scales, work, own, rows, GROUP, PACK)
-
+                if scales.wide is None:
+                    factor = scales_of_rows(scales, own, rows, PACK)
                 mbarrier.wait(signals.q_full.index(0), done & 1)
+                if scales.wide is not None:
+                    factor = round_rows(scales.wide.index(W), tiles.q.index(W), M)
+                    mbarrier.arrive(signals.q_free.index(0), count=1)
+                factor = row_factors(factor, scales, work, own, GROUP)
                 if signals.turn is not None:
                     mbarrier.wait(signals.turn.index(W), (n & 1) ^ (W == 0))
                 slot = n % STAGES
@@ -408,7 +485,8 @@ def consume(
                         acc, l, m, shrink, p, n + i, tile, i < asking, *rest, *kind
                     )
                 n += steps
-                mbarrier.arrive(signals.q_free.index(0), count=1)
+                if scales.wide is None:
+                    mbarrier.arrive(signals.q_free.index(0), count=1)
                 slot = (n - 1) % STAGES
                 mbarrier.wait(signals.v_full.index(slot), (n - 1) // STAGES & 1)
                 product = multiply_values(p, tiles, slot, acc)
