@@ -419,6 +419,7 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "                            dtype float64: expected bfloat16 or float16\n"
         "                            head_dim/head_dim_v 72/64: expected one of 64/64, 128/128, "
         "256/256, 192/128\n"
+        "  prefill                   dtype float64: expected bfloat16, float16 or float32\n"
         "  hopper_prefill_quantised  dtype float64: expected bfloat16, float16 or float32\n"
         "                            dtype float64: expected bfloat16 or float16\n"
         "                            kind decode: expected dense or varlen\n"
@@ -426,7 +427,6 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "full\n"
         "                            kv paged(16): expected no pages\n"
         "                            head_dim/head_dim_v 72/64: expected 64/64 or 128/128\n"
-        "  prefill                   dtype float64: expected bfloat16, float16 or float32\n"
         "  torch_sdpa                softcap: expected 0, got a soft cap\n"
         "                            return_lse: expected False, got True"
     )
