@@ -264,3 +264,12 @@ def test_the_leading_cases_hold_every_value_and_most_pairs() -> None:
 def test_case_names_are_unique() -> None:
     names = [case.name for case in cases.DECODE]
     assert len(names) == len(set(names))
+
+
+def test_an_lse_of_rounded_queries_has_twice_their_error() -> None:
+    ref = torch.tensor([0.5, float("-inf"), 2.0])
+    rounded = ref + torch.tensor([0.01, 0.0, -0.005])
+    assert_lse_close(ref + 0.02, ref, rounded=rounded)
+    for wrong in (ref + 0.022, torch.tensor([0.5, -9.0, 2.0])):
+        with pytest.raises(AssertionError, match="lse: expected an error of at most 0.021, got"):
+            assert_lse_close(wrong, ref, rounded=rounded)

@@ -296,8 +296,8 @@ def shapes(problem: Problem, device: Device) -> list[Shape]:
     """Those for these head dimensions with no more rows than a sequence has, the best first.
 
     128 keys a step are the best for the tensor cores of sm_90, but take registers that modifiers
-    and scales of each key need as well, and leave much of a narrow window to be masked. A tile in
-    one page has one look-up and the addresses of contiguous keys.
+    need as well, and leave much of a narrow window to be masked. A tile in one page has one look-up
+    and the addresses of contiguous keys.
     """
     table = HALF if problem.element_bytes == 2 else SINGLE
     found = table[max(64, *padded_dims(problem))]
@@ -305,10 +305,11 @@ def shapes(problem: Problem, device: Device) -> list[Shape]:
     enough = min(tile_m for tile_m in (16, 32, 64, 128) if tile_m >= min(rows, 128))
     mask = problem.mask
     narrow = mask.left is not None and mask.right is not None and mask.left + mask.right < 512
-    modified = problem.score != PLAIN or problem.dropout or problem.codec.granularity == "token"
+    modified = problem.score != PLAIN or problem.dropout
     fewer_keys = narrow or modified or device.capability[0] != 9
     page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
-    found = tuple(shape for shape in found if shape[0] <= enough)
+    of_keys = problem.codec.granularity == "token"  # two more loads a key: 128 of them spill
+    found = tuple(s for s in found if s[0] <= enough and not (of_keys and s[:2] == (128, 128)))
     return sorted(
         found,
         key=lambda shape: (
