@@ -150,7 +150,8 @@ def test_variants(values: cases.Values) -> None:
     as_meant(problem, config, compiled(problem, config, values["row_gap"]))
 
 
-@variants(CACHES, most=5, newest=2, ids=describe)
+# The newest Triton spills in these loops, as tests/compiling.py tells of: not compiled there.
+@variants(CACHES, most=5, newest=0, ids=describe)
 def test_caches(values: cases.Values) -> None:
     """Pages, and parts of the keys."""
     problem = problem_of(values)
