@@ -19,6 +19,7 @@ from splitkv.device import GPUS
 from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper import prefill_quantised
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
@@ -151,7 +152,8 @@ def count_prefill(problem: Problem, config: Config) -> Traffic:
     seen = [sum(row) for row in p.mask.materialize(p.seqlen_q, p.seqlen_k)]
     traffic = dict.fromkeys(Traffic.__dataclass_fields__, 0)
     for _ in product(range(p.batch), range(p.num_kv_heads), seen_keys(p)):
-        traffic["kv_bytes"] += (p.head_dim + p.head_dim_v) * p.element_bytes
+        traffic["kv_bytes"] += (p.head_dim + p.head_dim_v) * p.kv_element_bytes
+        traffic["kv_bytes"] += 8 if p.codec.granularity == "token" else 0
     tiles = len(seen_tiles(p, config))
     tokens = p.seqlen_q if p.kind == "dense" or p.seqlen_q <= 256 else 16 // p.group
     parts = len(range(0, tiles, max(1, -(-tiles // config.num_splits))))
@@ -169,6 +171,7 @@ COUNTS: dict[str, Callable[[Problem, Config], Traffic]] = {
     "decode_split": count_decode_split,
     "hopper_prefill": count_prefill,
     "prefill": count_prefill,
+    "hopper_prefill_quantised": count_prefill,
     "torch_math": count_torch_math,
     "torch_sdpa": count_torch_sdpa,
 }
@@ -248,6 +251,16 @@ def test_prefill_on_hopper() -> None:
     for config in hopper_prefill.configs(problem, H200):
         counted = COUNTS["hopper_prefill"](problem, config)
         assert hopper_prefill.traffic(problem, config) == counted
+
+
+@pytest.mark.parametrize("granularity", ["head", "token"])
+def test_prefill_of_quantised_keys_on_hopper(granularity: Any) -> None:
+    problem = replace(SMALL, kind="dense", dtype="bfloat16", head_dim=64, head_dim_v=64)
+    problem = replace(problem, codec=Codec("int8", granularity), products="half")
+    assert prefill_quantised.unsupported(problem, H200) == []
+    for config in prefill_quantised.configs(problem, H200):
+        counted = COUNTS["hopper_prefill_quantised"](problem, config)
+        assert prefill_quantised.traffic(problem, config) == counted
 
 
 def test_prompts_leave_no_partials() -> None:

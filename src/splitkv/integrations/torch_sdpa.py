@@ -233,6 +233,7 @@ def _bind_anew(call: Call, deterministic: bool) -> Bound:
         **lengths,
         causal=call.causal,
         window_size=call.window_size,
+        attention_chunk=0,
         sink_tokens=0,
         sink_logits=None,
         softmax_scale=call.scale,
