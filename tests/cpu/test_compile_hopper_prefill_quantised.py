@@ -135,8 +135,10 @@ def test_variants(values: cases.Values) -> None:
     assert "serialized" not in ptxas_said(made)
 
 
-@pytest.mark.parametrize("granularity", ["head", "token"])
-@pytest.mark.parametrize("units", UNITS, ids=str)
+# Each kind of products with one kind of scales, in turns.
+@pytest.mark.parametrize(
+    ("units", "granularity"), zip(UNITS, ("head", "token", "token", "head"), strict=True), ids=str
+)
 def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
     problem = problem_of({"units": units, "granularity": granularity, "head_dim": 128})
     config = next(prefill_quantised.configs(problem, H200))
