@@ -137,7 +137,9 @@ def test_variants(values: cases.Values) -> None:
 
 # Each kind of products with one kind of scales, in turns.
 @pytest.mark.parametrize(
-    ("units", "granularity"), zip(UNITS, ("head", "token", "token", "head"), strict=True), ids=str
+    ("units", "granularity"),
+    list(zip(UNITS, ("head", "token", "token", "head"), strict=True)),
+    ids=str,
 )
 def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
     problem = problem_of({"units": units, "granularity": granularity, "head_dim": 128})

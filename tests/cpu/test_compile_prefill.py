@@ -392,10 +392,8 @@ def name_of(values: cases.Values) -> str:
     return "-".join(str(values[name]).replace(" ", "_") for name in names)
 
 
-# Every value of every axis: compiling takes seconds, software for e4m3 half a minute.
-@pytest.mark.parametrize(
-    "values", cases.leading(cases.pairs(QUANTISED_AXES, valid), 7)[0], ids=name_of
-)
+# Some of the covering set: compiling takes seconds, and on a GPU all of them run.
+@pytest.mark.parametrize("values", cases.pairs(QUANTISED_AXES, valid)[::6], ids=name_of)
 def test_quantised_keys(values: cases.Values) -> None:
     values = dict(values)
     gpu, parts, shape = (values.pop(name) for name in ("gpu", "parts", "shape"))
