@@ -56,6 +56,7 @@ from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_tile import Output
 from splitkv.kernels.hopper.ring import reinterpret
 from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import AS_IS, Contiguous, Paged
@@ -344,18 +345,6 @@ def descriptor(x: Any, tokens: int, heads: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [*strides[:3], 1], [1, tokens, heads, shape[-1]], layout)
 
 
-def scale_strides(scale: Tensor, x: Tensor) -> tuple[int, int, int]:
-    """Elements between sequences, tokens and heads of a scale of x: 0 along what has one."""
-    lead, steps = x.shape[:-1], scale.stride()
-    if scale.numel() == 1:
-        return 0, 0, 0
-    if scale.dim() == 1:
-        return 0, 0, steps[0]
-    if scale.shape == lead:
-        return steps if len(lead) == 3 else (0, *steps)
-    return steps[0], 0, steps[1]
-
-
 class Launcher(prefill.Launcher):
     """`hopper_prefill_quantised` bound to one plan and one memory layout."""
 
@@ -374,7 +363,7 @@ class Launcher(prefill.Launcher):
         self.rest = (
             *(*prefill.bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(tokens, problem.num_heads, lse.b, lse.h, tiles, lanes, width),
-            *((0, 0, 0) if x.q_scale is None else scale_strides(x.q_scale, x.q)),
+            *scale_strides(x.q_scale, x.q),
             *scale_strides(x.k_scale, x.k),
             *scale_strides(x.v_scale, x.v),
             *(problem.codec.granularity == "token", wide_type(problem)),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from splitkv.device import Device
-from splitkv.kernels.tile.codec import widen
+from splitkv.kernels.tile.codec import scale_strides, widen
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.locate import key_rows
 from splitkv.kernels.tile.visit import Strides, add_product, place
@@ -182,23 +182,10 @@ def stored_of(operands: Operands) -> Stored:
     x = operands
     if x.k_scale is None:
         return NOTHING
-    q_strides = NOTHING.q_strides if x.q_scale is None else scale_strides(x.q_scale, x.q)
-    strides = q_strides, scale_strides(x.k_scale, x.k), scale_strides(x.v_scale, x.v)
+    scaled = (x.q_scale, x.q), (x.k_scale, x.k), (x.v_scale, x.v)
+    strides = (Strides(*scale_strides(*pair)) for pair in scaled)
     of_tokens = 1 if x.k_scale.numel() > 1 and x.k_scale.dim() == x.k.dim() - 1 else None
     return Stored(x.q_scale, x.k_scale, x.v_scale, *strides, of_tokens)
-
-
-def scale_strides(scale: Any, x: Any) -> Strides:
-    """Elements between the scales of sequences or pages, tokens and heads of a tensor x; 0 along
-    what shares one."""
-    if scale.numel() == 1:
-        return Strides(0, 0, 0)
-    *outer, head = scale.stride()
-    if len(outer) == 2:
-        return Strides(*outer, head)
-    if len(outer) == 1 and x.dim() == 3:  # packed tokens
-        return Strides(0, outer[0], head)
-    return Strides(outer[0] if outer else 0, 0, head)
 
 
 def bits_of(x: Any) -> Any:
