@@ -171,10 +171,10 @@ def attention_varlen(
                                sequence, those of q included; never read by the host
 
     Everything else as `attention`; the mask of each sequence is aligned by its own lengths; scales
-    of packed tensors are not a sequence's: one, one a head, or one a token and head. Pages and
-    quantised keys beside which a gradient is needed are served by plain torch; on a GPU a warning
-    says so. Returns
-    out [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
+    of packed tensors are not a sequence's: one, one a head, or one a token and head; those of pages
+    may be, [batch, num_kv_heads]. Pages and quantised keys beside which a gradient is needed are
+    served by plain torch; on a GPU a warning says so. Returns out [total_q, num_heads, head_dim_v],
+    and with `return_lse` lse [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated.
     """
     expect_tensor("cu_seqlens_q", cu_seqlens_q)

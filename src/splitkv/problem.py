@@ -236,7 +236,8 @@ def describe_decode(
         expect_shape("cache_seqlens", cache_seqlens, batch=batch)
         _expect_index("cache_seqlens", cache_seqlens, q.device)
     names = "k_cache", "v_cache"
-    types = describe_types(names, q, k_cache, v_cache, q_scale, k_scale, v_scale, products, place)
+    scales = q_scale, k_scale, v_scale
+    types = describe_types(names, q, k_cache, v_cache, *scales, products, place, batch)
     _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
     score, scale = _describe_scores(
@@ -363,7 +364,8 @@ def describe_attention(
     if dtype_name(k) not in QUANTISED:
         expect_dtype("q", q, *DTYPE_BYTES)
         expect_dtype("k", k, dtype_name(q))
-    types = describe_types(("k", "v"), q, k, v, q_scale, k_scale, v_scale, products, place)
+    scales = q_scale, k_scale, v_scale
+    types = describe_types(("k", "v"), q, k, v, *scales, products, place, batch)
     _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
     score, scale = _describe_scores(

@@ -138,14 +138,17 @@ def attention_varlen(
         def first_keys(x: Tensor) -> Tensor:
             return gather_pages(x, page_table, keys.numel()).flatten(0, 1)
 
-        of_tokens = [is_of_tokens(scale, k) for scale in (k_scale, v_scale)]
+        def scale_of_keys(scale: Tensor | None) -> Tensor | None:
+            if is_of_tokens(scale, cache):
+                assert scale is not None
+                return first_keys(scale).masked_fill(~used[:, None], 1)
+            if scale is not None and scale.dim() == 2 and scale.numel() > 1:  # of a sequence
+                return scale.repeat_interleave(keys.numel(), 0)
+            return scale
+
+        cache = k
+        k_scale, v_scale = scale_of_keys(k_scale), scale_of_keys(v_scale)
         k, v = (first_keys(x) for x in (k, v))
-        if all(of_tokens):
-            k_scale, v_scale = (
-                first_keys(x).masked_fill(~used[:, None], 1)
-                for x in (k_scale, v_scale)
-                if x is not None
-            )
         key = keys.repeat(len(seqlens_k))
         sequence_k = torch.arange(len(seqlens_k), device=q.device).repeat_interleave(keys.numel())
         sequence_k = torch.where(used, sequence_k, len(seqlens_k))

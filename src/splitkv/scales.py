@@ -45,6 +45,7 @@ def describe_types(
     v_scale: Any,
     products: Any,
     place: Place,
+    batch: int,
 ) -> Types:
     """Check the types of q, of keys and values, called `names`, and of their scales."""
     working, stored = dtype_name(q), dtype_name(k)
@@ -66,7 +67,7 @@ def describe_types(
         expect_dtype("q", q, stored)
         expect_given_with("q_scale", q_scale, f"a {working} q")
         rows = ("total_q",) if q.dim() == 3 else ("batch", "seqlen_q")
-        q_granularity = expect_scale("q_scale", q_scale, q, (*rows, "num_heads"))
+        q_granularity = expect_scale("q_scale", q_scale, q, (*rows, "num_heads"), batch)
         working = "bfloat16"
     else:
         expect_dtype("q", q, *DTYPE_BYTES, *QUANTISED)
@@ -77,7 +78,7 @@ def describe_types(
     granularities = []
     for name, scale, tensor in (("k_scale", k_scale, k), ("v_scale", v_scale, v)):
         expect_given_with(name, scale, keys)
-        granularities.append(expect_scale(name, scale, tensor, (*dims, "num_kv_heads")))
+        granularities.append(expect_scale(name, scale, tensor, (*dims, "num_kv_heads"), batch))
     expect(
         granularities[0] == granularities[1],
         "v_scale",
@@ -90,10 +91,14 @@ def describe_types(
     return Types(working, Codec(codec, granularities[0]), products, q_granularity)
 
 
-def expect_scale(name: str, scale: Any, tensor: Any, dims: tuple[str, ...]) -> Granularity:
+def expect_scale(
+    name: str, scale: Any, tensor: Any, dims: tuple[str, ...], batch: int
+) -> Granularity:
     """A scale for `tensor` [.., heads, dim]: one, one a head, or one a token and head.
 
-    dims   names of the sizes of `tensor` but the last
+    dims   names of the sizes of `tensor` but the last. Where there are three, heads may have a
+           scale in each of the `batch` sequences: packed tokens leave no way to tell it from one a
+           token
     """
     expect_tensor(name, scale)
     expect_dtype(name, scale, "float32")
@@ -103,13 +108,13 @@ def expect_scale(name: str, scale: Any, tensor: Any, dims: tuple[str, ...]) -> G
         return "tensor"
     if shape == sizes:
         return "token"
-    of_sequences = (sizes[0], sizes[-1]) if dims[0] == "batch" else None
-    if shape == sizes[-1:] or shape == of_sequences:
+    of_sequences = len(dims) == 3
+    if shape == sizes[-1:] or (of_sequences and shape == (batch, sizes[-1])):
         return "head"
     named = [f"{dim}={size}" for dim, size in zip(dims, sizes, strict=True)]
     options = ["one element", f"[{named[-1]}]", f"[{', '.join(named)}]"]
-    if of_sequences is not None:
-        options.insert(2, f"[{named[0]}, {named[-1]}]")
+    if of_sequences:
+        options.insert(2, f"[batch={batch}, {named[-1]}]")
     raise ValueError(
         f"{name}: expected {', '.join(options[:-1])} or {options[-1]}, got {list(shape)}"
     )

@@ -23,7 +23,7 @@ AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
     "pack": (0, 2, 3),  # tensors in one
     "dtype": ("bfloat16", "float16", "float32"),
-    "head_dims": ((32, 32), (48, 16)),
+    "head_dims": ((32, 32), (48, 16), (27, 27), (30, 13)),
     "heads": ((4, 4), (4, 2), (6, 1)),
     "seqlens": ((7, 20), (20, 20), (9, 4)),
     "mask": (Mask(), Mask(True), Mask(True, 5), Mask(False, 3, 2), Mask(True, chunk=6)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import cases
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitkv import Plan, UnsupportedProblem, reference
+from splitkv import Plan, reference
 from splitkv.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from splitkv.masks import Mask
 from splitkv.testing import assert_close
@@ -331,112 +330,6 @@ def test_refused_calls_write_nothing() -> None:
             flash_attn_with_kvcache(**example.call | wrong)
         for name, cache in before.items():
             assert torch.equal(cache.nan_to_num(9), example.call[name].nan_to_num(9))
-
-
-@pytest.mark.parametrize("quantised_q", [False, True])
-@pytest.mark.parametrize("scales", ["none", "one", "heads"])
-def test_descales(quantised_q: bool, scales: str) -> None:
-    """An fp8 cache, scaled by KV head; with it q, by the KV head of its group."""
-    q = torch.randn(BATCH, 2, 4, 32)
-    caches = {n: torch.randn(BATCH, CAPACITY, 2, 32).to(torch.float8_e4m3fn) for n in "kv"}
-    shape = {"one": (1,), "heads": (BATCH, 2)}.get(scales)
-    descales = {} if shape is None else {n: torch.rand(shape) + 0.5 for n in "qkv"}
-    stored = q.to(torch.float8_e4m3fn) if quantised_q else q.bfloat16()
-    given = {f"{n}_descale": x for n, x in descales.items() if n != "q" or quantised_q}
-    lengths = torch.tensor(BEFORE, dtype=torch.int32)
-    out = flash_attn_with_kvcache(
-        stored, caches["k"], caches["v"], cache_seqlens=lengths, causal=True, **given
-    )
-
-    def widened(name: str, x: Tensor) -> Tensor:
-        scale = descales.get(name, torch.ones(1)) if f"{name}_descale" in given else torch.ones(1)
-        if scale.dim() == 2:
-            scale = scale.repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
-        return x.float() * scale
-
-    ref, _ = reference.decode(
-        widened("q", stored),
-        widened("k", caches["k"]),
-        widened("v", caches["v"]),
-        cache_seqlens=lengths,
-        mask=Mask(True),
-    )
-    torch.testing.assert_close(out.double(), ref.double(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("scales", ["one", "heads", "mixed"])
-@pytest.mark.parametrize("queries", [2, 20])
-def test_appending_to_a_quantised_cache(dtype: torch.dtype, scales: str, queries: int) -> None:
-    """New tokens are divided by the scales that the cache is read with."""
-    shapes = {"one": ((1,), (1, 1)), "heads": ((BATCH, 2),) * 2, "mixed": ((BATCH, 2), (1,))}
-    descales = [torch.rand(shape) / 20 + 0.02 for shape in shapes[scales]]
-    caches = [torch.zeros(BATCH, CAPACITY, 2, 32, dtype=dtype) for _ in range(2)]
-    new = [torch.randn(BATCH, queries, 2, 32) for _ in range(2)]
-    before = torch.tensor([0, 3, 1], dtype=torch.int32)
-    q = torch.randn(BATCH, queries, 4, 32)
-    given = {"k_descale": descales[0], "v_descale": descales[1]}
-    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=before, causal=True, **given)
-    wide = []
-    for cache, x, scale in zip(caches, new, descales, strict=True):
-        by = scale.view(1, 1, 1, 1) if scale.numel() == 1 else scale[:, None, :, None]
-        wide.append(torch.zeros(BATCH, CAPACITY, 2, 32))
-        for b, first in enumerate(before.tolist()):
-            rows = slice(first, first + queries)
-            stored = reference.quantize(x, by, dtype)[b]
-            assert torch.equal(cache[b, rows].float(), stored.float())
-            wide[-1][b, rows] = stored.float() * by.expand(BATCH, -1, -1, -1)[b]
-    ref, _ = reference.decode(q, *wide, cache_seqlens=before + queries, mask=Mask(True))
-    torch.testing.assert_close(out.double(), ref, rtol=1e-5, atol=1e-5)
-
-
-def test_packed_queries_of_a_quantised_cache() -> None:
-    """With a scale of each sequence and KV head for queries in e4m3."""
-    lengths, capacity = (2, 5, 1), 12
-    cu_seqlens = torch.tensor((0, *lengths)).cumsum(0).int()
-    q = torch.randn(sum(lengths), 4, 32).to(torch.float8_e4m3fn)
-    caches = [torch.randn(BATCH, capacity, 2, 32).to(torch.float8_e4m3fn) for _ in range(2)]
-    q_scale, one = torch.rand(BATCH, 2) + 0.5, torch.tensor([0.5])
-    seqlens = torch.tensor([12, 7, 3], dtype=torch.int32)
-    out = flash_attn_with_kvcache(
-        q,
-        *caches,
-        cache_seqlens=seqlens,
-        cu_seqlens_q=cu_seqlens,
-        max_seqlen_q=5,
-        causal=True,
-        q_descale=q_scale,
-        k_descale=one,
-        v_descale=one,
-    )
-    assert out.dtype == torch.bfloat16
-    for b, (first, last) in enumerate(pairwise(cu_seqlens.tolist())):
-        rows = q[None, first:last].float() * q_scale[b].repeat_interleave(2)[:, None]
-        keys = (x[b : b + 1, : seqlens[b]].float() / 2 for x in caches)
-        ref, _ = reference.attention(rows, *keys, mask=Mask(True))
-        torch.testing.assert_close(out[None, first:last].double(), ref, rtol=2e-2, atol=2e-2)
-
-
-def test_what_scales_cannot_say_is_refused() -> None:
-    stored = {"dtype": torch.float8_e4m3fn}
-    q, each = torch.zeros(3, 1, 4, 32), torch.ones(3, 2)
-    pages = torch.zeros(6, 8, 2, 32, **stored)
-    table = torch.zeros(3, 2, dtype=torch.int32)
-    lengths = torch.ones(3, dtype=torch.int32)
-    with pytest.raises(UnsupportedProblem, match="v_descale: expected one scale with pages, got"):
-        flash_attn_with_kvcache(
-            q, pages, pages, cache_seqlens=lengths, block_table=table, v_descale=each
-        )
-    slabs = torch.zeros(3, 8, 2, 32, **stored)
-    packed = {"cu_seqlens_q": torch.tensor([0, 1, 2, 4], dtype=torch.int32), "max_seqlen_q": 2}
-    with pytest.raises(UnsupportedProblem, match="k_descale: expected one scale with cu_seqlens_q"):
-        flash_attn_with_kvcache(
-            q.view(3, 4, 32), slabs, slabs, cache_seqlens=lengths, k_descale=each, **packed
-        )
-    new = torch.zeros(3, 1, 2, 32, **stored)
-    for wrong in ({"k": new, "v": new}, {"k": new.float(), "v": new.bfloat16()}):
-        with pytest.raises(ValueError, match="^[kv]: expected dtype .*float32, got "):
-            flash_attn_with_kvcache(q, slabs, slabs, cache_seqlens=lengths, **wrong)
 
 
 def test_no_gradient_is_recorded() -> None:

@@ -445,9 +445,9 @@ SCALES: list[Row] = [
     ),
     (
         PAGED_INT8,
-        {"k_scale": torch.ones(BATCH, KV_HEADS)},
-        "k_scale: expected one element, [num_kv_heads=2] or "
-        "[num_pages=7, page_size=4, num_kv_heads=2], got [2, 2]",
+        {"k_scale": torch.ones(NUM_PAGES, KV_HEADS)},
+        "k_scale: expected one element, [num_kv_heads=2], [batch=2, num_kv_heads=2] or "
+        "[num_pages=7, page_size=4, num_kv_heads=2], got [7, 2]",
     ),
     (
         INT8,
@@ -663,9 +663,9 @@ RAGGED_QUANTISED: list[Row] = [
     ),
     (
         PAGED_VARLEN_INT8,
-        {"v_scale": torch.ones(BATCH, KV_HEADS)},
-        "v_scale: expected one element, [num_kv_heads=2] or "
-        "[num_pages=7, page_size=4, num_kv_heads=2], got [2, 2]",
+        {"v_scale": torch.ones(NUM_PAGES, KV_HEADS)},
+        "v_scale: expected one element, [num_kv_heads=2], [batch=2, num_kv_heads=2] or "
+        "[num_pages=7, page_size=4, num_kv_heads=2], got [7, 2]",
     ),
     (PAGED_VARLEN_INT8, {"k_scale": None}, "k_scale: expected a value with int8 keys, got None"),
 ]

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import splitkv
+from splitkv import reference
 from splitkv.cache import quantize_kv
+from splitkv.masks import Mask
 from splitkv.reference import LARGEST, MIN_SCALE, dequantize
 
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -125,6 +127,29 @@ def test_pages_are_as_contiguous_keys(name: str, granularity: str) -> None:
     table = torch.arange(6, dtype=torch.int32).view(2, 3)
     paged = splitkv.decode(q, cut.k, cut.v, page_table=table, **scales[1])
     assert torch.equal(out, paged)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_sequences_in_pages_may_have_their_own_scales(name: str) -> None:
+    """As contiguous ones: in decode, and in attention_varlen as the same pages dequantised."""
+    g = torch.Generator().manual_seed(0)
+    k, v = tokens(5, 2, 12, 2, 16), tokens(6, 2, 12, 2, 24)
+    q = torch.randn(2, 3, 4, 16, generator=g)
+    stored = quantize_kv(k, v, name, "tensor")
+    scale = torch.rand(2, 2, generator=g) + 0.5
+    scales = {"k_scale": scale, "v_scale": scale / 3}
+    pages = [x.view(6, 4, *x.shape[2:]) for x in (stored.k, stored.v)]
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    out = splitkv.decode(q, stored.k, stored.v, **scales)
+    assert torch.equal(out, splitkv.decode(q, *pages, page_table=table, **scales))
+    lengths = torch.tensor([12, 12], dtype=torch.int32)
+    call = {"page_table": table, "cache_seqlens": lengths, "causal": True, **scales}
+    bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
+    packed = splitkv.attention_varlen(q.flatten(0, 1), *pages, bounds, None, 3, 12, **call)
+    assert torch.equal(out, packed.view(out.shape))
+    call["mask"] = Mask(call.pop("causal"))
+    ref, _ = reference.attention_varlen(q.flatten(0, 1), *pages, bounds, None, **call)
+    torch.testing.assert_close(packed.double(), ref, rtol=1e-5, atol=1e-5)
 
 
 @every

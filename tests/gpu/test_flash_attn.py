@@ -12,6 +12,7 @@ import cases
 import pytest
 import torch
 from cpu import test_flash_attn as dense
+from cpu import test_flash_attn_8bit as stored
 from cpu import test_flash_attn_kv_cache as cached
 from torch import Tensor
 
@@ -29,7 +30,7 @@ GPU_ALONE = [torch.profiler.ProfilerActivity.CUDA]
 DENSE_AXES: cases.Axes = {
     **dense.AXES,
     "dtype": ("bfloat16", "float16"),
-    "head_dims": ((64, 64), (128, 128), (192, 128)),
+    "head_dims": ((64, 64), (128, 128), (192, 128), (59, 59)),
     "seqlens": ((70, 200), (200, 200), (90, 40)),
 }
 CACHE_AXES: cases.Axes = {
@@ -86,6 +87,21 @@ def test_append_rotate_and_attend(values: cases.Values) -> None:
             call[name].cpu(), wanted, rtol=2 * eps, atol=2 * eps, equal_nan=True
         )
     assert_close(out.flatten(0, -3).cpu(), ref, pt, factor=3.0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    cases.pairs({**stored.AXES, "dim": (64, 128)}, stored.valid),
+    ids=lambda v: f"{v['function']}, {v['descales']}",
+)
+def test_eight_bit_inputs(values: cases.Values) -> None:
+    stored.Example(values).check(DEVICE)
+
+
+@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
+@pytest.mark.parametrize("dtype", [stored.INT8, stored.E4M3], ids=str)
+def test_new_tokens_in_the_type_of_the_cache(dtype: torch.dtype, rotary: str | None) -> None:
+    stored.test_new_tokens_in_the_type_of_the_cache(dtype, rotary, "of sequences", DEVICE)
 
 
 def decode_step(**changes: Any) -> dict[str, Any]:

@@ -9,14 +9,18 @@ from typing import Any
 
 import cases
 import pytest
+import torch
 from torch import Tensor
 from training import paged, problem_of
 
+from splitkv import reference
 from splitkv.device import GPUS
-from splitkv.kernels import prefill
+from splitkv.kernels import decode_split, prefill
+from splitkv.kv import Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
-from splitkv.testing import Call, Codec, Problem, bind, check
+from splitkv.problem import Operands
+from splitkv.testing import Call, Codec, Problem, assert_close, bind, check
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
@@ -92,3 +96,43 @@ def test_int8_is_multiplied_on_its_units(products: Any, units: str, granularity:
     problem = Problem("dense", 1, 4, 2, 64, 64, 8, 96, codec=codec, products=products)
     assert prefill.units_of(problem, GPUS["a100"], 32) == units
     check(problem, run=run(16, 32, 1, 0))
+
+
+@pytest.mark.parametrize("kind", ["decode", "varlen"])
+def test_sequences_in_pages_have_their_own_scales(kind: Any) -> None:
+    """As dense keys with the same scales, sequence by sequence."""
+    g = torch.Generator().manual_seed(0)
+    batch, queries, page_size, pages, keys = 3, 4, 8, 5, (40, 9, 33)
+    q = torch.randn(batch, queries, 4, 32, generator=g).bfloat16()
+    k, v = (
+        (40 * torch.randn(batch * pages, page_size, 2, 32, generator=g)).round().to(torch.int8)
+        for _ in "kv"
+    )
+    table = torch.randperm(batch * pages, generator=g).view(batch, pages).int()
+    scales = {f"{n}_scale": (torch.rand(batch, 2, generator=g) + 0.5) / 40 for n in "kv"}
+    lengths = torch.tensor(keys, dtype=torch.int32)
+    problem = Problem(
+        *(kind, batch, 4, 2, 32, 32, queries, pages * page_size, "bfloat16", Mask(True)),
+        place=Paged(page_size),
+        codec=Codec("int8", "head"),
+        lengths="device",
+    )
+    bounds = torch.arange(batch + 1, dtype=torch.int32) * queries
+    operands = Operands(
+        q if kind == "decode" else q.flatten(0, 1),
+        *(k, v),
+        page_table=table,
+        cache_seqlens=lengths,
+        cu_seqlens_q=None if kind == "decode" else bounds,
+        softmax_scale=0.2,
+        **scales,
+    )
+    kernel, gpu = (decode_split if kind == "decode" else prefill).KERNEL, GPUS["a100"]
+    config = Config(tile_m=16, tile_n=16, num_splits=2)
+    assert kernel.unsupported(problem, gpu) == []
+    plan = Plan(problem, gpu, "fixed", kernel.name, config, "a test")
+    out, _ = kernel.launch(operands, plan)
+    call = {"cache_seqlens": lengths, "page_table": table, "softmax_scale": 0.2, **scales}
+    ref, _ = reference.decode(q, k, v, **call)
+    pt, _ = reference.decode(q, k, v, upcast=False, **call)
+    assert_close(out.view(ref.shape), ref, pt, name="out")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from splitkv.api import attention, attention_varlen
 from splitkv.errors import expect, expect_int, expect_none_with, expect_shape, expect_tensor
-from splitkv.flash_attn.options import Options, named, refuse_descales, rows_contiguous
+from splitkv.flash_attn.descales import QUANTISED, scales_of
+from splitkv.flash_attn.options import Options, named, rows_contiguous
 from splitkv.flash_attn.segments import Used, used_segments
 
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+HEAD_DIM_STEP = 8  # others are padded with zeros, as in FlashAttention
 
 
 def flash_attn_func(
@@ -41,7 +45,7 @@ def flash_attn_func(
 ) -> Any:
     """Attention over dense batches, differentiable.
 
-    q                   [batch, seqlen_q, num_heads, head_dim], bf16, fp16 or fp32
+    q                   [batch, seqlen_q, num_heads, head_dim], bf16, fp16, fp32 or e4m3
     k, v                [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)]
     dropout_p           probability of dropping a weight
     softmax_scale       default head_dim ** -0.5
@@ -59,9 +63,11 @@ def flash_attn_func(
                         learnable_sink is another name for it
     num_splits, pack_gqa, sm_margin
                         hints of FlashAttention-3; checked, and left to the policy
-    qv raises UnsupportedProblem if given
     q_descale, k_descale, v_descale
-                        belong to 8-bit inputs, which raise UnsupportedProblem here
+                        scales of inputs in e4m3 or int8, fp32 [batch, num_kv_heads] or one; None:
+                        1. The output is bf16, nothing is differentiable, and with an e4m3 q kernels
+                        may round the weights to e4m3, as there. q may also be of 16 bits
+    qv raises UnsupportedProblem if given
 
     Returns out [batch, seqlen_q, num_heads, head_dim_v]; softmax_lse [batch, num_heads, seqlen_q]
     fp32 is the natural log of the denominator, the sink included. For a row that sees no key out is
@@ -69,26 +75,8 @@ def flash_attn_func(
 
     Tensors whose last dimension is not contiguous are copied, as there.
     """
-    options = Options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_softmax_lse=return_softmax_lse,
-        s_aux=s_aux,
-        learnable_sink=learnable_sink,
-        qv=qv,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
-    descales = (q_descale, k_descale, v_descale)
-    return _dense(q, k, v, options, descales)
+    options = Options.of(locals())
+    return _dense(q, k, v, options)
 
 
 def flash_attn_kvpacked_func(
@@ -117,28 +105,10 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` with keys and values in one tensor, kv [batch, seqlen_k, 2, num_kv_heads,
     head_dim]; its gradient is one tensor too."""
-    options = Options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_softmax_lse=return_softmax_lse,
-        s_aux=s_aux,
-        learnable_sink=learnable_sink,
-        qv=qv,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
-    descales = (q_descale, k_descale, v_descale)
+    options = Options.of(locals())
     expect_shape("kv", kv, batch=None, seqlen_k=None, two=2, num_kv_heads=None, head_dim=None)
     k, v = rows_contiguous(kv).unbind(2)
-    return _dense(q, k, v, options, descales, {"k": "kv", "v": "kv"})
+    return _dense(q, k, v, options, {"k": "kv", "v": "kv"})
 
 
 def flash_attn_qkvpacked_func(
@@ -171,31 +141,13 @@ def flash_attn_qkvpacked_func(
                  [batch, seqlen, num_heads_q + 2 * num_kv_heads, head_dim]
     num_heads_q  query heads of a qkv of four dimensions
     """
-    options = Options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_softmax_lse=return_softmax_lse,
-        s_aux=s_aux,
-        learnable_sink=learnable_sink,
-        qv=qv,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
-    descales = (q_descale, k_descale, v_descale)
+    options = Options.of(locals())
     if num_heads_q is None:
         expect_shape("qkv", qkv, batch=None, seqlen=None, three=3, num_heads=None, head_dim=None)
         q, k, v = rows_contiguous(qkv).unbind(2)
     else:
         q, k, v = _split_heads(qkv, num_heads_q)
-    return _dense(q, k, v, options, descales, dict.fromkeys("qkv", "qkv"))
+    return _dense(q, k, v, options, dict.fromkeys("qkv", "qkv"))
 
 
 def flash_attn_varlen_func(
@@ -245,31 +197,13 @@ def flash_attn_varlen_func(
 
     Returns out [total_q, num_heads, head_dim_v]; softmax_lse is [num_heads, total_q].
     """
-    options = Options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_softmax_lse=return_softmax_lse,
-        s_aux=s_aux,
-        learnable_sink=learnable_sink,
-        qv=qv,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
-    descales = (q_descale, k_descale, v_descale)
+    options = Options.of(locals())
     if page_table is not None:
         expect_none_with("block_table", block_table, "page_table, another name for it")
     names = {"page_table": "page_table" if block_table is None else "block_table"}
     used = Used(seqused_q, seqused_k, page_table if block_table is None else block_table)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _varlen(q, k, v, lengths, used, options, descales, names)
+    return _varlen(q, k, v, lengths, used, options, names)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -301,29 +235,11 @@ def flash_attn_varlen_kvpacked_func(
     return_softmax_lse: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with kv [total_k, 2, num_kv_heads, head_dim]."""
-    options = Options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_softmax_lse=return_softmax_lse,
-        s_aux=s_aux,
-        learnable_sink=learnable_sink,
-        qv=qv,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
-    descales = (q_descale, k_descale, v_descale)
+    options = Options.of(locals())
     expect_shape("kv", kv, total_k=None, two=2, num_kv_heads=None, head_dim=None)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     k, v = rows_contiguous(kv).unbind(1)
-    return _varlen(q, k, v, lengths, Used(), options, descales, {"k": "kv", "v": "kv"})
+    return _varlen(q, k, v, lengths, Used(), options, {"k": "kv", "v": "kv"})
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -352,32 +268,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_softmax_lse: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with qkv [total, 3, num_heads, head_dim]."""
-    options = Options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_softmax_lse=return_softmax_lse,
-        s_aux=s_aux,
-        learnable_sink=learnable_sink,
-        qv=qv,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
-    descales = (q_descale, k_descale, v_descale)
+    options = Options.of(locals())
     expect_shape("qkv", qkv, total=None, three=3, num_heads=None, head_dim=None)
     names = dict.fromkeys("qkv", "qkv")
     names |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
     names |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = rows_contiguous(qkv).unbind(1)
-    return _varlen(q, k, v, lengths, Used(), options, descales, names)
+    return _varlen(q, k, v, lengths, Used(), options, names)
 
 
 def _split_heads(qkv: Tensor, num_heads_q: int) -> tuple[Tensor, ...]:
@@ -391,31 +289,17 @@ def _split_heads(qkv: Tensor, num_heads_q: int) -> tuple[Tensor, ...]:
     return q, k, v
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, descales: Descales, names: dict[str, str]
-) -> tuple[Any, ...]:
-    with named(names):
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            expect_tensor(name, x)
-    options.check(q)
-    q_descale, k_descale, v_descale = descales
-    refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    return tuple(map(rows_contiguous, (q, k, v)))
-
-
 def _dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    descales: Descales,
-    names: dict[str, str] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, names: dict[str, str] | None = None
 ) -> Any:
-    names = names or {}
-    q, k, v = _checked(q, k, v, options, descales, names)
-    with named(options.names | names):
-        result = attention(q, k, v, **options.for_attention())
-    return options.finish(result)
+    with named(options.names | (names or {})):
+        q, k, v = _checked(q, k, v, options)
+        batch = 0
+        if k.dtype in QUANTISED:
+            sizes = {"batch": None, "seqlen_k": None, "num_kv_heads": None, "head_dim": None}
+            batch = expect_shape("k", k, **sizes)[0]
+        scales = scales_of(options.descales, q, k, batch)
+        return _attend(attention, (q, k, v), options, options.for_attention() | scales)
 
 
 def _varlen(
@@ -425,11 +309,48 @@ def _varlen(
     lengths: tuple[Any, Any, Any, Any],
     used: Used,
     options: Options,
-    descales: Descales,
     names: dict[str, str],
 ) -> Any:
-    q, k, v = _checked(q, k, v, options, descales, names)
     with named({"cache_seqlens": "seqused_k"} | options.names | names):
-        call = used_segments(used, *lengths, options.for_attention())
-        result = attention_varlen(q, k, v, **call)
-    return options.finish(result)
+        q, k, v = _checked(q, k, v, options)
+        cu_seqlens_q, cu_seqlens_k = lengths[:2]
+        expect_tensor("cu_seqlens_q", cu_seqlens_q)
+        packed = None if used.page_table is not None else cu_seqlens_k
+        if k.dtype in QUANTISED and packed is not None:
+            expect_shape("k", k, total_k=None, num_kv_heads=None, head_dim=None)
+            expect_shape("cu_seqlens_k", packed, **{"batch + 1": len(cu_seqlens_q)})
+        scales = scales_of(options.descales, q, k, len(cu_seqlens_q) - 1, packed)
+        call = used_segments(used, *lengths, options.for_attention() | scales)
+        return _attend(attention_varlen, (q, k, v), options, call)
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Any, ...]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_tensor(name, x)
+    options.check(q)
+    return tuple(map(rows_contiguous, (q, k, v)))
+
+
+def _attend(
+    call: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: Options,
+    arguments: dict[str, Any],
+) -> Any:
+    """`attention` or `attention_varlen`, on head dimensions that kernels have, without gradients of
+    8-bit numbers, and what FlashAttention returns."""
+    q, k, v = tensors
+    if k.dtype in QUANTISED:
+        with torch.no_grad():
+            return options.finish(call(q, k, v, **arguments))
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    pads = (-head_dim % HEAD_DIM_STEP, -head_dim_v % HEAD_DIM_STEP)
+    if pads == (0, 0) or head_dim != k.shape[-1]:
+        return options.finish(call(q, k, v, **arguments))
+    if arguments["softmax_scale"] is None:
+        arguments["softmax_scale"] = head_dim**-0.5
+    q, k, v = (F.pad(x, (0, pad)) for x, pad in ((q, pads[0]), (k, pads[0]), (v, pads[1])))
+    result = call(q, k, v, **arguments)
+    if not options.return_lse:
+        return result[..., :head_dim_v]
+    return options.finish((result[0][..., :head_dim_v], result[1]))

@@ -25,14 +25,14 @@ from splitkv.errors import (
     expect_shape,
     expect_tensor,
 )
-from splitkv.flash_attn.options import QUANTISED, Options, named, rows_contiguous, unsupported
+from splitkv.flash_attn.descales import QUANTISED, joined, scales_of
+from splitkv.flash_attn.options import Options, named, rows_contiguous
 from splitkv.flash_attn.pages import Cache, pages_of
 from splitkv.flash_attn.scheduler import fitted
 from splitkv.kernels.append_call import Append, Rotary
 from splitkv.launch import describe, device_of, fit_plan, layout
 from splitkv.plans import Plan
 from splitkv.problem import Problem
-from splitkv.reference import sequence_of_token
 
 MAX_DECODE_QUERIES = 16  # more of them are a prompt: attention_varlen
 MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
@@ -108,9 +108,9 @@ def flash_attn_with_kvcache(
                       settled num_splits, pack_gqa and sm_margin
     q_descale, k_descale, v_descale
                       scales of an int8 or e4m3 cache (and q), fp32 [batch, num_kv_heads] or one;
-                      None: 1. k_descale and v_descale: one with pages or cu_seqlens_q. New k and v
-                      are divided by them as they are written. An e4m3 q lets kernels round the
-                      weights to e4m3 too
+                      None: 1. New k and v are divided by them as they are written, or written as
+                      they are if they come in the type of the cache. An e4m3 q lets kernels round
+                      the weights to e4m3 too; with rotary_cos it goes on in bf16
 
     The other arguments are those of flash_attn_func. Not differentiable, as there. Nothing is read
     by the host; a call can be captured in a graph. Every argument is checked before the cache is
@@ -119,21 +119,7 @@ def flash_attn_with_kvcache(
     Returns out, as q with head_dim_v, and with return_softmax_lse softmax_lse [batch, num_heads,
     seqlen_q], packed [num_heads, total_q]: -inf for a row that sees no key; the sink included.
     """
-    options = Options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_softmax_lse=return_softmax_lse,
-        s_aux=s_aux,
-        learnable_sink=learnable_sink,
-        qv=qv,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
+    options = Options.of(locals())
     expect_tensor("q", q)
     options.check(q)
     q, k, v = map(rows_contiguous, (q, k, v))
@@ -148,10 +134,11 @@ def flash_attn_with_kvcache(
     rotary = _expect_rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens, cache, options)
     if rotary is not None:
         rotary = rotary._replace(interleaved=_bool("rotary_interleaved", rotary_interleaved))
-    descales = _expect_descales(q, cache, cu_seqlens_q, q_descale, k_descale, v_descale)
-    call = _expect_new(q, k, v, cu_seqlens_k_new, cu_seqlens_q, seqlens, rotary, cache, descales)
-    names |= options.names | {f"{x}_scale": f"{x}_descale" for x in "qkv"}
-    names |= {"plan": "scheduler_metadata", "k": "k_cache", "v": "v_cache"}
+    scales = scales_of(options.descales, q, cache.k, cache.batch)
+    call = _expect_new(q, k, v, cu_seqlens_k_new, cu_seqlens_q, seqlens, rotary, cache, options)
+    if call is not None and call.q is not None and "q_scale" in scales:
+        q, scales = call.q, joined(scales)
+    names |= options.names | {"plan": "scheduler_metadata", "k": "k_cache", "v": "v_cache"}
     metadata = scheduler_metadata
     expect(metadata is None or isinstance(metadata, Plan), "scheduler_metadata", "a Plan", metadata)
     with torch.no_grad(), named(names):
@@ -159,9 +146,9 @@ def flash_attn_with_kvcache(
             lengths = seqlens
             if seqlens is not None and cache.leftpad is not None:
                 lengths = seqlens - cache.leftpad
-            attend = _attend(q, cache, lengths, ragged, options, descales, metadata)
+            attend = _attend(q, cache, lengths, ragged, options, scales, metadata)
         else:
-            attend = _attend(q, cache, seqlens, ragged, options, descales, metadata)
+            attend = _attend(q, cache, seqlens, ragged, options, scales, metadata)
             rotated, after = append(call)
             attend = attend.after(q if rotated is None else rotated, after)
         return options.finish(attend())
@@ -284,6 +271,8 @@ def _expect_rotary(
         expect_at_least("rotary_cos.shape[0] (seqlen_ro)", rows, cache.capacity)
     whole = tuple(options.window_size) == (-1, -1) and not options.attention_chunk
     stays = not options.causal and whole
+    if cos.dtype in QUANTISED:
+        cos, sin = cos.float(), sin.float()
     return Rotary(cos, sin, seqlens, q_step=0 if stays else 1)
 
 
@@ -296,8 +285,9 @@ def _expect_new(
     seqlens: Tensor | None,
     rotary: Rotary | None,
     cache: Cache,
-    descales: dict[str, Any],
+    options: Options,
 ) -> Append | None:
+    """The call that writes k and v. Rotated, what comes in 8 bits goes on in bf16, q too."""
     if k is None or v is None:
         expect_none_with("v", v, "no k")
         expect_none_with("k", k, "no v")
@@ -313,22 +303,30 @@ def _expect_new(
     lead = dict(zip(lead, tokens, strict=True))
     expect_shape("v", v, **lead, num_kv_heads=heads, head_dim_v=cache.v.shape[3])
     types = [dtype_name(cache.k)]
-    if cache.k.dtype in QUANTISED:
-        stored = k.dtype in QUANTISED or q.dtype in QUANTISED
-        types = ["bfloat16", "float16", "float32"] if stored else [dtype_name(q)]
+    if cache.k.dtype in QUANTISED and q.dtype not in QUANTISED:
+        types = [dtype_name(q)]
+    elif cache.k.dtype in QUANTISED:
+        types += ["bfloat16"] if rotary is not None else ["bfloat16", "float16", "float32"]
     for name, x in (("k", k), ("v", v)):
         expect_dtype(name, x, *types)
         expect_device(name, x, q.device)
         types = [dtype_name(k)]
-    if rotary is not None and q.dtype in QUANTISED:
-        raise unsupported(q, f"rotary_cos: expected None with a {dtype_name(q)} q")
     if cu_seqlens_new is None:
         expect_in_range("k.shape[1] (seqlen_new)", k.shape[1], 0, cache.capacity)
+    caches: tuple[Tensor, Tensor] = cache.k, cache.v
+    scales: dict[str, Any] = {}
+    if k.dtype in QUANTISED and rotary is None:
+        k, v, *caches = (x.view(torch.uint8) for x in (k, v, *caches))  # type: ignore[assignment]
+    elif cache.k.dtype in QUANTISED:
+        descales = options.descales | {"q_descale": None}
+        if k.dtype in QUANTISED:
+            k, v, descales = k.bfloat16(), v.bfloat16(), dict.fromkeys(descales)
+        q = q.bfloat16() if q.dtype in QUANTISED else q
+        scales = scales_of(descales, q, cache.k, cache.batch)
     return Append(
         k,
         v,
-        cache.k,
-        cache.v,
+        *caches,
         before=seqlens,
         rows=cache.rows,
         leftpad=cache.leftpad,
@@ -336,56 +334,10 @@ def _expect_new(
         cu_seqlens_new=cu_seqlens_new,
         q=None if rotary is None else q,
         cu_seqlens_q=cu_seqlens_q,
-        k_scale=descales.get("k_scale"),
-        v_scale=descales.get("v_scale"),
+        k_scale=scales.get("k_scale"),
+        v_scale=scales.get("v_scale"),
         rotary=rotary,
     )
-
-
-def _expect_descales(
-    q: Tensor,
-    cache: Cache,
-    cu_seqlens_q: Tensor | None,
-    q_descale: Any,
-    k_descale: Any,
-    v_descale: Any,
-) -> dict[str, Any]:
-    """Arguments of `decode`; of FlashAttention's query scales each is of a KV head's group."""
-    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    if cache.k.dtype not in QUANTISED:
-        for name, descale in given.items():
-            expect_none_with(name, descale, f"a {dtype_name(cache.k)} cache")
-        return {}
-    if q.dtype not in QUANTISED:
-        expect_none_with("q_descale", given.pop("q_descale"), f"a {dtype_name(q)} q")
-    heads = cache.k.shape[2]
-    scales: dict[str, Any] = {}
-    for name, descale in given.items():
-        if descale is None:
-            descale = torch.ones(1, dtype=torch.float32, device=q.device)
-        expect_dtype(name, descale, "float32")
-        expect_device(name, descale, q.device)
-        if descale.numel() == 1:
-            descale = descale.view(1)
-        else:
-            expect_shape(name, descale, batch=cache.batch, num_kv_heads=heads)
-            paged = cache.page_table is not None or cache.rows is not None
-            if name != "q_descale" and (paged or cu_seqlens_q is not None):
-                where = "pages" if paged else "cu_seqlens_q"
-                got = list(descale.shape)
-                raise unsupported(q, f"{name}: expected one scale with {where}, got {got}")
-        scales[name.replace("descale", "scale")] = descale
-    if scales["k_scale"].numel() != scales["v_scale"].numel():  # one of them is one for all
-        for name in ("k_scale", "v_scale"):
-            scales[name] = scales[name].expand(cache.batch, heads)
-    if "q_scale" in scales and scales["q_scale"].numel() > 1:
-        scales["q_scale"] = scales["q_scale"].repeat_interleave(q.shape[-2] // heads, 1)
-        if cu_seqlens_q is not None:
-            sequence, _ = sequence_of_token(cu_seqlens_q, q.shape[0])
-            scales["q_scale"] = scales["q_scale"][sequence.clamp(max=cache.batch - 1)]
-    if q.dtype == torch.float8_e4m3fn:  # FlashAttention 3 rounds the weights as well
-        scales["products"] = "full"
-    return scales
 
 
 # The attention
@@ -440,20 +392,14 @@ def _attend(
     seqlens: Tensor | None,
     ragged: Ragged | None,
     options: Options,
-    descales: dict[str, Any],
+    scales: dict[str, Any],
     metadata: Plan | None,
 ) -> Attend:
     """What will be called, checked as a whole."""
     shape, batch = tuple(q.shape), cache.batch
-    of_sequences = bool(descales) and descales["k_scale"].dim() > 1
     if ragged is not None and ragged.max_seqlen_q == 1 and q.shape[0] == batch:
         ragged, q = None, q[:, None]
-        if "q_scale" in descales and descales["q_scale"].dim() > 1:
-            descales = descales | {"q_scale": descales["q_scale"][:, None]}
-    elif ragged is None and q.shape[1] > MAX_DECODE_QUERIES and not of_sequences:
-        if "q_scale" in descales and descales["q_scale"].dim() > 1:
-            of_tokens = descales["q_scale"].repeat_interleave(q.shape[1], 0)
-            descales = descales | {"q_scale": of_tokens}
+    elif ragged is None and q.shape[1] > MAX_DECODE_QUERIES:
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
         ragged, q = Ragged(bounds, q.shape[1]), q.flatten(0, 1)
     k, v, table = pages_of(cache, ragged is not None)
@@ -462,18 +408,18 @@ def _attend(
         if seqlens is None:
             seqlens = torch.full((batch,), cache.capacity, dtype=torch.int32, device=q.device)
         lengths = (ragged.cu_seqlens_q, None, ragged.max_seqlen_q)
-        _problem(q, k, v, *lengths, cache_seqlens=seqlens, **arguments, **descales)
-        return Attend(q, k, v, seqlens, arguments | descales, ragged, shape)
+        _problem(q, k, v, *lengths, cache_seqlens=seqlens, **arguments, **scales)
+        return Attend(q, k, v, seqlens, arguments | scales, ragged, shape)
     if metadata is not None:
         arguments["max_seqlen_k"] = min(cache.capacity, metadata.problem.seqlen_k)
-    problem = _problem(q, k, v, cache_seqlens=seqlens, **arguments, **descales)
+    problem = _problem(q, k, v, cache_seqlens=seqlens, **arguments, **scales)
     if metadata is None:
         arguments["num_splits"] = options.num_splits
     else:
         plan = fitted(metadata, problem)
         fit_plan(plan, problem, device_of(q))
         arguments["plan"] = plan
-    return Attend(q, k, v, seqlens, arguments | descales, None, shape)
+    return Attend(q, k, v, seqlens, arguments | scales, None, shape)
 
 
 def _problem(*tensors: Any, **arguments: Any) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,10 @@ from splitkv.errors import (
 from splitkv.launch import device_of
 from splitkv.policies.shared import MAX_SPLITS
 
-QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments besides tensors and lengths, as FlashAttention names them.
+    """The arguments besides q, k, v, lengths and places, as FlashAttention names them.
 
     num_splits, pack_gqa and sm_margin only change how fast a result comes: they are checked, and
     the policy decides. flash_attn_with_kvcache passes num_splits on.
@@ -46,10 +44,18 @@ class Options:
     s_aux: Tensor | None = None
     learnable_sink: Tensor | None = None
     qv: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     attention_chunk: int = 0
     num_splits: int = 0
     pack_gqa: bool | None = None
     sm_margin: int = 0
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """What a function was called with, its `locals()`, as far as it belongs here."""
+        return cls(**{name: arguments[name] for name in cls.__slots__ if name in arguments})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window_size", window_of(self.window_size))
@@ -62,7 +68,11 @@ class Options:
     def names(self) -> dict[str, str]:
         """What this package calls differently than the caller did."""
         sink = "s_aux" if self.learnable_sink is None else "learnable_sink"
-        return {"sink_logits": sink}
+        return {"sink_logits": sink, **{f"{x}_scale": f"{x}_descale" for x in "qkv"}}
+
+    @property
+    def descales(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in ("q_descale", "k_descale", "v_descale")}
 
     @property
     def return_lse(self) -> bool:
@@ -150,18 +160,6 @@ def window_of(window_size: Any) -> Any:
 def refuse_qv(q: Any, qv: Tensor | None) -> None:
     if qv is not None:
         raise unsupported(q, "qv: expected None, as no kernel adds a second product to the scores")
-
-
-def refuse_descales(q: Tensor, **descales: Tensor | None) -> None:
-    """Scales of quantised inputs, for functions that take none."""
-    if q.dtype in QUANTISED:
-        raise unsupported(
-            q,
-            f"q: expected bfloat16, float16 or float32, as only caches are read quantised, got "
-            f"{str(q.dtype).removeprefix('torch.')}; see flash_attn_with_kvcache",
-        )
-    for name, descale in descales.items():
-        expect_none_with(name, descale, f"a {str(q.dtype).removeprefix('torch.')} q")
 
 
 def unsupported(q: Any, reason: str) -> UnsupportedProblem:

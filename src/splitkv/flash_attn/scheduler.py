@@ -142,6 +142,8 @@ def fitted(plan: Plan, problem: Problem) -> Plan:
         plan.problem,
         place=problem.place,
         codec=problem.codec,
+        products=problem.products,
+        q_granularity=problem.q_granularity,
         score=Score(plan.problem.score.softcap, problem.score.alibi),
         sink_logits=problem.sink_logits,
         return_lse=problem.return_lse,

@@ -69,6 +69,9 @@ def used_segments(
             call["cu_seqlens_q"] = _bounds(cu_seqlens_q, used.q, copies)
             call["page_table"] = used.page_table.repeat_interleave(copies, 0)
             call["cache_seqlens"] = torch.stack([length, torch.zeros_like(length)], 1).flatten()
+            for name in ("k_scale", "v_scale"):
+                if name in call and call[name].dim() == 2:
+                    call[name] = call[name].repeat_interleave(copies, 0)
     elif used.q is not None or used.k is not None:
         assert cu_seqlens_k is not None
         copies = 3

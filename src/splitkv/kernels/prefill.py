@@ -232,7 +232,7 @@ def prefill(
     elif UNITS != "as_is":
         if stored.q_ptr is None:
             q, q_scale = round_queries(q, k_ptr.dtype.element_ty)
-    k_scale, v_scale = shared_scales(stored, slab, h, UNITS)
+    k_scale, v_scale = shared_scales(stored, b, h, UNITS)
     sequence = stored.of_tokens, slab, first_k, h
     k_at = key_scales(stored.k_ptr, stored.k_strides, *sequence)
     v_at = key_scales(stored.v_ptr, stored.v_strides, *sequence)

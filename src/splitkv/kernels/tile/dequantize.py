@@ -75,14 +75,14 @@ def scale_of_rows(stored, b, token, head, ok, UNITS: tl.constexpr):
 
 
 @triton.jit
-def shared_scales(stored, slab, h, UNITS: tl.constexpr):
+def shared_scales(stored, b, h, UNITS: tl.constexpr):
     """(k's, v's) scale that all keys of a sequence and head share; 1 where they do not."""
     k_scale = 1.0
     v_scale = 1.0
     if UNITS != "as_is":
         if stored.of_tokens is None:
-            k_scale = tl.load(place(stored.k_ptr, stored.k_strides, slab, slab * 0, h))
-            v_scale = tl.load(place(stored.v_ptr, stored.v_strides, slab, slab * 0, h))
+            k_scale = tl.load(place(stored.k_ptr, stored.k_strides, b, b * 0, h))
+            v_scale = tl.load(place(stored.v_ptr, stored.v_strides, b, b * 0, h))
     return k_scale, v_scale
 
 
