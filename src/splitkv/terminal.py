@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,3 +29,14 @@ def one_line_errors() -> Iterator[None]:
     except ValueError as error:
         print(f"splitkv: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Within it a signal to terminate is an interruption, so that what is to be written at the end
+    is written."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

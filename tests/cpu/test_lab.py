@@ -7,10 +7,12 @@ import io
 import itertools
 import json
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from typer.testing import CliRunner
 
 import splitkv
 from splitkv.cli import app
-from splitkv.device import GPUS
+from splitkv.device import DEFAULT_BANDWIDTH, GPUS
 from splitkv.kv import Contiguous, Paged
 from splitkv.lab import bench, floor, lines, peers, process, report, suites, timing
 from splitkv.lab.cases import Case, Inputs
@@ -322,6 +324,57 @@ def test_only_a_right_answer_is_timed() -> None:
         ours["plan"]["policy"] == "tuned" and rows["splitkv (fixed)"]["plan"]["policy"] == "fixed"
     )
     json.dumps(rows)
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_graph_that_stops_computing_has_no_time() -> None:
+    """As one whose memory was given to others, so that its kernels find nothing to do."""
+
+    def stops(inputs: Inputs) -> Prepared:
+        turns = itertools.count()
+
+        def call(i: int) -> torch.Tensor:
+            out = splitkv.decode(**inputs.arguments(i))
+            return out if next(turns) < 4 else torch.full_like(out, float("nan"))
+
+        return Prepared(call)
+
+    variants = [*bench.our_variants(), Variant("stops", "x", stops)]
+    rows = list(timing.measure(small(), variants, Protocol("back-to-back", rounds=5)))
+    assert [row["us"] for row in rows] == [4.0, None]
+    assert rows[1]["err"] < 0.01, "it was right before its rounds"
+    assert rows[1]["reasons"][0].startswith("after its rounds: AssertionError: out: ")
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_time_below_that_of_the_memory_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(GPUS["h200"], bandwidth=1e9)  # 18 us for the bytes of `small`
+    monkeypatch.setattr(timing, "current", lambda: slow)
+    (row,) = timing.measure(small(), bench.our_variants(), Protocol("back-to-back", rounds=5))
+    assert row["us"] is None
+    assert row["reasons"] == [
+        "time: expected at least 18.43 us for 18432 bytes at 1 GB/s, got 4.00"
+    ]
+    case, h200 = CASES["seed003_llama7b-B1-ctx4k_page16"], GPUS["h200"]
+    said = timing.too_fast(case, 3.27, Protocol(), h200)
+    assert said == "time: expected at least 13.98 us for 67108864 bytes at 4800 GB/s, got 3.27"
+    assert timing.too_fast(case, 14.0, Protocol(), h200) is None
+    assert timing.too_fast(case, 3.27, Protocol(warm=True), h200) is None
+    unknown = replace(h200, bandwidth=DEFAULT_BANDWIDTH)
+    assert timing.too_fast(case, 3.27, Protocol(), unknown) is None
+
+
+def test_a_replay_holds_what_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = MagicMock()
+    monkeypatch.setattr(timing.torch, "cuda", fakes)
+    memory = torch.zeros(1)
+    held = weakref.ref(memory)
+    replay = timing.Replay(functools.partial(torch.add, memory), buffers=2, calls=4)
+    del memory
+    assert held() is not None and replay.calls == 4
+    fakes.reset_mock()
+    del replay
+    assert held() is None
 
 
 @pytest.mark.usefixtures("fake_gpu")

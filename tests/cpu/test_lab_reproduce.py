@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
+import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +24,7 @@ from splitkv import device
 from splitkv.cli import app
 from splitkv.device import GPUS
 from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.compiler import Compiler
 from splitkv.lab.lines import Lines
 from splitkv.lab.reproduce import backends, claims, model, run, tables, works
 from splitkv.lab.reproduce.claims import Verdict, check
@@ -87,10 +91,10 @@ def measured(
     screen = io.StringIO()
     with Lines(path) as lines:
         lost = run.run_works(
-            works.works(effort == "quick", 132) if todo is None else todo,
+            works.in_turns(works.works(effort == "quick", 132)) if todo is None else todo,
             list(who),
-            *(H200, effort, lines),
-            **{"jobs": 0, "end": None, "console": Console(file=screen, width=200)},
+            *(H200, effort, lines, Compiler(0)),
+            **{"ends": {}, "console": Console(file=screen, width=200)},
             **{"machine": MACHINE, "rest": rest},
         )
     return lost, screen.getvalue()
@@ -243,7 +247,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     path.write_text(whole[: whole.rindex("\n", 0, -1) + 20])  # cut short in its last record
     again = FakeBackend("splitkv")
     measured(path, again, todo=todo)
-    assert len(again.asked) == len(todo) - 3
+    assert len(again.asked) == len(todo) - 2
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["case"] for r in lines if r["step"] == "decode step"] == ["llama3_70b_tp8"]
     assert len(lines) == len(todo) + 1
@@ -261,15 +265,72 @@ def test_a_lost_gpu_loses_no_result(tmp_path: Path) -> None:
     path, todo = tmp_path / "results.jsonl", works.works(True, 132)
     lost, text = measured(path, FakeBackend("splitkv", breaks), todo=todo)
     assert lost and "splitkv: stopped: RuntimeError: CUDA error" in text
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text().splitlines()) == 3  # the parts of a decode step, and two shapes
 
 
-def test_past_the_time_limit_nothing_is_started(tmp_path: Path) -> None:
-    screen, ours = io.StringIO(), FakeBackend("splitkv")
+def test_past_its_time_a_backend_begins_nothing_and_the_next_one_does(tmp_path: Path) -> None:
+    screen, ours, theirs = io.StringIO(), FakeBackend("splitkv"), FakeBackend("fa3")
     with Lines(tmp_path / "r.jsonl") as lines:
-        options = {"jobs": 0, "end": 0.0, "console": Console(file=screen), "machine": MACHINE}
-        run.run_works(works.works(True, 132), [ours], H200, "quick", lines, **options)
-    assert not ours.asked and "time limit" in screen.getvalue()
+        options: Any = {"ends": {"fa3": 0.0}, "machine": MACHINE, "rest": rest}
+        options["console"] = Console(file=screen)
+        todo = works.in_turns(works.works(True, 132))[:5]
+        who: Any = [ours, theirs]
+        run.run_works(todo, who, H200, "quick", lines, Compiler(0), **options)
+    assert not theirs.asked and len(ours.asked) == 5
+    assert "fa3: time limit: 5 shapes left out" in screen.getvalue()
+
+
+def test_the_first_shapes_have_one_of_every_step_and_those_that_claims_need() -> None:
+    for quick in (True, False):
+        listed = works.works(quick, 132)
+        turns = works.in_turns(listed)
+        assert sorted(map(repr, turns)) == sorted(map(repr, listed))
+        first = turns[: len(tables.STEPS)]
+        assert {w.step for w in first} == set(tables.STEPS)
+        assert works.MQA_16 in {w.case.name for w in first}
+        early = {(w.step, w.case.name) for w in turns[:20]}
+        for kv_heads in (1, 2):
+            assert ("table 1", works.mqa(512, kv_heads).name) in early
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, folder: Path, ending: Callable[[], Any]) -> str:
+    """`reproduce` on fakes, of which the ninth shape is not the end of the run, but `ending`."""
+
+    def us(work: Work, way: Way) -> float | None:
+        return ending() if len(ours.asked) == 9 else fast(work, way)
+
+    ours, screen = FakeBackend("splitkv", us), io.StringIO()
+    monkeypatch.setattr(run, "current", lambda: H200)
+    monkeypatch.setattr(run, "facts", lambda: MACHINE)
+    monkeypatch.setattr(run, "Ours", lambda: ours)
+    monkeypatch.setattr(run.model, "measure", rest)
+    options: Any = {"backends": ["splitkv"], "whole_sequences": False, "jobs": 0}
+    with pytest.raises(KeyboardInterrupt):
+        run.reproduce(
+            folder, quick=True, time_limit=None, console=Console(file=screen, width=300), **options
+        )
+    return screen.getvalue()
+
+
+def test_an_interrupted_run_says_what_its_results_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def terminated() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for name, ending in (("ctrl-c", interrupted), ("term", terminated)):
+        folder = tmp_path / name
+        said = cut_short(monkeypatch, folder, ending)
+        assert len((folder / "results.jsonl").read_text().splitlines()) == 9  # and a decode step
+        claims = {v["claim"]: v for v in json.loads((folder / "claims.json").read_text())}
+        words = {v["verdict"] for v in claims.values()}
+        assert words == {"PASS", "NOT RUN"} and all(v["why"] for v in claims.values())
+        assert claims["512 keys, 1 KV head: patched over standard (splitkv)"]["verdict"] == "PASS"
+        assert "see" in said.splitlines()[-1] and (folder / "report.md").is_file()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_whole_sequences_that_are_there_are_left_out(
@@ -283,9 +344,11 @@ def test_whole_sequences_that_are_there_are_left_out(
 
     monkeypatch.setattr(run, "facts", lambda: MACHINE)
     monkeypatch.setattr(run.sequences, "bench_sequences", bench)
+    monkeypatch.setattr(run.torch.cuda, "synchronize", lambda: None)
     path = tmp_path / "results.jsonl"
-    assert not run.run_sequences(path, "quick", 0, None, Console(file=io.StringIO()))
-    assert [command for command, _ in asked] == ["prefill", "prefill", "backward"]
+    quiet, ahead = Console(file=io.StringIO()), Compiler(0)
+    assert not run.run_sequences(path, "quick", ahead, math.inf, quiet)
+    assert [command for command, _ in asked] == ["prefill", "backward"]
     names = [name for _, listed in asked for name in listed]
     assert "mqa16_b8_4096_full" in names and not [n for n in names if "window128" in n]
     done = [
@@ -295,9 +358,12 @@ def test_whole_sequences_that_are_there_are_left_out(
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in done))
     asked.clear()
-    run.run_sequences(path, "quick", 0, None, Console(file=io.StringIO()))
+    run.run_sequences(path, "quick", ahead, math.inf, quiet)
     assert asked == []
-    assert [len(names) for _, names in run.sequence_cases("full")] == [12, 10, 10]
+    path.unlink()
+    run.run_sequences(path, "quick", ahead, 0.0, quiet)
+    assert asked == [], "past the time limit"
+    assert [len(names) for _, names in run.sequence_cases("full")] == [22, 10]
 
 
 def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

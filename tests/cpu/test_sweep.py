@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -57,10 +58,10 @@ class FakeSession:
 
     entered: list[Config] = []
     broken: Callable[[Config], Exception | None] = staticmethod(lambda config: None)
+    stops: Callable[[str], bool] = staticmethod(lambda name: False)
 
     def __init__(self, case: Case, protocol: Protocol) -> None:
         self.problem, self.rounds = case.problem, []
-        self.watch = SimpleNamespace(time=self.time)
         FakeSession.last = self
 
     def capture(self, variant: Variant) -> tuple[Callable[[], float], dict[str, Any]]:
@@ -71,10 +72,14 @@ class FakeSession:
         FakeSession.entered.append(config)
         return lambda: us_of(self.problem, config), {}
 
-    def time(self, replays: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Timing]:
+    def time(
+        self, replays: Mapping[str, Callable[[], float]], rounds: int
+    ) -> tuple[dict[str, Timing], dict[str, str]]:
         self.rounds.append((rounds, len(replays)))
         samples = timing.interleave(replays, rounds)
-        return {name: timing.summarize(us) for name, us in samples.items()}
+        reasons = {name: "after its rounds: no" for name in samples if FakeSession.stops(name)}
+        times = {n: timing.summarize(us) for n, us in samples.items() if n not in reasons}
+        return times, reasons
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +217,18 @@ def test_a_plan_that_cannot_run_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     assert record["best"]["config"]["tile_n"] != 128
     assert record["reasons"] and "x 128, 4 warps" in record["reasons"][0]
     assert record["reasons"][0].endswith("AssertionError: out: expected an error")
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_plan_that_is_wrong_after_its_rounds_is_not_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    best = sweep.label_of(one()["best"])
+    monkeypatch.setattr(FakeSession, "stops", staticmethod(lambda name: name == best))
+    record = one()
+    assert record["reasons"] == [f"{best}: after its rounds: no"]
+    assert best not in map(sweep.label_of, record["tried"])
+    assert record["best"] in [{n: t[n] for n in record["best"]} for t in record["tried"]]
 
 
 @pytest.mark.usefixtures("h200")
@@ -607,6 +624,18 @@ class FakePool:
         self.work.append((function, *args))
         self.futures.append(Future())
         return self.futures[-1]
+
+
+def test_what_is_still_compiling_is_ended_with_the_run() -> None:
+    with Compiler(1) as ahead:
+        assert ahead.pool is not None
+        ahead.pool.submit(int).result()  # until its process has started
+        long = ahead.pool.submit(time.sleep, 600)
+        end = time.monotonic() + 20
+        while not long.running() and time.monotonic() < end:
+            time.sleep(0.01)
+    with pytest.raises(compiler.BrokenExecutor):
+        long.result(20)
 
 
 def test_each_kernel_is_compiled_once_and_small_caches_only() -> None:

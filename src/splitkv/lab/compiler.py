@@ -43,8 +43,12 @@ class Compiler:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        """What is still being compiled is ended: nobody waits for it any more."""
         if self.pool:
+            running = list((self.pool._processes or {}).values())
             self.pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.kill()
 
     def submit(self, plans: Iterable[Plan]) -> list[Future[None]]:
         """Done when the kernels of these plans are compiled, each of them once."""

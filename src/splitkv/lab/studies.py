@@ -86,9 +86,15 @@ class Contest:
     def time(self, keys: Iterable[Key], rounds: int) -> dict[Key, Timing]:
         replays = {key: self.replays[key] for key in dict.fromkeys(keys) if key in self.replays}
         names = {label(key): key for key in replays}
-        times = self.session.watch.time({label(key): r for key, r in replays.items()}, rounds)
+        times, reasons = self.session.time(
+            {label(key): r for key, r in replays.items()}, rounds=rounds
+        )
+        for name, reason in reasons.items():
+            self.reasons.append(f"{name}: {reason}")
+            self.times.pop(names[name], None)
+            self.replays.pop(names[name])
         self.times |= {names[name]: timing for name, timing in times.items()}
-        return {key: self.times[key] for key in replays}
+        return {names[name]: timing for name, timing in times.items()}
 
 
 class Rival(typing.Protocol):

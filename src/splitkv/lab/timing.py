@@ -1,7 +1,11 @@
 """How a call is timed: one protocol for every library.
 
-* **Checked first.** A call is timed only after what its graph computed has passed
-  `testing.assert_close` against the reference in fp32: a fast wrong answer is not a time.
+* **Checked before and after.** A call is timed only after what its graph computed has passed
+  `testing.assert_close` against the reference in fp32, and has a time only where the graph still
+  computes that when all rounds are over: a fast wrong answer is not a time. The output is filled
+  with NaN before each of these replays, so that one that is left from before is none.
+* **Not faster than memory.** Cold, a time below what reading K and V takes at the data sheet's
+  bandwidth is no time but a reason.
 * **CUDA graph replay.** A serving loop replays a graph, and the host would be timed otherwise. The
   stream is kept busy until the graph is queued, so the start of the graph is not timed either.
 * **Cold.** Buffers of q, K and V rotate: between two reads of one, twice the L2 is read from
@@ -19,7 +23,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -29,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitkv.device import DEFAULT_BANDWIDTH, Device, current
 from splitkv.errors import expect, expect_one_of
 from splitkv.kv import AS_IS
 from splitkv.lab.cases import Case, Inputs
@@ -166,6 +171,7 @@ class Replay:
 
     before   runs before every replay, and is not timed
     result   what the first call of the graph returned, rewritten by every replay
+    body     holds the memory that the graph reads: freed, it would be given to others
     """
 
     def __init__(
@@ -177,7 +183,7 @@ class Replay:
             for i in (0, 0, buffers - 1):  # compiles, loads, allocates
                 body(i)
         torch.cuda.synchronize()
-        self.calls, self.before = buffers * -(-calls // buffers), before
+        self.calls, self.before, self.body = buffers * -(-calls // buffers), before, body
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.result = body(0)
@@ -226,6 +232,7 @@ class Session:
 
     def __init__(self, case: Case, protocol: Protocol) -> None:
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self.case, self.protocol = case, protocol
         self.inputs = Inputs(case, protocol.buffers(case.kv_bytes, l2_bytes))
         self.ref, self.pt = self.inputs.references()
         self.watch = Stopwatch(protocol, self.inputs.x, self.inputs.q)
@@ -238,16 +245,50 @@ class Session:
         call, version, plan = variant.prepare(self.inputs)
         replay = self.watch.capture(call)
         first = replay.result.clone()
+        self.check(replay, variant.coarse)
+        err = (replay.result.double().reshape(self.ref.shape) - self.ref).abs().max().item()
+        repeats = torch.equal(first, replay.result)
+        return replay, variant.row(version=version, plan=plan, err=err, repeats=repeats)
+
+    def check(self, replay: Replay, coarse: bool = False) -> None:
+        """Replay it into an output of NaN, and hold what it computes to the reference."""
+        replay.result.fill_(float("nan"))
         replay()
         out = replay.result.reshape(self.ref.shape)
-        if variant.coarse and self.inputs.problem.codec != AS_IS:
+        if coarse and self.inputs.problem.codec != AS_IS:
             error = ((out - self.ref).norm() / self.ref.norm()).item()
             assert error < COARSE, f"error of {error:.3f} of the norm, expected below {COARSE}"
         else:
             assert_close(out, self.ref, self.pt)
-        err = (out.double() - self.ref.double()).abs().max().item()
-        repeats = torch.equal(first, replay.result)
-        return replay, variant.row(version=version, plan=plan, err=err, repeats=repeats)
+
+    def time(
+        self, replays: Mapping[str, Replay], coarse: Collection[str] = (), rounds: int = 0
+    ) -> tuple[dict[str, Timing], dict[str, str]]:
+        """(times, reasons of those that have none after all); `coarse`: names of those replays."""
+        times, reasons = self.watch.time(replays, rounds), dict[str, str]()
+        for name, replay in replays.items():
+            try:
+                self.check(replay, name in coarse)
+            except AssertionError as error:
+                reasons[name] = f"after its rounds: {one_line(error)}"
+            else:
+                fast = too_fast(self.case, times[name].us, self.protocol, current())
+                reasons |= {name: fast} if fast else {}
+        return {name: t for name, t in times.items() if name not in reasons}, reasons
+
+
+def too_fast(case: Case, us: float, protocol: Protocol, device: Device) -> str | None:
+    """Why so many microseconds cannot be, None where they can.
+
+    Nothing is said of a GPU whose bandwidth nobody told.
+    """
+    if protocol.warm or device.bandwidth == DEFAULT_BANDWIDTH:
+        return None
+    least = case.kv_bytes / device.bandwidth * 1e6
+    if us >= least:
+        return None
+    rate = f"{case.kv_bytes} bytes at {device.bandwidth / 1e9:g} GB/s"
+    return f"time: expected at least {least:.2f} us for {rate}, got {us:.2f}"
 
 
 def measure(
@@ -268,7 +309,7 @@ def measure(
         yield from (variant.row(reasons=[one_line(error)]) for variant in able)
         torch.cuda.synchronize()
         return
-    rows, replays = {}, {}
+    rows, replays, coarse = {}, {}, set()
     for variant in able:
         key = f"{variant.library} {variant.kernel}"
         try:
@@ -276,10 +317,15 @@ def measure(
         except Exception as error:  # whatever a library raises is why it has no time
             yield variant.row(reasons=[one_line(error)])
             torch.cuda.synchronize()
-    times = session.watch.time(replays)
+        if variant.coarse:
+            coarse.add(key)
+    times, reasons = session.time(replays, coarse)
     now = clocks()
-    for key, timing in times.items():
-        yield {**rows[key], "us": timing.us, "spread_us": timing.spread_us, "clocks": now}
+    for key, row in rows.items():
+        if key in reasons:
+            yield {**row, "reasons": [reasons[key]]}
+        else:
+            yield {**row, "us": times[key].us, "spread_us": times[key].spread_us, "clocks": now}
 
 
 def one_line(error: BaseException) -> str:

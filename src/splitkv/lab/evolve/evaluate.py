@@ -101,7 +101,7 @@ class Evaluator:
     def _ratio(self, i: int, option: Option, rounds: int) -> float:
         told = self.kept.ratios(self.cases[i], [option], rounds)[option.label]
         if isinstance(told, str):
-            unstable = told.startswith("AssertionError")
+            unstable = "AssertionError" in told
             kind = "numerically unstable" if unstable else "cannot run"
             raise ValueError(f"{kind}: {self.cases[i].name}: {option.label}: {told}")
         return told

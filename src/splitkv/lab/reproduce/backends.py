@@ -33,7 +33,7 @@ from splitkv.problem import Problem
 from splitkv.registry import make_plan
 
 ABLATED = "decode_split"  # the kernel that packing is taken out of, and put into again
-SECONDS = 240  # that a process may take for a work
+SECONDS = 60  # that a process may take for a work; the first one loads
 
 
 class Backend(Protocol):

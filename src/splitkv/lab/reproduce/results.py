@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from splitkv.lab.lines import Record
 from splitkv.lab.reproduce.model import rows_named
+from splitkv.lab.reproduce.works import places
 
 OURS, FA3 = "splitkv", "fa3"
 
@@ -31,7 +32,10 @@ class Results:
         return next(r["num_sms"] for r in self.works.values())
 
     def of(self, step: str, backend: str) -> list[Record]:
-        return [r for (s, b, _), r in self.works.items() if (s, b) == (step, backend)]
+        """The records of a step, in the order of its works."""
+        found = [r for (s, b, _), r in self.works.items() if (s, b) == (step, backend)]
+        of = places(self.num_sms) if found else {}
+        return sorted(found, key=lambda r: of.get((step, r["case"]), len(of)))
 
     def backends(self, step: str) -> list[str]:
         return list(dict.fromkeys(b for s, b, _ in self.works if s == step))

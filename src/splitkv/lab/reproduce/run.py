@@ -8,26 +8,28 @@ run, also after one that was cut short.
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from splitkv.device import Device, current
 from splitkv.errors import expect, expect_one_of
 from splitkv.lab.bench import facts
-from splitkv.lab.compiler import Compiler
+from splitkv.lab.compiler import Compiler, in_order_of_readiness
 from splitkv.lab.lines import Lines, Record, read
 from splitkv.lab.reproduce import model
 from splitkv.lab.reproduce.backends import Backend, FlashAttention3, Ours, our_plans
 from splitkv.lab.reproduce.claims import Verdict, check
 from splitkv.lab.reproduce.tables import report
-from splitkv.lab.reproduce.works import Work, works
+from splitkv.lab.reproduce.works import Work, in_turns, works
 from splitkv.lab.sequences import bench as sequences
 from splitkv.lab.sequences.peers import PEERS
 from splitkv.lab.sequences.suites import CASES, SUITES
@@ -35,6 +37,7 @@ from splitkv.lab.sequences.timing import QUICK, Pace
 from splitkv.lab.studies import say
 from splitkv.lab.timing import one_line
 from splitkv.plans import Plan
+from splitkv.terminal import terminated_as_interrupted
 
 ROUNDS = {"quick": 7, "full": 21}
 BACKENDS = ("splitkv", "fa3")
@@ -44,6 +47,9 @@ SEQUENCES = (
     ("prefill", "windows", ("gqa32x8_",), ("8192_causal", "8192_window4096", "16384_")),
     ("backward", "windows", ("gqa32x8_",), ("8192_causal", "8192_window4096", "16384_")),
 )
+SECONDS = {"quick": 280.0, "full": 1740.0}  # of a run, where no limit is given
+# by which share of them a part is to have begun its last shape; then the claims are checked
+SHARES = {"fa3": 0.25, "splitkv": 0.6, "sequences": 0.92}
 WIDE = "_window128"  # cases of the suite `windows` that no source has
 
 
@@ -57,27 +63,37 @@ def reproduce(
     time_limit: float | None,
     console: Console,
 ) -> int:
-    """Run what is left, then check the claims. 0, or 1 where a claim failed or the GPU was lost."""
+    """Run what is left, then check the claims, also where the run is interrupted. 0, or 1 where a
+    claim failed or the GPU was lost."""
     for name in backends:
         expect_one_of("backend", name, BACKENDS)
     made: dict[str, Callable[[], Backend]] = {"splitkv": Ours, "fa3": FlashAttention3}
     device = current()
     expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
     effort, path = "quick" if quick else "full", folder / "results.jsonl"
-    end = None if time_limit is None else time.monotonic() + time_limit
+    limit, start = time_limit or SECONDS[effort], time.monotonic()
+    ends = {part: start + share * limit for part, share in SHARES.items()}
+    if not whole_sequences:
+        ends["splitkv"] = ends["sequences"]
+    say(console, f"{effort}, {limit:.0f} s; results in {folder}")
     listed = [made[name]() for name in backends]
-    with Lines(path) as lines:
-        lost = run_works(
-            works(quick, device.num_sms),
-            listed,
-            *(device, effort, lines),
-            jobs=jobs,
-            end=end,
-            console=console,
-        )
-    if whole_sequences and not lost:
-        lost = run_sequences(path, effort, jobs, end, console)
-    verdicts = conclude(folder, console)
+    try:
+        with terminated_as_interrupted(), Compiler(jobs) as compiler:
+            todo = in_turns(works(quick, device.num_sms))
+            if "splitkv" in backends:
+                compiler.submit(_plans(todo, device))
+            if whole_sequences:
+                compiler.submit(_sequence_plans(effort, device))
+            with Lines(path) as lines:
+                who = todo, listed, device, effort, lines, compiler
+                lost = run_works(*who, ends=ends, console=console)
+            if whole_sequences and not lost:
+                lost = run_sequences(path, effort, compiler, ends["sequences"], console)
+            if failures := compiler.failures():
+                say(console, f"{len(failures)} kernels did not compile ahead: {failures[0]}")
+    finally:
+        verdicts = conclude(folder, console)
+    say(console, f"{time.monotonic() - start:.0f} s")
     return 1 if lost or any(v.verdict == "FAIL" for v in verdicts) else 0
 
 
@@ -100,17 +116,18 @@ def run_works(
     device: Device,
     effort: str,
     lines: Lines,
+    compiler: Compiler,
     *,
-    jobs: int,
-    end: float | None,
+    ends: Mapping[str, float],
     console: Console,
     machine: Record | None = None,
-    rest: Callable[[int], list[Record]] = model.measure,
+    rest: Callable[[int], list[Record]] | None = None,
 ) -> bool:
     """Measure the works that `lines` does not have; whether the GPU was lost.
 
+    ends      when a backend is to have begun its last work
     machine   what records say of it, None: this one
-    rest      times the parts of a decode step that are not attention
+    rest      times the parts of a decode step that are not attention, None: `model.measure`
     """
     machine, rounds = machine or facts(), ROUNDS[effort]
     names = ("suite", "step", "backend", "case", "ways", "effort", "gpu", "commit")
@@ -123,37 +140,36 @@ def run_works(
         record["date"] = date
         lines.records.append(record)
         lines.add(record)
+        say(console, _line(record))
 
-    with Compiler(jobs) as compiler:
-        left: list[tuple[Backend, list[tuple[Work, Record]]]] = []
-        for backend in backends:
-            if absent := backend.absent():
-                say(console, f"{backend.name}: {'; '.join(absent)}")
-                continue
-            named = [(work, identity(work, backend.name, effort, machine)) for work in todo]
-            left.append((backend, [pair for pair in named if pair[1] not in done]))
-        ours = (pairs for b, pairs in left if jobs and b.name == "splitkv")
-        ahead = compiler.submit(plan for pairs in ours for plan in _plans(pairs, device))
-        for backend, pairs in sorted(left, key=lambda pair: pair[0].name == "splitkv"):
-            if backend.name == "splitkv":  # meanwhile its kernels were compiled
-                wait(ahead)
-            say(console, f"{backend.name}: {len(pairs)} shapes, {len(todo) - len(pairs)} done")
-            try:
-                for work, who in pairs:
-                    if end is not None and time.monotonic() > end:
-                        say(console, "time limit: the rest is left out")
-                        return False
-                    add(who, work, backend.measure(work, rounds))
-                    say(console, _line(lines.records[-1]))
-                who = _step_identity(effort, machine)
-                if backend.name == "splitkv" and who not in done:
-                    add(who, None, rest(rounds))
-                    say(console, _line(lines.records[-1]))
-            except RuntimeError as error:  # the GPU does not recover from this in one process
-                say(console, f"{backend.name}: stopped: {one_line(error)}")
-                return True
-            finally:
-                backend.stop()
+    for backend in sorted(backends, key=lambda b: b.name == "splitkv"):  # ours are compiled then
+        if absent := backend.absent():
+            say(console, f"{backend.name}: {'; '.join(absent)}")
+            continue
+        named = {work: identity(work, backend.name, effort, machine) for work in todo}
+        left = [work for work, who in named.items() if who not in done]
+        say(console, f"{backend.name}: {len(left)} shapes, {len(todo) - len(left)} done")
+        ours = backend.name == "splitkv"
+
+        def compiled(work: Work, ours: bool = ours) -> list[Future[None]]:
+            return compiler.submit(_plans([work], device) if ours and compiler.pool else ())
+
+        count = 0
+        try:
+            who = _step_identity(effort, machine)
+            if ours and who not in done:
+                add(who, None, (rest or model.measure)(rounds))
+            for work in in_order_of_readiness(left, compiled):
+                if time.monotonic() > ends.get(backend.name, math.inf):
+                    say(console, f"{backend.name}: time limit: {len(left) - count} shapes left out")
+                    break
+                add(named[work], work, backend.measure(work, rounds))
+                count += 1
+        except RuntimeError as error:  # the GPU does not recover from this in one process
+            say(console, f"{backend.name}: stopped: {one_line(error)}")
+            return True
+        finally:
+            backend.stop()
     return False
 
 
@@ -164,9 +180,16 @@ def _step_identity(effort: str, machine: Record) -> Record:
     return {**who, **own, "effort": effort, **where}
 
 
-def _plans(pairs: Sequence[tuple[Work, Record]], device: Device) -> Iterator[Plan]:
-    for work, _ in pairs:
+def _plans(todo: Iterable[Work], device: Device) -> Iterator[Plan]:
+    for work in todo:
         yield from (plan for plan in our_plans(work, device).values() if isinstance(plan, Plan))
+
+
+def _sequence_plans(effort: str, device: Device) -> Iterator[Plan]:
+    for command, names in sequence_cases(effort):
+        for name in names:
+            case = CASES[sequence_direction(command), name]
+            yield from sequences.plans(case, sequences.our_variants(), device)
 
 
 def _shape(work: Work) -> Record:
@@ -188,15 +211,24 @@ def _line(record: Record) -> str:
     return f"{head}  {'  '.join(times and shown)}{said}"
 
 
+def sequence_direction(command: str) -> str:
+    return "backward" if command == "backward" else "forward"
+
+
 def sequence_cases(effort: str) -> Iterator[tuple[str, list[str]]]:
-    """(command, names of cases)."""
+    """(command, names of cases), each command once."""
+    found: dict[str, list[str]] = {}
     for command, suite, globs, few in SEQUENCES:
         names = [c.name for c in SUITES[command][suite] if WIDE not in c.name]
         parts = few if effort == "quick" else globs
-        yield command, [name for name in names if any(part in name for part in parts)]
+        wanted = [name for name in names if any(part in name for part in parts)]
+        found[command] = [*found.get(command, []), *wanted]
+    yield from found.items()
 
 
-def run_sequences(path: Path, effort: str, jobs: int, end: float | None, console: Console) -> bool:
+def run_sequences(
+    path: Path, effort: str, compiler: Compiler, end: float, console: Console
+) -> bool:
     """Time whole sequences beside FlashAttention-2 and 3; whether the GPU was lost."""
     machine = facts()
     have = {
@@ -206,24 +238,31 @@ def run_sequences(path: Path, effort: str, jobs: int, end: float | None, console
         and all(r[name] == machine[name] for name in ("gpu", "commit"))
         and (effort == "quick" or r["pace"]["rounds"] == Pace().rounds)
     }
-    for command, names in sequence_cases(effort):
-        direction = "backward" if command == "backward" else "forward"
+    listed = list(sequence_cases(effort))
+    for i, (command, names) in enumerate(listed):
+        direction = sequence_direction(command)
         cases = [CASES[direction, name] for name in names if (command, name) not in have]
-        left = None if end is None else end - time.monotonic()
-        if not cases or (left is not None and left <= 0):
+        left = (end - time.monotonic()) / (len(listed) - i)
+        if not cases or left <= 0:
+            say(console, f"{command}: {len(cases)} cases left out" if cases else f"{command}: done")
             continue
-        _, status = sequences.bench_sequences(
+        ours = sequences.our_variants()
+        plans = (plan for case in cases for plan in sequences.plans(case, ours, current()))
+        begun = time.monotonic()
+        wait(compiler.submit(plans), timeout=left / 2)
+        sequences.bench_sequences(
             command,
             cases,
-            ours=sequences.our_variants(),
+            ours=ours,
             peers=[name for name in ("fa2", "fa3x", "fa3") if name in PEERS],
             pace=QUICK if effort == "quick" else Pace(),
             json_path=path,
-            time_limit=left,
-            jobs=jobs,
+            time_limit=max(1.0, left - (time.monotonic() - begun)),
             console=console,
         )
-        if status:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
             return True
     return False
 

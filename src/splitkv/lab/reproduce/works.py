@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import product
+from functools import cache
+from itertools import product, zip_longest
 from typing import NamedTuple
 
 from splitkv.lab.cases import Case
@@ -30,7 +31,7 @@ BOUNDARY = (128, 192, 256, 320, 384, 385, 448, 512, 513, 576, 640, 768, 896, 102
 QUICK_BOUNDARY = (256, 384, 385, 512, 513, 640)
 QUICK_MATRIX = 5  # every so many of the 160, beside those that the rules split differently
 PACKING = [(1024 << i, 256 >> i) for i in range(8)]  # keys, batch
-REPEATED = (128, 512, 513, 4096)  # keys
+MQA_16 = "seed003_mqa-B16-ctx4k_page16"  # the shape of `ten_shapes` with a claim of its own
 
 Rule = Callable[[int, int, int], int]
 """(tiles, blocks of keys, SMs) -> splits."""
@@ -120,7 +121,7 @@ def mqa(keys: int, kv_heads: int = 1, batch: int = 1) -> Case:
 
 
 def works(quick: bool, num_sms: int) -> list[Work]:
-    """Everything that decode kernels are timed on."""
+    """Everything that decode kernels are timed on, step by step."""
     return [
         *table_1(num_sms),
         split_sweep(),
@@ -130,6 +131,28 @@ def works(quick: bool, num_sms: int) -> list[Work]:
         *ten_shapes(quick),
         *packing(quick),
     ]
+
+
+@cache
+def places(num_sms: int) -> Mapping[tuple[str, str], int]:
+    """(step, case) -> its place in `works`."""
+    return {(w.step, w.case.name): i for i, w in enumerate(works(False, num_sms))}
+
+
+def in_turns(listed: Iterable[Work]) -> list[Work]:
+    """One of every step, then another one of each, those that claims hang on first: whatever ends a
+    run, every step has something."""
+    steps: dict[str, list[Work]] = {}
+    for work in sorted(listed, key=lambda work: not decisive(work)):
+        steps.setdefault(work.step, []).append(work)
+    turns = zip_longest(*(steps[step] for step in sorted(steps, key=lambda s: len(steps[s]))))
+    return [work for turn in turns for work in turn if work is not None]
+
+
+def decisive(work: Work) -> bool:
+    """Whether the rules differ on it, or a claim is of it alone."""
+    splits = {way.splits for way in work.ways if way.name in ("standard", "patched")}
+    return len(splits) > 1 or work.case.name == MQA_16
 
 
 def table_1(num_sms: int) -> Iterator[Work]:
