@@ -304,7 +304,9 @@ def reproduce(
     ),
     backend: Annotated[list[str] | None, typer.Option(help="splitkv, fa3; else both.")] = None,
     sequences: Annotated[bool, typer.Option(help="Prefill and backward too.")] = True,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to start shapes in.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds; else 280 with --quick, or 1740.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
 ) -> None:
     """Take the tables of the library's sources on this GPU, and check their claims and ours."""

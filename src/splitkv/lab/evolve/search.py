@@ -2,8 +2,8 @@
 
 Each island has a population of its own. A generation: parents are drawn by tournaments, of equal
 ones the smaller; children are made by typed crossover and mutation, evaluated, and of both
-generations the best of different behaviour stay. Every few generations the best of an island go on
-to the next. A candidate that does what another did takes its figures and no time.
+generations the best of different behaviour where it counts stay. Every few generations the best of
+an island go on to the next. A candidate that does what another did takes its figures and no time.
 
 In the folder: `candidates.jsonl`, a line a candidate with its parents and how it was made;
 `candidates/`, their files; `best.py`; `times.jsonl`, every timing; `checkpoint.json`, from which a
@@ -35,6 +35,7 @@ MUTATIONS = 3  # of a mutant, at most
 TOURNAMENT, PARSIMONY = 4, 1.3
 MIGRATE_EVERY, MIGRANTS = 4, 2
 REJECTED = (float("inf"), float("inf"))
+WRITTEN_OUT = "what the default decides, written out"
 
 
 class Fitness(base.Fitness):
@@ -226,7 +227,7 @@ class Search:
         table = {"num_splits": by_length(splits), "tile": by_length(tiles)}
         most = cases[-1].problem
         applies = f"seqlen_k < {most.seqlen_k + 1} and batch < {most.batch + 1}"
-        return {"what the default decides, written out": {"applies": applies, **table}}
+        return {WRITTEN_OUT: {"applies": applies, **table}}
 
     def _written(self, expressions: dict[str, str]) -> Policy:
         """A start in this search's slots."""
@@ -244,12 +245,20 @@ class Search:
         individual = Individual(policy)
         individual.number, evaluation = self.add(policy, how, parents, island)
         individual.behaviour = evaluation.behaviour or (str(individual.number),)
-        self._judge(individual, evaluation.reason, evaluation.ratio)
+        self._judge(individual, how, evaluation.reason, evaluation.ratio)
         return individual
 
-    def _judge(self, individual: Individual, reason: str | None, ratio: float | None) -> None:
-        """What was rejected, and what leaves everything to the default, is no parent."""
-        bad = reason is not None or ratio is None or individual.behaviour == self.default
+    def _counted(self, behaviour: tuple[str, ...]) -> tuple[str, ...]:
+        """What it does where it counts."""
+        return behaviour[: len(self.evaluator.workload.counted)]
+
+    def _judge(
+        self, individual: Individual, how: str, reason: str | None, ratio: float | None
+    ) -> None:
+        """What was rejected is no parent, nor what does as the default where it counts: the
+        smallest of those leave everything to it. Only the default written out is one."""
+        same = self._counted(individual.behaviour) == self._counted(self.default)
+        bad = reason is not None or ratio is None or (same and how != WRITTEN_OUT)
         individual.fitness.values = REJECTED if bad else (ratio, individual.policy.size)
 
     def _generation(self, island: int, population: list[Individual]) -> list[Individual]:
@@ -274,8 +283,9 @@ class Search:
         return self._different(tools.selBest(population + children, len(population) * 2))
 
     def _different(self, ranked: list[Individual]) -> list[Individual]:
-        """The first of every behaviour, filled up with others to the size of a population."""
-        first = {individual.behaviour: individual for individual in reversed(ranked)}
+        """The first of every behaviour where it counts, filled up with others to the size of a
+        population: policies that differ on what is held out alone are equally fast."""
+        first = {self._counted(each.behaviour): each for each in reversed(ranked)}
         chosen = sorted(first.values(), key=ranked.index)
         chosen += [other for other in ranked if not any(other is x for x in chosen)]
         return chosen[: self.settings.population]
@@ -341,7 +351,7 @@ class Search:
         individual.number = number
         record = self.found.candidates[number]
         individual.behaviour = tuple(record["behaviour"]) or (str(number),)
-        self._judge(individual, record["reason"], record["ratio"])
+        self._judge(individual, record["how"], record["reason"], record["ratio"])
         return individual
 
 
