@@ -535,7 +535,7 @@ def test_the_best_is_distilled_to_a_rule(tmp_path: Path) -> None:
     evolved(tmp_path)
     screen = io.StringIO()
     setup = run.Setup(simulate="h200", rounds=5)
-    assert run.distil(tmp_path, setup, Console(file=screen, width=200)) == 0
+    assert run.distil(tmp_path, setup, None, Console(file=screen, width=200)) == 0
     source = (tmp_path / "distilled.py").read_text()
     best = (tmp_path / "best.py").read_text()
     rule, whole = evaluated(source), evaluated(best)
@@ -544,7 +544,7 @@ def test_the_best_is_distilled_to_a_rule(tmp_path: Path) -> None:
     assert len(source.splitlines()) <= len(best.splitlines()) + 4
     assert "workload small" in source and "of the default's time" in screen.getvalue()
     with pytest.raises(ValueError, match="^folder: expected one in which `splitkv evolve` found"):
-        run.distil(tmp_path / "none", setup, Console(file=screen))
+        run.distil(tmp_path / "none", setup, None, Console(file=screen))
 
 
 def test_distilling_takes_away_what_does_nothing() -> None:
@@ -557,6 +557,8 @@ def test_distilling_takes_away_what_does_nothing() -> None:
         f"    tile = ({tile} if batch < 5 else {tile})\n"
         "    return num_splits, True, 0, tile\n"
     )
+    whole, _ = distil(source, judge, made, "about", end=0.0)
+    assert grammar.policy_of(whole, made) == grammar.policy_of(source, made), "past its time"
     rule, found = distil(source, judge, made, "about")
     policy = grammar.policy_of(rule, made)
     assert search.trees_of(policy)["applies"] == "seqlen_k < 513"

@@ -381,11 +381,14 @@ def distil(
     backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
     simulate: Annotated[str | None, typer.Option(help="A GPU, for the cost model.")] = None,
     rounds: Annotated[int, typer.Option(help="Replays of a timing.")] = 9,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to try rules in.")] = None,
 ) -> None:
     """Simplify the best candidate to a rule within 1 %, as a file and a table."""
     with one_line_errors():
         lab = find_evolve()
-        status = lab.distil(folder, lab.Setup(workload, backend, simulate, rounds), console)
+        expect_run(time_limit, 0)
+        setup = lab.Setup(workload, backend, simulate, rounds)
+        status = lab.distil(folder, setup, time_limit, console)
     raise typer.Exit(status)
 
 

@@ -8,6 +8,8 @@ held out. Each step takes the smallest of those; it ends where none is smaller.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +22,11 @@ from splitkv.lab.evolve.grammar import Policy, Slots, Truth
 SLACK = 1.01
 
 
-def distil(best: str, evaluator: Evaluator, slots: Slots, about: str) -> tuple[str, Evaluation]:
-    """The rule as a file, and its figures. ValueError where the best is not of the grammar."""
+def distil(
+    best: str, evaluator: Evaluator, slots: Slots, about: str, end: float = math.inf
+) -> tuple[str, Evaluation]:
+    """The rule as a file, and its figures; past `end` the simplest so far. ValueError where the
+    best is not of the grammar."""
     policy = grammar.policy_of(best, slots)
     found = judged(policy, evaluator, about)
     if found.reason is not None or found.ratio is None:
@@ -31,7 +36,8 @@ def distil(best: str, evaluator: Evaluator, slots: Slots, about: str) -> tuple[s
         (
             (smaller, its)
             for smaller in smaller_ones(policy, slots)
-            if (its := judged(smaller, evaluator, about, bound)).reason is None
+            if time.monotonic() < end
+            and (its := judged(smaller, evaluator, about, bound)).reason is None
             and its.worst is not None
         ),
         None,

@@ -6,6 +6,7 @@ Beside the files of the search the folder gets `report.md`, `lineage.svg`, and o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -286,8 +287,9 @@ def draw(found: Found, path: Path, console: Console) -> None:
     draw_lineage(found.candidates, best, path)
 
 
-def distil(folder: Path, setup: Setup, console: Console) -> int:
+def distil(folder: Path, setup: Setup, time_limit: float | None, console: Console) -> int:
     """The simplest rule within a hundredth of the best, as a file and as a table."""
+    end = math.inf if time_limit is None else time.monotonic() + time_limit
     path = folder / "best.py"
     expect(path.is_file(), "folder", "one in which `splitkv evolve` found something", str(folder))
     best = path.read_text()
@@ -297,7 +299,7 @@ def distil(folder: Path, setup: Setup, console: Console) -> int:
             f"Distilled by `splitkv distil`, workload {evaluator.workload.name}.\n\n"
             f"{timer.name} on {timer.device.name}, {datetime.now(timezone.utc):%Y-%m-%d}.\n"
         )
-        source, found = simplest(best, evaluator, slots, about)
+        source, found = simplest(best, evaluator, slots, about, end)
         write(folder / "distilled.py", source)
         say(console, source)
         assert found.ratio is not None and found.worst is not None
