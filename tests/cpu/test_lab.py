@@ -662,6 +662,59 @@ def test_results_are_on_disk_before_a_run_stops(
     assert "| mqa8_b1_2048" in screen.getvalue()
 
 
+class ClosedPipe(io.StringIO):
+    """What a reader leaves that wanted one result and no more."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue().count("mqa8") > 0:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("ending", ["ctrl-c", "pipe", "disk"])
+def test_whatever_ends_a_run_loses_no_result(
+    ending: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, taken = tmp_path / "results.jsonl", list[str]()
+
+    def measured(case: Case, variants: list[Variant], protocol: Protocol) -> Any:
+        if taken and ending == "ctrl-c":
+            raise KeyboardInterrupt
+        taken.append(case.name)
+        yield variants[0].row(us=5.0, spread_us=0.1, err=0.0)
+
+    def on_a_full_disk(self: lines.Lines, record: dict[str, Any]) -> None:
+        if path.stat().st_size and self.file:
+            self.file.close()
+            self.file = Path("/dev/full").open("w")  # noqa: SIM115
+        add(self, record)
+
+    add = lines.Lines.add
+    if ending == "disk":
+        monkeypatch.setattr(lines.Lines, "add", on_a_full_disk)
+    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(Console, "on_broken_pipe", lambda self: sys.exit(1))
+    kinds = {"ctrl-c": KeyboardInterrupt, "pipe": SystemExit, "disk": ValueError}
+    with pytest.raises(kinds[ending]) as ended:
+        bench.bench_decode(
+            select(["mqa8_b1_*"], "contiguous"),
+            ours=bench.our_variants(),
+            peers=[],
+            protocol=Protocol(),
+            json_path=path,
+            console=Console(file=ClosedPipe() if ending == "pipe" else io.StringIO()),
+        )
+    kept = path.read_text().splitlines() + capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["case"] for line in kept] == taken
+    if ending == "disk":
+        assert str(ended.value).startswith(f"results: expected {path} to take another line, got No")
+        assert len(taken) == 2
+
+
 @pytest.mark.usefixtures("h200")
 def test_past_the_time_limit_no_case_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.0, 5.0, 11.0])

@@ -530,6 +530,21 @@ def test_a_run_ends_with_a_report_and_a_picture(tmp_path: Path) -> None:
     assert len(told(tmp_path)) == before
 
 
+def test_the_nearest_candidate_decides_otherwise_where_it_counts() -> None:
+    judge, count = evaluator(), len(SMALL.counted)
+    default = [judge.kept.default(case).label for case in judge.cases]
+    elsewhere = [*default[:count], *["other"] * (len(default) - count)]
+    behaviours = [(default, 1.0), (elsewhere, 0.9), (["other"] * len(default), 1.2)]
+    candidates = [
+        {"number": i, "behaviour": labels, "ratio": ratio}
+        for i, (labels, ratio) in enumerate(behaviours)
+    ]
+    rejected = {"number": 3, "behaviour": [], "ratio": None}
+    found = run.nearest(judge, search.Found([*candidates, rejected]))
+    assert found is not None and found["number"] == 2
+    assert run.nearest(judge, search.Found(candidates[:2])) is None
+
+
 @pytest.mark.usefixtures("fake")
 def test_the_best_is_distilled_to_a_rule(tmp_path: Path) -> None:
     evolved(tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,8 +39,20 @@ class Lines:
             self.file.close()
 
     def add(self, record: Record) -> None:
-        if self.file:
+        """What the file does not take, as on a full disk, goes to stderr before the run ends."""
+        if not self.file:
+            return
+        try:
             print(json.dumps(record), file=self.file, flush=True)
+        except OSError as error:
+            print(json.dumps(record), file=sys.stderr, flush=True)
+            with suppress(OSError):  # there is no room for what it still holds
+                self.file.close()
+            self.file = None
+            raise ValueError(
+                f"results: expected {self.path} to take another line, got {error.strerror}; the "
+                "line is above"
+            ) from None
 
 
 def read(path: Path) -> list[Record]:

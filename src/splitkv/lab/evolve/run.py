@@ -206,12 +206,30 @@ def conclude(folder: Path, evaluator: Evaluator, found: Found, console: Console)
         "again for this table, with more rounds than in the search.",
         text,
     ]
+    other = nearest(evaluator, found)
+    if found.best is None and other is not None:
+        parts.append(
+            f"The fastest that decides otherwise than the default where it counts, candidate "
+            f"{other['number']}, took {other['ratio']:.3f} of its time."
+        )
     if found.best is not None:
         parts += [f"Candidate {found.best['number']}:", f"```python\n{found.best['source']}```"]
     parts.append("Its line:\n\n" + lineage(found))
     write(folder / "report.md", "\n\n".join(parts) + "\n")
     draw(found, folder / "lineage.svg", console)
     say(console, text)
+
+
+def nearest(evaluator: Evaluator, found: Found) -> Record | None:
+    """The fastest candidate that does not do as the default where it counts."""
+    counted = evaluator.workload.counted
+    default = [evaluator.kept.default(case).label for case in counted]
+    others = [
+        r
+        for r in found.candidates
+        if r["ratio"] is not None and list(r["behaviour"][: len(counted)]) != default
+    ]
+    return min(others, key=lambda r: r["ratio"], default=None)
 
 
 def compare(evaluator: Evaluator, best: str | None) -> list[list[str]]:
