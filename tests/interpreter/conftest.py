@@ -6,11 +6,9 @@ is imported, and the compile-only tests could not run beside.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_without_waste() -> Iterator[None]:
-    """What takes most of the interpreter's time and decides nothing.
+    """See tests/interpreting.py, which imports Triton."""
+    from interpreting import without_waste
 
-    It patches triton.language anew for every call of a device function, though the launch around it
-    has done so, and computes whether an integer overflows without looking at the answer.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch_lang, options = interpreter._patch_lang, interpreter.interpreter_builder.options
-
-    @functools.cache
-    def seen_by(fn: Any) -> list[Any]:
-        return [lang for lang in (tl, tl.core) if any(x is lang for x in fn.__globals__.values())]
-
-    def patch_lang_once(fn: Any) -> Any:
-        unpatched = any(tl.core.is_builtin(lang.load) for lang in seen_by(fn))
-        return patch_lang(fn) if unpatched else interpreter._LangPatchScope()
-
-    assert not options.debug, "else what overflows is asserted"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_lang_once)
-        unchecked = replace(options, sanitize_overflow=False)
-        patch.setattr(interpreter.interpreter_builder, "options", unchecked)
+        without_waste(patch)
         yield
 
 
