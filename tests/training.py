@@ -95,11 +95,8 @@ def problem_of(values: cases.Values, **more: Any) -> Problem:
 
 
 def has_units(values: cases.Values) -> bool:
-    """Of QUANTISED_AXES: q in 8 bits works in bf16; an lse is of int8, and as exact as q there."""
-    rounded = values.get("q_granularity") == "none"
-    works = values.get("q_granularity", "none") == "none" or values.get("dtype") != "float16"
-    e4m3 = values.get("codec", cases.CODECS[0]).name == "fp8"
-    return works and not (values.get("return_lse") and (rounded or e4m3))
+    """Of QUANTISED_AXES: q in 8 bits works in bf16."""
+    return values.get("q_granularity", "none") == "none" or values.get("dtype") != "float16"
 
 
 def paged(problem: Problem, call: Call, page_size: int, seed: int = 0) -> tuple[Problem, Call]:

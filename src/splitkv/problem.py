@@ -78,6 +78,13 @@ class Problem:
     needs_grad: bool = False
     early_kv: bool = False
 
+    def __post_init__(self) -> None:
+        """Where a tensor has one head, a scale of the tensor is one of the head, and called so."""
+        if self.codec.granularity == "tensor" and self.num_kv_heads == 1:
+            object.__setattr__(self, "codec", Codec(self.codec.name, "head"))
+        if self.q_granularity == "tensor" and self.num_heads == 1:
+            object.__setattr__(self, "q_granularity", "head")
+
     @property
     def group(self) -> int:
         """Query heads that share one KV head."""

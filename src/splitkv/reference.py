@@ -17,26 +17,25 @@ float32), a dtype is that dtype, False is the working precision, the run that th
 compares with. Softmax and LSE are computed in float32 or better whatever the precision.
 
 Quantised tensors are multiplied by their scales first. `products` then rounds what a kernel may
-multiply in 8 bits, as it may: "half" q, "full" q and the softmax's weights.
+multiply in 8 bits, as it may: "half" q, "full" q and the softmax's weights; and sums of products in
+e4m3, of which the matrix units keep fewer bits than fp32 has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from splitkv.masks import Mask
+from splitkv.rounding import Rounding, dequantize, is_of_tokens
 
 FULL, CAUSAL = Mask(), Mask(causal=True)
 HALF = (torch.bfloat16, torch.float16)
 WORKING = (*HALF, torch.float32, torch.float64)
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what quantised values go up to
-MIN_SCALE = 2.0**-100  # of a row of zeros; its reciprocal is finite
-WEIGHT_KEYS = 64  # keys whose weights in int8 share a scale
 
 
 def compute_dtype(dtype: torch.dtype, upcast: bool | torch.dtype) -> torch.dtype:
@@ -75,7 +74,7 @@ def attention(
     """
     dtype = compute_dtype(q.dtype, upcast)
     rounding = Rounding(products, k.dtype, v_scale if is_of_tokens(v_scale, v) else None)
-    q = rounding.of_queries(dequantize(q, q_scale, dtype))
+    q = rounding.of_queries(q, dequantize(q, q_scale, dtype))
     k, v = dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
     key = torch.arange(k.shape[1], device=q.device)
     pos = k.shape[1] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
@@ -90,6 +89,7 @@ def attention(
         slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
         sink_logits=sink_logits,
         dropout_p=dropout_p,
+        products=rounding.of_products,
         weights=rounding.of_weights,
         return_lse=return_lse,
     )
@@ -153,7 +153,7 @@ def attention_varlen(
         sequence_k = torch.arange(len(seqlens_k), device=q.device).repeat_interleave(keys.numel())
         sequence_k = torch.where(used, sequence_k, len(seqlens_k))
     rounding = Rounding(products, k.dtype, v_scale if is_of_tokens(v_scale, v) else None)
-    q = rounding.of_queries(dequantize(q, q_scale, dtype))
+    q = rounding.of_queries(q, dequantize(q, q_scale, dtype))
     k, v = dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
     if page_table is not None:
         k, v = (x.masked_fill(~used[:, None, None], 0) for x in (k, v))
@@ -177,6 +177,7 @@ def attention_varlen(
         slopes=slopes,
         sink_logits=sink_logits,
         dropout_p=dropout_p,
+        products=rounding.of_products,
         weights=rounding.of_weights,
     )
     assert lse is not None
@@ -222,7 +223,7 @@ def decode(
         scale = first_keys_of(v_scale, page_table, max_seqlen_k)
     rounding = Rounding(products, k_cache.dtype, scale)
     return attend_padded(
-        rounding.of_queries(dequantize(q, q_scale, dtype)),
+        rounding.of_queries(q, dequantize(q, q_scale, dtype)),
         k,
         v,
         seqlens_q=None,
@@ -232,6 +233,7 @@ def decode(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sink_logits=sink_logits,
+        products=rounding.of_products,
         weights=rounding.of_weights,
         return_lse=return_lse,
     )
@@ -274,6 +276,7 @@ def attend(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
+    products: Callable[[Tensor, Tensor], Tensor] | None = None,
     weights: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -281,6 +284,7 @@ def attend(
 
     visible   [B or 1, S_q, S_k] booleans; None: all keys
     distance  [B or 1, S_q, S_k], |pos - j|;  slopes  [B or 1, H, S_q or 1]: ALiBi
+    products  rows [B, H_kv, R, D] times the transpose of keys [B, H_kv, S_k, D]; None: exactly
     weights   rounds the softmax's weights [B, H_kv, H / H_kv, S_q, S_k]; None: they stay
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -295,7 +299,7 @@ def attend(
     rows = pack_heads(
         q * (head_dim**-0.5 if softmax_scale is None else softmax_scale), num_kv_heads
     )
-    s = (rows @ k.permute(0, 2, 3, 1)).to(stat)
+    s = (products or _matmul)(rows, k.transpose(1, 2)).to(stat)
     s = s.view(batch, num_kv_heads, group, seqlen_q, seqlen_k)
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
@@ -326,6 +330,10 @@ def attend(
         lse = None if lse is None else torch.where(sees_any, lse, float("-inf"))
     out = out.permute(0, 3, 1, 2, 4).reshape(batch, seqlen_q, num_heads, v.shape[-1])
     return out, None if lse is None else lse.view(batch, num_heads, seqlen_q)
+
+
+def _matmul(rows: Tensor, keys: Tensor) -> Tensor:
+    return rows @ keys.transpose(-1, -2)
 
 
 def pack_heads(q: Tensor, num_kv_heads: int) -> Tensor:
@@ -409,93 +417,6 @@ def take(x: Tensor, *index: Any) -> Tensor:
     if x.element_size() > 1:
         return x[index]
     return x.view(torch.uint8)[index].view(x.dtype)
-
-
-def is_of_tokens(scale: Tensor | None, x: Tensor) -> bool:
-    """Whether a scale of x [.., heads, dim] is one a token and head."""
-    return scale is not None and scale.numel() > 1 and scale.dim() == x.dim() - 1
-
-
-def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x * scale` in `dtype`, x [B, S, heads, D] or [total, heads, D] and scale of one element,
-    [heads], [B, heads] beside the former, or x's shape but the last; the product is rounded
-    once."""
-    if scale is None:
-        return x.to(dtype)
-    if scale.numel() == 1:
-        scale = scale.reshape(())
-    elif scale.dim() == 2 and x.dim() == 4:
-        scale = scale[:, None, :, None]
-    else:
-        scale = scale[..., None]
-    wide = torch.promote_types(dtype, torch.float32)
-    return (x.to(wide) * scale.to(wide)).to(dtype)
-
-
-def scale_of(x: Tensor, dims: tuple[int, ...], stored: torch.dtype) -> Tensor:
-    """The fp32 scale by which the largest of x over `dims`, which are kept, becomes the largest
-    stored value; inf where one of them is not finite."""
-    largest = x.detach().float().abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-    if any(x.shape[dim] == 0 for dim in dims):
-        shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
-        return torch.full(shape, MIN_SCALE, device=x.device)
-    return (largest.amax(dims, keepdim=True) / LARGEST[stored]).clamp(min=MIN_SCALE)
-
-
-def quantize(x: Tensor, scale: Tensor, stored: torch.dtype) -> Tensor:
-    """The stored values nearest to `x / scale`, the largest for what is past it; scale broadcasts.
-
-    Ties go to even. NaN, also of an infinite x and scale, is 0 in int8, which has none.
-    """
-    most = LARGEST[stored]
-    y = (x.float() * (1 / scale)).clamp(-most, most)
-    rounded = y.round() if stored == torch.int8 else y
-    nan = 0.0 if stored == torch.int8 else float("nan")  # without a sign
-    return torch.where(y.isnan(), nan, rounded).to(stored)
-
-
-class Rounding(NamedTuple):
-    """What `products` rounds.
-
-    stored    the type of the keys
-    v_scale   the scale of each value [B, S_k, H_kv] or [S_k, H_kv] where it has one: the weights
-              are rounded with it, as a kernel that multiplies stored values has it there
-    """
-
-    products: str
-    stored: torch.dtype
-    v_scale: Tensor | None
-
-    def of_queries(self, q: Tensor) -> Tensor:
-        """q [.., D], rounded with a scale a row where the keys are quantised."""
-        if self.products == "widened" or self.stored not in LARGEST:
-            return q
-        scale = scale_of(q, (q.dim() - 1,), self.stored)
-        rounded = quantize(q, scale, self.stored).to(scale.dtype) * scale
-        return q + (rounded.to(q.dtype) - q).detach()
-
-    @property
-    def of_weights(self) -> Callable[[Tensor], Tensor] | None:
-        """For `attend`."""
-        if self.products != "full" or self.stored not in LARGEST:
-            return None
-        return self._round_weights
-
-    def _round_weights(self, p: Tensor) -> Tensor:
-        """p [B, H_kv, G, S_q, S_k]: in int8 with a scale a row and `WEIGHT_KEYS` keys, else a row.
-
-        Rows of zeros stay.
-        """
-        factor = torch.ones((), dtype=p.dtype, device=p.device)
-        if self.v_scale is not None:
-            by_head = self.v_scale.to(p.dtype).transpose(-1, -2)  # [.., H_kv, S_k]
-            factor = by_head.reshape(-1, p.shape[1], 1, 1, p.shape[-1])
-        weight = p * factor
-        keys = WEIGHT_KEYS if self.stored == torch.int8 else max(p.shape[-1], 1)
-        groups = F.pad(weight, (0, -p.shape[-1] % keys)).unflatten(-1, (-1, keys))
-        scale = scale_of(groups, (groups.dim() - 1,), self.stored)
-        rounded = quantize(groups, scale, self.stored).to(p.dtype) * scale.to(p.dtype)
-        return rounded.flatten(-2)[..., : p.shape[-1]] / factor
 
 
 def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:

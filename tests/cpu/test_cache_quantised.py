@@ -11,7 +11,7 @@ from torch import Tensor
 
 import splitkv
 from splitkv.cache import PagedKVCache, SinkWindowCache, quantize_kv
-from splitkv.reference import dequantize
+from splitkv.rounding import dequantize
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 32, 2
 NAMES, GRANULARITIES = ("int8", "fp8"), ("tensor", "head", "token")

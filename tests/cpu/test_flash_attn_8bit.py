@@ -15,6 +15,7 @@ from splitkv import flash_attn, reference
 from splitkv.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from splitkv.kernels.append_call import Rotary, _rotate
 from splitkv.masks import Mask
+from splitkv.rounding import quantize
 from splitkv.testing import assert_close, assert_lse_close
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -298,7 +299,7 @@ def test_appending(dtype: torch.dtype, scales: str, queries: int, paged: bool) -
         wide.append(torch.zeros(BATCH, capacity, 2, 32))
         for b, first in enumerate(before.tolist()):
             rows = slice(first, first + queries)
-            bits = reference.quantize(x, by, dtype)[b]
+            bits = quantize(x, by, dtype)[b]
             written = cache.view(torch.uint8).view(BATCH, capacity, 2, 32)[b, rows].view(dtype)
             assert torch.equal(written.float(), bits.float())
             wide[-1][b, rows] = bits.float() * by.expand(BATCH, -1, -1, -1)[b]
@@ -339,7 +340,7 @@ def test_new_tokens_in_the_type_of_the_cache(
             x = turned[name].flatten(0, 1).bfloat16()
             turned[name] = _rotate(x, place, by).view(turned[name].shape).float()
     for cache, name in zip(wanted, "kv", strict=True):
-        bits = reference.quantize(turned[name], torch.ones(1), dtype)
+        bits = quantize(turned[name], torch.ones(1), dtype)
         for b, first in enumerate(before.tolist()):
             cache.view(torch.uint8)[b, first : first + 3] = bits[b].view(torch.uint8)
     given |= dict(zip(("q", "k_cache", "v_cache", "k", "v"), (q, *caches, *new), strict=True))

@@ -15,7 +15,7 @@ import splitkv
 from splitkv import reference
 from splitkv.cache import quantize_kv
 from splitkv.masks import Mask
-from splitkv.reference import LARGEST, MIN_SCALE, dequantize
+from splitkv.rounding import LARGEST, MIN_SCALE, dequantize
 
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NAMES, GRANULARITIES = ("int8", "fp8"), ("tensor", "head", "token")

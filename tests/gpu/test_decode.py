@@ -30,6 +30,7 @@ from running import (
 
 import splitkv
 from splitkv import launch
+from splitkv.registry import kernel_named
 from splitkv.testing import (
     Call,
     Codec,
@@ -37,6 +38,7 @@ from splitkv.testing import (
     Problem,
     assert_close,
     assert_lse_close,
+    bind,
     check,
     expected,
     make_operands,
@@ -45,6 +47,7 @@ from splitkv.testing import (
 SPLITS = (1, 2, 3, 7, 64)
 HOPPER = "hopper_decode_split"
 ALIGNED = "k: expected strides and an address that are multiples of 16 bytes"
+INSTEAD = {HOPPER: f"decode_split: {ALIGNED}", "hopper_prefill": f"prefill: q{ALIGNED[1:]}"}
 # Cases differ in what is compiled, splits hardly do: some cases with every number of splits.
 SOME = [
     *each_kernel([*cases.PAIRWISE[::15], *cases.EDGES]),
@@ -93,7 +96,8 @@ def test_one_plan_for_shorter_caches(kernel: str, name: str) -> None:
 @every_kernel
 @pytest.mark.parametrize("num_splits", [1024, 1000])
 def test_the_most_splits(num_splits: int, kernel: str) -> None:
-    problem = replace(SERVING, batch=1, seqlen_k=70000, num_heads=2, num_kv_heads=1, head_dim=64)
+    problem = replace(SERVING, batch=1, seqlen_k=70000, num_heads=2, num_kv_heads=1)
+    problem = replace(problem, head_dim=64, head_dim_v=64)
     check(problem, device=DEVICE, run=decode(kernel, num_splits), lengths=(69999,))
 
 
@@ -109,7 +113,8 @@ def test_one_tile_among_more_parts_than_a_merge_step(num_splits: int, kernel: st
 @every_kernel
 @pytest.mark.parametrize("batch", [33, 256])
 def test_large_batches(batch: int, kernel: str) -> None:
-    problem = replace(SERVING, batch=batch, seqlen_k=200, num_heads=4, num_kv_heads=1, head_dim=64)
+    problem = replace(SERVING, batch=batch, seqlen_k=200, num_heads=4, num_kv_heads=1)
+    problem = replace(problem, head_dim=64, head_dim_v=64)
     check(problem, device=DEVICE, run=decode(kernel), zero_length=True)
     check(problem, device=DEVICE, run=decode(kernel, num_splits=3), zero_length=True)
 
@@ -123,6 +128,10 @@ def test_one_cache_for_all_sequences(num_splits: int, kernel: str) -> None:
     plan = plan_with(kernel, problem, num_splits)
     shared = {n: call[n][:1].expand_as(call[n]) for n in ("k_cache", "v_cache")}
     copied = {n: x.contiguous() for n, x in shared.items()}
+    if kernel_named(kernel).unfit(bind(problem, call | shared)):
+        with pytest.raises(ValueError, match=f"^plan: expected a kernel without {ALIGNED}; v: "):
+            splitkv.decode(**call | shared, plan=plan)
+        return
     results = [into_poison(problem, call | given, plan=plan) for given in (shared, copied)]
     assert same_bits(*results)
 
@@ -170,7 +179,7 @@ def test_addresses_of_any_alignment(place: Any, kernel: str) -> None:
         warnings.simplefilter("always")
         for move in (dict, misaligned, dict, misaligned):
             check_moved(problem, move, plan=plan)
-    expected = [f"this call runs on decode_split: {ALIGNED}"] if kernel == HOPPER else []
+    expected = [f"this call runs on {INSTEAD[kernel]}"] if kernel in INSTEAD else []
     assert [str(warning.message) for warning in said] == expected
 
 
@@ -274,9 +283,10 @@ def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "head_dim 272: expected" in str(splitkv.explain(problem))
 
 
-def test_more_query_tokens_run_on_prefill() -> None:
+def test_more_query_tokens_run_on_the_kernels_for_whole_sequences() -> None:
     problem = replace(SERVING, seqlen_q=17)
-    assert plan_of(problem, make_operands(problem, device=DEVICE)).kernel == "prefill"
+    first = next(name for name in kernels(problem) if "prefill" in name)
+    assert plan_of(problem, make_operands(problem, device=DEVICE)).kernel == first
     check(problem, device=DEVICE)
 
 

@@ -143,6 +143,7 @@ def test_append_rotary_and_attention_are_two_launches(
     profile.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     work = [e["name"] for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    work = [name for name in work if "FillFunctor" not in name]  # the tests' poison
     assert any("append_kv" in name for name in work)
     assert len(work) <= most, work
 

@@ -21,6 +21,7 @@ from splitkv import launch, reference
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.plans import Kernel
+from splitkv.registry import kernel_named
 from splitkv.testing import (
     Call,
     Contiguous,
@@ -175,20 +176,29 @@ def kernels_for(problem: Problem) -> list[Kernel]:
     return [kernel for kernel in both if not kernel.unsupported(problem, HERE)]
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_every_config_on_pages(head_dim: int, page_size: int) -> None:
-    problem = replace(TRAINING, kind="varlen", head_dim=head_dim, head_dim_v=min(head_dim, 128))
-    if head_dim == 256:
-        problem = replace(problem, head_dim_v=256)
-    problem = replace(problem, place=Ragged(), lengths="device")
-    in_cache = replace(problem, place=Paged(page_size))
-    for kernel in kernels_for(in_cache):
-        plan = splitkv.plan(in_cache, policy=only(kernel.name))
-        for config in kernel.configs(in_cache, plan.device):
-            for parts in (1, 3):
-                made = replace(plan, config=replace(config, num_splits=parts))
-                check(problem, device=DEVICE, run=in_pages(page_size, under(made)))
+def with_pages(head_dim: int, page_size: int) -> Problem:
+    dim_v = 256 if head_dim == 256 else min(head_dim, 128)
+    problem = replace(TRAINING, kind="varlen", head_dim=head_dim, head_dim_v=dim_v)
+    return replace(problem, place=Paged(page_size), lengths="device")
+
+
+ON_PAGES = [
+    (dim, page_size, kernel.name)
+    for dim in (64, 128, 192, 256)
+    for page_size in (1, 16, 48, 64, 128)
+    for kernel in kernels_for(with_pages(dim, page_size))
+]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("head_dim", "page_size", "kernel"), ON_PAGES)
+def test_every_config_on_pages(head_dim: int, page_size: int, kernel: str, parts: int) -> None:
+    in_cache = with_pages(head_dim, page_size)
+    plan = splitkv.plan(in_cache, device=HERE, policy=only(kernel))
+    for config in kernel_named(kernel).configs(in_cache, HERE):
+        made = replace(plan, config=replace(config, num_splits=parts))
+        problem = replace(in_cache, place=Ragged())
+        check(problem, device=DEVICE, run=in_pages(page_size, under(made)))
 
 
 MIXED_Q = (512, 1, 1, 0, 300, 1, 17, 4, 1, 40)

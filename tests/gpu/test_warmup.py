@@ -16,6 +16,7 @@ import splitkv
 MODELS: dict[str, dict[str, Any]] = {
     "decode_split": {"num_heads": 16, "num_kv_heads": 2, "head_dim": 176},
     "hopper_decode_split": {"num_heads": 10, "num_kv_heads": 2, "head_dim": 128},
+    "hopper_prefill": {"num_heads": 140, "num_kv_heads": 2, "head_dim": 128},
     "prefill": {"num_heads": 140, "num_kv_heads": 2, "head_dim": 120},
 }
 LONGEST = 2048

@@ -1,4 +1,4 @@
-"""`kernels/quantize.py` in Triton's interpreter: the bits of `reference.quantize`."""
+"""`kernels/quantize.py` in Triton's interpreter: the bits of `rounding.quantize`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from splitkv.errors import (
 )
 from splitkv.kernels import quantize as kernel
 from splitkv.kv import Granularity
-from splitkv.reference import quantize, scale_of
+from splitkv.rounding import quantize, scale_of
 from splitkv.scales import DTYPE_BYTES
 
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

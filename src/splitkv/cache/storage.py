@@ -20,7 +20,7 @@ from splitkv.errors import (
     expect_positive,
     expect_shape,
 )
-from splitkv.reference import dequantize, scale_of
+from splitkv.rounding import dequantize, scale_of
 
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES = {**WORKING, **STORED}

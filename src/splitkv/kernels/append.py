@@ -25,7 +25,7 @@ Grid        (token tiles * num_kv_heads + query tiles * num_heads,); the first p
 Traffic     every new key and value read and written once, q too if it is rotated; a row of cos and
             sin a token and head, which stays in the caches
 Numerics    rotation in fp32, rounded once; what is not rotated is copied bit by bit; quantised to
-            the bits of `reference.quantize`, after that rounding
+            the bits of `rounding.quantize`, after that rounding
 Limits      bf16, fp16 or fp32, the cache of the type of the new tokens or of 8 bits. A token whose
             place is negative or outside the cache is not written; one whose row of cos is outside
             the table is not rotated. The same in PyTorch, for any type: `append_call.py`
@@ -44,7 +44,7 @@ from splitkv.kernels.append_call import Append, Result
 from splitkv.kernels.direct import Launch, launch_of, observed
 from splitkv.kernels.tile.encode import Place, Scales, write_tokens
 from splitkv.kernels.tile.locate import locate
-from splitkv.reference import is_of_tokens
+from splitkv.rounding import is_of_tokens
 
 
 class New(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitkv.reference import is_of_tokens, quantize, scale_of
+from splitkv.rounding import is_of_tokens, quantize, scale_of
 
 Result = tuple[Tensor | None, Tensor | None]
 """(q_out, after): the rotated queries, and how many keys there are now; None without q, slots."""

@@ -52,6 +52,7 @@ from splitkv.kernels.tile.codec import (
     widen,
 )
 from splitkv.kernels.tile.locate import locate
+from splitkv.kernels.tile.product import add_product, row_product
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.share import (
     Share,
@@ -244,7 +245,7 @@ def decode_split(
         k_rows = outer * stride_kb + inner * stride_kn
         k_ok = n_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
         k = tl.load(k_head + k_rows[:, None] + offs_d[None, :], mask=k_ok, other=0.0)
-        qk = tl.dot(q, tl.trans(widen(k, dtype)), input_precision="ieee")  # [TILE_M, TILE_N]
+        qk = row_product(q, widen(k, dtype))  # [TILE_M, TILE_N]
         if key_scales is not None:
             at = outer * stride_sb + inner * stride_sn + h * stride_sh
             qk *= tl.load(key_scales.k_ptr + at, mask=n_ok, other=0.0)[None, :]
@@ -262,7 +263,7 @@ def decode_split(
         v_rows = outer * stride_vb + inner * stride_vn
         v_ok = n_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
         v = widen(tl.load(v_head + v_rows[:, None] + offs_v[None, :], mask=v_ok, other=0.0), dtype)
-        acc = tl.dot(p.to(dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = add_product(acc * shrink[:, None], p.to(dtype), v)
     acc *= v_scale
 
     out_ok = row_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]

@@ -13,7 +13,7 @@ Shapes      x [(slabs,) tokens, heads, dim]; mean [heads, dim] fp32; stored as x
 Grid        (row tiles,); a row tile is tokens of one head
 Traffic     a scale a row: x read once. Else twice: first for the largest, of which each program
             adds its own by one atomic maximum
-Numerics    fp32; the bits of `reference.quantize`
+Numerics    fp32; the bits of `rounding.quantize`
 Limits      bf16, fp16, fp32 or fp64
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.visit import load_tile, store_tile
-from splitkv.reference import LARGEST
+from splitkv.rounding import LARGEST
 
 TILE_ELEMENTS = 4096  # of a program: 16 bytes a thread and load, and eight of them
 MAX_PROGRAMS = 4096  # that look for the largest: each adds an atomic operation

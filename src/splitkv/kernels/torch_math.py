@@ -24,6 +24,7 @@ from splitkv.device import Device
 from splitkv.kv import AS_IS, Contiguous
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
+from splitkv.rounding import dequantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,18 +116,16 @@ def padded_inputs(
     from splitkv import reference
 
     x, seqlens_q, seqlens_k = operands, None, operands.cache_seqlens
-    q = reference.dequantize(x.q, x.q_scale, dtype)
+    q = dequantize(x.q, x.q_scale, dtype)
     if problem.kind == "varlen":
         q = reference.pad_sequences(q, x.cu_seqlens_q, problem.seqlen_q)
         seqlens_q = x.cu_seqlens_q.diff()
     if problem.kind == "dense":
-        k, v = (reference.dequantize(*t, dtype) for t in ((x.k, x.k_scale), (x.v, x.v_scale)))
+        k, v = (dequantize(*t, dtype) for t in ((x.k, x.k_scale), (x.v, x.v_scale)))
     elif problem.kind == "varlen" and x.page_table is None:
         seqlens_k = x.cu_seqlens_k.diff()
         k, v = (
-            reference.pad_sequences(
-                reference.dequantize(*t, dtype), x.cu_seqlens_k, problem.seqlen_k
-            )
+            reference.pad_sequences(dequantize(*t, dtype), x.cu_seqlens_k, problem.seqlen_k)
             for t in ((x.k, x.k_scale), (x.v, x.v_scale))
         )
     else:

@@ -17,7 +17,8 @@ from splitkv.device import Device
 from splitkv.kernels.tile.codec import scale_strides, widen
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.locate import key_rows
-from splitkv.kernels.tile.visit import Strides, add_product, place
+from splitkv.kernels.tile.product import add_product, row_product
+from splitkv.kernels.tile.visit import Strides, place
 from splitkv.kv import AS_IS
 from splitkv.problem import Operands, Problem
 
@@ -121,9 +122,9 @@ def query_product(q, k):
     if q.dtype == tl.int8:
         qk = tl.dot(q, tl.trans(k)).to(tl.float32)
     elif q.dtype == k.dtype:
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        qk = row_product(q, k)
     else:
-        qk = tl.dot(q, tl.trans(widen(k, q.dtype)), input_precision="ieee")
+        qk = row_product(q, widen(k, q.dtype))
     return qk
 
 
@@ -131,7 +132,7 @@ def query_product(q, k):
 def add_values(acc, shrink, p, top, v, scale, WORKING: tl.constexpr, UNITS: tl.constexpr):
     """acc * shrink + (p * scale) @ v, of stored numbers v [TILE_N, DIM_V].
 
-    top    [rows] at least the largest p of each row, which is rounded relative to it in int8
+    top    [rows] at least the largest p of each row, which is rounded relative to it in 8 bits
     scale  [TILE_N], or None: all keys share one, which is left to the end
 
     In 8 bits the products of every tile are added up outside the units, whose sums of e4m3 have
@@ -140,17 +141,21 @@ def add_values(acc, shrink, p, top, v, scale, WORKING: tl.constexpr, UNITS: tl.c
     if UNITS == "as_is":
         acc = add_product(acc * shrink[:, None], p.to(v.dtype), v)
     elif UNITS == "full":
-        most = 1.0
-        if scale is not None:
-            most = tl.maximum(tl.max(scale, 0), 2.0**-100)
-            p *= (scale / most)[None, :]
         if v.dtype == tl.int8:
+            most = 1.0
+            if scale is not None:
+                most = tl.maximum(tl.max(scale, 0), 2.0**-100)
+                p *= (scale / most)[None, :]
             step = tl.maximum(top, 2.0**-100) * (1.0 / 127.0)
             weight = (p * (1.0 / step)[:, None] + 0.5).to(tl.int8)
             acc = acc * shrink[:, None] + tl.dot(weight, v).to(tl.float32) * (step * most)[:, None]
         else:
-            weight = (p * 448.0).to(v.dtype)
-            acc = acc * shrink[:, None] + tl.dot(weight, v) * (most * (1.0 / 448.0))
+            if scale is not None:
+                p *= scale[None, :]
+                top = tl.max(p, 1)
+            step = tl.maximum(top, 2.0**-100) * (1.0 / 448.0)
+            weight = (p * (1.0 / step)[:, None]).to(v.dtype)
+            acc = acc * shrink[:, None] + tl.dot(weight, v) * step[:, None]
     else:
         wide = widen(v, WORKING)
         if scale is not None:

@@ -1,4 +1,4 @@
-"""What a cache stores of values; in 8 bits, to the bit, what `reference.quantize` says."""
+"""What a cache stores of values; in 8 bits, to the bit, what `rounding.quantize` says."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from splitkv.kernels.tile.visit import add_product, load_tile, tile_at, visits
+from splitkv.kernels.tile.product import add_product, row_product
+from splitkv.kernels.tile.visit import load_tile, tile_at, visits
 from splitkv.kernels.tile.weight import Queries, gradients
 
 
@@ -91,12 +92,13 @@ def sum_over_rows(
         queries = Queries(t[None, :], (t + rows.shift)[None, :], slope, head)
         # dp first, minus delta from its start where nothing comes between: fewer registers are live
         rest = delta[None, :]
-        start = tl.zeros([k.shape[0], TILE_M], tl.float32)
-        if scoring.seed_ptr is None:
-            start -= rest
+        if scoring.seed_ptr is None and grad.dtype != tl.float32:
+            start = tl.zeros([k.shape[0], TILE_M], tl.float32) - rest
+            dp = tl.dot(v, tl.trans(grad), start)  # [TILE_N, TILE_M]
             rest = 0.0
-        dp = tl.dot(v, tl.trans(grad), start, input_precision="ieee")  # [TILE_N, TILE_M]
-        qk = tl.dot(k, tl.trans(q), input_precision="ieee")
+        else:
+            dp = row_product(v, grad)
+        qk = row_product(k, q)
         _, p, _, dx = gradients(
             *(qk, dp, total[None, :], rest, offs_n[:, None], keys),
             *(queries, scoring, bounds, MASKED),
@@ -143,8 +145,8 @@ def sum_over_keys(
         k = load_tile(k_tile + offs * keys.stride_k, n_ok, HEAD_DIM, q.shape[1])
         v_tile = keys.v_ptr + start.to(tl.int64) * keys.stride_v
         v = load_tile(v_tile + offs * keys.stride_v, n_ok, HEAD_DIM_V, grad.shape[1])
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # [TILE_M, TILE_N]
-        dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        qk = row_product(q, k)  # [TILE_M, TILE_N]
+        dp = row_product(grad, v)
         p, _, ds, dx = gradients(
             *(qk, dp, total[:, None], delta[:, None], offs_n[None, :], keys.count),
             *(queries, scoring, bounds, MASKED),

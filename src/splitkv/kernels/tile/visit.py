@@ -248,17 +248,6 @@ def place(ptr, strides, b, token, head):
 
 
 @triton.jit
-def add_product(acc, a, b):
-    """acc + a @ b. In fp32, where the product is no more exact than the sum, each is summed up by
-    itself: rounding errors would add up along one long sum over all tiles."""
-    if a.dtype == tl.float32:
-        acc = tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tl.dot(a, b, input_precision="ieee"))
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
-
-
-@triton.jit
 def load_tile(rows, ok, DIM: tl.constexpr, DIM_P2: tl.constexpr):
     """[rows, DIM_P2] from the first addresses of its rows; ok [rows], or None: all exist."""
     offs_d = tl.arange(0, DIM_P2)
