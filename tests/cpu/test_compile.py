@@ -244,8 +244,12 @@ def describe(values: cases.Values) -> str:
     return "-".join([*gpu, values["dtype"], dims, rows, values["schedule"], config])
 
 
-def tolerated_stack(kernel: Compiled) -> int:
-    """0 bytes, or a few where ptxas gave them up for one more program on an SM."""
+def tolerated_stack(kernel: Compiled, values: cases.Values) -> int:
+    """0 bytes, or a few where ptxas gave them up for one more program on an SM, or where a thread
+    has all 256 registers for a row of q in fp32: see tile/product.py.
+    """
+    if values["dtype"] == "float32" and max(values["head_dims"]) > 128:
+        return 32
     warps = kernel.num_warps
     steps = [REGISTERS_PER_SM // (32 * warps * programs) // 8 * 8 for programs in range(2, 9)]
     return 32 if kernel.registers in steps else 0
@@ -255,7 +259,7 @@ def hold_to_budgets(values: cases.Values) -> None:
     """On sm_90 no kernel spills, and a block of each fits on an SM."""
     for name, kernel in compiled(values).items():
         if not values.get("row_gap"):  # else elements are loaded one by one, through registers
-            assert kernel.stack_bytes <= tolerated_stack(kernel), f"{name} spills: {kernel}"
+            assert kernel.stack_bytes <= tolerated_stack(kernel, values), f"{name} spills: {kernel}"
         assert kernel.registers <= MOST_REGISTERS[name]
         assert kernel.registers * 32 * kernel.num_warps <= REGISTERS_PER_SM
 
