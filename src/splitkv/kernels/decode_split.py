@@ -348,8 +348,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     rows = config.tile_m * (dim + config.tile_n)
     if problem.kv_element_bytes < problem.element_bytes:  # widened, for the matrix unit
         rows += a_tile
-    if problem.element_bytes > 2:  # keys in halves: see tile/product.py
-        rows += config.tile_n * dim // 2
+    rows += config.tile_n * dim // 2 * (problem.element_bytes > 2)  # halves: tile/product.py
     table = 8 * config.num_stages * config.tile_n if isinstance(problem.place, Paged) else 0
     loop = tiles + rows * problem.element_bytes + 8 * config.tile_m + table
     return max(loop, 4 * config.tile_m * dim_v)
