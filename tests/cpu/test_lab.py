@@ -119,6 +119,11 @@ def test_the_tables_of_the_seeds_are_cases() -> None:
     ten = CASES["seed003_mqa-B16-ctx4k_page16"].problem
     assert (ten.batch, ten.num_heads, ten.num_kv_heads, ten.seqlen_k) == (16, 32, 1, 4096)
     assert (ten.dtype, ten.place, len(SUITES["seed003"])) == ("float16", Paged(16), 10)
+    packing = [case.problem for case in SUITES["seed004"]]
+    assert {(p.num_heads, p.num_kv_heads, p.seqlen_q, p.kv_bytes) for p in packing} == {
+        (16, 1, 3, 1 << 27)
+    }
+    assert [p.seqlen_k for p in packing] == [1024 << i for i in range(8)]
 
 
 def test_select_takes_globs_with_and_without_the_place() -> None:
@@ -133,7 +138,7 @@ def test_select_takes_globs_with_and_without_the_place() -> None:
         "mqa8_b64_mixed_page16",
         "gqa32x8_b64_mixed_page16",
     ]
-    with pytest.raises(ValueError, match=r"^suite: expected 'records', .* or 'seed003', got 'x'$"):
+    with pytest.raises(ValueError, match=r"^suite: expected 'records', .* or 'seed004', got 'x'$"):
         select([], suite="x")
 
 
@@ -434,6 +439,31 @@ def test_peers_say_which_features_they_lack(monkeypatch: pytest.MonkeyPatch) -> 
         assert reason in reasons("cudnn", case)[0]
     for name in peers.PEERS:
         assert not any("lengths" in r for r in sum(reasons(name, "mqa8_b1_512"), []))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("what", ["one", "tokens", "window"])
+def test_flex_attends_as_decode(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled here: what is compared is how it is called."""
+    from torch._functorch import config
+    from torch.nn.attention import flex_attention
+
+    plain = flex_attention.create_block_mask
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(
+        flex_attention,
+        "create_block_mask",
+        lambda *args, _compile, **options: plain(*args, **options),
+    )
+    mask = Mask(True, window_left=9) if what == "window" else Mask(True)
+    case = small(seqlen_q=1 if what == "one" else 3, mask=mask)
+    (variant,) = peers.PEERS["flex"].variants
+    assert not variant.unsupported(case)
+    assert variant.unsupported(small("page16")) == ["place paged(16): expected contiguous"]
+    inputs = Inputs(case, 2, device="cpu")
+    ref, pt = inputs.references()
+    with config.patch(donated_buffer=True):  # and back
+        assert_close(variant.prepare(inputs).call(0), ref, pt)
 
 
 def reasons(name: str, case: str) -> list[list[str]]:

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -30,6 +31,7 @@ from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.process import Ended, Process
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure
+from splitkv.problem import Problem
 
 WORKSPACE_BYTES = 256 << 20
 SECONDS = 240  # that a process may take for a case; the first one loads and compiles
@@ -44,7 +46,7 @@ def sdpa(backend: SDPBackend, packed: bool) -> Callable[[Inputs], Prepared]:
             q = inputs.q.view(*inputs.q.shape[:2], inputs.problem.num_kv_heads, -1, q.shape[-1])
         k, v = inputs.k.transpose(2, 3), inputs.v.transpose(2, 3)
 
-        def call(i: int) -> torch.Tensor:
+        def call(i: int) -> Tensor:
             with sdpa_kernel(backend):
                 return scaled_dot_product_attention(q[i], k[i], v[i], enable_gqa=not packed)
 
@@ -52,6 +54,38 @@ def sdpa(backend: SDPBackend, packed: bool) -> Callable[[Inputs], Prepared]:
         return Prepared(call, str(torch.backends.cudnn.version()) if cudnn else torch.__version__)
 
     return prepare
+
+
+def flex_attend(p: Problem, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention compiled for a problem, the mask as blocks where it hides keys: attention over
+    tensors [batch, tokens, heads, head_dim]."""
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    shift = p.seqlen_k - p.seqlen_q
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return p.mask.visible(i + shift, j)
+
+    torch._dynamo.reset()
+    config.donated_buffer = False  # as gradients are asked again and again
+    blocks = None
+    if p.visible_pairs < p.seqlen_q * p.seqlen_k:
+        sizes: tuple[Any, ...] = (None, None, p.seqlen_q, p.seqlen_k)
+        blocks = create_block_mask(visible, *sizes, device=device, _compile=True)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in tensors)
+        return compiled(q, k, v, block_mask=blocks, enable_gqa=p.group > 1).transpose(1, 2)
+
+    return attend
+
+
+def flex(inputs: Inputs) -> Prepared:
+    """FlexAttention over a contiguous cache."""
+    attend = flex_attend(inputs.problem, inputs.q.device)
+    return Prepared(lambda i: attend(inputs.q[i], inputs.k[i], inputs.v[i]), torch.__version__)
 
 
 def fa3(
@@ -82,7 +116,7 @@ def fa3(
         scales = {"k_descale": inputs.k_scale, "v_descale": inputs.v_scale}
         options |= {"q_descale": one, **{name: one * x[0] for name, x in scales.items()}}
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return fa.flash_attn_with_kvcache(
             *(q[i], inputs.k[i], inputs.v[i], inputs.lengths, inputs.table),
             scheduler_metadata=schedule,
@@ -100,7 +134,7 @@ def load_flashinfer() -> Any:
     return import_module("flashinfer")
 
 
-def workspace() -> torch.Tensor:
+def workspace() -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
@@ -110,7 +144,7 @@ def flashinfer_tensor_cores(inputs: Inputs) -> Prepared:
     if inputs.table is None:
         one = inputs.q[:, 0, 0], inputs.k[:, 0], inputs.v[:, 0]
 
-        def call(i: int) -> torch.Tensor:
+        def call(i: int) -> Tensor:
             q, k, v = (x[i] for x in one)
             return fi.single_decode_with_kv_cache(q, k, v, use_tensor_cores=True)
 
@@ -138,7 +172,7 @@ def flashinfer_xqa(inputs: Inputs) -> Prepared:
     xqa = import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
     scratch, out = workspace(), torch.empty_like(inputs.q[:, :, 0])
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return xqa(
             *(inputs.q[i, :, 0], (inputs.k[i], inputs.v[i]), scratch),
             *(inputs.table, inputs.lengths, p.seqlen_k),
@@ -161,7 +195,7 @@ def vllm_triton(inputs: Inputs) -> Prepared:
         table = torch.arange(k.shape[1], dtype=torch.int32, device=k.device).view(p.batch, -1)
     cu_seqlens_q = offsets(inputs, 1)
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return decoder(
             *(inputs.q[i, :, 0], k[i], v[i], table, inputs.lengths, cu_seqlens_q, 1, p.seqlen_k),
             *(out[i], p.head_dim**-0.5),
@@ -185,7 +219,7 @@ def sglang_triton(inputs: Inputs) -> Prepared:
         slots = (inputs.table.long()[..., None] * page_size + offsets_in_page).flatten()
     indptr = offsets(inputs, p.seqlen_k)
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return decoder.run(
             *(inputs.q[i, :, 0], k[i], v[i], out[i], indptr, slots, p.head_dim**-0.5),
             page_size=page_size,
@@ -194,7 +228,7 @@ def sglang_triton(inputs: Inputs) -> Prepared:
     return Prepared(call, getattr(sglang, "__version__", None))
 
 
-def offsets(inputs: Inputs, each: int) -> torch.Tensor:
+def offsets(inputs: Inputs, each: int) -> Tensor:
     """[batch + 1] int32: 0, each, 2 * each, ..."""
     count = inputs.problem.batch + 1
     return torch.arange(count, dtype=torch.int32, device=inputs.lengths.device) * each
@@ -280,6 +314,7 @@ def _sdpa_peer(library: str, backend: SDPBackend) -> Peer:
     return Peer(tuple(variants), own_process=False)
 
 
+_FLEX = every(contiguous_only, only("tokens", "window", "chunk"))
 _FLASHINFER = every(needs("peers.fi", "flashinfer"), only("lengths"))
 PEERS: dict[str, Peer] = {
     "fa2": _sdpa_peer("fa2", SDPBackend.FLASH_ATTENTION),
@@ -293,6 +328,7 @@ PEERS: dict[str, Peer] = {
             ),
         )
     ),
+    "flex": Peer((Variant("flex", "compiled", flex, _FLEX),)),
     "flashinfer": Peer(
         (
             Variant(

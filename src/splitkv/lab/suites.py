@@ -13,7 +13,8 @@ gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, f
 quant     the shapes of `records` with int8 (scales of each key and head) and e4m3 (of each head);
           the largest also with int8 and scales of each head, for what those of each key cost
 seed000   table 1 of the sequence-aware split heuristic; seed003  the ten shapes of paged attention
-          v2 on an L4: see `policies`
+          v2 on an L4: see `policies`; seed004  three query tokens of 16 heads on one KV head, of
+          Character.AI's table of packing and splitting
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ TOKENS = {
 PAGE_SIZES = (1, 16, 64, 128, 256)
 MIXED_BATCH, MEDIAN, LONGEST = 64, 2048, 131072
 GPT_OSS = ((1, 4096), (8, 8192), (64, 4096))  # (batch, keys a sequence)
+PACKING = [(1024 << i, 256 >> i) for i in range(8)]  # keys, batch
 WINDOW = 128  # keys that a query of gpt-oss sees in every other layer, itself among them
 
 
@@ -198,9 +200,14 @@ def seed003() -> Iterator[Case]:
         )
 
 
+def seed004() -> Iterator[Case]:
+    for keys, batch in PACKING:
+        yield Case(f"packing_b{batch}_{keys}", problem(batch, 16, 1, keys, seqlen_q=3))
+
+
 SUITES: dict[str, tuple[Case, ...]] = {
     suite.__name__: tuple(suite())
-    for suite in (records, pages, mixed, tokens, gpt_oss, quant, seed000, seed003)
+    for suite in (records, pages, mixed, tokens, gpt_oss, quant, seed000, seed003, seed004)
 }
 CASES: dict[str, Case] = {case.name: case for suite in SUITES.values() for case in suite}
 

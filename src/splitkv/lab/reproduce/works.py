@@ -13,7 +13,7 @@ from itertools import product, zip_longest
 from typing import NamedTuple
 
 from splitkv.lab.cases import Case
-from splitkv.lab.suites import SUITES, problem
+from splitkv.lab.suites import SUITES
 from splitkv.lab.tune import MATRIX, case_of
 from splitkv.policies import flash_attention_3, paged_attention_v2, sequence_aware
 from splitkv.policies.flash_attention_2 import fewest_splits_near_best, wave_efficiency
@@ -30,7 +30,6 @@ ABLATION = (128, 256, 384, 512), (1, 2, 4, 8, 32)
 BOUNDARY = (128, 192, 256, 320, 384, 385, 448, 512, 513, 576, 640, 768, 896, 1024)
 QUICK_BOUNDARY = (256, 384, 385, 512, 513, 640)
 QUICK_MATRIX = 5  # every so many of the 160, beside those that the rules split differently
-PACKING = [(1024 << i, 256 >> i) for i in range(8)]  # keys, batch
 MQA_16 = "seed003_mqa-B16-ctx4k_page16"  # the shape of `ten_shapes` with a claim of its own
 
 Rule = Callable[[int, int, int], int]
@@ -195,9 +194,9 @@ def ten_shapes(quick: bool) -> Iterator[Work]:
 
 
 def packing(quick: bool) -> Iterator[Work]:
-    """Three query tokens of 16 heads on one KV head, with and without packing and splitting."""
-    for keys, batch in PACKING[:: 3 if quick else 1]:
-        case = Case(f"packing_b{batch}_{keys}", problem(batch, 16, 1, keys, seqlen_q=3))
+    """Three query tokens of 16 heads on one KV head, with and without packing and splitting: the
+    suite `seed004`."""
+    for case in SUITES["seed004"][:: 3 if quick else 1]:
         ways = (
             Way("neither", 1, False),
             Way("split", 0, False),

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from splitkv.lab.cases import Case
-from splitkv.lab.peers import SECONDS, Peer, every, needs
+from splitkv.lab.peers import SECONDS, Peer, every, flex_attend, needs
 from splitkv.lab.process import Ended, Process
 from splitkv.lab.sequences.cases import Inputs, direction
 from splitkv.lab.sequences.suites import CASES
@@ -81,28 +81,9 @@ def fa3(inputs: Inputs) -> Prepared:
 
 
 def flex(inputs: Inputs) -> Prepared:
-    """FlexAttention, compiled for the case with the mask as blocks."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    p = inputs.problem
-    shift = p.seqlen_k - p.seqlen_q
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return p.mask.visible(i + shift, j)
-
-    torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False  # as gradients are asked again and again
-    blocks = None
-    if not p.mask.is_full:
-        sizes: tuple[Any, ...] = (None, None, p.seqlen_q, p.seqlen_k)
-        blocks = create_block_mask(visible, *sizes, device=inputs.q.device, _compile=True)
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-    def call() -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-        return compiled(q, k, v, block_mask=blocks, enable_gqa=p.group > 1).transpose(1, 2)
-
-    return Prepared(call, torch.__version__)
+    """FlexAttention, compiled for the case."""
+    attend = flex_attend(inputs.problem, inputs.q.device)
+    return Prepared(lambda: attend(inputs.q, inputs.k, inputs.v), torch.__version__)
 
 
 def only(*features: str) -> Callable[[Case], list[str]]:
