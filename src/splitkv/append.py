@@ -51,7 +51,7 @@ def append(call: Append) -> Result:
     recent: tuple[Known, ...] = () if _dispatch_modes() else _calls.get(options, ())
     for fits, launcher in recent:
         if fits(*tensors):
-            return _on_device(launcher, call)
+            return _on_device(launcher, call, tensors)
     if not is_plain(*tensors):
         return _through_operator(call)
     return _run(call, tensors, options)
@@ -60,15 +60,14 @@ def append(call: Append) -> Result:
 def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
     if not call.k_cache.is_cuda:
         return append_in_torch(call)
-    return _on_device(_launcher(call, tensors, options), call)
+    return _on_device(_launcher(call, tensors, options), call, tensors)
 
 
-def _on_device(launcher: Launcher, call: Append) -> Result:
-    device = call.k_cache.device.index
-    if device == _current_device():
-        return launcher(call)
-    with torch.cuda.device(device):
-        return launcher(call)
+def _on_device(launcher: Launcher, call: Append, tensors: list[Tensor]) -> Result:
+    if launcher.device == _current_device():
+        return launcher(call, tensors)
+    with torch.cuda.device(launcher.device):
+        return launcher(call, tensors)
 
 
 def _launcher(call: Append, tensors: list[Tensor], options: Any) -> Launcher:
@@ -107,8 +106,8 @@ def append_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     *others, cos, sin, start, interleaved, q_step = arguments
     rotary = None if cos is None else Rotary(cos, sin, start, interleaved, q_step)
     call = Append._make((*others, rotary))
-    given = tuple(x is None for x in call.tensors)
-    q_out, after = _run(call, [x for x in call.tensors if x is not None], (given, arguments[-2:]))
+    absent = tuple(x is None for x in call.tensors)
+    q_out, after = _run(call, call.given, (absent, arguments[-2:]))
     k = call.k
     return (
         k.new_empty(0) if q_out is None else q_out,

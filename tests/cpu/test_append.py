@@ -127,7 +127,7 @@ def at(*tensors: Tensor | None) -> tuple[int | None, ...]:
 def test_a_call_again(launched: list[tuple[Any, ...]], place: str) -> None:
     """The kernel's parameters up to the bound tail, as addresses."""
     first, x = call_of(place), call_of(place)
-    q_out, after = repeat_of(first, launched).call(x) or (None, None)
+    q_out, after = repeat_of(first, launched).call(x.given) or (None, None)
     assert q_out is not None and (q_out.shape, q_out.dtype) == (x.q.shape, x.q.dtype)
     assert (after is None) == (x.before is None)
     cos, sin, start, *_ = x.rotary
@@ -152,7 +152,7 @@ def test_an_address_off_by_a_few_bytes_is_another_kernel(
     call = call_of("contiguous")
     x = getattr(call, which)
     moved = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
-    assert repeat_of(call, launched).call(call._replace(**{which: moved})) is None
+    assert repeat_of(call, launched).call(call._replace(**{which: moved}).given) is None
     assert not launched
 
 
@@ -161,7 +161,7 @@ def test_through_triton_while_a_hook_is_set(
 ) -> None:
     call = call_of("contiguous")
     monkeypatch.setattr(kernel, "observed", lambda: True)
-    assert repeat_of(call, launched).call(call) is None and not launched
+    assert repeat_of(call, launched).call(call.given) is None and not launched
 
 
 def test_a_launcher_keeps_what_it_compiled(
@@ -182,7 +182,7 @@ def test_a_launcher_keeps_what_it_compiled(
     monkeypatch.setattr(kernel, "launch_of", launch_of)
     launcher, call = kernel.Launcher(call_of("paged")), call_of("paged")
     for _ in range(3):
-        launcher(call)
+        launcher(call, call.given)
     assert len(through_triton) == 1 and len(launched) == 2
     assert launched[0][7:] == through_triton[0][1][6:]
 
@@ -190,7 +190,7 @@ def test_a_launcher_keeps_what_it_compiled(
 def test_nothing_is_launched_for_no_tokens() -> None:
     none = torch.zeros(0, 2, 16)
     call = call_of("slots", rotary=False, k=none, v=none[..., :8], slots=index())
-    assert kernel.Launcher(call)(call) == (None, None)
+    assert kernel.Launcher(call)(call, call.given) == (None, None)
 
 
 # Recognised
@@ -202,8 +202,10 @@ class Bound:
 
     call: Append
     served: list[Append] = field(default_factory=list)
+    device: None = None
 
-    def __call__(self, call: Append) -> Result:
+    def __call__(self, call: Append, tensors: list[Tensor]) -> Result:
+        assert all(a is b for a, b in zip(call.given, tensors, strict=True))
         self.served.append(call)
         return None, None
 

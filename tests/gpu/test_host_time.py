@@ -125,7 +125,8 @@ def test_append(place: str, capsys: pytest.CaptureFixture[str]) -> None:
         angles = torch.rand(256, 64, device=DEVICE)
         table = torch.arange(64, device=DEVICE, dtype=torch.int32).view(4, 16)
         rotary = Rotary(angles.cos(), angles.sin(), interleaved=False)
-        call = call._replace(before=index, page_table=table, q=token, rotary=rotary)
+        q = torch.randn(4, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+        call = call._replace(before=index, page_table=table, q=q, rotary=rotary)
     taken = host_microseconds(lambda: append(call))
     with capsys.disabled():
         print(f"\n  append, {place}: {taken:.1f} us on the host", end="")

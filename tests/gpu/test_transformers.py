@@ -10,6 +10,7 @@ from running import DEVICE
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
+from integrations import test_model_step as model_step  # noqa: E402
 from models import (  # noqa: E402
     CACHES,
     CONFIGS,
@@ -93,6 +94,12 @@ def test_a_step_with_a_static_cache_in_a_graph() -> None:
 
     for actual, wanted in zip(steps(True), steps(False), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", model_step.NAMES)
+def test_generate_by_replayed_steps(name: str) -> None:
+    """As the benchmark of a whole model does it."""
+    model_step.check(make_model("llama").to(DEVICE), name)
 
 
 @torch.no_grad()

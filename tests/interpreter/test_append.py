@@ -125,7 +125,7 @@ def copied(call: Append) -> Append:
 
 
 def launch(call: Append) -> Result:
-    return Launcher(call)(call)
+    return Launcher(call)(call, call.given)
 
 
 def compare(call: Append) -> None:

@@ -33,7 +33,7 @@ Limits      bf16, fp16 or fp32, the cache of the type of the new tokens or of 8 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -376,13 +376,17 @@ class Launcher:
             tile_t,
         )
         self.num_warps = 4 if tile_t > 1 else 1
-        self.again: Callable[[Append], Result | None] | None = None
+        self.device = x.k_cache.device.index
+        self.again: Callable[[Sequence[Tensor]], Result | None] | None = None
 
-    def __call__(self, call: Append) -> Result:
-        """Launch on the current stream of the device, which has to be current."""
+    def __call__(self, call: Append, tensors: Sequence[Tensor]) -> Result:
+        """Launch on the current stream of the device, which has to be current.
+
+        tensors   those of the call that are given
+        """
         if not self.grid[0]:
             return (None if call.q is None else call.q.new_empty(call.q.shape)), None
-        done = None if self.again is None else self.again(call)
+        done = None if self.again is None else self.again(tensors)
         return done or self.dispatch(call)
 
     def dispatch(self, call: Append) -> Result:
@@ -417,20 +421,21 @@ class Repeat:
 
         self.launch, self.device = launch, call.k.device.index
         self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.given = [n for n, t in enumerate(call.tensors) if t is not None]
+        self.absent: list[int | None] = [None] * len(call.tensors)
         self.new_q = self.new_after = None
         if call.q is not None:
             self.new_q = allocation(call.q.shape, call.q.dtype, call.q.device)
         if call.before is not None:
             self.new_after = allocation(call.before.shape, call.before.dtype, call.before.device)
 
-    def call(self, x: Append) -> Result | None:
+    def call(self, tensors: Sequence[Tensor]) -> Result | None:
         """None: the call has to go through Triton."""
-        at: list[int | None] = [t if t is None else t.data_ptr() for t in x.tensors]
-        given = 0
-        for address in at:
-            if address is not None:
-                given |= address
-        if given & 15 or observed():
+        at, bits = self.absent.copy(), 0
+        for n, x in zip(self.given, tensors, strict=True):
+            at[n] = address = x.data_ptr()
+            bits |= address
+        if bits & 15 or observed():
             return None
         q_out = after = at_q_out = at_after = None
         if self.new_q is not None:
@@ -440,13 +445,13 @@ class Repeat:
             after = self.new_after()
             at_after = after.data_ptr()
         k, v, k_cache, v_cache, before, rows, leftpad, table, slots, cu_new, *rest = at
-        q, cu_q, k_scale, v_scale, k_mean, *turn = rest
+        q, cu_q, k_scale, v_scale, k_mean, cos, sin, start = rest
         self.launch(
             self.current_stream(self.device),
             (k, v, cu_new),
             (k_cache, v_cache, table, rows, slots),
             (before, at_after, leftpad),
-            tuple(turn),
+            (cos, sin, start),
             (q, at_q_out, cu_q),
             (k_scale, v_scale, k_mean),
         )

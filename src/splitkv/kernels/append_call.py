@@ -71,6 +71,11 @@ class Append(NamedTuple):
         return (*self[:-1], *rotary)
 
     @property
+    def given(self) -> list[Tensor]:
+        """Those of them that are there."""
+        return [x for x in self.tensors if x is not None]
+
+    @property
     def batch(self) -> int:
         """Sequences; with slots every token is one."""
         return self.k.shape[0] if self.before is None else self.before.shape[0]

@@ -1,23 +1,27 @@
-"""A decode step of a whole model of transformers: tokens a second by each attention implementation.
+"""Decode of a whole model of transformers: tokens a second by each attention implementation.
 
     python -m splitkv.lab.model_step
 
-The model has the shape of Llama-3 8B and random weights in bf16, its cache is static and holds
-random keys and values, and the step is captured in a CUDA graph. An implementation that cannot be
-captured has no figure. Beside the figures stand the largest differences of logits from eager
-attention's: those of splitkv are to be no larger than those of sdpa.
+The model has the shape of Llama-3 8B and random weights in bf16; its cache is static and holds
+random keys and values. `generate` runs on, and every step that it takes is replayed from one CUDA
+graph, which gets the mask as transformers makes it ahead of a step: that of eager attention and of
+sdpa is a matrix. A second figure is that of the graph alone, without what transformers does between
+steps. Beside the figures stand the largest differences of logits from eager attention's: those of
+splitkv are to be no larger than those of sdpa.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 NAMES = ("splitkv", "sdpa", "eager")
-SHAPES = ((1, 1024), (8, 1024), (1, 32768), (8, 32768))  # batch, keys before the step
+SHAPES = ((1, 1024), (8, 1024), (1, 32768), (8, 32768))  # batch, keys before the first step
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -27,7 +31,105 @@ LLAMA_8B: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 65536,
 }
-ROOM, ROUNDS, REPLAYS = 64, 3, 15
+ROOM, TOKENS, REPLAYS = 64, 32, 15
+
+Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+"""(replay, result) of a function, whose result a replay overwrites."""
+
+
+def capture_graph(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph.replay, out
+
+
+class Steps:
+    """A model's forward in whose place every call of one token a sequence is replayed.
+
+    with Steps(model, cache) as steps:
+        model.generate(..., past_key_values=cache, disable_compile=True)
+
+    Calls with other inputs have a graph of their own.
+    """
+
+    def __init__(self, model: Any, cache: Any, capture: Capture = capture_graph) -> None:
+        self.model, self.cache, self.capture = model, cache, capture
+        self.run: Callable[..., Any] = model.forward
+        self.known: dict[Any, tuple[dict[str, Tensor], Callable[[], None], Any]] = {}
+        self.replay: Callable[[], None] | None = None  # of the latest call
+
+    def __enter__(self) -> Steps:
+        def forward(*args: Any, **inputs: Any) -> Any:
+            return self.run(*args, **inputs) if args else self(**inputs)
+
+        forward.__dict__["__wrapped__"] = self.run  # generate reads the signature
+        self.model.forward = forward
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.model.forward
+
+    def __call__(self, **inputs: Any) -> Any:
+        if inputs["input_ids"].shape[1] != 1:
+            return self.run(**inputs)
+        tensors = dict(tensors_of({n: x for n, x in inputs.items() if x is not self.cache}))
+        kind = tuple((name, x.shape) for name, x in tensors.items())
+        if kind not in self.known:
+            self.known[kind] = tensors, *self._captured(inputs)
+        mine, self.replay, out = self.known[kind]
+        for name, x in tensors.items():
+            mine[name].copy_(x)
+        self.replay()
+        return out
+
+    def _captured(self, inputs: dict[str, Any]) -> tuple[Callable[[], None], Any]:
+        """The tensors of these inputs become the graph's. What is run for it writes the keys that
+        its first replay writes again."""
+        layers = self.cache.layers
+        lengths = [layer.cumulative_length.clone() for layer in layers]
+
+        def put_back() -> None:
+            for layer, length in zip(layers, lengths, strict=True):
+                layer.cumulative_length.copy_(length)
+
+        self.run(**inputs)  # compiles
+        put_back()
+        captured = self.capture(lambda: self.run(**inputs))
+        put_back()
+        return captured
+
+
+def tensors_of(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors in masks and other inputs of a forward pass, by where they are."""
+    if isinstance(x, Tensor):
+        yield name, x
+    elif isinstance(x, dict):
+        for key, value in x.items():
+            yield from tensors_of(value, f"{name}.{key}")
+    elif is_dataclass(x):
+        for field in fields(x):
+            yield from tensors_of(getattr(x, field.name), f"{name}.{field.name}")
+
+
+def filled_cache(config: Any, batch: int, context: int, like: Tensor) -> Any:
+    """A static cache that holds `context` random keys and values of each sequence."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=config, max_cache_len=context + ROOM)
+    g = torch.Generator(like.device).manual_seed(0)
+    for layer in cache.layers:
+        some = like.new_empty(batch, config.num_key_value_heads, 1, config.head_dim)
+        layer.lazy_initialization(some, some)
+        layer.keys.normal_(generator=g)
+        layer.values.normal_(generator=g)
+        layer.cumulative_length.fill_(context)
+    return cache
 
 
 def make_model() -> Any:
@@ -44,57 +146,42 @@ def make_model() -> Any:
 
 
 @torch.no_grad()
-def step_of(model: Any, batch: int, context: int) -> tuple[Tensor, float | None]:
-    """(logits, seconds of a replay), or None for the time where the step cannot be captured."""
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=context + ROOM)
-    g = torch.Generator("cuda").manual_seed(0)
-    config = model.config
-    for layer in cache.layers:
-        shape = batch, config.num_key_value_heads, 1, config.head_dim
-        like = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-        layer.lazy_initialization(like, like)
-        layer.keys.normal_(generator=g)
-        layer.values.normal_(generator=g)
-    ids = torch.full((batch, 1), 7, device="cuda")
-    position_ids = torch.full((batch, 1), context, device="cuda")
-
-    def step() -> Tensor:
-        out = model(ids, past_key_values=cache, position_ids=position_ids, use_cache=True)
-        logits: Tensor = out.logits
-        return logits
+def measure(model: Any, batch: int, context: int) -> tuple[Tensor, float, float]:
+    """(logits of a step, tokens a second by generate, and by the graph alone)."""
+    cache = filled_cache(model.config, batch, context, model.lm_head.weight)
+    ids = torch.full((batch, context + 1), 7, device=model.device)
 
     def reset() -> None:
         for layer in cache.layers:
             layer.cumulative_length.fill_(context)
 
-    reset()
-    logits = step().float()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        reset()
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    reset()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    except RuntimeError as error:
-        print(f"{model.config._attn_implementation} is not captured: {error}"[:160], flush=True)
-        return logits, None
-    times = []
-    for _ in range(ROUNDS):
+    def seconds(work: Callable[[], Any]) -> float:
         reset()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(REPLAYS):
-            graph.replay()
+        work()
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / REPLAYS)
-    return logits, min(times)
+        return time.perf_counter() - start
+
+    def generate() -> None:
+        model.generate(
+            ids,
+            past_key_values=cache,
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            do_sample=False,
+            disable_compile=True,
+        )
+
+    with Steps(model, cache) as steps:
+        generate()
+        generated = batch * TOKENS / seconds(generate)
+        replay = steps.replay
+        assert replay is not None
+        replayed = batch * REPLAYS / seconds(lambda: [replay() for _ in range(REPLAYS)])
+    reset()
+    logits = model(ids[:, -1:], past_key_values=cache, position_ids=ids[:, :1] * 0 + context).logits
+    return logits.float(), generated, replayed
 
 
 def main() -> None:
@@ -105,16 +192,16 @@ def main() -> None:
     integration.register()
     model = make_model()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {transformers.__version__}")
-    print("batch  context " + "".join(f"{name:>10}" for name in NAMES) + "   tokens/s")
+    print("tokens/s: generate (the graph alone)")
+    print("batch  context " + "".join(f"{name:>18}" for name in NAMES))
     for batch, context in SHAPES:
-        rates, logits = [], {}
+        row, logits = "", {}
         for name in NAMES:
             model.set_attn_implementation(name)
-            logits[name], seconds = step_of(model, batch, context)
-            rates.append("-" if seconds is None else f"{batch / seconds:.1f}")
+            logits[name], *rates = measure(model, batch, context)
+            row += f"{rates[0]:>9.1f} ({rates[1]:6.1f})"
             torch.cuda.empty_cache()
         off = {n: (x - logits["eager"]).abs().max().item() for n, x in logits.items()}
-        row = "".join(f"{rate:>10}" for rate in rates)
         differences = ", ".join(f"{name} {off[name]:.3f}" for name in NAMES[:2])
         print(f"{batch:5d} {context:8d} {row}   off eager by {differences}", flush=True)
 
