@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ RUNS: dict[str, tuple[Attend, torch.dtype]] = {
 }
 
 
+@cache
+def corpus() -> Tensor:
+    return text.encode(text.corpus())
+
+
 def losses(name: str, steps: int, device: str, shape: Shape = SHAPE, seed: int = 0) -> Tensor:
     """[steps] nats a character of one of RUNS, float64, on the CPU."""
     attend, dtype = RUNS[name]
@@ -50,14 +56,14 @@ def losses(name: str, steps: int, device: str, shape: Shape = SHAPE, seed: int =
 
     torch.manual_seed(seed)
     model = Model(shape).to(device)
-    tokens, g = text.encode(text.corpus()), torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     positions = torch.arange(shape.context, device=device)
     found = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP)
-        batch = batch_of(tokens, shape.context, g).to(device)
+        batch = batch_of(corpus(), shape.context, g).to(device)
         with torch.autocast(torch.device(device).type, torch.bfloat16, dtype == torch.bfloat16):
             logits = model(batch[:, :-1], positions, cast)
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
