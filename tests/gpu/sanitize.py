@@ -1,4 +1,4 @@
-"""A few small calls of decode for NVIDIA's compute-sanitizer; `make sanitize` runs all its tools.
+"""Small calls of every kernel for NVIDIA's compute-sanitizer; `make sanitize` runs all its tools.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 
@@ -20,11 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
-from running import DEVICE, HERE, batch_plan, fixed_plan, kernels, plan_with, same_bits
+from running import DEVICE, HERE, batch_plan, fixed_plan, kernels, only, plan_with, same_bits
+from training import FUNCTION, paged
 
 import splitkv
 from splitkv import Plan
-from splitkv.testing import Call, Mask, Paged, Problem, Score, check
+from splitkv.kernels import backward
+from splitkv.registry import KERNELS
+from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, check
 
 SMALL = Problem(
     "decode",
@@ -54,6 +57,19 @@ CALLS: dict[str, tuple[Problem, tuple[int, ...], int | str]] = {
     "tokens_of_a_wide_group": (replace(SMALL, num_heads=16, seqlen_q=4), (150, 0), 1),
 }
 BATCH_RULE = "batch_rule"
+TRAINED = Problem("dense", 1, 4, 2, 64, 64, 150, 200, mask=Mask(True), return_lse=True)
+TRAINED = replace(TRAINED, needs_grad=True)
+PACKED = replace(TRAINED, kind="varlen", place=Ragged(), lengths="device", batch=3)
+WIDE = replace(TRAINED, head_dim=128, head_dim_v=128)
+STORED = replace(WIDE, needs_grad=False, products="half", codec=Codec("int8", "token"))
+SEQUENCES: dict[str, Problem] = {
+    "dense": TRAINED,
+    "window_and_sinks": replace(WIDE, mask=Mask(True, 40, -1, 5), sink_logits=True),
+    "packed": replace(PACKED, deterministic=True),
+    "int8": STORED,
+    "fp8": replace(STORED, products="full", codec=Codec("fp8", "head")),
+}
+PAGE_SIZE, PARTS = 16, 3
 
 
 def plan_of(problem: Problem, kernel: str, parts: int | str) -> Plan:
@@ -76,8 +92,44 @@ def on_the_gpu(plan: Plan) -> Callable[[Problem, Call], Any]:
     return run
 
 
+def sequences_on_the_gpu(kernel: str, parts: int, page_size: int = 0) -> Callable[..., Any]:
+    """`run=` of `check`: by this kernel; gradients by those for any GPU where it is `prefill`."""
+
+    def run(problem: Problem, call: Call) -> Any:
+        if page_size:
+            problem, call = paged(problem, call, page_size)
+        plan = splitkv.plan(problem, policy=only(kernel))
+        plan = replace(plan, config=replace(plan.config, num_splits=parts))
+        there = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+        result = FUNCTION[problem.kind](**there, plan=plan)
+        return tuple(x.cpu() for x in result)
+
+    return run
+
+
+def any_gpu_backward(problem: Problem, device: splitkv.Device, _: Any) -> backward.Backward:
+    """In place of `backward_for`."""
+    return backward.Backward(problem, device)
+
+
+def check_sequences() -> None:
+    preferred = backward.backward_for
+    for kernel in (k for k in KERNELS if "prefill" in k.name):
+        any_gpu = kernel.name == "prefill"
+        backward.backward_for = any_gpu_backward if any_gpu else preferred
+        for name, problem in SEQUENCES.items():
+            if kernel.unsupported(problem, HERE):
+                continue
+            check(problem, run=sequences_on_the_gpu(kernel.name, 1))
+            print(f"  {name}, {kernel.name}: right", flush=True)
+        few = replace(PACKED, needs_grad=False, seqlen_q=9, seqlen_k=400)
+        if not kernel.unsupported(replace(few, place=Paged(PAGE_SIZE)), HERE):
+            check(few, run=sequences_on_the_gpu(kernel.name, PARTS, PAGE_SIZE))
+            print(f"  pages_in_parts, {kernel.name}: right", flush=True)
+
+
 def main() -> None:
-    print(f"decode on {HERE}, every tensor in memory of its own")
+    print(f"{HERE}, every tensor in memory of its own")
     for name, (problem, lengths, parts) in CALLS.items():
         for kernel in kernels(problem):
             given = on_the_gpu(plan_of(problem, kernel, parts))
@@ -85,6 +137,7 @@ def main() -> None:
             print(f"  {name}, {kernel}: right", flush=True)
     check(SMALL, run=on_the_gpu(plan_of(SMALL, "decode_split", BATCH_RULE)), lengths=(150, 20))
     print(f"  {BATCH_RULE}, decode_split: right")
+    check_sequences()
 
 
 if __name__ == "__main__":
