@@ -14,6 +14,11 @@ from rich.console import Console
 console = Console()
 
 
+def say(console: Console, text: str) -> None:
+    """A line as it is, however wide."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class Lengths(str, Enum):
     """Who knows the sequence lengths."""
 

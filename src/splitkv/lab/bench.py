@@ -36,6 +36,7 @@ from splitkv.lab.report import OURS, besides, cell, number, summary, title
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure, nvidia_smi, one_line
 from splitkv.plans import Plan
 from splitkv.registry import POLICIES, make_plan
+from splitkv.terminal import say
 
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "sink_logits")
 MANY = 4  # cases: for fewer, starting processes that compile ahead takes longer than compiling
@@ -195,7 +196,7 @@ class Screen:
             self.say("  ".join(filter(None, self.rows[-1])))
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self.console, text)
 
 
 def bench_decode(
@@ -218,8 +219,6 @@ def bench_decode(
     device = current()
     expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
     start, console = time.monotonic(), console or Console()
-    records: list[dict[str, Any]] = []
-    lost = False
     here = [
         *ours,
         *(v for name in peers if not PEERS[name].own_process for v in PEERS[name].variants),
@@ -228,38 +227,69 @@ def bench_decode(
     with ExitStack() as stack:
         lines = stack.enter_context(Lines(json_path))
         compiler = stack.enter_context(Compiler(jobs if len(cases) >= MANY else 0))
-        ahead = [compiler.submit(_our_plans(case, ours, device)) for case in cases]
+        ahead = {case: compiler.submit(_our_plans(case, ours, device)) for case in cases}
         screen = stack.enter_context(Screen(console, len(cases)))
         workers = [Worker(name, protocol) for name in peers if PEERS[name].own_process]
         for worker in workers:
             stack.callback(worker.stop)
-        for case, compiled in zip(cases, ahead, strict=True):
-            if time_limit is not None and time.monotonic() - start > time_limit:
-                left = len(cases) - screen.done
-                screen.say(f"time limit of {time_limit:g} s: {left} cases left out")
-                break
-            wait(compiled)
+        sources: list[Callable[[Case], Iterator[dict[str, Any]]]]
+        sources = [lambda case: measure(case, here, protocol), *(w.measure for w in workers)]
+
+        def of_case(case: Case) -> Iterator[Record]:
+            wait(ahead[case])
             floor = _floor(floors, case, screen)
-            sources: list[Callable[[Case], Iterator[dict[str, Any]]]]
-            sources = [lambda c: measure(c, here, protocol), *(w.measure for w in workers)]
             try:
                 for row in _rows(case, sources):
-                    records.append(record(case, row, floor, protocol, machine))
-                    lines.add(records[-1])
-                    screen.add(records[-1])
-            except RuntimeError as error:  # the GPU does not recover from this in one process
-                screen.say(f"{case.name}: stopped: {one_line(error)}")
-                lost = True
-                break
-            screen.done += 1
-        failures = compiler.failures()
-    if failures:
-        console.print(f"{len(failures)} kernels did not compile ahead: {failures[0]}")
+                    yield record(case, row, floor, protocol, machine)
+            except RuntimeError as error:
+                raise Lost(one_line(error)) from error
+
+        records, lost = run_cases(cases, of_case, lines, screen, start, time_limit)
+        compiler.say_failures(console)
     if records:
         text = "\n\n".join(filter(None, ["\n" + summary(records), besides(records)]))
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    failed = [r["case"] for r in records if r["library"].startswith(OURS) and r["us"] is None]
-    return records, 1 if failed or lost else 0
+        say(console, text)
+    return records, status_of(records, lost)
+
+
+class Lost(Exception):
+    """What left the GPU unusable for this process."""
+
+
+def run_cases(
+    cases: Sequence[Case],
+    of_case: Callable[[Case], Iterator[Record]],
+    lines: Lines,
+    screen: Screen,
+    start: float,
+    time_limit: float | None,
+) -> tuple[list[Record], bool]:
+    """(records of the cases, each written and then shown as it comes; whether the GPU was lost).
+
+    No case is begun past the limit.
+    """
+    records: list[Record] = []
+    for case in cases:
+        if time_limit is not None and time.monotonic() - start > time_limit:
+            left = len(cases) - screen.done
+            screen.say(f"time limit of {time_limit:g} s: {left} cases left out")
+            break
+        try:
+            for found in of_case(case):
+                records.append(found)
+                lines.add(found)
+                screen.add(found)
+        except Lost as error:
+            screen.say(f"{case.name}: stopped: {error}")
+            return records, True
+        screen.done += 1
+    return records, False
+
+
+def status_of(records: Sequence[Record], lost: bool) -> int:
+    """1 where the GPU was lost or one of ours has no time."""
+    failed = any(r["library"].startswith(OURS) and r["us"] is None for r in records)
+    return 1 if failed or lost else 0
 
 
 def _our_plans(case: Case, ours: Sequence[Variant], device: Device) -> list[Plan]:

@@ -18,13 +18,27 @@ from splitkv.errors import (
     expect_one_of,
     expect_positive,
 )
-from splitkv.terminal import Lengths, console, one_line_errors
+from splitkv.terminal import Lengths, console, one_line_errors, say
 
 if TYPE_CHECKING:
     from splitkv.lab.studies import Effort
     from splitkv.policies import Policy
 
 JOBS = max(1, (os.cpu_count() or 2) - 1)
+
+# Options that several commands have.
+AppendJson = Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")]
+BackendName = Annotated[str, typer.Option(help="splitkv or fa3.")]
+Candidates = Annotated[int, typer.Option(help="Plans of a problem at first.")]
+CaseGlobs = Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")]
+Jobs = Annotated[int, typer.Option(help="Processes that compile ahead.")]
+MostBytes = Annotated[float, typer.Option(help="Of keys and values of a problem.")]
+Peers = Annotated[str, typer.Option(help="all, none, or names with commas.")]
+PlotFolder = Annotated[Path | None, typer.Option(help="A folder for pictures.")]
+ResumedJson = Annotated[Path | None, typer.Option("--json", help="JSON lines to go on in.")]
+Rounds = Annotated[int, typer.Option(help="Replays of a timing.")]
+SimulatedGpu = Annotated[str | None, typer.Option(help="A GPU, for the cost model.")]
+TimeLimit = Annotated[float | None, typer.Option(help="Seconds past which nothing is begun.")]
 
 app = typer.Typer()
 bench = typer.Typer(no_args_is_help=True, help="Measure on the GPU that is here.")
@@ -39,18 +53,18 @@ SUITE_OF = {"decode": "records", "paged": "pages", "quant": "quant"}
 @bench.command("quant", help="Time decode on int8 and e4m3 keys and values.")
 def bench_decode(
     context: typer.Context,
-    case: Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")] = None,
+    case: CaseGlobs = None,
     place: Annotated[str, typer.Option(help="contiguous, page16, ... or all.")] = "all",
     suite: Annotated[str | None, typer.Option(help="Named cases; else the command's.")] = None,
-    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "all",
+    peers: Peers = "all",
     mode: Annotated[str, typer.Option(help="isolated or back-to-back.")] = "isolated",
     warm: Annotated[bool, typer.Option(help="One buffer, which stays in the L2.")] = False,
     policy: Annotated[list[str] | None, typer.Option(help="Repeat to compare.")] = None,
     num_splits: Annotated[int, typer.Option(help="Force it; 0 asks the policy.")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A folder for pictures.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+    json_path: AppendJson = None,
+    plot: PlotFolder = None,
+    time_limit: TimeLimit = None,
+    jobs: Jobs = JOBS,
 ) -> None:
     with one_line_errors():
         from splitkv.lab import bench as lab
@@ -82,15 +96,15 @@ def bench_decode(
 @bench.command("varlen", help="Time packed sequences of different lengths beside equal ones.")
 def bench_sequences(
     context: typer.Context,
-    case: Annotated[list[str] | None, typer.Option(help="Names, as globs; else all.")] = None,
+    case: CaseGlobs = None,
     suite: Annotated[str | None, typer.Option(help="Which named cases; else the first.")] = None,
-    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "all",
+    peers: Peers = "all",
     kernel: Annotated[list[str] | None, typer.Option(help="Force it; repeat to compare.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few rounds of short bursts.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A folder for pictures.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to start cases in.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+    json_path: AppendJson = None,
+    plot: PlotFolder = None,
+    time_limit: TimeLimit = None,
+    jobs: Jobs = JOBS,
 ) -> None:
     with one_line_errors():
         from splitkv.lab.peers import parse
@@ -133,13 +147,11 @@ def sweep(
     all_tiles: Annotated[bool, typer.Option("--all-tiles", help="Every tile shape.")] = False,
     seqlens: Annotated[str | None, typer.Option(help="Vary the keys: FIRST:LAST:STEP.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; else all.")] = None,
-    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
+    backend: BackendName = "splitkv",
     plot: Annotated[Path | None, typer.Option(help="A picture, .png or .svg.")] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="JSON lines to go on in.")
-    ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to start plans in.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+    json_path: ResumedJson = None,
+    time_limit: TimeLimit = None,
+    jobs: Jobs = JOBS,
 ) -> None:
     """Time a shape under every number of splits, or over many numbers of keys."""
     with one_line_errors():
@@ -191,17 +203,15 @@ def sweep(
 def tune(
     problems: Annotated[int, typer.Option(help="To draw and measure.")] = 320,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    max_bytes: Annotated[float, typer.Option(help="Of keys and values of a problem.")] = 1.1e9,
+    max_bytes: MostBytes = 1.1e9,
     known: Annotated[bool, typer.Option(help="Those of the benchmarks too.")] = True,
     share: Annotated[str, typer.Option(help="k/n: every n-th problem from the k-th.")] = "1/1",
-    candidates: Annotated[int, typer.Option(help="Plans of a problem at first.")] = 16,
+    candidates: Candidates = 16,
     rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 9,
     table: Annotated[Path | None, typer.Option(help="To write; else the user's.")] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="JSON lines to go on in.")
-    ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to start problems in.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+    json_path: ResumedJson = None,
+    time_limit: TimeLimit = None,
+    jobs: Jobs = JOBS,
 ) -> None:
     """Measure problems on this GPU and write the table of the policy `tuned`."""
     with one_line_errors():
@@ -231,17 +241,15 @@ def regret(
     matrix: Annotated[bool, typer.Option(help="The paper's 160 configurations.")] = True,
     random: Annotated[int, typer.Option(help="Problems drawn beside them.")] = 150,
     seed: Annotated[int, typer.Option(help="Of the draw; tune's is 0.")] = 1,
-    max_bytes: Annotated[float, typer.Option(help="Of keys and values of those.")] = 1.1e9,
+    max_bytes: MostBytes = 1.1e9,
     lengths: Annotated[Lengths, typer.Option(help="Who knows the lengths.")] = Lengths.device,
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; else waves and tuned.")] = None,
     table: Annotated[Path | None, typer.Option(help="Of tuned; else as it is.")] = None,
-    candidates: Annotated[int, typer.Option(help="Plans of a problem at first.")] = 16,
+    candidates: Candidates = 16,
     rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 15,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="JSON lines to go on in.")
-    ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to start problems in.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+    json_path: ResumedJson = None,
+    time_limit: TimeLimit = None,
+    jobs: Jobs = JOBS,
 ) -> None:
     """Time the plans that policies choose beside the fastest that can be found."""
     with one_line_errors():
@@ -307,7 +315,7 @@ def reproduce(
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds; else 280 with --quick, or 1740.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+    jobs: Jobs = JOBS,
 ) -> None:
     """Take the tables of the library's sources on this GPU, and check their claims and ours."""
     with one_line_errors():
@@ -332,21 +340,19 @@ def evolve(
         "build/evolve"
     ),
     workload: Annotated[str, typer.Option(help="chat, long_context or a JSON file.")] = "chat",
-    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
-    simulate: Annotated[str | None, typer.Option(help="A GPU, for the cost model.")] = None,
+    backend: BackendName = "splitkv",
+    simulate: SimulatedGpu = None,
     generations: Annotated[int, typer.Option(help="At most; proposals of a model.")] = 40,
     population: Annotated[int, typer.Option(help="Of an island.")] = 16,
     islands: Annotated[int, typer.Option(help="Populations of their own.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Replays of a timing.")] = 9,
+    rounds: Rounds = 9,
     start: Annotated[list[Path] | None, typer.Option(help="Candidates to begin with.")] = None,
     proposer: Annotated[str, typer.Option(help="offline or openevolve.")] = "offline",
     model: Annotated[str | None, typer.Option(help="Of openevolve's endpoint.")] = None,
     api_base: Annotated[str | None, typer.Option(help="URL of the endpoint.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to begin generations in.")] = (
-        None
-    ),
-    jobs: Annotated[int, typer.Option(help="Processes that compile ahead.")] = JOBS,
+    time_limit: TimeLimit = None,
+    jobs: Jobs = JOBS,
 ) -> None:
     """Search for a better split policy on this GPU, as Python files that can be read."""
     with one_line_errors():
@@ -378,10 +384,10 @@ def evolve(
 def distil(
     folder: Annotated[Path, typer.Argument(help="Of `splitkv evolve`.")],
     workload: Annotated[str, typer.Option(help="As it was searched.")] = "chat",
-    backend: Annotated[str, typer.Option(help="splitkv or fa3.")] = "splitkv",
-    simulate: Annotated[str | None, typer.Option(help="A GPU, for the cost model.")] = None,
-    rounds: Annotated[int, typer.Option(help="Replays of a timing.")] = 9,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds to try rules in.")] = None,
+    backend: BackendName = "splitkv",
+    simulate: SimulatedGpu = None,
+    rounds: Rounds = 9,
+    time_limit: TimeLimit = None,
 ) -> None:
     """Simplify the best candidate to a rule within 1 %, as a file and a table."""
     with one_line_errors():
@@ -483,7 +489,7 @@ def find_plots() -> Any:
 
 def show_drawn(paths: list[Path]) -> None:
     """Say where pictures are."""
-    console.print("\n".join(map(str, paths)), markup=False, highlight=False, soft_wrap=True)
+    say(console, "\n".join(map(str, paths)))
 
 
 def find_evolve() -> Any:

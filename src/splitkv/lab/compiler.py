@@ -17,11 +17,14 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from splitkv.device import Device
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.timing import one_line
 from splitkv.plans import Config, Plan
 from splitkv.problem import Problem
+from splitkv.terminal import say
 
 T = TypeVar("T")
 
@@ -66,6 +69,10 @@ class Compiler:
         """Why kernels did not compile ahead, of those that are done."""
         finished = [future for future in self.known.values() if done(future)]
         return [one_line(e) for future in finished if (e := future.exception())]
+
+    def say_failures(self, console: Console) -> None:
+        if failures := self.failures():
+            say(console, f"{len(failures)} kernels did not compile ahead: {failures[0]}")
 
 
 def key(plan: Plan) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ from splitkv.policies import Policy
 from splitkv.policies.tuned import dims
 from splitkv.problem import Problem
 from splitkv.registry import make_plan
+from splitkv.terminal import say
 
 FIRST_ROUNDS, FINALISTS = 3, 3
 GRAPH_SECONDS = 1.5e-3  # that a graph is to take: enough to time, and many are replayed
@@ -288,9 +289,7 @@ def run_studies(
             lines.add(found[case.name])
             say(console, f"{len(found)}/{len(cases)} {line(record)}")
             torch.cuda.empty_cache()
-        failures = compiler.failures()
-    if failures:
-        say(console, f"{len(failures)} kernels did not compile ahead: {failures[0]}")
+        compiler.say_failures(console)
     return [found[case.name] for case in cases if case.name in found], lost
 
 
@@ -304,7 +303,3 @@ def line(record: Record) -> str:
         share = regret(record, policy)
         text += f"  {policy} " + ("-" if share is None else f"{share:+.1%}")
     return text
-
-
-def say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ from splitkv.lab.compiler import Compiler
 from splitkv.lab.lines import Lines, Record
 from splitkv.lab.report import FA3, SWEPT_OVER_KEYS, boundary_table, sweep_table
 from splitkv.lab.space import Key
-from splitkv.lab.studies import OURS, Effort, Library, Rival, label, run_studies, say, timed
+from splitkv.lab.studies import OURS, Effort, Library, Rival, label, run_studies, timed
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import one_line
 from splitkv.lab.tune import case_of
@@ -29,6 +29,7 @@ from splitkv.plans import Choice, Config
 from splitkv.policies import Policy
 from splitkv.policies.shared import shapes
 from splitkv.policies.tuned import most_splits, tuned_problem
+from splitkv.terminal import say
 
 USUAL = {  # the boundary case of the sequence-aware heuristic
     **{"batch": 1, "num_heads": 8, "num_kv_heads": 1, "head_dim": 128},

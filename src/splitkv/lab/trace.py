@@ -28,7 +28,6 @@ from splitkv.device import Device
 from splitkv.errors import expect, expect_one_of, expect_positive
 from splitkv.explanation import explain
 from splitkv.lab.report import number, table
-from splitkv.lab.studies import say
 from splitkv.masks import Mask
 from splitkv.policies import DEFAULT
 from splitkv.policies.flash_attention_2 import dispatch
@@ -36,6 +35,7 @@ from splitkv.problem import Problem
 from splitkv.registry import KERNELS
 from splitkv.scales import DTYPE_BYTES
 from splitkv.scores import Score
+from splitkv.terminal import say
 
 RANGE = "splitkv.trace "  # begins the names of the ranges
 # Part of a kernel's name, in lower case -> what it is; the first that fits.

@@ -24,11 +24,12 @@ from splitkv.kv import Paged
 from splitkv.lab.cases import Case
 from splitkv.lab.lines import Record
 from splitkv.lab.report import regret_table
-from splitkv.lab.studies import Effort, run_studies, say
+from splitkv.lab.studies import Effort, run_studies
 from splitkv.lab.suites import SUITES
 from splitkv.plans import Config
 from splitkv.policies import Policy, tuned, waves
 from splitkv.problem import Problem
+from splitkv.terminal import say
 
 T = TypeVar("T")
 

@@ -32,10 +32,10 @@ from splitkv.lab.lines import Lines, Record
 from splitkv.lab.report import ABSENT, table
 from splitkv.lab.reproduce.results import mean
 from splitkv.lab.reproduce.works import Way, splits_by
-from splitkv.lab.studies import say
 from splitkv.lab.timing import one_line
 from splitkv.policies import tuned
 from splitkv.registry import make_plan
+from splitkv.terminal import say
 
 BACKENDS = ("splitkv", "fa3")
 PROPOSERS = ("offline", "openevolve")

@@ -34,10 +34,9 @@ from splitkv.lab.sequences import bench as sequences
 from splitkv.lab.sequences.peers import PEERS
 from splitkv.lab.sequences.suites import CASES, SUITES
 from splitkv.lab.sequences.timing import QUICK, Pace
-from splitkv.lab.studies import say
 from splitkv.lab.timing import one_line
 from splitkv.plans import Plan
-from splitkv.terminal import terminated_as_interrupted
+from splitkv.terminal import say, terminated_as_interrupted
 
 ROUNDS = {"quick": 7, "full": 21}
 BACKENDS = ("splitkv", "fa3")
@@ -89,8 +88,7 @@ def reproduce(
                 lost = run_works(*who, ends=ends, console=console)
             if whole_sequences and not lost:
                 lost = run_sequences(path, effort, compiler, ends["sequences"], console)
-            if failures := compiler.failures():
-                say(console, f"{len(failures)} kernels did not compile ahead: {failures[0]}")
+            compiler.say_failures(console)
     finally:
         verdicts = conclude(folder, console)
     say(console, f"{time.monotonic() - start:.0f} s")

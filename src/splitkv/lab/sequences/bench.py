@@ -6,7 +6,7 @@ Each case's results are written to the JSON file as soon as they are there.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,7 +20,14 @@ from rich.console import Console
 import splitkv
 from splitkv.device import Device, current
 from splitkv.errors import expect
-from splitkv.lab.bench import SHAPE, Screen, facts
+from splitkv.lab.bench import (
+    SHAPE,
+    Lost,
+    Screen,
+    facts,
+    run_cases,
+    status_of,
+)
 from splitkv.lab.cases import Case
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.lines import Lines, Record
@@ -43,6 +50,7 @@ from splitkv.plans import Plan
 from splitkv.policies import DEFAULT, POLICIES
 from splitkv.problem import Problem
 from splitkv.registry import kernel_named, make_plan
+from splitkv.terminal import say
 
 SHOWN = ("case", "library", "us (spread)", "TFLOP/s", "of peak", "MHz", "error")
 PEAK_FLOPS = 2 * PEAK_SIZE**3
@@ -162,9 +170,7 @@ def compile_ahead(
     with Compiler(jobs) as compiler:
         ahead = [compiler.submit(plans(case, ours, device)) for case in cases]
         wait([future for futures in ahead for future in futures])
-        failures = compiler.failures()
-    if failures:
-        console.print(f"{len(failures)} kernels did not compile ahead: {failures[0]}")
+        compiler.say_failures(console)
 
 
 def bench_sequences(
@@ -188,8 +194,6 @@ def bench_sequences(
     device = current()
     expect(device.kind == "cuda", "device", "a CUDA GPU", device.name)
     start, console = time.monotonic(), console or Console()
-    written: list[dict[str, Any]] = []
-    lost = False
     with ExitStack() as stack:
         lines = stack.enter_context(Lines(json_path))
         theirs = [There(name, pace) for name in peers if PEERS[name].own_process]
@@ -201,23 +205,15 @@ def bench_sequences(
         compile_ahead(cases, ours, device, jobs, console)
         machine, peak = facts(), Peak(pace)
         screen = stack.enter_context(Screen(console, len(cases), SHOWN, shown))
-        for case in cases:
-            if time_limit is not None and time.monotonic() - start > time_limit:
-                left = len(cases) - screen.done
-                screen.say(f"time limit of {time_limit:g} s: {left} cases left out")
-                break
+
+        def of_case(case: Case) -> Iterator[Record]:
             measured = measure(case, stations, peak, pace.rounds)
-            for record in records(command, case, measured, pace, machine):
-                written.append(record)
-                lines.add(record)
-                screen.add(record)
-            if measured.lost:  # the GPU does not recover from this in one process
-                screen.say(f"{case.name}: stopped: {measured.lost}")
-                lost = True
-                break
-            screen.done += 1
+            yield from records(command, case, measured, pace, machine)
+            if measured.lost:
+                raise Lost(measured.lost)
+
+        written, lost = run_cases(cases, of_case, lines, screen, start, time_limit)
     if written:
         text = "\n" + "\n\n".join(rates_tables(written))
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    failed = [r["case"] for r in written if r["library"].startswith(OURS) and r["us"] is None]
-    return written, 1 if failed or lost else 0
+        say(console, text)
+    return written, status_of(written, lost)
