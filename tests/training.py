@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import splitkv
+from splitkv.policies.shared import WHOLE_SEQUENCES
 from splitkv.testing import (
     DRAWS,
     Call,
@@ -65,7 +66,7 @@ GRAD_AXES: cases.Axes = {
 QUANTISED_AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
     "codec": cases.CODECS,
-    "products": ("half", "full"),
+    "products": ("widened", "half", "full"),
     "q_granularity": ("none", "tensor", "head", "token"),
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((64, 64), (128, 128)),
@@ -132,9 +133,9 @@ def paged(problem: Problem, call: Call, page_size: int, seed: int = 0) -> tuple[
 
 
 def run(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
-    """`run=` of `check`: the public function, which has to take `prefill` or that for Hopper."""
+    """`run=` of `check`: the public function, which has to take `prefill` or one for Hopper."""
     taken = splitkv.plan(problem).kernel
-    assert taken in ("prefill", "hopper_prefill"), splitkv.explain(problem)
+    assert taken in WHOLE_SEQUENCES, splitkv.explain(problem)
     result = FUNCTION[problem.kind](**call)
     return result if problem.return_lse else (result, None)
 

@@ -26,8 +26,8 @@ KERNELS: tuple[Kernel, ...] = (
     hopper_decode_split.KERNEL,
     decode_split.KERNEL,
     hopper_prefill.KERNEL,
+    hopper_prefill_quantised.KERNEL,
     prefill.KERNEL,
-    hopper_prefill_quantised.KERNEL,  # not timed as it is now: for those who ask for it
     torch_sdpa.KERNEL,
     torch_math.KERNEL,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
-from splitkv.kernels.hopper import prefill_quantised
-from splitkv.kernels.hopper.prefill import ROWS
+from splitkv.kernels import workspace
+from splitkv.kernels.hopper import prefill, prefill_quantised
+from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
@@ -29,14 +31,16 @@ from splitkv.scores import Score
 H200 = GPUS["h200"]
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 UNITS = {  # q . k and p . v
+    ("int8", "widened"): {"f32.f16.f16"},
     ("int8", "half"): {"s32.s8.s8", "f32.f16.f16"},
     ("int8", "full"): {"s32.s8.s8"},
+    ("fp8", "widened"): {"f32.f16.f16"},
     ("fp8", "half"): {"f32.e4m3.e4m3", "f32.f16.f16"},
     ("fp8", "full"): {"f32.e4m3.e4m3"},
 }
-STACK_BYTES = 40  # scalars, read once a row tile: loops have none
+STACK_BYTES = 80  # scalars, read once a row tile: loops have none
 AXES: cases.Axes = {
-    "kind": ("dense", "varlen"),
+    "kind": ("dense", "varlen", "decode"),
     "units": tuple(UNITS),
     "granularity": ("tensor", "head", "token"),
     "q": ("bfloat16", "float16", "stored"),
@@ -44,15 +48,21 @@ AXES: cases.Axes = {
     "heads": ((8, 8), (14, 2), (16, 1)),
     "mask": (Mask(), Mask(True), Mask(True, 128, -1, 4)),
     "softcap": (False, True),
+    "place": (Contiguous(), Paged(16), Paged(256)),
+    "parts": (1, 3),
     "shape": (0, 1, 2),
 }
+
+
+def valid(values: cases.Values) -> bool:
+    return values.get("kind") != "dense" or not isinstance(values.get("place"), Paged)
 
 
 def problem_of(values: cases.Values) -> Problem:
     codec, products = values["units"]
     q = values.get("q", "stored")
     num_heads, num_kv_heads = values.get("heads", (8, 2))
-    kind = values.get("kind", "dense")
+    kind, place = values.get("kind", "dense"), values.get("place", Contiguous())
     return Problem(
         kind,
         batch=3,
@@ -60,10 +70,11 @@ def problem_of(values: cases.Values) -> Problem:
         num_kv_heads=num_kv_heads,
         head_dim=values["head_dim"],
         head_dim_v=values["head_dim"],
-        seqlen_q=4096,
+        seqlen_q=3 if kind == "decode" else 4096,
         seqlen_k=4096,
         mask=values.get("mask", Mask()),
-        place=Ragged() if kind == "varlen" else Contiguous(),
+        place=Ragged() if kind == "varlen" and place == Contiguous() else place,
+        lengths="host" if kind == "dense" else "device",
         codec=Codec(codec, values["granularity"]),
         products=products,
         q_granularity="token" if q == "stored" else "none",
@@ -75,20 +86,27 @@ def problem_of(values: cases.Values) -> Problem:
 def operands_of(problem: Problem) -> Operands:
     """Operands without memory."""
     p, stored = problem, STORED[problem.codec.name]
-    lead = (p.batch, p.seqlen_q) if p.kind == "dense" else (p.batch * p.seqlen_q,)
-    cu = None if p.kind == "dense" else Layout((p.batch + 1,), torch.int32)
-    shapes = {"tensor": (1,), "head": (p.num_kv_heads,), "token": (*lead, p.num_kv_heads)}
-    keys = torch.Size([*lead, p.num_kv_heads, p.head_dim])
+    lead, keys, cu, table = (p.batch, p.seqlen_q), (p.batch, p.seqlen_k), None, None
+    if p.kind == "varlen":
+        lead, keys = (p.batch * p.seqlen_q,), (p.batch * p.seqlen_k,)
+        cu = Layout((p.batch + 1,), torch.int32)
+    if isinstance(p.place, Paged):
+        table = Layout((p.batch, -(-p.seqlen_k // p.place.page_size)), torch.int32)
+        keys = (table.shape[0] * table.shape[1], p.place.page_size)
+    cached = p.kind == "decode" or table is not None
+    shapes = {"tensor": (1,), "head": (p.num_kv_heads,), "token": (*keys, p.num_kv_heads)}
     q_type, q_scale = getattr(torch, p.dtype), None
     if p.q_granularity == "token":
         q_type, q_scale = stored, Layout(torch.Size([*lead, p.num_heads]), torch.float32)
     of_keys = Layout(torch.Size(shapes[p.codec.granularity]), torch.float32)
     return Operands(
         q=Layout(torch.Size([*lead, p.num_heads, p.head_dim]), q_type),
-        k=Layout(keys, stored),
-        v=Layout(keys, stored),
+        k=Layout(torch.Size([*keys, p.num_kv_heads, p.head_dim]), stored),
+        v=Layout(torch.Size([*keys, p.num_kv_heads, p.head_dim]), stored),
+        cache_seqlens=Layout((p.batch,), torch.int32) if cached else None,
+        page_table=table,
         cu_seqlens_q=cu,
-        cu_seqlens_k=cu,
+        cu_seqlens_k=None if table is not None else cu,
         q_scale=q_scale,
         k_scale=of_keys,
         v_scale=of_keys,
@@ -103,29 +121,34 @@ def compiled(problem: Problem, config: Config) -> Any:
     plan = Plan(problem, H200, "fixed", name, config, "a test")
     kernel = prefill_quantised.hopper_prefill_quantised
     x, recorder = operands_of(problem), Recorder(kernel, listens=True)
+    merge, partials = Recorder(prefill.combine), workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill_quantised, name, recorder),
+        mock.patch.object(prefill, "combine", merge),
+        mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
     ):
         prefill_quantised.Launcher(plan, x).forward(x, None)
+    assert len(merge.compiled) == (config.num_splits > 1)
     (made,) = recorder.compiled
     return made
 
 
 def describe(values: cases.Values) -> str:
-    names = (str(values[name]) for name in ("kind", "units", "granularity", "mask", "shape"))
-    return "-".join(re.sub(r"\W+", "_", name) for name in names)
+    names = ("kind", "units", "granularity", "place", "parts", "shape")
+    return "-".join(re.sub(r"\W+", "_", str(values[name])) for name in names)
 
 
-@variants(AXES, most=6, newest=2, ids=describe)
+@variants(AXES, most=9, valid=valid, newest=2, ids=describe)
 def test_variants(values: cases.Values) -> None:
     problem = problem_of(values)
     config = list(prefill_quantised.configs(problem, H200))[values["shape"]]
+    config = replace(config, num_splits=values["parts"])
     made = compiled(problem, config)
     ptx = made.asm["ptx"]
     units = set(re.findall(r"wgmma\.mma_async\S*k\d+\.(\S+)", ptx))
     expected = UNITS[values["units"]]
-    if prefill_quantised.wide_type(problem) == gl.bfloat16:
+    if prefill_quantised.types(problem)[2] == gl.bfloat16:
         expected = expected - {"f32.f16.f16"} | {"f32.bf16.bf16"}
     assert units == expected
     transposed = "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
@@ -137,18 +160,29 @@ def test_variants(values: cases.Values) -> None:
 
 # Each kind of products with one kind of scales, in turns.
 @pytest.mark.parametrize(
-    ("units", "granularity"),
-    list(zip(UNITS, ("head", "token", "token", "head"), strict=True)),
-    ids=str,
+    ("units", "granularity"), list(zip(UNITS, cycle(("head", "token")), strict=False)), ids=str
 )
 def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
     problem = problem_of({"units": units, "granularity": granularity, "head_dim": 128})
-    config = next(prefill_quantised.configs(problem, H200))
+    as_meant(problem, next(prefill_quantised.configs(problem, H200)), STACK_BYTES)
+
+
+# Few rows of many keys wait for memory: nothing spills anywhere.
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+@pytest.mark.parametrize("units", [("int8", "half"), ("fp8", "widened")], ids=str)
+def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> None:
+    values = {"kind": "decode", "units": units, "granularity": "token", "place": place}
+    problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
+    found = (c for c in prefill_quantised.configs(problem, H200) if c.tile_m == 64)
+    as_meant(problem, replace(next(found), num_splits=66), 0)
+
+
+def as_meant(problem: Problem, config: Config, stack_bytes: int) -> None:
     made = compiled(problem, config)
-    assert measure(made).stack_bytes <= STACK_BYTES
+    assert measure(made).stack_bytes <= stack_bytes
     warpgroups = config.tile_m // ROWS.value
-    keys_per_product = 16 if problem.products == "half" else 32
-    products = 128 // 32 + config.tile_n // keys_per_product
+    _, of_k, of_v, _ = map(prefill_quantised.size_of, prefill_quantised.types(problem))
+    products = 128 * of_k // 32 + config.tile_n * of_v // 32
     loops = key_loops(made.asm["cubin"], products, warpgroups)
     assert len(loops) == warpgroups
     for body in loops:
@@ -158,18 +192,30 @@ def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
         assert under_product >= ROWS.value * config.tile_n // 128  # a thread's weights
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("units", UNITS, ids=str)
+def test_few_rows_have_shapes(units: tuple[str, str], head_dim: int) -> None:
+    """One warpgroup that multiplies, with scales of each key and without."""
+    for granularity in ("head", "token"):
+        values = {"kind": "decode", "units": units, "granularity": granularity, "q": "bfloat16"}
+        problem = problem_of({**values, "head_dim": head_dim})
+        found = list(prefill_quantised.configs(problem, H200))
+        assert {config.tile_m for config in found} == {64, 128}
+
+
 def test_what_is_refused() -> None:
     problem = problem_of({"units": ("int8", "half"), "granularity": "head", "head_dim": 128})
     assert prefill_quantised.unsupported(problem, H200) == []
     assert prefill_quantised.unsupported(replace(problem, return_lse=True), H200) == []
     odd = replace(problem, head_dim=96, codec=AS_IS, q_granularity="none", needs_grad=True)
     assert prefill_quantised.unsupported(odd, H200) == [
-        "kv as_is, products half: expected int8 or fp8 with half or full",
+        "kv as_is: expected int8 or fp8",
         "gradient: expected inputs that require none",
         "head_dim/head_dim_v 96/128: expected 64/64 or 128/128",
     ]
-    paged = replace(problem, place=Paged(16), codec=Codec("fp8", "head"), return_lse=True)
+    paged = replace(problem, place=Paged(8), codec=Codec("fp8", "head"), return_lse=True)
     assert prefill_quantised.unsupported(paged, H200)[-2:] == [
-        "kv paged(16): expected no pages",
-        "return_lse: expected none of fp8, as its units keep 14 bits of sums",
+        "page_size 8: expected a multiple of 16",
+        "return_lse of fp8, products half: expected widened, as units keep 14 bits",
     ]
+    assert len(prefill_quantised.unsupported(replace(paged, products="widened"), H200)) == 1

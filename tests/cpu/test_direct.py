@@ -470,6 +470,7 @@ def test_a_call_again_goes_through_triton_while_a_hook_is_set(
 
 
 SEQUENCES = ("q", "k", "v", "out", "cu_q", "cu_k", "lens", "table", "sink")
+SEQUENCES += ("q_scale", "k_scale", "v_scale")
 
 
 def sequences_of(launched: Launched, merged: bool = True) -> direct.Sequences:
@@ -485,7 +486,10 @@ def sequences_of(launched: Launched, merged: bool = True) -> direct.Sequences:
     )
 
 
-@pytest.mark.parametrize("names", [(), ("cu_q", "cu_k"), ("cu_q", "lens", "table", "sink", "out")])
+@pytest.mark.parametrize(
+    "names",
+    [(), ("cu_q", "cu_k"), ("cu_q", "lens", "table", "sink", "out"), ("k_scale", "v_scale")],
+)
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_call_of_sequences_again(
     gpu: SimpleNamespace, names: tuple[str, ...], merged: bool

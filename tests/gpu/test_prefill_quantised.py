@@ -1,4 +1,4 @@
-"""attention and attention_varlen of 8-bit keys on Hopper's 8-bit units against the reference."""
+"""8-bit keys on `hopper_prefill_quantised` against the reference: sequences, caches, few rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pytest
 import torch
 from running import DEVICE, HERE, only, same_bits
 from torch import Tensor
-from training import FUNCTION, QUANTISED_AXES, has_units, problem_of
+from training import FUNCTION, QUANTISED_AXES, has_units, paged, problem_of
 
 import splitkv
 from splitkv.kernels.hopper.prefill_quantised import KERNEL
 from splitkv.kv import Codec
 from splitkv.testing import (
     Call,
+    Contiguous,
     Mask,
+    Paged,
     Problem,
     Ragged,
     assert_close,
@@ -55,8 +57,76 @@ def test_pairs(number: int) -> None:
     check(problem, device=DEVICE, run=run, zero_length=zero_length)
 
 
+CACHE_AXES: cases.Axes = {
+    **QUANTISED_AXES,
+    "kind": ("varlen", "decode"),
+    "q_granularity": ("none",),
+    "group": (1, 6, 16),
+    "batch": (1, 3, 9),
+    "seqlens": ((3, 700), (1, 2100), (4, 1000), (40, 3000), (100, 60)),
+    "page_size": (0, 16, 48, 64, 256),
+    "parts": (1, 3, 8),
+}
+CACHES = cases.pairs(CACHE_AXES, has_units)
+
+
+@pytest.mark.parametrize("number", range(len(CACHES)))
+def test_caches(number: int) -> None:
+    """Few rows, pages, parts of the keys, lengths of the device; twice the same bits."""
+    values = dict(CACHES[number])
+    page_size, parts = values.pop("page_size"), values.pop("parts")
+    packed = values["kind"] == "varlen"
+    place = Paged(page_size) if page_size else Ragged() if packed else Contiguous()
+    asked = replace(problem_of(values), place=place, lengths="device")
+    plan = plan_of(asked)
+    if plan.kernel == KERNEL.name:
+        plan = replace(plan, config=replace(plan.config, num_splits=parts))
+
+    def twice(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+        if packed and page_size:
+            problem, call = paged(problem, call, page_size)
+        first = run(problem, call, plan)
+        assert same_bits(run(problem, call, plan), first)
+        return first
+
+    given = replace(asked, place=Ragged()) if packed else asked
+    check(given, device=DEVICE, run=twice, zero_length=given.batch > 1)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("products", ["half", "full"])
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16), Paged(64)], ids=str)
+@pytest.mark.parametrize("products", ["widened", "half", "full"])
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_every_config_of_few_rows(codec: Any, products: Any, place: Any, head_dim: int) -> None:
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    problem = Problem("decode", 3, 16, 1, **dims, seqlen_q=3, seqlen_k=2000, mask=Mask(True))
+    problem = replace(problem, place=place, lengths="device", products=products)
+    for granularity in ("head", "token"):
+        asked = replace(problem, codec=Codec(codec, granularity))
+        if KERNEL.unsupported(asked, HERE):
+            return
+        plan = plan_of(asked)
+        for config in KERNEL.configs(asked, plan.device):
+            made = replace(plan, config=replace(config, num_splits=5))
+            check(asked, device=DEVICE, run=partial(run, plan=made), zero_length=True)
+
+
+@pytest.mark.parametrize("seqlen_q", [3, 4])
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_48_and_64_rows_are_served_here(codec: Any, seqlen_q: int) -> None:
+    """Without being asked: from a few tens of megabytes on."""
+    products = "half" if codec == "int8" else "widened"
+    problem = Problem("decode", 8, 16, 1, 128, 128, seqlen_q, 16384, mask=Mask(True))
+    problem = replace(problem, lengths="device", codec=Codec(codec, "head"), products=products)
+    if KERNEL.unsupported(problem, HERE):
+        return
+    plan = splitkv.plan(problem)
+    assert plan.kernel == KERNEL.name and plan.config.num_splits > 1
+    check(problem, device=DEVICE, run=partial(run, plan=plan), zero_length=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("products", ["widened", "half", "full"])
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
 def test_every_config(codec: Any, products: Any, head_dim: int) -> None:
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}

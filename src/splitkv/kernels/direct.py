@@ -351,8 +351,8 @@ class Sequences:
     launch, merge.
 
     launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, those of
-             out, lse, the partials, cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table and
-             sink_logits, scale and softcap
+             out, lse, the partials, cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table,
+             sink_logits and the scales of q, k and v, scale and softcap
     merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink), or None: one part
 
     Otherwise as `Repeat`.
@@ -383,10 +383,25 @@ class Sequences:
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
     def call(
-        self, q, k, v, out, cu_q, cu_k, lens, table, sink, scale, softcap
+        self,
+        q,
+        k,
+        v,
+        out,
+        cu_q,
+        cu_k,
+        lens,
+        table,
+        sink,
+        q_scale,
+        k_scale,
+        v_scale,
+        scale,
+        softcap,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        others = [None if x is None else x.data_ptr() for x in (cu_q, cu_k, lens, table, sink)]
+        tensors = cu_q, cu_k, lens, table, sink, q_scale, k_scale, v_scale
+        others = [None if x is None else x.data_ptr() for x in tensors]
         given = at_q | at_k | at_v
         for at in others:
             given |= at or 0

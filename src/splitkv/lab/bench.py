@@ -35,6 +35,7 @@ from splitkv.lab.peers import PEERS, Worker
 from splitkv.lab.report import OURS, besides, cell, number, summary, title
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure, nvidia_smi, one_line
 from splitkv.plans import Plan
+from splitkv.policies.short_queries import asked_for
 from splitkv.registry import POLICIES, make_plan
 from splitkv.terminal import say
 
@@ -52,6 +53,18 @@ def our_variants(policies: Sequence[str] = (), num_splits: int = 0) -> list[Vari
         return [our_variant(f"{OURS} ({num_splits} splits)", num_splits=num_splits)]
     return [our_variant(f"{OURS} ({name})", policy=name) for name in policies] or [
         our_variant(OURS)
+    ]
+
+
+def columns() -> list[Variant]:
+    """Those of the suite `seed004`: keys in one part or in several, heads packed or apart."""
+    return [
+        our_variant(
+            f"{OURS} ({'parts' if parts else 'one part'}, heads {'packed' if packed else 'apart'})",
+            policy=asked_for(parts=parts, packed=packed),
+        )
+        for packed in (False, True)
+        for parts in (False, True)
     ]
 
 

@@ -76,9 +76,12 @@ def bench_decode(
         expect_run(time_limit, jobs)
         suite = suite or SUITE_OF[str(context.info_name)]
         draw = find_plots().draw_all if plot else None
+        ours = lab.our_variants(policy or [], num_splits)
+        if suite == "seed004" and not (policy or num_splits):
+            ours = lab.columns()
         records, status = lab.bench_decode(
             select(case or [], place, suite),
-            ours=lab.our_variants(policy or [], num_splits),
+            ours=ours,
             peers=parse(peers),
             protocol=Protocol(mode, warm),
             json_path=json_path,

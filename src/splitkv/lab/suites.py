@@ -12,9 +12,11 @@ tokens    4 and 16 query tokens beside one, at 67, 134 and 268 MB
 gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
 quant     the shapes of `records` with int8 (scales of each key and head) and e4m3 (of each head);
           the largest also with int8 and scales of each head, for what those of each key cost
+rows48    3 query tokens of 16 heads on one KV head beside one token, 67 MB of int8 and of e4m3 and
+          134 MB of bf16
 seed000   table 1 of the sequence-aware split heuristic; seed003  the ten shapes of paged attention
           v2 on an L4: see `policies`; seed004  three query tokens of 16 heads on one KV head, of
-          Character.AI's table of packing and splitting
+          Character.AI's table of packing and splitting; seed004_int8  as it is there, in int8
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ PAGE_SIZES = (1, 16, 64, 128, 256)
 MIXED_BATCH, MEDIAN, LONGEST = 64, 2048, 131072
 GPT_OSS = ((1, 4096), (8, 8192), (64, 4096))  # (batch, keys a sequence)
 PACKING = [(1024 << i, 256 >> i) for i in range(8)]  # keys, batch
+INT8: dict[str, Any] = {"codec": Codec("int8", "head"), "products": "half"}
 WINDOW = 128  # keys that a query of gpt-oss sees in every other layer, itself among them
 
 
@@ -205,9 +208,31 @@ def seed004() -> Iterator[Case]:
         yield Case(f"packing_b{batch}_{keys}", problem(batch, 16, 1, keys, seqlen_q=3))
 
 
+def seed004_int8() -> Iterator[Case]:
+    for keys, batch in PACKING:
+        asked = problem(batch, 16, 1, keys, seqlen_q=3, **INT8)
+        yield Case(f"packing_b{batch}_{keys}_int8", asked)
+
+
+def rows48() -> Iterator[Case]:
+    codecs = {"bf16": {}, "int8": INT8, "fp8": {"codec": Codec("fp8", "head")}}
+    for (batch, keys), place in product(((64, 4096), (8, 32768), (2, 131072)), PLACES.values()):
+        for name, options in codecs.items():
+            case = f"rows48_b{batch}_{keys}_{name}"
+            one = _placed(f"{case}_q1", place)
+            options = {**options, "place": place}
+            yield Case(one, problem(batch, 16, 1, keys, **options))
+            yield Case(
+                _placed(case, place), problem(batch, 16, 1, keys, seqlen_q=3, **options), beside=one
+            )
+
+
 SUITES: dict[str, tuple[Case, ...]] = {
     suite.__name__: tuple(suite())
-    for suite in (records, pages, mixed, tokens, gpt_oss, quant, seed000, seed003, seed004)
+    for suite in (
+        *(records, pages, mixed, tokens, gpt_oss, quant, rows48),
+        *(seed000, seed003, seed004, seed004_int8),
+    )
 }
 CASES: dict[str, Case] = {case.name: case for suite in SUITES.values() for case in suite}
 

@@ -19,6 +19,8 @@ Policy = Callable[[Problem, Device, Sequence[Kernel]], Choice]
 """A policy: which of the kernels that can, in order of preference, with which config."""
 
 MAX_SPLITS = 1024  # the most parts a kernel of this package merges
+WHOLE_SEQUENCES = ("hopper_prefill", "hopper_prefill_quantised", "prefill")
+"""The kernels that take any number of query tokens."""
 
 
 def float32(x: float) -> float:
@@ -67,7 +69,7 @@ def splits_keys(problem: Problem, found: Sequence[Config], kernel: Kernel | None
     gradient; a kernel with a single config leaves nothing to decide.
     """
     can = problem.kind == "decode"
-    if kernel is not None and kernel.name in ("hopper_prefill", "prefill"):
+    if kernel is not None and kernel.name in WHOLE_SEQUENCES:
         can = not problem.needs_grad
     return can and len(found) > 1
 

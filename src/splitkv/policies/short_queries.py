@@ -1,4 +1,4 @@
-"""A part of `waves`: how many parts the keys of `hopper_prefill` or `prefill` are cut into.
+"""A part of `waves`: how many parts the keys of the kernels for whole sequences are cut into.
 
     seconds = start + sum over waves of tiles a part * tile  +  merge
     tile    = the slowest of: the chain of operations on one tile, the products of all programs of
@@ -17,16 +17,25 @@ keys stay whole (`Problem.cut_tokens`); that is done for pages, in which such ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from splitkv.device import Device, MiB
+from splitkv.errors import expect
 from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel
-from splitkv.policies.shared import MAX_SPLITS, ceil_div, count, num_tiles, shapes
+from splitkv.policies.shared import (
+    MAX_SPLITS,
+    WHOLE_SEQUENCES,
+    Policy,
+    ceil_div,
+    count,
+    num_tiles,
+    shapes,
+)
 from splitkv.problem import Problem
 
-KERNELS = ("hopper_prefill", "prefill")
 MOST_PARTIAL_BYTES = 256 * MiB
 REGISTERS_PER_SM = 65536
 
@@ -60,6 +69,8 @@ class Constants:
     worth        of the time in one part that cutting has to save
     occupancy    (problem, device, config) -> programs that an SM holds at once
     packed       (group, config) -> heads of a group that share a program
+    element_bytes  of a key, as it weighs on a program; what `prefill` widens as much as what it
+                   would read
     """
 
     start: float = 3.4e-6
@@ -77,6 +88,7 @@ class Constants:
     worth: float = 0.05
     occupancy: Callable[[Problem, Device, Config], int] = occupancy
     packed: Callable[[int, Config], int] = lambda group, config: group
+    element_bytes: Callable[[Problem], int] = lambda problem: problem.element_bytes
 
 
 H200 = Constants()
@@ -98,6 +110,7 @@ H200_HOPPER = Constants(
     merge_part=2.3e-8,
     occupancy=lambda problem, device, config: 1,
     packed=lambda group, config: min(group & -group, 64) if config.pack_gqa else 1,
+    element_bytes=lambda problem: problem.kv_element_bytes,
 )
 # `prefill` beside it: by the same 12 problems, each in one plan, of which this is 11 % off. It took
 # as long as the kernel for Hopper on one of them, 4 to 36 % longer on the others.
@@ -131,7 +144,7 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     parts = ceil_div(tiles, per)
     whole = units(problem, config, c)
     programs = whole * parts
-    tile_bytes = config.tile_n * dims * problem.element_bytes
+    tile_bytes = config.tile_n * dims * c.element_bytes(problem)
     half = problem.element_bytes == 2
     flops = 2 * config.tile_m * config.tile_n * dims / (c.sm_flops if half else c.sm_flops_fp32)
     load, score = config.tile_n * dims / config.num_warps, config.tile_m * config.tile_n
@@ -165,15 +178,15 @@ def choose(
     constants: Constants = H200,
     hopper: Constants = H200_HOPPER,
 ) -> Choice | None:
-    """The choice where one of `KERNELS` can cut the keys and is to do so, or is the first that can
-    at all; else None."""
-    kernels = [kernel for kernel in candidates if kernel.name in KERNELS]
+    """The choice where one of `WHOLE_SEQUENCES` can cut the keys and is to do so, or is the first
+    that can at all; else None."""
+    kernels = [kernel for kernel in candidates if kernel.name in WHOLE_SEQUENCES]
     decoding = problem.kind == "decode"
     if not kernels or problem.needs_grad or (decoding and kernels[0] is not candidates[0]):
         return None
-    if kernels[0].name == KERNELS[0] and constants is H200:
+    if _for_hopper(kernels[0]) and constants is H200:
         constants = H200_BESIDE_HOPPER
-    rules = {kernel.name: hopper if kernel.name == KERNELS[0] else constants for kernel in kernels}
+    rules = {kernel.name: hopper if _for_hopper(kernel) else constants for kernel in kernels}
     found = {kernel.name: _worth_weighing(kernel, problem, device) for kernel in kernels}
     first = kernels[0].name
     whole = cost(problem, device, found[first][0], rules[first])
@@ -207,6 +220,34 @@ def choose(
     return Choice(first, found[first][0], why + f"{whole.seconds * 1e6:.1f} us")
 
 
+def asked_for(*, parts: bool, packed: bool) -> Policy:
+    """A policy for tables that compare what is decided here: a kernel for whole sequences, with the
+    heads of a group packed into rows or apart, and keys in as many parts as `choose` says or in
+    one."""
+
+    def choose_asked(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+        kernels = [
+            replace(kernel, configs=partial(_packed, kernel, packed))
+            for kernel in candidates
+            if kernel.name in WHOLE_SEQUENCES and any(_packed(kernel, packed, problem, device))
+        ]
+        choice = choose(problem, device, kernels)
+        expect(choice is not None, "packed", "a kernel that can", packed)
+        assert choice is not None
+        config = choice.config if parts else replace(choice.config, num_splits=1)
+        return replace(choice, config=config, why=f"as asked; {choice.why}")
+
+    return choose_asked
+
+
+def _packed(kernel: Kernel, packed: bool, problem: Problem, device: Device) -> Iterator[Config]:
+    return (config for config in kernel.configs(problem, device) if config.pack_gqa == packed)
+
+
+def _for_hopper(kernel: Kernel) -> bool:
+    return kernel.name.startswith("hopper_")
+
+
 def _worth_weighing(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
     """The kernel's shapes, each with the heads and programs that it would take first."""
     found = shapes(kernel, problem, device)
@@ -224,7 +265,7 @@ def _least_parts(problem: Problem, shape: Config, constants: Constants) -> int:
     """Of the longest sequence, where others may be short."""
     if problem.lengths == "host" or problem.batch == 1:
         return 1
-    tile_bytes = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
+    tile_bytes = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
     tiles = int(constants.longest_part // tile_bytes) or 1
     return min(MAX_SPLITS, ceil_div(num_tiles(problem, shape.tile_n), tiles))
 

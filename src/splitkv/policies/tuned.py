@@ -51,9 +51,10 @@ from splitkv.errors import expect
 from splitkv.kv import AS_IS, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Choice, Config, Kernel
-from splitkv.policies import short_queries, waves
+from splitkv.policies import waves
 from splitkv.policies.shared import (
     MAX_SPLITS,
+    WHOLE_SEQUENCES,
     Policy,
     ceil_div,
     count,
@@ -274,7 +275,7 @@ def _choose(
         return Choice(timed.kernel, timed.config, why)
     if problem.rows > waves.MANY_ROWS:
         return leave_it("too few problems of so many rows were timed")
-    made_for_it = [kernel for kernel in candidates if kernel.name not in short_queries.KERNELS]
+    made_for_it = [kernel for kernel in candidates if kernel.name not in WHOLE_SEQUENCES]
     local = _Local(problem, device, made_for_it, near)
     if not local.known:
         return leave_it(f"nothing like it in the table of {where}")

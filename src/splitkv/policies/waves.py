@@ -27,6 +27,7 @@ from splitkv.plans import Choice, Config, Kernel
 from splitkv.policies import short_queries
 from splitkv.policies.shared import (
     MAX_SPLITS,
+    WHOLE_SEQUENCES,
     Policy,
     ceil_div,
     count,
@@ -294,7 +295,7 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
     def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
         decoding = problem.kind == "decode"
         if decoding and problem.rows > MANY_ROWS and problem.kv_bytes > LARGE:
-            candidates = sorted(candidates, key=lambda k: k.name not in short_queries.KERNELS)
+            candidates = sorted(candidates, key=lambda k: k.name not in WHOLE_SEQUENCES)
         cut = short_queries.choose(problem, device, candidates)
         if cut is not None:
             return cut

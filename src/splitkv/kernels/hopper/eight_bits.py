@@ -79,15 +79,18 @@ def widening(stored, wide):
 
 
 @gluon.jit
-def widen(stored, ready):
+def widen(stored, ready, count):
     """The same numbers [PART, dim] in 16 bits, which hold them exactly: e4m3 or int8 in fp16, or
-    int8 in bf16, which takes longer."""
+    int8 in bf16, which takes longer. Keys from `count` on become 0: there may be NaN in e4m3."""
     DIM: gl.constexpr = stored.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     code: gl.constexpr = widening(stored.dtype, ready.dtype)
     wide = gl.inline_asm_elementwise(
         code, "=&r,=&r,r", [stored.load(layout)], dtype=ready.dtype, is_pure=True, pack=4
     )
+    if count < PART:
+        rows = gl.arange(0, PART, layout=gl.SliceLayout(1, layout))
+        wide = gl.where((rows < count)[:, None], wide, 0.0)
     ready.store(wide)
 
 

@@ -30,8 +30,9 @@ Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 25
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -50,8 +51,11 @@ from splitkv.kernels.direct import Sequences, TensorMaps, bind_to_descriptors, l
 from splitkv.kernels.hopper.decode_split import box_rows
 from splitkv.kernels.hopper.prefill_load import Parts, Signals, allocate, produce
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
-from splitkv.kernels.hopper.prefill_tile import Output, consume
+from splitkv.kernels.hopper.prefill_scaled import Scales
+from splitkv.kernels.hopper.prefill_tile import consume
+from splitkv.kernels.hopper.prefill_write import Output
 from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
@@ -59,7 +63,7 @@ from splitkv.problem import Operands, Problem
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 ROWS = gl.constexpr(64)  # of a warpgroup
-PANEL = 64  # columns of TMA's 128-byte swizzle
+PANEL_BYTES = 128  # of the columns in TMA's widest swizzle
 BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 
 # By head_dim: tile_m, tile_n, num_stages, the best guess first. More rows or keys do not fit into
@@ -109,6 +113,9 @@ def hopper_prefill(
     lens_ptr,  # [batch] int32 keys of each sequence, or None
     table_ptr,  # [batch, max_pages] int32, or None
     sink_ptr,  # [num_heads], or None
+    q_scale_ptr,  # None, as the two below: keys and values are as they are
+    k_scale_ptr,
+    v_scale_ptr,
     scale,  # see tile/score.py
     softcap,  # float or None
     left,  # the mask's bounds, or None
@@ -133,13 +140,13 @@ def hopper_prefill(
     PACK: gl.constexpr,  # heads of q that are packed into rows
     PAGE_SIZE: gl.constexpr,
     DIM: gl.constexpr,  # head_dim_v
-    REST: gl.constexpr,  # what q and k have more
     TILE_N: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+    REST: gl.constexpr,  # what q and k have more than v
     OUT_SLOTS: gl.constexpr,  # tiles of shared memory for out; 0: it takes the place of q
     TURNS: gl.constexpr,
-    PDL: gl.constexpr,
 ):
     if PDL:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
@@ -179,6 +186,8 @@ def hopper_prefill(
     work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place)
     strides = num_heads * DIM, stride_lse_b, stride_lse_h
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, *strides)
+    none = Strides(None, None, None)
+    scales = Scales(None, None, None, none, none, none, None, None, None, None, None)
     # the page numbers of a tile take registers
     PRODUCER: gl.constexpr = 24 if table_ptr is None else 40
     CONSUMER: gl.constexpr = 240 if table_ptr is None else 232
@@ -186,7 +195,7 @@ def hopper_prefill(
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, signals, output, 0, GROUP, PACK, 1, STAGES)),
+                (consume, (work, maps, boxes, shared, scales, signals, output, 0, GROUP, PACK, 1)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
             ],
             [1],
@@ -195,8 +204,8 @@ def hopper_prefill(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, signals, output, 0, GROUP, PACK, 2, STAGES)),
-                (consume, (work, maps, boxes, shared, signals, output, 1, GROUP, PACK, 2, STAGES)),
+                (consume, (work, maps, boxes, shared, scales, signals, output, 0, GROUP, PACK, 2)),
+                (consume, (work, maps, boxes, shared, scales, signals, output, 1, GROUP, PACK, 2)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
             ],
             [4, 1],
@@ -205,9 +214,9 @@ def hopper_prefill(
     else:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, signals, output, 0, GROUP, PACK, 3, STAGES)),
-                (consume, (work, maps, boxes, shared, signals, output, 1, GROUP, PACK, 3, STAGES)),
-                (consume, (work, maps, boxes, shared, signals, output, 2, GROUP, PACK, 3, STAGES)),
+                (consume, (work, maps, boxes, shared, scales, signals, output, 0, GROUP, PACK, 3)),
+                (consume, (work, maps, boxes, shared, scales, signals, output, 1, GROUP, PACK, 3)),
+                (consume, (work, maps, boxes, shared, scales, signals, output, 2, GROUP, PACK, 3)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 3, STAGES, PAGE_SIZE)),
             ],
             [4, 4, 1],
@@ -288,21 +297,30 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
     Packed sequences start with one a row tile: how heavy each is, only the device knows.
     """
+    return fitting(problem, device, SHAPES[problem.head_dim], shared_bytes)
+
+
+def fitting(
+    problem: Problem,
+    device: Device,
+    shapes: Sequence[tuple[int, int, int]],
+    shared_bytes: Callable[[Problem, Config], int],
+) -> Iterator[Config]:
+    """The configs of such shapes: see `SHAPES`."""
     programs = (0, device.num_sms) if problem.kind == "varlen" else (device.num_sms, 0)
     packs = (True, False) if problem.group & 1 == 0 else (False,)
-    for count in programs:
-        for pack_gqa in packs:
-            for tile_m, tile_n, num_stages in SHAPES[problem.head_dim]:
-                config = Config(
-                    tile_m=tile_m,
-                    tile_n=tile_n,
-                    num_warps=tile_m // 16,
-                    num_stages=num_stages,
-                    programs=count,
-                    pack_gqa=pack_gqa,
-                )
-                if shared_bytes(problem, config) <= device.smem_per_block:
-                    yield config
+    for count, pack_gqa in product(programs, packs):
+        for tile_m, tile_n, num_stages in shapes:
+            config = Config(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                num_warps=tile_m // 16,
+                num_stages=num_stages,
+                programs=count,
+                pack_gqa=pack_gqa,
+            )
+            if shared_bytes(problem, config) <= device.smem_per_block:
+                yield config
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:
@@ -333,20 +351,21 @@ def descriptor(
 
     length   tokens that a sequence has of those that there is room for
     """
-    shape, strides = list(x.shape), list(x.stride())
+    shape, strides, size = list(x.shape), list(x.stride()), x.element_size()
     if len(shape) == 3:
         shape, strides = [1, *shape], [shape[-1], *strides]
     elif length is not None:
         shape[1] = max(1, length)
     # along a single element there are no steps, and torch may say anything
     strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    swizzle = min(PANEL_BYTES, dim * size)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
     return TensorDescriptor(x, shape, [*strides[:3], 1], [1, tokens, heads, dim], layout)
 
 
 class Launcher(prefill.Launcher):
-    """`hopper_prefill` and `combine` bound to one plan and one memory layout; see
-    `prefill.Launcher`.
+    """A kernel for whole sequences on Hopper and `combine` bound to one plan and one memory layout;
+    see `prefill.Launcher`.
 
     The first call goes through Triton, and what it compiled is kept: `again` launches that with
     addresses, unless one is not a multiple of 16, which is another specialisation.
@@ -359,7 +378,7 @@ class Launcher(prefill.Launcher):
         self.again: Sequences | None = None
         problem, config, q = plan.problem, plan.config, operands.q
         self.pack = packed_heads(problem, config)
-        tokens = q.shape[0] if problem.kind == "varlen" else q.shape[0] * q.shape[1]
+        tokens = q.shape[:-2].numel()
         tiles, lanes, width = tiling(problem, plan.device, config, tokens)
         items, parts, size = tiles * lanes, None, None
         if config.num_splits > 1:
@@ -369,35 +388,44 @@ class Launcher(prefill.Launcher):
             items += (parts - 1) * cut * problem.batch * problem.num_heads // self.pack
         self.grid = (min(items, config.programs or items),)
         lse, table, place = prefill.lse_strides(q), operands.page_table, problem.place
-        warpgroups = config.tile_m // ROWS.value
-        room = plan.device.smem_per_block - shared_bytes(problem, config)
-        pdl = bool(self.slots and q.is_cuda)
         self.tail = (
             *(*prefill.bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(tokens, problem.num_heads, lse.b, lse.h),
             *(table.stride(0) if table is not None else 0, tiles, lanes, width, items),
             *(parts, size, problem.cut_tokens, problem.group, self.pack),
             *(place.page_size if isinstance(place, Paged) else 1, problem.head_dim_v),
-            *(problem.head_dim - problem.head_dim_v, config.tile_n, warpgroups, config.num_stages),
-            # with two or more warpgroups they issue products in turns: see prefill_tile.py
-            *(warpgroups if out_bytes(problem, config) <= room else 0, warpgroups > 1, pdl),
+            *(config.tile_n, config.tile_m // ROWS.value, config.num_stages),
+            *(bool(self.slots and q.is_cuda), *self.own_tail(operands)),
         )
         # of the first warpgroup; the others are the kernel's own
         self.options = {"num_warps": 4, "enable_fp_fusion": True}
+
+    def own_tail(self, operands: Operands) -> tuple[Any, ...]:
+        """The last arguments of this kernel."""
+        problem, config = self.problem, self.plan.config
+        room = self.device.smem_per_block - shared_bytes(problem, config)
+        warpgroups = config.tile_m // ROWS.value
+        out_slots = warpgroups if out_bytes(problem, config) <= room else 0
+        # with two or more warpgroups they issue products in turns: see prefill_tile.py
+        return problem.head_dim - problem.head_dim_v, out_slots, warpgroups > 1
+
+    def start(self, *args: Any) -> Any:
+        return hopper_prefill[self.grid](*args, *self.tail, **self.options)
 
     def descriptors(self, x: Operands, out: Any) -> list[TensorDescriptor | None]:
         """Of q, its rest, k, its rest, v and out."""
         problem, tile_n = self.problem, self.plan.config.tile_n
         rows, main = (ROWS.value // self.pack, self.pack), problem.head_dim_v
-        rest, box = problem.head_dim - main, box_rows(problem, tile_n)
-        paged = isinstance(problem.place, Paged)
-        length = None if paged else problem.seqlen_k
-        keys = box, 1, PANEL if paged else main, length
+        rest, box, size = problem.head_dim - main, box_rows(problem, tile_n), x.k.element_size()
+        length, widest = problem.seqlen_k, max(main, rest)
+        if isinstance(problem.place, Paged):
+            length, widest = None, PANEL_BYTES // size
+        keys = box, 1, min(main, widest), length
         return [
             descriptor(x.q, *rows, main),
             descriptor(x.q, *rows, rest) if rest else None,
             descriptor(x.k, *keys),
-            descriptor(x.k, box, 1, PANEL if paged else rest, length) if rest else None,
+            descriptor(x.k, box, 1, min(rest, widest), length) if rest else None,
             descriptor(x.v, *keys),
             descriptor(out, *rows, main),
         ]
@@ -407,31 +435,29 @@ class Launcher(prefill.Launcher):
         scale, softcap = prefill.scoring_of(x, None)[:2]
         if self.again is not None:
             tensors = x.q, x.k, x.v, x.out, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens
-            done = self.again.call(*tensors, x.page_table, x.sink_logits, scale, softcap)
+            others = x.page_table, x.sink_logits, x.q_scale, x.k_scale, x.v_scale
+            done = self.again.call(*tensors, *others, scale, softcap)
             if done is not None:
                 return done
-        given = x.q, x.k, x.v, x.q if x.out is None else x.out
+        given = (t for t in (x.q, x.k, x.v, x.out) if t is not None)
         if any(tensor.data_ptr() & 15 for tensor in given):
             return self.without_tma(operands).forward(operands, seed)
-        out = x.q.new_empty(self.out_shape) if x.out is None else x.out
+        out = x.q.new_empty(self.out_shape, dtype=self.dtype) if x.out is None else x.out
         lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
         partial = merge = None
         if self.slots:
             partial = workspace.partials(x.q, self.slots * self.problem.head_dim_v, self.slots)
         descriptors = self.descriptors(x, out)
-        indices = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table
-        split = hopper_prefill[self.grid](
-            *(*descriptors, out, lse, partial, *indices, x.sink_logits, scale, softcap),
-            *self.tail,
-            **self.options,
-        )
+        tensors = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.sink_logits
+        tensors += x.q_scale, x.k_scale, x.v_scale
+        split = self.start(*descriptors, out, lse, partial, *tensors, scale, softcap)
         if partial is not None:
             merge = combine[self.merge_grid](
                 *(partial, Final(out, lse), x.cu_seqlens_q, x.sink_logits, *self.merge_tail),
                 **self.merge_options,
             )
-        others = (tensor for tensor in (*indices, x.sink_logits) if tensor is not None)
-        if split is not None and not any(tensor.data_ptr() & 15 for tensor in others):
+        some = (tensor for tensor in tensors if tensor is not None)
+        if split is not None and not any(tensor.data_ptr() & 15 for tensor in some):
             self.again = self.repeated(split, merge, descriptors, out)
         return out, lse
 

@@ -1,8 +1,8 @@
-"""The warp of `hopper_prefill` that has tiles copied by TMA: q, and the rings of keys and values.
+"""The warp that has tiles of whole sequences copied by TMA: q, and the rings of keys and values.
 
-A tile of keys is one box of TMA. In pages it is boxes of one page, each of 64 columns, as a tile in
-TMA's 128-byte swizzle has all its rows for 64 columns before those for the next: so the boxes of
-many pages make up the tile that the tensor cores take.
+A tile of keys is one box of TMA. In pages it is boxes of one page, each of 128 bytes a key, as a
+tile in TMA's 128-byte swizzle has all its rows for so many columns before those for the next: so
+the boxes of many pages make up the tile that the tensor cores take.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
     BOX: gl.constexpr = desc.block_type.shape
     BOXES: gl.constexpr = TILE * DIM // (BOX[1] * BOX[2] * BOX[3])
     shape: gl.constexpr = [SLOTS * BOXES, BOX[0], BOX[1], BOX[2], BOX[3]]
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    SWIZZLE: gl.constexpr = desc.layout.swizzle_byte_width
+    layout: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, desc.dtype.primitive_bitwidth, rank=2)
     boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     return boxes, reinterpret(boxes, desc.dtype, [SLOTS, TILE, DIM], layout)
 
@@ -148,7 +149,7 @@ def produce(
     TILE_M: gl.constexpr = WARPGROUPS * ROWS
     TILE_N: gl.constexpr = tiles.k.shape[1]
     DIM: gl.constexpr = tiles.k.shape[2]
-    BYTES: gl.constexpr = TILE_N * DIM * 2
+    BYTES: gl.constexpr = TILE_N * DIM * tiles.k.dtype.primitive_bitwidth // 8
     n = gl.program_id(0) * 0
     done = n
     for r in range(round_count(work)):

@@ -1,4 +1,4 @@
-"""Attention of whole sequences stored in 8 bits, for Hopper: products on the int8 and e4m3 units.
+"""Attention of sequences stored in 8 bits, for Hopper: on int8 and e4m3 units, or widened.
 
 Computes, for q, k and v that are stored values times scales,
 
@@ -6,10 +6,12 @@ Computes, for q, k and v that are stored values times scales,
     m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])      lse[r] = m[r] + log l[r]
     out[r]   = sum_n exp(s[r, n] - m[r]) v_scale[n] * v[n] / (l + exp(sink - m))
 
-A q of 16 bits is rounded here, with a scale a token and head. Products of 8 bits: "half" is q . k,
-and v is widened to 16 bits; "full" is p . v too, for which p is rounded and v stays as it is
-stored. A program has a warpgroup that has tiles copied and makes the values ready, beside the two
-or three that multiply; see prefill_quantised_tile.py.
+Products of 8 bits: "half" is q . k, and v is widened to 16 bits; "full" is p . v too, for which p
+is rounded and v stays as it is stored. "widened": none, and both are widened.
+
+A program is one of `hopper_prefill`, whose steps, parts and pages these are, with a warpgroup more:
+between the warp that has tiles copied and those that multiply, it makes keys and values ready
+(prefill_prepare.py). Rows of q are rounded before their first product: see prefill_scaled.py.
 
 Shapes      as kernels/prefill.py, out in the working type; q_scale one number, [num_heads] or one a
             token and head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a token
@@ -17,79 +19,68 @@ Shapes      as kernels/prefill.py, out in the working type; q_scale one number, 
 Grid        as kernels/hopper/prefill.py
 Traffic     as kernels/prefill.py, one byte an element of k and v, and the scales
 Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials.
-            half: p is rounded to fp16, or p * v_scale to bf16, see `wide_type`. full: p is rounded
-            to e4m3 from 2 ** 8 down, or to int8 from 127 down, relative to its row's maximum with
-            v_scale where that is one a token. The tensor cores keep some 14 bits of sums of e4m3
-            products: those of p . v are added up tile by tile in fp32 outside them, and those of
-            q . k leave an lse up to 5e-3 off, so there is none
-Limits      sm_90; bf16 or fp16; int8 or e4m3 with products half or full; no lse of e4m3; head_dim
-            and head_dim_v equal and 64 or 128; dense or packed; no ALiBi, no dropout, no gradient,
-            no pages; addresses and strides that are multiples of 16 bytes
+            widened: q, keys and p in fp16, which holds stored numbers exactly, with a power of two
+            taken out of each row of q. half: p is rounded to fp16, or p * v_scale to bf16, see
+            `wide_type`. full: p is rounded to e4m3 from 2 ** 8 down, or to int8 from 127 down,
+            relative to its row's maximum with v_scale where that is one a token. The tensor cores
+            keep some 14 bits of sums of e4m3 products: those of p . v are added up tile by tile in
+            fp32 outside them, and those of q . k leave an lse up to 5e-3 off, so there is none
+Limits      sm_90; bf16 or fp16; int8 or e4m3; no lse of e4m3 with products half or full; head_dim
+            and head_dim_v equal and 64 or 128; pages of a multiple of 16 keys; no ALiBi, no
+            dropout, no gradient; addresses and strides that are multiples of 16 bytes
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kernels.hopper.eight_bits import PART
-from splitkv.kernels.hopper.prefill import BARRIER_BYTES, ROWS, barriers, packed_heads, tiling
-from splitkv.kernels.hopper.prefill_load import Parts, Signals
-from splitkv.kernels.hopper.prefill_quantised_tile import (
-    Scales,
-    Stored,
-    consume,
-    produce,
-)
+from splitkv.kernels.hopper.prefill import BARRIER_BYTES, barriers, fitting
+from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, produce
+from splitkv.kernels.hopper.prefill_prepare import Ring, prepare, ring_of
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
-from splitkv.kernels.hopper.prefill_tile import Output
-from splitkv.kernels.hopper.ring import reinterpret
+from splitkv.kernels.hopper.prefill_scaled import Scales
+from splitkv.kernels.hopper.prefill_tile import consume
+from splitkv.kernels.hopper.prefill_write import Output
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
-from splitkv.kv import AS_IS, Contiguous, Paged
-from splitkv.plans import Config, Kernel, Plan, Traffic
+from splitkv.kv import AS_IS
+from splitkv.plans import Config, Kernel, Traffic
 from splitkv.problem import Operands, Problem
 
-RAW = 2  # slots for values as they are stored
-CONSUMER, PRODUCER = gl.constexpr(240), gl.constexpr(24)  # registers of two and one
-TURNS = True  # warpgroups issue products in turns: see prefill_tile.py
+READY = gl.constexpr(2)  # slots for what has been made ready
 
-# By products: tile_m, tile_n, num_stages, the best guess first.
+# By products: tile_m, tile_n, num_stages, the best guess first. A stage is a tile of keys and one
+# of values as they are stored. The shapes of 64 rows are for few, which wait for memory.
 SHAPES: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "half": ((128, 128, 2), (192, 64, 3), (128, 64, 3)),
-    "full": ((128, 128, 2), (128, 128, 3), (128, 64, 3)),
+    "widened": ((128, 64, 2), (64, 64, 6), (64, 128, 2)),
+    "half": ((128, 128, 2), (128, 64, 3), (64, 128, 3), (64, 64, 6)),
+    "full": ((128, 128, 2), (128, 128, 3), (128, 64, 3), (64, 128, 4)),
 }
 SIZES = [  # arguments whose values are no reason to compile again
-    *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "num_heads"),
-    *("stride_lse_b", "stride_lse_h", "tiles_each", "lanes", "width"),
+    *hopper_prefill.SIZES,
     *(f"stride_{name}s_{axis}" for name in "qkv" for axis in "bth"),
 ]
 
 
-@gluon.jit
-def allocate(desc, SLOTS: gl.constexpr):
-    """Shared memory as boxes [SLOTS, 1, tokens, heads, dim] and tiles [SLOTS, rows, dim]."""
-    BOX: gl.constexpr = desc.block_type.shape
-    BITS: gl.constexpr = desc.dtype.primitive_bitwidth
-    SWIZZLE: gl.constexpr = desc.layout.swizzle_byte_width
-    layout: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, BITS, rank=2)
-    boxes = gl.allocate_shared_memory(
-        desc.dtype, [SLOTS, BOX[0], BOX[1], BOX[2], BOX[3]], desc.layout
-    )
-    return boxes, reinterpret(boxes, desc.dtype, [SLOTS, BOX[1] * BOX[2], BOX[3]], layout)
+@gluon.constexpr_function
+def registers(stored, of_k, of_v, paged):
+    """Of a thread that multiplies, that makes ready and that has tiles copied, of 512 in all with
+    two that multiply. Widening takes some, of two rings more, and so do the page numbers of a
+    tile."""
+    ready = 24 if of_v == stored else 40 if of_k == stored else 56
+    copies = 40 if paged else 24
+    return (512 - ready - copies) // 2, ready, copies
 
 
 @gluon.jit
@@ -98,24 +89,42 @@ def allocate_columns(SLOTS: gl.constexpr, TILE_N: gl.constexpr):
     return gl.allocate_shared_memory(gl.float32, [SLOTS, TILE_N], layout)
 
 
+@gluon.jit
+def allocate_ready(stored, DTYPE: gl.constexpr):
+    """Shared memory for tiles of `stored` widened to DTYPE, or by column: with DTYPE as it is."""
+    TILE_N: gl.constexpr = stored.shape[1]
+    DIM: gl.constexpr = stored.shape[2]
+    if stored.dtype == DTYPE:
+        narrow: gl.constexpr = gl.NVMMASharedLayout(32, 8, rank=2)
+        ready = gl.allocate_shared_memory(DTYPE, [READY, DIM, TILE_N], narrow)
+    else:
+        broad: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        ready = gl.allocate_shared_memory(DTYPE, [READY, TILE_N, DIM], broad)
+    return ready
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_prefill_quantised(
-    q_desc,  # [batch, seqlen_q, num_heads, HEAD_DIM], boxes of 64 rows; packed: [1, total_q, ..];
-    # of 16 bits: rounded here, and q_scale_ptr is None
-    k_desc,  # boxes of TILE_N keys of one head, as v_desc
+    q_desc,  # as of hopper_prefill, of 8 or 16 bits; all that is not said here is as there
+    q_rest_desc,  # None, as k_rest_desc
+    k_desc,
+    k_rest_desc,
     v_desc,
     out_desc,
     out_ptr,
     lse_ptr,
-    q_scale_ptr,
+    partial,
+    cu_q_ptr,
+    cu_k_ptr,
+    lens_ptr,
+    table_ptr,
+    sink_ptr,
+    q_scale_ptr,  # None: q has none
     k_scale_ptr,
     v_scale_ptr,
-    cu_q_ptr,  # [batch + 1] int32, or None: dense
-    cu_k_ptr,
-    sink_ptr,  # [num_heads], or None
-    scale,  # see tile/score.py
-    softcap,  # float or None
-    left,  # the mask's bounds, or None
+    scale,
+    softcap,
+    left,
     right,
     sink_tokens,
     seqlen_q,
@@ -125,9 +134,22 @@ def hopper_prefill_quantised(
     num_heads,
     stride_lse_b,
     stride_lse_h,
-    tiles_each,  # row tiles of a lane
+    stride_table,
+    tiles,
     lanes,
-    width,  # lanes that go together
+    width,
+    items,
+    parts,
+    size,
+    most_q,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_N: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
     stride_qs_b,  # of q_scale, 0 along what has one
     stride_qs_t,
     stride_qs_h,
@@ -138,65 +160,65 @@ def hopper_prefill_quantised(
     stride_vs_t,
     stride_vs_h,
     PER_KEY: gl.constexpr,  # k and v have a scale a token
-    WIDE: gl.constexpr,  # the type that values are widened to, as p; None: they are not
-    GROUP: gl.constexpr,
-    PACK: gl.constexpr,  # heads of q that are packed into rows
-    WARPGROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    OF_K: gl.constexpr,  # the type that keys are multiplied in, as q
+    OF_V: gl.constexpr,  # that of values, as p
 ):
-    TILE_N: gl.constexpr = k_desc.block_type.shape[1]
-    DIM: gl.constexpr = v_desc.block_type.shape[3]
-    PARTS: gl.constexpr = TILE_N // PART
-    q_boxes, q = allocate(q_desc, WARPGROUPS)
-    k_boxes, k = allocate(k_desc, STAGES)
+    if PDL:  # combine waits for this grid before it reads partials
+        tl.extra.cuda.gdc_launch_dependents()
+    stored: gl.constexpr = k_desc.dtype
+    q_boxes, q = allocate(q_desc, WARPGROUPS, ROWS, DIM)
+    k_boxes, k_stored = allocate(k_desc, STAGES, TILE_N, DIM)
+    v_boxes, v_stored = allocate(v_desc, STAGES, TILE_N, DIM)
+    out_boxes, out = allocate(out_desc, WARPGROUPS, ROWS, DIM)
     wide = None
-    if q_scale_ptr is None:
+    if q_desc.dtype != OF_K:
         wide = q
-        q = gl.allocate_shared_memory(k.dtype, [WARPGROUPS, q.shape[1], DIM], k.layout)
-    raw_boxes, raw = allocate(v_desc, 2)
-    out_boxes, out = allocate(out_desc, WARPGROUPS)
-    SWIZZLE: gl.constexpr = v_desc.layout.swizzle_byte_width
-    ready = None
-    if WIDE is not None:
-        broad: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        v = gl.allocate_shared_memory(WIDE, [STAGES, TILE_N, DIM], broad)
-        raw_parts = reinterpret(raw, v_desc.dtype, [2 * PARTS, PART, DIM], raw.layout)
+        BITS: gl.constexpr = OF_K.primitive_bitwidth
+        rounded: gl.constexpr = gl.NVMMASharedLayout(min(128, DIM * BITS // 8), BITS, rank=2)
+        q = gl.allocate_shared_memory(OF_K, [WARPGROUPS, ROWS, DIM], rounded)
+    q_full, q_free = barriers(1, 1), barriers(1, WARPGROUPS)
+    v_there, v_taken = barriers(STAGES, 1), barriers(STAGES, 1)
+    v_full, v_free = barriers(READY, 1), barriers(READY, WARPGROUPS)
+    v = allocate_ready(v_stored, OF_V)
+    v_ring = ring_of(v_stored, v, v_there, v_taken, v_full, v_free)
+    k_there = barriers(STAGES, 1)
+    k = k_stored
+    if stored == OF_K:
+        k_ring = Ring(None, None, None, None, None, None)
+        k_taken = barriers(STAGES, WARPGROUPS)
+        k_full = k_there
+        k_free = k_taken
     else:
-        # rows of PART keys: each part is in one piece
-        narrow: gl.constexpr = gl.NVMMASharedLayout(32, 8, rank=2)
-        pairs: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2)
-        v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, DIM, TILE_N], narrow)
-        ready = reinterpret(v, gl.int16, [STAGES * PARTS, DIM, PART // 2], pairs)
-        raw_pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, rank=2)
-        raw_parts = reinterpret(raw, gl.int16, [2 * PARTS, PART, DIM // 2], raw_pairs)
+        k_taken = barriers(STAGES, 1)
+        k_full, k_free = barriers(READY, 1), barriers(READY, WARPGROUPS)
+        k = allocate_ready(k_stored, OF_K)
+        k_ring = ring_of(k_stored, k, k_there, k_taken, k_full, k_free)
     of_k = None
     of_v = None
     inverse = None
     columns_full = None
     if PER_KEY:
-        of_k = allocate_columns(STAGES + 1, TILE_N)
-        of_v = allocate_columns(STAGES + 1, TILE_N)
-        columns_full = barriers(STAGES + 1, 1)
-        if gl.bfloat16 != WIDE:
-            inverse = allocate_columns(STAGES + 1, TILE_N)
-    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
-    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
-    q_full, q_free = barriers(1, 1), barriers(1, WARPGROUPS)
+        of_k = allocate_columns(READY + 1, TILE_N)
+        of_v = allocate_columns(READY + 1, TILE_N)
+        columns_full = barriers(READY + 1, 1)
+        if gl.bfloat16 != OF_V:
+            inverse = allocate_columns(READY + 1, TILE_N)
     turn = None
-    if TURNS:
+    if WARPGROUPS > 1:
         turn = barriers(WARPGROUPS, 1)
+    coming = Signals(q_full, q_free, k_there, k_taken, v_there, v_taken, None)
     signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn)
-    stored = Stored(raw_boxes, barriers(2, 1), raw_parts, ready)
     maps = Parts(q_desc, None, k_desc, None, v_desc, out_desc)
-    boxes = Parts(q_boxes, None, k_boxes, None, None, out_boxes)
-    tiles = Parts(q, None, k, None, v, out)
+    boxes = Parts(q_boxes, None, k_boxes, None, v_boxes, out_boxes)
+    arriving = Parts(None, None, k_stored, None, v_stored, None)
+    ready = Parts(q, None, k, None, v, out)
     bounds, scoring = Bounds(left, right, sink_tokens), Scoring(scale, softcap, None, None, None)
-    keys = Keys(cu_k_ptr, None, None, None, None, seqlen_k)
-    whole = Cutting(None, None, None)
-    place = num_heads // PACK, tiles_each, lanes, width, tiles_each * lanes
-    work = Work(cu_q_ptr, keys, bounds, scoring, whole, seqlen_q, batch, total_q, *place)
-    output = Output(out_ptr, lse_ptr, sink_ptr, None, num_heads * DIM, stride_lse_b, stride_lse_h)
+    keys = Keys(cu_k_ptr, lens_ptr, table_ptr, stride_table, None, seqlen_k)
+    cutting = Cutting(parts, size, most_q)
+    place = num_heads // PACK, tiles, lanes, width, items
+    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place)
+    strides = num_heads * DIM, stride_lse_b, stride_lse_h
+    output = Output(out_ptr, lse_ptr, sink_ptr, partial, *strides)
     scales = Scales(
         q_scale_ptr,
         k_scale_ptr,
@@ -211,69 +233,44 @@ def hopper_prefill_quantised(
         wide,
     )
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
-    if WARPGROUPS == 2:
+    REGISTERS: gl.constexpr = registers(stored, OF_K, OF_V, table_ptr is not None)
+    if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (work, maps, boxes, tiles, scales, signals, output, 0, GROUP, PACK, 2, STAGES),
-                ),
-                (
-                    consume,
-                    (work, maps, boxes, tiles, scales, signals, output, 1, GROUP, PACK, 2, STAGES),
-                ),
-                (
-                    produce,
-                    (work, maps, boxes, tiles, scales, signals, stored, GROUP, PACK, 2, STAGES),
-                ),
+                (consume, (work, maps, boxes, ready, scales, signals, output, 0, GROUP, PACK, 1)),
+                (prepare, (work, k_ring, v_ring, scales, GROUP, PACK, 1, TILE_N, PAGE_SIZE)),
+                (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
             ],
-            [4, 4],
-            [CONSUMER, PRODUCER],
+            [4, 1],
+            [128, 64],
         )
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (work, maps, boxes, tiles, scales, signals, output, 0, GROUP, PACK, 3, STAGES),
-                ),
-                (
-                    consume,
-                    (work, maps, boxes, tiles, scales, signals, output, 1, GROUP, PACK, 3, STAGES),
-                ),
-                (
-                    consume,
-                    (work, maps, boxes, tiles, scales, signals, output, 2, GROUP, PACK, 3, STAGES),
-                ),
-                (
-                    produce,
-                    (work, maps, boxes, tiles, scales, signals, stored, GROUP, PACK, 3, STAGES),
-                ),
+                (consume, (work, maps, boxes, ready, scales, signals, output, 0, GROUP, PACK, 2)),
+                (consume, (work, maps, boxes, ready, scales, signals, output, 1, GROUP, PACK, 2)),
+                (prepare, (work, k_ring, v_ring, scales, GROUP, PACK, 2, TILE_N, PAGE_SIZE)),
+                (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
             ],
-            [4, 4, 4],
-            [160, 160, 32],
+            [4, 4, 1],
+            [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
         )
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
     if device.kind != "cuda" or device.capability != (9, 0):
         return [f"device {device.arch}: expected sm_90"]
-    plain = replace(problem, kind="dense", place=Contiguous(), codec=AS_IS, needs_grad=False)
-    reasons = hopper_prefill.unsupported(replace(plain, head_dim=128, head_dim_v=128), device)
+    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
+    reasons = hopper_prefill.unsupported(plain, device)
 
     def expect(ok: bool, reason: str) -> None:
         if not ok:
             reasons.append(reason)
 
-    expect(problem.kind != "decode", "kind decode: expected dense or varlen")
+    expect(problem.codec != AS_IS, f"kv {problem.codec}: expected int8 or fp8")
     expect(
-        problem.codec != AS_IS and problem.products != "widened",
-        f"kv {problem.codec}, products {problem.products}: expected int8 or fp8 with half or full",
-    )
-    expect(not isinstance(problem.place, Paged), f"kv {problem.place}: expected no pages")
-    expect(
-        problem.codec.name != "fp8" or not problem.return_lse,
-        "return_lse: expected none of fp8, as its units keep 14 bits of sums",
+        problem.codec.name != "fp8" or problem.products == "widened" or not problem.return_lse,
+        f"return_lse of fp8, products {problem.products}: expected widened, as units keep 14 bits",
     )
     expect(not problem.needs_grad, "gradient: expected inputs that require none")
     dims = problem.head_dim, problem.head_dim_v
@@ -291,116 +288,58 @@ def unfit(operands: Operands) -> list[str]:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a config."""
-    dim, n = problem.head_dim, config.tile_n
-    wide = 2 if problem.products == "half" else 1
-    rows = (3 if problem.q_granularity != "none" else 5) * config.tile_m * dim  # q and out
-    tiles = n * dim * (RAW + config.num_stages * (1 + wide))
-    columns = 3 * 4 * n * (config.num_stages + 1) if problem.codec.granularity == "token" else 0
-    return rows + tiles + columns + BARRIER_BYTES
+    dim, n, stages = problem.head_dim, config.tile_n, config.num_stages
+    of_q, of_k, of_v, stored = types(problem)
+    a_row = size_of(of_q) + (size_of(of_k) if of_k != of_q else 0) + problem.element_bytes
+    a_key = 2 * stages * size_of(stored) + READY.value * size_of(of_v)
+    if of_k != stored:
+        a_key += READY.value * size_of(of_k)
+    columns = 3 * 4 * n * (READY.value + 1) if problem.codec.granularity == "token" else 0
+    return (config.tile_m * a_row + n * a_key) * dim + columns + BARRIER_BYTES
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every tile shape that fits, with and without packed heads, by as many programs as there are
-    SMs or by one a row tile."""
-    programs = (0, device.num_sms) if problem.kind == "varlen" else (device.num_sms, 0)
-    packs = (True, False) if problem.group & 1 == 0 else (False,)
-    for count in programs:
-        for pack_gqa in packs:
-            for tile_m, tile_n, num_stages in SHAPES[problem.products]:
-                config = Config(
-                    tile_m=tile_m,
-                    tile_n=tile_n,
-                    num_warps=tile_m // 16,
-                    num_stages=num_stages,
-                    programs=count,
-                    pack_gqa=pack_gqa,
-                )
-                if shared_bytes(problem, config) <= device.smem_per_block:
-                    yield config
+    """As of `hopper_prefill`, with shapes of its own."""
+    return fitting(problem, device, SHAPES[problem.products], shared_bytes)
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     return prefill.traffic(problem, config)
 
 
-def wide_type(problem: Problem) -> Any:
-    """What values are widened to. fp16 takes less time and is finer; p with the scales of single
-    values keeps its range in bf16, where that is fine enough."""
-    if problem.products == "full":
-        return None
+def types(problem: Problem) -> tuple[Any, Any, Any, Any]:
+    """Of q as it comes, of keys and of values as they are multiplied, and of both as stored.
+
+    fp16 takes less time and is finer; p with the scales of single values keeps its range in bf16,
+    where that is fine enough.
+    """
+    stored = {"int8": gl.int8, "fp8": gl.float8e4nv}[problem.codec.name]
+    working = {"bfloat16": gl.bfloat16, "float16": gl.float16}[problem.dtype]
     by_key = problem.codec.granularity == "token"
-    rough = by_key and problem.codec.name == "int8" and problem.dtype == "bfloat16"
-    return gl.bfloat16 if rough else gl.float16
+    rough = by_key and problem.codec.name == "int8" and working == gl.bfloat16
+    of_k = gl.float16 if problem.products == "widened" else stored
+    of_v = stored if problem.products == "full" else gl.bfloat16 if rough else gl.float16
+    return working if problem.q_granularity == "none" else stored, of_k, of_v, stored
 
 
-def descriptor(x: Any, tokens: int, heads: int) -> TensorDescriptor:
-    """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim]."""
-    shape, strides, bits = list(x.shape), list(x.stride()), 8 * x.element_size()
-    if len(shape) == 3:
-        shape, strides = [1, *shape], [shape[-1], *strides]
-    # along a single element there are no steps, and torch may say anything
-    strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
-    swizzle = min(128, shape[-1] * bits // 8)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=4)
-    return TensorDescriptor(x, shape, [*strides[:3], 1], [1, tokens, heads, shape[-1]], layout)
+def size_of(dtype: Any) -> int:
+    return dtype.primitive_bitwidth // 8
 
 
-class Launcher(prefill.Launcher):
-    """`hopper_prefill_quantised` bound to one plan and one memory layout."""
+class Launcher(hopper_prefill.Launcher):
+    """`hopper_prefill_quantised` and `combine` bound to one plan and one memory layout."""
 
-    def __init__(self, plan: Plan, operands: Operands) -> None:
-        self.problem, self.device = plan.problem, plan.device
-        problem, config, x = plan.problem, plan.config, operands
-        self.plan, self.dtype = plan, getattr(torch, problem.dtype)
-        self.any_address: prefill.Launcher | None = None
-        self.tile_n = config.tile_n
-        self.out_shape, self.lse_shape = tuple(x.q.shape), prefill.lse_shape(x.q)
-        self.pack = packed_heads(problem, config)
-        tokens = x.q.shape[:-2].numel()
-        tiles, lanes, width = tiling(problem, plan.device, config, tokens)
-        self.grid = (min(tiles * lanes, config.programs or tiles * lanes),)
-        lse = prefill.lse_strides(x.q)
-        self.rest = (
-            *(*prefill.bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
-            *(tokens, problem.num_heads, lse.b, lse.h, tiles, lanes, width),
-            *scale_strides(x.q_scale, x.q),
-            *scale_strides(x.k_scale, x.k),
-            *scale_strides(x.v_scale, x.v),
-            *(problem.codec.granularity == "token", wide_type(problem)),
-            *(problem.group, self.pack),
-            *(config.tile_m // ROWS.value, config.num_stages, TURNS),
-        )
-        # of the first warpgroup; the others are the kernel's own
-        self.options = {"num_warps": 4, "enable_fp_fusion": True}
-
-    def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    def own_tail(self, operands: Operands) -> tuple[Any, ...]:
         x = operands
-        if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr()) & 15:
-            return self.without_tma(operands).forward(operands, seed)
-        out = x.q.new_empty(self.out_shape, dtype=self.dtype)
-        lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
-        rows = ROWS.value // self.pack, self.pack
-        hopper_prefill_quantised[self.grid](
-            descriptor(x.q, *rows),
-            descriptor(x.k, self.tile_n, 1),
-            descriptor(x.v, self.tile_n, 1),
-            descriptor(out, *rows),
-            *(out, lse, x.q_scale, x.k_scale, x.v_scale),
-            *(x.cu_seqlens_q, x.cu_seqlens_k, x.sink_logits),
-            *(*prefill.scoring_of(x, None)[:2], *self.rest),
-            **self.options,
-        )
-        return out, lse
+        pairs = (x.q_scale, x.q), (x.k_scale, x.k), (x.v_scale, x.v)
+        strides = (step for scale, tensor in pairs for step in scale_strides(scale, tensor))
+        return *strides, self.problem.codec.granularity == "token", *types(self.problem)[1:3]
 
-    def without_tma(self, operands: Operands) -> prefill.Launcher:
-        """The kernel for any GPU, for addresses of which `unfit` did not know."""
-        if self.any_address is None:
-            why = f"this call runs on {prefill.KERNEL.name}: {unfit(operands)[0]}"
-            warnings.warn(why, stacklevel=2)
-            config = next(prefill.configs(self.problem, self.device))
-            plan = replace(self.plan, kernel=prefill.KERNEL.name, config=config)
-            self.any_address = prefill.Launcher(plan, operands)
-        return self.any_address
+    def start(self, *args: Any) -> Any:
+        return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)
 
 
-KERNEL = Kernel("hopper_prefill_quantised", unsupported, configs, traffic, Launcher, unfit)
+KERNEL = Kernel(
+    *("hopper_prefill_quantised", unsupported, configs, traffic, Launcher, unfit),
+    schedules=("even", "fixed"),
+)

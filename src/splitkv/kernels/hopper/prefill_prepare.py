@@ -1,0 +1,161 @@
+"""The warpgroup of `hopper_prefill_quantised` that makes keys and values ready for the products.
+
+They arrive as they are stored. What a product takes in 16 bits is widened, values that it takes in
+8 bits are transposed: see eight_bits.py. Scales of single keys are laid beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from splitkv.kernels.hopper.eight_bits import PART, transpose, widen
+from splitkv.kernels.hopper.prefill_load import ROWS
+from splitkv.kernels.hopper.prefill_rows import (
+    index_in_round,
+    own_item,
+    own_visit,
+    round_count,
+    tile_of_step,
+)
+from splitkv.kernels.hopper.prefill_scaled import LEAST_SCALE
+from splitkv.kernels.hopper.ring import reinterpret, thread_barrier
+
+
+class Ring(NamedTuple):
+    """Tiles as they arrive, and those made of them.
+
+    stored       [slots * parts of a tile, PART, columns]: where tiles arrive, of 16 bits for
+                 `transpose`
+    ready        what is made of them: tiles to be widened into, or [slots * parts, dim, PART // 2]
+                 of 16 bits for `transpose`
+    full, free   of `stored`; ready_full, ready_free: of `ready`
+    """
+
+    stored: Any
+    ready: Any
+    full: Any
+    free: Any
+    ready_full: Any
+    ready_free: Any
+
+
+@gluon.jit
+def ring_of(tiles, ready, full, free, ready_full, ready_free):
+    """The Ring of tiles [slots, TILE_N, dim] as they arrive and tiles `ready`: [slots, TILE_N, dim]
+    to be widened into, or [slots, dim, TILE_N] of the same 8 bits."""
+    PARTS: gl.constexpr = tiles.shape[1] // PART
+    DIM: gl.constexpr = tiles.shape[2]
+    if ready.dtype == tiles.dtype:
+        SLOTS: gl.constexpr = ready.shape[0] * PARTS
+        SWIZZLE: gl.constexpr = tiles.layout.swizzle_byte_width
+        pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, rank=2)
+        stored = reinterpret(tiles, gl.int16, [tiles.shape[0] * PARTS, PART, DIM // 2], pairs)
+        # rows of PART keys: each part is in one piece
+        narrow: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2)
+        ready = reinterpret(ready, gl.int16, [SLOTS, DIM, PART // 2], narrow)
+    else:
+        stored = reinterpret(tiles, tiles.dtype, [tiles.shape[0] * PARTS, PART, DIM], tiles.layout)
+    return Ring(stored, ready, full, free, ready_full, ready_free)
+
+
+@gluon.jit
+def make_ready(ring, n, count, TILE_N: gl.constexpr):
+    """Turn the tile of step n, of which `count` keys exist, into what a product takes."""
+    PARTS: gl.constexpr = TILE_N // PART
+    SLOTS: gl.constexpr = ring.full.shape[0]
+    READY: gl.constexpr = ring.ready_full.shape[0]
+    slot = n % SLOTS
+    ready = n % READY
+    mbarrier.wait(ring.full.index(slot), n // SLOTS & 1)
+    mbarrier.wait(ring.ready_free.index(ready), (n // READY & 1) ^ 1)
+    for i in gl.static_range(PARTS):
+        some = ring.stored.index(slot * PARTS + i)
+        if ring.stored.dtype == gl.int16:
+            transpose(some, ring.ready.index(ready * PARTS + i), count - i * PART)
+        else:
+            widen(some, ring.ready.index(ready).slice(i * PART, PART), count - i * PART)
+    fence_async_shared()
+    thread_barrier()  # all threads have read the one and written the other
+    mbarrier.arrive(ring.free.index(slot), count=1)
+    mbarrier.arrive(ring.ready_full.index(ready), count=1)
+
+
+@gluon.jit
+def load_scales(ptr, strides, work, own, h, key, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """Scales of the keys of a step [TILE_N], 0 behind the last key."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    keys = key + gl.arange(0, TILE_N, layout=layout)
+    ok = (keys >= 0) & (keys < own.len_k)
+    outer = gl.full([TILE_N], 0, gl.int32, layout) + own.b
+    inner = own.first_k + keys
+    if work.keys.table_ptr is not None:
+        row = work.keys.table_ptr + own.sequence.to(gl.int64) * work.keys.stride_table
+        outer = gl.load(row + keys // PAGE_SIZE, mask=ok, other=0)
+        inner = keys % PAGE_SIZE
+    at = outer.to(gl.int64) * strides.b + inner.to(gl.int64) * strides.t
+    return gl.load(ptr + at + h * strides.h, mask=ok, other=0.0)
+
+
+@gluon.jit
+def store_scales(n, of_k, of_v, scales):
+    """Lay the scales of step n out for those who multiply.
+
+    The slot was last used by step n - slots, whose values are used up: `make_ready` of step n - 1
+    waited until those were that had its place, and there is a slot more than such places.
+    """
+    SLOTS: gl.constexpr = scales.of_k.shape[0]
+    slot = n % SLOTS
+    scales.of_k.index(slot).store(of_k)
+    if scales.inverse is None:
+        scales.of_v.index(slot).store(of_v)
+    else:
+        of_v = gl.where(of_v < LEAST_SCALE, LEAST_SCALE, of_v)
+        scales.of_v.index(slot).store(gl.log2(of_v))
+        scales.inverse.index(slot).store(1.0 / of_v)
+    thread_barrier()
+    mbarrier.arrive(scales.full.index(slot), count=1)
+
+
+@gluon.jit
+def prepare(
+    work,  # Work
+    k_ring,  # Ring, of None where keys are multiplied as they are stored
+    v_ring,  # Ring
+    scales,  # Scales
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    TILE_N: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """Make keys and values of all items ready, in the order in which they arrive."""
+    TILE_M: gl.constexpr = WARPGROUPS * ROWS
+    n = gl.program_id(0) * 0
+    for r in range(round_count(work)):
+        index = index_in_round(r)
+        if index < work.items:
+            own = own_item(work, index, PACK, TILE_M)
+            if own.tile * TILE_M < own.len_q * PACK:
+                visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
+                h = own.head // GROUP
+                if scales.of_k is not None:
+                    at = work, own, h, tile_of_step(visit, 0, asking) * TILE_N
+                    of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE, TILE_N)
+                    of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE, TILE_N)
+                for i in range(0, steps):
+                    count = own.len_k - tile_of_step(visit, i, asking) * TILE_N
+                    if scales.of_k is not None:
+                        store_scales(n, of_k, of_v, scales)
+                        # of the next step, which arrive while this one is made ready
+                        after = tile_of_step(visit, gl.minimum(i + 1, steps - 1), asking)
+                        at = work, own, h, after * TILE_N
+                        of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE, TILE_N)
+                        of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE, TILE_N)
+                    if k_ring.stored is not None:
+                        make_ready(k_ring, n, count, TILE_N)
+                    make_ready(v_ring, n, count, TILE_N)
+                    n += 1

@@ -1,0 +1,161 @@
+"""Storing what a warpgroup of the kernels for whole sequences has worked out: a result or, of keys
+in parts, a partial."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from splitkv.kernels.combine import write_absent
+from splitkv.kernels.hopper.prefill_load import ROWS
+from splitkv.kernels.hopper.prefill_sums import along_rows
+from splitkv.kernels.tile.softmax import finite_or_zero
+
+# Renamed between Triton 3.6 and 3.9.
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+class Output(NamedTuple):
+    """Where results go: out with TMA or, by token and head, as `stride_t` says; lse by sequence and
+    head; sink_ptr [num_heads], or None; the Partial of kernels/combine.py, or None."""
+
+    out_ptr: Any
+    lse_ptr: Any
+    sink_ptr: Any
+    partial: Any
+    stride_t: Any
+    stride_lse_b: Any
+    stride_lse_h: Any
+
+
+@gluon.jit
+def write(
+    acc,  # [ROWS, DIM_V]
+    l,  # [ROWS]
+    m,  # [ROWS] in base 2
+    maps,  # Parts
+    boxes,  # Parts
+    tiles,  # Parts
+    own,  # Own
+    work,  # Work
+    output,  # Output
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
+    """Finish the softmax and store out and lse; see `finish`, which is for rows that saw values."""
+    rows = own.tile * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=m.type.layout)
+    ok = rows < own.len_q * PACK
+    t = own.first_q + rows // PACK
+    head = own.head + rows % PACK
+    lse = (m + gl.log2(l)) * 0.6931471805599453
+    at = own.b.to(gl.int64) * output.stride_lse_b + head.to(gl.int64) * output.stride_lse_h + t
+    gl.store(output.lse_ptr + at, lse, mask=ok)
+    factor = 1.0 / l
+    if output.sink_ptr is not None:
+        sink = gl.load(output.sink_ptr + head, mask=ok, other=0.0).to(gl.float32)
+        sink *= 1.4426950408889634
+        top = finite_or_zero(gl.maximum(m, sink))
+        shrink = gl.exp2(m - top)
+        factor = shrink / (l * shrink + gl.exp2(sink - top))
+    # a row that saw no key: its products are 0 times anything
+    out = gl.where(along_rows(l, acc) == 0.0, 0.0, acc * along_rows(factor, acc))
+    if tiles.out is None:
+        tile = tiles.q.index(W)
+        box = boxes.q.index(W)
+    else:
+        tile = tiles.out.index(W)
+        box = boxes.out.index(W)
+    tma.store_wait(0)
+    tile.store(out.to(tile.dtype))
+    TOKENS: gl.constexpr = ROWS // PACK
+    t_first = (own.tile * TILE_M + W * ROWS) // PACK
+    if work.cu_q_ptr is None:
+        fence_async_shared()
+        async_store(maps.out, [own.b, t_first, own.head, 0], box)
+    elif t_first + TOKENS <= own.len_q:
+        fence_async_shared()
+        async_store(maps.out, [own.b, own.first_q + t_first, own.head, 0], box)
+    else:
+        write_some(tile, own, t_first, output, PACK)
+
+
+@gluon.jit
+def write_some(tile, own, t_first, output, PACK: gl.constexpr):
+    """Store the rows of a tile that are of the sequence."""
+    DIM: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0]
+    )
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    offs = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    t = t_first + rows // PACK
+    at = (own.first_q + t).to(gl.int64) * output.stride_t + (own.head + rows % PACK) * DIM
+    ptrs = output.out_ptr + at[:, None] + offs[None, :]
+    gl.store(ptrs, tile.load(layout), mask=(t < own.len_q)[:, None])
+
+
+@gluon.jit
+def slots_of(
+    like,  # [ROWS]
+    own,  # Own
+    work,  # Work
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
+    """(rows of the partials [ROWS], which of them exist): as in kernels/prefill.py."""
+    rows = own.tile * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=like.type.layout)
+    ok = (rows < own.len_q * PACK) & (own.len_q <= work.cutting.most_q)
+    ok &= own.sequence < work.batch
+    token = own.sequence.to(gl.int64) * work.cutting.most_q + rows // PACK
+    head = own.head + rows % PACK
+    kv_heads = work.lane_heads * PACK // GROUP
+    slot = (token * kv_heads + head // GROUP) * work.cutting.parts + own.part
+    return slot * GROUP + head % GROUP, ok
+
+
+@gluon.jit
+def mark(
+    like,  # [ROWS]
+    l,
+    own,  # Own
+    work,  # Work
+    output,  # Output
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
+    """Mark the slots of an item as `write_absent` does."""
+    at, ok = slots_of(like, own, work, W, GROUP, PACK, TILE_M)
+    write_absent(output.partial.m_ptr, output.partial.l_ptr, at, ok, l)
+
+
+@gluon.jit
+def write_part(
+    acc,  # [ROWS, DIM_V]
+    l,  # [ROWS]
+    m,  # [ROWS] in base 2
+    own,  # Own
+    work,  # Work
+    output,  # Output
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
+    """Store the partial of one of several parts."""
+    DIM_V: gl.constexpr = acc.shape[1]
+    partial = output.partial
+    at, ok = slots_of(m, own, work, W, GROUP, PACK, TILE_M)
+    gl.store(partial.m_ptr + at, m, mask=ok)
+    gl.store(partial.l_ptr + at, l, mask=ok)
+    offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
+    acc_ptrs = partial.acc_ptr + along_rows(at * DIM_V, acc) + offs_v[None, :]
+    gl.store(acc_ptrs, acc, mask=along_rows(ok, acc))
