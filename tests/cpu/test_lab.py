@@ -34,6 +34,7 @@ from splitkv.lab.suites import CASES, PLACES, SUITES, select
 from splitkv.lab.timing import Prepared, Protocol, Timing, Variant
 from splitkv.masks import Mask
 from splitkv.problem import Problem
+from splitkv.registry import make_plan
 from splitkv.testing import assert_close
 
 SMALL = Problem("decode", 3, 4, 2, 16, 16, 1, 48, mask=Mask(causal=True), lengths="device")
@@ -140,6 +141,22 @@ def test_select_takes_globs_with_and_without_the_place() -> None:
     ]
     with pytest.raises(ValueError, match=r"^suite: expected 'records', .* or 'seed004', got 'x'$"):
         select([], suite="x")
+
+
+def test_the_columns_of_seed004_are_four_plans() -> None:
+    """Heads packed or apart, keys in one part or in several, of one kernel; 67 MB each."""
+    device = GPUS["h200"]
+    cases = select([], suite="seed004")
+    assert len(cases) == 8 and all(case.problem.rows == 48 for case in cases)
+    assert {case.problem.kv_bytes for case in cases} == {2 * 262144 * 128}
+    few = {}
+    for case in (cases[0], cases[-1]):
+        plans = [make_plan(case.problem, device, **column.decision) for column in bench.columns()]
+        assert {plan.kernel for plan in plans} == {"hopper_prefill_quantised"}
+        assert [plan.config.pack_gqa for plan in plans] == [False, False, True, True]
+        assert plans[0].config.num_splits == plans[2].config.num_splits == 1
+        few[case.name] = plans[3].config.num_splits
+    assert few["seed004_b256_1024"] == 1 and few["seed004_b2_131072"] > 30
 
 
 VARIED = {

@@ -19,6 +19,7 @@ from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
 from splitkv.policies import fixed
+from splitkv.policies.shared import WHOLE_SEQUENCES
 from splitkv.problem import Operands, Problem
 from splitkv.registry import (
     DEFAULT,
@@ -94,7 +95,7 @@ def test_the_kernel_for_hopper_runs_its_cases(gpu: str) -> None:
 @every_kernel
 def test_a_kernel_has_every_schedule_or_says_which(kernel: Kernel) -> None:
     assert set(kernel.schedules) <= {"even", "batch", "fixed"}
-    splits = dict.fromkeys(("hopper_prefill", "prefill"), ("even", "fixed"))
+    splits = dict.fromkeys(WHOLE_SEQUENCES, ("even", "fixed"))
     splits |= dict.fromkeys(("hopper_decode_split", "decode_split"), ("even", "batch", "fixed"))
     assert kernel.schedules == splits.get(kernel.name, ("even",))
 
@@ -419,14 +420,11 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "                            dtype float64: expected bfloat16 or float16\n"
         "                            head_dim/head_dim_v 72/64: expected one of 64/64, 128/128, "
         "256/256, 192/128\n"
-        "  prefill                   dtype float64: expected bfloat16, float16 or float32\n"
         "  hopper_prefill_quantised  dtype float64: expected bfloat16, float16 or float32\n"
         "                            dtype float64: expected bfloat16 or float16\n"
-        "                            kind decode: expected dense or varlen\n"
-        "                            kv as_is, products widened: expected int8 or fp8 with half or "
-        "full\n"
-        "                            kv paged(16): expected no pages\n"
+        "                            kv as_is: expected int8 or fp8\n"
         "                            head_dim/head_dim_v 72/64: expected 64/64 or 128/128\n"
+        "  prefill                   dtype float64: expected bfloat16, float16 or float32\n"
         "  torch_sdpa                softcap: expected 0, got a soft cap\n"
         "                            return_lse: expected False, got True"
     )

@@ -417,9 +417,9 @@ class Launcher(prefill.Launcher):
         problem, tile_n = self.problem, self.plan.config.tile_n
         rows, main = (ROWS.value // self.pack, self.pack), problem.head_dim_v
         rest, box, size = problem.head_dim - main, box_rows(problem, tile_n), x.k.element_size()
-        length, widest = problem.seqlen_k, max(main, rest)
-        if isinstance(problem.place, Paged):
-            length, widest = None, PANEL_BYTES // size
+        paged = isinstance(problem.place, Paged)
+        length = None if paged else problem.seqlen_k
+        widest = PANEL_BYTES // size if paged else max(main, rest)
         keys = box, 1, min(main, widest), length
         return [
             descriptor(x.q, *rows, main),
@@ -433,10 +433,10 @@ class Launcher(prefill.Launcher):
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         x = operands
         scale, softcap = prefill.scoring_of(x, None)[:2]
+        others = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.sink_logits
+        scales = x.q_scale, x.k_scale, x.v_scale
         if self.again is not None:
-            tensors = x.q, x.k, x.v, x.out, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens
-            others = x.page_table, x.sink_logits, x.q_scale, x.k_scale, x.v_scale
-            done = self.again.call(*tensors, *others, scale, softcap)
+            done = self.again.call(x.q, x.k, x.v, x.out, *others, *scales, scale, softcap)
             if done is not None:
                 return done
         given = (t for t in (x.q, x.k, x.v, x.out) if t is not None)
@@ -448,15 +448,13 @@ class Launcher(prefill.Launcher):
         if self.slots:
             partial = workspace.partials(x.q, self.slots * self.problem.head_dim_v, self.slots)
         descriptors = self.descriptors(x, out)
-        tensors = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.sink_logits
-        tensors += x.q_scale, x.k_scale, x.v_scale
-        split = self.start(*descriptors, out, lse, partial, *tensors, scale, softcap)
+        split = self.start(*descriptors, out, lse, partial, *others, *scales, scale, softcap)
         if partial is not None:
             merge = combine[self.merge_grid](
                 *(partial, Final(out, lse), x.cu_seqlens_q, x.sink_logits, *self.merge_tail),
                 **self.merge_options,
             )
-        some = (tensor for tensor in tensors if tensor is not None)
+        some = (tensor for tensor in (*others, *scales) if tensor is not None)
         if split is not None and not any(tensor.data_ptr() & 15 for tensor in some):
             self.again = self.repeated(split, merge, descriptors, out)
         return out, lse
