@@ -139,14 +139,14 @@ def test_select_takes_globs_with_and_without_the_place() -> None:
         "mqa8_b64_mixed_page16",
         "gqa32x8_b64_mixed_page16",
     ]
-    with pytest.raises(ValueError, match=r"^suite: expected 'records', .* or 'seed004', got 'x'$"):
+    with pytest.raises(ValueError, match=r"^suite: expected 'records', .*'seed004_int8', got 'x'$"):
         select([], suite="x")
 
 
-def test_the_columns_of_seed004_are_four_plans() -> None:
+def test_the_columns_of_packing_are_four_plans() -> None:
     """Heads packed or apart, keys in one part or in several, of one kernel; 67 MB each."""
     device = GPUS["h200"]
-    cases = select([], suite="seed004")
+    cases = select([], suite="seed004_int8")
     assert len(cases) == 8 and all(case.problem.rows == 48 for case in cases)
     assert {case.problem.kv_bytes for case in cases} == {2 * 262144 * 128}
     few = {}
@@ -156,7 +156,7 @@ def test_the_columns_of_seed004_are_four_plans() -> None:
         assert [plan.config.pack_gqa for plan in plans] == [False, False, True, True]
         assert plans[0].config.num_splits == plans[2].config.num_splits == 1
         few[case.name] = plans[3].config.num_splits
-    assert few["seed004_b256_1024"] == 1 and few["seed004_b2_131072"] > 30
+    assert few["packing_b256_1024_int8"] == 1 and few["packing_b2_131072_int8"] > 30
 
 
 VARIED = {
