@@ -19,7 +19,10 @@ Computed by the reference, which rounds what a kernel may round, or by the kerne
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -27,8 +30,14 @@ from torch import Tensor
 
 from splitkv import api, reference
 from splitkv.cache.quantize import GRANULARITIES, QuantizedKV, quantize_kv
-from splitkv.kv import Products
+from splitkv.device import current
+from splitkv.kv import Codec, Products
+from splitkv.lab.compiler import Compiler
+from splitkv.lab.report import table
 from splitkv.masks import Mask
+from splitkv.problem import Problem
+from splitkv.registry import make_plan
+from splitkv.terminal import say
 
 HEADS, KV_HEADS, DIM, QUERIES = 8, 2, 128, 64
 INPUTS = ("gaussian", "outliers", "topics")
@@ -151,44 +160,52 @@ def needles(keys: int, seed: int, device: str, through: str) -> Iterator[tuple[H
             yield how, products, (nearest == right).double().mean().item()
 
 
-def tables(records: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each input: a row a way to store, a column a kind of products."""
-    found = []
-    for name in (*INPUTS, "needles"):
-        mine = [r for r in records if r["input"] == name]
-        rows = []
-        for how in ways():
-            of = {r["products"]: r for r in mine if How(*(r[f] for f in How._fields)) == how}
-            words = [how.dtype, how.granularity, "yes" if how.smooth_k else ""]
-            rows.append([*words, *(shown(of.get(products)) for products in PRODUCTS)])
-        what = "share of needles found" if name == "needles" else "relative error"
-        header = ["stored", "scales", "smooth_k", *PRODUCTS]
-        found.append((f"{name}: {what}", header, rows))
-    return found
+def markdown(records: list[dict[str, Any]]) -> str:
+    """One table: a row a way to store, a column an input, in each cell a number a kind of products:
+    errors in percent, and of needles the share that is found, in percent."""
+    inputs = (*INPUTS, "needles")
+    first = f"{INPUTS[0]}: {' / '.join(PRODUCTS)}"
+    header = ["stored", "scales", "mean key off", first, *inputs[1:]]
+    rows = []
+    for how in ways():
+        mine = [r for r in records if How(*(r[f] for f in How._fields)) == how]
+        cells = (" / ".join(shown(r) for r in mine if r["input"] == name) for name in inputs)
+        rows.append([how.dtype, how.granularity, "yes" if how.smooth_k else "", *cells])
+    return table(header, rows)
 
 
-def shown(record: dict[str, Any] | None) -> str:
+def shown(record: dict[str, Any]) -> str:
     """A number of the table."""
-    if record is None:
-        return ""
-    return f"{record['error']:.2e}" if "error" in record else f"{record['found']:.1%}"
+    return f"{100 * record['error']:.2f}" if "error" in record else f"{100 * record['found']:.0f}"
+
+
+def compile_ahead(keys: int, jobs: int, console: Any) -> None:
+    """Have the kernels compiled that `measure` will call, in so many processes."""
+    device = current()
+    places = {"batch": 1, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    plain = Problem(
+        "dense", **places, head_dim=DIM, head_dim_v=DIM, seqlen_q=QUERIES, seqlen_k=keys
+    )
+    asked = [replace(plain, mask=Mask(True))]
+    for how in ways():
+        if how != BF16:
+            codec = Codec(how.dtype, how.granularity)
+            asked += [replace(asked[0], codec=codec, products=products) for products in PRODUCTS]
+    with Compiler(jobs) as compiler:
+        wait(compiler.submit([make_plan(problem, device) for problem in asked]))
+        compiler.say_failures(console)
 
 
 def accuracy(
-    *, keys: int, seed: int, device: str, through: str, json_lines: bool, console: Any
+    *, keys: int, seed: int, device: str, through: str, json_lines: bool, jobs: int, console: Any
 ) -> None:
-    """Measure, and print tables or JSON lines."""
-    import json
-
-    from rich.table import Table
-
+    """Measure, and print a Markdown table or JSON lines."""
+    if device == "cuda" and through == "kernels":
+        compile_ahead(keys, jobs, console)
     records = []
     for record in measure(keys, seed, device, through):
         records.append({**record, "keys": keys, "seed": seed, "through": through})
         if json_lines:
             print(json.dumps(records[-1]), flush=True)
-    for title, header, rows in [] if json_lines else tables(records):
-        table = Table(*header, title=f"{title}, {keys} keys, {through}", title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    if not json_lines:
+        say(console, markdown(records))

@@ -289,6 +289,7 @@ def accuracy(
         str, typer.Option(help="reference, which rounds as kernels may; or kernels.")
     ] = "reference",
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines.")] = False,
+    jobs: Jobs = JOBS,
 ) -> None:
     """Measure what int8 and e4m3 keys and values cost in accuracy, beside bf16."""
     with one_line_errors():
@@ -303,6 +304,7 @@ def accuracy(
             device=device,
             through=through,
             json_lines=as_json,
+            jobs=jobs,
             console=console,
         )
 
