@@ -182,15 +182,13 @@ def shown(record: dict[str, Any]) -> str:
 def compile_ahead(keys: int, jobs: int, console: Any) -> None:
     """Have the kernels compiled that `measure` will call, in so many processes."""
     device = current()
-    places = {"batch": 1, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
-    plain = Problem(
-        "dense", **places, head_dim=DIM, head_dim_v=DIM, seqlen_q=QUERIES, seqlen_k=keys
-    )
-    asked = [replace(plain, mask=Mask(True))]
+    bf16 = Problem("dense", 1, HEADS, KV_HEADS, DIM, DIM, QUERIES, keys, mask=Mask(True))
+    asked = [bf16]
+    how: Any
     for how in ways():
         if how != BF16:
             codec = Codec(how.dtype, how.granularity)
-            asked += [replace(asked[0], codec=codec, products=products) for products in PRODUCTS]
+            asked += [replace(bf16, codec=codec, products=products) for products in PRODUCTS]
     with Compiler(jobs) as compiler:
         wait(compiler.submit([make_plan(problem, device) for problem in asked]))
         compiler.say_failures(console)
