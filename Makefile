@@ -51,7 +51,7 @@ test-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 # First what several processes can share out, on as many GPUs as there are; then the host times,
 # which anything beside them would disturb. Both are recorded.
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -q -n $(GPU_WORKERS) \
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -q -n $(GPU_WORKERS) --dist worksteal \
 		-m "not alone" tests/gpu; shared=$$?; \
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -m alone tests/gpu && exit $$shared
 

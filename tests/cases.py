@@ -87,23 +87,30 @@ HOPPER_QUANTIZED_AXES: Axes = {
 }
 
 
-def leading(cases: Sequence[Values], most: int) -> tuple[list[Values], int]:
+def leading(
+    cases: Sequence[Values], most: int, besides: Sequence[Values] = ()
+) -> tuple[list[Values], int]:
     """`most` of these cases, led by those, as many as the number says, that hold every value.
 
     Each next case is the one with most values, then most pairs, that none before it has.
+
+    besides   cases that are there already: their values and pairs need no other
     """
-    rest = []
-    for case in cases:
+
+    def held(case: Values) -> tuple[Values, set[Any], set[frozenset[Any]]]:
         values = {(name, repr(x)) for name, x in case.items()}
-        rest.append((case, values, set(map(frozenset, combinations(values, 2)))))
+        return case, values, set(map(frozenset, combinations(values, 2)))
+
+    rest, there = [held(case) for case in cases], [held(case) for case in besides]
     missing = set().union(*(values for _, values, _ in rest))
-    paired: set[frozenset[Any]] = set()
+    missing -= set().union(*(values for _, values, _ in there))
+    paired = set().union(*(pairs for _, _, pairs in there))
     chosen: list[Values] = []
     every = 0
     while rest and len(chosen) < most:
         news = max(len(values & missing) for _, values, _ in rest)
-        best = [held for held in rest if len(held[1] & missing) == news]
-        picked = max(best, key=lambda held: len(held[2] - paired))
+        best = [other for other in rest if len(other[1] & missing) == news]
+        picked = max(best, key=lambda other: len(other[2] - paired))
         rest.remove(picked)
         chosen.append(picked[0])
         missing -= picked[1]

@@ -49,6 +49,10 @@ CACHES: cases.Axes = {  # a shape, pages, and what the kernel is called for
     "shape": (0, -1),
 }
 DEFAULTS = {"heads": (8, 8), "softcap": False, "sink_logits": False, "row_gap": 0, "shape": 0}
+EVERYDAY = tuple(
+    DEFAULTS | {"kind": "dense", "dtype": "bfloat16", "head_dims": (dim, dim), "mask": mask}
+    for dim, mask in ((128, Mask()), (128, Mask(True)), (64, Mask(True)))
+)
 
 
 def problem_of(values: cases.Values) -> Problem:
@@ -143,7 +147,7 @@ def chosen(problem: Problem, number: int) -> Config:
     return found[min(number, len(found) - 1)]  # -1: the last
 
 
-@variants(AXES, most=5, newest=2, ids=describe)
+@variants(AXES, most=4, besides=EVERYDAY, newest=2, ids=describe)
 def test_variants(values: cases.Values) -> None:
     problem = problem_of(values)
     config = chosen(problem, values["shape"])
@@ -165,14 +169,15 @@ def test_caches(values: cases.Values) -> None:
         assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
 
 
-@pytest.mark.parametrize("head_dim, mask", [(128, Mask()), (128, Mask(True)), (64, Mask(True))])
-def test_loops_are_as_meant(head_dim: int, mask: Mask) -> None:
-    problem = problem_of({"head_dims": (head_dim, head_dim), "mask": mask})
-    config = next(prefill.configs(problem, H200))
-    made = compiled(problem, config)
+@pytest.mark.parametrize("values", EVERYDAY, ids=describe)
+def test_loops_are_as_meant(values: cases.Values) -> None:
+    problem = problem_of(values)
+    config = chosen(problem, values["shape"])
+    made = compiled(problem, config, values["row_gap"])
+    as_meant(problem, config, made)
     assert measure(made).stack_bytes == 0
     warpgroups = config.tile_m // prefill.ROWS.value
-    loops = key_loops(made.asm["cubin"], (head_dim + config.tile_n) // 16, warpgroups)
+    loops = key_loops(made.asm["cubin"], (problem.head_dim + config.tile_n) // 16, warpgroups)
     assert len(loops) == warpgroups
     for body in loops:
         assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)

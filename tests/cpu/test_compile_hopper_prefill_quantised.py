@@ -52,6 +52,15 @@ AXES: cases.Axes = {
     "parts": (1, 3),
     "shape": (0, 1, 2),
 }
+# Each kind of products with one kind of scales, in turns.
+EVERYDAY = tuple(
+    {
+        **{"kind": "dense", "units": units, "granularity": granularity, "q": "stored"},
+        **{"head_dim": 128, "heads": (8, 2), "mask": Mask(), "softcap": False},
+        **{"place": Contiguous(), "parts": 1, "shape": 0},
+    }
+    for units, granularity in zip(UNITS, cycle(("head", "token")), strict=False)
+)
 
 
 def valid(values: cases.Values) -> bool:
@@ -139,8 +148,8 @@ def describe(values: cases.Values) -> str:
     return "-".join(re.sub(r"\W+", "_", str(values[name])) for name in names)
 
 
-@variants(AXES, most=9, valid=valid, newest=2, ids=describe)
-def test_variants(values: cases.Values) -> None:
+def as_meant(values: cases.Values) -> tuple[Problem, Config, Any]:
+    """What is compiled of a combination: on the units meant, in the shared memory that was said."""
     problem = problem_of(values)
     config = list(prefill_quantised.configs(problem, H200))[values["shape"]]
     config = replace(config, num_splits=values["parts"])
@@ -156,15 +165,17 @@ def test_variants(values: cases.Values) -> None:
     assert made.metadata.shared <= prefill_quantised.shared_bytes(problem, config)
     assert made.metadata.shared <= H200.smem_per_block
     assert "serialized" not in ptxas_said(made)
+    return problem, config, made
 
 
-# Each kind of products with one kind of scales, in turns.
-@pytest.mark.parametrize(
-    ("units", "granularity"), list(zip(UNITS, cycle(("head", "token")), strict=False)), ids=str
-)
-def test_loops_are_as_meant(units: tuple[str, str], granularity: str) -> None:
-    problem = problem_of({"units": units, "granularity": granularity, "head_dim": 128})
-    as_meant(problem, next(prefill_quantised.configs(problem, H200)), STACK_BYTES)
+@variants(AXES, most=6, valid=valid, besides=EVERYDAY, newest=2, ids=describe)
+def test_variants(values: cases.Values) -> None:
+    as_meant(values)
+
+
+@pytest.mark.parametrize("values", EVERYDAY, ids=describe)
+def test_loops_are_as_meant(values: cases.Values) -> None:
+    exponentials_under_products(*as_meant(values))
 
 
 # Few rows of many keys.
@@ -174,12 +185,12 @@ def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> N
     values = {"kind": "decode", "units": units, "granularity": "token", "place": place}
     problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
     found = (c for c in prefill_quantised.configs(problem, H200) if c.tile_m == 64)
-    as_meant(problem, replace(next(found), num_splits=66), STACK_BYTES)
+    config = replace(next(found), num_splits=66)
+    exponentials_under_products(problem, config, compiled(problem, config))
 
 
-def as_meant(problem: Problem, config: Config, stack_bytes: int) -> None:
-    made = compiled(problem, config)
-    assert measure(made).stack_bytes <= stack_bytes
+def exponentials_under_products(problem: Problem, config: Config, made: Any) -> None:
+    assert measure(made).stack_bytes <= STACK_BYTES
     warpgroups = config.tile_m // ROWS.value
     _, of_k, of_v, _ = map(prefill_quantised.size_of, prefill_quantised.types(problem))
     products = 128 * of_k // 32 + config.tile_n * of_v // 32

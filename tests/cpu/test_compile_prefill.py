@@ -9,8 +9,6 @@ outside a loop is no cost; inside one there is none for the head dimensions of e
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +19,7 @@ import cases
 import pytest
 import torch
 import triton
-from compiling import CUOBJDUMP, AnyGPU, Layout, Recorder, measure, variants
+from compiling import AnyGPU, Layout, Recorder, instructions, measure, variants
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS, Device
@@ -54,6 +52,15 @@ AXES: cases.Axes = {
     "row_gap": (0, 8),
     "shape": (0, 1, 3),  # which of the configs, the best being 0
 }
+# Of everyday models: what is compiled to look at its loops, beside the covering sets.
+EVERYDAY = tuple(
+    {
+        **PLAIN,
+        **{"kind": "dense", "dtype": "bfloat16", "head_dims": (head_dim, head_dim)},
+        **{"heads": (8, 2), "seqlen_q": 4096, "mask": mask, "row_gap": 0, "shape": 0},
+    }
+    for head_dim, mask in ((128, Mask()), (128, Mask(True)), (64, Mask(True, 128, -1, 4)))
+)
 CACHE_AXES: cases.Axes = {
     **AXES,
     "kind": ("varlen", "decode"),
@@ -236,12 +243,18 @@ def describe(values: cases.Values) -> str:
     return "-".join(str(name).replace(" ", "_") for name in names if name)
 
 
-@variants(AXES, most=8, newest=2, ids=describe)
-def test_sm_90(values: cases.Values) -> None:
+def compiled_for_sm_90(values: cases.Values) -> dict[str, Any]:
     problem, row_gap = problem_of(values)
-    for name, kernels in compiled(problem, GPUS["h200"], row_gap, values["shape"]).items():
+    made = compiled(problem, GPUS["h200"], row_gap, values["shape"])
+    for name, kernels in made.items():
         for kernel in map(measure, kernels):
             assert kernel.registers * 32 * kernel.num_warps <= 65536, name
+    return made
+
+
+@variants(AXES, most=6, besides=EVERYDAY, newest=2, ids=describe)
+def test_sm_90(values: cases.Values) -> None:
+    compiled_for_sm_90(values)
 
 
 @variants(OTHER_AXES, most=6, newest=4, ids=describe)
@@ -277,13 +290,7 @@ def test_pages_and_parts_on_other_architectures(values: cases.Values) -> None:
 
 def local_accesses(cubin: bytes) -> list[int]:
     """Loads from and stores to local memory in each loop, innermost or not."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [CUOBJDUMP, "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
-    lines = [(int(address, 16), line) for address, line in found]
+    lines = instructions(cubin)
     jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
     loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
     return [
@@ -292,15 +299,10 @@ def local_accesses(cubin: bytes) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    "head_dim, mask",
-    [(128, Mask()), (128, Mask(True)), (64, Mask(True, 128, -1, 4))],
-    ids=str,
-)
-def test_loops_do_not_spill(head_dim: int, mask: Mask) -> None:
+@pytest.mark.parametrize("values", EVERYDAY, ids=describe)
+def test_loops_do_not_spill(values: cases.Values) -> None:
     """On sm_90; ptxas may leave the loop over masked tiles, which is short, two accesses."""
-    values = {"head_dims": (head_dim, head_dim), "heads": (8, 2), "mask": mask}
-    for name, kernels in compiled(problem_of(values)[0], GPUS["h200"]).items():
+    for name, kernels in compiled_for_sm_90(values).items():
         for kernel in kernels:
             assert measure(kernel).stack_bytes <= 40, name
             spilled = local_accesses(kernel.asm["cubin"])
@@ -392,8 +394,7 @@ def name_of(values: cases.Values) -> str:
     return "-".join(str(values[name]).replace(" ", "_") for name in names)
 
 
-# Some of the covering set: compiling takes seconds, and on a GPU all of them run.
-@pytest.mark.parametrize("values", cases.pairs(QUANTISED_AXES, valid)[::6], ids=name_of)
+@variants(QUANTISED_AXES, most=7, valid=valid, newest=0, ids=name_of)
 def test_quantised_keys(values: cases.Values) -> None:
     values = dict(values)
     gpu, parts, shape = (values.pop(name) for name in ("gpu", "parts", "shape"))
@@ -403,7 +404,7 @@ def test_quantised_keys(values: cases.Values) -> None:
     kernel = forward(problem, gpu, 0, config)["prefill"]
     if problem.dtype != "float32":
         wanted = {"widened": (False, True), "half": (True, True), "full": (True, False)}
-        chosen_units = prefill.units_of(problem, gpu, config.tile_n)
+        chosen_units = prefill.units_of(problem, gpu, config)
         assert units(kernel.asm["ptx"]) == wanted[chosen_units]
 
 
@@ -411,16 +412,18 @@ def test_quantised_keys(values: cases.Values) -> None:
 @pytest.mark.parametrize("gpu", ["a100", "a10", "l4", "h200", "b200", "rtx5090"])
 def test_units(gpu: str, name: Any) -> None:
     """What `products` allows is used, but for e4m3 where no unit takes it."""
-    device = GPUS[gpu]
+    device, config = GPUS[gpu], Config(tile_m=64, tile_n=64, num_warps=4)
     for products in ("widened", "half", "full"):
         problem = quantised({"codec": Codec(name, "head"), "products": products})
-        found = prefill.units_of(problem, device, 64)
+        found = prefill.units_of(problem, device, config)
         known = name == "int8" or device.capability >= (8, 9)
         assert found == (products if known else "widened")
-        assert prefill.units_of(replace(problem, dtype="float32"), device, 64) == "widened"
-        assert prefill.units_of(replace(problem, head_dim=24), device, 64) in (found, "half")
-    few = quantised({"codec": Codec("int8", "head"), "products": "full"})
-    assert prefill.units_of(few, device, 16) == "half"
+        assert prefill.units_of(replace(problem, dtype="float32"), device, config) == "widened"
+        assert prefill.units_of(replace(problem, head_dim=24), device, config) in (found, "half")
+        few_rows = prefill.units_of(problem, device, replace(config, tile_m=16))
+        assert few_rows == (found if name == "int8" or gpu in ("l4", "rtx5090") else "widened")
+    few_keys = quantised({"codec": Codec("int8", "head"), "products": "full"})
+    assert prefill.units_of(few_keys, device, replace(config, tile_n=16)) == "half"
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])

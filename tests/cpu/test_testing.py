@@ -259,6 +259,8 @@ def test_the_leading_cases_hold_every_value_and_most_pairs() -> None:
     assert len(_covered(axes, chosen)) > 0.85 * len(_all_pairs(axes))
     with pytest.raises(ValueError, match="^most: expected enough cases for every value, got 7"):
         cases.leading(rows, 7)
+    rest, _ = cases.leading(rows, every - 3, besides=chosen[:3])
+    assert rest == chosen[3:every], "what is there already is not chosen again"
 
 
 def test_case_names_are_unique() -> None:

@@ -94,7 +94,7 @@ def test_int8_is_multiplied_on_its_units(products: Any, units: str, granularity:
     """With rows long enough for them; and e4m3 only where there are units for it."""
     codec = Codec("int8", granularity)
     problem = Problem("dense", 1, 4, 2, 64, 64, 8, 96, codec=codec, products=products)
-    assert prefill.units_of(problem, GPUS["a100"], 32) == units
+    assert prefill.units_of(problem, GPUS["a100"], Config(tile_m=16, tile_n=32)) == units
     check(problem, run=run(16, 32, 1, 0))
 
 

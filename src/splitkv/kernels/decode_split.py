@@ -31,6 +31,7 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -370,15 +371,22 @@ def register_need(problem: Problem, config: Config) -> float:
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    return triton.next_power_of_2(problem.head_dim), triton.next_power_of_2(problem.head_dim_v)
+    return padded(problem.head_dim), padded(problem.head_dim_v)
+
+
+@functools.cache
+def padded(dim: int) -> int:
+    """Kept, as Triton's function takes microseconds on the host."""
+    return triton.next_power_of_2(dim)
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every tile shape that fits, with one split; `num_splits` may then be anything up to 1024."""
+    rows = tile_m(problem)
     for tile_n in (64, 32, 128, 16):
         for num_warps in (4, 2, 8):
             for num_stages in (2, 3, 1, 4, 6, 8):
-                config = Config(1, tile_m(problem), tile_n, num_warps, num_stages)
+                config = Config(1, rows, tile_n, num_warps, num_stages)
                 fits = shared_bytes(problem, config) <= device.smem_per_block
                 if fits and register_need(problem, config) < MAX_REGISTER_NEED:
                     yield config

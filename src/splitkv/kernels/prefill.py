@@ -446,7 +446,7 @@ class Launcher:
             self.slots = problem.batch * cut * problem.num_heads * parts
         self.grid = (programs,)
         table, place = operands.page_table, problem.place
-        units = units_of(problem, plan.device, config.tile_n)
+        units = units_of(problem, plan.device, config)
         self.bits = plan.device.capability < (8, 9)
         pdl = bool(self.slots and q.is_cuda and plan.device.capability >= (9, 0))
         self.tail: tuple[Any, ...] = (

@@ -20,6 +20,7 @@ from splitkv.kernels.tile.locate import key_rows
 from splitkv.kernels.tile.product import add_product, row_product
 from splitkv.kernels.tile.visit import Strides, place
 from splitkv.kv import AS_IS
+from splitkv.plans import Config
 from splitkv.problem import Operands, Problem
 
 
@@ -167,19 +168,27 @@ def add_values(acc, shrink, p, top, v, scale, WORKING: tl.constexpr, UNITS: tl.c
     return acc
 
 
-def units_of(problem: Problem, device: Device, tile_n: int) -> str:
-    """What is multiplied in 8 bits of what may be: see tile/dequantize.py.
+def units_of(problem: Problem, device: Device, config: Config) -> str:
+    """What is multiplied in 8 bits of what may be.
 
-    Tensor cores multiply int8 and e4m3 in steps of 32 elements, e4m3 from sm_89 on; fp32 is
-    computed exactly.
+    Tensor cores multiply int8 and e4m3 in steps of 32 elements; fp32 is computed exactly.
     """
     if problem.codec == AS_IS:
         return "as_is"
-    if problem.codec.name == "fp8" and device.capability < (8, 9):
+    if problem.codec.name == "fp8" and not multiplies_e4m3(device, config):
         return "widened"
     if problem.element_bytes > 2 or triton.next_power_of_2(problem.head_dim) < 32:
         return "widened"
-    return "half" if problem.products == "full" and tile_n < 32 else problem.products
+    return "half" if problem.products == "full" and config.tile_n < 32 else problem.products
+
+
+def multiplies_e4m3(device: Device, config: Config) -> bool:
+    """From sm_89 on. sm_90 and sm_100 do in the products of whole warpgroups alone: their `mma` of
+    fewer rows than 64 widens e4m3 to fp16.
+    """
+    if device.capability[0] in (9, 10):
+        return config.tile_m >= 64 and config.num_warps % 4 == 0
+    return device.capability >= (8, 9)
 
 
 def stored_of(operands: Operands) -> Stored:
