@@ -42,10 +42,10 @@ from torch import Tensor
 from splitkv import reference
 from splitkv.device import Device
 from splitkv.kernels.backward_rows import Stats, statistics, strides_of_stats
+from splitkv.kernels.parts import padded_dims
 from splitkv.kernels.prefill import (
     SIZES,
     offset_type,
-    padded_dims,
     scoring_of,
     stride_slope,
     strides_of,

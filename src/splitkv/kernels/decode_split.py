@@ -31,7 +31,6 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +41,7 @@ import triton.language as tl
 from splitkv.device import Device
 from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
 from splitkv.kernels.direct import Launch, Repeat, launch_of
-from splitkv.kernels.parts import grid, packed_rows, traffic
+from splitkv.kernels.parts import grid, packed_rows, padded_dims, traffic
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
 from splitkv.kernels.tile.codec import (
     Scales,
@@ -368,16 +367,6 @@ def register_need(problem: Problem, config: Config) -> float:
     rows = config.tile_m * (dim_v + config.tile_n + dim * element)
     loads = config.tile_n * (dim + dim_v) * element / 4
     return (rows + a_load * loads) / (32 * config.num_warps)
-
-
-def padded_dims(problem: Problem) -> tuple[int, int]:
-    return padded(problem.head_dim), padded(problem.head_dim_v)
-
-
-@functools.cache
-def padded(dim: int) -> int:
-    """Kept, as Triton's function takes microseconds on the host."""
-    return triton.next_power_of_2(dim)
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:

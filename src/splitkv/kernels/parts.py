@@ -1,11 +1,24 @@
-"""Parts of the keys on the host: the grid of a plan of decode, what its parts read and write."""
+"""Sizes on the host: of tiles, of the grid of a plan of decode, what its parts read and write."""
 
 from __future__ import annotations
+
+import functools
 
 import triton
 
 from splitkv.plans import Config, Traffic
 from splitkv.problem import Problem
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    """head_dim and head_dim_v of a tile."""
+    return padded(problem.head_dim), padded(problem.head_dim_v)
+
+
+@functools.cache
+def padded(dim: int) -> int:
+    """The next power of 2, kept: Triton's function takes microseconds on the host."""
+    return triton.next_power_of_2(dim)
 
 
 def packed_rows(problem: Problem, config: Config) -> tuple[int, int]:

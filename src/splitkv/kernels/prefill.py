@@ -56,7 +56,7 @@ from torch import Tensor
 from splitkv.device import Device
 from splitkv.kernels import workspace
 from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
-from splitkv.kernels.parts import num_parts
+from splitkv.kernels.parts import num_parts, padded_dims
 from splitkv.kernels.tile.attend import attend, write_rows
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.codec import widen
@@ -286,10 +286,6 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     forward_only |= problem.codec != AS_IS
     expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
     return reasons
-
-
-def padded_dims(problem: Problem) -> tuple[int, int]:
-    return triton.next_power_of_2(problem.head_dim), triton.next_power_of_2(problem.head_dim_v)
 
 
 def shapes(problem: Problem, device: Device) -> list[Shape]:
