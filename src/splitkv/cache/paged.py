@@ -246,10 +246,12 @@ class PagedKVCache:
 
     def _checked_counts(self, sequences: Sequence[int], num_tokens: Any) -> tuple[int, ...]:
         """New tokens of each sequence, checked."""
+        many = isinstance(sequences, Sequence)
+        expect(many, "sequences", "a list of what allocate and fork returned", sequences)
         expect(len(set(sequences)) == len(sequences), "sequences", "distinct ones", sequences)
         expect_in_range("number of sequences", len(sequences), 0, self.max_batch)
-        one = hasattr(num_tokens, "__index__")
-        counts = (num_tokens,) * len(sequences) if one else tuple(num_tokens)
+        listed = isinstance(num_tokens, Sequence) and not isinstance(num_tokens, str)
+        counts = tuple(num_tokens) if listed else (num_tokens,) * len(sequences)
         same = len(counts) == len(sequences)
         expect(same, "num_tokens", f"{len(sequences)} numbers, one a sequence", len(counts))
         for n in counts:
@@ -357,7 +359,7 @@ class PagedKVCache:
         options   of `splitkv.decode`, and for packed tokens or more than 16 a sequence of
                   `splitkv.attention_varlen`
         """
-        lead = self._lead(q)
+        lead, layer = self._lead(q), self._layers.expect_layer(layer)
         expect_shape("q", q, **lead, num_heads=None, head_dim=self.k.shape[4])
         batch, most = len(self._counts), max(self._counts, default=0)
         k, v, table = self.k[layer], self.v[layer], self.page_table[:batch]

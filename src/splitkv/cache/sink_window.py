@@ -174,7 +174,7 @@ class SinkWindowCache:
                   return_lse, num_splits, plan, out. The mask is what is kept: the first tokens and
                   the window. More queries, other masks and ALiBi raise
         """
-        batch, dim = self.lengths.shape[0], self.k.shape[4]
+        batch, dim, layer = self.lengths.shape[0], self.k.shape[4], self._layers.expect_layer(layer)
         for name in MASKS:
             expect(
                 name not in options, name, "not given: the slots are the mask", options.get(name)

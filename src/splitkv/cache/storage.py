@@ -11,6 +11,7 @@ from splitkv.cache.quantize import GRANULARITIES, STORED, mean_key
 from splitkv.errors import (
     dtype_name,
     expect,
+    expect_bool,
     expect_device,
     expect_dtype,
     expect_given_with,
@@ -73,6 +74,7 @@ class Layers:
         )
         shape = num_layers, slabs, keys, num_kv_heads
         self.dtype = dtype_of(dtype)
+        expect_bool("smooth_k", smooth_k)
         self.k = torch.zeros(*shape, head_dim, dtype=self.dtype, device=device)
         self.v = torch.zeros(*shape, dim_v, dtype=self.dtype, device=device)
         self.granularity, self.k_scale, self.v_scale, self.k_mean = granularity, None, None, None
@@ -80,7 +82,7 @@ class Layers:
         if self.dtype not in STORED.values():
             name = f"a {dtype_name(self.k)} cache"
             expect_none_with("granularity", granularity, name)
-            expect(smooth_k is False, "smooth_k", f"False with {name}", smooth_k)
+            expect(not smooth_k, "smooth_k", f"False with {name}", smooth_k)
             return
         self.granularity = "token" if granularity is None else granularity
         expect_one_of("granularity", self.granularity, GRANULARITIES)
@@ -100,7 +102,9 @@ class Layers:
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See `PagedKVCache.calibrate`."""
         self.expect_settles("calibrate")
-        layer = self.check(layer, k, v, **dict.fromkeys(("batch", "tokens")[: k.dim() - 2]))
+        packed = getattr(k, "ndim", 4) == 3
+        lead = dict.fromkeys(("total",) if packed else ("batch", "tokens"))
+        layer = self.check(layer, k, v, **lead)
         known = layer in self._settled
         if self.k_mean is not None:
             if not known:
@@ -120,7 +124,7 @@ class Layers:
     ) -> None:
         """See `PagedKVCache.set_scales`."""
         self.expect_settles("set_scales")
-        layer = self._expect_layer(layer)
+        layer = self.expect_layer(layer)
         given = {"k_scale": k_scale, "v_scale": v_scale, "k_mean": k_mean}
         for name, x in given.items():
             held = getattr(self, name)
@@ -146,7 +150,7 @@ class Layers:
     def stored_by(self, layer: int) -> dict[str, Tensor | None]:
         """Arguments of `Append` for a layer, which has to be calibrated if its scales are fixed."""
         if self.settles:
-            number = self._expect_layer(layer)
+            number = self.expect_layer(layer)
             what = "calibrate or set_scales before tokens are stored"
             expect(number in self._settled, "layer", what, layer)
         mean = None if self.k_mean is None else self.k_mean[layer]
@@ -192,7 +196,7 @@ class Layers:
 
     def check(self, layer: int, k: Tensor, v: Tensor, **lead: int | None) -> int:
         """New keys and values of a layer, `lead` their first dimensions; its number from 0."""
-        number = self._expect_layer(layer)
+        number = self.expect_layer(layer)
         quantised = self.dtype in STORED.values()
         for name, x, held in (("k", k, self.k), ("v", v, self.v)):
             sizes = expect_shape(
@@ -206,7 +210,8 @@ class Layers:
             expect_device(name, x, held.device)
         return number
 
-    def _expect_layer(self, layer: int) -> int:
+    def expect_layer(self, layer: int) -> int:
+        """The number from 0 of a layer, which may be counted from the last."""
         expect_int("layer", layer)
         layers = self.k.shape[0]
         expect(-layers <= layer < layers, "layer", f"less than {layers}", layer)
