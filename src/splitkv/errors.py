@@ -10,7 +10,7 @@ their attributes alone, so this module imports neither torch nor triton.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -144,6 +144,13 @@ def expect_none_with(argument: str, value: object, other: str) -> None:
 def expect_given_with(argument: str, value: object, other: str) -> None:
     """Given, because `other` is."""
     expect(value is not None, argument, f"a value with {other}", value)
+
+
+def renamed(error: ValueError, names: Mapping[str, str]) -> ValueError:
+    """The error with the caller's name of the argument that it begins with."""
+    argument, colon, rest = str(error).partition(":")
+    word, space, side = argument.partition(" ")
+    return ValueError(f"{names[word]}{space}{side}{colon}{rest}") if word in names else error
 
 
 def _symbolic(dims: dict[str, int | None]) -> str:

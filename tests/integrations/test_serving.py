@@ -140,7 +140,7 @@ def test_heads_of_tensor_parallel_ranks(queries: int) -> None:
     for ranks in (2, 4):
         parts = [layer(ranks, rank) for rank in range(ranks)]
         torch.testing.assert_close(torch.cat(parts, 2), whole)
-    with pytest.raises(ValueError, match=r"sink_logits: expected .*num_heads=4.*got .*8"):
+    with pytest.raises(ValueError, match=r"s_aux: expected .*num_heads=4.*got .*8"):
         integration.attention_forward(
             torch.nn.Module(), q[:, :4], k[:, :2], v[:, :2], None, s_aux=sinks
         )

@@ -43,6 +43,7 @@ from transformers.masking_utils import (  # noqa: E402
 
 import splitkv  # noqa: E402
 from splitkv.integrations import transformers as integration  # noqa: E402
+from splitkv.integrations import visibility  # noqa: E402
 from splitkv.masks import Mask  # noqa: E402
 from splitkv.testing import assert_close  # noqa: E402
 
@@ -395,7 +396,7 @@ def test_lengths_of_packed_sequences(name: str, calls: list[SimpleNamespace]) ->
 def test_recognises_what_transformers_makes(
     mask_function: Callable[..., Any], matrix: Callable[..., Any]
 ) -> None:
-    pattern = integration.recognise(mask_function)
+    pattern = visibility.recognise(mask_function)
     q, k = torch.arange(9)[:, None], torch.arange(9)[None, :]
     ours = Mask(pattern.causal, pattern.left, pattern.right, chunk=pattern.chunk).visible(q, k)
     assert torch.equal(ours.expand(9, 9), matrix(q, k).expand(9, 9))

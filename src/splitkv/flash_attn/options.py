@@ -19,6 +19,7 @@ from splitkv.errors import (
     expect_int,
     expect_none_with,
     expect_number,
+    renamed,
 )
 from splitkv.launch import device_of
 from splitkv.policies.shared import MAX_SPLITS
@@ -174,11 +175,7 @@ def named(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        argument, colon, rest = str(error).partition(":")
-        word, space, side = argument.partition(" ")
-        if word not in names:
-            raise
-        raise ValueError(f"{names[word]}{space}{side}{colon}{rest}") from None
+        raise renamed(error, names) from None
 
 
 def rows_contiguous(x: Any) -> Any:

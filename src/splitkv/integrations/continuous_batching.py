@@ -25,7 +25,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from splitkv.errors import expect
-from splitkv.integrations.transformers import NAME, attention_forward, recognise, unsupported
+from splitkv.integrations.transformers import NAME, attention_forward
+from splitkv.integrations.visibility import recognise, unsupported
 
 INERT = ("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index")
 
