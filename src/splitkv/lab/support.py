@@ -17,6 +17,7 @@ from splitkv.kernels import decode_split, prefill
 from splitkv.kernels.hopper import backward as hopper_backward
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
 from splitkv.kv import Codec, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.problem import Problem
@@ -25,6 +26,7 @@ from splitkv.scores import Score
 H200 = GPUS["h200"]
 DECODE = Problem("decode", 8, 32, 8, 128, 128, 1, 4096, mask=Mask(True), lengths="device")
 DENSE = Problem("dense", 2, 32, 8, 128, 128, 4096, 4096, mask=Mask(True))
+INT8 = replace(DENSE, codec=Codec("int8", "head"), products="half")
 Reasons = Callable[[Problem, Device], list[str]]
 Features = dict[str, dict[str, Any]]
 
@@ -42,6 +44,7 @@ SHARED: Features = {
     "float32": {"dtype": "float32"},
     **{f"head_dim {a}/{b}": {"head_dim": a, "head_dim_v": b} for a, b in ((64, 64), (80, 80))},
     **{f"head_dim {a}/{b}": {"head_dim": a, "head_dim_v": b} for a, b in ((192, 128), (256, 256))},
+    "head_dim 64/512": {"head_dim": 64, "head_dim_v": 512},
 }
 CACHES: Features = {
     **{f"pages of {n}": {"place": Paged(n)} for n in (1, 16, 256)},
@@ -53,6 +56,16 @@ CACHES: Features = {
 PACKED: Features = {
     "packed": {"kind": "varlen", "place": Ragged(), "lengths": "device"},
     "packed, keys in pages of 16": {"kind": "varlen", "place": Paged(16), "lengths": "device"},
+}
+EIGHT_BITS: Features = {
+    "int8 a token, full": {"codec": Codec("int8", "token"), "products": "full"},
+    "int8, q too": {"q_granularity": "token"},
+    "e4m3 a head, widened": {"codec": Codec("fp8", "head"), "products": "widened"},
+    "e4m3 a head, q too, full": {
+        "codec": Codec("fp8", "head"),
+        "products": "full",
+        "q_granularity": "head",
+    },
 }
 TABLES: tuple[tuple[str, Problem, Features, dict[str, Reasons]], ...] = (
     (
@@ -71,6 +84,15 @@ TABLES: tuple[tuple[str, Problem, Features, dict[str, Reasons]], ...] = (
         {"hopper_prefill": hopper_prefill.unsupported, "prefill": prefill.unsupported},
     ),
     (
+        "Attention in 8 bits, forward",
+        INT8,
+        EIGHT_BITS | SHARED | PACKED | {"gradient": {"needs_grad": True}},
+        {
+            "hopper_prefill_quantised": hopper_prefill_quantised.unsupported,
+            "prefill": prefill.unsupported,
+        },
+    ),
+    (
         "Attention, gradients",
         replace(DENSE, needs_grad=True),
         SHARED | PACKED | {"dropout": {"dropout": True}, "deterministic": {"deterministic": True}},
@@ -83,6 +105,12 @@ Written by `python -m splitkv.lab.support` from what the kernels say against eac
 Elsewhere those whose names begin with `hopper` step aside. What no kernel here takes runs in
 PyTorch operations, with a warning where that is a surprise; `splitkv explain` says it of any call.
 """
+CLOSING = """## Not computed
+
+FlashAttention-3's `qv`, which adds `qv . v` to the scores (absorbed MLA: `head_dim` 64,
+`head_dim_v` 512), raises. It takes a second product with each tile of values ahead of the softmax,
+and rows of 512 values, where the kernels end at 256.
+"""
 
 
 def tables() -> Iterator[str]:
@@ -91,6 +119,7 @@ def tables() -> Iterator[str]:
     for title, everyday, features, kernels in TABLES:
         yield from ("", f"## {title}", "", f"Beside `{everyday}`:", "")
         yield from table(everyday, features, kernels)
+    yield from ("", *CLOSING.splitlines())
 
 
 def table(everyday: Problem, features: Features, kernels: dict[str, Reasons]) -> Iterator[str]:
