@@ -182,7 +182,7 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 @pytest.mark.parametrize("units", [("int8", "half"), ("fp8", "widened")], ids=str)
 def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> None:
-    values = {"kind": "decode", "units": units, "granularity": "token", "place": place}
+    values = {"kind": "decode", "units": units, "granularity": "head", "place": place}
     problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
     found = (c for c in prefill_quantised.configs(problem, H200) if c.tile_m == 64)
     config = replace(next(found), num_splits=66)
