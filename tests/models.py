@@ -85,6 +85,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{**COMMON, "head_dim": 64}, **EXPERTS, sliding_window=WINDOW, layer_types=HYBRID
     ),
 }
+HEAD_DIMS = {  # of the models as they are published; the others have theirs in the table above
+    **dict.fromkeys(("llama", "llama4", "qwen2", "qwen3", "mistral"), 128),
+    **{"gemma2": 256, "gemma3": 256, "phi": 64, "phi3": 96},
+}
 WINDOWED = ("mistral", "phi3")  # in every layer; the others have a full layer last
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
@@ -98,8 +102,14 @@ def from_config(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def make_model(name: str) -> Any:
-    model = from_config(CONFIGS[name]())
+def make_model(name: str, head_dim: int = 0) -> Any:
+    """With the head dimension of its configuration here, or another."""
+    config = CONFIGS[name]()
+    if head_dim:
+        config.head_dim = head_dim
+        if name in ("phi", "phi3"):  # which have none
+            config.hidden_size = head_dim * config.num_attention_heads
+    model = from_config(config)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)

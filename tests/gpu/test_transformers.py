@@ -14,6 +14,7 @@ from integrations import test_model_step as model_step  # noqa: E402
 from models import (  # noqa: E402
     CACHES,
     CONFIGS,
+    HEAD_DIMS,
     PADDINGS,
     both,
     exactly,
@@ -33,10 +34,21 @@ def registered() -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", CONFIGS)
-@torch.no_grad()
 def test_logits(name: str, cache: str, padding: str) -> None:
+    check_logits(make_model(name), cache, padding)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", HEAD_DIMS)
+def test_logits_with_the_models_own_head_dims(name: str, padding: str) -> None:
+    """By the kernels that such heads take, which are others than those of small ones."""
+    check_logits(make_model(name, HEAD_DIMS[name]), "static", padding)
+
+
+@torch.no_grad()
+def check_logits(model: Any, cache: str, padding: str) -> None:
     """A prompt, a few tokens at once, and one."""
-    model, mask = make_model(name).to(DEVICE, torch.bfloat16), PADDINGS[padding]().to(DEVICE)
+    model, mask = model.to(DEVICE, torch.bfloat16), PADDINGS[padding]().to(DEVICE)
 
     def run(model: Any) -> torch.Tensor:
         store, logits = CACHES[cache](model.config), []
@@ -53,8 +65,9 @@ def test_logits(name: str, cache: str, padding: str) -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_gradients(name: str, padding: str) -> None:
-    model, mask = make_model(name).to(DEVICE, torch.bfloat16).train(), PADDINGS[padding]()
-    mask = mask.to(DEVICE)
+    """Of attention with the models' own head dimensions."""
+    model = make_model(name, HEAD_DIMS.get(name, 0)).to(DEVICE, torch.bfloat16).train()
+    mask = PADDINGS[padding]().to(DEVICE)
     labels = tokens().to(DEVICE).masked_fill(mask == 0, -100)
 
     def run(model: Any) -> torch.Tensor:
