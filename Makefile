@@ -63,12 +63,14 @@ sanitize:
 bench:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m splitkv bench decode --json $(RESULTS) $(BENCH)
 
-# torch before the rest, so that the wheel chosen for it is the one that the rest builds on.
+# torch before the rest, so that the wheel chosen for it is the one that the rest builds on. pip
+# would compile what it installs on one core. A file of torch's is for newer Pythons only.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), 'Python 3.10 or newer is needed'"
 	$(PYTHON) -m venv --clear .venv
-	$(PIP) --constraint constraints.txt torch numpy
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --no-compile --constraint constraints.txt torch numpy
+	$(PIP) --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 $(NEWEST)/.installed: constraints-newest.txt $(INSTALLED)
