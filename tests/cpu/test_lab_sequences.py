@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from splitkv import reference
-from splitkv.kv import Ragged
+from splitkv.kv import Codec, Ragged
 from splitkv.lab import peers as decode_peers
 from splitkv.lab import process
 from splitkv.lab.cases import Case
@@ -548,3 +548,20 @@ def test_peers_of_torch_are_right() -> None:
     out = peers.PEERS["fa2"].variants[0].prepare(inputs).call()
     errors = check.Reference(inputs, case).check(out, inputs.gradients(out))
     assert max(errors.values()) < 0.1
+
+
+@pytest.mark.parametrize(("dtype", "products"), [("int8", "half"), ("fp8", "full")])
+@pytest.mark.parametrize("granularity", ["head", "token"])
+def test_stored_keys_are_checked_as_stored(dtype: Any, products: Any, granularity: Any) -> None:
+    """A call passes; with another scale it does not."""
+    problem = Problem("dense", 1, 4, 2, 64, 64, 90, 90, mask=Mask(True), products=products)
+    case = Case("stored", replace(problem, codec=Codec(dtype, granularity)))
+    inputs = Inputs(case, device="cpu")
+    assert inputs.k_scale is not None
+    looked_at = check.Reference(inputs, case)
+    out = inputs.attend()
+    looked_at.check(out)
+    assert (looked_at.working["out"] - looked_at.exact["out"]).abs().max() > 0.01
+    inputs.k_scale = 1.3 * inputs.k_scale
+    with pytest.raises(AssertionError, match="out: expected an error of at most"):
+        looked_at.check(inputs.attend())

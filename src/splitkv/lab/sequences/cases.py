@@ -20,6 +20,7 @@ from splitkv.lab.cases import Case
 from splitkv.plans import Plan
 from splitkv.problem import Problem
 from splitkv.scores import PLAIN
+from splitkv.testing import quantize
 
 BACKWARD = 2.5  # times the flops of the forward: five products over the pairs in place of two
 
@@ -49,6 +50,7 @@ class Inputs:
     """Operands of a case, from a seed.
 
     q           [batch, seqlen_q, num_heads, head_dim], or packed [total, num_heads, head_dim]; k, v
+    k_scale     of stored keys, by the granularity of the problem's codec, or None; v_scale
     sink        [num_heads] sink logits, or None
     grad        the gradient of the output, in its shape; None where none is asked
     cu_seqlens  [batch + 1] int32, of queries as of keys; None: dense
@@ -60,7 +62,7 @@ class Inputs:
         self, case: Case, device: str = "cuda", seed: int = 0, blank: bool = False
     ) -> None:
         p = self.problem = case.problem
-        plain = p.kind != "decode" and p.score == PLAIN and p.codec == AS_IS
+        plain = p.kind != "decode" and p.score == PLAIN and p.q_granularity == "none"
         plain = plain and not (p.return_lse or p.dropout)
         expect(plain, "problem", "dense or varlen without score modifiers, lse, dropout", str(p))
         packed = p.kind == "varlen"
@@ -85,6 +87,11 @@ class Inputs:
         self.q = tensor(*of_q, p.num_heads, p.head_dim)
         self.k = tensor(*of_k, p.num_kv_heads, p.head_dim)
         self.v = tensor(*of_k, p.num_kv_heads, p.head_dim_v)
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        if p.codec != AS_IS:
+            self.k, self.k_scale = quantize(self.k, p.codec)
+            self.v, self.v_scale = quantize(self.v, p.codec)
         self.sink = tensor(p.num_heads) if p.sink_logits else None
         self.grad = tensor(*of_q, p.num_heads, p.head_dim_v) if p.needs_grad else None
         for leaf in self.leaves.values() if p.needs_grad else ():
@@ -113,6 +120,16 @@ class Inputs:
             "attention_chunk": p.mask.chunk,
             "sink_logits": self.sink,
             "deterministic": p.deterministic,
+            **({} if self.k_scale is None else self.stored),
+        }
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What says how keys and values are stored, and what of it may be multiplied."""
+        return {
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "products": self.problem.products,
         }
 
     def plan(self) -> Plan:

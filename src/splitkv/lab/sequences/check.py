@@ -24,6 +24,7 @@ from splitkv import reference
 from splitkv.lab.cases import Case
 from splitkv.lab.sequences.cases import Inputs, pairs
 from splitkv.masks import Mask
+from splitkv.rounding import Rounding, dequantize, is_of_tokens
 from splitkv.testing import assert_close
 
 ROWS = (8, 64)  # of a sequence, fewest and most
@@ -111,10 +112,13 @@ class Reference:
         sink = None if x.sink is None else x.sink.detach().to(dtype)
         found: dict[str, list[Tensor]] = {"out": [], "dq": [], "dk": [], "dv": []}
         of_sink = torch.zeros(p.num_heads, device=x.q.device)
-        tensors = [x.q, x.k, x.v, x.q if x.grad is None else x.grad]
+        k, v = (dequantize(*t, dtype) for t in ((x.k, x.k_scale), (x.v, x.v_scale)))
+        scale = x.v_scale if is_of_tokens(x.v_scale, x.v) else None
+        rounding = Rounding("widened" if upcast else p.products, x.k.dtype, scale)
+        tensors = [x.q, k, v, x.q if x.grad is None else x.grad]
         views = zip(*(x.sequences(t.detach()) for t in tensors), strict=True)
         for (q, k, v, grad), rows in zip(views, self.rows, strict=True):
-            out, dq = self._at_rows(q, k.to(dtype), v.to(dtype), grad, rows, sink)
+            out, dq = self._at_rows(q, k, v, grad, rows, sink, rounding)
             found["out"].append(out.flatten())
             found["dq"].append(dq.flatten())
             for h in self.heads if p.needs_grad else ():
@@ -138,14 +142,22 @@ class Reference:
         return None if mask.is_full else mask.visible(pos, keys)[None]
 
     def _at_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Tensor, sink: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        rows: Tensor,
+        sink: Tensor | None,
+        rounding: Rounding,
     ) -> tuple[Tensor, Tensor]:
         """(out, dq) of some rows of equally long sequences."""
         needs_grad = self.inputs.problem.needs_grad
         pos = (k.shape[1] - q.shape[1] + rows)[:, None]
         visible = self.visible(pos, torch.arange(k.shape[1], device=q.device))
-        q = q[:, rows].to(k.dtype).requires_grad_(needs_grad)
+        q = rounding.of_queries(q, q[:, rows].to(k.dtype)).requires_grad_(needs_grad)
         options: dict[str, Any] = {"sink_logits": sink, "return_lse": False}
+        options |= {"products": rounding.of_products, "weights": rounding.of_weights}
         out, _ = reference.attend(q, k, v, visible, **options)
         if not needs_grad:
             return out, out

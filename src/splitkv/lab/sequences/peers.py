@@ -74,8 +74,19 @@ def fa3(inputs: Inputs) -> Prepared:
         options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
         options |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
 
+    q = inputs.q
+    if inputs.k_scale is not None:  # e4m3 times e4m3: q with a scale a KV head, as the keys
+        assert inputs.v_scale is not None
+        rows = (p.batch, p.num_kv_heads)
+        largest = q.abs().unflatten(-2, (p.num_kv_heads, -1)).amax((-1, -2)).float()
+        scale = largest.amax(1 if largest.dim() == 3 else 0).expand(rows) / 448.0
+        of_heads = scale.repeat_interleave(p.group, 1)[:, None, :, None]
+        q = (q.float() / of_heads).to(inputs.k.dtype)
+        descales = scale, inputs.k_scale.expand(rows), inputs.v_scale.expand(rows)
+        options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+
     def call() -> Tensor:
-        return fa.fwd(inputs.q, inputs.k, inputs.v, **options)[0]
+        return fa.fwd(q, inputs.k, inputs.v, **options)[0]
 
     return Prepared(call, getattr(fa, "__version__", None))
 
@@ -98,6 +109,8 @@ def only(*features: str) -> Callable[[Case], list[str]]:
             "sink_tokens": (p.mask.num_bands > 1, f"sink tokens {p.mask.sink_tokens}: expected 0"),
             "chunk": (p.mask.chunk > 0, f"mask {p.mask}: expected no chunks"),
             "sink_logits": (p.sink_logits, "sink logits: expected none"),
+            "int8": (p.codec.name == "int8", f"kv {p.codec}: expected none of int8"),
+            "fp8": (p.codec.name == "fp8", f"kv {p.codec}: expected none of e4m3"),
             "unequal": (
                 p.seqlen_q != p.seqlen_k and p.mask.causal,
                 f"queries {p.seqlen_q}: expected as many as keys under a causal mask",
@@ -113,7 +126,7 @@ def only(*features: str) -> Callable[[Case], list[str]]:
 
 
 _FA3X = every(needs("peers.fa3x"), only("backward", "packed", "window", "unequal"))
-_FA3 = every(needs("peers.fa3"), only("packed", "window", "sink_logits", "unequal"))
+_FA3 = every(needs("peers.fa3"), only("packed", "window", "sink_logits", "unequal", "fp8"))
 _FLEX = only("backward", "window", "chunk", "sink_tokens", "unequal")
 _TORCH = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 PEERS: dict[str, Peer] = {

@@ -11,6 +11,9 @@ prefill, backward:
   windows   a window of 4096 keys with 4 sink tokens beside the causal mask, at lengths around the
             one from which it is faster; a window of 128 keys up to 128K tokens
   gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
+prefill alone:
+  quant     some of `records` with keys and values in int8 (products half) and e4m3 (full), a scale
+            a head, beside bf16
 varlen:
   forward   64 sequences of log-normal lengths, packed, beside as many flops in equal lengths
   backward  the same with gradients
@@ -27,7 +30,7 @@ from statistics import NormalDist
 from typing import Any
 
 from splitkv.errors import expect, expect_one_of
-from splitkv.kv import Ragged
+from splitkv.kv import Codec, Ragged
 from splitkv.lab.cases import Case
 from splitkv.lab.sequences.cases import direction
 from splitkv.masks import Mask
@@ -102,6 +105,15 @@ def gpt_oss() -> Iterator[Case]:
             yield Case(name, replace(without, sink_logits=True), beside=f"{name}_nosink")
 
 
+def quant() -> Iterator[Case]:
+    for case in tables({"mqa16": [shape for shape in FORWARD["mqa16"] if shape[1] >= 2048]}):
+        yield case
+        for dtype, products in (("int8", "half"), ("fp8", "full")):
+            codec: Any = Codec(dtype, "head")  # type: ignore[arg-type]
+            what = replace(case.problem, codec=codec, products=products)  # type: ignore[arg-type]
+            yield Case(f"{case.name}_{dtype}", what, beside=case.name)
+
+
 def log_normal() -> tuple[int, ...]:
     """Quantiles of a log-normal distribution, sigma 1, in an order drawn with a seed.
 
@@ -137,6 +149,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "dims": tuple(dims()),
         "windows": tuple(windows()),
         "gpt_oss": tuple(gpt_oss()),
+        "quant": tuple(quant()),
     },
     "backward": {
         "records": with_gradients(tables(BACKWARD)),
