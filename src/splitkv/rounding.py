@@ -108,12 +108,13 @@ class Rounding(NamedTuple):
         if self.v_scale is not None:
             by_head = self.v_scale.to(p.dtype).transpose(-1, -2)  # [.., H_kv, S_k]
             factor = by_head.reshape(-1, p.shape[1], 1, 1, p.shape[-1])
-        weight = p * factor
+        seen = p != 0  # of other keys the factor may be anything
+        weight = torch.where(seen, p * factor, 0.0)
         keys = WEIGHT_KEYS if self.stored == torch.int8 else max(p.shape[-1], 1)
         groups = F.pad(weight, (0, -p.shape[-1] % keys)).unflatten(-1, (-1, keys))
         scale = scale_of(groups, (groups.dim() - 1,), self.stored)
         rounded = quantize(groups, scale, self.stored).to(p.dtype) * scale.to(p.dtype)
-        return rounded.flatten(-2)[..., : p.shape[-1]] / factor
+        return torch.where(seen, rounded.flatten(-2)[..., : p.shape[-1]] / factor, 0.0)
 
 
 def _sum_in_steps(rows: Tensor, keys: Tensor) -> Tensor:

@@ -114,7 +114,10 @@ class Example:
             **{f"{n}_descale": x for n, x in self.descales.items()},
             **(self.with_kvcache() if "cache" in self.how else self.without_cache()),
         }
-        return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in call.items()}
+        call = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in call.items()}
+        if "metadata" in self.how:
+            call["scheduler_metadata"] = self.metadata(call)
+        return call
 
     def without_cache(self) -> dict[str, Any]:
         join = torch.stack if self.how in ALIKE else torch.cat
@@ -183,8 +186,6 @@ class Example:
                 cache[rows.long()] = call[name]
                 call[name] = cache
             call["cache_batch_idx"] = rows
-        if "metadata" in self.how:
-            call["scheduler_metadata"] = self.metadata(call)
         return call
 
     def metadata(self, call: dict[str, Any]) -> Any:

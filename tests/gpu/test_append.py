@@ -50,6 +50,10 @@ def compare(call: Append) -> None:
     for actual, exact in pairs:
         assert (actual is None) == (exact is None)
         if actual is not None and exact is not None:
+            if exact.dtype == torch.float8_e4m3fn:  # a step off, where what is rounded is
+                steps = comparable(actual).short() - comparable(exact).short()
+                assert steps.abs().max() <= 1
+                continue
             torch.testing.assert_close(
                 actual.cpu(), exact, rtol=rtol, atol=rtol / 4, equal_nan=True
             )

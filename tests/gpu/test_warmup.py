@@ -72,7 +72,7 @@ def test_nothing_is_compiled_after_warmup(
         seqlens_q=queries,
         **options,
     )
-    assert {plan.kernel for plan in plans} == {kernel}
+    assert kernel in {plan.kernel for plan in plans}
     assert kernel in compiled
     compiled.clear()
     for batch in batches:

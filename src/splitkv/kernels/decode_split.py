@@ -390,6 +390,8 @@ class Launcher:
     """
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
+        import torch
+
         from splitkv.kernels.workspace import partials
 
         problem, config = plan.problem, plan.config
@@ -401,6 +403,7 @@ class Launcher:
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.return_lse, self.partials = problem.return_lse, partials
+        self.dtype = getattr(torch, problem.dtype)
         out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
 
         programs = size = None
@@ -496,7 +499,7 @@ class Launcher:
         import torch
 
         q, k, v, out, lens, table, sink, slopes, q_scale, k_scale, v_scale = tensors
-        out, lse = q.new_empty(self.out_shape) if out is None else out, None
+        out, lse = q.new_empty(self.out_shape, dtype=self.dtype) if out is None else out, None
         if self.return_lse:
             lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         if self.in_bits:
