@@ -24,7 +24,9 @@ BENCH ?=
 demo: $(INSTALLED)
 	$(BIN)/splitkv demo
 
-test: lint types test-newest test-cpu test-interpreter
+test: $(INSTALLED)
+	$(MAKE) -j 2 lint types $(NEWEST)/.installed
+	$(MAKE) test-newest test-cpu test-interpreter
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

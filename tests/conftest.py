@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -29,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="rewrite the outputs quoted in docs/"
     )
+
+
+gc.disable()  # nothing that collecting tests makes is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 torch.set_num_threads(1)  # one a worker: two of them on two cores wait for each other

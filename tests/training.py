@@ -95,6 +95,13 @@ def problem_of(values: cases.Values, **more: Any) -> Problem:
     return replace(cases.decode_problem(values), kind=kind)
 
 
+def few_programs(values: cases.Values) -> bool:
+    """Of cases for the interpreter, where a row of a head and part takes milliseconds."""
+    rows, _ = values.get("seqlens", (1, 1))
+    sizes = (values.get(n, 1) for n in ("batch", "num_kv_heads", "group", "parts"))
+    return rows * math.prod(sizes) <= 540
+
+
 def has_units(values: cases.Values) -> bool:
     """Of QUANTISED_AXES: q in 8 bits works in bf16."""
     return values.get("q_granularity", "none") == "none" or values.get("dtype") != "float16"

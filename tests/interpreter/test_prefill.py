@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from training import paged, problem_of
+from training import few_programs, paged, problem_of
 
 import splitkv
 from splitkv import reference
@@ -46,7 +46,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
 H200 = GPUS["h200"]
-MAX_PROGRAMS = 60
 DENSE = Problem("dense", 2, 6, 2, 32, 32, 37, 50, "float16", return_lse=True)
 ONE_GROUP = {"num_heads": 3, "num_kv_heads": 1}  # where heads are not what a test is about
 MASKS = (
@@ -116,14 +115,7 @@ PAGED_AXES: cases.Axes = {
 }
 
 
-def small(values: cases.Values) -> bool:
-    """Few programs: the interpreter takes a tenth of a second for each."""
-    rows, _ = values.get("seqlens", (1, 1))
-    sizes = (values.get(n, 1) for n in ("batch", "num_kv_heads", "group", "parts"))
-    return rows * math.prod(sizes) <= 16 * MAX_PROGRAMS
-
-
-@pytest.mark.parametrize("number", range(len(PAGED := cases.pairs(PAGED_AXES, small))))
+@pytest.mark.parametrize("number", range(len(PAGED := cases.pairs(PAGED_AXES, few_programs))))
 def test_pages(number: int) -> None:
     """Pages smaller than a tile of keys, larger ones, and such that no tile divides."""
     values = dict(PAGED[number])
@@ -141,7 +133,7 @@ PARTS_AXES: cases.Axes = {
 }
 
 
-@pytest.mark.parametrize("number", range(len(PARTS := cases.pairs(PARTS_AXES, small))))
+@pytest.mark.parametrize("number", range(len(PARTS := cases.pairs(PARTS_AXES, few_programs))))
 def test_parts(number: int) -> None:
     """Keys cut into parts, more of them than some row tiles have tiles of keys."""
     values = dict(PARTS[number])
