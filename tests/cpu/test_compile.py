@@ -264,12 +264,12 @@ def hold_to_budgets(values: cases.Values) -> None:
         assert kernel.registers * 32 * kernel.num_warps <= REGISTERS_PER_SM
 
 
-@variants(AXES, most=28, newest=8, valid=valid, ids=describe)
+@variants(AXES, most=28, newest=6, valid=valid, ids=describe)
 def test_sm_90(values: cases.Values) -> None:
     hold_to_budgets(values)
 
 
-@variants(HOPPER_AXES, most=20, newest=5, valid=valid, ids=describe)
+@variants(HOPPER_AXES, most=20, newest=4, valid=valid, ids=describe)
 def test_kernel_for_hopper(values: cases.Values) -> None:
     hold_to_budgets(values)
 

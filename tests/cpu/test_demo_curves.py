@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitkv.demo import curves
+from splitkv.demo import curves, text
 from splitkv.demo.model import Shape
 
 SMALL = Shape(
@@ -23,6 +23,7 @@ def test_every_run_learns_the_same(
 
     losses = curves.losses
     monkeypatch.setattr(curves, "losses", small)
+    monkeypatch.setattr(curves, "corpus", lambda: text.encode("def f(x):\n    return x\n" * 99))
     picture = tmp_path / "losses.svg"
     curves.main(["--steps", "12", "--device", "cpu", "--plot", str(picture)])
     table = capsys.readouterr().out.splitlines()
