@@ -13,7 +13,9 @@ from torch import Tensor
 
 from splitkv import flash_attn, reference
 from splitkv.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+from splitkv.flash_attn.descales import scales_of
 from splitkv.kernels.append_call import Rotary, _rotate
+from splitkv.kernels.tile.codec import scale_strides
 from splitkv.masks import Mask
 from splitkv.rounding import quantize
 from splitkv.testing import assert_close, assert_lse_close
@@ -275,6 +277,25 @@ def test_the_set_has_every_function() -> None:
     sets = cases.pairs(AXES, valid)
     for name, value in (("descales", "of sequences"), ("dtype", E4M3), ("wide_q", False)):
         assert {v["function"] for v in sets if v[name] == value} == {*FUNCTIONS}, name
+
+
+@pytest.mark.parametrize("how_v", AXES["descales"])
+@pytest.mark.parametrize("how_k", AXES["descales"])
+def test_scales_of_keys_and_values_are_laid_out_alike(how_k: str, how_v: str) -> None:
+    """Kernels have one set of strides for both."""
+    descales = {
+        "q_descale": None,
+        "k_descale": descale(how_k, "k"),
+        "v_descale": descale(how_v, "v"),
+    }
+    q, k = torch.zeros(BATCH, 1, HEADS, 32), stored(E4M3, BATCH, 9, KV_HEADS, 32)
+    scales = scales_of(descales, q, k, BATCH)
+    for name in ("k", "v"):
+        given = descales[f"{name}_descale"]
+        wanted = torch.ones(1) if given is None else given
+        wanted, got = torch.broadcast_tensors(wanted, scales[f"{name}_scale"])
+        assert torch.equal(got, wanted)
+    assert scale_strides(scales["k_scale"], k) == scale_strides(scales["v_scale"], k)
 
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3], ids=str)

@@ -44,10 +44,11 @@ def scales_of(
         scales["q_scale"], of_k = torch.ones_like(of_q.flatten()[:1]), of_k * of_q
     if q.dtype == torch.float8_e4m3fn:
         scales["products"] = "full"
-    shape = torch.broadcast_shapes(of_k.shape, of_v.shape)
+    of_k, of_v = torch.broadcast_tensors(of_k, of_v)
+    if of_k.stride() != of_v.stride():  # kernels have one set of strides for both
+        of_k, of_v = of_k.contiguous(), of_v.contiguous()
     for name, scale in (("k_scale", of_k), ("v_scale", of_v)):
-        scale = scale.expand(shape)
-        if len(shape) == 2 and cu_seqlens_k is not None:
+        if scale.dim() == 2 and cu_seqlens_k is not None:
             sequence, _ = sequence_of_token(cu_seqlens_k, k.shape[0])
             scale = scale[sequence.clamp(max=batch - 1)]
         scales[name] = scale
