@@ -48,6 +48,7 @@ def measured(case: Case, times: Sequence[float | None]) -> Measured:
         rows.append(variant.row(err=1e-3 if ms else None, version="1", **found))
         rows[-1] |= {"errors": {"out": 1e-3}, "launched": ["prefill"], "calls": 5}
         rows[-1]["clocks"] = {"sm_mhz": 1500} if ms else None
+        rows[-1]["peak_bytes"] = 33_554_432 if ms else None
     return Measured(rows, PEAK, 1490)
 
 

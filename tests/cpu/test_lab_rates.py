@@ -122,6 +122,7 @@ def test_a_record_says_what_decode_says_and_the_rate() -> None:
     assert r["floor"]["sm_mhz"] == 1490 and r["clocks"] == {"sm_mhz": 1500}
     assert r["pace"] == {"rounds": 9, "burst_us": 15_000.0, "calls": 5}
     assert (r["mode"], r["cache"], r["launched"]) == ("queued", "warm", ["prefill"])
+    assert r["peak_bytes"] == 33_554_432
     assert r["shape"]["batch"] == 4 and r["shape"]["mask"] == "full"
     assert r["tbs"] == case.kv_bytes / r["us"] / 1e6
     assert fa3x["kernel"] == "upstream" and fa3x["versions"]["library"] == "1"
@@ -185,7 +186,9 @@ def test_report_has_each_direction_and_what_did_not_run(tmp_path: Path) -> None:
     text = result.stdout
     assert text.startswith("NVIDIA H200, driver 580, torch 2.11, triton 3.6; bfloat16, queued, ")
     for way in ("forward", "backward"):
-        assert text.count(f"| {way}, TFLOP/s") == text.count(f"| {way}, us (spread)") == 1
+        for what in ("TFLOP/s", "us (spread)", "MB allocated by a call"):
+            assert text.count(f"| {way}, {what}") == 1
+    assert text.count("33.6") == 2 * 5
     assert "1234.50 (0.50)" in text and text.count("8000.00 (5.00)") == 1
     assert text.count("* fa3x upstream on 1 of 2 cases: too old\n") == 2
 

@@ -394,6 +394,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, fake_cuda: SimpleNamespace) -> None:
     monkeypatch.setattr(timing, "Inputs", partial(Inputs, device="cpu"))
     monkeypatch.setattr(timing, "Burst", FakeBurst)
     monkeypatch.setattr(timing, "Clock", Steady)
+    monkeypatch.setattr(timing, "peak_bytes", lambda body: 4096)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -424,10 +425,28 @@ def test_only_right_answers_are_timed(packed: bool, needs_grad: bool) -> None:
     assert (ours["plan"]["kernel"], forced["plan"]["kernel"]) == ("torch_sdpa", "torch_math")
     assert list(ours["errors"]) == (["out", "dq", "dk", "dv"] if needs_grad else ["out"])
     assert ours["err"] == max(ours["errors"].values()) > 0 and ours["launched"] == []
+    assert ours["peak_bytes"] == 4096
     assert here.sample("splitkv attention") == Sample(7.0, 1700.0)
     here.end()
     with pytest.raises(KeyError):
         here.sample("splitkv attention")
+
+
+def test_what_a_call_allocates_is_beyond_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, most = 1000, 5000
+
+    def reset() -> None:
+        nonlocal most
+        most = held
+
+    def body() -> None:
+        nonlocal most
+        most = max(most, held + 300)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    assert timing.peak_bytes(body) == 300
 
 
 def test_the_names_of_launched_kernels_are_noted() -> None:
@@ -504,6 +523,7 @@ for way in (False, True):
 on_cpu = partial(timing.Inputs, device="cpu")
 timing.Inputs = lambda case: on_cpu(case, seed=print("what libraries print is no answer") or 0)
 timing.Burst, timing.Clock = FakeBurst, Steady
+timing.peak_bytes = lambda body: 4096
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
 peers.serve("fa2", "100")
 """

@@ -194,7 +194,7 @@ def rates_report(records: Sequence[Record]) -> str:
 
 
 def rates_tables(records: Sequence[Record]) -> list[str]:
-    """For each direction the rates, the times, ours beside ours, and reasons."""
+    """For each direction the rates, the times, the memory, ours beside ours, and reasons."""
     parts = []
     for direction in dict.fromkeys(r["direction"] for r in records):
         here = latest(r for r in records if r["direction"] == direction)
@@ -202,8 +202,17 @@ def rates_tables(records: Sequence[Record]) -> list[str]:
         cases = by_case(here)
         times = [[case, *(cell(rows.get(t)) for t in titles)] for case, rows in cases.items()]
         parts += [rates_table(here), table([f"{direction}, us (spread)", *titles], times)]
+        if any(r.get("peak_bytes") is not None for r in here):
+            memory = [[c, *(megabytes(rows.get(t)) for t in titles)] for c, rows in cases.items()]
+            parts.append(table([f"{direction}, MB allocated by a call", *titles], memory))
         parts += filter(None, [besides(here), reasons_list(here)])
     return parts
+
+
+def megabytes(r: Record | None) -> str:
+    """What a call allocates."""
+    allocated = None if r is None else r.get("peak_bytes")
+    return ABSENT if allocated is None else f"{allocated / 1e6:.1f}"
 
 
 def rates_table(records: Sequence[Record]) -> str:

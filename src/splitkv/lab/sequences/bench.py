@@ -139,6 +139,7 @@ def records(
                 "peak_fraction": tflops / peak_tflops if tflops and peak_tflops else None,
                 "err": row["err"],
                 "errors": row.get("errors"),
+                "peak_bytes": row.get("peak_bytes"),
                 "reasons": row["reasons"],
                 "plan": row["plan"],
                 "launched": row.get("launched"),

@@ -13,6 +13,7 @@
   round of every case. The share of the peak is of what the GPU gave in the same seconds.
 * **SM clock**, the mean over the burst: what the SMs counted, over the time that passed.
 * **Median and spread** of the rounds, as for decode.
+* **Memory**: the most that torch had allocated at once during one call, over what it had before.
 
 Operands stay the same from call to call. They are larger than the L2 but for the shortest cases,
 which find them there: `warm`.
@@ -247,6 +248,7 @@ class Here:
         burst = Burst(body, self.pace.burst_us, self.clock)
         row = variant.row(version=version, plan=plan, err=max(errors.values()))
         row |= {"errors": errors, "launched": launched, "calls": burst.calls}
+        row |= {"peak_bytes": peak_bytes(body)}
         self.bursts[key_of(row)] = burst
         return row
 
@@ -258,6 +260,14 @@ class Here:
         self.bursts.clear()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def peak_bytes(body: Callable[[], Any]) -> int:
+    """The most that torch allocates at once in a call, beyond what is allocated before it."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    body()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def key_of(row: Row) -> str:
