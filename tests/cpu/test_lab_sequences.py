@@ -100,6 +100,14 @@ def test_gpt_oss_stands_beside_itself_without_sink_logits() -> None:
         assert (p.num_heads, p.num_kv_heads, p.head_dim, p.needs_grad) == (64, 8, 64, True)
 
 
+def test_gradients_of_the_same_bits_stand_beside_those_without() -> None:
+    cases = {case.name: case for case in SUITES["backward"]["deterministic"]}
+    same_bits = [case for case in cases.values() if case.problem.deterministic]
+    assert len(same_bits) == len(SUITES["backward"]["records"]) == len(cases) / 2
+    for case in same_bits:
+        assert replace(cases[str(case.beside)].problem, deterministic=True) == case.problem
+
+
 def test_packed_sequences_stand_beside_as_many_flops_in_equal_lengths() -> None:
     lengths = suites.log_normal()
     assert len(lengths) == 64 and lengths != tuple(sorted(lengths))
@@ -485,6 +493,9 @@ def test_peers_say_which_features_they_lack(monkeypatch: pytest.MonkeyPatch) -> 
     assert reasons("fa2", packed) == ["kind varlen: expected dense"]
     assert reasons("fa3", packed, "backward") == ["direction backward: expected forward"]
     assert reasons("fa3x", packed, "backward") == []
+    same_bits = "gqa32x8_b4_4096_causal_deterministic"
+    assert reasons("fa3x", same_bits, "backward") == []
+    assert reasons("fa2", same_bits, "backward") == ["deterministic True: expected False"]
     window, sinks = "gqa32x8_b1_16384_window128", "gqa32x8_b1_16384_window4096_sink_tokens4"
     assert reasons("cudnn", window) == ["mask causal window(127, -1): expected causal or full"]
     assert reasons("fa3", sinks) == reasons("fa3x", sinks) == ["sink tokens 4: expected 0"]

@@ -109,6 +109,7 @@ def only(*features: str) -> Callable[[Case], list[str]]:
             "sink_tokens": (p.mask.num_bands > 1, f"sink tokens {p.mask.sink_tokens}: expected 0"),
             "chunk": (p.mask.chunk > 0, f"mask {p.mask}: expected no chunks"),
             "sink_logits": (p.sink_logits, "sink logits: expected none"),
+            "deterministic": (p.deterministic, "deterministic True: expected False"),
             "int8": (p.codec.name == "int8", f"kv {p.codec}: expected none of int8"),
             "fp8": (p.codec.name == "fp8", f"kv {p.codec}: expected none of e4m3"),
             "unequal": (
@@ -125,7 +126,8 @@ def only(*features: str) -> Callable[[Case], list[str]]:
     return against
 
 
-_FA3X = every(needs("peers.fa3x"), only("backward", "packed", "window", "unequal"))
+_FA3X_FEATURES = ("backward", "packed", "window", "deterministic", "unequal")
+_FA3X = every(needs("peers.fa3x"), only(*_FA3X_FEATURES))
 _FA3 = every(needs("peers.fa3"), only("packed", "window", "sink_logits", "unequal", "fp8"))
 _FLEX = only("backward", "window", "chunk", "sink_tokens", "unequal")
 _TORCH = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

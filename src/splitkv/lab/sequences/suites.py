@@ -14,6 +14,8 @@ prefill, backward:
 prefill alone:
   quant     some of `records` with keys and values in int8 (products half) and e4m3 (full), a scale
             a head, beside bf16
+backward alone:
+  deterministic  `records` with gradients that have the same bits every time, beside those without
 varlen:
   forward   64 sequences of log-normal lengths, packed, beside as many flops in equal lengths
   backward  the same with gradients
@@ -143,6 +145,13 @@ def with_gradients(cases: Iterator[Case]) -> tuple[Case, ...]:
     return tuple(replace(case, problem=replace(case.problem, needs_grad=True)) for case in cases)
 
 
+def deterministic() -> Iterator[Case]:
+    for case in tables(BACKWARD):
+        yield case
+        what = replace(case.problem, deterministic=True)
+        yield Case(f"{case.name}_deterministic", what, beside=case.name)
+
+
 SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
     "prefill": {
         "records": tuple(tables(FORWARD)),
@@ -156,6 +165,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "dims": with_gradients(dims()),
         "windows": with_gradients(windows()),
         "gpt_oss": with_gradients(gpt_oss()),
+        "deterministic": with_gradients(deterministic()),
     },
     "varlen": {"forward": tuple(packed()), "backward": with_gradients(packed())},
 }
