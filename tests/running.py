@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 import splitkv
 from splitkv import Plan
 from splitkv.device import GPUS, Device, current
-from splitkv.plans import Choice, Kernel
+from splitkv.plans import Choice, Config, Kernel
 from splitkv.policies import Policy, fixed, waves
 from splitkv.registry import KERNELS, kernel_named
 from splitkv.testing import Call, Mask, Problem
@@ -69,6 +69,32 @@ def each_kernel(cases: Iterable[Case], *names: str) -> list[Any]:
         for kernel in kernels(realistic(case))
         if not names or kernel in names
     ]
+
+
+def each_config(problems: Mapping[str, Problem], *kernels: Kernel) -> list[Any]:
+    """`pytest.param`s (problem, kernel, config), for every config of those kernels that can run it.
+
+    A config a test, so that processes share out what has to be compiled.
+    """
+    return [
+        pytest.param(problem, kernel.name, config, id=f"{name}-{kernel.name}-{label(config)}")
+        for name, problem in problems.items()
+        for kernel in kernels
+        if not kernel.unsupported(problem, HERE)
+        for config in kernel.configs(problem, HERE)
+    ]
+
+
+def label(config: Config) -> str:
+    """A shape of tile: `128x64_w8_s3`, and what it has besides."""
+    name = f"{config.tile_m}x{config.tile_n}_w{config.num_warps}_s{config.num_stages}"
+    name += f"_p{config.programs}" if config.programs else ""
+    return name if config.pack_gqa else name + "_apart"
+
+
+def plan_of_config(problem: Problem, kernel: str, config: Config) -> Plan:
+    """As the policy would have it with this kernel alone, but for the config."""
+    return replace(splitkv.plan(problem, device=HERE, policy=only(kernel)), config=config)
 
 
 def only(kernel: str, choose: Policy = waves.choose) -> Policy:

@@ -12,7 +12,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import DEVICE, HERE, only, same_bits
+from running import DEVICE, HERE, each_config, only, plan_of_config, same_bits
 from torch import Tensor
 from training import AXES, FUNCTION, TRAINING, fuzz, paged, problem_of, run
 
@@ -20,8 +20,7 @@ import splitkv
 from splitkv import launch, reference
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.plans import Kernel
-from splitkv.registry import kernel_named
+from splitkv.plans import Config, Kernel
 from splitkv.testing import (
     Call,
     Contiguous,
@@ -36,7 +35,8 @@ from splitkv.testing import (
     make_operands,
 )
 
-FAMILIES, PROBLEMS = 6, 42
+BOTH = hopper_prefill.KERNEL, prefill.KERNEL
+FAMILIES, PROBLEMS, A_TEST = 6, 42, 14
 
 
 def under(plan: splitkv.Plan) -> Callable[[Problem, Call], tuple[Tensor, Tensor | None]]:
@@ -55,17 +55,17 @@ def test_pairs(number: int) -> None:
         check(problem, device=DEVICE, run=under(any_gpu), **options)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", [Mask(True), Mask(True, 60, -1, 5)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_config(dtype: str, mask: Mask, head_dim: int) -> None:
-    problem = replace(TRAINING, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, mask=mask)
-    for kernel in (prefill.KERNEL, hopper_prefill.KERNEL):
-        if kernel.unsupported(problem, HERE):
-            continue
-        plan = splitkv.plan(problem, policy=only(kernel.name))
-        for config in kernel.configs(problem, plan.device):
-            check(problem, device=DEVICE, run=under(replace(plan, config=config)))
+PLAIN = {
+    f"{dtype}-{mask}-{dim}": replace(TRAINING, head_dim=dim, head_dim_v=dim, dtype=dtype, mask=mask)
+    for dtype in ("bfloat16", "float32")
+    for mask in (Mask(True), Mask(True, 60, -1, 5))
+    for dim in (64, 128, 256)
+}
+
+
+@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(PLAIN, *BOTH))
+def test_every_config(problem: Problem, kernel: str, config: Config) -> None:
+    check(problem, device=DEVICE, run=under(plan_of_config(problem, kernel, config)))
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
@@ -172,8 +172,7 @@ def test_pages(number: int) -> None:
 
 def kernels_for(problem: Problem) -> list[Kernel]:
     """Those of whole sequences that can run it here."""
-    both = hopper_prefill.KERNEL, prefill.KERNEL
-    return [kernel for kernel in both if not kernel.unsupported(problem, HERE)]
+    return [kernel for kernel in BOTH if not kernel.unsupported(problem, HERE)]
 
 
 def with_pages(head_dim: int, page_size: int) -> Problem:
@@ -182,23 +181,19 @@ def with_pages(head_dim: int, page_size: int) -> Problem:
     return replace(problem, place=Paged(page_size), lengths="device")
 
 
-ON_PAGES = [
-    (dim, page_size, kernel.name)
+ON_PAGES = {
+    f"{dim}-{page_size}": with_pages(dim, page_size)
     for dim in (64, 128, 192, 256)
     for page_size in (1, 16, 48, 64, 128)
-    for kernel in kernels_for(with_pages(dim, page_size))
-]
+}
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(("head_dim", "page_size", "kernel"), ON_PAGES)
-def test_every_config_on_pages(head_dim: int, page_size: int, kernel: str, parts: int) -> None:
-    in_cache = with_pages(head_dim, page_size)
-    plan = splitkv.plan(in_cache, device=HERE, policy=only(kernel))
-    for config in kernel_named(kernel).configs(in_cache, HERE):
-        made = replace(plan, config=replace(config, num_splits=parts))
-        problem = replace(in_cache, place=Ragged())
-        check(problem, device=DEVICE, run=in_pages(page_size, under(made)))
+@pytest.mark.parametrize(("in_cache", "kernel", "config"), each_config(ON_PAGES, *BOTH))
+def test_every_config_on_pages(in_cache: Problem, kernel: str, config: Config, parts: int) -> None:
+    made = plan_of_config(in_cache, kernel, replace(config, num_splits=parts))
+    serve = in_pages(in_cache.place.page_size, under(made))
+    check(replace(in_cache, place=Ragged()), device=DEVICE, run=serve)
 
 
 MIXED_Q = (512, 1, 1, 0, 300, 1, 17, 4, 1, 40)
@@ -272,18 +267,22 @@ def test_decode_of_many_tokens(place: Any, seqlen_q: int) -> None:
             check(problem, device=DEVICE, run=under(made), strided=True)
 
 
-@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
-@pytest.mark.parametrize("mask", [Mask(True, 700, -1, 5), Mask()], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_config_in_parts(head_dim: int, mask: Mask, place: Any) -> None:
-    """Rows of several tiles, windows that leave parts without keys, lengths of the device."""
-    problem = replace(SHORT, kind="decode", seqlen_q=40, place=place, mask=mask, lengths="device")
-    problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim, sink_logits=True)
-    for kernel in kernels_for(problem):
-        plan = splitkv.plan(problem, policy=only(kernel.name))
-        for config in kernel.configs(problem, plan.device):
-            made = replace(plan, config=replace(config, num_splits=9))
-            check(problem, device=DEVICE, run=under(made), zero_length=True)
+MANY_TOKENS = replace(SHORT, kind="decode", seqlen_q=40, lengths="device", sink_logits=True)
+# Rows of several tiles, windows that leave parts without keys, lengths of the device.
+IN_PARTS = {
+    f"{dim}-{mask}-{place}": replace(
+        MANY_TOKENS, head_dim=dim, head_dim_v=dim, mask=mask, place=place
+    )
+    for dim in (64, 128, 256)
+    for mask in (Mask(True, 700, -1, 5), Mask())
+    for place in (Contiguous(), Paged(16))
+}
+
+
+@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(IN_PARTS, *BOTH))
+def test_every_config_in_parts(problem: Problem, kernel: str, config: Config) -> None:
+    made = plan_of_config(problem, kernel, replace(config, num_splits=9))
+    check(problem, device=DEVICE, run=under(made), zero_length=True)
 
 
 def test_tokens_after_the_last_sequence_beside_parts() -> None:
@@ -395,6 +394,8 @@ def test_a_graph_with_dropout_draws_anew() -> None:
     assert not torch.equal(*drawn)
 
 
+@pytest.mark.parametrize("start", range(0, PROBLEMS, A_TEST))
 @pytest.mark.parametrize("n", range(FAMILIES))
-def test_fuzz(n: int) -> None:
-    fuzz(f"prefill-{n}", PROBLEMS, needs_grad=False, device=DEVICE)
+def test_fuzz(n: int, start: int) -> None:
+    problems = range(start, start + A_TEST)
+    fuzz(f"prefill-{n}", problems, needs_grad=False, device=DEVICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import DEVICE, HERE, only, same_bits
+from running import DEVICE, HERE, each_config, only, plan_of_config, same_bits
 from torch import Tensor
 from training import FUNCTION, QUANTISED_AXES, has_units, paged, problem_of
 
 import splitkv
 from splitkv.kernels.hopper.prefill_quantised import KERNEL
 from splitkv.kv import Codec
+from splitkv.plans import Config
 from splitkv.testing import (
     Call,
     Contiguous,
@@ -93,50 +95,64 @@ def test_caches(number: int) -> None:
     check(given, device=DEVICE, run=twice, zero_length=given.batch > 1)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("place", [Contiguous(), Paged(16), Paged(64)], ids=str)
-@pytest.mark.parametrize("products", ["widened", "half", "full"])
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_every_config_of_few_rows(codec: Any, products: Any, place: Any, head_dim: int) -> None:
-    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
-    problem = Problem("decode", 3, 16, 1, **dims, seqlen_q=3, seqlen_k=2000, mask=Mask(True))
-    problem = replace(problem, place=place, lengths="device", products=products)
-    for granularity in ("head", "token"):
-        asked = replace(problem, codec=Codec(codec, granularity))
-        if KERNEL.unsupported(asked, HERE):
-            return
-        plan = plan_of(asked)
-        for config in KERNEL.configs(asked, plan.device):
-            made = replace(plan, config=replace(config, num_splits=5))
-            check(asked, device=DEVICE, run=partial(run, plan=made), zero_length=True)
+FEW_ROWS = Problem("decode", 3, 16, 1, 128, 128, seqlen_q=3, seqlen_k=2000, mask=Mask(True))
+FEW_ROWS = replace(FEW_ROWS, lengths="device")
+UNITS = [(name, products) for name in ("int8", "fp8") for products in ("widened", "half", "full")]
+OF_FEW_ROWS = {
+    f"{codec}-{products}-{place}-{dim}": replace(
+        FEW_ROWS, head_dim=dim, head_dim_v=dim, place=place, codec=codec, products=products
+    )
+    for name, products in UNITS
+    for codec in (Codec(name, "head"), Codec(name, "token"))
+    for place in (Contiguous(), Paged(16), Paged(64))
+    for dim in (64, 128)
+}
 
 
-@pytest.mark.parametrize("seqlen_q", [3, 4])
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_48_and_64_rows_are_served_here(codec: Any, seqlen_q: int) -> None:
+@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(OF_FEW_ROWS, KERNEL))
+def test_every_config_of_few_rows(problem: Problem, kernel: str, config: Config) -> None:
+    made = plan_of_config(problem, kernel, replace(config, num_splits=5))
+    check(problem, device=DEVICE, run=partial(run, plan=made), zero_length=True)
+
+
+def served(problems: Mapping[str, Problem]) -> list[Any]:
+    """`pytest.param`s of those that this kernel can run here."""
+    able = {name: p for name, p in problems.items() if not KERNEL.unsupported(p, HERE)}
+    return [pytest.param(problem, id=name) for name, problem in able.items()]
+
+
+LARGE = replace(FEW_ROWS, batch=8, seqlen_k=16384)
+LARGE_CACHES = {
+    f"{name}-{tokens}": replace(
+        LARGE, seqlen_q=tokens, codec=Codec(name, "head"), products=products
+    )
+    for name, products in (("int8", "half"), ("fp8", "widened"))
+    for tokens in (3, 4)
+}
+
+
+@pytest.mark.parametrize("problem", served(LARGE_CACHES))
+def test_48_and_64_rows_are_served_here(problem: Problem) -> None:
     """Without being asked: from a few tens of megabytes on."""
-    products = "half" if codec == "int8" else "widened"
-    problem = Problem("decode", 8, 16, 1, 128, 128, seqlen_q, 16384, mask=Mask(True))
-    problem = replace(problem, lengths="device", codec=Codec(codec, "head"), products=products)
-    if KERNEL.unsupported(problem, HERE):
-        return
     plan = splitkv.plan(problem)
     assert plan.kernel == KERNEL.name and plan.config.num_splits > 1
     check(problem, device=DEVICE, run=partial(run, plan=plan), zero_length=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("products", ["widened", "half", "full"])
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_every_config(codec: Any, products: Any, head_dim: int) -> None:
-    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
-    problem = replace(INT8, codec=Codec(codec, "token"), products=products, **dims)
-    problem = replace(problem, return_lse=False)
-    if KERNEL.unsupported(problem, HERE):
-        return
-    plan = plan_of(problem)
-    for config in KERNEL.configs(problem, plan.device):
-        check(problem, device=DEVICE, run=partial(run, plan=replace(plan, config=config)))
+WITHOUT_LSE = replace(INT8, return_lse=False)
+OF_SEQUENCES = {
+    f"{name}-{products}-{dim}": replace(
+        WITHOUT_LSE, head_dim=dim, head_dim_v=dim, codec=Codec(name, "token"), products=products
+    )
+    for name, products in UNITS
+    for dim in (64, 128)
+}
+
+
+@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(OF_SEQUENCES, KERNEL))
+def test_every_config(problem: Problem, kernel: str, config: Config) -> None:
+    made = plan_of_config(problem, kernel, config)
+    check(problem, device=DEVICE, run=partial(run, plan=made))
 
 
 @pytest.mark.parametrize("products", ["half", "full"])
@@ -173,18 +189,17 @@ def test_lse_of_queries_that_8_bits_hold(granularity: Any, products: Any) -> Non
     assert_lse_close(lse, ref_lse)
 
 
-def test_addresses_that_tma_cannot_take() -> None:
+@pytest.mark.parametrize("problem", served({"int8": INT8}))
+def test_addresses_that_tma_cannot_take(problem: Problem) -> None:
     """The same layout and launcher, one call 8 bytes further: another kernel, and a warning."""
-    if KERNEL.unsupported(INT8, HERE):
-        return
-    call = make_operands(INT8, device=DEVICE)
-    launcher = KERNEL.bind(plan_of(INT8), bind(INT8, call))
-    launcher(bind(INT8, call))
+    call = make_operands(problem, device=DEVICE)
+    launcher = KERNEL.bind(plan_of(problem), bind(problem, call))
+    launcher(bind(problem, call))
     odd = torch.empty(call["k"].numel() + 8, dtype=torch.int8, device=DEVICE)[8:]
     moved = call | {"k": odd.view(call["k"].shape).copy_(call["k"])}
     with pytest.warns(UserWarning, match="this call runs on prefill: k: expected strides"):
-        out, _ = launcher(bind(INT8, moved))
-    assert_close(out, expected(INT8, call)[0], expected(INT8, call, upcast=False)[0])
+        out, _ = launcher(bind(problem, moved))
+    assert_close(out, expected(problem, call)[0], expected(problem, call, upcast=False)[0])
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
