@@ -10,6 +10,7 @@ the matrix, for tests and pictures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 UNBOUNDED = -1
@@ -79,16 +80,7 @@ class Mask:
 
     def span(self, seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
         """The disjoint intervals of keys that some query sees: what has to be read."""
-        if seqlen_q <= 0 or seqlen_k <= 0:
-            return ()
-        first, last = seqlen_k - seqlen_q, seqlen_k - 1
-        hi = max(0, self.window(last, seqlen_k)[1])
-        lo = min(self.window(first, seqlen_k)[0], hi)
-        bands = [(0, min(self.sink_tokens, hi))] if self.num_bands == 2 else []
-        if bands and self.sink_tokens >= lo:
-            bands, lo = [], 0
-        bands.append((lo, hi))
-        return tuple((a, b) for a, b in bands if a < b)
+        return _span(self, seqlen_q, seqlen_k)
 
     def longest(self, seqlen_q: int, seqlen_k: int) -> int:
         """Of the lengths up to `seqlen_k`, the one of which `seqlen_q` queries see most keys.
@@ -158,6 +150,20 @@ class Mask:
         if self.num_bands == 2:
             parts.append(f"sink_tokens({self.sink_tokens})")
         return " ".join(parts) or "full"
+
+
+@lru_cache(maxsize=1024)  # a policy asks for the same ones with every shape of tile that it weighs
+def _span(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
+    if seqlen_q <= 0 or seqlen_k <= 0:
+        return ()
+    first, last = seqlen_k - seqlen_q, seqlen_k - 1
+    hi = max(0, mask.window(last, seqlen_k)[1])
+    lo = min(mask.window(first, seqlen_k)[0], hi)
+    bands = [(0, min(mask.sink_tokens, hi))] if mask.num_bands == 2 else []
+    if bands and mask.sink_tokens >= lo:
+        bands, lo = [], 0
+    bands.append((lo, hi))
+    return tuple((a, b) for a, b in bands if a < b)
 
 
 def clamped_sum(first: int, count: int, most: int) -> int:

@@ -39,9 +39,9 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,14 @@ class Table:
     made: Mapping[str, Any]
     measured: tuple[Measured, ...]
     note: str = ""
+
+    @cached_property
+    def places(self) -> dict[tuple[bool, int, int], list[tuple[tuple[float, ...], Measured]]]:
+        """(where it stands, measured) of every problem, by class."""
+        found: dict[tuple[bool, int, int], list[tuple[tuple[float, ...], Measured]]] = {}
+        for m in self.measured:
+            found.setdefault(_class(m.problem), []).append((_place(m.problem), m))
+        return found
 
 
 def file_name(gpu: str) -> str:
@@ -222,16 +230,16 @@ def cheapest_splits(
     Weighed are few splits, powers of 1.25, and what fills quarters of a wave of programs or gives
     every SM as many.
     """
-    most = most_splits(problem, shape)
-    whole = waves.cost(problem, device, replace(shape, num_splits=1), constants)
+    most, model = most_splits(problem, shape), waves.Shape(problem, device, shape, constants)
+    whole = model.cut(replace(shape, num_splits=1))
     a_wave = whole.slots / max(1, whole.num_ctas)
     weighed = {*range(1, 9), *(round(1.25**i) for i in range(10, 32))}
     weighed |= {round(a_wave * i / 4) for i in range(1, 13)}
     weighed |= {round(device.num_sms * i / max(1, whole.num_ctas)) for i in range(1, 9)}
     options = {even_splits(problem, shape, min(max(1, splits), most)) for splits in weighed}
-    cuts = (replace(shape, num_splits=splits) for splits in options)
-    costs = {cut.num_splits: waves.cost(problem, device, cut, constants).seconds for cut in cuts}
-    return min(options, key=lambda splits: (costs[splits], splits))
+    cuts = [replace(shape, num_splits=splits) for splits in options]
+    best = min(cuts, key=lambda cut: (model.cut(cut).seconds, cut.num_splits))
+    return best.num_splits
 
 
 def most_splits(problem: Problem, shape: Config) -> int:
@@ -336,24 +344,31 @@ class _Local:
                 legal[kernel.name] = {_likeness(shape): shape for shape in reversed(found)}
         self.known: dict[str, dict[Config, list[tuple[float, float, float]]]] = {}
         for octaves, measured in near:
+            model = self.model(measured.problem)
             for timed in measured.plans:
                 shape = legal.get(timed.kernel, {}).get(_likeness(timed.config))
                 if shape is not None:
-                    model = self.model(measured.problem, timed.kernel, timed.config)
-                    told = (
-                        octaves**2,
-                        math.log2(timed.config.num_splits),
-                        math.log(timed.us / model),
-                    )
+                    off = math.log(timed.us / model(timed.kernel, timed.config))
+                    told = octaves**2, math.log2(timed.config.num_splits), off
                     self.known.setdefault(timed.kernel, {}).setdefault(shape, []).append(told)
+        self.here = self.model(problem)
         self.means = {
             kernel: _mean((1 / (0.25 + away), log) for told in of.values() for away, _, log in told)
             for kernel, of in self.known.items()
         }
 
-    def model(self, problem: Problem, kernel: str, config: Config) -> float:
-        """Seconds of a plan, uncorrected."""
-        return waves.cost(problem, self.device, config, self.constants[kernel]).seconds
+    def model(self, problem: Problem) -> Callable[[str, Config], float]:
+        """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
+        known: dict[tuple[str, int, tuple[Any, ...]], waves.Shape] = {}
+
+        def seconds(kernel: str, config: Config) -> float:
+            key = kernel, config.tile_m, _likeness(config)
+            if key not in known:
+                constants = self.constants[kernel]
+                known[key] = waves.Shape(problem, self.device, config, constants)
+            return known[key].cut(config).seconds
+
+        return seconds
 
     def margin(self, choice: Choice) -> float:
         """What the seconds of a plan are multiplied by before plans are compared."""
@@ -385,15 +400,14 @@ class _Local:
             for away, its, log in told
         )
         log = _mean([(PRIOR, self.means[choice.kernel]), *alike])
-        return self.model(self.problem, choice.kernel, config) * math.exp(log) * 1e-6
+        return self.here(choice.kernel, config) * math.exp(log) * 1e-6
 
 
 def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]:
     """(octaves away, measured) of the problem's class, the nearest first."""
     if problem.codec == AS_IS and problem.kind == "decode":
-        here = _place(problem)
-        alike = (m for m in table.measured if _class(m.problem) == _class(problem))
-        away = ((math.dist(here, _place(m.problem)), m) for m in alike)
+        here, alike = _place(problem), table.places.get(_class(problem), ())
+        away = ((math.dist(here, place), m) for place, m in alike)
         yield from sorted((a for a in away if a[0] <= MAX_OCTAVES), key=lambda pair: pair[0])
 
 
@@ -425,6 +439,7 @@ def _shape(config: Config) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value != getattr(default, name)}
 
 
+@cache
 def _likeness(config: Config) -> tuple[Any, ...]:
     """Equal for a shape of one kernel on problems of other numbers of rows."""
     return tuple(_shape(replace(config, tile_m=0)).items())

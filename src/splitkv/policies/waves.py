@@ -227,6 +227,16 @@ class Shape:
         rows = problem.num_heads * problem.seqlen_q * problem.batch
         self.merge_part = c.merge_part + c.merge_row * rows * problem.head_dim_v / 128
 
+    def cut(self, config: Config) -> Cost:
+        """As a config of this shape cuts the keys."""
+        if config.schedule == "batch":
+            return self.shared_out(config.programs - self.batch)  # the rest is there for rounding
+        if config.schedule == "fixed":
+            per = config.split_size // config.tile_n
+        else:
+            per = ceil_div(self.tiles, config.num_splits)
+        return self.cost(per, merged=config.num_splits > 1)
+
     def cost(self, per: int, merged: bool) -> Cost:
         """With every sequence cut into parts of `per` tiles, the last one shorter."""
         parts = ceil_div(self.tiles, per)
@@ -278,15 +288,7 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
 
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
     """The model's answer for one config, every sequence at its upper bound."""
-    shape = Shape(problem, device, config, constants)
-    if config.schedule == "batch":
-        full_parts = config.programs - problem.batch  # the rest is there for rounding
-        return shape.shared_out(full_parts)
-    if config.schedule == "fixed":
-        per = config.split_size // config.tile_n
-    else:
-        per = ceil_div(shape.tiles, config.num_splits)
-    return shape.cost(per, merged=config.num_splits > 1)
+    return Shape(problem, device, config, constants).cut(config)
 
 
 def with_constants(constants: Constants, hopper: Constants | None = None) -> Policy:
@@ -391,7 +393,7 @@ def _cheapest(
         schedule="batch",
         programs=shape.batch + full_parts,
     )
-    return cost(problem, device, shared, constants), shared
+    return shape.cut(shared), shared
 
 
 def _why(problem: Problem, device: Device, config: Config, best: Cost, constants: Constants) -> str:
