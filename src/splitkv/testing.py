@@ -237,6 +237,25 @@ def quantize(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     return rounding.quantize(x, scale, STORED[codec.name]), scale.reshape(shape)
 
 
+def captured(
+    run: Callable[[], Any], warm: Callable[[], Any] | None = None
+) -> tuple[Callable[[], None], Any]:
+    """(replay, result) of `run` in a CUDA graph; a replay overwrites the result.
+
+    As torch asks for, `warm`, by default `run` itself, is called on a side stream before: that
+    compiles, loads and allocates.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        (warm or run)()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph.replay, result
+
+
 def expected(
     problem: Problem,
     call: Call,

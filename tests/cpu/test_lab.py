@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from cases import CODECS
 from click.testing import Result
 from compiling import AnyGPU
 from results import FLOOR, MACHINE
@@ -27,7 +28,7 @@ from typer.testing import CliRunner
 import splitkv
 from splitkv.cli import app
 from splitkv.device import DEFAULT_BANDWIDTH, GPUS
-from splitkv.kv import Contiguous, Paged
+from splitkv.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.lab import bench, floor, lines, peers, process, report, suites, timing
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.suites import CASES, PLACES, SUITES, select
@@ -203,13 +204,20 @@ def test_inputs_refuse_what_they_do_not_make() -> None:
         Inputs(small(return_lse=True), 1, device="cpu")
 
 
-def test_blank_inputs_have_no_keys() -> None:
-    blank = Inputs(small("page16"), 1, device="cpu", blank=True)
-    filled = Inputs(small("page16"), 1, device="cpu")
+@pytest.mark.parametrize("codec", [AS_IS, *CODECS], ids=str)
+def test_blank_inputs_have_no_keys(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is drawn or quantised for them."""
+    case = small("page16", codec=codec)
+    filled = Inputs(case, 2, device="cpu").arguments(1)
+    for name in ("torch.randn", "splitkv.lab.cases.quantize_kv"):
+        monkeypatch.setattr(name, None)
+    blank = Inputs(case, 2, device="cpu", blank=True)
     assert not blank.lengths.any() and blank.table is not None and not blank.table.any()
-    for name, x in filled.arguments(0).items():
+    found = blank.arguments(1)
+    assert found.keys() == filled.keys()
+    for name, x in filled.items():
         if isinstance(x, torch.Tensor):
-            assert blank.arguments(0)[name].shape == x.shape
+            assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
 
 
 def test_the_bytes_of_a_case_are_those_of_its_own_lengths() -> None:

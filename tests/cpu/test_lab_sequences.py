@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CODECS
 from compiling import AnyGPU
 from torch import Tensor
 from triton.runtime.driver import driver
@@ -28,6 +29,7 @@ from splitkv.lab.sequences.timing import Burst, Here, Pace, Prepared, Sample, me
 from splitkv.lab.timing import Variant
 from splitkv.masks import Mask
 from splitkv.problem import Problem
+from splitkv.testing import STORED
 
 SMALL = Problem("dense", 2, 4, 2, 16, 16, 40, 40, mask=Mask(causal=True))
 MASKS = (Mask(), Mask(True), Mask(True, 9, -1, 3), Mask(False, 7, 4, 2), Mask(True, 5))
@@ -186,6 +188,18 @@ def test_blank_inputs_are_as_long_as_the_longest(monkeypatch: pytest.MonkeyPatch
     packed = blank(small(packed=True).problem)
     assert packed.cu_seqlens is not None and packed.cu_seqlens.tolist() == [0, 40, 41, 42]
     assert blank(SMALL).q.shape == (2, 40, 4, 16)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_blank_inputs_are_not_quantised(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small(codec=codec, products="half")
+    filled = Inputs(case, device="cpu").arguments()[1]
+    for name in ("torch.randn", "splitkv.lab.sequences.cases.quantize"):
+        monkeypatch.setattr(name, None)
+    found = Inputs(case, device="cpu", blank=True)
+    assert found.k.dtype == found.v.dtype == STORED[codec.name]
+    for name in ("k_scale", "v_scale"):
+        assert found.arguments()[1][name].shape == filled[name].shape
 
 
 def whole(inputs: Inputs) -> tuple[Tensor, ...]:

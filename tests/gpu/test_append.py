@@ -15,6 +15,7 @@ from torch import Tensor
 from splitkv.append import append
 from splitkv.cache import PagedKVCache, SinkWindowCache
 from splitkv.kernels.append_call import Append, Rotary, append_in_torch
+from splitkv.testing import captured
 
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -100,18 +101,6 @@ def test_no_host_sync(no_host_sync: Callable[[], AbstractContextManager[None]]) 
         append(call)
 
 
-def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
-
-
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
 def test_compiled_with_graphs() -> None:
     """As an operator inside torch.compile's own CUDA graphs: the cache is written in place."""
@@ -148,7 +137,7 @@ def test_steps_of_a_paged_cache_in_a_graph() -> None:
             outs.append(caches[1].attend(layer, q))
         return torch.stack(outs)
 
-    graph, out = captured(run)
+    replay, out = captured(run)
     for cache in caches:
         for number in numbers:
             cache.truncate(number, 0)
@@ -163,7 +152,7 @@ def test_steps_of_a_paged_cache_in_a_graph() -> None:
             numbers[2] = child
         for cache in caches:
             cache.extend(numbers)
-        graph.replay()
+        replay()
         for layer, (q, k, v) in enumerate(zip(*new, strict=True)):
             caches[0].append(layer, k, v)
             wanted = caches[0].attend(layer, q)
@@ -183,13 +172,13 @@ def test_steps_of_a_sink_window_cache_in_a_graph() -> None:
         caches[1].append(0, k, v)
         return caches[1].attend(0, q)
 
-    graph, out = captured(run)
+    replay, out = captured(run)
     caches[1].reset()
     for _ in range(80):
         new = [torch.randn(x.shape).bfloat16() for x in inputs]
         for x, y in zip(inputs, new, strict=True):
             x.copy_(y)
-        graph.replay()
+        replay()
         caches[0].extend()
         caches[0].append(0, *new[1:])
         wanted = caches[0].attend(0, new[0])

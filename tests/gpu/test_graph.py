@@ -12,7 +12,7 @@ from running import DEVICE, SERVING, Result, batch_plan, fixed_plan, plan_with, 
 from torch import Tensor
 
 import splitkv
-from splitkv.testing import Call, Mask, Paged, Problem, Score, check, make_operands
+from splitkv.testing import Call, Mask, Paged, Problem, Score, captured, check, make_operands
 
 CAPTURED_AT = (128,) * SERVING.batch
 STEPS = (
@@ -62,22 +62,14 @@ class Captured:
         def run() -> list[Result]:
             return [pair(problem, splitkv.decode(**call, **how)) for _ in range(repeat)]
 
-        # As torch asks for: once on a side stream, so that kernels are compiled and loaded.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.results = run()
+        self.start, self.results = captured(run)
 
     def replay(self) -> Result:
         for result in self.results:
             for x in result:
                 if x is not None:
                     x.fill_(torch.nan)
-        self.graph.replay()
+        self.start()
         assert all(same_bits(result, self.results[0]) for result in self.results)
         return self.results[0]
 
@@ -98,29 +90,29 @@ class Captured:
 def test_lengths_and_pages_change_between_replays(name: str, how: str) -> None:
     problem = PROBLEMS[name]
     call = make_operands(problem, device=DEVICE, lengths=CAPTURED_AT)
-    captured = Captured(problem, call, **HOW[how](problem))
+    graph = Captured(problem, call, **HOW[how](problem))
     for seed, lengths in enumerate(STEPS):
-        check(problem, seed=seed, device=DEVICE, run=captured.run, lengths=lengths)
+        check(problem, seed=seed, device=DEVICE, run=graph.run, lengths=lengths)
 
 
 def test_every_length_from_one_to_the_maximum() -> None:
     """A generation: one more key a step, the same bits as an eager call at every length."""
     problem = replace(SERVING, batch=2, seqlen_k=700, head_dim=64, head_dim_v=64)
     call = make_operands(problem, device=DEVICE, lengths=(1, 1), poison=False)
-    captured = Captured(problem, call)
+    graph = Captured(problem, call)
     for length in range(1, 701, 3):
         call["cache_seqlens"].copy_(torch.tensor([length, 701 - length]))
-        assert same_bits(captured.replay(), splitkv.decode(**call)), length
+        assert same_bits(graph.replay(), splitkv.decode(**call)), length
 
 
 def test_replay_allocates_nothing() -> None:
     call = make_operands(SERVING, device=DEVICE)
-    captured = Captured(SERVING, call)
-    captured.graph.replay()
+    graph = Captured(SERVING, call)
+    graph.start()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(10):
-        captured.graph.replay()
+        graph.start()
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
@@ -128,9 +120,9 @@ def test_replay_allocates_nothing() -> None:
 def test_calls_in_a_row_share_the_memory_of_partials() -> None:
     """Layers of a model: each writes its partials where the one before has just merged its own."""
     call = make_operands(SERVING, device=DEVICE)
-    captured = Captured(SERVING, call, repeat=20, num_splits=16)
+    graph = Captured(SERVING, call, repeat=20, num_splits=16)
     for seed in range(3):
-        check(SERVING, seed=seed, device=DEVICE, run=captured.run)
+        check(SERVING, seed=seed, device=DEVICE, run=graph.run)
 
 
 def test_eager_calls_around_a_graph() -> None:
@@ -140,10 +132,10 @@ def test_eager_calls_around_a_graph() -> None:
     other = make_operands(other_problem, device=DEVICE, seed=2)
     wanted_other = splitkv.decode(**other, num_splits=32)
     wanted = splitkv.decode(**call, num_splits=16)
-    captured = Captured(SERVING, call, num_splits=16)
+    graph = Captured(SERVING, call, num_splits=16)
     for _ in range(5):
         assert same_bits(splitkv.decode(**other, num_splits=32), wanted_other)
-        assert same_bits(captured.replay(), wanted)
+        assert same_bits(graph.replay(), wanted)
         assert same_bits(splitkv.decode(**call, num_splits=16), wanted)
 
 
@@ -161,14 +153,14 @@ def test_a_graph_beside_eager_calls_of_another_stream() -> None:
     call = make_operands(SERVING, device=DEVICE, seed=1)
     other = make_operands(SERVING, device=DEVICE, seed=2)
     wanted, wanted_other = (splitkv.decode(**c, num_splits=16) for c in (call, other))
-    captured = Captured(SERVING, call, num_splits=16)
+    graph = Captured(SERVING, call, num_splits=16)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     results = []
     for _ in range(50):
-        captured.graph.replay()
+        graph.start()
         with torch.cuda.stream(side):
             results.append(splitkv.decode(**other, num_splits=16))
     torch.cuda.synchronize()
-    assert same_bits(captured.results[0], wanted)
+    assert same_bits(graph.results[0], wanted)
     assert all(same_bits(result, wanted_other) for result in results)

@@ -31,6 +31,7 @@ from splitkv.demo.model import (
 )
 from splitkv.device import GPUS, Device, cpu, current
 from splitkv.masks import Mask
+from splitkv.testing import captured
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -315,21 +316,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def seconds_a_call(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     """Median time of one of `calls`, captured together in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            for call in calls:
-                call()
+    replay, _ = captured(lambda: [call() for call in calls])
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / len(calls))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from splitkv.cache.quantize import quantize_kv
 from splitkv.errors import expect
-from splitkv.kv import AS_IS, Paged
+from splitkv.kv import AS_IS, Codec, Paged
 from splitkv.problem import Problem
 from splitkv.scores import PLAIN
-from splitkv.testing import expected
+from splitkv.testing import STORED, expected
 
 REFERENCE_BYTES = (
     256 << 20
@@ -54,6 +55,13 @@ def flops(case: Case) -> int:
     lengths = case.lengths or (p.seqlen_k,) * p.batch
     visible = sum(p.mask.num_keys(p.seqlen_q, keys) for keys in lengths)
     return 2 * p.num_heads * p.seqlen_q * visible * (p.head_dim + p.head_dim_v)
+
+
+def unfilled(codec: Codec, shape: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
+    """Room for keys or values [.., heads, dim] as a codec stores them, and for their scales."""
+    scale = {"tensor": (1,), "head": shape[-2:-1], "token": shape[:-1]}[codec.granularity]
+    stored = torch.empty(shape, dtype=STORED[codec.name], device=device)
+    return stored, torch.empty(scale, dtype=torch.float32, device=device)
 
 
 class Inputs:
@@ -108,8 +116,13 @@ class Inputs:
             shape = (buffers, *rows, p.num_kv_heads)
             self.k, self.v = tensor(*shape, p.head_dim), tensor(*shape, p.head_dim_v)
         else:
-            k, v = (tensor(*rows, p.num_kv_heads, dim) for dim in (p.head_dim, p.head_dim_v))
-            of_one = quantize_kv(k, v, p.codec.name, p.codec.granularity)[:4]
+            shapes = [(*rows, p.num_kv_heads, dim) for dim in (p.head_dim, p.head_dim_v)]
+            if blank:
+                (k, k_scale), (v, v_scale) = (unfilled(p.codec, x, device) for x in shapes)
+                of_one = k, v, k_scale, v_scale
+            else:
+                k, v = (tensor(*shape) for shape in shapes)
+                of_one = quantize_kv(k, v, p.codec.name, p.codec.granularity)[:4]
             repeated = (x.repeat(buffers, *(1,) * x.dim()) for x in of_one)
             self.k, self.v, self.k_scale, self.v_scale = repeated
         self.sink = tensor(p.num_heads) if p.sink_logits else None

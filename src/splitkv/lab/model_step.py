@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitkv.testing import captured
+
 NAMES = ("splitkv", "sdpa", "eager")
 SHAPES = ((1, 1024), (8, 1024), (1, 32768), (8, 32768))  # batch, keys before the first step
 LLAMA_8B: dict[str, Any] = {
@@ -37,18 +39,6 @@ Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """(replay, result) of a function, whose result a replay overwrites."""
 
 
-def capture_graph(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph.replay, out
-
-
 class Steps:
     """A model's forward in whose place every call of one token a sequence is replayed.
 
@@ -58,7 +48,7 @@ class Steps:
     Calls with other inputs have a graph of their own.
     """
 
-    def __init__(self, model: Any, cache: Any, capture: Capture = capture_graph) -> None:
+    def __init__(self, model: Any, cache: Any, capture: Capture = captured) -> None:
         self.model, self.cache, self.capture = model, cache, capture
         self.run: Callable[..., Any] = model.forward
         self.known: dict[Any, tuple[dict[str, Tensor], Callable[[], None], Any]] = {}

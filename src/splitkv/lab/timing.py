@@ -37,7 +37,7 @@ from splitkv.device import DEFAULT_BANDWIDTH, Device, current
 from splitkv.errors import expect, expect_one_of
 from splitkv.kv import AS_IS
 from splitkv.lab.cases import Case, Inputs
-from splitkv.testing import assert_close
+from splitkv.testing import assert_close, captured
 
 MODES = ("isolated", "back-to-back")
 ROUNDS = 21
@@ -177,20 +177,21 @@ class Replay:
     def __init__(
         self, body: Body, buffers: int, calls: int = CALLS, before: Callable[[], Any] | None = None
     ) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for i in (0, 0, buffers - 1):  # compiles, loads, allocates
-                body(i)
-        torch.cuda.synchronize()
         self.calls, self.before, self.body = buffers * -(-calls // buffers), before, body
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.result = body(0)
+
+        def run() -> Any:
+            result = body(0)
             for i in range(1, self.calls):
                 body(i % buffers)
+            return result
+
+        def warm() -> None:
+            for i in (0, 0, buffers - 1):
+                body(i)
+
+        self.replay, self.result = captured(run, warm)
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.graph.replay()
+        self.replay()
         torch.cuda.synchronize()
 
     def __call__(self) -> float:
@@ -198,7 +199,7 @@ class Replay:
         if self.before:
             self.before()
         self.start.record()
-        self.graph.replay()
+        self.replay()
         self.end.record()
         self.end.synchronize()
         return self.start.elapsed_time(self.end) * 1e3 / self.calls

@@ -16,7 +16,7 @@ from torch import Tensor
 import splitkv
 from splitkv.errors import expect
 from splitkv.kv import AS_IS
-from splitkv.lab.cases import Case
+from splitkv.lab.cases import Case, unfilled
 from splitkv.plans import Plan
 from splitkv.problem import Problem
 from splitkv.scores import PLAIN
@@ -84,14 +84,16 @@ class Inputs:
             self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
         of_q = self.bounds[-1:] if packed else [p.batch, p.seqlen_q]
         of_k = self.bounds[-1:] if packed else [p.batch, p.seqlen_k]
+
+        def stored(dim: int) -> tuple[Tensor, Tensor | None]:
+            shape = *of_k, p.num_kv_heads, dim
+            if p.codec == AS_IS:
+                return tensor(*shape), None
+            return unfilled(p.codec, shape, device) if blank else quantize(tensor(*shape), p.codec)
+
         self.q = tensor(*of_q, p.num_heads, p.head_dim)
-        self.k = tensor(*of_k, p.num_kv_heads, p.head_dim)
-        self.v = tensor(*of_k, p.num_kv_heads, p.head_dim_v)
-        self.k_scale: Tensor | None = None
-        self.v_scale: Tensor | None = None
-        if p.codec != AS_IS:
-            self.k, self.k_scale = quantize(self.k, p.codec)
-            self.v, self.v_scale = quantize(self.v, p.codec)
+        self.k, self.k_scale = stored(p.head_dim)
+        self.v, self.v_scale = stored(p.head_dim_v)
         self.sink = tensor(p.num_heads) if p.sink_logits else None
         self.grad = tensor(*of_q, p.num_heads, p.head_dim_v) if p.needs_grad else None
         for leaf in self.leaves.values() if p.needs_grad else ():
