@@ -19,6 +19,7 @@ import torch
 from cases import CODECS
 from click.testing import Result
 from compiling import AnyGPU
+from ending import ENDINGS, ending
 from results import FLOOR, MACHINE
 from results import decode_records as records
 from rich.console import Console
@@ -717,57 +718,34 @@ def test_results_are_on_disk_before_a_run_stops(
     assert "| mqa8_b1_2048" in screen.getvalue()
 
 
-class ClosedPipe(io.StringIO):
-    """What a reader leaves that wanted one result and no more."""
-
-    def write(self, text: str) -> int:
-        if self.getvalue().count("mqa8") > 0:
-            raise BrokenPipeError
-        return super().write(text)
-
-
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("ending", ["ctrl-c", "pipe", "disk"])
+@pytest.mark.parametrize("kind", ENDINGS)
 def test_whatever_ends_a_run_loses_no_result(
-    ending: str,
+    kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, taken = tmp_path / "results.jsonl", list[str]()
+    run = ending(kind, tmp_path / "results.jsonl", "mqa8", monkeypatch)
 
     def measured(case: Case, variants: list[Variant], protocol: Protocol) -> Any:
-        if taken and ending == "ctrl-c":
-            raise KeyboardInterrupt
-        taken.append(case.name)
+        run.take(case.name)
         yield variants[0].row(us=5.0, spread_us=0.1, err=0.0)
 
-    def on_a_full_disk(self: lines.Lines, record: dict[str, Any]) -> None:
-        if path.stat().st_size and self.file:
-            self.file.close()
-            self.file = Path("/dev/full").open("w")  # noqa: SIM115
-        add(self, record)
-
-    add = lines.Lines.add
-    if ending == "disk":
-        monkeypatch.setattr(lines.Lines, "add", on_a_full_disk)
     monkeypatch.setattr(bench, "measure", measured)
-    monkeypatch.setattr(Console, "on_broken_pipe", lambda self: sys.exit(1))
-    kinds = {"ctrl-c": KeyboardInterrupt, "pipe": SystemExit, "disk": ValueError}
-    with pytest.raises(kinds[ending]) as ended:
+    with run.raised() as ended:
         bench.bench_decode(
             select(["mqa8_b1_*"], "contiguous"),
             ours=bench.our_variants(),
             peers=[],
             protocol=Protocol(),
-            json_path=path,
-            console=Console(file=ClosedPipe() if ending == "pipe" else io.StringIO()),
+            json_path=run.path,
+            console=run.console,
         )
-    kept = path.read_text().splitlines() + capsys.readouterr().err.splitlines()
-    assert [json.loads(line)["case"] for line in kept] == taken
-    if ending == "disk":
-        assert str(ended.value).startswith(f"results: expected {path} to take another line, got No")
-        assert len(taken) == 2
+    assert [r["case"] for r in run.kept(capsys)] == run.taken
+    if kind == "disk":
+        said = f"results: expected {run.path} to take another line, got No"
+        assert str(ended.value).startswith(said) and len(run.taken) == 2
 
 
 @pytest.mark.usefixtures("h200")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ending import ending
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -491,6 +492,34 @@ def test_a_lost_gpu_loses_no_candidate(tmp_path: Path, monkeypatch: pytest.Monke
     status, text = evolved(tmp_path)
     assert status == 1 and "stopped: RuntimeError: CUDA error" in text
     assert len(told(tmp_path)) >= 3
+
+
+@pytest.mark.parametrize("kind", ["ctrl-c", "disk"])
+def test_whatever_ends_a_search_loses_no_candidate(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It goes on to what it had found without an end."""
+    searched(tmp_path / "whole", 2)
+    folder = tmp_path / "ended"
+    with monkeypatch.context() as patch:
+        ended = ending(kind, folder / "candidates.jsonl", "", patch)
+        add = Search.add
+
+        def taken(self: Search, source: str, how: str, *args: Any) -> Any:
+            if kind == "ctrl-c" and len(ended.taken) == 5:
+                raise KeyboardInterrupt
+            ended.taken.append(how)
+            return add(self, source, how, *args)
+
+        patch.setattr(Search, "add", taken)
+        with ended.raised():
+            searched(folder, 2)
+        assert [r["how"] for r in ended.kept(capsys)] == ended.taken
+    searched(folder, 2)
+    assert told(folder) == told(tmp_path / "whole")
 
 
 # --- from end to end ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import Result
 from compiling import AnyGPU
+from ending import ENDINGS, ending
 from results import MACHINE, PEAK, TWO, measured
 from results import rate_records as records
 from rich.console import Console
@@ -220,8 +221,7 @@ def run(monkeypatch: pytest.MonkeyPatch, measure: Any, **options: Any) -> tuple[
         "backward",
         select("backward", "dims", ["mha16_d64*"]),
         ours=bench.our_variants(),
-        console=Console(file=screen, width=80),
-        **{"peers": ["cudnn"], "pace": QUICK, **options},
+        **{"console": Console(file=screen, width=80), "peers": ["cudnn"], "pace": QUICK, **options},
     )
     assert {r["suite"] for r in found} <= {"backward"}
     return status, screen.getvalue()
@@ -246,6 +246,25 @@ def test_results_are_on_disk_and_on_the_screen(
     assert len(lines) == 6 and {r["suite"] for r in lines} == {r["direction"] for r in lines}
     assert "mha16_d64_b4_8192_full backward  splitkv  2000.00 (5.00)" in screen
     assert "| backward, TFLOP/s" in screen and "  1500  1.0e-03" in screen
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_whatever_ends_a_run_loses_no_result(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ended = ending(kind, tmp_path / "results.jsonl", "mha16", monkeypatch)
+
+    def measure(case: Case, *_: Any) -> Measured:
+        ended.take(case.name)
+        return Measured(measured(case, (2.0, 3.0, 4.0)).rows[:1], PEAK, 1490)
+
+    with ended.raised():
+        run(monkeypatch, measure, json_path=ended.path, console=ended.console)
+    assert [r["case"] for r in ended.kept(capsys)] == ended.taken
 
 
 @pytest.mark.usefixtures("h200")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import AnyGPU
+from ending import ENDINGS, ending
 from results import MACHINE
 from rich.console import Console
 from triton.backends.nvidia import driver as nvidia
@@ -284,6 +285,27 @@ def test_a_run_goes_on_where_another_stopped(
 
 
 @pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_whatever_ends_a_run_loses_no_study(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ended, study = ending(kind, tmp_path / "studies.jsonl", "mqa8", monkeypatch), studies.study
+
+    def studied(case: Case, *args: Any) -> Any:
+        ended.take(case.name)
+        return study(case, *args)
+
+    monkeypatch.setattr(studies, "study", studied)
+    with ended.raised():
+        run(FEW, ended.path, console=ended.console)
+    assert [r["case"] for r in ended.kept(capsys)] == ended.taken
+    assert 0 < len(ended.taken) < len(FEW)
+
+
+@pytest.mark.usefixtures("h200")
 def test_past_the_time_limit_no_study_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 1.0, 1.0, 11.0])
     monkeypatch.setattr(studies, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -396,11 +418,33 @@ def test_tune_writes_where_the_policy_finds_it(
     monkeypatch.setenv("SPLITKV_CACHE", str(tmp_path))
     status, text = tuned_with(None, 3)
     assert status == 0 and f"{tmp_path / 'h200.json'}: 3 problems" in text
-    assert [path.name for path in tmp_path.iterdir()] == ["h200.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"h200.json", "h200.jsonl"}
     found = tuned.table_of("NVIDIA H200")
     monkeypatch.undo()
     tuned.table_of.cache_clear()
     assert found is not None and found.note.startswith(", your table of 20")
+
+
+@pytest.mark.usefixtures("h200")
+def test_an_interrupted_tune_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being told a file: what was timed stands beside the table."""
+    path, taken, study = tmp_path / "h200.json", list[str](), studies.study
+
+    def studied(case: Case, *args: Any) -> Any:
+        taken.append(case.name)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return study(case, *args)
+
+    monkeypatch.setattr(studies, "study", studied)
+    with pytest.raises(KeyboardInterrupt):
+        tuned_with(path, 4)
+    assert not path.exists() and len(path.with_suffix(".jsonl").read_text().splitlines()) == 2
+    status, text = tuned_with(path, 4)
+    assert status == 0 and f"2 of 4 cases were already measured: {tmp_path}" in text
+    assert len(taken) == 5 and len(tuned.load(path).measured) == 4
 
 
 @pytest.mark.usefixtures("h200")
@@ -503,6 +547,29 @@ def test_a_sweep_times_every_number_of_splits(tmp_path: Path) -> None:
     FakeSession.entered.clear()
     assert len(swept(path=path)[0]) == len(records)
     assert FakeSession.entered == []
+
+
+@pytest.mark.usefixtures("h200")
+def test_an_interrupted_sweep_has_its_points_on_disk_and_on_the_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, (out, screen) = tmp_path / "sweep.jsonl", console()
+    whole, *_ = swept()
+    time, batches = sweep._time, iter(range(2))
+
+    def interrupted(*args: Any) -> Any:
+        if next(batches, None) is None:
+            raise KeyboardInterrupt
+        return time(*args)
+
+    monkeypatch.setattr(sweep, "_time", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        swept(path=path, console=out)
+    monkeypatch.setattr(sweep, "_time", time)
+    first = path.read_text().splitlines()
+    assert 0 < len(first) < len(whole) and "| best of decode_split" in screen.getvalue()
+    again, *_ = swept(path=path)
+    assert len(again) == len(whole) and path.read_text().splitlines()[: len(first)] == first
 
 
 @pytest.mark.usefixtures("h200")

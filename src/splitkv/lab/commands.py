@@ -212,7 +212,9 @@ def tune(
     candidates: Candidates = 16,
     rounds: Annotated[int, typer.Option(help="Replays of the fastest plans.")] = 9,
     table: Annotated[Path | None, typer.Option(help="To write; else the user's.")] = None,
-    json_path: ResumedJson = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="To go on in; else beside the table.")
+    ] = None,
     time_limit: TimeLimit = None,
     jobs: Jobs = JOBS,
 ) -> None:

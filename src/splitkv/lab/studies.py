@@ -265,7 +265,7 @@ def run_studies(
                 if all(was_timed(r, name, choice) for name, choice in now.items()):
                     found[r["case"]] = r
         if found:
-            say(console, f"{len(found)} of {len(cases)} cases were already measured")
+            say(console, f"{len(found)} of {len(cases)} cases were already measured: {json_path}")
 
         def compiled(case: Case) -> list[Future[None]]:
             who = entries(case, device, policies, effort.candidates, library)

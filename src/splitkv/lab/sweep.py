@@ -121,8 +121,9 @@ def sweep(
         except RuntimeError as error:  # too little memory, or a GPU that does not recover
             say(console, f"{case.name}: stopped: {one_line(error)}")
             lost = True
-    if records:
-        say(console, sweep_table(records))
+        finally:  # of a run that was interrupted, too
+            if records:
+                say(console, sweep_table(records))
     return records, lost
 
 

@@ -139,8 +139,11 @@ def tune(
     time_limit: float | None,
     console: Console,
 ) -> int:
-    """Measure the problems and write the table. 0, or 1 where nothing could be measured."""
+    """Measure the problems and write the table; what was timed, to go on from, stands beside it or
+    in `json_path`. 0, or 1 where nothing could be measured."""
     device, cases = current(), tuning(problems, seed, max_bytes, with_known, share)
+    path = table_path or tuned.user_tables() / tuned.file_name(device.name)
+    json_path = json_path or path.with_suffix(".jsonl")
     policies: dict[str, Policy] = {"waves": waves.choose}
     records, lost = run_studies(
         *(cases, device, policies),
@@ -154,7 +157,6 @@ def tune(
     if table is None:
         say(console, "no plan was timed: no table")
         return 1
-    path = table_path or tuned.user_tables() / tuned.file_name(table.gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")  # so that nobody reads half a table
     unfinished.write_text(tuned.dump(table))

@@ -175,6 +175,7 @@ class Search:
         """So many generations in all, none begun past `end`; starts: (name, text) of files."""
         with self.lines:
             if not self._resume():
+                self.take_up()  # of a run that ended before its first checkpoint
                 random.seed(self.settings.seed)
                 self.islands = [
                     self._beginning(i, starts if i == 0 else ())
