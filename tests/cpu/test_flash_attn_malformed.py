@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -172,6 +173,8 @@ TOGETHER: dict[str, list[Wrong]] = {
     "flash_attn_varlen_func": [
         ("q", {"q": floats(1, 5, 4, 16)}),
         ("k", {"k": floats(5, 4, 8)}),
+        ("v", {"v": floats(6, 4, 16)}),
+        ("v", {"v": None}),
         ("cu_seqlens_q", {"cu_seqlens_q": None}),
         ("cu_seqlens_q", {"cu_seqlens_q": CU.long()}),
         ("cu_seqlens_k", {"cu_seqlens_k": ints(0, 5)}),
@@ -192,7 +195,11 @@ TOGETHER: dict[str, list[Wrong]] = {
     "flash_attn_varlen_kvpacked_func": [
         ("kv", {"kv": floats(5, 3, 2, 16)}),
         ("kv", {"kv": floats(5, 2, 2, 8)}),
+        ("q", {"q": floats(1, 5, 4, 16)}),
+        ("cu_seqlens_q", {"cu_seqlens_q": CU.long()}),
         ("cu_seqlens_k", {"cu_seqlens_k": ints(0)}),
+        ("max_seqlen_q", {"max_seqlen_q": 1.5}),
+        ("max_seqlen_k", {"max_seqlen_k": -1}),
     ],
     "flash_attn_varlen_qkvpacked_func": [
         ("qkv", {"qkv": floats(5, 2, 4, 16)}),
@@ -281,4 +288,9 @@ def test_refused_by_name(function: str, argument: str, given: dict[str, Any]) ->
 
 
 def test_the_list_is_long() -> None:
+    """And has every argument of every function."""
     assert len(WRONG) >= 400
+    listed = {wrong.values[:2] for wrong in WRONG}
+    for function in flash_attn.__all__:
+        for argument in inspect.signature(getattr(flash_attn, function)).parameters:
+            assert (function, argument) in listed
