@@ -88,11 +88,15 @@ HOPPER_QUANTIZED_AXES: Axes = {
 
 
 def leading(
-    cases: Sequence[Values], most: int, besides: Sequence[Values] = ()
+    cases: Sequence[Values],
+    most: int,
+    besides: Sequence[Values] = (),
+    work: Callable[[Values], float] = lambda values: 1.0,
 ) -> tuple[list[Values], int]:
     """`most` of these cases, led by those, as many as the number says, that hold every value.
 
-    Each next case is the one with most values, then most pairs, that none before it has.
+    Each next case is the one with most values that none before it has, then most pairs, for the
+    work that it is.
 
     besides   cases that are there already: their values and pairs need no other
     """
@@ -108,9 +112,11 @@ def leading(
     chosen: list[Values] = []
     every = 0
     while rest and len(chosen) < most:
-        news = max(len(values & missing) for _, values, _ in rest)
-        best = [other for other in rest if len(other[1] & missing) == news]
-        picked = max(best, key=lambda other: len(other[2] - paired))
+        news = [
+            (len(values & missing) / work(case), len(pairs - paired) / work(case))
+            for case, values, pairs in rest
+        ]
+        picked = rest[news.index(max(news))]
         rest.remove(picked)
         chosen.append(picked[0])
         missing -= picked[1]

@@ -168,15 +168,17 @@ def variants(
     most: int,
     valid: Callable[[cases.Values], bool] = lambda values: True,
     besides: Sequence[cases.Values] = (),
+    work: Callable[[cases.Values], float] = lambda values: 1.0,
     newest: int | None = None,
     ids: Callable[[cases.Values], str] | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrizes `values` with at most so many cases that hold every value of every axis.
 
     besides   what another test compiles, held to the same: its values need no other case
+    work      what a case takes to compile, against others
     newest    how many of them are marked so; by default those that hold every value
     """
-    chosen, every = cases.leading(cases.pairs(axes, valid), most, besides)
+    chosen, every = cases.leading(cases.pairs(axes, valid), most, besides, work)
     marked = every if newest is None else newest
     marks = [[pytest.mark.newest] if n < marked else [] for n in range(len(chosen))]
     params = [

@@ -155,7 +155,7 @@ def test_variants(values: cases.Values) -> None:
 
 
 # The newest Triton spills in these loops, as tests/compiling.py tells of: not compiled there.
-@variants(CACHES, most=5, newest=0, ids=describe)
+@variants(CACHES, most=4, newest=0, ids=describe)
 def test_caches(values: cases.Values) -> None:
     """Pages, and parts of the keys."""
     problem = problem_of(values)

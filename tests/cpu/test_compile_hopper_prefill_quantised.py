@@ -168,7 +168,7 @@ def as_meant(values: cases.Values) -> tuple[Problem, Config, Any]:
     return problem, config, made
 
 
-@variants(AXES, most=6, valid=valid, besides=EVERYDAY, newest=2, ids=describe)
+@variants(AXES, most=4, valid=valid, besides=EVERYDAY, newest=2, ids=describe)
 def test_variants(values: cases.Values) -> None:
     as_meant(values)
 

@@ -80,6 +80,15 @@ OTHER_CACHE_AXES: cases.Axes = {"gpu": OTHER_AXES["gpu"], "place": (Paged(16), P
 TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
 
 
+def work(values: cases.Values) -> float:
+    """About the seconds that forward and backward of a combination take to compile."""
+    values = {**values, **values.get("features", {})}
+    features = values["softcap"] + values["alibi"] + values["dropout"]
+    wide = max(values["head_dims"]) > 192
+    two_bands, exact = values["mask"].num_bands == 2, values["dtype"] == "float32"
+    return 9 + 4 * two_bands + 4 * wide + 3 * exact + 2.3 * features
+
+
 def problem_of(values: cases.Values) -> tuple[Problem, int]:
     """The problem of a combination, and the gap between rows in memory."""
     defaults = {"heads": (8, 2), "seqlen_q": 4096, "row_gap": 0, "kind": "dense"}
@@ -252,12 +261,12 @@ def compiled_for_sm_90(values: cases.Values) -> dict[str, Any]:
     return made
 
 
-@variants(AXES, most=6, besides=EVERYDAY, newest=2, ids=describe)
+@variants(AXES, most=6, besides=EVERYDAY, work=work, newest=2, ids=describe)
 def test_sm_90(values: cases.Values) -> None:
     compiled_for_sm_90(values)
 
 
-@variants(OTHER_AXES, most=6, newest=2, ids=describe)
+@variants(OTHER_AXES, most=5, work=work, newest=2, ids=describe)
 def test_other_architectures(values: cases.Values) -> None:
     compiled(problem_of(values)[0], GPUS[values["gpu"]])
 
@@ -267,7 +276,7 @@ def test_every_architecture_is_compiled_for() -> None:
     assert {GPUS[gpu].capability for gpu in OTHER_AXES["gpu"]} | {(9, 0)} == known
 
 
-@variants(CACHE_AXES, most=9, newest=2, ids=describe)
+@variants(CACHE_AXES, most=8, work=work, newest=2, ids=describe)
 def test_pages_and_parts(values: cases.Values) -> None:
     """On sm_90; `combine` starts while `prefill` still runs, and waits for it."""
     problem, row_gap = problem_of(values)
@@ -394,7 +403,7 @@ def name_of(values: cases.Values) -> str:
     return "-".join(str(values[name]).replace(" ", "_") for name in names)
 
 
-@variants(QUANTISED_AXES, most=7, valid=valid, newest=0, ids=name_of)
+@variants(QUANTISED_AXES, most=6, valid=valid, newest=0, ids=name_of)
 def test_quantised_keys(values: cases.Values) -> None:
     values = dict(values)
     gpu, parts, shape = (values.pop(name) for name in ("gpu", "parts", "shape"))
