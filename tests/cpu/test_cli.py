@@ -259,7 +259,9 @@ def test_regret_takes_a_table_that_is_not_in_the_package(
     path = tmp_path / "table.json"
     path.write_text(tuned.dump(made))
     calls = stand_in(monkeypatch, "tune.measure_regret", 0)
-    assert run("regret", "--table", str(path), "--lengths", "host").exit_code == 0
+    options = "--lengths", "host", "--share", "2/2"
+    assert run("regret", "--table", str(path), *options).exit_code == 0
+    assert calls["share"] == (2, 2)
     assert (calls["lengths"], calls["random_problems"], calls["seed"]) == ("host", 150, 1)
     assert list(calls["policies"]) == ["waves", "tuned"]
     choice = calls["policies"]["tuned"](problem, GPUS["h200"], [decode_split.KERNEL])

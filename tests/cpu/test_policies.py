@@ -7,6 +7,7 @@ and what the default chooses of the real ones; run this file as a script to writ
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from hypothesis import strategies as st
 from splitkv.device import CPU, GPUS, Device
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kv import Contiguous, Paged
+from splitkv.kernels.parts import grid
+from splitkv.kv import Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Choice, Config, Kernel, Plan, Traffic
 from splitkv.policies import (
@@ -388,6 +390,22 @@ def test_one_slot_is_for_parts_of_one_tile():
             assert config.num_stages > 1 or one_tile
             seen.add(config.num_stages)
     assert seen >= {1, 2}
+
+
+def test_waves_launches_the_programs_that_it_counts():
+    """A few more may be a wave more: 400 programs of 8-bit pages where an H200 holds 396."""
+    quantised = replace(decode(1, 32, 8, 32768), codec=Codec("int8", "token"), place=Paged(16))
+    problems = [quantised]
+    places = Contiguous(), Paged(16)
+    for batch, seqlen_k, place in product((1, 3, 8), (700, 9000, 50_000), places):
+        problems.append(replace(decode(batch, 32, 8, seqlen_k), place=place))
+    for problem, gpu in product(problems, (H200, GPUS["l4"])):
+        choice = waves.choose(problem, gpu, ON_HOPPER if gpu is H200 else [decode_split.KERNEL])
+        own = waves.H200_HOPPER if gpu is H200 else waves.H200
+        told = waves.cost(problem, gpu, choice.config, own)
+        assert told.num_ctas == math.prod(grid(problem, choice.config))
+        if problem is quantised and gpu is H200:
+            assert told.waves == 1
 
 
 def test_waves_shares_a_batch_out_on_hopper_too():

@@ -470,8 +470,8 @@ def regret_of(**options: Any) -> tuple[int, str]:
     out, screen = console()
     given: dict[str, Any] = {
         **{"with_matrix": False, "random_problems": 6, "seed": 1, "max_bytes": 1e9},
-        **{"lengths": "device", "policies": POLICY, "effort": Effort(8, 3), "jobs": 0},
-        **{"json_path": None, "time_limit": None, "console": out},
+        **{"lengths": "device", "share": (1, 1), "policies": POLICY, "effort": Effort(8, 3)},
+        **{"jobs": 0, "json_path": None, "time_limit": None, "console": out},
     }
     return tune.measure_regret(**{**given, **options}), screen.getvalue()
 
@@ -486,6 +486,16 @@ def test_regret_goes_over_the_matrix_and_problems_at_random(tmp_path: Path) -> N
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 162 and all(r["chosen"].keys() == POLICY.keys() for r in lines)
     assert "median" in report(lines) and report(lines).startswith("NVIDIA H200, driver 580")
+
+
+@pytest.mark.usefixtures("h200")
+def test_regret_in_shares_is_that_of_the_whole(tmp_path: Path) -> None:
+    found = []
+    for k in (1, 2, 3):
+        path = tmp_path / f"{k}.jsonl"
+        regret_of(share=(k, 3), random_problems=7, json_path=path)
+        found += [json.loads(line)["case"] for line in path.read_text().splitlines()]
+    assert sorted(found) == sorted(case.name for case in tune.drawn(7, 1, 1e9))
 
 
 @pytest.mark.usefixtures("h200")

@@ -10,8 +10,8 @@ from splitkv import registry
 from splitkv.device import Device
 from splitkv.plans import Choice, Config, Kernel, Plan
 from splitkv.policies import waves
-from splitkv.policies.shared import shapes, splits_keys
-from splitkv.policies.tuned import cheapest_splits, even_splits, most_splits
+from splitkv.policies.shared import even_splits, num_tiles, shapes, splits_keys
+from splitkv.policies.tuned import cheapest_splits, most_splits
 from splitkv.problem import Problem
 
 Key = tuple[str, Config]  # a kernel and its config
@@ -90,10 +90,10 @@ def neighbours(problem: Problem, best: Key, tried: Iterable[Key] = ()) -> list[C
 
 
 def _with_splits(problem: Problem, shape: Config, splits: Sequence[float]) -> Iterator[Config]:
-    most = most_splits(problem, shape)
+    most, tiles = most_splits(problem, shape), num_tiles(problem, shape.tile_n)
     for number in splits:
         wanted = min(max(1, round(number)), most)
-        yield replace(shape, num_splits=even_splits(problem, shape, wanted))
+        yield replace(shape, num_splits=even_splits(tiles, wanted))
 
 
 def plan_of(problem: Problem, device: Device, choice: Choice) -> Plan:

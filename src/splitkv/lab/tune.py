@@ -109,10 +109,13 @@ def tuning(
 ) -> list[Case]:
     """What `tune` measures: `problems` drawn ones, and known ones; of them share k of n."""
     known = [case_of(case.problem) for case in SUITES["records"]] + matrix()
-    found = drawn(problems, seed, max_bytes) + (known if with_known else [])
-    cases = {case.name: case for case in found}
+    return of_share(drawn(problems, seed, max_bytes) + (known if with_known else []), share)
+
+
+def of_share(cases: Sequence[Case], share: tuple[int, int]) -> list[Case]:
+    """Every n-th of the different cases from the k-th, for share k of n."""
     part, parts = share
-    return list(cases.values())[part - 1 :: parts]
+    return list({case.name: case for case in cases}.values())[part - 1 :: parts]
 
 
 def share_of(text: str) -> tuple[int, int]:
@@ -193,6 +196,7 @@ def measure_regret(
     seed: int,
     max_bytes: float,
     lengths: Literal["host", "device"],
+    share: tuple[int, int],
     policies: Mapping[str, Policy],
     effort: Effort,
     jobs: int,
@@ -207,7 +211,7 @@ def measure_regret(
         cases += drawn(random_problems, seed, max_bytes)
     cases = [case_of(replace(case.problem, lengths=lengths)) for case in cases]
     records, lost = run_studies(
-        *(list({case.name: case for case in cases}.values()), current(), policies),
+        *(of_share(cases, share), current(), policies),
         effort=effort,
         jobs=jobs,
         json_path=json_path,

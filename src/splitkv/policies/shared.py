@@ -83,6 +83,11 @@ def max_splits(
     return min(MAX_SPLITS, num_tiles(problem, shape.tile_n))
 
 
+def even_splits(tiles: int, splits: int) -> int:
+    """The fewest splits whose longest part is no longer than with so many."""
+    return ceil_div(tiles, ceil_div(tiles, splits))
+
+
 def best_shape(found: Sequence[Config], problem: Problem, tile_n: int | None = None) -> Config:
     """The kernel's own first shape among those that hold the query rows best and are nearest to
     `tile_n` keys a step, where the rule being followed has such a number."""

@@ -58,6 +58,7 @@ from splitkv.policies.shared import (
     Policy,
     ceil_div,
     count,
+    even_splits,
     num_tiles,
     shapes,
     splits_keys,
@@ -236,7 +237,7 @@ def cheapest_splits(
     weighed = {*range(1, 9), *(round(1.25**i) for i in range(10, 32))}
     weighed |= {round(a_wave * i / 4) for i in range(1, 13)}
     weighed |= {round(device.num_sms * i / max(1, whole.num_ctas)) for i in range(1, 9)}
-    options = {even_splits(problem, shape, min(max(1, splits), most)) for splits in weighed}
+    options = {even_splits(model.tiles, min(max(1, splits), most)) for splits in weighed}
     cuts = [replace(shape, num_splits=splits) for splits in options]
     best = min(cuts, key=lambda cut: (model.cut(cut).seconds, cut.num_splits))
     return best.num_splits
@@ -245,12 +246,6 @@ def cheapest_splits(
 def most_splits(problem: Problem, shape: Config) -> int:
     """One a tile, where the kernel can split at all."""
     return min(MAX_SPLITS, num_tiles(problem, shape.tile_n))
-
-
-def even_splits(problem: Problem, shape: Config, splits: int) -> int:
-    """The fewest splits whose longest part is no longer than with so many."""
-    tiles = num_tiles(problem, shape.tile_n)
-    return ceil_div(tiles, ceil_div(tiles, splits))
 
 
 def with_table(table: Table | None) -> Policy:
@@ -385,9 +380,10 @@ class _Local:
         for kernel, of in self.known.items():
             for shape in of:
                 most, least = most_splits(problem, shape), _least_splits(problem, shape)
+                tiles = num_tiles(problem, shape.tile_n)
                 best = cheapest_splits(problem, self.device, shape, self.constants[kernel])
                 wanted = (min(max(least, round(best * factor)), most) for factor in AROUND)
-                for splits in dict.fromkeys(even_splits(problem, shape, n) for n in wanted):
+                for splits in dict.fromkeys(even_splits(tiles, n) for n in wanted):
                     yield Choice(kernel, replace(shape, num_splits=splits), "")
 
     def seconds(self, choice: Choice) -> float:

@@ -31,6 +31,7 @@ from splitkv.policies.shared import (
     Policy,
     ceil_div,
     count,
+    even_splits,
     max_splits,
     num_tiles,
     row_tiles,
@@ -374,11 +375,13 @@ def _cheapest(
         least = min(
             most, ceil_div(shape.tiles, int(constants.longest_part // shape.tile_bytes) or 1)
         )
+    # of no more programs than their longest part asks for: one more may not fit into a wave
+    weighed = _splits_worth(shape.tiles, least, most, a_wave)
+    worth = sorted({even_splits(shape.tiles, splits) for splits in weighed})
     best, splits = min(
         (
             (shape.cost(ceil_div(shape.tiles, splits), merged=splits > 1), splits)
-            for splits in _splits_worth(shape.tiles, least, most, a_wave)
-            if config.num_stages > 1 or splits == most
+            for splits in (worth if config.num_stages > 1 else worth[-1:])
         ),
         key=lambda pair: (pair[0].seconds, pair[1]),
     )
