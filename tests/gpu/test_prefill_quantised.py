@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -153,6 +154,19 @@ OF_SEQUENCES = {
 def test_every_config(problem: Problem, kernel: str, config: Config) -> None:
     made = plan_of_config(problem, kernel, config)
     check(problem, device=DEVICE, run=partial(run, plan=made))
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_without_a_key_there_is_no_scale(kind: Any, codec: Any) -> None:
+    """Whatever serves it: keys, values and their scales have no memory."""
+    problem = replace(INT8, kind=kind, codec=Codec(codec, "token"), products="full", seqlen_k=0)
+    if kind == "varlen":
+        problem = replace(problem, place=Ragged(), lengths="device")
+    call = make_operands(problem, device=DEVICE)
+    assert call["k_scale"].numel() == 0
+    out, lse = FUNCTION[kind](**call)
+    assert (out == 0).all() and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("products", ["half", "full"])

@@ -5,6 +5,7 @@ On a device without e4m3 units it is widened from its bits, as the interpreter k
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cases
@@ -85,6 +86,15 @@ def test_pairs(number: int) -> None:
     zero_length = problem.kind == "varlen" and problem.batch > 1 and number % 2 == 0
     how = run(*tiles, parts, page_size)
     check(problem, run=how, strided=number % 3 == 0, zero_length=zero_length)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_without_a_key_there_is_no_scale(kind: Any) -> None:
+    """Nothing lies where one would be read."""
+    values = {"head_dims": (32, 32), "group": 2, "num_kv_heads": 1, "batch": 2, "alibi": False}
+    values |= {"kind": kind, "seqlens": (5, 0), "mask": Mask(True, 9), "softcap": True}
+    problem = problem_of(values, codec=Codec("fp8", "token"), q_granularity="tensor")
+    check(replace(problem, products="full", return_lse=True), run=run(16, 16, 1, 0))
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])
