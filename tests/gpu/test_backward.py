@@ -128,8 +128,8 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
     """So few keys in a window that the rows that see the first ones are cut into parts."""
     problem = replace(GRAD, seqlen_q=2300, seqlen_k=2400, batch=1, num_heads=4)
     problem = replace(problem, mask=Mask(True, window, -1, sink_tokens))
-    config = next(backward.key_configs(problem, splitkv.plan(problem).device))
-    assert backward.sink_parts(problem, config)[1] > 1
+    config = next(backward.key_configs(problem, HERE))
+    assert backward.sink_parts(problem, HERE, config)[1] > 1
     check(problem, device=DEVICE, run=run)
     check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
 

@@ -147,21 +147,24 @@ def test_sink_tokens_in_parts(sink_tokens: int, kind: Any) -> None:
     mask = Mask(True, 2, -1, sink_tokens)
     problem = replace(DENSE, kind=kind, seqlen_q=200, seqlen_k=210, mask=mask)
     problem = replace(problem, num_heads=2, num_kv_heads=1)
-    near, parts = backward.sink_parts(problem, Config(tile_n=16))
-    assert near == -(-sink_tokens // 16) and parts == 3
+    near, parts = backward.sink_parts(problem, H200, Config(tile_n=16))
+    assert near == -(-sink_tokens // 16) and parts == 12
     check(problem, run=run, zero_length=kind == "varlen")
 
 
-def test_few_sink_tokens_see_few_parts() -> None:
-    """A part is worth it only where the window is short against the sequence."""
+def test_sink_tokens_come_first_in_few_parts() -> None:
+    """No more than keep a program of theirs from being the last to end."""
     config = Config(tile_n=128)
-    for left, length, parts in ((127, 131072, 64), (127, 16384, 17), (4095, 16384, 0)):
-        mask = Mask(True, left, -1, 4)
-        problem = replace(DENSE, mask=mask, seqlen_q=length, seqlen_k=length)
-        assert backward.sink_parts(problem, config)[1] == parts
+    for left, length, heads, parts in (
+        *((127, 131072, 8, 64), (127, 16384, 8, 17), (4095, 16384, 8, 1), (4095, 8192, 8, 1)),
+        *((4095, 16384, 1, 4), (4095, 4096, 1, 1)),
+    ):
+        mask, heads = Mask(True, left, -1, 4), {"batch": 1, "num_kv_heads": heads}
+        problem = replace(DENSE, mask=mask, seqlen_q=length, seqlen_k=length, **heads)
+        assert backward.sink_parts(problem, H200, config) == (1, parts)
     for mask in (Mask(), Mask(True), Mask(True, 5), Mask(window_left=5, sink_tokens=3)):
         problem = replace(DENSE, mask=mask, seqlen_q=131072, seqlen_k=131072)
-        assert backward.sink_parts(problem, config) == (0, 0)
+        assert backward.sink_parts(problem, H200, config) == (0, 1)
 
 
 def test_tokens_after_the_last_sequence() -> None:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import Bounds, visited_tiles
+from splitkv.kernels.tile.product import add_product_compensated, empty_sum
 from splitkv.kernels.tile.score import tanh
 from splitkv.kernels.tile.share import Share, batch_share
 from splitkv.masks import Mask
@@ -96,3 +97,30 @@ def test_tanh_is_exact_to_rounding() -> None:
     apply_tanh[(1,)](out, x, x.numel())
     exact = torch.tanh(x.double())
     assert ((out.double() - exact).abs() / exact.abs()).max() < 8 * torch.finfo(x.dtype).eps
+
+
+@triton.jit
+def sum_products(out_ptr, a_ptr, b_ptr, count, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    total = empty_sum(tl.load(a_ptr + offs), SIZE, SIZE)
+    for i in range(count):
+        a = tl.load(a_ptr + i * SIZE * SIZE + offs)
+        b = tl.load(b_ptr + i * SIZE * SIZE + offs)
+        total = add_product_compensated(total[0], total[1], a, b)
+    tl.store(out_ptr + offs, total[0])
+
+
+def test_rounding_of_a_compensated_sum_does_not_grow() -> None:
+    """Over 1500 tiles, whose partial sums grow: a plain sum of the same is off by far more."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.rand(2, 1500, 16, 16, generator=g)
+    out = torch.empty(16, 16)
+    sum_products[(1,)](out, a, b, len(a), 16)
+    plain = torch.zeros(16, 16)
+    for x, y in zip(a, b, strict=True):
+        plain += x @ y
+    exact = (a.double() @ b.double()).sum(0)
+    error, plain_error = ((x.double() - exact).abs().max().item() for x in (out, plain))
+    ulp = torch.finfo(torch.float32).eps * exact.max().item()
+    assert error <= ulp, error / ulp
+    assert plain_error > 8 * ulp, plain_error / ulp

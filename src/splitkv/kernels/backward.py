@@ -15,22 +15,25 @@ where s' = 1 - tanh^2 under a soft cap, else 1. After `backward_rows`, which fin
 compute p once more, so that every sum is made by one program in one order: no atomics, the same
 bits every time.
 
-With sink tokens the first keys are seen by far more rows than a window of keys is. Their tiles are
-cut into parts of rows, and `backward_sum` adds the parts up.
+With sink tokens the first keys are seen by far more rows than a window of keys is. Their tiles come
+before all others, so that none is begun late, and where one program would still be the last to end
+they are cut into parts of rows, which `backward_sum` adds up.
 
 Shapes      as in `prefill`; rows of statistics: see Stats
 Grid        backward_rows, backward_queries  row tiles x lanes, as in `prefill`
-            backward_keys                    tiles of keys x lanes, the first and so heaviest first;
-                                             the group's heads are more rows, so nothing is added up
-            backward_keys for sink tokens    parts x tiles x KV heads x sequences
+            backward_keys                    parts x tiles of sink tokens x KV heads x sequences,
+                                             then tiles of keys x lanes, the first and so heaviest
+                                             first; the heads of a group are more rows
 Traffic     reads q, k, v, out, dout, writes dq, dk, dv; 8 bytes of statistics a row, 12 with sink
             logits; flops 7 products of 2 * pairs * head_dim where the forward has 2
-Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product
+Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product;
+            where that is fp32, sums over tiles are compensated: thousands of them may follow
 Limits      those of `prefill`
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +56,7 @@ from splitkv.kernels.prefill import (
 )
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.gradient import Rows, sum_over_keys, sum_over_rows
+from splitkv.kernels.tile.product import empty_sum
 from splitkv.kernels.tile.visit import (
     Keys,
     load_tile,
@@ -72,7 +76,7 @@ from splitkv.problem import Operands, Problem
 from splitkv.scores import PLAIN
 
 MAX_PARTS = 64  # of the rows that see tiles of sink tokens, times those tiles
-SUM_TILE = 16  # keys a program of backward_sum
+SUM_TILE, SUM_PARTS = 4, 8  # keys a program of backward_sum, and parts that it reads at once
 
 Shape = tuple[int, int, int]  # keys or rows that a program owns, those of a step, warps
 KEYS: tuple[Shape, ...] = (
@@ -131,8 +135,8 @@ def backward_keys(
     tiles,  # tiles of keys of a lane
     lanes,
     width,  # lanes that go together
-    near,  # tiles of sink tokens that are cut into parts
-    parts,  # of each
+    near,  # tiles of sink tokens that come first
+    parts,  # of the rows that see each
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -147,18 +151,20 @@ def backward_keys(
     pid = tl.program_id(0)
 
     # whose keys, and which  [TILE_N]
-    if part_ptr is None:
-        tile, lane = tile_and_lane(pid, tiles, lanes, width)
-        own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
-        b, h, tile, first_k, len_k, first_q, len_q = own_tile(*own, num_kv_heads, 1, TILE_N)
-        if tile < near:
-            return
-    else:
+    sink_programs = batch * num_kv_heads * near * parts
+    of_sinks = pid < sink_programs
+    if of_sinks:
         tile = pid // parts % near
         h = pid // (parts * near) % num_kv_heads
         b = pid // (parts * near) // num_kv_heads
         first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
         first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
+    else:
+        tile, lane = tile_and_lane(pid - sink_programs, tiles, lanes, width)
+        own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
+        b, h, tile, first_k, len_k, first_q, len_q = own_tile(*own, num_kv_heads, 1, TILE_N)
+        # the first tiles are made above, but for those of what lies after the last sequence
+        len_k = tl.where((tile < near) & (b < batch), 0, len_k)
     if tile * TILE_N >= len_k:
         return
     offs_n = tile * TILE_N + tl.arange(0, TILE_N)
@@ -181,25 +187,29 @@ def backward_keys(
     last = tl.minimum(tile * TILE_N + TILE_N, len_k) - 1
     visit = row_tiles_seen(bounds, tile * TILE_N, last, shift, len_q, GROUP, TILE_M)
     if part_ptr is not None:
-        visit = part_of(visit, pid % parts, parts)
-    dk = tl.zeros([TILE_N, DIM], tl.float32)
-    dv = tl.zeros([TILE_N, DIM_V], tl.float32)
+        of = tl.where(of_sinks, parts, 1)
+        visit = part_of(visit, pid % of, of)
+    dk = empty_sum(k, TILE_N, DIM)
+    dv = empty_sum(v, TILE_N, DIM_V)
     rest = k, v, offs_n, len_k, rows, scoring, visit, bounds
     dk, dv = sum_over_rows(dk, dv, *rest, GROUP, HEAD_DIM, HEAD_DIM_V, TILE_M, STAGES, OFFSET, True)
     dk, dv = sum_over_rows(
         dk, dv, *rest, GROUP, HEAD_DIM, HEAD_DIM_V, TILE_M, STAGES, OFFSET, False
     )
 
-    dk *= softmax_scale
+    dk = dk[0] * softmax_scale
+    dv = dv[0]
     if scoring.seed_ptr is not None:
         dv *= scoring.keep_scale
-    if part_ptr is None:
-        dk_rows = place(ptrs.dk, strides.dk, b, first_k + offs_n, h)
-        dv_rows = place(ptrs.dv, strides.dv, b, first_k + offs_n, h)
-    else:
+    if part_ptr is not None:
         slots = pid.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-        dk_rows = part_ptr + slots * (HEAD_DIM + HEAD_DIM_V)
-        dv_rows = dk_rows + HEAD_DIM
+        part_rows = part_ptr + slots * (HEAD_DIM + HEAD_DIM_V)
+        in_part = n_ok & of_sinks
+        store_tile(part_rows, dk, in_part, HEAD_DIM)
+        store_tile(part_rows + HEAD_DIM, dv, in_part, HEAD_DIM_V)
+        n_ok = n_ok & (pid >= sink_programs)
+    dk_rows = place(ptrs.dk, strides.dk, b, first_k + offs_n, h)
+    dv_rows = place(ptrs.dv, strides.dv, b, first_k + offs_n, h)
     store_tile(dk_rows, dk, n_ok, HEAD_DIM)
     store_tile(dv_rows, dv, n_ok, HEAD_DIM_V)
 
@@ -218,6 +228,7 @@ def backward_sum(
     HEAD_DIM_V: tl.constexpr,
     TILE_N: tl.constexpr,  # of backward_keys
     ROWS: tl.constexpr,  # keys a program
+    TOGETHER: tl.constexpr,  # parts that are read at once
 ):
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
@@ -228,13 +239,21 @@ def backward_sum(
     inside = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     offs_n = tile % near * TILE_N + inside
     ok = offs_n < len_k
+    offs = tl.arange(0, TOGETHER * ROWS)
+    row = tl.program_id(1) * ROWS + offs % ROWS
+    row_ok = tile % near * TILE_N + row < len_k
     dk = tl.zeros([ROWS, DIM], tl.float32)
     dv = tl.zeros([ROWS, DIM_V], tl.float32)
-    for part in range(parts):
-        slots = (tile * parts + part).to(tl.int64) * TILE_N + inside
-        part_rows = part_ptr + slots * (HEAD_DIM + HEAD_DIM_V)
-        dk += load_tile(part_rows, ok, HEAD_DIM, DIM)
-        dv += load_tile(part_rows + HEAD_DIM, ok, HEAD_DIM_V, DIM_V)
+    for first in range(0, parts, TOGETHER):
+        part = first + offs // ROWS
+        part_rows = part_ptr + ((tile * parts + part).to(tl.int64) * TILE_N + row) * (
+            HEAD_DIM + HEAD_DIM_V
+        )
+        part_ok = row_ok & (part < parts)
+        some = load_tile(part_rows, part_ok, HEAD_DIM, DIM)
+        dk += tl.sum(tl.reshape(some, [TOGETHER, ROWS, DIM]), 0)
+        some = load_tile(part_rows + HEAD_DIM, part_ok, HEAD_DIM_V, DIM_V)
+        dv += tl.sum(tl.reshape(some, [TOGETHER, ROWS, DIM_V]), 0)
     store_tile(place(ptrs.dk, strides.dk, b, first_k + offs_n, h), dk, ok, HEAD_DIM)
     store_tile(place(ptrs.dv, strides.dv, b, first_k + offs_n, h), dv, ok, HEAD_DIM_V)
 
@@ -303,7 +322,7 @@ def backward_queries(
     keys = Keys(k_head, v_head, strides.k.t, strides.v.t, len_k)
     t_first, t_last = token_range(tile_m, len_q, GROUP, TILE_M)
     visit = tiles_seen(bounds, shift + t_first, shift + t_last, len_k, TILE_N)
-    dq = tl.zeros([TILE_M, DIM], tl.float32)
+    dq = empty_sum(q, TILE_M, DIM)
     ds_sum = tl.zeros([TILE_M], tl.float32)
     ds_far = ds_sum
     p_far = ds_sum
@@ -315,7 +334,7 @@ def backward_queries(
         dq, ds_sum, ds_far, p_far, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, STAGES, OFFSET, False
     )
     dq_rows = place(ptrs.dq, strides.dq, b, first_q + t, head)
-    store_tile(dq_rows, dq * softmax_scale, ok, HEAD_DIM)
+    store_tile(dq_rows, dq[0] * softmax_scale, ok, HEAD_DIM)
 
     # delta has the rounding of out in it; sum_n p dp = sum_n ds + delta sum_n p has not
     exact = ds_sum + delta
@@ -365,21 +384,24 @@ def query_configs(problem: Problem, device: Device) -> Iterator[Config]:
         yield Config(tile_m=own, tile_n=step, num_warps=warps, num_stages=2)
 
 
-def sink_parts(problem: Problem, config: Config) -> tuple[int, int]:
-    """(tiles of sink tokens, parts of the rows that see one); (0, 0) where it is not worth it.
+def sink_parts(problem: Problem, device: Device, config: Config) -> tuple[int, int]:
+    """(tiles of sink tokens that come first, parts of the rows that see one); (0, 1) where they are
+    seen by as many rows as others.
 
-    A part has about four times as many rows as see any other tile.
+    A part may take as long as all other tiles together: about as many times as many rows as see
+    another tile as an SM has of these, but no more than four.
     """
     mask = problem.mask
     reach = [mask.chunk] if mask.chunk else []
     if mask.left is not None and mask.right is not None:
         reach.append(mask.left + mask.right)
-    if mask.num_bands < 2 or not reach:
-        return 0, 0
     near = triton.cdiv(min(mask.sink_tokens, problem.seqlen_k), config.tile_n)
-    rows = 4 * (min(reach) + config.tile_n)
-    parts = min(MAX_PARTS // max(near, 1), triton.cdiv(problem.seqlen_q, rows))
-    return (near, parts) if near and parts > 1 else (0, 0)
+    if mask.num_bands < 2 or not reach or not near:
+        return 0, 1
+    tiles = problem.batch * problem.num_kv_heads * triton.cdiv(problem.seqlen_k, config.tile_n)
+    times = min(max(tiles / device.num_sms, 1), 4)
+    rows = times * (min(reach) + config.tile_n)
+    return near, min(max(MAX_PARTS // near, 1), math.ceil(problem.seqlen_q / rows))
 
 
 def backward_for(problem: Problem, device: Device, operands: Operands) -> Any:
@@ -443,30 +465,28 @@ class Backward:
         total = x.k.shape[:-2].numel()
         row_bytes = p.seqlen_q * p.group * (p.head_dim + p.head_dim_v) * p.element_bytes
         tiling = tiles_and_lanes(p, self.device, total, 1, c.tile_n, row_bytes)
-        near, parts = sink_parts(p, c)
-
-        def launch(programs: int, part: Tensor | None) -> None:
-            if programs:
-                backward_keys[(programs,)](
-                    *(*both, part, stats, strides_of_stats(p, stats), *self.shared(x, seed), total),
-                    *(stride_slope(x.alibi_slopes), *tiling, near, parts),
-                    *(p.group, p.head_dim, p.head_dim_v, c.tile_m, c.tile_n, c.num_stages),
-                    offset_type(c.tile_m, p.group, x.q, both[0].grad),
-                    num_warps=c.num_warps,
-                    enable_fp_fusion=True,
-                )
-
-        tiles = p.batch * p.num_kv_heads * near
-        if tiles:
-            shape = tiles, parts, c.tile_n, p.head_dim + p.head_dim_v
+        near, parts = sink_parts(p, self.device, c)
+        sink_tiles = p.batch * p.num_kv_heads * near
+        part = None
+        if parts > 1:
+            shape = sink_tiles, parts, c.tile_n, p.head_dim + p.head_dim_v
             part = x.q.new_empty(shape, dtype=torch.float32)
-            launch(tiles * parts, part)
-            backward_sum[(tiles, triton.cdiv(c.tile_n, SUM_TILE))](
-                *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
-                *(p.head_dim, p.head_dim_v, c.tile_n, SUM_TILE),
+        programs = sink_tiles * parts + tiling[0] * tiling[1]
+        if programs:
+            backward_keys[(programs,)](
+                *(*both, part, stats, strides_of_stats(p, stats), *self.shared(x, seed), total),
+                *(stride_slope(x.alibi_slopes), *tiling, near, parts),
+                *(p.group, p.head_dim, p.head_dim_v, c.tile_m, c.tile_n, c.num_stages),
+                offset_type(c.tile_m, p.group, x.q, both[0].grad),
+                num_warps=c.num_warps,
                 enable_fp_fusion=True,
             )
-        launch(tiling[0] * tiling[1], None)
+        if part is not None:
+            backward_sum[(sink_tiles, triton.cdiv(c.tile_n, SUM_TILE))](
+                *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
+                *(p.head_dim, p.head_dim_v, c.tile_n, SUM_TILE, SUM_PARTS),
+                enable_fp_fusion=True,
+            )
 
     def launch_queries(self, x: Operands, seed: Tensor | None, stats: Stats, both: Any) -> None:
         p, c = self.problem, self.queries

@@ -14,10 +14,11 @@ of dq. Such sums differ from run to run in their last bits. With `deterministic`
 `hopper_backward_queries` makes dq instead, and S and dP once more: seven products.
 
 With sink tokens the first keys are seen by far more rows than others; as in kernels/backward.py,
-their tiles are cut into parts of rows, which `backward_sum` adds up.
+their tiles come before all others, in parts of rows where one program would be the last to end.
 
 Shapes      as kernels/prefill.py; rows of statistics: see Stats, every head a group of its own
-Grid        tiles of keys x lanes, the first and so heaviest first, a lane being a KV head, dense of
+Grid        parts x tiles of sink tokens x KV heads x sequences; then
+            tiles of keys x lanes, the first and so heaviest first, a lane being a KV head, dense of
             one sequence: as many lanes together as have a tile for every SM
 Traffic     reads k, v, and for each tile of keys q, dout and 8 bytes of statistics of the rows that
             see it; writes dk, dv; dq: sets the fp32 sums to 0, adds to them for each tile of keys,
@@ -176,8 +177,8 @@ def hopper_backward(
     lanes,
     width,  # lanes that go together
     sum_tiles,  # of a head, and dense of a sequence
-    near,  # tiles of sink tokens that are cut into parts
-    parts,  # of each
+    near,  # tiles of sink tokens that come first
+    parts,  # of the rows that see each
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -187,18 +188,20 @@ def hopper_backward(
     PACKED: gl.constexpr = cu_q_ptr is not None
     bounds = Bounds(left, right, sink_tokens)
     pid = gl.program_id(0)
-    if part_ptr is None:
-        tile, lane = tile_and_lane(pid, tiles, lanes, width)
-        own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
-        b, h, tile, first_k, len_k, first_q, len_q = own_tokens(*own, num_kv_heads, TILE_N)
-        if tile < near:
-            return
-    else:
+    sink_programs = batch * num_kv_heads * near * parts
+    of_sinks = pid < sink_programs
+    if of_sinks:
         tile = pid // parts % near
         h = pid // (parts * near) % num_kv_heads
         b = pid // (parts * near) // num_kv_heads
         first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
         first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
+    else:
+        tile, lane = tile_and_lane(pid - sink_programs, tiles, lanes, width)
+        own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
+        b, h, tile, first_k, len_k, first_q, len_q = own_tokens(*own, num_kv_heads, TILE_N)
+        # the first tiles are made above, but for those of what lies after the last sequence
+        len_k = gl.where((tile < near) & (b < batch), 0, len_k)
     if tile * TILE_N >= len_k:
         return
     shift = len_k - len_q
@@ -210,8 +213,8 @@ def hopper_backward(
     middle = gl.where(whole, first + seen.middle_first, end)
     middle_end = gl.where(whole, first + seen.middle_last, end)
     if part_ptr is not None:
-        per = (seen.count + parts - 1) // parts
-        first = gl.minimum(first + pid % parts * per, end)
+        per = gl.where(of_sinks, (seen.count + parts - 1) // parts, seen.count)
+        first = gl.minimum(first + gl.where(of_sinks, pid % parts * per, 0), end)
         end = gl.minimum(first + per, end)
     visit = RowTiles(first, end, middle, middle_end)
 
@@ -229,15 +232,13 @@ def hopper_backward(
         *((end - first) * GROUP, at, h, tile, first_k, len_k, first_q, len_q, shift),
         *(stat_head, sum_tile, sum_tiles),
     )
-    if part_ptr is None:
-        dk_at = at.to(gl.int64) * dk_strides.b + first_k.to(gl.int64) * dk_strides.t
-        dv_at = at.to(gl.int64) * dv_strides.b + first_k.to(gl.int64) * dv_strides.t
-        dk_ptr += dk_at + h.to(gl.int64) * dk_strides.h
-        dv_ptr += dv_at + h.to(gl.int64) * dv_strides.h
-        out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale)
-    else:
+    dk_at = at.to(gl.int64) * dk_strides.b + first_k.to(gl.int64) * dk_strides.t
+    dv_at = at.to(gl.int64) * dv_strides.b + first_k.to(gl.int64) * dv_strides.t
+    dk_ptr += dk_at + h.to(gl.int64) * dk_strides.h
+    dv_ptr += dv_at + h.to(gl.int64) * dv_strides.h
+    if part_ptr is not None:
         part_ptr += (pid - tile).to(gl.int64) * (TILE_N * 2 * DIM)
-        out = KeyGradients(part_ptr, part_ptr + DIM, 2 * DIM, 2 * DIM, scale)
+    out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, of_sinks)
     inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, total_ptr + stat_row, delta_ptr + stat_row)
     boxes, held, bars = allocate(inputs, STAGES, TILE_N)
     if sums_desc is None:
@@ -398,38 +399,35 @@ class Backward:
         p, c = self.problem, self.config
         total = x.k.shape[:-2].numel()
         tiles, lanes, width = tiling(p, self.device, total, p.num_kv_heads, TILE_N)
-        near, parts = backward.sink_parts(p, c)
+        near, parts = backward.sink_parts(p, self.device, c)
+        sink_tiles = p.batch * p.num_kv_heads * near
         summed = None if sums is None else sums_descriptor(sums)
-
-        def launch(programs: int, part: Tensor | None) -> None:
-            hopper_backward[(programs,)](
-                descriptor(x.q, c.tile_m),
-                descriptor(tensors.grad, c.tile_m),
-                descriptor(x.k, TILE_N),
-                descriptor(x.v, TILE_N),
-                *(stats.total, stats.delta),
-                *(tensors.dk, tensors.dv, strides_of(tensors.dk), strides_of(tensors.dv)),
-                *(part, summed, x.cu_seqlens_q, x.cu_seqlens_k),
-                *(x.softmax_scale, x.softmax_scale * LOG2_E, *bounds_of(p)),
-                *(p.seqlen_q, p.seqlen_k, p.batch, p.num_kv_heads),
-                *(x.q.shape[:-2].numel(), total, tiles, lanes, width),
-                *(self.sums_shape(x)[1], near, parts, p.group, c.num_stages),
-                num_warps=4,  # of the first consumer
-                enable_fp_fusion=True,
-            )
-
-        cut = p.batch * p.num_kv_heads * near
-        if cut:
-            shape = cut, parts, TILE_N, 2 * p.head_dim
+        part = None
+        if parts > 1:
+            shape = sink_tiles, parts, TILE_N, 2 * p.head_dim
             part = x.q.new_empty(shape, dtype=torch.float32)
-            launch(cut * parts, part)
+        hopper_backward[(sink_tiles * parts + tiles * lanes,)](
+            descriptor(x.q, c.tile_m),
+            descriptor(tensors.grad, c.tile_m),
+            descriptor(x.k, TILE_N),
+            descriptor(x.v, TILE_N),
+            *(stats.total, stats.delta),
+            *(tensors.dk, tensors.dv, strides_of(tensors.dk), strides_of(tensors.dv)),
+            *(part, summed, x.cu_seqlens_q, x.cu_seqlens_k),
+            *(x.softmax_scale, x.softmax_scale * LOG2_E, *bounds_of(p)),
+            *(p.seqlen_q, p.seqlen_k, p.batch, p.num_kv_heads),
+            *(x.q.shape[:-2].numel(), total, tiles, lanes, width),
+            *(self.sums_shape(x)[1], near, parts, p.group, c.num_stages),
+            num_warps=4,  # of the first consumer
+            enable_fp_fusion=True,
+        )
+        if part is not None:
             both = tensors, backward.Tensors(*(strides_of(tensor) for tensor in tensors))
-            backward.backward_sum[(cut, triton.cdiv(TILE_N, backward.SUM_TILE))](
+            backward.backward_sum[(sink_tiles, triton.cdiv(TILE_N, backward.SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
-                *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE),
+                *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE, backward.SUM_PARTS),
                 enable_fp_fusion=True,
             )
-        launch(tiles * lanes, None)
 
     def round(self, x: Operands, sums: Tensor, dq: Tensor) -> None:
         """dq of its fp32 sums."""

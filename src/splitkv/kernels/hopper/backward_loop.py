@@ -129,13 +129,17 @@ class Work(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Pointers to dk and dv of the first key; elements between tokens; scale of dk."""
+    """Pointers to dk and dv of the first key; elements between tokens; scale of dk. For sink tokens
+    in parts of rows, or None: where key 0 would be in this part [128, dk and dv] fp32; and whether
+    the program has such a part."""
 
     dk_ptr: Any
     dv_ptr: Any
     dk_stride: Any
     dv_stride: Any
     scale: Any
+    part_ptr: Any
+    in_part: Any
 
 
 @gluon.jit
@@ -437,8 +441,16 @@ def finish_keys(
     W: gl.constexpr,
 ):
     """A consumer from its first to its last instruction."""
+    DIM: gl.constexpr = tiles.q.shape[2]
     dk, dv = consume(tiles, exchange, bars, work, visit, bounds, scale_log2, PACKED, W)
+    dk *= out.scale
     first_n = work.tile * (2 * HALF) + W * HALF
     stage = tiles.v.slice(W * HALF, HALF)
-    store_rows(dv, stage, out.dv_ptr, out.dv_stride, first_n, work.len_k)
-    store_rows(dk * out.scale, stage, out.dk_ptr, out.dk_stride, first_n, work.len_k)
+    count = work.len_k
+    if out.part_ptr is not None:
+        if out.in_part:
+            store_rows(dv, stage, out.part_ptr + DIM, 2 * DIM, first_n, count)
+            store_rows(dk, stage, out.part_ptr, 2 * DIM, first_n, count)
+        count = gl.where(out.in_part, 0, count)
+    store_rows(dv, stage, out.dv_ptr, out.dv_stride, first_n, count)
+    store_rows(dk, stage, out.dk_ptr, out.dk_stride, first_n, count)

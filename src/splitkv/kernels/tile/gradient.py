@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from splitkv.kernels.tile.product import add_product, row_product
+from splitkv.kernels.tile.product import add_product_compensated, row_product
 from splitkv.kernels.tile.visit import load_tile, tile_at, visits
 from splitkv.kernels.tile.weight import Queries, gradients
 
@@ -48,8 +48,8 @@ def tile_rows(ptr, strides, tile, OFFSET: tl.constexpr, GROUP: tl.constexpr, TIL
 
 @triton.jit
 def sum_over_rows(
-    dk,  # [TILE_N, DIM]
-    dv,  # [TILE_N, DIM_V]
+    dk,  # (sum [TILE_N, DIM], what it lost)
+    dv,  # (sum [TILE_N, DIM_V], what it lost)
     k,  # [TILE_N, DIM]
     v,  # [TILE_N, DIM_V]
     offs_n,  # [TILE_N]
@@ -103,14 +103,14 @@ def sum_over_rows(
             *(qk, dp, total[None, :], rest, offs_n[:, None], keys),
             *(queries, scoring, bounds, MASKED),
         )
-        dv = add_product(dv, p.to(grad.dtype), grad)
-        dk = add_product(dk, dx.to(q.dtype), q)
+        dv = add_product_compensated(dv[0], dv[1], p.to(grad.dtype), grad)
+        dk = add_product_compensated(dk[0], dk[1], dx.to(q.dtype), q)
     return dk, dv
 
 
 @triton.jit
 def sum_over_keys(
-    dq,  # [TILE_M, DIM]
+    dq,  # (sum [TILE_M, DIM], what it lost)
     ds_sum,  # [TILE_M]
     ds_far,  # [TILE_M]
     p_far,  # [TILE_M]
@@ -157,5 +157,5 @@ def sum_over_keys(
             distance = tl.abs(queries.pos - offs_n[None, :]).to(tl.float32)
             ds_far += tl.sum(ds * distance, 1)
             p_far += tl.sum(p * distance, 1)
-        dq = add_product(dq, dx.to(k.dtype), k)
+        dq = add_product_compensated(dq[0], dq[1], dx.to(k.dtype), k)
     return dq, ds_sum, ds_far, p_far

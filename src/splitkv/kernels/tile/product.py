@@ -28,6 +28,30 @@ def add_product(acc, a, b):
 
 
 @triton.jit
+def add_product_compensated(acc, lost, a, b):
+    """(acc + a @ b, what its rounding lost): in fp32 the next sum gets back what this one lost, so
+    that errors do not grow with the number of tiles. Where a is not, `lost` is passed through."""
+    if a.dtype == tl.float32:
+        x = apart(tl.dot(a, b, input_precision="ieee"), -lost)
+        total = acc + x
+        lost = (total - acc) - x
+        acc = total
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc, lost
+
+
+@triton.jit
+def empty_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(sum, what it lost) before the first product of tiles of the type of x."""
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    lost = tl.zeros([1], tl.float32)
+    if x.dtype == tl.float32:
+        lost = acc
+    return acc, lost
+
+
+@triton.jit
 def halves(x):
     """The even and the odd columns of x [rows, DIM]."""
     return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
