@@ -134,6 +134,26 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
     check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
 
 
+@pytest.mark.parametrize("mine", ["preferred", "any_gpu"])
+@pytest.mark.parametrize("window", [16, 127])
+def test_tokens_after_the_last_sequence(
+    window: int, mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no part in anything: their gradients are zero, also those of keys in parts."""
+    if mine == "any_gpu":
+        monkeypatch.setattr(backward, "backward_for", any_gpu)
+    problem = replace(GRAD, kind="varlen", batch=2, seqlen_q=2300, seqlen_k=2300)
+    problem = replace(problem, mask=Mask(True, window, -1, 200), needs_grad=False)
+    call = make_operands(problem, device=DEVICE)
+    lengths = {name: len(call[name]) for name in ("q", "k", "v")}
+    for name in lengths:
+        after = torch.randn(700, *call[name].shape[1:], device=DEVICE).to(call[name])
+        call[name] = torch.cat([call[name], after]).requires_grad_()
+    found = gradients(call, *run(replace(problem, needs_grad=True), call))
+    for name, length in lengths.items():
+        assert (found[name][:length] != 0).any() and (found[name][length:] == 0).all(), name
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_the_same_bits_every_time(kind: Any, deterministic: bool) -> None:
