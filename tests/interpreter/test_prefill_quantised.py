@@ -12,7 +12,7 @@ import cases
 import pytest
 import torch
 from torch import Tensor
-from training import few_programs, paged, problem_of
+from training import few_programs, paged, problem_of, rows_of_parts
 
 from splitkv import reference
 from splitkv.device import GPUS
@@ -74,7 +74,7 @@ def run(tile_m: int, tile_n: int, parts: int, page_size: int) -> Any:
     return launch
 
 
-PAIRS = cases.leading(cases.pairs(AXES, valid), 18)[0]
+PAIRS = cases.leading(cases.pairs(AXES, valid), 22, work=lambda v: 100 + rows_of_parts(v))[0]
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS)))
