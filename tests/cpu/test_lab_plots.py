@@ -127,6 +127,22 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     assert "waves" in words(tmp_path / "new" / "pictures" / "splits-c.svg")
 
 
+@pytest.mark.parametrize("count", [200, plots.MANY_DOTS + 1])
+def test_a_long_search_is_no_larger_a_picture(count: int, tmp_path: Path) -> None:
+    """Every dot of a short one is in it, those of a long one are one image."""
+    path = tmp_path / "lineage.svg"
+    rest = {"worst": 1.0, "reason": None}
+    searched: list[dict[str, Any]] = [
+        {"number": n, "ratio": 1.1 - n / 10 / count, "parents": [n - 1], **rest}
+        for n in range(count)
+    ]
+    searched[0]["parents"] = []
+    plots.draw_lineage(searched, count - 1, path)
+    text = path.read_text()
+    assert len(text) < 200_000 and ("<image" in text) == (count > plots.MANY_DOTS)
+    assert "best that passed" in words(path)
+
+
 def test_the_same_results_draw_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         report(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from splitkv.lab.report import SWEPT_OVER_KEYS, asked, machine, sections
 
 MARKS = "osD^vPX*h"
 ENDINGS = (".svg", ".png", ".pdf")
+MANY_DOTS = 2000  # more are an image in a picture of lines
+GAP = (math.nan, math.nan)  # between lines that are drawn as one
 # Text stays text, and the same results give the same bytes.
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "splitkv"}
 NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -171,22 +174,27 @@ def draw_lineage(records: Sequence[Record], best: int | None, path: Path) -> Non
     axes = figure.subplots()
     timed = {r["number"]: r["ratio"] for r in records if r["ratio"] is not None}
     passed = [r for r in records if r["reason"] is None and r["worst"] is not None]
-    axes.plot(list(timed), list(timed.values()), ".", color="0.7", markersize=3, label="candidates")
+    dots: dict[str, Any] = {"color": "0.7", "markersize": 3, "label": "candidates"}
+    dots["rasterized"] = len(timed) > MANY_DOTS
+    axes.plot(list(timed), list(timed.values()), ".", **dots)
     least, line = float("inf"), list[tuple[int, float]]()
     for r in passed:
-        least = min(least, r["ratio"])
-        line.append((r["number"], least))
+        if r["ratio"] < least or r is passed[-1]:
+            least = min(least, r["ratio"])
+            line.append((r["number"], least))
     if line:
         axes.step(*zip(*line, strict=True), where="post", color="C0", label="best that passed")
     left, seen = [] if best is None else [best], set[int]()
+    ancestry = list[tuple[float, float]]()
     while left:
         number = left.pop()
         for parent in () if number in seen else records[number]["parents"]:
             if number in timed and parent in timed:
-                ends = [number, parent], [timed[number], timed[parent]]
-                axes.plot(*ends, color="C1", linewidth=0.8)
+                ancestry += (number, timed[number]), (parent, timed[parent]), GAP
             left.append(parent)
         seen.add(number)
+    if ancestry:
+        axes.plot(*zip(*ancestry, strict=True), color="C1", linewidth=0.8)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":", label="the default")
     axes.set_xlabel("candidate")
     axes.set_ylabel("time over the default's")
