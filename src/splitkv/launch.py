@@ -307,7 +307,7 @@ def run_decode(
         return_lse,
         early_kv,
         num_splits,
-        id(plan),
+        plan and id(plan),
         given,
     )
     try:
