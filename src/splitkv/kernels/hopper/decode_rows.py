@@ -20,7 +20,8 @@ def place_in_batch(
     programs, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, part, BATCH_P2, TILE_N
 ):
     """(sequence, which of its parts, how many) by the batch rule; see tile/share.py."""
-    a_thread: gl.constexpr = max(1, BATCH_P2 // (32 * gl.num_warps()))
+    # every warp has all of up to 256 sequences: then no sum waits for other warps
+    a_thread: gl.constexpr = max(1, min(BATCH_P2 // 32, 8), BATCH_P2 // (32 * gl.num_warps()))
     warps: gl.constexpr = gl.BlockedLayout([a_thread], [32], [gl.num_warps()], [0])
     offs_b = gl.arange(0, BATCH_P2, layout=warps)
     rule = Share(None, None, programs), bounds
