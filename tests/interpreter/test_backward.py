@@ -19,6 +19,7 @@ import splitkv
 from splitkv import autograd, launch, registry
 from splitkv.device import GPUS
 from splitkv.kernels import backward, prefill
+from splitkv.kernels.backward_rows import statistics
 from splitkv.kv import Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
@@ -107,6 +108,20 @@ def test_gradient_of_the_lse(mask: Mask, sink_logits: bool, kind: Any) -> None:
     pt = expected(problem, call, upcast=False)[1]
     (working,) = torch.autograd.grad(pt[pt > -math.inf].sum(), call["q"])
     assert_close(dq, wanted, working, factor=3.0, name="dq")
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_gradient_of_sink_logits_by_row_tiles(kind: Any) -> None:
+    """What `backward_rows` sums up for kernels that make none; some rows see no key."""
+    problem = replace(DENSE, kind=kind, num_kv_heads=6, sink_logits=True, mask=Mask(True))
+    problem = replace(problem, seqlen_q=150, return_lse=True)
+    call = make_operands(problem)
+    out, lse = run(problem, call)
+    (wanted,) = torch.autograd.grad(expected(problem, call)[0].sum(), call["sink_logits"])
+    given = out.detach(), lse.detach(), torch.ones_like(out)
+    stats = statistics(problem, bind(problem, call), *given, None, False, sum_sinks=True)
+    assert stats.sink is None and stats.sink_sums.shape[:2] == (1 if kind == "varlen" else 2, 6)
+    torch.testing.assert_close(stats.sink_sums.sum((0, 2)), wanted.float(), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])

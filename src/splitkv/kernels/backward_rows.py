@@ -5,10 +5,12 @@ Computes, for each row, from out, lse and the gradients dout and dlse of both,
     total = log(exp(lse) + exp(sink))
     delta = dout . out - dlse exp(total - lse)
 
+and, for kernels that make no dsink, what the rows of a tile add to it.
+
 Shapes      out, lse: as in `prefill`; statistics: see Stats
 Grid        row tiles x KV heads x sequences, packed sequences being one
 Traffic     reads out, dout and lse once, writes 8 bytes a row
-Numerics    fp32 throughout, total in base 2; the rounding of out is in delta
+Numerics    fp32 throughout, total in base 2; the rounding of out is in delta and sums of dsink
 Limits      those of `prefill`
 """
 
@@ -31,7 +33,9 @@ TILE = 64  # rows a program
 
 class Stats(NamedTuple):
     """Pointers to rows [sequences, num_kv_heads, tokens, group] fp32: the total of the softmax in
-    base 2, inf where a row sees no key; delta; a row's part of dsink and of dslope, or None.
+    base 2, inf where a row sees no key; delta; a row's part of dsink and of dslope, or None; and
+    [sequences, num_heads, row tiles] fp32, what a tile's rows add to dsink where every head is a
+    group, or None.
 
     Packed sequences are one.
     """
@@ -40,6 +44,7 @@ class Stats(NamedTuple):
     delta: Any
     sink: Any
     slope: Any
+    sink_sums: Any = None
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -81,6 +86,9 @@ def backward_rows(
         total = top + tl.log2(tl.exp2(lse - top) + tl.exp2(sink - top))
     if stats.slope is not None:
         tl.store(stats.slope + stat, product, mask=ok)
+    if stats.sink_sums is not None:
+        p_sink = tl.where(empty, 0.0, tl.exp2(sink - total))
+        tl.store(stats.sink_sums + tl.program_id(0), -tl.sum(p_sink * product, 0))
     delta = product
     if grad_lse_ptr is not None:
         grad_lse = tl.load(place(grad_lse_ptr, grad_lse_strides, b, t, head), mask=ok, other=0.0)
@@ -103,19 +111,28 @@ def statistics(
     grad: Tensor,
     grad_lse: Tensor | None,
     of_slopes: bool,
+    sum_sinks: bool = False,
 ) -> Stats:
-    """Of a call; `of_slopes` where the gradient of ALiBi slopes is wanted."""
+    """Of a call; `of_slopes` where the gradient of ALiBi slopes is wanted. `sum_sinks`: sums of the
+    gradient of sink logits in place of room for its rows; every head is a group."""
     p = problem
     batch, length = (1, x.q.shape[0]) if p.kind == "varlen" else (p.batch, p.seqlen_q)
     shape = batch, p.num_kv_heads, length, p.group
-    wanted = (True, True, x.sink_logits is not None, of_slopes)
-    rows = [x.q.new_empty(shape, dtype=torch.float32) if want else None for want in wanted]
-    stats = Stats(*rows)
+    tiles = triton.cdiv(length * p.group, TILE)
+    sinks = x.sink_logits is not None
+    wanted = (True, True, sinks and not sum_sinks, of_slopes)
+    total, delta, sink, slope = (
+        x.q.new_empty(shape, dtype=torch.float32) if want else None for want in wanted
+    )
+    sums = None
+    if sinks and sum_sinks:
+        assert p.group == 1, f"group: expected 1, got {p.group}"
+        sums = x.q.new_empty((batch, p.num_heads, tiles), dtype=torch.float32)
+    stats = Stats(total, delta, sink, slope, sums)
     lse_grad_strides = None
     if grad_lse is not None:
         n = grad_lse.stride()
         lse_grad_strides = Strides(n[0], n[2], n[1]) if len(n) == 3 else Strides(0, n[1], n[0])
-    tiles = triton.cdiv(length * p.group, TILE)
     backward_rows[(tiles * p.num_kv_heads * batch,)](
         *(out, grad, lse, grad_lse, x.sink_logits, stats, length, p.num_kv_heads),
         *(strides_of(out), strides_of(grad), lse_strides(x.q), lse_grad_strides, tiles),

@@ -370,7 +370,7 @@ class Backward:
         elif not fits_tma(grad_out):
             grad_out = grad_out.contiguous()
         p = replace(self.problem, num_kv_heads=self.problem.num_heads)  # every head has its rows
-        stats = statistics(p, x, out, lse, grad_out, grad_lse, x.sink_logits is not None)
+        stats = statistics(p, x, out, lse, grad_out, grad_lse, False, sum_sinks=True)
         found = (torch.empty_like(tensor) for tensor in (x.q, x.k, x.v))
         tensors = backward.Tensors(x.q, x.k, x.v, grad_out, *found)
         if p.deterministic:
@@ -383,7 +383,7 @@ class Backward:
             self.round(x, sums, tensors.dq)
         dsink = None
         if x.sink_logits is not None:
-            dsink = self.of_sinks(x.sink_logits, stats).to(x.sink_logits.dtype)
+            dsink = stats.sink_sums.sum((0, 2)).to(x.sink_logits.dtype)
         return tensors.dq, tensors.dk, tensors.dv, dsink, None
 
     def sums_shape(self, x: Operands) -> tuple[int, int]:
@@ -457,8 +457,3 @@ class Backward:
             num_warps=4,  # of the first consumer
             enable_fp_fusion=True,
         )
-
-    def of_sinks(self, logits: Tensor, stats: Stats) -> Tensor:
-        """[num_heads] fp32; a row that sees no key has an infinite total and no part in it."""
-        weights = torch.exp2(logits.float()[:, None, None] * LOG2_E - stats.total)
-        return -torch.where(weights > 0, weights * stats.slope, 0.0).sum((0, 2, 3))
