@@ -17,8 +17,9 @@ from compiling import AnyGPU
 from torch import Tensor
 from triton.runtime.driver import driver
 
+import splitkv
 from splitkv import reference
-from splitkv.kv import Codec, Ragged
+from splitkv.kv import AS_IS, Codec, Ragged
 from splitkv.lab import peers as decode_peers
 from splitkv.lab import process
 from splitkv.lab.cases import Case
@@ -516,6 +517,31 @@ def test_peers_say_which_features_they_lack(monkeypatch: pytest.MonkeyPatch) -> 
     assert reasons("flex", sinks, "backward") == []
     assert reasons("fa3", "gpt_oss_b1_4096_window128") == []
     assert reasons("fa3x", "gpt_oss_b1_4096_causal", "backward") == ["sink logits: expected none"]
+
+
+@pytest.mark.parametrize("codec", [AS_IS, Codec("fp8", "head")], ids=str)
+def test_fa3_has_dense_sequences_packed(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fwd(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+        bounds = [options.pop(f"cu_seqlens_{name}") for name in "qk"]
+        longest = [options.pop(f"max_seqlen_{name}") for name in "qk"]
+        for n, name in enumerate(("q_descale", "k_descale", "v_descale")):
+            if name in options:
+                scale = options.pop(name)
+                x = tensors[n]
+                each = scale.repeat_interleave(len(x) // len(scale), 0)
+                each = each.repeat_interleave(x.shape[1] // scale.shape[1], 1)
+                x = (x.float() * each[..., None]).bfloat16()
+                tensors = (*tensors[:n], x, *tensors[n + 1 :])
+        out = splitkv.attention_varlen(*tensors, *bounds, *longest, **options)
+        assert isinstance(out, torch.Tensor)
+        return (out,)
+
+    monkeypatch.setattr(peers, "import_module", lambda name: SimpleNamespace(fwd=fwd))
+    problem = replace(SMALL, dtype="bfloat16", seqlen_q=24, mask=Mask(), codec=codec)
+    inputs = Inputs(Case("dense", problem), device="cpu")
+    out, expected = peers.fa3(inputs).call(), inputs.attend()
+    assert out.shape == expected.shape
+    torch.testing.assert_close(out, expected, atol=0.05, rtol=0.05)
 
 
 def test_a_causal_mask_of_fewer_queries_is_not_the_same_for_torch() -> None:

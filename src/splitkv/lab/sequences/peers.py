@@ -65,15 +65,12 @@ def fa3x(inputs: Inputs) -> Prepared:
 
 
 def fa3(inputs: Inputs) -> Prepared:
-    """FlashAttention-3 as vLLM builds it, forward alone, dense or packed."""
+    """FlashAttention-3 as vLLM builds it: forward alone, and of packed sequences alone, so that
+    dense ones come packed."""
     fa, p = import_module("peers.fa3"), inputs.problem
     options: dict[str, Any] = {"causal": p.mask.causal, "window_size": inputs.window_size}
     if inputs.sink is not None:
         options["s_aux"] = inputs.sink
-    if inputs.cu_seqlens is not None:
-        options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
-        options |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
-
     q = inputs.q
     if inputs.k_scale is not None:  # e4m3 times e4m3: q with a scale a KV head, as the keys
         assert inputs.v_scale is not None
@@ -84,9 +81,17 @@ def fa3(inputs: Inputs) -> Prepared:
         q = (q.float() / of_heads).to(inputs.k.dtype)
         descales = scale, inputs.k_scale.expand(rows), inputs.v_scale.expand(rows)
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    tensors = q, inputs.k, inputs.v
+    cu_q = cu_k = inputs.cu_seqlens
+    if inputs.cu_seqlens is None:
+        count = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device)
+        cu_q, cu_k = count * p.seqlen_q, count * p.seqlen_k
+        tensors = q.flatten(0, 1), inputs.k.flatten(0, 1), inputs.v.flatten(0, 1)
+    options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    options |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
 
     def call() -> Tensor:
-        return fa.fwd(q, inputs.k, inputs.v, **options)[0]
+        return fa.fwd(*tensors, **options)[0].view(*q.shape[:-1], p.head_dim_v)
 
     return Prepared(call, getattr(fa, "__version__", None))
 
