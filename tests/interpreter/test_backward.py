@@ -159,7 +159,7 @@ def test_everything_at_once(dims: int, kind: Any) -> None:
 )
 def test_sink_tokens_in_parts(sink_tokens: int, kind: Any) -> None:
     """Windows so short that the rows that see the first keys are cut into parts."""
-    mask = Mask(True, 2, -1, sink_tokens)
+    mask = Mask(True, 18, -1, sink_tokens)
     problem = replace(DENSE, kind=kind, seqlen_q=200, seqlen_k=210, mask=mask)
     problem = replace(problem, num_heads=2, num_kv_heads=1)
     near, parts = backward.sink_parts(problem, H200, Config(tile_n=16))
@@ -172,7 +172,7 @@ def test_sink_tokens_come_first_in_few_parts() -> None:
     config = Config(tile_n=128)
     for left, length, heads, parts in (
         *((127, 131072, 8, 64), (127, 16384, 8, 17), (4095, 16384, 8, 1), (4095, 8192, 8, 1)),
-        *((4095, 16384, 1, 4), (4095, 4096, 1, 1)),
+        *((4095, 16384, 1, 8), (4095, 4096, 1, 2)),
     ):
         mask, heads = Mask(True, left, -1, 4), {"batch": 1, "num_kv_heads": heads}
         problem = replace(DENSE, mask=mask, seqlen_q=length, seqlen_k=length, **heads)

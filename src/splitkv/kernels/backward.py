@@ -388,8 +388,10 @@ def sink_parts(problem: Problem, device: Device, config: Config) -> tuple[int, i
     """(tiles of sink tokens that come first, parts of the rows that see one); (0, 1) where they are
     seen by as many rows as others.
 
-    A part may take as long as all other tiles together: about as many times as many rows as see
-    another tile as an SM has of these, but no more than four.
+    A part may take about as long as an SM takes for the other tiles: as many times as many rows as
+    see one of those as it has of them, but no more than four. Half a tile less, as rows that see
+    the first keys alone take longer, since they ask the mask, and so that it is two parts where
+    there is a tile for every SM.
     """
     mask = problem.mask
     reach = [mask.chunk] if mask.chunk else []
@@ -399,7 +401,7 @@ def sink_parts(problem: Problem, device: Device, config: Config) -> tuple[int, i
     if mask.num_bands < 2 or not reach or not near:
         return 0, 1
     tiles = problem.batch * problem.num_kv_heads * triton.cdiv(problem.seqlen_k, config.tile_n)
-    times = min(max(tiles / device.num_sms, 1), 4)
+    times = min(max(tiles / device.num_sms - 0.5, 0.5), 4)
     rows = times * (min(reach) + config.tile_n)
     return near, min(max(MAX_PARTS // near, 1), math.ceil(problem.seqlen_q / rows))
 
