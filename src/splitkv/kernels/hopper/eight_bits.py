@@ -17,6 +17,8 @@ TO_E4M3 = gl.constexpr("""{
     cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
     mov.b32 $0, {low, high};
     }""")
+TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 # 1.5 * 2 ** 23 more: the nearest integer is in the low bits
 TO_INT8 = gl.constexpr("""{
     .reg .f32 a, b;
@@ -139,6 +141,25 @@ def words_of(x, dtype: gl.constexpr):
     return gl.inline_asm_elementwise(
         code, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def words_of_pairs(x, dtype: gl.constexpr):
+    """x [rows, keys] in 16 bits, two neighbours a word."""
+    ROWS: gl.constexpr = x.shape[0]
+    KEYS: gl.constexpr = x.shape[1]
+    a, b = x.reshape([ROWS, KEYS // 2, 2]).split()
+    CODE: gl.constexpr = TO_BF16 if dtype == gl.bfloat16 else TO_FP16
+    return gl.inline_asm_elementwise(CODE, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def halves_of_words(words, dtype: gl.constexpr, layout: gl.constexpr):
+    """[rows, 2 * words] of 16 bits; see `bytes_of_words`."""
+    ROWS: gl.constexpr = words.shape[0]
+    halves = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))
+    x = halves.reshape([ROWS, 2 * words.shape[1]])
+    return gl.convert_layout(x.to(dtype, bitcast=True), layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -145,12 +145,13 @@ def hopper_prefill(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
     REST: gl.constexpr,  # what q and k have more than v
+    Q_SLOTS: gl.constexpr,  # row tiles of q in shared memory
     OUT_SLOTS: gl.constexpr,  # tiles of shared memory for out; 0: it takes the place of q
     TURNS: gl.constexpr,
 ):
     if PDL:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    q_boxes, q = allocate(q_desc, WARPGROUPS, ROWS, DIM)
+    q_boxes, q = allocate(q_desc, Q_SLOTS * WARPGROUPS, ROWS, DIM)
     k_boxes, k = allocate(k_desc, STAGES, TILE_N, DIM)
     v_boxes, v = allocate(v_desc, STAGES, TILE_N, DIM)
     q_rest_boxes = None
@@ -158,7 +159,7 @@ def hopper_prefill(
     k_rest_boxes = None
     k_rest = None
     if q_rest_desc is not None:
-        q_rest_boxes, q_rest = allocate(q_rest_desc, WARPGROUPS, ROWS, REST)
+        q_rest_boxes, q_rest = allocate(q_rest_desc, Q_SLOTS * WARPGROUPS, ROWS, REST)
         k_rest_boxes, k_rest = allocate(k_rest_desc, STAGES, TILE_N, REST)
     out_boxes = None
     out = None
@@ -166,10 +167,10 @@ def hopper_prefill(
         out_boxes, out = allocate(out_desc, OUT_SLOTS, ROWS, DIM)
     turn = None
     if TURNS:
-        turn = barriers(WARPGROUPS, 1)
+        turn = WARPGROUPS
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
-    q_full, q_free = barriers(1, 1), barriers(1, WARPGROUPS)
+    q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, WARPGROUPS)
     signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn)
     maps = Parts(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc)
     boxes = Parts(q_boxes, q_rest_boxes, k_boxes, k_rest_boxes, v_boxes, out_boxes)
@@ -286,9 +287,17 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return (rows + keys) * problem.element_bytes + BARRIER_BYTES
 
 
-def out_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of an output tile."""
-    return config.tile_m * problem.head_dim_v * problem.element_bytes
+def row_tiles(problem: Problem, config: Config, device: Device) -> tuple[int, int]:
+    """How many row tiles of q, and of the output beside it, are in shared memory.
+
+    With a place of its own the output of one row tile leaves while the next is worked on, whose q
+    arrives, given a second place, while that is.
+    """
+    room = device.smem_per_block - shared_bytes(problem, config)
+    bytes_of = problem.element_bytes * config.tile_m
+    of_out = int(bytes_of * problem.head_dim_v <= room)
+    room -= bytes_of * (problem.head_dim_v + problem.head_dim)
+    return (2 if config.programs and room >= 0 else 1), of_out
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
@@ -403,11 +412,11 @@ class Launcher(prefill.Launcher):
     def own_tail(self, operands: Operands) -> tuple[Any, ...]:
         """The last arguments of this kernel."""
         problem, config = self.problem, self.plan.config
-        room = self.device.smem_per_block - shared_bytes(problem, config)
         warpgroups = config.tile_m // ROWS.value
-        out_slots = warpgroups if out_bytes(problem, config) <= room else 0
+        of_q, of_out = row_tiles(problem, config, self.device)
         # with two or more warpgroups they issue products in turns: see prefill_tile.py
-        return problem.head_dim - problem.head_dim_v, out_slots, warpgroups > 1
+        rest = problem.head_dim - problem.head_dim_v
+        return rest, of_q, of_out * warpgroups, warpgroups > 1
 
     def start(self, *args: Any) -> Any:
         return hopper_prefill[self.grid](*args, *self.tail, **self.options)

@@ -42,8 +42,8 @@ class Parts(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """Barriers: what has arrived, what is free again, which warpgroup may issue products (or None:
-    any)."""
+    """Barriers: what has arrived, what is free again. `turn`: how many warpgroups take turns at
+    issuing products, or None: any may at any time."""
 
     q_full: Any
     q_free: Any
@@ -68,9 +68,11 @@ def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def ask_rows(maps, boxes, signals, own, done, PACK: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Have q of a row tile copied, once the `done` ones before are used up."""
-    mbarrier.wait(signals.q_free.index(0), (done & 1) ^ 1)
-    full = signals.q_full.index(0)
+    """Have q of a row tile copied, once that is used up which had its slot, of `done` before."""
+    SLOTS: gl.constexpr = signals.q_full.shape[0]
+    slot = done % SLOTS
+    mbarrier.wait(signals.q_free.index(slot), (done // SLOTS & 1) ^ 1)
+    full = signals.q_full.index(slot)
     BYTES: gl.constexpr = WARPGROUPS * maps.q.block_type.nbytes
     if maps.q_rest is None:
         mbarrier.expect(full, BYTES)
@@ -78,10 +80,17 @@ def ask_rows(maps, boxes, signals, own, done, PACK: gl.constexpr, WARPGROUPS: gl
         mbarrier.expect(full, BYTES + WARPGROUPS * maps.q_rest.block_type.nbytes)
     for w in gl.static_range(WARPGROUPS):
         t = own.first_q + (own.tile * WARPGROUPS + w) * (ROWS // PACK)
-        async_load(maps.q, [own.b, t, own.head, 0], full, boxes.q.index(w))
+        async_load(maps.q, [own.b, t, own.head, 0], full, boxes.q.index(slot * WARPGROUPS + w))
         if maps.q_rest is not None:
             at = [own.b, t, own.head, maps.q.block_type.shape[3]]
-            async_load(maps.q_rest, at, full, boxes.q_rest.index(w))
+            async_load(maps.q_rest, at, full, boxes.q_rest.index(slot * WARPGROUPS + w))
+
+
+@gluon.jit
+def wait_rows(signals, done):
+    """Wait for q of the item after `done` others."""
+    SLOTS: gl.constexpr = signals.q_full.shape[0]
+    mbarrier.wait(signals.q_full.index(done % SLOTS), done // SLOTS & 1)
 
 
 @gluon.jit

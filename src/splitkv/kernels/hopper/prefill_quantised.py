@@ -162,11 +162,12 @@ def hopper_prefill_quantised(
     PER_KEY: gl.constexpr,  # k and v have a scale a token
     OF_K: gl.constexpr,  # the type that keys are multiplied in, as q
     OF_V: gl.constexpr,  # that of values, as p
+    Q_SLOTS: gl.constexpr,  # row tiles of q in shared memory
 ):
     if PDL:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     stored: gl.constexpr = k_desc.dtype
-    q_boxes, q = allocate(q_desc, WARPGROUPS, ROWS, DIM)
+    q_boxes, q = allocate(q_desc, Q_SLOTS * WARPGROUPS, ROWS, DIM)
     k_boxes, k_stored = allocate(k_desc, STAGES, TILE_N, DIM)
     v_boxes, v_stored = allocate(v_desc, STAGES, TILE_N, DIM)
     out_boxes, out = allocate(out_desc, WARPGROUPS, ROWS, DIM)
@@ -176,7 +177,7 @@ def hopper_prefill_quantised(
         BITS: gl.constexpr = OF_K.primitive_bitwidth
         rounded: gl.constexpr = gl.NVMMASharedLayout(min(128, DIM * BITS // 8), BITS, rank=2)
         q = gl.allocate_shared_memory(OF_K, [WARPGROUPS, ROWS, DIM], rounded)
-    q_full, q_free = barriers(1, 1), barriers(1, WARPGROUPS)
+    q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, WARPGROUPS)
     v_there, v_taken = barriers(STAGES, 1), barriers(STAGES, 1)
     v_full, v_free = barriers(READY, 1), barriers(READY, WARPGROUPS)
     v = allocate_ready(v_stored, OF_V)
@@ -205,7 +206,7 @@ def hopper_prefill_quantised(
             inverse = allocate_columns(READY + 1, TILE_N)
     turn = None
     if WARPGROUPS > 1:
-        turn = barriers(WARPGROUPS, 1)
+        turn = WARPGROUPS
     coming = Signals(q_full, q_free, k_there, k_taken, v_there, v_taken, None)
     signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn)
     maps = Parts(q_desc, None, k_desc, None, v_desc, out_desc)
@@ -333,7 +334,12 @@ class Launcher(hopper_prefill.Launcher):
         x = operands
         pairs = (x.q_scale, x.q), (x.k_scale, x.k), (x.v_scale, x.v)
         strides = (step for scale, tensor in pairs for step in scale_strides(scale, tensor))
-        return *strides, self.problem.codec.granularity == "token", *types(self.problem)[1:3]
+        of_q, of_k, of_v, _ = types(self.problem)
+        room = self.device.smem_per_block - shared_bytes(self.problem, self.plan.config)
+        # rows that are rounded first leave their place early
+        tile_bytes = self.plan.config.tile_m * self.problem.head_dim * size_of(of_q)
+        q_slots = 2 if self.plan.config.programs and of_q == of_k and tile_bytes <= room else 1
+        return *strides, self.problem.codec.granularity == "token", of_k, of_v, q_slots
 
     def start(self, *args: Any) -> Any:
         return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)

@@ -116,7 +116,8 @@ def own_item(work, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
     row_tiles = work.tiles * work.lanes
     if work.cutting.parts is None or index < row_tiles:
         tile, lane = tile_and_lane(index, work.tiles, work.lanes, work.width)
-        if ((work.lanes - 1) // work.width - lane // work.width) % 2 == 0:
+        together = index // (work.tiles * work.width)  # known from above: lane // width
+        if ((work.lanes - 1) // work.width - together) % 2 == 0:
             tile = work.tiles - 1 - tile
         head = lane % work.lane_heads * PACK
         sequence = lane // work.lane_heads

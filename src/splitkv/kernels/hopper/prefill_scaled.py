@@ -23,14 +23,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from splitkv.kernels.hopper.eight_bits import bytes_of_words, ordered_columns, words_of
-from splitkv.kernels.hopper.prefill_load import ROWS
-from splitkv.kernels.hopper.prefill_sums import along_rows, sums_of_threads
+from splitkv.kernels.hopper.eight_bits import (
+    bytes_of_words,
+    halves_of_words,
+    ordered_columns,
+    words_of,
+    words_of_pairs,
+)
+from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
+from splitkv.kernels.hopper.prefill_sums import along_rows, max_of_rows, sums_of_threads
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 
 SLACK = gl.constexpr(8.0)  # in base 2, by which weights of 16 bits may be larger than 1
+UNSEEN = gl.constexpr(-(2**31))  # less than any sum of products of 8 bits
 LEAST_SCALE = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 
 
@@ -135,7 +142,7 @@ def factor_of_rows(
     factor = gl.full([ROWS], 1.0, gl.float32, M)
     if scales.q_ptr is not None:
         factor = scales_of_rows(scales, own, rows, PACK)
-    mbarrier.wait(signals.q_full.index(0), done & 1)
+    wait_rows(signals, done)
     if scales.wide is not None:
         factor *= round_rows(scales.wide.index(W), tiles.q.index(W), M)
         mbarrier.arrive(signals.q_free.index(0), count=1)
@@ -144,6 +151,14 @@ def factor_of_rows(
         factor *= work.scoring.scale
     # not 0: a masked score of -inf stays that
     return gl.where(factor < LEAST_SCALE, LEAST_SCALE, factor)
+
+
+@gluon.constexpr_function
+def are_whole(sums, values, one_scale, plain):
+    """Whether scores are compared as the integers that they are times a factor of each row: it is
+    quicker, and only exponents wait for conversions. Steps that ask the mask have a branch of their
+    own then, as conversions before it would be in everybody's way."""
+    return sums == gl.int32 and is_wide(values) and one_scale and plain
 
 
 @gluon.jit
@@ -155,7 +170,10 @@ def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales,
     TILE_N: gl.constexpr = qk.shape[1]
     dtype: gl.constexpr = tiles.v.dtype
     along: gl.constexpr = gl.SliceLayout(0, qk.type.layout)
-    s = qk.to(gl.float32)
+    ONE_SCALE: gl.constexpr = scales.of_k is None
+    WHOLE: gl.constexpr = are_whole(qk.dtype, dtype, ONE_SCALE, work.scoring.softcap is None)
+    if not WHOLE:
+        s = qk.to(gl.float32)
     if scales.of_k is not None:
         SLOTS: gl.constexpr = scales.of_k.shape[0]
         slot = n % SLOTS
@@ -169,10 +187,18 @@ def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales,
     if scales.inverse is not None:
         s = s * factor[:, None] + scales.of_v.index(slot).load(along)[None, :]
         factor = gl.full([ROWS], 1.0, gl.float32, m.type.layout)
-    if asks:
-        offs_n = tile * TILE_N + inside
-        s = gl.where(visible(work.bounds, pos, offs_n, own.len_k), s, float("-inf"))
-    highest = gl.max(s, 1) * factor - most_log2(dtype)
+    offs_n = tile * TILE_N + inside
+    if WHOLE:
+        if asks:
+            qk = gl.where(visible(work.bounds, pos, offs_n, own.len_k), qk, UNSEEN)
+        most = max_of_rows(qk)
+        highest = gl.where(most == UNSEEN, float("-inf"), most.to(gl.float32) * factor)
+        s = qk.to(gl.float32)
+    else:
+        if asks:
+            s = gl.where(visible(work.bounds, pos, offs_n, own.len_k), s, float("-inf"))
+        highest = max_of_rows(s) * factor
+    highest -= most_log2(dtype)
     if is_wide(dtype):
         m_new = gl.where(highest > m + SLACK, highest, m)
     else:
@@ -185,6 +211,9 @@ def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales,
         base = gl.where(highest == float("-inf"), top, highest)
         own_shrink = gl.exp2(base - top)
     x = gl.exp2(s * factor[:, None] - base[:, None])
+    if WHOLE:
+        if asks:
+            x = gl.where(visible(work.bounds, pos, offs_n, own.len_k), x, 0.0)
     if scales.inverse is not None:
         sums = sums_of_threads(x * scales.inverse.index(slot).load(along)[None, :])
     else:
@@ -238,6 +267,7 @@ def multiply_values(p, tiles, slot, acc):
     bits, and in int8, where they are integers."""
     O: gl.constexpr = acc.type.layout
     if is_wide(tiles.v.dtype):
+        p = halves_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, O, 2))
         product = warpgroup_mma(p, tiles.v.index(slot), acc, is_async=True)
     else:
         p = bytes_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, O, 4))
@@ -252,7 +282,7 @@ def multiply_values(p, tiles, slot, acc):
 def rounded(x, tiles, acc):
     """p as `multiply_values` takes it."""
     if is_wide(tiles.v.dtype):
-        p = gl.convert_layout(x.to(tiles.v.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+        p = words_of_pairs(x, tiles.v.dtype)
     else:
         p = words_of(x, tiles.v.dtype)
     return p

@@ -7,6 +7,17 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.prefill_load import ROWS
 
+FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
+SUMS_ARE_KNOWN = gl.constexpr("""{
+    .reg .pred p;
+    .reg .f32 both;
+    add.f32 both, $2, $3;
+    setp.gt.f32 p, both, 0f7F7FFFFF;
+    @p bar.sync 15, 128;
+    mov.b32 $0, $2;
+    mov.b32 $1, $3;
+    }""")
+
 
 @gluon.jit
 def sums_of_threads(x):
@@ -17,20 +28,82 @@ def sums_of_threads(x):
 
 
 @gluon.jit
-def before_wait(sums):
+def max_of_rows(x):
+    """[rows]: the largest of each row of x [rows, TILE_N]. Of the 16 or 32 that a thread has of a
+    row, eights are compared by themselves, so that none waits for all before it."""
+    COUNT: gl.constexpr = x.shape[1] // 32
+    fours = x.reshape([ROWS, COUNT, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+    of_eight = gl.max(fours.reshape([ROWS, COUNT, 4, 8]), 3)
+    most = gl.max(gl.max(of_eight, 1), 1)
+    return gl.convert_layout(most, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def before_wait(sums, BRANCH: gl.constexpr):
     """The same sums of weights, known before the next wait for a product.
 
     ptxas moves such a wait up over all arithmetic, and the exponentials would no longer run under
-    the product. Over a barrier it does not; this one is for sums that are impossible.
+    the product. Over a barrier it does not; this one is for sums that are impossible. Branches with
+    numbers of their own stay apart: what they have in common would else be moved behind both.
     """
+    CODE: gl.constexpr = named(SUMS_ARE_KNOWN, BRANCH)
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .f32 both; add.f32 both, $2, $3; setp.gt.f32 p, both, 0f7F7FFFFF;"
-        " @p bar.sync 15, 128; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        CODE,
         "=r,=r,r,r",
         [sums],
         dtype=gl.float32,
         is_pure=False,
         pack=2,
+    )
+
+
+@gluon.constexpr_function
+def named(code, number):
+    """Instructions told from the same ones with another number."""
+    return f"// {number}\n{code}"
+
+
+@gluon.jit
+def known(x):
+    """The same numbers, known before the next wait for a product: as `before_wait`, with a barrier
+    for a pattern of bits that no integer here and no result of arithmetic has."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.b32 p, $1, 0x7FFFDEAD; @p bar.sync 15, 128; mov.b32 $0, $1; }",
+        "=r,r",
+        [x],
+        dtype=x.dtype,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_turn(W: gl.constexpr):
+    """Wait until the products of warpgroup W may be issued; see `pass_turn`.
+
+    By a barrier of the hardware: for one in shared memory the warps of each warpgroup would have to
+    meet first, at both ends.
+    """
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.program_id(0) * 0 + FIRST_TURN + W],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn(W: gl.constexpr):
+    """Let warpgroup W issue products."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.program_id(0) * 0 + FIRST_TURN + W],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

@@ -32,13 +32,9 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def write(
-    acc,  # [ROWS, DIM_V]
+def finish(
     l,  # [ROWS]
     m,  # [ROWS] in base 2
-    maps,  # Parts
-    boxes,  # Parts
-    tiles,  # Parts
     own,  # Own
     work,  # Work
     output,  # Output
@@ -47,7 +43,7 @@ def write(
     PACK: gl.constexpr,
     TILE_M: gl.constexpr,
 ):
-    """Finish the softmax and store out and lse; see `finish`, which is for rows that saw values."""
+    """Store lse and give what sums are multiplied by [ROWS]."""
     rows = own.tile * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=m.type.layout)
     ok = rows < own.len_q * PACK
     t = own.first_q + rows // PACK
@@ -62,6 +58,26 @@ def write(
         top = finite_or_zero(gl.maximum(m, sink))
         shrink = gl.exp2(m - top)
         factor = shrink / (l * shrink + gl.exp2(sink - top))
+    return factor
+
+
+@gluon.jit
+def write(
+    acc,  # [ROWS, DIM_V]
+    l,  # [ROWS]
+    factor,  # [ROWS]
+    maps,  # Parts
+    boxes,  # Parts
+    tiles,  # Parts
+    own,  # Own
+    work,  # Work
+    output,  # Output
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
+    """Store out."""
     # a row that saw no key: its products are 0 times anything
     out = gl.where(along_rows(l, acc) == 0.0, 0.0, acc * along_rows(factor, acc))
     if tiles.out is None:
