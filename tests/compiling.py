@@ -242,9 +242,30 @@ def compile_plan(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[s
 
 
 def measure(compiled: Any) -> Compiled:
+    assert overwritten_barriers(compiled.asm["ptx"]) == []
     registers, stack = resources(compiled.asm["cubin"])
     meta = compiled.metadata
     return Compiled(compiled.asm["ptx"], meta.num_warps, registers, stack, meta.shared)
+
+
+def overwritten_barriers(ptx: str) -> list[int]:
+    """Addresses in shared memory of barriers that are initialised where something else is stored.
+
+    Triton reuses the memory of a barrier that nobody waits at for what it hands to the roles of
+    warps, with nothing between: whichever lands last stays, mostly the right one.
+    """
+    at = dict.fromkeys(re.findall(r"mov\.[bu]32\s+(%r\d+), global_smem;", ptx), 0)
+    for register, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
+        if at.get(base) == 0:
+            at[register] = int(offset)
+    bars = re.findall(r"mbarrier\.init\.shared(?:::cta)?\.b64 \[(%r\d+)\]", ptx)
+    stores = re.findall(r"st\.shared\.(?:v(\d)\.)?[bfu](\d+)\s+\[global_smem\+(\d+)\]", ptx)
+    taken = {
+        int(first) + byte
+        for count, bits, first in stores
+        for byte in range(int(count or 1) * int(bits) // 8)
+    }
+    return [at[bar] for bar in bars if not taken.isdisjoint(range(at[bar], at[bar] + 8))]
 
 
 @functools.cache

@@ -118,18 +118,11 @@ def allocate(inputs, STAGES: gl.constexpr, TILE_N: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [1], layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
     )
     mbarrier.init(bars.kv, count=1)
     for n in gl.static_range(STAGES):
         mbarrier.init(bars.rows.index(n), count=2)  # TMA, and the warp that copies statistics
         mbarrier.init(bars.rows_free.index(n), count=2)
-    for n in gl.static_range(2):
-        mbarrier.init(bars.ds.index(n), count=2)
-        mbarrier.init(bars.sums.index(n), count=1)
-        mbarrier.init(bars.sums_free.index(n), count=1)
     return boxes, tiles, bars
 
 
@@ -140,10 +133,19 @@ def allocate_exchange(inputs, sums_desc, TILE_N: gl.constexpr):
     TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
     ROWS: gl.constexpr = sums_desc.block_type.shape[0]
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return Exchange(
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    exchange = Exchange(
         gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], WIDE),
         gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
     )
+    for n in gl.static_range(2):
+        mbarrier.init(exchange.ds_bar.index(n), count=2)
+        mbarrier.init(exchange.sums_bar.index(n), count=1)
+        mbarrier.init(exchange.sums_free.index(n), count=1)
+    return exchange
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -241,20 +243,43 @@ def hopper_backward(
     out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, of_sinks)
     inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, total_ptr + stat_row, delta_ptr + stat_row)
     boxes, held, bars = allocate(inputs, STAGES, TILE_N)
+    # A barrier that no role waits at would be in memory that Triton takes for what it hands to the
+    # roles, and would be initialised over it.
     if sums_desc is None:
-        exchange = Exchange(None, None)
+        exchange = Exchange(None, None, None, None, None)
+        gl.warp_specialize(
+            [
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0),
+                ),
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1),
+                ),
+                (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     else:
         exchange = allocate_exchange(inputs, sums_desc, TILE_N)
-    gl.warp_specialize(
-        [
-            (finish_keys, (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0)),
-            (finish_keys, (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1)),
-            (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
-            (add_up, (sums_desc, exchange, bars, work, visit)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
+        gl.warp_specialize(
+            [
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0),
+                ),
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1),
+                ),
+                (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
+                (add_up, (sums_desc, exchange, work, visit)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:

@@ -75,22 +75,22 @@ class Tiles(NamedTuple):
 
 class Exchange(NamedTuple):
     """Shared memory of what both consumers make: ds [2, 128, TILE_M], and in fp32 the halves of a
-    tile of dq [2, rows, 32] in the order of `put_sums`. None where dq is made elsewhere."""
+    tile of dq [2, rows, 32] in the order of `put_sums`; the arrival of both halves of ds [2]; that
+    of each half of dq [2], and its release. None where dq is made elsewhere."""
 
     ds: Any
     sums: Any
+    ds_bar: Any
+    sums_bar: Any
+    sums_free: Any
 
 
 class Barriers(NamedTuple):
-    """Arrival of k and v; of q, grad, total and delta [STAGES], and their release; of both halves
-    of ds [2]; of each half of dq [2], and its release."""
+    """Arrival of k and v; of q, grad, total and delta [STAGES], and their release."""
 
     kv: Any
     rows: Any
     rows_free: Any
-    ds: Any
-    sums: Any
-    sums_free: Any
 
 
 class RowTiles(NamedTuple):
@@ -246,23 +246,22 @@ def put_sums(sums, dq):
 
 
 @gluon.jit
-def add_up(sums_desc, exchange, bars, work, visit):
+def add_up(sums_desc, exchange, work, visit):
     """Have both halves of every tile of dq added to the sums in memory."""
-    if exchange.sums is not None:
-        ROWS: gl.constexpr = exchange.sums.shape[1]
-        i = visit.first
-        tile = work.sum_tile
-        for j in range(work.steps):
-            for w in gl.static_range(2):
-                mbarrier.wait(bars.sums.index(w), j & 1)
-                async_add(sums_desc, [((tile + i) * 2 + w) * ROWS, 0], exchange.sums.index(w))
-            tma.store_wait(0)
-            for w in gl.static_range(2):
-                mbarrier.arrive(bars.sums_free.index(w), count=1)
-            i += 1
-            if i == visit.end:
-                i = visit.first
-                tile += work.sum_head
+    ROWS: gl.constexpr = exchange.sums.shape[1]
+    i = visit.first
+    tile = work.sum_tile
+    for j in range(work.steps):
+        for w in gl.static_range(2):
+            mbarrier.wait(exchange.sums_bar.index(w), j & 1)
+            async_add(sums_desc, [((tile + i) * 2 + w) * ROWS, 0], exchange.sums.index(w))
+        tma.store_wait(0)
+        for w in gl.static_range(2):
+            mbarrier.arrive(exchange.sums_free.index(w), count=1)
+        i += 1
+        if i == visit.end:
+            i = visit.first
+            tile += work.sum_head
 
 
 @gluon.jit
@@ -363,8 +362,8 @@ def consume(
             all_ds = exchange.ds.index(j & 1)
             all_ds.slice(W * HALF, HALF).store(ds)
             fence_async_shared()
-            mbarrier.arrive(bars.ds.index(j & 1), count=1)
-            mbarrier.wait(bars.ds.index(j & 1), (j >> 1) & 1)
+            mbarrier.arrive(exchange.ds_bar.index(j & 1), count=1)
+            mbarrier.wait(exchange.ds_bar.index(j & 1), (j >> 1) & 1)
             ds_own = all_ds.permute((1, 0))  # [TILE_M, TILE_N]
             k_own = tiles.k
             if TILE_M == 64:
@@ -377,10 +376,10 @@ def consume(
         dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         if exchange.sums is not None:
             dq = warpgroup_mma_wait(1, deps=[dq])
-            mbarrier.wait(bars.sums_free.index(W), (j & 1) ^ 1)
+            mbarrier.wait(exchange.sums_free.index(W), (j & 1) ^ 1)
             put_sums(exchange.sums.index(W), dq)
             fence_async_shared()
-            mbarrier.arrive(bars.sums.index(W), count=1)
+            mbarrier.arrive(exchange.sums_bar.index(W), count=1)
         else:
             dv = warpgroup_mma_wait(1, deps=[dv])
 
