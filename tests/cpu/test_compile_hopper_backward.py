@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
 from splitkv.kernels import backward as any_backward
+from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.hopper import backward, backward_queries, prefill
 from splitkv.kv import Contiguous, Ragged
 from splitkv.masks import Mask
@@ -146,7 +147,7 @@ def held_to_everything(values: cases.Values) -> None:
     made = compiled(problem, values["row_gap"], values["config"])
     makes_dq = "hopper_backward_queries" if problem.deterministic else "hopper_backward_round"
     config = list(backward.configs(problem, H200))[values["config"]]
-    cut = any_backward.sink_parts(problem, H200, config)[1] > 1
+    cut = cut_tiles(problem, H200, config)[1] > 1
     names = {"hopper_backward", makes_dq} | ({"backward_sum"} if cut else set())
     assert made.keys() == names
     assert len(made["hopper_backward"]) == 1

@@ -24,6 +24,7 @@ from triton.runtime.driver import driver
 
 from splitkv.device import GPUS, Device
 from splitkv.kernels import backward, backward_rows, prefill
+from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.backward_rows import statistics
 from splitkv.kernels.combine import Partial
 from splitkv.kv import Codec, Contiguous, Paged, Ragged
@@ -232,7 +233,7 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
     (forward,) = recorders["prefill"].compiled
     assert forward.metadata.shared <= prefill.shared_bytes(problem, config)
     made = {name: recorder.compiled for name, recorder in recorders.items()}
-    cut = backward.sink_parts(problem, device, run.keys)[1] > 1
+    cut = cut_tiles(problem, device, run.keys)[1] > 1
     assert (len(made["backward_keys"]), len(made["backward_sum"])) == (1, cut)
     for name, kernels in made.items():
         for kernel in kernels:

@@ -28,6 +28,7 @@ from training import (
 
 import splitkv
 from splitkv.kernels import backward
+from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.hopper import backward as hopper_backward
 from splitkv.kernels.hopper import backward_queries as hopper_queries
 from splitkv.testing import Mask, Problem, Ragged, Score, check, make_operands
@@ -129,9 +130,28 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
     problem = replace(GRAD, seqlen_q=2300, seqlen_k=2400, batch=1, num_heads=4)
     problem = replace(problem, mask=Mask(True, window, -1, sink_tokens))
     config = next(backward.key_configs(problem, HERE))
-    assert backward.sink_parts(problem, HERE, config)[1] > 1
+    assert cut_tiles(problem, HERE, config)[1] > 1
     check(problem, device=DEVICE, run=run)
     check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 800, -1, 5)], ids=str)
+def test_few_tiles_in_parts(
+    mask: Mask, kind: Any, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So few tiles of keys that the rows that see each are cut into parts."""
+    problem = replace(GRAD, kind=kind, mask=mask, seqlen_q=1100, seqlen_k=1200, sink_logits=True)
+    problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
+    config = next(backward.key_configs(problem, HERE))
+    near, parts = cut_tiles(problem, HERE, config)
+    assert near * config.tile_n >= 1200 and parts > 1
+    for deterministic in (False, True):
+        options = {"zero_length": kind == "varlen", "strided": deterministic}
+        check(replace(problem, deterministic=deterministic), device=DEVICE, run=run, **options)
+    monkeypatch.setattr(backward, "backward_for", any_gpu)
+    check(problem, device=DEVICE, run=run, zero_length=kind == "varlen")
 
 
 @pytest.mark.parametrize("mine", ["preferred", "any_gpu"])

@@ -19,6 +19,7 @@ import splitkv
 from splitkv import autograd, launch, registry
 from splitkv.device import GPUS
 from splitkv.kernels import backward, prefill
+from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.backward_rows import statistics
 from splitkv.kv import Ragged
 from splitkv.masks import Mask
@@ -162,24 +163,44 @@ def test_sink_tokens_in_parts(sink_tokens: int, kind: Any) -> None:
     mask = Mask(True, 18, -1, sink_tokens)
     problem = replace(DENSE, kind=kind, seqlen_q=200, seqlen_k=210, mask=mask)
     problem = replace(problem, num_heads=2, num_kv_heads=1)
-    near, parts = backward.sink_parts(problem, H200, Config(tile_n=16))
+    near, parts = cut_tiles(problem, H200, Config(tile_m=16, tile_n=16))
     assert near == -(-sink_tokens // 16) and parts == 12
     check(problem, run=run, zero_length=kind == "varlen")
 
 
-def test_sink_tokens_come_first_in_few_parts() -> None:
-    """No more than keep a program of theirs from being the last to end."""
-    config = Config(tile_n=128)
-    for left, length, heads, parts in (
-        *((127, 131072, 8, 64), (127, 16384, 8, 17), (4095, 16384, 8, 1), (4095, 8192, 8, 1)),
-        *((4095, 16384, 1, 8), (4095, 4096, 1, 2)),
+@pytest.mark.parametrize(
+    "mask, kind", [(Mask(), "varlen"), (Mask(True), "dense"), (Mask(True, 120, -1, 5), "varlen")]
+)
+def test_few_tiles_in_parts(mask: Mask, kind: Any) -> None:
+    """So few tiles of keys that the rows that see each are cut into parts."""
+    problem = replace(DENSE, kind=kind, mask=mask, seqlen_q=66, seqlen_k=133)
+    problem = replace(problem, num_heads=16, num_kv_heads=1)
+    config = next(backward.key_configs(problem, H200))
+    near, parts = cut_tiles(problem, H200, config)
+    assert near * config.tile_n >= 133 and parts > 1
+    check(problem, run=run, zero_length=kind == "varlen")
+
+
+def test_which_tiles_come_first_in_how_many_parts() -> None:
+    """No more parts than keep a tile of sink tokens from being the last to end, and SMs busy."""
+    config = Config(tile_m=64, tile_n=128)
+    sinks, all_keys = [(left, -1, 4) for left in (127, 4095)], (-1, -1, 0)
+    for given, length, heads, wanted in (
+        *((sinks[0], 131072, 8, (1, 64)), (sinks[0], 16384, 8, (1, 17))),
+        *((sinks[1], 16384, 8, (1, 1)), (sinks[1], 8192, 8, (1, 1)), (sinks[1], 16384, 1, (1, 8))),
+        *((sinks[1], 4096, 1, (32, 4)), (sinks[1], 1024, 8, (8, 2)), (all_keys, 1024, 8, (8, 4))),
+        *((all_keys, 2048, 8, (16, 2)), (all_keys, 4096, 8, (0, 1)), (all_keys, 256, 1, (2, 2))),
     ):
-        mask, heads = Mask(True, left, -1, 4), {"batch": 1, "num_kv_heads": heads}
-        problem = replace(DENSE, mask=mask, seqlen_q=length, seqlen_k=length, **heads)
-        assert backward.sink_parts(problem, H200, config) == (1, parts)
-    for mask in (Mask(), Mask(True), Mask(True, 5), Mask(window_left=5, sink_tokens=3)):
-        problem = replace(DENSE, mask=mask, seqlen_q=131072, seqlen_k=131072)
-        assert backward.sink_parts(problem, H200, config) == (0, 1)
+        problem = replace(DENSE, mask=Mask(True, *given), seqlen_q=length, seqlen_k=length)
+        problem = replace(problem, batch=1, num_heads=4 * heads, num_kv_heads=heads)
+        assert cut_tiles(problem, H200, config) == wanted, (given, length, heads)
+    for mask, length, wanted in (
+        *((Mask(), 1024, (8, 2)), (Mask(), 2048, (0, 1)), (Mask(), 0, (0, 1))),
+        *((Mask(True, 5), 131072, (0, 1)), (Mask(window_left=5, sink_tokens=3), 131072, (0, 1))),
+    ):
+        problem = replace(DENSE, batch=1, mask=mask, seqlen_q=length, seqlen_k=length)
+        problem = replace(problem, num_heads=32, num_kv_heads=8)
+        assert cut_tiles(problem, H200, config) == wanted, (mask, length)
 
 
 def test_tokens_after_the_last_sequence() -> None:

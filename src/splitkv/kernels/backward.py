@@ -15,13 +15,14 @@ where s' = 1 - tanh^2 under a soft cap, else 1. After `backward_rows`, which fin
 compute p once more, so that every sum is made by one program in one order: no atomics, the same
 bits every time.
 
-With sink tokens the first keys are seen by far more rows than a window of keys is. Their tiles come
-before all others, so that none is begun late, and where one program would still be the last to end
-they are cut into parts of rows, which `backward_sum` adds up.
+With sink tokens the first keys are seen by far more rows than a window of keys is: their tiles come
+before all others. Where a program would be the last to end for all that, and where there are fewer
+tiles of keys than fill the GPU, the rows that see a tile are cut into parts, which `backward_sum`
+adds up: see `cut_tiles`.
 
 Shapes      as in `prefill`; rows of statistics: see Stats
 Grid        backward_rows, backward_queries  row tiles x lanes, as in `prefill`
-            backward_keys                    parts x tiles of sink tokens x KV heads x sequences,
+            backward_keys                    parts x KV heads x sequences x tiles that come first,
                                              then tiles of keys x lanes, the first and so heaviest
                                              first; the heads of a group are more rows
 Traffic     reads q, k, v, out, dout, writes dq, dk, dv; 8 bytes of statistics a row, 12 with sink
@@ -33,7 +34,6 @@ Limits      those of `prefill`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ from torch import Tensor
 
 from splitkv import reference
 from splitkv.device import Device
+from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.backward_rows import Stats, statistics, strides_of_stats
 from splitkv.kernels.parts import padded_dims
 from splitkv.kernels.prefill import (
@@ -75,7 +76,6 @@ from splitkv.plans import Config
 from splitkv.problem import Operands, Problem
 from splitkv.scores import PLAIN
 
-MAX_PARTS = 64  # of the rows that see tiles of sink tokens, times those tiles
 SUM_TILE, SUM_PARTS = 4, 8  # keys a program of backward_sum, and parts that it reads at once
 
 Shape = tuple[int, int, int]  # keys or rows that a program owns, those of a step, warps
@@ -135,8 +135,8 @@ def backward_keys(
     tiles,  # tiles of keys of a lane
     lanes,
     width,  # lanes that go together
-    near,  # tiles of sink tokens that come first
-    parts,  # of the rows that see each
+    near,  # tiles that come first
+    parts,  # of the rows that see each of them
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -151,16 +151,17 @@ def backward_keys(
     pid = tl.program_id(0)
 
     # whose keys, and which  [TILE_N]
-    sink_programs = batch * num_kv_heads * near * parts
-    of_sinks = pid < sink_programs
-    if of_sinks:
-        tile = pid // parts % near
-        h = pid // (parts * near) % num_kv_heads
-        b = pid // (parts * near) // num_kv_heads
+    heads = batch * num_kv_heads
+    before = heads * near * parts
+    cut = pid < before
+    if cut:
+        tile = pid // parts // heads
+        b = pid // parts % heads // num_kv_heads
+        h = pid // parts % num_kv_heads
         first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
         first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
     else:
-        tile, lane = tile_and_lane(pid - sink_programs, tiles, lanes, width)
+        tile, lane = tile_and_lane(pid - before, tiles, lanes, width)
         own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
         b, h, tile, first_k, len_k, first_q, len_q = own_tile(*own, num_kv_heads, 1, TILE_N)
         # the first tiles are made above, but for those of what lies after the last sequence
@@ -187,7 +188,7 @@ def backward_keys(
     last = tl.minimum(tile * TILE_N + TILE_N, len_k) - 1
     visit = row_tiles_seen(bounds, tile * TILE_N, last, shift, len_q, GROUP, TILE_M)
     if part_ptr is not None:
-        of = tl.where(of_sinks, parts, 1)
+        of = tl.where(cut, parts, 1)
         visit = part_of(visit, pid % of, of)
     dk = empty_sum(k, TILE_N, DIM)
     dv = empty_sum(v, TILE_N, DIM_V)
@@ -202,12 +203,13 @@ def backward_keys(
     if scoring.seed_ptr is not None:
         dv *= scoring.keep_scale
     if part_ptr is not None:
-        slots = pid.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+        slot = ((b * num_kv_heads + h) * near + tile) * parts + pid % parts
+        slots = slot.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
         part_rows = part_ptr + slots * (HEAD_DIM + HEAD_DIM_V)
-        in_part = n_ok & of_sinks
+        in_part = n_ok & cut
         store_tile(part_rows, dk, in_part, HEAD_DIM)
         store_tile(part_rows + HEAD_DIM, dv, in_part, HEAD_DIM_V)
-        n_ok = n_ok & (pid >= sink_programs)
+        n_ok = n_ok & (pid >= before)
     dk_rows = place(ptrs.dk, strides.dk, b, first_k + offs_n, h)
     dv_rows = place(ptrs.dv, strides.dv, b, first_k + offs_n, h)
     store_tile(dk_rows, dk, n_ok, HEAD_DIM)
@@ -384,28 +386,6 @@ def query_configs(problem: Problem, device: Device) -> Iterator[Config]:
         yield Config(tile_m=own, tile_n=step, num_warps=warps, num_stages=2)
 
 
-def sink_parts(problem: Problem, device: Device, config: Config) -> tuple[int, int]:
-    """(tiles of sink tokens that come first, parts of the rows that see one); (0, 1) where they are
-    seen by as many rows as others.
-
-    A part may take about as long as an SM takes for the other tiles: as many times as many rows as
-    see one of those as it has of them, but no more than four. Half a tile less, as rows that see
-    the first keys alone take longer, since they ask the mask, and so that it is two parts where
-    there is a tile for every SM.
-    """
-    mask = problem.mask
-    reach = [mask.chunk] if mask.chunk else []
-    if mask.left is not None and mask.right is not None:
-        reach.append(mask.left + mask.right)
-    near = triton.cdiv(min(mask.sink_tokens, problem.seqlen_k), config.tile_n)
-    if mask.num_bands < 2 or not reach or not near:
-        return 0, 1
-    tiles = problem.batch * problem.num_kv_heads * triton.cdiv(problem.seqlen_k, config.tile_n)
-    times = min(max(tiles / device.num_sms - 0.5, 0.5), 4)
-    rows = times * (min(reach) + config.tile_n)
-    return near, min(max(MAX_PARTS // near, 1), math.ceil(problem.seqlen_q / rows))
-
-
 def backward_for(problem: Problem, device: Device, operands: Operands) -> Any:
     """What makes the gradients of a call: the kernels for Hopper where they can, else these."""
     from splitkv.kernels.hopper import backward as hopper
@@ -467,13 +447,13 @@ class Backward:
         total = x.k.shape[:-2].numel()
         row_bytes = p.seqlen_q * p.group * (p.head_dim + p.head_dim_v) * p.element_bytes
         tiling = tiles_and_lanes(p, self.device, total, 1, c.tile_n, row_bytes)
-        near, parts = sink_parts(p, self.device, c)
-        sink_tiles = p.batch * p.num_kv_heads * near
+        near, parts = cut_tiles(p, self.device, c)
+        cut = p.batch * p.num_kv_heads * near
         part = None
         if parts > 1:
-            shape = sink_tiles, parts, c.tile_n, p.head_dim + p.head_dim_v
+            shape = cut, parts, c.tile_n, p.head_dim + p.head_dim_v
             part = x.q.new_empty(shape, dtype=torch.float32)
-        programs = sink_tiles * parts + tiling[0] * tiling[1]
+        programs = cut * parts + tiling[0] * tiling[1]
         if programs:
             backward_keys[(programs,)](
                 *(*both, part, stats, strides_of_stats(p, stats), *self.shared(x, seed), total),
@@ -484,7 +464,7 @@ class Backward:
                 enable_fp_fusion=True,
             )
         if part is not None:
-            backward_sum[(sink_tiles, triton.cdiv(c.tile_n, SUM_TILE))](
+            backward_sum[(cut, triton.cdiv(c.tile_n, SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
                 *(p.head_dim, p.head_dim_v, c.tile_n, SUM_TILE, SUM_PARTS),
                 enable_fp_fusion=True,

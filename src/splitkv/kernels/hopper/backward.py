@@ -13,11 +13,11 @@ order of a warpgroup's registers, and `hopper_backward_round` brings these into 
 of dq. Such sums differ from run to run in their last bits. With `deterministic`,
 `hopper_backward_queries` makes dq instead, and S and dP once more: seven products.
 
-With sink tokens the first keys are seen by far more rows than others; as in kernels/backward.py,
-their tiles come before all others, in parts of rows where one program would be the last to end.
+As in kernels/backward.py tiles of sink tokens come before all others, and the rows that see a tile
+are cut into parts where it would be the last to end or there are few tiles.
 
 Shapes      as kernels/prefill.py; rows of statistics: see Stats, every head a group of its own
-Grid        parts x tiles of sink tokens x KV heads x sequences; then
+Grid        parts x KV heads x sequences x tiles that come first; then
             tiles of keys x lanes, the first and so heaviest first, a lane being a KV head, dense of
             one sequence: as many lanes together as have a tile for every SM
 Traffic     reads k, v, and for each tile of keys q, dout and 8 bytes of statistics of the rows that
@@ -48,6 +48,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
 from splitkv.kernels import backward, prefill
+from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.backward_rows import Stats, statistics
 from splitkv.kernels.hopper import backward_queries
 from splitkv.kernels.hopper.backward_loop import (
@@ -179,8 +180,8 @@ def hopper_backward(
     lanes,
     width,  # lanes that go together
     sum_tiles,  # of a head, and dense of a sequence
-    near,  # tiles of sink tokens that come first
-    parts,  # of the rows that see each
+    near,  # tiles that come first
+    parts,  # of the rows that see each of them
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -190,16 +191,17 @@ def hopper_backward(
     PACKED: gl.constexpr = cu_q_ptr is not None
     bounds = Bounds(left, right, sink_tokens)
     pid = gl.program_id(0)
-    sink_programs = batch * num_kv_heads * near * parts
-    of_sinks = pid < sink_programs
-    if of_sinks:
-        tile = pid // parts % near
-        h = pid // (parts * near) % num_kv_heads
-        b = pid // (parts * near) // num_kv_heads
+    heads = batch * num_kv_heads
+    before = heads * near * parts
+    cut = pid < before
+    if cut:
+        tile = pid // parts // heads
+        b = pid // parts % heads // num_kv_heads
+        h = pid // parts % num_kv_heads
         first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
         first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
     else:
-        tile, lane = tile_and_lane(pid - sink_programs, tiles, lanes, width)
+        tile, lane = tile_and_lane(pid - before, tiles, lanes, width)
         own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
         b, h, tile, first_k, len_k, first_q, len_q = own_tokens(*own, num_kv_heads, TILE_N)
         # the first tiles are made above, but for those of what lies after the last sequence
@@ -215,8 +217,8 @@ def hopper_backward(
     middle = gl.where(whole, first + seen.middle_first, end)
     middle_end = gl.where(whole, first + seen.middle_last, end)
     if part_ptr is not None:
-        per = gl.where(of_sinks, (seen.count + parts - 1) // parts, seen.count)
-        first = gl.minimum(first + gl.where(of_sinks, pid % parts * per, 0), end)
+        per = gl.where(cut, (seen.count + parts - 1) // parts, seen.count)
+        first = gl.minimum(first + gl.where(cut, pid % parts * per, 0), end)
         end = gl.minimum(first + per, end)
     visit = RowTiles(first, end, middle, middle_end)
 
@@ -239,8 +241,9 @@ def hopper_backward(
     dk_ptr += dk_at + h.to(gl.int64) * dk_strides.h
     dv_ptr += dv_at + h.to(gl.int64) * dv_strides.h
     if part_ptr is not None:
-        part_ptr += (pid - tile).to(gl.int64) * (TILE_N * 2 * DIM)
-    out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, of_sinks)
+        slot = ((b * num_kv_heads + h) * near + tile) * parts + pid % parts
+        part_ptr += (slot - tile).to(gl.int64) * (TILE_N * 2 * DIM)
+    out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, cut)
     inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, total_ptr + stat_row, delta_ptr + stat_row)
     boxes, held, bars = allocate(inputs, STAGES, TILE_N)
     # A barrier that no role waits at would be in memory that Triton takes for what it hands to the
@@ -424,14 +427,14 @@ class Backward:
         p, c = self.problem, self.config
         total = x.k.shape[:-2].numel()
         tiles, lanes, width = tiling(p, self.device, total, p.num_kv_heads, TILE_N)
-        near, parts = backward.sink_parts(p, self.device, c)
-        sink_tiles = p.batch * p.num_kv_heads * near
+        near, parts = cut_tiles(p, self.device, c)
+        cut = p.batch * p.num_kv_heads * near
         summed = None if sums is None else sums_descriptor(sums)
         part = None
         if parts > 1:
-            shape = sink_tiles, parts, TILE_N, 2 * p.head_dim
+            shape = cut, parts, TILE_N, 2 * p.head_dim
             part = x.q.new_empty(shape, dtype=torch.float32)
-        hopper_backward[(sink_tiles * parts + tiles * lanes,)](
+        hopper_backward[(cut * parts + tiles * lanes,)](
             descriptor(x.q, c.tile_m),
             descriptor(tensors.grad, c.tile_m),
             descriptor(x.k, TILE_N),
@@ -448,7 +451,7 @@ class Backward:
         )
         if part is not None:
             both = tensors, backward.Tensors(*(strides_of(tensor) for tensor in tensors))
-            backward.backward_sum[(sink_tiles, triton.cdiv(TILE_N, backward.SUM_TILE))](
+            backward.backward_sum[(cut, triton.cdiv(TILE_N, backward.SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
                 *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE, backward.SUM_PARTS),
                 enable_fp_fusion=True,

@@ -129,9 +129,9 @@ class Work(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Pointers to dk and dv of the first key; elements between tokens; scale of dk. For sink tokens
-    in parts of rows, or None: where key 0 would be in this part [128, dk and dv] fp32; and whether
-    the program has such a part."""
+    """Pointers to dk and dv of the first key; elements between tokens; scale of dk. Of tiles in
+    parts of rows, or None: where key 0 would be in this part [128, dk and dv] fp32; and whether the
+    program has such a part."""
 
     dk_ptr: Any
     dv_ptr: Any
