@@ -377,7 +377,7 @@ def repeat_of(
         (2, 4, 1),
         32 * rows,
         rows,
-        key_scales,
+        key_scales=key_scales,
     )
 
 

@@ -531,7 +531,7 @@ class Launcher:
                 self.lse_shape if self.return_lse else None,
                 self.acc_numel,
                 self.partial_rows,
-                self.key_scales,
+                key_scales=self.key_scales,
             ).call
         return out, lse
 

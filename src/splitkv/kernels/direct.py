@@ -229,26 +229,20 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
-class Repeat:
-    """A split-KV decode call again, once its kernels are compiled: allocate, split, merge.
+class _Again:
+    """What a call needs again, once its kernels are compiled: new results, a stream's partials.
 
-    split       split(stream, at_q, (at_k, at_v, at_table), at_lens, (at_out, at_lse), partial,
-                (at_sink, at_slopes, at_q_scale), head_scales, key_scales, scale, softcap), all of
-                them addresses or None; partial is (at_acc, at_m, at_l), or None without a merge;
-                scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
-    merge       merge(stream, partial, (at_out, at_lse), at_lens, at_sink), or None: one part each
-    lse_shape   None: no LSE is wanted
-    acc, rows   elements and rows of the partials
-    key_scales  scales of K and V are one a key, not one a head
+    merge        as the class says, or None: one part each
+    lse_shape    None: no LSE is wanted
+    acc, rows    elements and rows of the partials
 
-    Gives (out, lse or None), or None where the call has to go through Triton: an address is not a
-    multiple of 16, which is another specialisation of the kernels, or a launch hook is set. Belongs
-    to one device, which has to be current.
+    `call` gives (out, lse or None), or None where the call has to go through Triton: an address is
+    not a multiple of 16, which is another specialisation of the kernels, or a launch hook is set.
+    Belongs to one device, which has to be current.
     """
 
     def __init__(
         self,
-        split: Launch,
         merge: Launch | None,
         device: torch.device,
         dtype: torch.dtype,
@@ -256,15 +250,14 @@ class Repeat:
         lse_shape: Sequence[int] | None,
         acc: int,
         rows: int,
-        key_scales: bool = False,
     ) -> None:
         import torch
 
         from splitkv.kernels import workspace
 
-        self.split, self.merge, self.key_scales = split, merge, key_scales
+        self.merge = merge
         self.new_out = workspace.allocation(out_shape, dtype, device)
-        self.new_lse = None
+        self.new_lse: Any = None
         if lse_shape is not None:
             self.new_lse = workspace.allocation(lse_shape, torch.float32, device)
         self.device = device.index
@@ -272,6 +265,24 @@ class Repeat:
         self.capturing = torch._C._cuda_isCurrentStreamCapturing
         self.buffers, self.make_buffer = workspace.buffers(device.index), workspace.make_buffer
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
+
+
+class Repeat(_Again):
+    """A split-KV decode call: allocate, split, merge.
+
+    split       split(stream, at_q, (at_k, at_v, at_table), at_lens, (at_out, at_lse), partial,
+                (at_sink, at_slopes, at_q_scale), head_scales, key_scales, scale, softcap), all of
+                them addresses or None; partial is (at_acc, at_m, at_l), or None without a merge;
+                scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
+    merge       merge(stream, partial, (at_out, at_lse), at_lens, at_sink)
+    key_scales  scales of K and V are one a key, not one a head
+    """
+
+    def __init__(
+        self, split: Launch, merge: Launch | None, *rest: Any, key_scales: bool = False
+    ) -> None:
+        super().__init__(merge, *rest)
+        self.split, self.key_scales = split, key_scales
 
     def call(
         self,
@@ -346,41 +357,18 @@ class Repeat:
         return out, lse
 
 
-class Sequences:
-    """Attention of whole sequences by a kernel for Hopper again, once it is compiled: allocate,
-    launch, merge.
+class Sequences(_Again):
+    """Attention of whole sequences by a kernel for Hopper: allocate, launch, merge.
 
     launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, those of
              out, lse, the partials, cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table,
              sink_logits and the scales of q, k and v, scale and softcap
-    merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink), or None: one part
-
-    Otherwise as `Repeat`.
+    merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink)
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        merge: Launch | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        out_shape: Sequence[int],
-        lse_shape: Sequence[int],
-        acc: int,
-        rows: int,
-    ) -> None:
-        import torch
-
-        from splitkv.kernels import workspace
-
-        self.launch, self.merge = launch, merge
-        self.new_out = workspace.allocation(out_shape, dtype, device)
-        self.new_lse = workspace.allocation(lse_shape, torch.float32, device)
-        self.device = device.index
-        self.current_stream = torch._C._cuda_getCurrentRawStream
-        self.capturing = torch._C._cuda_isCurrentStreamCapturing
-        self.buffers, self.make_buffer = workspace.buffers(device.index), workspace.make_buffer
-        self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
+    def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
+        super().__init__(merge, *rest)
+        self.launch = launch
 
     def call(
         self,
