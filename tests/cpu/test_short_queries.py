@@ -87,6 +87,27 @@ def test_few_queries_on_hopper(heads: tuple[int, int], place: Any) -> None:
     assert reasons == ("page_size 8: expected a multiple of 16",)
 
 
+def test_decode_of_many_rows_is_weighed_however_many_heads_there_are() -> None:
+    """128 rows do not fill a program of 192, which took 1.5 times as long as two parts of 128."""
+    problem = replace(
+        FEW, kind="decode", batch=12, num_heads=128, num_kv_heads=16, lengths="device"
+    )
+    problem = replace(problem, head_dim=64, head_dim_v=64, seqlen_k=16384)
+    plan = splitkv.plan(problem, device=H200, policy="waves")
+    assert plan.kernel == "hopper_prefill" and plan.config.tile_m in (64, 128)
+
+
+def test_wide_rows_are_not_read_for_twice() -> None:
+    """32 rows of head_dim 256 are two programs of `hopper_decode_split`."""
+    problem = replace(FEW, kind="decode", batch=9, num_heads=64, seqlen_q=4, lengths="device")
+    problem = replace(problem, seqlen_k=8192, place=Paged(64))
+    kernels = {
+        dim: splitkv.plan(replace(problem, head_dim=dim, head_dim_v=dim), device=H200).kernel
+        for dim in (128, 256)
+    }
+    assert kernels == {128: "hopper_decode_split", 256: "hopper_prefill"}
+
+
 @pytest.mark.parametrize("place", [Paged(16), Paged(256)], ids=str)
 def test_chunks_of_prompts_on_hopper(place: Any) -> None:
     chunks = replace(PACKED, place=place, seqlen_q=2048)

@@ -7,8 +7,8 @@
     merge   = its launch + the partials, written and read; nothing with one part
 
 A program holds a tile of rows. Where those of all sequences and KV heads fill the device there is
-nothing to weigh: one part, in the kernel's first shape. Else few queries face many keys, and the
-choice is the kernel, shape and number of parts of least seconds.
+nothing to weigh: one part, in the kernel's first shape. Else, and for decode always, few queries
+face many keys, and the choice is the kernel, shape and number of parts of least seconds.
 
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
 no part is longer than `longest_part` bytes: also not of the single tokens beside prompts, whose own
@@ -199,7 +199,7 @@ def choose(
             why = f"waves: sequences of at most {count(problem.cut_tokens, 'token')} in up to "
             why += f"{count(parts, 'part')} of their keys, prompts in one"
             return Choice(first, replace(found[first][0], num_splits=parts), why)
-    elif units(problem, found[first][0], rules[first]) < whole.slots:
+    elif decoding or units(problem, found[first][0], rules[first]) < whole.slots:
         weighed = [
             (cost(problem, device, config, rules[name]), name, config)
             for name, shapes_of in found.items()

@@ -48,8 +48,11 @@ HOPPER_PAGED_SHAPES = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 1
 CLOSE = 1.02
 
 # More packed rows than the kernel for Hopper takes: of 25 such problems with more bytes of keys and
-# values, `prefill` was faster on 16, by up to half, and level on one.
+# values, `prefill` was faster on 16, by up to half, and level on one. Of head_dim above 128 a
+# program of it holds half as many, and more are two programs that read the same keys: with 17 to 32
+# rows `hopper_prefill` was 13 to 39 % faster on three of 489 MB and more.
 MANY_ROWS, LARGE = 32, 16 * MiB
+WIDE, LARGE_OF_WIDE = 128, 128 * MiB
 
 # What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
 # kernel about 5 KiB for its rows.
@@ -69,9 +72,18 @@ HOPPER_REGISTERS = {
 # More beside quantised keys, but for e4m3 with scales of a head in a contiguous cache.
 HOPPER_QUANTISED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 128): 200}
 # Copies of 16 quantised keys are so small that asking for them takes long: from so many bytes on,
-# four programs an SM that ask for tiles of 32 were up to a third faster than fewer larger ones;
-# with scales of each key, three programs and tiles of 64 were 4 to 6 % faster than those.
-QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE = (32, 4, 3), 48 * MiB
+# four programs an SM with two tiles of 32 in flight each were 1 to 5 % faster than three with tiles
+# of 64, and 2 to 5 % than with three in flight. Not with scales of each key, nor where a sequence
+# is cut into many parts: of 8 KV heads three programs and tiles of 64 were 8 % faster.
+QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE, QUANTISED_PAGES_UNITS = (32, 4, 2), 48 * MiB, 32
+
+
+def many_rows(problem: Problem) -> bool:
+    """Whether the kernels of whole sequences are to be preferred."""
+    if problem.rows > MANY_ROWS:
+        return problem.kv_bytes > LARGE
+    wide = max(problem.head_dim, problem.head_dim_v) > WIDE
+    return wide and problem.rows > MANY_ROWS // 2 and problem.kv_bytes > LARGE_OF_WIDE
 
 
 def registers(problem: Problem, config: Config) -> float:
@@ -297,7 +309,7 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
 
     def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
         decoding = problem.kind == "decode"
-        if decoding and problem.rows > MANY_ROWS and problem.kv_bytes > LARGE:
+        if decoding and many_rows(problem):
             candidates = sorted(candidates, key=lambda k: k.name not in WHOLE_SEQUENCES)
         cut = short_queries.choose(problem, device, candidates)
         if cut is not None:
@@ -334,7 +346,8 @@ def _worth(
     in_pages = isinstance(problem.place, Paged) and problem.place.page_size % 128 > 0
     wanted = constants.shapes_in_pages if in_pages else constants.shapes
     small_copies = in_pages and problem.codec.granularity in ("tensor", "head")
-    if small_copies and problem.kv_bytes > QUANTISED_PAGES_LARGE:
+    several = problem.batch * problem.num_kv_heads >= QUANTISED_PAGES_UNITS
+    if small_copies and several and problem.kv_bytes > QUANTISED_PAGES_LARGE:
         wanted = QUANTISED_PAGES_SHAPE, *wanted
     by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
     worth = [by_shape[shape] for shape in wanted if shape in by_shape]
