@@ -194,6 +194,8 @@ def test_which_tiles_come_first_in_how_many_parts() -> None:
         problem = replace(DENSE, mask=Mask(True, *given), seqlen_q=length, seqlen_k=length)
         problem = replace(problem, batch=1, num_heads=4 * heads, num_kv_heads=heads)
         assert cut_tiles(problem, H200, config) == wanted, (given, length, heads)
+        none = replace(problem, seqlen_q=0)
+        assert cut_tiles(none, H200, config)[1] == 1
     for mask, length, wanted in (
         *((Mask(), 1024, (8, 2)), (Mask(), 2048, (0, 1)), (Mask(), 0, (0, 1))),
         *((Mask(True, 5), 131072, (0, 1)), (Mask(window_left=5, sink_tokens=3), 131072, (0, 1))),

@@ -55,7 +55,7 @@ def sink_parts(problem: Problem, config: Config, share: float) -> tuple[int, int
     if problem.mask.num_bands < 2 or reach is None or not near:
         return 0, 1
     rows = min(max(share - 0.5, 0.5), 4) * (reach + config.tile_n)
-    return near, min(max(MAX_PARTS // near, 1), math.ceil(problem.seqlen_q / rows))
+    return near, max(min(MAX_PARTS // near, math.ceil(problem.seqlen_q / rows)), 1)
 
 
 def _reach(problem: Problem) -> int | None:
