@@ -12,6 +12,7 @@ import hashlib
 import json
 from datetime import datetime, timezone
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -39,9 +40,11 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def pytest_collection_modifyitems() -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         raise pytest.UsageError("tests/gpu: expected a CUDA device, got none; try make test")
+    # Every process begins with a stretch of these: mixed, as what compiles longest is in one file.
+    items.sort(key=lambda item: crc32(item.nodeid.encode()))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -260,7 +260,9 @@ def test_nothing_waits_for_the_host(
 
 @pytest.mark.parametrize("mask", [Mask(True), Mask(True, 128, -1, 4)], ids=str)
 def test_memory_is_linear(mask: Mask) -> None:
-    """Forward and backward take little more than the gradients and one more output."""
+    """Forward and backward take little more than the gradients and one more output, and parts of dk
+    and dv in fp32: here for at most 2.5 tiles an SM."""
+    parts_bytes = 2.5 * HERE.num_sms * 128 * (GRAD.head_dim + GRAD.head_dim_v) * 4
     problem: Problem = replace(GRAD, batch=1, mask=mask, return_lse=False, sink_logits=True)
     peaks = []
     for length in (8192, 16384):
@@ -276,7 +278,7 @@ def test_memory_is_linear(mask: Mask) -> None:
             del out
         peaks.append(peak)
         q_bytes = call["q"].numel() * 2
-        assert peak < 6 * q_bytes, f"{peak / q_bytes:.1f} times q"
+        assert peak < 6 * q_bytes + parts_bytes, f"{peak / q_bytes:.1f} times q"
     assert peaks[1] < 2.2 * peaks[0]
 
 
