@@ -60,6 +60,7 @@ from splitkv.kernels.tile.gradient import Rows, sum_over_keys, sum_over_rows
 from splitkv.kernels.tile.product import empty_sum
 from splitkv.kernels.tile.visit import (
     Keys,
+    cut_tile,
     load_tile,
     own_tile,
     part_of,
@@ -151,19 +152,16 @@ def backward_keys(
     pid = tl.program_id(0)
 
     # whose keys, and which  [TILE_N]
-    heads = batch * num_kv_heads
-    before = heads * near * parts
+    tokens = cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch
+    before = batch * num_kv_heads * near * parts
     cut = pid < before
     if cut:
-        tile = pid // parts // heads
-        b = pid // parts % heads // num_kv_heads
-        h = pid // parts % num_kv_heads
-        first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
-        first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
+        b, h, tile, first_k, len_k, first_q, len_q = cut_tile(pid, parts, *tokens, num_kv_heads)
     else:
         tile, lane = tile_and_lane(pid - before, tiles, lanes, width)
-        own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
-        b, h, tile, first_k, len_k, first_q, len_q = own_tile(*own, num_kv_heads, 1, TILE_N)
+        b, h, tile, first_k, len_k, first_q, len_q = own_tile(
+            tile, lane, *tokens, total_k, num_kv_heads, 1, TILE_N
+        )
         # the first tiles are made above, but for those of what lies after the last sequence
         len_k = tl.where((tile < near) & (b < batch), 0, len_k)
     if tile * TILE_N >= len_k:

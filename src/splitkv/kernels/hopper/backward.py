@@ -70,7 +70,7 @@ from splitkv.kernels.hopper.prefill import fits_tma
 from splitkv.kernels.hopper.ring import reinterpret
 from splitkv.kernels.prefill import LOG2_E, bounds_of, strides_of
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.visit import row_tiles_seen, tile_and_lane, tokens_of
+from splitkv.kernels.tile.visit import cut_tile, row_tiles_seen, tile_and_lane
 from splitkv.plans import Config
 from splitkv.problem import Operands, Problem
 
@@ -191,19 +191,16 @@ def hopper_backward(
     PACKED: gl.constexpr = cu_q_ptr is not None
     bounds = Bounds(left, right, sink_tokens)
     pid = gl.program_id(0)
-    heads = batch * num_kv_heads
-    before = heads * near * parts
+    tokens = cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch
+    before = batch * num_kv_heads * near * parts
     cut = pid < before
     if cut:
-        tile = pid // parts // heads
-        b = pid // parts % heads // num_kv_heads
-        h = pid // parts % num_kv_heads
-        first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
-        first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
+        b, h, tile, first_k, len_k, first_q, len_q = cut_tile(pid, parts, *tokens, num_kv_heads)
     else:
         tile, lane = tile_and_lane(pid - before, tiles, lanes, width)
-        own = tile, lane, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k
-        b, h, tile, first_k, len_k, first_q, len_q = own_tokens(*own, num_kv_heads, TILE_N)
+        b, h, tile, first_k, len_k, first_q, len_q = own_tokens(
+            tile, lane, *tokens, total_k, num_kv_heads, TILE_N
+        )
         # the first tiles are made above, but for those of what lies after the last sequence
         len_k = gl.where((tile < near) & (b < batch), 0, len_k)
     if tile * TILE_N >= len_k:

@@ -84,21 +84,20 @@ def wait_turn(W: gl.constexpr):
     By a barrier of the hardware: for one in shared memory the warps of each warpgroup would have to
     meet first, at both ends.
     """
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.b32 $0, 0;",
-        "=r,r",
-        [gl.program_id(0) * 0 + FIRST_TURN + W],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    at_turn("bar.sync $1, 256; mov.b32 $0, 0;", W)
 
 
 @gluon.jit
 def pass_turn(W: gl.constexpr):
     """Let warpgroup W issue products."""
+    at_turn("bar.arrive $1, 256; mov.b32 $0, 0;", W)
+
+
+@gluon.jit
+def at_turn(CODE: gl.constexpr, W: gl.constexpr):
+    """Instructions on the barrier, $1, of the turns of warpgroup W."""
     gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.b32 $0, 0;",
+        CODE,
         "=r,r",
         [gl.program_id(0) * 0 + FIRST_TURN + W],
         dtype=gl.int32,

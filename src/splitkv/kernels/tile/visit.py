@@ -109,6 +109,19 @@ def tokens_of(cu_ptr, b, length):
 
 
 @triton.jit
+def cut_tile(pid, parts, cu_ptr, other_cu_ptr, length, other_length, batch, num_kv_heads):
+    """What `own_tile` gives, of program `pid` of those that have a part of a tile of keys each: the
+    parts of a tile follow each other, then come its heads and sequences, then the next tile."""
+    heads = batch * num_kv_heads
+    tile = pid // parts // heads
+    b = pid // parts % heads // num_kv_heads
+    h = pid // parts % num_kv_heads
+    first, length = tokens_of(cu_ptr, b, length)
+    other_first, other_length = tokens_of(other_cu_ptr, b, other_length)
+    return b, h, tile, first, length, other_first, other_length
+
+
+@triton.jit
 def own_part(
     pid,
     tiles,  # row tiles of a lane
