@@ -16,9 +16,8 @@ UNIT_DIMS, UNIT_BITS = 32, 13  # of e4m3 units: products of a step, bits kept be
 
 
 def is_of_tokens(scale: Tensor | None, x: Tensor) -> bool:
-    """Whether a scale of x [.., heads, dim] is one a token and head; also where there is no token,
-    and so none to be read."""
-    return scale is not None and scale.numel() != 1 and scale.dim() == x.dim() - 1
+    """Whether a scale of x [.., heads, dim] is one a token and head."""
+    return scale is not None and scale.numel() > 1 and scale.dim() == x.dim() - 1
 
 
 def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,6 @@ from splitkv.kernels.tile.visit import Strides, place
 from splitkv.kv import AS_IS
 from splitkv.plans import Config
 from splitkv.problem import Operands, Problem
-from splitkv.rounding import is_of_tokens
 
 
 class Stored(NamedTuple):
@@ -199,7 +198,8 @@ def stored_of(operands: Operands) -> Stored:
         return NOTHING
     scaled = (x.q_scale, x.q), (x.k_scale, x.k), (x.v_scale, x.v)
     strides = (Strides(*scale_strides(*pair)) for pair in scaled)
-    of_tokens = 1 if is_of_tokens(x.k_scale, x.k) else None
+    # where there is no key, there is no scale of one to be read either
+    of_tokens = 1 if x.k_scale.numel() != 1 and x.k_scale.dim() == x.k.dim() - 1 else None
     return Stored(x.q_scale, x.k_scale, x.v_scale, *strides, of_tokens)
 
 
