@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from splitkv.kernels.hopper.ring import async_load, clear_behind, thread_barrier
+from splitkv.kernels.hopper.clear import all_cleared, clear_behind
+from splitkv.kernels.hopper.ring import async_load
 
 HALF = gl.constexpr(64)  # keys of a consumer
 
@@ -265,19 +266,16 @@ def add_up(sums_desc, exchange, work, visit):
 
 
 @gluon.jit
-def await_rows(tiles, bars, slot, phase, count, PACKED: gl.constexpr):
-    """Wait for a row tile; of its rows `count` exist, and the others are made to count for nothing.
-
-    Both consumers write the same over the same.
-    """
+def await_rows(tiles, bars, slot, phase, count, PACKED: gl.constexpr, W: gl.constexpr):
+    """Wait for a row tile; of its rows `count` exist, and the others are made to count for nothing,
+    those of q by one consumer and those of its gradient by the other."""
     q = tiles.q.index(slot)
     mbarrier.wait(bars.rows.index(slot), phase)
     if PACKED:
         if count < q.shape[0]:
-            clear_behind(q, count)
-            clear_behind(tiles.grad.index(slot), count)
-            fence_async_shared()
-            thread_barrier()
+            STRIP: gl.constexpr = q.shape[0]
+            clear_behind(q if W == 0 else tiles.grad.index(slot), count, STRIP, 0, 1)
+            all_cleared(2)
 
 
 @gluon.jit
@@ -329,10 +327,9 @@ def consume(
     first_n = work.tile * TILE_N + W * HALF
     if PACKED:
         if first_n + HALF > work.len_k:
-            clear_behind(k, work.len_k - first_n)
-            clear_behind(v, work.len_k - first_n)
-            fence_async_shared()
-            thread_barrier()
+            clear_behind(k, work.len_k - first_n, HALF, 0, 1)
+            clear_behind(v, work.len_k - first_n, HALF, 0, 1)
+            all_cleared(1)
     offs_n = (first_n + gl.arange(0, HALF, layout=gl.SliceLayout(1, S)))[:, None]
     offs_m = gl.arange(0, TILE_M, layout=ROW)[None, :]
 
@@ -342,7 +339,7 @@ def consume(
     slot = work.h * 0
     phase = slot
     i = visit.first
-    await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED)
+    await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED, W)
     s = warpgroup_mma(k, tiles.q.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, tiles.grad.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -392,7 +389,7 @@ def consume(
         i += 1
         if i == visit.end:
             i = visit.first
-        await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED)
+        await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED, W)
         q_next = tiles.q.index(slot).permute((1, 0))
         s = warpgroup_mma(k, q_next, zero, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk])

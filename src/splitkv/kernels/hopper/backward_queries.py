@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -29,7 +28,8 @@ from splitkv.kernels.hopper.backward_loop import (
     own_tokens,
     store_rows,
 )
-from splitkv.kernels.hopper.ring import async_load, clear_behind, reinterpret, thread_barrier
+from splitkv.kernels.hopper.clear import all_cleared, clear_behind
+from splitkv.kernels.hopper.ring import async_load, reinterpret
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
 from splitkv.kernels.tile.visit import tile_and_lane
 from splitkv.plans import Config
@@ -144,12 +144,11 @@ class Positions(NamedTuple):
 
 
 @gluon.jit
-def clear_keys(x, count):
-    """Zero a tile of keys from `count` on, as the other consumer does."""
+def clear_keys(x, count, W: gl.constexpr):
+    """Zero a tile of keys from `count` on, together with the other consumer."""
     if count < x.shape[0]:
-        clear_behind(x, count)
-        fence_async_shared()
-        thread_barrier()
+        clear_behind(x, count, 16, W, 2)
+        all_cleared(2)
 
 
 @gluon.jit
@@ -177,10 +176,10 @@ def consume(tiles, bars, work, bounds, out, scale_log2, W: gl.constexpr):
     phase = slot
     start = gl.where(work.near > 0, 0, work.skip) * TILE_N
     mbarrier.wait(bars.k.index(0), 0)
-    clear_keys(tiles.k.index(0), work.len_k - start)
+    clear_keys(tiles.k.index(0), work.len_k - start, W)
     s = warpgroup_mma(q, tiles.k.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(bars.v.index(0), 0)
-    clear_keys(tiles.v.index(0), work.len_k - start)
+    clear_keys(tiles.v.index(0), work.len_k - start, W)
     dp = warpgroup_mma(grad, tiles.v.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = weights(s, total, scale_log2, bounds, pos, start, work.len_k)
@@ -199,13 +198,13 @@ def consume(tiles, bars, work, bounds, out, scale_log2, W: gl.constexpr):
         start = gl.where(j + 1 < work.near, j + 1, j + 1 + work.skip) * TILE_N
         k = tiles.k.index(slot)
         mbarrier.wait(bars.k.index(slot), phase)
-        clear_keys(k, work.len_k - start)
+        clear_keys(k, work.len_k - start, W)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s, dq = warpgroup_mma_wait(0, deps=[s, dq])  # dp has room where ds was
         mbarrier.arrive(bars.k_free.index(before), count=1)
         v = tiles.v.index(slot)
         mbarrier.wait(bars.v.index(slot), phase)
-        clear_keys(v, work.len_k - start)
+        clear_keys(v, work.len_k - start, W)
         dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         p = weights(s, total, scale_log2, bounds, pos, start, work.len_k)
         dp = warpgroup_mma_wait(0, deps=[dp])

@@ -40,6 +40,7 @@ from splitkv.device import Device
 from splitkv.kernels import decode_split
 from splitkv.kernels.combine import write_absent
 from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps
+from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_rows import (
     place_in_batch,
     slopes_of,
@@ -65,7 +66,6 @@ from splitkv.kernels.hopper.ring import (
     allocate_ring,
     arrivals,
     ask,
-    clear_behind,
     fill,
     foresee,
     thread_barrier,
@@ -239,7 +239,7 @@ def hopper_decode_split(
         mbarrier.wait(arrived.index(slot), phase)
         first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
-            clear_behind(v_ring.index(slot), keys - first_n)
+            clear_behind(v_ring.index(slot), keys - first_n, TILE_N, 0, 1)
         k = k_ring.index(slot).permute((1, 0)).load(B)
         qk = product(q, q_odd, k, gl.zeros([TILE_M, TILE_N], gl.float32, S), WIDEN)
         offs_n = first_n + inside

@@ -17,7 +17,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -25,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splitkv.kernels.combine import FINISHED
+from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
 from splitkv.kernels.hopper.prefill_rows import (
     Own,
@@ -60,33 +60,15 @@ from splitkv.kernels.tile.weight import Queries, scores
 
 
 @gluon.jit
-def clear_behind(v, count):
-    """Zero the rows of a tile from `count` on: another sequence's values may be NaN or infinite."""
-    KEYS: gl.constexpr = v.shape[0]
-    COLUMNS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
-    )
-    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
-    for first in gl.static_range(0, KEYS, 16):
-        if count < first + 16:
-            some = v.slice(first, 16)
-            some.store(gl.where((rows + first < count)[:, None], some.load(layout), 0.0))
-
-
-@gluon.jit
-def clear_last(tiles, signals, own, tile, n):
-    """Clear the values of step n behind the last key of a sequence.
-
-    All warpgroups do, as each has to before it multiplies; they write the same.
-    """
+def clear_last(tiles, signals, own, tile, n, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Clear the values of step n behind the last key of a sequence, as all warpgroups do."""
     SLOTS: gl.constexpr = tiles.v.shape[0]
     count = own.len_k - tile * tiles.v.shape[1]
     if count < tiles.v.shape[1]:
         slot = n % SLOTS
         mbarrier.wait(signals.v_full.index(slot), n // SLOTS & 1)
-        clear_behind(tiles.v.index(slot), count)
-        fence_async_shared()
+        clear_behind(tiles.v.index(slot), count, 16, W, WARPGROUPS)
+        all_cleared(WARPGROUPS)
 
 
 @gluon.jit
@@ -172,7 +154,7 @@ def step(
     if scales.k_ptr is None:
         if work.keys.behind is not None:
             if asks:
-                clear_last(tiles, signals, own, tile, n)
+                clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
     ONE_SCALE: gl.constexpr = scales.of_k is None
     if are_whole(qk.dtype, tiles.v.dtype, ONE_SCALE, work.scoring.softcap is None):
         if asks:
@@ -254,11 +236,12 @@ def attend(
     p = rounded(x, tiles, acc)
     if scales.k_ptr is None:
         if work.keys.behind is not None:
-            clear_last(tiles, signals, own, tile, n)
-    rest = factor, work, own, tiles, scales, signals, q_slot, pos, inside, W, WARPGROUPS
+            clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
+    rest = factor, work, own, tiles, scales, signals, q_slot, pos, inside
     for i in range(1, steps):
         tile = tile_of_step(visit, i, asking)
-        acc, l, m, shrink, p = step(acc, l, m, shrink, p, n + i, tile, i < asking, *rest)
+        sums = acc, l, m, shrink, p
+        acc, l, m, shrink, p = step(*sums, n + i, tile, i < asking, *rest, W, WARPGROUPS)
     if tiles.out is not None:
         if scales.wide is None:
             mbarrier.arrive(signals.q_free.index(done % Q_SLOTS), count=1)
@@ -310,9 +293,21 @@ def consume(
         ours = (index_in_round(r) < work.items) & (own.tile * TILE_M < own.len_q * PACK)
         where = own, work, output, W, GROUP, PACK, TILE_M
         if ours & (own.part < parts):
-            ring = tiles, scales, signals, W, GROUP, PACK, WARPGROUPS
             acc, product, l, m, shrink, v_scale = attend(
-                work, own, visit, steps, asking, n, done, *ring
+                work,
+                own,
+                visit,
+                steps,
+                asking,
+                n,
+                done,
+                tiles,
+                scales,
+                signals,
+                W,
+                GROUP,
+                PACK,
+                WARPGROUPS,
             )
             n += steps
             done += 1

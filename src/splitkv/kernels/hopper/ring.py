@@ -154,15 +154,3 @@ def fill(
             wanted &= ((tile + 1) * TILE_N > new_from) == NEW
         if wanted:
             ask(pool, k_boxes, v_boxes, arrived, n, b, h, tile, keys, PAGE_SIZE, TILE_N)
-
-
-@gluon.jit
-def clear_behind(v, count):
-    """Zero the rows of a tile from `count` on: memory behind the last key may hold NaN."""
-    COLUMNS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
-    )
-    rows = gl.arange(0, v.shape[0], layout=gl.SliceLayout(1, layout))
-    kept = v.load(layout)
-    v.store(gl.where((rows < count)[:, None], kept, gl.zeros_like(kept)))
