@@ -29,7 +29,8 @@ def clear_behind(x, count, STRIP: gl.constexpr, W: gl.constexpr, WARPGROUPS: gl.
     for first in gl.static_range(W * STRIP, ROWS, WARPGROUPS * STRIP):
         if count < first + STRIP:
             strip = x.slice(first, STRIP)
-            strip.store(gl.where((rows + first < count)[:, None], strip.load(layout), 0.0))
+            kept = strip.load(layout)
+            strip.store(gl.where((rows + first < count)[:, None], kept, gl.zeros_like(kept)))
 
 
 @gluon.jit
