@@ -122,13 +122,17 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
-            with listening() if self.listens else nullcontext() as said:
-                made = self.kernel.warmup(*args, grid=grid, **options)
-            self.compiled.append(made)
-            if said is not None:  # nothing on a kernel that this process has already
-                SAID.setdefault(made.hash, said.getvalue())
+            self.warmup(*args, grid=grid, **options)
 
         return launch
+
+    def warmup(self, *args: Any, **options: Any) -> Any:
+        with listening() if self.listens else nullcontext() as said:
+            made = self.kernel.warmup(*args, **options)
+        self.compiled.append(made)
+        if said is not None:  # nothing on a kernel that this process has already
+            SAID.setdefault(made.hash, said.getvalue())
+        return made
 
 
 SAID: dict[str, str] = {}
@@ -235,6 +239,8 @@ def compile_plan(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[s
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
             mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
+            mock.patch.object(hopper_decode_split, "in_clusters", mock.MagicMock()),
+            mock.patch.object(hopper_decode_split.Launcher, "later_splits", mock.Mock()),
         ):
             patches.enter_context(patch)
         MODULES[plan.kernel].Launcher(plan, operands)(operands)

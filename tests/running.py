@@ -16,6 +16,7 @@ from splitkv import Plan
 from splitkv.device import GPUS, Device, current
 from splitkv.plans import Choice, Config, Kernel
 from splitkv.policies import Policy, fixed, waves
+from splitkv.policies.shared import clusters
 from splitkv.registry import KERNELS, kernel_named
 from splitkv.testing import Call, Mask, Problem
 
@@ -180,6 +181,10 @@ def plans(problem: Problem, kernel: str) -> dict[str, Plan]:
         "even": plan_with(kernel, problem, num_splits=5),
         "fixed": fixed_plan(problem, max(64, -(-problem.seqlen_k // 6)), kernel),
     }
+    even = made["even"]
+    for config in clusters(kernel_named(kernel), problem, HERE):
+        if config.shape == even.config.shape:
+            made[f"cluster_of_{config.num_splits}"] = replace(even, config=config)
     if problem.lengths == "device" and "batch" in kernel_named(kernel).schedules:
         made["batch"] = batch_plan(problem, problem.batch + 1, kernel)
         made["batch_of_many"] = batch_plan(problem, problem.batch + 37, kernel)

@@ -214,7 +214,8 @@ def _column(plan: Plan, figures: Figures) -> dict[str, str]:
 def _splits(config: Config) -> str:
     if config.schedule == "batch":
         return f"up to {config.num_splits}, by length"
-    return f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")
+    splits = f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")
+    return splits + ", a cluster" * (config.merge == "cluster")
 
 
 def _ceil_div(a: int, b: int) -> int:

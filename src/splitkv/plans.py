@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -27,6 +27,8 @@ class Config:
     tile_m       packed query rows a program; tile_n: keys a step
     num_stages   tiles of keys and values that a program has in flight
     pack_gqa     the query heads of a KV head share one program
+    merge        combine: the parts of a row are merged by a second kernel; cluster: by the programs
+                 that made them, which run together
     """
 
     num_splits: int = 1
@@ -38,6 +40,12 @@ class Config:
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
+    merge: Literal["combine", "cluster"] = "combine"
+
+    @property
+    def shape(self) -> Config:
+        """The same tile, in one part."""
+        return replace(self, num_splits=1, merge="combine")
 
 
 @dataclass(frozen=True, slots=True)

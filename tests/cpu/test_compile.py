@@ -23,6 +23,7 @@ from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Plan
+from splitkv.policies.shared import clusters, shapes
 from splitkv.problem import Problem
 
 # Heads a KV head and query tokens: TILE_M is 16, 32 and 64, and in the last there is more than one.
@@ -67,7 +68,7 @@ HOPPER_AXES: cases.Axes = {
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64), (64, 256)),
     "shape": ((1, 1), (7, 1), (8, 2), (1, 16), (4, 5), (8, 4), (32, 1)),
-    "schedule": ("whole", "even", "fixed", "batch"),
+    "schedule": ("whole", "even", "cluster of 2", "cluster of 8", "fixed", "batch"),
     "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
     "mask": tuple(mask for mask in AXES["mask"] if not mask.chunk),
     "softcap": (False, True),
@@ -142,6 +143,13 @@ TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
 HOPPER = (r"\bcp\.async\.bulk\.tensor\.4d", r"\bmbarrier\.try_wait", r"\bmma\.sync")
 
 
+CUTS: dict[str, dict[str, Any]] = {
+    "even": {"num_splits": 3},
+    "cluster of 2": {"num_splits": 2, "merge": "cluster"},
+    "cluster of 8": {"num_splits": 8, "merge": "cluster"},
+}
+
+
 def kernel_of(values: cases.Values) -> str:
     return values.get("kernel", "decode_split")
 
@@ -164,10 +172,14 @@ def problem_of(values: cases.Values) -> Problem:
 
 
 @functools.cache
-def legal(kernel: str, gpu: str, *asked: Any) -> frozenset[tuple[int, ...]]:
-    """The shapes that a kernel has for a problem, by values in the order of LEAST."""
+def legal(kernel: str, gpu: str, clustered: int, *asked: Any) -> frozenset[tuple[int, ...]]:
+    """The shapes that a kernel has for a problem, by values in the order of LEAST; those that so
+    many parts may be a cluster of."""
     problem = problem_of(dict(zip(LEAST, asked, strict=True)))
-    found = MODULES[kernel].configs(problem, GPUS[gpu])
+    found = shapes(MODULES[kernel].KERNEL, problem, GPUS[gpu])
+    if clustered:
+        together = clusters(MODULES[kernel].KERNEL, problem, GPUS[gpu])
+        found = [config for config in together if config.num_splits == clustered]
     return frozenset(tuple(getattr(config, name) for name in SHAPE) for config in found)
 
 
@@ -177,9 +189,11 @@ def valid(values: cases.Values) -> bool:
     if values.get("schedule") == "batch" and values.get("lengths") == "host":
         return False
     asked = (values.get(name, least) for name, least in LEAST.items())
-    shapes = legal(kernel_of(values), gpu, *asked)
+    clustered = CUTS.get(values.get("schedule", ""), {}).get("merge") == "cluster"
+    parts = CUTS[values["schedule"]]["num_splits"] if clustered else 0
+    found = legal(kernel_of(values), gpu, parts, *asked)
     given = [(i, values[name]) for i, name in enumerate(SHAPE) if name in values]
-    return any(all(shape[i] == value for i, value in given) for shape in shapes)
+    return any(all(shape[i] == value for i, value in given) for shape in found)
 
 
 def plan_of(values: cases.Values) -> Plan:
@@ -187,7 +201,7 @@ def plan_of(values: cases.Values) -> Plan:
     module, tile_n = MODULES[kernel], values["tile_n"]
     cuts: dict[str, dict[str, Any]] = {
         "whole": {},
-        "even": {"num_splits": 3},
+        **CUTS,
         "fixed": {
             "num_splits": -(-problem.seqlen_k // tile_n),
             "schedule": "fixed",
@@ -198,12 +212,13 @@ def plan_of(values: cases.Values) -> Plan:
     asked = {name: values[name] for name in SHAPE if name in values}
     (shape,) = (
         config
-        for config in module.configs(problem, device)
+        for config in shapes(module.KERNEL, problem, device)
         if all(getattr(config, name) == value for name, value in asked.items())
     )
     config = replace(shape, **cuts[values["schedule"]])
     assert module.unsupported(problem, device) == []
     assert config.schedule in module.KERNEL.schedules
+    assert config.merge == "combine" or config in list(module.configs(problem, device))
     return Plan(problem, device, "fixed", kernel, config, "a test")
 
 
@@ -212,6 +227,7 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
     plan, row_gap = plan_of(values), values.get("row_gap", 0)
     kernels = compile_plan(plan, row_gap)
     merges = plan.config.num_splits > 1 or plan.config.schedule == "batch"
+    merges &= plan.config.merge == "combine"
     assert kernels.keys() == {plan.kernel, *(["combine"] if merges else [])}
     for name, kernel in kernels.items():
         assert kernel.shared_bytes <= plan.device.smem_per_block, name
@@ -223,6 +239,9 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
     estimate = module.shared_bytes(plan.problem, plan.config)
     assert split.shared_bytes <= estimate <= plan.device.smem_per_block
     if plan.kernel == "hopper_decode_split":
+        together = plan.config.merge == "cluster"
+        assert ("st.shared::cluster" in split.ptx) == together
+        assert split.ptx.count("barrier.cluster.arrive") == 2 * together
         assert all(re.search(instruction, split.ptx) for instruction in HOPPER)
         scales = plan.problem.codec.granularity == "token"
         assert ("cp.async.c" in split.ptx) == scales, "keys and values by TMA alone"

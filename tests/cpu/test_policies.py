@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from splitkv.device import CPU, GPUS, Device
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
+from splitkv.kernels.hopper.cluster import CLUSTERS
 from splitkv.kernels.parts import grid
 from splitkv.kv import Codec, Contiguous, Paged
 from splitkv.masks import Mask
@@ -372,6 +373,7 @@ def test_waves_weighs_enough_splits_on_hopper(place: Contiguous | Paged):
             for config in hopper_decode_split.configs(problem, H200)
             if (config.tile_n, config.num_warps, config.num_stages) in waves.HOPPER_SHAPES
             and config.num_stages > 1
+            and config.merge == "combine"
             and (config.tile_n < 128 or place == Contiguous())
             for splits in range(1, num_tiles(problem, config.tile_n) + 1)
         )
@@ -416,9 +418,35 @@ def test_waves_shares_a_batch_out_on_hopper_too():
     assert (alone.kernel, alone.config.schedule) == ("hopper_decode_split", "even")
 
 
+def test_parts_are_a_cluster_where_all_can_run_at_once():
+    seen = set()
+    for batch, kv_heads, seqlen_k in product((1, 8, 64, 200), (1, 8), (512, 4096, 32768)):
+        problem = decode(batch, 4 * kv_heads, kv_heads, seqlen_k, lengths="device")
+        config = waves.choose(problem, H200, ON_HOPPER).config
+        if config.merge == "cluster":
+            told = waves.cost(problem, H200, config, waves.H200_HOPPER)
+            share = 1.0 if config.num_splits == 2 else waves.ROOM_FOR_CLUSTERS
+            assert told.num_ctas == batch * kv_heads * config.num_splits <= told.slots * share
+            assert config.schedule == "even" and config.num_splits in CLUSTERS
+            assert "us to merge in clusters" in waves.choose(problem, H200, ON_HOPPER).why
+        seen.add((config.merge, config.num_splits > 1))
+    assert seen == {("cluster", True), ("combine", True), ("combine", False)}
+
+
+def test_a_cluster_takes_shared_memory_for_what_it_exchanges():
+    problem, config = decode(8, 32, 8, 4096), Config(tile_m=16, tile_n=64, num_stages=2)
+    pair = replace(config, num_splits=2, merge="cluster")
+    more = hopper_decode_split.shared_bytes(problem, pair)
+    more -= hopper_decode_split.shared_bytes(problem, config)
+    assert more == 4 * (4 * 128 + 2 * 4 * 2)  # 4 rows of acc, and of m and l a part each
+    pairs = [c for c in hopper_decode_split.configs(problem, H200) if c.merge == "cluster"]
+    assert {c.shape for c in pairs} <= set(hopper_decode_split.configs(problem, H200))
+    assert hopper_decode_split.traffic(problem, pair).partial_bytes == 0
+
+
 def test_waves_constants_are_a_parameter():
     problem = decode(1, seqlen_k=32768)
-    dear = waves.Constants(merge=1.0)
+    dear = waves.Constants(merge=1.0, cluster=1.0)
     assert waves.with_constants(dear)(problem, H200, [DECODE]).config.num_splits == 1
     assert waves.with_constants(dear)(problem, H200, [HOPPER]).config.num_splits == 1
     of_hopper = waves.with_constants(waves.H200, hopper=dear)
@@ -482,7 +510,7 @@ PROBLEMS = {
 def line(choice: Choice | Plan) -> str:
     config = choice.config
     text = f"{config.num_splits} {config.tile_m}x{config.tile_n} w{config.num_warps}"
-    text += f" s{config.num_stages}"
+    text += f" s{config.num_stages}" + " cluster" * (config.merge == "cluster")
     return text if config.schedule == "even" else f"{text} {config.schedule} {config.programs}"
 
 
@@ -591,8 +619,10 @@ def test_choices_on_hopper_are_legal(policy: str, problem: Problem, gpu: str):
     assert kernel == "hopper_decode_split" or by_time
     found = kernel_named(kernel)
     assert config.schedule in found.schedules
-    plain = replace(config, num_splits=1, schedule="even", programs=0)
-    assert plain in list(found.configs(problem, GPUS[gpu]))
+    plain = replace(config.shape, schedule="even", programs=0)
+    legal = list(found.configs(problem, GPUS[gpu]))
+    assert plain in legal
+    assert config.merge == "combine" or config in legal
     assert 1 <= config.num_splits <= 1024
 
 

@@ -15,6 +15,7 @@ from splitkv.device import CPU, GPUS
 from splitkv.errors import UnsupportedProblem
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
+from splitkv.kernels.hopper.cluster import CLUSTERS
 from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
@@ -160,7 +161,10 @@ def test_configs_of_the_kernel_for_hopper_are_legal(gpu: str) -> None:
                 tile_n=config.tile_n,
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
+                num_splits=config.num_splits,
+                merge="cluster" if config.num_splits > 1 else "combine",
             ), case
+            assert config.num_splits in (1, *CLUSTERS), case
             assert config.tile_m in (16, 32) and config.num_warps in (4, 8), case
             assert config.tile_n in anywhere, "parts of whole tiles stay so where TMA cannot be"
             boxes = config.tile_n // hopper_decode_split.box_rows(problem, config.tile_n)

@@ -408,7 +408,7 @@ class Launcher:
 
         programs = size = None
         parts: int | None = config.num_splits
-        max_parts = config.num_splits
+        max_parts = config.num_splits if config.merge == "combine" else 1
         if config.schedule == "batch":
             parts, programs = None, config.programs
             max_parts = config.programs - problem.batch

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import triton
+from triton.compiler.compiler import make_backend
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +127,20 @@ def bind_to_descriptors(
         function(x, y, z, stream, *fixed, (*unpacked(addresses), *args, *tail))
 
     return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+
+
+def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
+    """The compiled kernel, launched in clusters: the first axis of its grid counts clusters of
+    `size` programs, which are neighbours along it.
+
+    more_shared   bytes of shared memory of each program behind what Triton gave out
+    """
+    made, metadata = copy.copy(compiled), compiled.metadata
+    metadata = metadata._replace(num_ctas=size, shared=metadata.shared + more_shared)
+    made.metadata = metadata
+    made.packed_metadata = make_backend(metadata.target).pack_metadata(metadata)
+    made.module = made.function = made._run = None  # to be loaded with room for so much
+    return made
 
 
 def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) -> Launch:

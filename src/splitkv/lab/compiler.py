@@ -131,7 +131,11 @@ def only_compile() -> None:
         if self._run is None:
             self._run = driver.active.launcher_cls(self.src, self.metadata)
 
+    def no_launch(self: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: None
+
     JITFunction.run = compile_only
+    CompiledKernel.__getitem__ = no_launch
     CompiledKernel._init_handles = make_launcher
     os.nice(10)  # the process that measures goes first
 

@@ -17,6 +17,7 @@ from splitkv.problem import Problem
 Key = tuple[str, Config]  # a kernel and its config
 
 AROUND = (1.0, 1.5, 1 / 1.5, 2.5, 1 / 2.5)  # times the number of splits that the model finds best
+CLUSTERED = 4  # plans of a kernel whose parts are clusters, beside its others
 NEAR = (1.25, 0.8, 1.6, 0.6)  # times the number of splits that was fastest
 
 
@@ -32,7 +33,7 @@ def tile_shapes(problem: Problem, device: Device, kernel: Kernel) -> list[Config
     another number of keys a tile, the kernel's own first and the cheapest by the cost model."""
     found = shapes(kernel, problem, device)
     equal = replace(problem, lengths="host")  # for differing ones it may share programs out instead
-    taken = replace(waves.choose(equal, device, [kernel]).config, num_splits=1)
+    taken = waves.choose(equal, device, [kernel]).config.shape
     constants = waves.constants_of(kernel)
     by_seconds = sorted(found, key=lambda shape: _seconds(problem, device, shape, constants))
     in_turns = zip(_one_a_tile(found), _one_a_tile(by_seconds), strict=True)
@@ -72,8 +73,24 @@ def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
         for factor in AROUND:
             for shape in listed:
                 configs |= dict.fromkeys(_with_splits(problem, shape, [best[shape] * factor]))
-        found += [Choice(kernel.name, config, "candidate") for config in list(configs)[:each]]
+        clustered = in_clusters(kernel, problem, device)[:CLUSTERED]
+        configs = dict.fromkeys([*list(configs)[:each], *clustered])
+        found += [Choice(kernel.name, config, "candidate") for config in configs]
     return found
+
+
+def in_clusters(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
+    """Plans whose parts are clusters, one a shape, those first that the model finds fastest."""
+    constants, equal = waves.constants_of(kernel), replace(problem, lengths="host")
+    worth = (*constants.shapes, (128, 4, 1))
+    best: dict[Config, tuple[float, Config]] = {}
+    for config in waves.in_clusters(kernel, equal, device, constants):
+        if (config.tile_n, config.num_warps, config.num_stages) in worth:
+            seconds = waves.cost(problem, device, config, constants).seconds
+            known = best.get(config.shape)
+            if known is None or seconds < known[0]:
+                best[config.shape] = seconds, config
+    return [config for _, config in sorted(best.values(), key=lambda pair: pair[0])]
 
 
 def neighbours(problem: Problem, best: Key, tried: Iterable[Key] = ()) -> list[Choice]:
@@ -84,7 +101,7 @@ def neighbours(problem: Problem, best: Key, tried: Iterable[Key] = ()) -> list[C
     (kernel, config), known = best, set(tried)
     if config.programs or config.split_size or config.num_splits == 0:
         return []
-    near = _with_splits(problem, config, [config.num_splits * factor for factor in NEAR])
+    near = _with_splits(problem, config.shape, [config.num_splits * factor for factor in NEAR])
     new = [other for other in dict.fromkeys(near) if (kernel, other) not in known]
     return [Choice(kernel, other, "neighbour") for other in new]
 

@@ -62,6 +62,11 @@ def shapes(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
     return found
 
 
+def clusters(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
+    """The kernel's configs whose parts are merged by a cluster."""
+    return [c for c in kernel.configs(problem, device) if c.merge == "cluster"]
+
+
 def splits_keys(problem: Problem, found: Sequence[Config], kernel: Kernel | None = None) -> bool:
     """Whether there is a number of splits to decide.
 

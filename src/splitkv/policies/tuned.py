@@ -328,7 +328,7 @@ def _timed(
         same = dims(measured.problem) == dims(as_long)
         if same and measured.problem.mask == problem.mask:
             timed = _bounded(problem, measured.plans)
-            if replace(timed.config, num_splits=1) in legal.get(timed.kernel, ()):
+            if timed.config.shape in legal.get(timed.kernel, ()):
                 return timed
     return None
 
@@ -360,6 +360,7 @@ class _Local:
         near: Sequence[tuple[float, Measured]],
     ) -> None:
         self.problem, self.device = problem, device
+        self.kernels = {kernel.name: kernel for kernel in candidates}
         self.constants = {kernel.name: waves.constants_of(kernel) for kernel in candidates}
         legal: dict[str, dict[tuple[Any, ...], Config]] = {}
         for kernel in candidates:
@@ -383,10 +384,10 @@ class _Local:
 
     def model(self, problem: Problem) -> Callable[[str, Config], float]:
         """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
-        known: dict[tuple[str, int, tuple[Any, ...]], waves.Shape] = {}
+        known: dict[tuple[str, int, str, tuple[Any, ...]], waves.Shape] = {}
 
         def seconds(kernel: str, config: Config) -> float:
-            key = kernel, config.tile_m, _likeness(config)
+            key = kernel, config.tile_m, config.merge, _likeness(config)
             if key not in known:
                 constants = self.constants[kernel]
                 known[key] = waves.Shape(problem, self.device, config, constants)
@@ -401,7 +402,7 @@ class _Local:
 
     def knows(self, choice: Choice) -> bool:
         """Whether a plan of this shape was timed."""
-        return replace(choice.config, num_splits=1) in self.known.get(choice.kernel, ())
+        return choice.config.shape in self.known.get(choice.kernel, ())
 
     def proposals(self) -> Iterator[Choice]:
         """Every known shape with numbers of splits around the model's best."""
@@ -414,11 +415,14 @@ class _Local:
                 wanted = (min(max(least, round(best * factor)), most) for factor in AROUND)
                 for splits in dict.fromkeys(even_splits(tiles, n) for n in wanted):
                     yield Choice(kernel, replace(shape, num_splits=splits), "")
+            together = self.kernels[kernel], problem, self.device, self.constants[kernel]
+            found = waves.in_clusters(*together)
+            yield from (Choice(kernel, config, "") for config in found if config.shape in of)
 
     def seconds(self, choice: Choice) -> float:
         """What a plan is expected to take."""
         config = choice.config
-        told = self.known[choice.kernel][replace(config, num_splits=1)]
+        told = self.known[choice.kernel][config.shape]
         octaves = math.log2(config.num_splits)
         alike = (
             (1 / (0.25 + away + SPLITS_WEIGHT * (its - octaves) ** 2), log)
@@ -470,7 +474,7 @@ def _shape(config: Config) -> dict[str, Any]:
 @cache
 def _likeness(config: Config) -> tuple[Any, ...]:
     """Equal for a shape of one kernel on problems of other numbers of rows."""
-    return tuple(_shape(replace(config, tile_m=0)).items())
+    return tuple(_shape(replace(config.shape, tile_m=0)).items())
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:

@@ -30,6 +30,7 @@ from splitkv.policies.shared import (
     WHOLE_SEQUENCES,
     Policy,
     ceil_div,
+    clusters,
     count,
     even_splits,
     max_splits,
@@ -46,6 +47,9 @@ SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
 HOPPER_PAGED_SHAPES = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 1))
 CLOSE = 1.02
+# A cluster of four or eight needs as many places in one part of the GPU: with 256 programs for 264
+# places some waited for a second wave, 17.9 us beside 13.5. Pairs did not, with 128 for 132.
+ROOM_FOR_CLUSTERS = 0.75
 
 # More packed rows than the kernel for Hopper takes: of 25 such problems with more bytes of keys and
 # values, `prefill` was faster on 16, by up to half, and level on one. Of head_dim above 128 a
@@ -131,6 +135,7 @@ class Constants:
     wave           from one wave of programs to the next; tail: of a last one that is not full
     merge          launching the combine; merge_part: for each part of a row; merge_row: for each
                    row and part of head_dim_v 128
+    cluster        merging in a cluster instead; cluster_part: for each of its programs
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
@@ -157,6 +162,8 @@ class Constants:
     merge: float = 0.726e-6
     merge_part: float = 1.23e-8
     merge_row: float = 0.555e-9
+    cluster: float = 0.55e-6
+    cluster_part: float = 0.04e-6
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
@@ -248,28 +255,35 @@ class Shape:
             per = config.split_size // config.tile_n
         else:
             per = ceil_div(self.tiles, config.num_splits)
+        if config.merge == "cluster":
+            programs = self.batch * config.num_splits * self.head_tiles
+            return self.cost_of(programs, per, config.num_splits, "cluster")
         return self.cost(per, merged=config.num_splits > 1)
 
     def cost(self, per: int, merged: bool) -> Cost:
         """With every sequence cut into parts of `per` tiles, the last one shorter."""
-        parts = ceil_div(self.tiles, per)
-        return self.cost_of(self.batch * parts * self.head_tiles, per, parts if merged else 0)
+        parts, merge = ceil_div(self.tiles, per), "combine" if merged else None
+        return self.cost_of(self.batch * parts * self.head_tiles, per, parts, merge)
 
     def shared_out(self, full_parts: int) -> Cost:
         """With the batch cut into so many parts and what rounding adds, half a part a sequence."""
         per = max(1, ceil_div(self.tiles * self.batch, full_parts))
         num_ctas = (full_parts + self.batch // 2) * self.head_tiles
-        return self.cost_of(num_ctas, per, ceil_div(self.tiles, per))
+        return self.cost_of(num_ctas, per, ceil_div(self.tiles, per), "combine")
 
-    def cost_of(self, num_ctas: int, per: int, merged: int) -> Cost:
-        """Of programs of `per` tiles, and merging so many parts a row."""
+    def cost_of(self, num_ctas: int, per: int, parts: int, merge: str | None) -> Cost:
+        """Of programs of `per` tiles, and merging so many parts a row, in one of two ways."""
         full, rest = divmod(num_ctas, self.slots)
         c, waves = self.constants, full + (rest > 0)
         seconds = self.start + full * self.wave(self.slots, per) + max(0, waves - 1) * c.wave
         if rest:
             seconds += self.wave(rest, per) + (c.tail if full else 0.0)
-        merge = c.merge + self.merge_part * merged if merged else 0.0
-        return Cost(num_ctas, self.slots, per, seconds, merge)
+        merging = 0.0
+        if merge == "cluster":
+            merging = c.cluster + c.cluster_part * parts
+        elif merge:
+            merging = c.merge + self.merge_part * parts
+        return Cost(num_ctas, self.slots, per, seconds, merging)
 
     def wave(self, ctas: int, per: int) -> float:
         """Seconds of a wave of so many programs."""
@@ -295,6 +309,8 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
         return 1
     elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
     smem = config.num_stages * elements * problem.kv_element_bytes + SMEM_RESERVED
+    if config.merge == "cluster":  # each has a share of all parts
+        smem += 4 * min(config.tile_m, problem.rows) * (problem.head_dim_v + 2 * config.num_splits)
     a_block = constants.registers(problem, config) * 32 * config.num_warps
     return max(1, min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block)))
 
@@ -319,10 +335,10 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
         if not splits_keys(problem, found):
             return Choice(kernel.name, found[0], f"waves: {kernel.name} has no splits to weigh")
         own = constants_of(kernel, constants, hopper)
-        weighed = [
-            _cheapest(problem, device, found, config, own)
-            for config in _worth(problem, device, found, own)
-        ]
+        weighed, together = [], in_clusters(kernel, problem, device, own)
+        for shape in _worth(problem, device, found, own):
+            weighed.append(_cheapest(problem, device, found, shape, own))
+            weighed += [(cost(problem, device, c, own), c) for c in together if c.shape == shape]
         least = min(cost.seconds for cost, _ in weighed)
         best, config = next(pair for pair in weighed if pair[0].seconds <= least * CLOSE)
         return Choice(kernel.name, config, _why(problem, device, config, best, own))
@@ -363,6 +379,29 @@ def _worth(
     return in_a_wave or worth or list(found)
 
 
+def in_clusters(
+    kernel: Kernel, problem: Problem, device: Device, constants: Constants
+) -> list[Config]:
+    """The configs whose parts are clusters that can all run at once, none of them too long."""
+    found = []
+    for config in clusters(kernel, problem, device):
+        model, parts = Shape(problem, device, config, constants), config.num_splits
+        units = problem.batch * model.head_tiles
+        room = model.slots if parts == 2 else model.slots * ROOM_FOR_CLUSTERS
+        short = parts >= least_splits(problem, model, constants)
+        in_time = parts == model.tiles or (parts < model.tiles and config.num_stages > 1)
+        if short and in_time and units * parts <= room:
+            found.append(config)
+    return found
+
+
+def least_splits(problem: Problem, shape: Shape, constants: Constants) -> int:
+    """So many that no part is too long where the lengths may differ."""
+    if problem.lengths == "host" or problem.batch == 1:
+        return 1
+    return ceil_div(shape.tiles, int(constants.longest_part // shape.tile_bytes) or 1)
+
+
 def _splits_worth(tiles: int, least: int, most: int, a_wave: float) -> Iterator[int]:
     """Numbers of splits to weigh: few, those of few tiles each, and what fills up to four waves."""
     eighths = (round(a_wave * k / 8) for k in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32))
@@ -383,11 +422,7 @@ def _cheapest(
     shape = Shape(problem, device, config, constants)
     most = max_splits(problem, found, config)
     a_wave = shape.slots / (shape.batch * shape.head_tiles)
-    least = 1
-    if problem.lengths == "device" and problem.batch > 1:
-        least = min(
-            most, ceil_div(shape.tiles, int(constants.longest_part // shape.tile_bytes) or 1)
-        )
+    least = min(most, least_splits(problem, shape, constants))
     # of no more programs than their longest part asks for: one more may not fit into a wave
     weighed = _splits_worth(shape.tiles, least, most, a_wave)
     worth = sorted({even_splits(shape.tiles, splits) for splits in weighed})
@@ -423,9 +458,10 @@ def _why(problem: Problem, device: Device, config: Config, best: Cost, constants
         f"{best.split_seconds * 1e6:.1f} us"
     )
     if best.merge_seconds:
-        whole = replace(config, num_splits=1, schedule="even", programs=0)
+        whole = replace(config.shape, schedule="even", programs=0)
         unsplit = cost(problem, device, whole, constants)
-        text += f" + {best.merge_seconds * 1e6:.1f} us to merge"
+        how = "merge in clusters" if config.merge == "cluster" else "merge"
+        text += f" + {best.merge_seconds * 1e6:.1f} us to {how}"
         text += f"; in one split {unsplit.seconds * 1e6:.1f} us"
     return text
 

@@ -77,8 +77,29 @@ def weights(s, m, sums, v_scale, WIDEN: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(final, partial, row, acc, m, l, head, ok, out_rows, lse_rows, slot_rows, num_parts):
+def write_rows(
+    final,
+    partial,
+    row,
+    acc,
+    m,
+    l,
+    ok,
+    b,
+    t,
+    head,
+    seqlen_q,
+    num_kv_heads,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    slot_rows,
+    num_parts,
+    GROUP: gl.constexpr,
+):
     """The result of rows whose keys this program has all seen, else the partial."""
+    out_rows = b.to(gl.int64) * stride_ob + t.to(gl.int64) * stride_ot + head * stride_oh
+    lse_rows = (b * num_kv_heads * GROUP + head).to(gl.int64) * seqlen_q + t
     offs_v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))[None, :]
     if num_parts == 1:
         sink_log2 = None

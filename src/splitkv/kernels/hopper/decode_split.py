@@ -9,6 +9,8 @@ Part p of n takes the tiles p, p + n, p + 2n, ...: all SMs then read neighbourin
 time, which the memory serves faster than n distant ranges, and no program has to divide. By the
 fixed rule a part is a range of keys, whatever else there is.
 
+Two, four or eight parts may be a cluster, which merges them itself: see cluster.py.
+
 int8 and e4m3 arrive as pairs of elements: see pairs.py.
 
 Shapes      as kernels/decode_split.py
@@ -39,8 +41,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from splitkv.device import Device
 from splitkv.kernels import decode_split
 from splitkv.kernels.combine import write_absent
-from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps
+from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps, in_clusters
 from splitkv.kernels.hopper.clear import clear_behind
+from splitkv.kernels.hopper.cluster import (
+    CLUSTERS,
+    arrive_running,
+    exchange_bytes,
+    merge_cluster,
+)
 from splitkv.kernels.hopper.decode_rows import (
     place_in_batch,
     slopes_of,
@@ -68,6 +76,7 @@ from splitkv.kernels.hopper.ring import (
     ask,
     fill,
     foresee,
+    next_slot,
     thread_barrier,
     tile_at,
 )
@@ -151,6 +160,8 @@ def hopper_decode_split(
     TILE_N: gl.constexpr,
     SLOTS: gl.constexpr,
     EARLY_KV: gl.constexpr,  # keys of earlier tokens are there before the kernel before has ended
+    CLUSTER: gl.constexpr,  # parts are programs of a cluster of so many, which merges them; or 0
+    ROWS: gl.constexpr,  # of TILE_M, where they do
     WIDEN: gl.constexpr,  # from_int8 or from_e4m3, of keys in pairs; None: keys are as they are
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -162,6 +173,7 @@ def hopper_decode_split(
     keys = seqlen_k
     if lens_ptr is not None and programs is None:
         keys = gl.load(lens_ptr + b)
+    arrive_running(CLUSTER)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     DIM: gl.constexpr = k_desc.block_type.shape[3]
@@ -224,7 +236,7 @@ def hopper_decode_split(
         scale *= gl.convert_layout(unit, M)[:, None]
         scale *= row_scale(row, b, t, head, row_ok, stride_qsb, stride_qst, stride_qsh)
     slot_rows = slot_id.to(gl.int64) * gl.minimum(TILE_M, seqlen_q * GROUP) + offs_m
-    if part >= num_parts:
+    if (part >= num_parts) & (not CLUSTER):  # in a cluster all take part in the merge
         if partial is not None:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
         return
@@ -260,18 +272,18 @@ def hopper_decode_split(
                 ask_scales(*of_keys, slot, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
             after = gl.minimum(ahead + tiles.by, tiles.last - 1)
             foresee(pool, b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
-        slot += 1
-        if slot == SLOTS:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(slot, phase, SLOTS)
 
     if WIDEN is not None:
         m -= SHIFT
         acc = gl.convert_layout(both_columns(acc * v_scale, acc_odd * v_scale), S)
-    out_rows = b.to(gl.int64) * stride_ob + t.to(gl.int64) * stride_ot + head * stride_oh
-    lse_rows = (b * num_kv_heads * GROUP + head).to(gl.int64) * seqlen_q + t
-    result = acc, m, gl.sum(sums, 1), head, row_ok, out_rows, lse_rows, slot_rows, num_parts
-    write_rows(final, partial, row, *result)
+    result = acc, m, gl.sum(sums, 1), row_ok
+    sizes = seqlen_q, num_kv_heads, stride_ob, stride_ot, stride_oh
+    if CLUSTER:
+        place = part, b, h, tile_m * TILE_M
+        merge_cluster(final, row, *result, *place, *sizes, GROUP, ROWS, CLUSTER)
+    else:
+        write_rows(final, partial, row, *result, b, t, head, *sizes, slot_rows, num_parts, GROUP)
 
 
 def box_rows(problem: Problem, tile_n: int) -> int:
@@ -331,20 +343,32 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     moved = config.tile_m * config.tile_n * problem.element_bytes
     if problem.codec != AS_IS:
         moved = max(moved, 4 * config.tile_m * problem.head_dim_v)
+    if config.merge == "cluster":
+        moved = max(moved, SCRATCH_BYTES)
+        rows = min(config.tile_m, problem.rows)
+        moved += exchange_bytes(rows, problem.head_dim_v, config.num_splits)
     return config.num_stages * (tile + BARRIER_BYTES) + max(moved, SCRATCH_BYTES) + 1024
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every ring that fits, with one split; `num_splits` may then be anything up to 1024."""
+    """Every ring that fits, with one split; `num_splits` may then be anything up to 1024. Then
+    those whose parts are a cluster."""
     widest = max(problem.head_dim, problem.head_dim_v)
     # every warp holds q: 32 rows of 256 would need more registers than exist
     tile_m = 16 if problem.rows <= 16 or widest > 128 else 32
     tiles = (64, 32, 128) if tile_m == 16 and widest <= 128 else (64, 32)
+    found = []
     for tile_n in tiles:
         for num_stages in (3, 2, 1, 4, 6):
             config = Config(tile_m=tile_m, tile_n=tile_n, num_warps=4, num_stages=num_stages)
             if shared_bytes(problem, config) <= device.smem_per_block:
+                found.append(config)
                 yield config
+    for config in found:
+        for parts in CLUSTERS:
+            clustered = replace(config, num_splits=parts, merge="cluster")
+            if shared_bytes(problem, clustered) <= device.smem_per_block:
+                yield clustered
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:
@@ -352,6 +376,8 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     parts = parts_of_problem(problem, config)
     if config.schedule == "even":
         parts = max(1, min(visited(problem, config.tile_n), config.num_splits))
+    if config.merge == "cluster":  # what is exchanged stays on the SMs
+        parts = 1
     return traffic_of_parts(problem, parts)
 
 
@@ -375,6 +401,10 @@ class Launcher(decode_split.Launcher):
         q, table, slopes = operands.q, operands.page_table, operands.alibi_slopes
         self.box = box_rows(problem, config.tile_n)
         out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
+        self.cluster = config.num_splits if config.merge == "cluster" else 0
+        self.launched, self.rows = self.grid, min(config.tile_m, problem.rows)
+        if self.cluster:  # all parts of a sequence: the first axis has one
+            self.launched = (1, *self.grid[1:])
         fixed, shared = config.schedule == "fixed", config.schedule == "batch"
         self.tail = (
             problem.seqlen_q,
@@ -400,6 +430,8 @@ class Launcher(decode_split.Launcher):
             config.tile_n,
             config.num_stages,
             problem.early_kv,
+            self.cluster,
+            self.rows if self.cluster else 0,
             {"as_is": None, "int8": from_int8, "fp8": from_e4m3}[problem.codec.name],
         )
         if problem.early_kv:
@@ -439,7 +471,13 @@ class Launcher(decode_split.Launcher):
     def first_split(self, q: Any, kv: Any, *rest: Any) -> Any:
         descriptors = (self.descriptor(kv.k_ptr), self.descriptor(kv.v_ptr))
         args = q, *descriptors, kv.table_ptr, *rest, *self.tail
-        return hopper_decode_split[self.grid](*args, **self.options)
+        if not self.cluster:
+            return hopper_decode_split[self.grid](*args, **self.options)
+        compiled = hopper_decode_split.warmup(*args, grid=self.grid, **self.options)
+        exchanged = exchange_bytes(self.rows, self.plan.problem.head_dim_v, self.cluster)
+        clustered = in_clusters(compiled, self.cluster, exchanged)
+        clustered[self.launched](*args)
+        return clustered
 
     def descriptor(self, x: Any) -> TensorDescriptor:
         """K or V [outer, inner, num_kv_heads, dim], a box of keys of one head at a time."""
@@ -451,7 +489,7 @@ class Launcher(decode_split.Launcher):
 
     def later_splits(self, compiled: Any) -> Launch | None:
         maps = [TensorMaps(compiled, index, *place) for index, place in enumerate(self.places)]
-        return bind_to_maps(compiled, self.grid, self.tail, *maps)
+        return bind_to_maps(compiled, self.launched, self.tail, *maps)
 
 
 KERNEL = Kernel(

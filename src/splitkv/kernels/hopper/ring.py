@@ -110,6 +110,16 @@ def ask(
 
 
 @gluon.jit
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The slot after this one, and the phase of its barrier."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
 def tile_at(tiles, i):
     return gl.where(i < tiles.near, i, i + tiles.skip)
 
