@@ -147,7 +147,7 @@ def tune(
     device, cases = current(), tuning(problems, seed, max_bytes, with_known, share)
     path = table_path or tuned.user_tables() / tuned.file_name(device.name)
     json_path = json_path or path.with_suffix(".jsonl")
-    policies: dict[str, Policy] = {"waves": waves.choose}
+    policies: dict[str, Policy] = {"waves": waves.choose, "tuned": tuned.choose}
     records, lost = run_studies(
         *(cases, device, policies),
         effort=effort,
