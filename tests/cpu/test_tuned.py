@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from splitkv import registry
 from splitkv.device import GPUS, Device
 from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import Contiguous, Paged
 from splitkv.lab import space, studies
 from splitkv.lab.tune import drawn
@@ -279,6 +280,22 @@ def test_the_kernel_that_was_faster_is_chosen() -> None:
         plans = timed(16, ours, tile_n=32), Timed("rival", Config(16, tile_n=32), theirs)
         choose = tuned.with_table(table(Measured(problem(), plans)))
         assert choose(problem(2), H200, [*ABLE, rival]).kernel == winner
+
+
+def test_a_cluster_is_a_plan_like_others_and_its_parts_are_bounded(tmp_path: Path) -> None:
+    pair = Config(2, tile_n=128, num_stages=2, merge="cluster")
+    known = table(
+        Measured(problem(8, 4096), (Timed("hopper_decode_split", pair, 34.0),)),
+        Measured(problem(2, 65536), (Timed("hopper_decode_split", pair, 130.0),)),
+    )
+    (tmp_path / "h200.json").write_text(tuned.dump(known))
+    assert tuned.load(tmp_path / "h200.json").measured == known.measured
+    choose, able = tuned.with_table(known), (hopper_decode_split.KERNEL, *ABLE)
+    assert choose(problem(8, 4096), H200, able).config == pair
+    longer = choose(problem(2, 65536), H200, able).config
+    assert longer == replace(pair.shape, num_splits=longer.num_splits)
+    longest = waves.H200.longest_part
+    assert longer.num_splits * longest >= 65536 * 512 > pair.num_splits * longest
 
 
 def test_parts_are_bounded_where_only_the_device_knows_the_lengths() -> None:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
-from running import DEVICE, HERE, batch_plan, fixed_plan, kernels, only, plan_with, same_bits
+from running import DEVICE, HERE, batch_plan, fixed_plan, kernels, only, plan_with, plans, same_bits
 from training import FUNCTION, paged
 
 import splitkv
@@ -44,11 +44,13 @@ SMALL = Problem(
 )
 WINDOW = replace(SMALL, mask=Mask(True, 40, -1, 5), sink_logits=True)
 SCORES = replace(SMALL, score=Score(True, True), head_dim=128, head_dim_v=256, seqlen_q=4)
-# name -> problem, keys of its sequences, and parts of each: a number, or "fixed" ones of 64 keys
+# name -> problem, keys of its sequences, and parts of each: a number, "fixed" ones of 64 keys, or
+# those of a cluster where the kernel has any
 CALLS: dict[str, tuple[Problem, tuple[int, ...], int | str]] = {
     "one_part": (replace(SMALL, seqlen_k=700), (700, 65), 1),
     "more_parts_than_tiles": (SMALL, (150, 3), 7),
     "fixed": (replace(SMALL, seqlen_k=500), (500, 64), "fixed"),
+    "in_a_cluster": (replace(WINDOW, seqlen_k=700), (700, 3), "cluster_of_8"),
     "page_16": (replace(SMALL, place=Paged(16), seqlen_k=500), (500, 33), 2),
     "page_48_fixed": (replace(SMALL, place=Paged(48), dtype="float16"), (150, 1), "fixed"),
     "page_64_empty": (replace(SMALL, place=Paged(64), sink_logits=True), (0, 128), 2),
@@ -77,7 +79,10 @@ def plan_of(problem: Problem, kernel: str, parts: int | str) -> Plan:
         return batch_plan(problem, problem.batch + 3, kernel)
     if parts == "fixed":
         return fixed_plan(problem, 64, kernel)
-    return plan_with(kernel, problem, int(parts))
+    if isinstance(parts, str):
+        made = plans(problem, kernel)
+        return made.get(parts, made["even"])
+    return plan_with(kernel, problem, parts)
 
 
 def on_the_gpu(plan: Plan) -> Callable[[Problem, Call], Any]:

@@ -341,8 +341,10 @@ def _bounded(problem: Problem, plans: Sequence[Timed]) -> Timed:
     best = min(short, key=lambda plan: plan.us, default=None)
     if best is not None and best.us <= HARDLY * fastest.us:
         return best
-    splits = max(fastest.config.num_splits, _least_splits(problem, fastest.config))
-    return replace(fastest, config=replace(fastest.config, num_splits=splits))
+    least = _least_splits(problem, fastest.config)
+    if fastest.config.num_splits >= least:
+        return fastest
+    return replace(fastest, config=replace(fastest.config.shape, num_splits=least))
 
 
 class _Local:
