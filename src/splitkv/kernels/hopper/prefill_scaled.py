@@ -31,8 +31,8 @@ from splitkv.kernels.hopper.eight_bits import (
     words_of_pairs,
 )
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
+from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_sums import along_rows, max_of_rows, sums_of_threads
-from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 
@@ -162,12 +162,11 @@ def are_whole(sums, values, one_scale, plain):
 
 
 @gluon.jit
-def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales, tiles):
+def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, scales, tiles):
     """(p in fp32, sums of weights by thread, m, shrink) after the products of one more tile.
 
     shrink: by how much shrinks what came before; and this tile's p @ v, if its p is int8
     """
-    TILE_N: gl.constexpr = qk.shape[1]
     dtype: gl.constexpr = tiles.v.dtype
     along: gl.constexpr = gl.SliceLayout(0, qk.type.layout)
     ONE_SCALE: gl.constexpr = scales.of_k is None
@@ -187,16 +186,15 @@ def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales,
     if scales.inverse is not None:
         s = s * factor[:, None] + scales.of_v.index(slot).load(along)[None, :]
         factor = gl.full([ROWS], 1.0, gl.float32, m.type.layout)
-    offs_n = tile * TILE_N + inside
     if WHOLE:
         if asks:
-            qk = gl.where(visible(work.bounds, pos, offs_n, own.len_k), qk, UNSEEN)
+            qk = choose(qk, seen_keys(qk, work, own, tile, pos), UNSEEN)
         most = max_of_rows(qk)
         highest = gl.where(most == UNSEEN, float("-inf"), most.to(gl.float32) * factor)
         s = qk.to(gl.float32)
     else:
         if asks:
-            s = gl.where(visible(work.bounds, pos, offs_n, own.len_k), s, float("-inf"))
+            s = choose(s, seen_keys(qk, work, own, tile, pos), MINUS_INFINITY)
         highest = max_of_rows(s) * factor
     highest -= most_log2(dtype)
     if is_wide(dtype):
@@ -213,7 +211,7 @@ def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales,
     x = gl.exp2(s * factor[:, None] - base[:, None])
     if WHOLE:
         if asks:
-            x = gl.where(visible(work.bounds, pos, offs_n, own.len_k), x, 0.0)
+            x = choose(x, seen_keys(qk, work, own, tile, pos), 0)
     if scales.inverse is not None:
         sums = sums_of_threads(x * scales.inverse.index(slot).load(along)[None, :])
     else:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from splitkv.kernels.combine import FINISHED
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
+from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import (
     Own,
     index_in_round,
@@ -54,7 +55,6 @@ from splitkv.kernels.hopper.prefill_sums import (
     wait_turn,
 )
 from splitkv.kernels.hopper.prefill_write import finish, mark, write, write_part
-from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
 
@@ -86,14 +86,12 @@ def multiply_keys(tiles, q_slot, slot, S: gl.constexpr):
 
 
 @gluon.jit
-def plain_weights(qk, m, work, own, tile, asks, pos, inside):
+def plain_weights(qk, m, work, own, tile, asks, pos):
     """(p in fp32, its sums by thread, m, what has to shrink by how much) after the products of one
     more tile."""
-    TILE_N: gl.constexpr = qk.shape[1]
     s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
     if asks:
-        offs_n = tile * TILE_N + inside
-        s = gl.where(visible(work.bounds, pos, offs_n, own.len_k), s, float("-inf"))
+        s = choose(s, seen_keys(qk, work, own, tile, pos), MINUS_INFINITY)
     m_new = gl.maximum(m, max_of_rows(s) * unit)
     top = finite_or_zero(m_new)
     x = gl.exp2(s * unit - top[:, None])
@@ -102,13 +100,13 @@ def plain_weights(qk, m, work, own, tile, asks, pos, inside):
 
 
 @gluon.jit
-def weights(qk, m, factor, work, own, n, tile, asks, pos, inside, scales, tiles):
+def weights(qk, m, factor, work, own, n, tile, asks, pos, scales, tiles):
     """(p in fp32, its sums by thread, m, shrink) after the products of one more tile; see
     `plain_weights` and `scaled_weights`."""
     if scales.k_ptr is None:
-        x, sums, m, shrink = plain_weights(qk, m, work, own, tile, asks, pos, inside)
+        x, sums, m, shrink = plain_weights(qk, m, work, own, tile, asks, pos)
     else:
-        rest = work, own, n, tile, asks, pos, inside, scales, tiles
+        rest = work, own, n, tile, asks, pos, scales, tiles
         x, sums, m, shrink = scaled_weights(qk, m, factor, *rest)
     return x, sums, m, shrink
 
@@ -130,8 +128,7 @@ def step(
     scales,  # Scales
     signals,  # Signals
     q_slot,
-    pos,  # [ROWS, 1]
-    inside,  # [1, TILE_N]
+    pos,  # [ROWS]
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
 ):
@@ -158,15 +155,15 @@ def step(
     ONE_SCALE: gl.constexpr = scales.of_k is None
     if are_whole(qk.dtype, tiles.v.dtype, ONE_SCALE, work.scoring.softcap is None):
         if asks:
-            rest = work, own, n, tile, True, pos, inside, scales, tiles
+            rest = work, own, n, tile, True, pos, scales, tiles
             x, sums, m, shrink_n = weights(qk, m, factor, *rest)
             sums = before_wait(sums, 0)
         else:
-            rest = work, own, n, tile, False, pos, inside, scales, tiles
+            rest = work, own, n, tile, False, pos, scales, tiles
             x, sums, m, shrink_n = weights(qk, m, factor, *rest)
             sums = before_wait(sums, 1)
     else:
-        rest = work, own, n, tile, asks, pos, inside, scales, tiles
+        rest = work, own, n, tile, asks, pos, scales, tiles
         x, sums, m, shrink_n = weights(qk, m, factor, *rest)
         sums = before_wait(sums, 0)
     product = warpgroup_mma_wait(0, deps=[product])
@@ -212,8 +209,7 @@ def attend(
         wait_rows(signals, done)
     q_slot = done % Q_SLOTS * WARPGROUPS + W
     rows = (own.tile * WARPGROUPS + W) * ROWS + gl.arange(0, ROWS, layout=M)
-    inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
-    pos = (own.len_k - own.len_q + rows // PACK)[:, None]
+    pos = own.len_k - own.len_q + rows // PACK
     factor = gl.full([ROWS], 1.0, gl.float32, M)
     k_scale, v_scale = shared_scales(own, scales, GROUP)
     if scales.k_ptr is not None:
@@ -230,14 +226,14 @@ def attend(
     mbarrier.arrive(signals.k_free.index(slot), count=1)
     m = gl.full([ROWS], float("-inf"), gl.float32, M)
     tile = tile_of_step(visit, 0, asking)
-    first = work, own, n, tile, True, pos, inside, scales, tiles
+    first = work, own, n, tile, True, pos, scales, tiles
     x, l, m, shrink = weights(qk, m, factor, *first)
     acc = gl.zeros([ROWS, DIM_V], gl.float32, O)
     p = rounded(x, tiles, acc)
     if scales.k_ptr is None:
         if work.keys.behind is not None:
             clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
-    rest = factor, work, own, tiles, scales, signals, q_slot, pos, inside
+    rest = factor, work, own, tiles, scales, signals, q_slot, pos
     for i in range(1, steps):
         tile = tile_of_step(visit, i, asking)
         sums = acc, l, m, shrink, p
