@@ -156,6 +156,8 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
     expect(isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
     made_for = plan.problem
     longest = replace(problem, seqlen_k=made_for.seqlen_k, needs_grad=made_for.needs_grad)
+    if made_for.mask.within(problem.seqlen_q, problem.seqlen_k) == problem.mask:
+        longest = replace(longest, mask=made_for.mask)
     if longest != made_for or problem.seqlen_k > made_for.seqlen_k:
         raise ValueError(f"plan: expected one for ({problem}), got one for ({made_for})")
     expect(plan.device.arch == device.arch, "plan", f"one for {device.arch}", plan.device.arch)

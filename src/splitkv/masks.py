@@ -9,7 +9,7 @@ the matrix, for tests and pictures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -59,6 +59,17 @@ class Mask:
         """left, right, sink tokens and chunk, each None where it bounds nothing."""
         sink_tokens = self.sink_tokens if self.num_bands == 2 else None
         return self.left, self.right, sink_tokens, self.chunk or None
+
+    def within(self, seqlen_q: int, seqlen_k: int) -> Mask:
+        """The same mask for at most so many queries and keys, without edges that none of them
+        meets: a window as long as the sequence is causal or full."""
+        left, right, sink_tokens = self.window_left, self.window_right, self.sink_tokens
+        if left >= seqlen_k - 1:
+            left = UNBOUNDED
+            sink_tokens = sink_tokens if self.chunk else 0
+        if not self.causal and right >= seqlen_q - 1:
+            right = UNBOUNDED
+        return replace(self, window_left=left, window_right=right, sink_tokens=sink_tokens)
 
     def window(self, pos: int, seqlen_k: int) -> tuple[int, int]:
         """The second band of a query at key position `pos`, sink tokens aside; may be empty."""

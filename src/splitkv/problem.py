@@ -375,6 +375,7 @@ def describe_attention(
     types = describe_types(("k", "v"), q, k, v, *scales, products, place, batch)
     _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
+    mask = mask.within(seqlen_q, seqlen_k)
     score, scale = _describe_scores(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
     )

@@ -104,3 +104,17 @@ def test_the_longest_is_the_one_with_most_keys(mask: Mask) -> None:
 )
 def test_prints_what_has_an_effect(mask: Mask, text: str) -> None:
     assert str(mask) == text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_edges_that_nothing_meets_are_left_out(causal: bool) -> None:
+    """`within` keeps what every query sees of every shorter sequence, too."""
+    for left, right, sinks, chunk in product((-1, 0, 3, 6, 7), (-1, 0, 4, 5), (0, 2), (0, 4)):
+        mask = Mask(causal, left, right, sinks, chunk)
+        same = mask.within(6, 7)
+        for seqlen_q, seqlen_k in product(range(7), range(8)):
+            assert same.materialize(seqlen_q, seqlen_k) == mask.materialize(seqlen_q, seqlen_k)
+    assert Mask(True, 6, 0, 2).within(6, 7) == Mask(True, -1, 0)
+    assert Mask(True, 5, 0, 2).within(6, 7) == Mask(True, 5, 0, 2)
+    assert Mask(False, 6, 5).within(6, 7).is_full
+    assert Mask(False, 6, 4).within(6, 7) == Mask(False, -1, 4)
