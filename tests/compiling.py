@@ -41,7 +41,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from splitkv.kernels import decode_split, workspace
+from splitkv.kernels import decode_launch, decode_split, workspace
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import Paged
 from splitkv.plans import Plan
@@ -224,16 +224,25 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
     )
 
 
-def compile_plan(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[str, Compiled]:
-    """The kernels that the plan's kernel launches, for the GPU of the plan; `layouts` has more."""
+def compile_plan(
+    plan: Plan,
+    row_gap: int = 0,
+    address: int = ADDRESS,
+    new: Callable[[Operands], Any] = lambda operands: None,
+) -> dict[str, Compiled]:
+    """The kernels that the plan's kernel launches, for the GPU of the plan; `layouts` has more.
+
+    new   of the operands, the call of `append` that the kernel does
+    """
     major, minor = plan.device.capability
     recorders = {name: Recorder(getattr(module, name)) for name, module in MODULES.items()}
-    recorders["combine"] = Recorder(decode_split.combine)
+    recorders["combine"] = Recorder(decode_launch.combine)
     operands, on_host = layouts(plan.problem, row_gap, address), torch.empty(0)
+    operands.new = new(operands)
     partials = workspace.partials  # slices of a buffer: theirs is real
     with ExitStack() as patches:
         for name, recorder in recorders.items():
-            module = MODULES.get(name, decode_split)
+            module = MODULES.get(name, decode_launch)
             patches.enter_context(mock.patch.object(module, name, recorder))
         for patch in (
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),

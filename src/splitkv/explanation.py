@@ -204,6 +204,8 @@ def _column(plan: Plan, figures: Figures) -> dict[str, str]:
             "waves": f"{grid.waves:.2f}",
             "SMs busy": f"{grid.sms_busy:.0%} of {plan.device.num_sms}",
         }
+    if plan.problem.appends:
+        cells["new tokens"] = "written by the kernel" if config.appends else "append runs before"
     return cells | {
         "bytes": _bytes(traffic.bytes),
         "of which partials": _bytes(traffic.partial_bytes),

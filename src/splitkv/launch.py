@@ -132,6 +132,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def bind(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Launcher:
     """A launcher for a described call, under the caller's plan or a new one."""
+    plan = plan_for(problem, operands, plan, num_splits)
+    return kernel_named(plan.kernel).bind(plan, operands)
+
+
+def plan_for(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Plan:
+    """The caller's plan fitted to a described call, or a new one."""
     if plan is None:
         device = device_of(operands.q)
         unfit = partial(_unfit, operands)
@@ -144,7 +150,7 @@ def bind(problem: Problem, operands: Operands, plan: Plan | None, num_splits: in
         expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
     if operands.q.numel() == 0:  # no query: nothing to launch
         plan = replace(plan, kernel="torch_math", config=Config())
-    return kernel_named(plan.kernel).bind(plan, operands)
+    return plan
 
 
 def _unfit(operands: Operands, kernel: Kernel) -> list[str]:

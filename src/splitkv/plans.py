@@ -29,6 +29,7 @@ class Config:
     pack_gqa     the query heads of a KV head share one program
     merge        combine: the parts of a row are merged by a second kernel; cluster: by the programs
                  that made them, which run together
+    appends      the kernel writes new tokens itself; without it `append` runs before the kernel
     """
 
     num_splits: int = 1
@@ -41,11 +42,12 @@ class Config:
     split_size: int = 0
     pack_gqa: bool = True
     merge: Literal["combine", "cluster"] = "combine"
+    appends: bool = False
 
     @property
     def shape(self) -> Config:
         """The same tile, in one part."""
-        return replace(self, num_splits=1, merge="combine")
+        return replace(self, num_splits=1, merge="combine", appends=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Kernel:
     traffic(problem, config)     -> Traffic
     bind(plan, operands)         -> a launcher for this plan and memory layout: called with operands
                                     of that layout, it runs and returns (out, lse or None)
+    apart(problem)               -> every reason why new tokens are appended by a launch apart;
+                                    empty: the kernel can write them itself
     unfit(operands)              -> every reason of the memory layout against, which no Problem says
     schedules                    the values of Config.schedule that it has
     """
@@ -83,6 +87,9 @@ class Kernel:
     bind: Callable[[Plan, Operands], Callable[[Operands], tuple[Any, Any]]] = field(repr=False)
     unfit: Callable[[Operands], list[str]] = field(default=lambda operands: [], repr=False)
     schedules: tuple[str, ...] = ("even",)
+    apart: Callable[[Problem], list[str]] = field(
+        default=lambda problem: ["it writes no new tokens"], repr=False
+    )
 
     def launch(self, operands: Operands, plan: Plan) -> tuple[Any, Any]:
         """Bind and run once."""

@@ -45,6 +45,9 @@ class Problem:
     kind             decode: few queries against a cache; dense: [B, S, H, D]; varlen: [total, H, D]
     seqlen_q         queries a sequence (decode: exactly; varlen: at most)
     seqlen_k         keys a sequence (an upper bound where the lengths live on the device)
+    seqlen_new       decode: the most new tokens of a sequence that the call writes into the cache
+                     before it attends to them; 0: all keys are there
+    rotary           beside these, q and the new keys are rotated first
     early_kv         decode: keys and values of earlier tokens, their lengths and page table may be
                      read while the kernel before still runs
     lengths          host: every sequence has seqlen_k keys; device: read from a tensor by the
@@ -77,6 +80,8 @@ class Problem:
     deterministic: bool = False
     needs_grad: bool = False
     early_kv: bool = False
+    seqlen_new: int = 0
+    rotary: bool = False
 
     def __post_init__(self) -> None:
         """Where a tensor has one head, a scale of the tensor is one of the head, and called so."""
@@ -84,6 +89,11 @@ class Problem:
             object.__setattr__(self, "codec", Codec(self.codec.name, "head"))
         if self.q_granularity == "tensor" and self.num_heads == 1:
             object.__setattr__(self, "q_granularity", "head")
+
+    @property
+    def appends(self) -> bool:
+        """Whether the call is more than attention: `append` and then decode."""
+        return self.seqlen_new > 0 or self.rotary
 
     @property
     def group(self) -> int:
@@ -162,6 +172,8 @@ class Problem:
             parts.append(f"q {self.codec.name} per {self.q_granularity}")
         if self.score != PLAIN:
             parts.append(str(self.score))
+        if self.appends:
+            parts.append(f"{self.seqlen_new} new keys" + ", rotary" * self.rotary)
         parts += [name.replace("_", " ") for name in FLAGS if getattr(self, name)]
         return ", ".join(parts)
 
@@ -186,6 +198,7 @@ class Operands:
     softmax_scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    new: Any = None  # a call of `append` that the kernel does; cache_seqlens are those before it
 
 
 def describe_decode(

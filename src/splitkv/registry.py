@@ -18,7 +18,7 @@ from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
 from splitkv.plans import Choice, Kernel, Plan
-from splitkv.policies import DEFAULT, POLICIES, Policy, fixed
+from splitkv.policies import DEFAULT, POLICIES, Policy, appending, fixed
 from splitkv.policies.shared import MAX_SPLITS
 from splitkv.problem import Problem
 
@@ -106,6 +106,7 @@ def make_plan(
         choice = choose(asked, device, candidates)
         if kept is not None:
             _keep(key, choice)
+    choice = appending.with_new_tokens(problem, kernel_named(choice.kernel), choice)
     why = choice.why
     if asked is not problem:
         why += f"; decided as for {asked.seqlen_k} keys"

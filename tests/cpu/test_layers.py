@@ -25,6 +25,7 @@ LAYERS = (
     "sequences",
     "autograd append",
     "api",
+    "append_decode",
     "cache flash_attn",
     "distributed",
     "integrations",

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from splitkv import launch, registry
 from splitkv.device import GPUS
-from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kernels import decode_launch, decode_split, torch_math, torch_sdpa
 from splitkv.lab import compiler, space, studies, sweep, timing, tune
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.compiler import Compiler, in_order_of_readiness
@@ -786,7 +786,7 @@ def test_a_process_compiles_the_kernels_of_a_plan_and_launches_none(
         compiler, "Inputs", lambda case, count, blank: Inputs(case, count, "cpu", blank=blank)
     )
     compiler.only_compile()
-    merge = decode_split.combine  # whichever test has compiled it in this process before
+    merge = decode_launch.combine  # whichever test has compiled it in this process before
     monkeypatch.setattr(merge, "device_caches", defaultdict(merge.create_binder))
     problem = replace(CASE.problem, num_heads=heads)
     compiler.compile_plan(problem, H200, kernel, Config(4, num_stages=2))

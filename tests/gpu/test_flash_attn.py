@@ -26,6 +26,7 @@ from splitkv.problem import Problem
 from splitkv.testing import Call, assert_close, captured, check
 
 DEVICE = "cuda"
+NAMES = ("k_cache", "v_cache")
 GPU_ALONE = [torch.profiler.ProfilerActivity.CUDA]
 DENSE_AXES: cases.Axes = {
     **dense.AXES,
@@ -127,12 +128,17 @@ def decode_step(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("num_splits", "most"), [(1, 2), (4, 3)])
-def test_append_rotary_and_attention_are_two_launches(
-    num_splits: int, most: int, tmp_path: Path
+@pytest.mark.parametrize(("num_splits", "wanted"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize("place", ["pages", "rows"])
+def test_append_rotary_and_attention_are_one_launch(
+    place: str, num_splits: int, wanted: int, tmp_path: Path
 ) -> None:
-    """With one split append and attention; a combine where there are more."""
+    """With one split; a combine where there are more."""
     call = decode_step(num_splits=num_splits)
+    if place == "rows":
+        call["k_cache"], call["v_cache"] = (call[n].view(4, -1, 8, 128) for n in NAMES)
+        call["cache_batch_idx"] = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE)
+        del call["page_table"]
     for _ in range(2):
         flash_attn_with_kvcache(**call)
     with torch.profiler.profile(activities=GPU_ALONE, acc_events=True) as profile:
@@ -144,8 +150,8 @@ def test_append_rotary_and_attention_are_two_launches(
     events = json.loads(trace.read_text())["traceEvents"]
     work = [e["name"] for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     work = [name for name in work if "FillFunctor" not in name]  # the tests' poison
-    assert any("append_kv" in name for name in work)
-    assert len(work) <= most, work
+    assert not any("append_kv" in name for name in work)
+    assert len(work) == wanted, work
 
 
 def test_no_host_sync(no_host_sync: Callable[[], AbstractContextManager[None]]) -> None:

@@ -1,8 +1,8 @@
-"""flash_attn_with_kvcache: append, rotate and attend to a cache, in two launches."""
+"""flash_attn_with_kvcache: append, rotate and attend to a cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from splitkv.api import attention_varlen, decode
 from splitkv.append import append
+from splitkv.append_decode import Known, append_and_decode, appending, how
 from splitkv.errors import (
     dtype_name,
     expect,
@@ -25,6 +26,7 @@ from splitkv.errors import (
     expect_shape,
     expect_tensor,
 )
+from splitkv.flash_attn.again import again, remember
 from splitkv.flash_attn.descales import QUANTISED, joined, scales_of
 from splitkv.flash_attn.options import Options, named, rows_contiguous
 from splitkv.flash_attn.pages import Cache, pages_of
@@ -119,7 +121,11 @@ def flash_attn_with_kvcache(
     Returns out, as q with head_dim_v, and with return_softmax_lse softmax_lse [batch, num_heads,
     seqlen_q], packed [num_heads, total_q]: -inf for a row that sees no key; the sink included.
     """
-    options = Options.of(locals())
+    given = locals()
+    known = again(given)
+    if known is not None:
+        return known
+    options = Options.of(given)
     expect_tensor("q", q)
     options.check(q)
     q, k, v = map(rows_contiguous, (q, k, v))
@@ -148,10 +154,11 @@ def flash_attn_with_kvcache(
                 lengths = seqlens - cache.leftpad
             attend = _attend(q, cache, lengths, ragged, options, scales, metadata)
         else:
-            attend = _attend(q, cache, seqlens, ragged, options, scales, metadata)
-            rotated, after = append(call)
-            attend = attend.after(q if rotated is None else rotated, after)
-        return options.finish(attend())
+            attend = _attend(q, cache, seqlens, ragged, options, scales, metadata, call)
+        result = attend(call)
+        if call is not None and attend.ragged is None:
+            remember(given, call, attend.q, attend.how(call))
+        return options.finish(result)
 
 
 # Checks
@@ -287,7 +294,8 @@ def _expect_new(
     cache: Cache,
     options: Options,
 ) -> Append | None:
-    """The call that writes k and v. Rotated, what comes in 8 bits goes on in bf16, q too."""
+    """The call that writes k and v, None where there is nothing to do. Rotated, what comes in 8
+    bits goes on in bf16, q too."""
     if k is None or v is None:
         expect_none_with("v", v, "no k")
         expect_none_with("k", k, "no v")
@@ -313,6 +321,8 @@ def _expect_new(
         types = [dtype_name(k)]
     if cu_seqlens_new is None:
         expect_in_range("k.shape[1] (seqlen_new)", k.shape[1], 0, cache.capacity)
+    if k.shape[-3] == 0 and rotary is None:
+        return None
     caches: tuple[Tensor, Tensor] = cache.k, cache.v
     scales: dict[str, Any] = {}
     if k.dtype in QUANTISED and rotary is None:
@@ -355,26 +365,28 @@ class Attend:
     ragged: Ragged | None
     shape: tuple[int, ...]
 
-    def after(self, q: Tensor, cache_seqlens: Tensor | None) -> Attend:
-        """With the queries rotated and the lengths grown."""
-        return replace(self, q=q.view(self.q.shape), cache_seqlens=cache_seqlens)
-
-    def __call__(self) -> Any:
+    def run(self, call: Append | None) -> Any:
+        """out, or (out, lse); first what is to be appended."""
+        tensors, arguments = (self.q, self.k, self.v), self.arguments
+        if self.ragged is None and call is not None:
+            result = append_and_decode(call, *tensors, **arguments)
+            return result if arguments["return_lse"] else result[0]
+        lengths = self.cache_seqlens
         if self.ragged is None:
-            result = decode(
-                self.q, self.k, self.v, cache_seqlens=self.cache_seqlens, **self.arguments
-            )
-        else:
-            result = attention_varlen(
-                self.q,
-                self.k,
-                self.v,
-                self.ragged.cu_seqlens_q,
-                None,
-                self.ragged.max_seqlen_q,
-                cache_seqlens=self.cache_seqlens,
-                **self.arguments,
-            )
+            return decode(*tensors, cache_seqlens=lengths, **arguments)
+        if call is not None:
+            rotated, lengths = append(call)
+            q = self.q if rotated is None else rotated.view(self.q.shape)
+            tensors = (q, self.k, self.v)
+        of_q = self.ragged.cu_seqlens_q, None, self.ragged.max_seqlen_q
+        return attention_varlen(*tensors, *of_q, cache_seqlens=lengths, **arguments)
+
+    def how(self, call: Append) -> Known | None:
+        """How a call is done whose queries are dense."""
+        return how(call, self.q, self.k, self.v, **self.arguments)
+
+    def __call__(self, call: Append | None) -> Any:
+        result = self.run(call)
         out: Any
         out, lse = result if self.arguments["return_lse"] else (result, None)
         dense, packed = len(self.shape) == 4, self.q.dim() == 3
@@ -394,6 +406,7 @@ def _attend(
     options: Options,
     scales: dict[str, Any],
     metadata: Plan | None,
+    call: Append | None = None,
 ) -> Attend:
     """What will be called, checked as a whole."""
     shape, batch = tuple(q.shape), cache.batch
@@ -416,6 +429,7 @@ def _attend(
     if metadata is None:
         arguments["num_splits"] = options.num_splits
     else:
+        problem = problem if call is None else appending(problem, call)
         plan = fitted(metadata, problem)
         fit_plan(plan, problem, device_of(q))
         arguments["plan"] = plan

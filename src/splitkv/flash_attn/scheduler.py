@@ -25,6 +25,7 @@ from splitkv.kv import Contiguous, Paged
 from splitkv.launch import device_of
 from splitkv.masks import Mask
 from splitkv.plans import Plan
+from splitkv.policies import appending
 from splitkv.problem import Problem, expect_window
 from splitkv.registry import kernel_named, make_plan
 from splitkv.scores import Score
@@ -122,6 +123,7 @@ def get_scheduler_metadata(
         place=Paged(sizes["page_size"] if cache_leftpad is None else 1) if paged else Contiguous(),
         score=Score(softcap=has_softcap),
         lengths="device",
+        seqlen_new=max_seqlen_k_new,
     )
     return _plan(problem, replace(device, num_sms=device.num_sms - sm_margin), num_splits)
 
@@ -147,11 +149,15 @@ def fitted(plan: Plan, problem: Problem) -> Plan:
         score=Score(plan.problem.score.softcap, problem.score.alibi),
         sink_logits=problem.sink_logits,
         return_lse=problem.return_lse,
+        seqlen_new=problem.seqlen_new,
+        rotary=problem.rotary,
     )
-    if kernel_named(plan.kernel).unsupported(of_call, plan.device):
+    kernel = kernel_named(plan.kernel)
+    if kernel.unsupported(of_call, plan.device):
         forced = plan.config.num_splits if plan.policy == "fixed" else 0
         return make_plan(of_call, plan.device, num_splits=forced)
-    return replace(plan, problem=of_call)
+    config, _ = appending.decide(of_call, kernel, plan.config)
+    return replace(plan, problem=of_call, config=config)
 
 
 def _expect_index(name: str, x: Tensor, like: Tensor, **dims: int) -> None:

@@ -41,10 +41,11 @@ import triton.language as tl
 from torch import Tensor
 
 from splitkv.kernels.append_call import Append, Result
+from splitkv.kernels.appending import codes, scale_strides, token_strides
 from splitkv.kernels.direct import Launch, launch_of, observed
 from splitkv.kernels.tile.encode import Place, Scales, write_tokens
 from splitkv.kernels.tile.locate import locate
-from splitkv.rounding import is_of_tokens
+from splitkv.kernels.tile.new import Growth, Turn, grown, rotated, start_of
 
 
 class New(NamedTuple):
@@ -64,14 +65,6 @@ class Store(NamedTuple):
     table_ptr: Any
     rows_ptr: Any
     slots_ptr: Any
-
-
-class Turn(NamedTuple):
-    """Pointers to cos and sin and to the first token's row of them [batch]; None: no rotation."""
-
-    cos_ptr: Any
-    sin_ptr: Any
-    start_ptr: Any
 
 
 class Queries(NamedTuple):
@@ -117,56 +110,14 @@ def token_rows(ptr, cu_ptr, n, b, i, stride_b, stride_t):
 
 
 @triton.jit
-def rotated(
-    rows,  # pointers to the first elements [TILE_T]
-    ok,  # [TILE_T]
-    t,  # rows of cos and sin [TILE_T]
-    turn,  # Turn
-    rotary_rows,
-    stride_cos,
-    stride_sin,
-    DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    PAIR: tl.constexpr,
-):
-    """x [TILE_T, DIM_P2], and rotated if there is a rotation."""
-    offs_d = tl.arange(0, triton.next_power_of_2(DIM))
-    x_ok = ok[:, None] & (offs_d < DIM)[None, :]
-    x = tl.load(rows[:, None] + offs_d[None, :], mask=x_ok, other=0.0)
-    if turn.cos_ptr is not None:
-        first = offs_d // PAIR % 2 == 0
-        partner = tl.where(first, offs_d + PAIR, offs_d - PAIR)
-        turns = offs_d < ROTARY_DIM
-        pair_ok = ok[:, None] & turns[None, :]
-        other = tl.load(rows[:, None] + partner[None, :], mask=pair_ok, other=0.0).to(tl.float32)
-        angle = offs_d // (2 * PAIR) * PAIR + offs_d % PAIR
-        t_long = t.to(tl.int64)[:, None]
-        known = pair_ok & ((t >= 0) & (t < rotary_rows))[:, None]
-        cos = tl.load(
-            turn.cos_ptr + t_long * stride_cos + angle[None, :], mask=known, other=1.0
-        ).to(tl.float32)
-        sin = tl.load(
-            turn.sin_ptr + t_long * stride_sin + angle[None, :], mask=known, other=0.0
-        ).to(tl.float32)
-        sin = tl.where(first[None, :], -sin, sin)
-        both = x.to(tl.float32) * cos + other * sin
-        x = tl.where(known, both.to(x.dtype), x)
-    return x, x_ok
-
-
-@triton.jit
 def write_lengths(lengths, cu_ptr, seqlen_new, batch, capacity):
     """after[b] of every sequence."""
     for past in range(0, batch, 128):
         b = past + tl.arange(0, 128)
         ok = b < batch
-        new = b * 0 + seqlen_new
-        if cu_ptr is not None:
-            new = tl.load(cu_ptr + b + 1, mask=ok, other=0) - tl.load(cu_ptr + b, mask=ok, other=0)
-        after = tl.minimum(tl.load(lengths.before_ptr + b, mask=ok, other=0) + new, capacity)
-        if lengths.leftpad_ptr is not None:
-            after -= tl.load(lengths.leftpad_ptr + b, mask=ok, other=0)
-        tl.store(lengths.after_ptr + b, after, mask=ok)
+        growth = Growth(cu_ptr, lengths.leftpad_ptr)
+        length = grown(lengths.before_ptr, growth, b, ok, seqlen_new, capacity)
+        tl.store(lengths.after_ptr + b, length.keys, mask=ok)
 
 
 @triton.jit
@@ -195,10 +146,10 @@ def starts(turn, lengths, b, ok):
     """The first token's row of cos and sin, of sequences b."""
     t = b * 0
     if turn.cos_ptr is not None:
-        if turn.start_ptr is not None:
-            t = tl.load(turn.start_ptr + b, mask=ok, other=0)
-        else:
-            t = tl.load(lengths.before_ptr + b, mask=ok, other=0)
+        before = t
+        if turn.start_ptr is None:
+            before = tl.load(lengths.before_ptr + b, mask=ok, other=0)
+        t = start_of(turn, before, b, ok)
     return t
 
 
@@ -283,11 +234,12 @@ def append_kv(
         )
         t = starts(turn, lengths, b, n_ok) + i
         k_rows = token_rows(new.k_ptr, new.cu_ptr, n, b, i, stride_kb, stride_kt) + head * stride_kh
-        k, _ = rotated(
-            k_rows, ok, t, turn, rotary_rows, stride_cos, stride_sin, HEAD_DIM, ROTARY_DIM, PAIR
-        )  # [TILE_T, DIM]
+        offs_k = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+        offs_v = tl.arange(0, triton.next_power_of_2(HEAD_DIM_V))
+        angles = rotary_rows, stride_cos, stride_sin
+        k = rotated(k_rows, ok, t, offs_k, turn, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
         v_rows = token_rows(new.v_ptr, new.cu_ptr, n, b, i, stride_vb, stride_vt) + head * stride_vh
-        v, _ = rotated(v_rows, ok, t, Turn(None, None, None), 0, 0, 0, HEAD_DIM_V, 0, 1)
+        v = rotated(v_rows, ok, t, offs_v, Turn(None, None, None), 0, 0, 0, HEAD_DIM_V, 0, 1)
         at = Place(b, outer, inner, head)
         k_steps = stride_ks, stride_kn, stride_kd
         v_steps = stride_vs, stride_vn, stride_vd
@@ -295,8 +247,8 @@ def append_kv(
         v_scale_steps = stride_v_scale_s, stride_v_scale_n, stride_v_scale_d
         k_at = store.k_ptr, scales.k_ptr, scales.mean_ptr
         v_at = store.v_ptr, scales.v_ptr, None
-        write_tokens(k, ok, *k_at, at, *k_steps, *k_scale_steps, HEAD_DIM)
-        write_tokens(v, ok, *v_at, at, *v_steps, *v_scale_steps, HEAD_DIM_V)
+        write_tokens(k, ok, offs_k, *k_at, at, *k_steps, *k_scale_steps, HEAD_DIM)
+        write_tokens(v, ok, offs_v, *v_at, at, *v_steps, *v_scale_steps, HEAD_DIM_V)
     elif queries.q_ptr is not None:
         pid -= programs
         head = (pid % num_heads).to(tl.int64)
@@ -305,20 +257,13 @@ def append_kv(
         b, i = owners(queries.cu_ptr, n, n_ok, seqlen_q, batch)
         t = starts(turn, lengths, b, n_ok) + q_step * i
         q_rows = token_rows(queries.q_ptr, queries.cu_ptr, n, b, i, stride_qb, stride_qt)
-        q, q_ok = rotated(
-            q_rows + head * stride_qh,
-            n_ok,
-            t,
-            turn,
-            rotary_rows,
-            stride_cos,
-            stride_sin,
-            HEAD_DIM,
-            ROTARY_DIM,
-            PAIR,
-        )
+        offs_d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+        angles = rotary_rows, stride_cos, stride_sin
+        q_rows += head * stride_qh
+        q = rotated(q_rows, n_ok, t, offs_d, turn, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        q_ok = n_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
         out_rows = queries.out_ptr + (n.to(tl.int64) * num_heads + head) * HEAD_DIM
-        tl.store(out_rows[:, None] + tl.arange(0, q.shape[1])[None, :], q, mask=q_ok)
+        tl.store(out_rows[:, None] + offs_d[None, :], q, mask=q_ok)
 
 
 class Launcher:
@@ -339,7 +284,7 @@ class Launcher:
         if x.q is not None:
             self.q_shape = tuple(x.q.shape)
             (seqlen_q, tokens_q), num_heads = _counts(x.q), x.q.shape[-2]
-            q_strides = _strides(x.q, x.cu_seqlens_q)
+            q_strides = token_strides(x.q, x.cu_seqlens_q)
         num_kv_heads, rotary_dim = x.k.shape[-2], 2 * rotary.cos.shape[1] if rotary else 0
         tile_t = tile_tokens(max(tokens, tokens_q))
         programs = -(-tokens // tile_t) * num_kv_heads + -(-tokens_q // tile_t) * num_heads
@@ -358,12 +303,12 @@ class Launcher:
             x.k_cache.shape[0],
             rotary.cos.shape[0] if rotary else 0,
             rotary.q_step if rotary else 0,
-            *_strides(x.k, x.cu_seqlens_new),
-            *_strides(x.v, x.cu_seqlens_new),
+            *token_strides(x.k, x.cu_seqlens_new),
+            *token_strides(x.v, x.cu_seqlens_new),
             *x.k_cache.stride()[:3],
             *x.v_cache.stride()[:3],
-            *_scale_strides(x.k_scale, x.k_cache),
-            *_scale_strides(x.v_scale, x.v_cache),
+            *scale_strides(x.k_scale, x.k_cache),
+            *scale_strides(x.v_scale, x.v_cache),
             *q_strides,
             0 if x.page_table is None else x.page_table.stride(0),
             rotary.cos.stride(0) if rotary else 0,
@@ -394,9 +339,10 @@ class Launcher:
         x, after = call, None if call.before is None else call.before.new_empty(call.before.shape)
         q_out = None if x.q is None else x.q.new_empty(x.q.shape)
         cos, sin, start = (None, None, None) if x.rotary is None else x.rotary[:3]
+        caches = codes(x.k_cache, x.k_cache), codes(x.v_cache, x.v_cache)
         compiled = append_kv[self.grid](
             New(x.k, x.v, x.cu_seqlens_new),
-            Store(_codes(x.k_cache), _codes(x.v_cache), x.page_table, x.rows, x.slots),
+            Store(*caches, x.page_table, x.rows, x.slots),
             Lengths(x.before, after, x.leftpad),
             Turn(cos, sin, start),
             Queries(x.q, q_out, x.cu_seqlens_q),
@@ -467,33 +413,3 @@ def _counts(x: Tensor) -> tuple[int, int]:
     """Tokens of a dense sequence, and of all."""
     seqlen = x.shape[1] if x.dim() == 4 else 1
     return seqlen, x.shape[0] * seqlen
-
-
-def _strides(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:
-    """Elements between sequences, tokens and heads; tokens of packed sequences are counted through.
-
-    Packed tokens without cu_seqlens are a sequence each.
-    """
-    if x.dim() == 4:
-        sequence, token, head = x.stride()[:3]
-        return sequence, token, head
-    token, head = x.stride()[:2]
-    return (token, 0, head) if cu_seqlens is None else (0, token, head)
-
-
-def _codes(cache: Tensor) -> Tensor:
-    """The cache, of e4m3 its bytes: the bits are made in the kernel."""
-    import torch
-
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
-
-
-def _scale_strides(scale: Tensor | None, cache: Tensor) -> tuple[int, int | None, int]:
-    """Elements between slabs, or sequences, tokens and heads; tokens None: one for all."""
-    if scale is None:
-        return 0, None, 0
-    if is_of_tokens(scale, cache):
-        slab, token, head = scale.stride()
-        return slab, token, head
-    steps = [0 if n == 1 else step for n, step in zip(scale.shape, scale.stride(), strict=True)]
-    return (steps[0] if scale.dim() == 2 else 0), None, (steps[-1] if steps else 0)

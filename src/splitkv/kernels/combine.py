@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.new import keys_of
 from splitkv.kernels.tile.share import Share, batch_share
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 
@@ -58,6 +59,46 @@ def write_absent(m_ptr, l_ptr, slot_rows, ok, l):
     tl.store(l_ptr + slot_rows, nothing + l, mask=ok)
 
 
+@triton.jit
+def write_part(
+    final,  # Final
+    partial,  # Partial, or None
+    sink_ptr,  # [num_heads], or None
+    acc,  # [TILE_M, DIM_V]
+    m,  # [TILE_M]
+    l,
+    head,
+    ok,
+    out_rows,  # where each row of out begins
+    lse_rows,
+    slot_rows,
+    offs_v,  # [DIM_V]
+    num_parts,
+    HEAD_DIM_V: tl.constexpr,
+):
+    """The result of rows whose keys this program has all seen, else the partial."""
+    out_ok = ok[:, None]
+    if acc.shape[1] != HEAD_DIM_V:
+        out_ok = out_ok & (offs_v < HEAD_DIM_V)[None, :]
+    if num_parts == 1:
+        sink_log2 = None
+        if sink_ptr is not None:
+            sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32)
+            sink_log2 = sink * 1.4426950408889634
+        out, lse = finish(acc, m, l, sink_log2)
+        out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
+        tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
+        if final.lse_ptr is not None:
+            tl.store(final.lse_ptr + lse_rows, lse, mask=ok)
+        if partial is not None:
+            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, ok, FINISHED)
+    elif partial is not None:
+        acc_ptrs = partial.acc_ptr + slot_rows[:, None] * HEAD_DIM_V + offs_v[None, :]
+        tl.store(acc_ptrs, acc, mask=out_ok)
+        tl.store(partial.m_ptr + slot_rows, m, mask=ok)
+        tl.store(partial.l_ptr + slot_rows, l, mask=ok)
+
+
 def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
     """(parts a step, columns a program, warps) for rows of so many parts.
 
@@ -83,6 +124,8 @@ def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
         "chunk",
         "parts",
         "programs",
+        "seqlen_new",
+        "capacity",
         "tokens",
         "total_q",
     ]
@@ -92,6 +135,7 @@ def combine(
     final,  # Final
     lens_ptr,  # [batch] int32, read by the batch rule; by token: cu_seqlens_q, or None: dense
     sink_ptr,  # [num_heads], or None
+    growth,  # Growth: the lengths are those before decode_split appended; or None
     batch,
     num_kv_heads,
     left,
@@ -100,6 +144,8 @@ def combine(
     chunk,
     parts,  # slots a sequence; None: the batch rule
     programs,
+    seqlen_new,  # of the new tokens, or None
+    capacity,
     tokens,  # of a sequence, each with slots of its own and SEQLEN_Q 1; None: as decode_split
     total_q,  # where packed
     stride_ob,
@@ -143,8 +189,9 @@ def combine(
         bounds = Bounds(left, right, sink_tokens, chunk)
         share = Share(None, None, programs)
         offs_b = tl.arange(0, BATCH_P2)
+        keys_b = keys_of(lens_ptr, growth, offs_b, offs_b < batch, seqlen_new, capacity)
         parts_b = batch_share(
-            share, bounds, lens_ptr, batch, SEQLEN_Q, t_first, t_last, offs_b, TILE_N
+            share, bounds, keys_b, batch, SEQLEN_Q, t_first, t_last, offs_b, TILE_N
         )
         slot = head_tile * programs + tl.sum(tl.where(offs_b < b, parts_b, 0), 0)
         num_parts = tl.sum(tl.where(offs_b == b, parts_b, 0), 0)

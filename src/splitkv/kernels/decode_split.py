@@ -9,6 +9,9 @@ Computes, for each sequence b, KV head h and the rows r = (query token, grouped 
 over one part of the keys, and stores the partial (acc, m, l). `combine` merges the parts. A
 sequence of only one part is finished here, out = acc / (l + exp(sink - m)), and leaves no partial.
 
+Where the call appends (`Operands.new`), new keys and values go into the cache here, q and they
+rotated, before the tiles that they are in are read: see tile/new.py. Lengths are then those before.
+
 Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v and their scales: see kv.py; out as q,
             with head_dim_v
             partials [slots, rows, head_dim_v + 2] fp32, one slot a program
@@ -20,6 +23,7 @@ Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head
                           once: later row tiles of the same keys find them in the L2
             partials      2 * parts * rows * (head_dim_v + 2) * 4, for sequences of two parts or
                           more
+            new tokens are not counted: read and written once a row tile
             flops         2 * batch * num_heads * seqlen_q * visible keys * (head_dim + head_dim_v)
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
             v; fp32 inputs multiply in IEEE fp32, not tf32; int8 and e4m3 are widened exactly, a
@@ -31,20 +35,18 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from splitkv.device import Device
-from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
-from splitkv.kernels.direct import Launch, Repeat, launch_of
-from splitkv.kernels.parts import grid, packed_rows, padded_dims, traffic
+from splitkv.kernels import decode_launch
+from splitkv.kernels.combine import write_absent, write_part
+from splitkv.kernels.parts import padded_dims, traffic
 from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
 from splitkv.kernels.tile.codec import (
-    Scales,
     row_scale,
     scale_of_head,
     scale_strides,
@@ -52,6 +54,16 @@ from splitkv.kernels.tile.codec import (
     widen,
 )
 from splitkv.kernels.tile.locate import locate
+from splitkv.kernels.tile.new import (
+    NewSteps,
+    Tiles,
+    grown,
+    keys_of,
+    rotated,
+    seen_tiles,
+    start_of,
+    write_and_wait,
+)
 from splitkv.kernels.tile.product import add_product, row_product
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.share import (
@@ -61,34 +73,15 @@ from splitkv.kernels.tile.share import (
     parts_of,
     sequence_share,
 )
-from splitkv.kernels.tile.softmax import finish, finite_or_zero
+from splitkv.kernels.tile.softmax import weights
 from splitkv.kv import Paged
 from splitkv.plans import Config, Kernel, Plan
 from splitkv.problem import Operands, Problem
 from splitkv.scores import PLAIN
 
-if TYPE_CHECKING:
-    import torch
-
+MAX_NEW = 64  # new tokens of a sequence that one program a head writes; more are for `append`
 MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_SPLITS, MAX_GRID = 256, 16, 64, 1024, 65535
 MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on configs spill on sm_90
-
-
-class KV(NamedTuple):
-    """Pointers to keys, values and the page table [batch, max_pages], None where contiguous."""
-
-    k_ptr: Any
-    v_ptr: Any
-    table_ptr: Any
-
-
-class Row(NamedTuple):
-    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads] and the scale of
-    its quantised q, or None."""
-
-    sink_ptr: Any
-    slope_ptr: Any
-    scale_ptr: Any
 
 
 @triton.jit(
@@ -112,6 +105,11 @@ class Row(NamedTuple):
         "stride_sb",
         "stride_sn",
         "stride_sh",
+        "seqlen_new",
+        "capacity",
+        "slabs",
+        "rotary_rows",
+        "q_step",
     ]
 )
 def decode_split(
@@ -125,6 +123,9 @@ def decode_split(
     key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
+    growth,  # Growth: the lengths are those before the new tokens; None: nothing is appended
+    new,  # New, or None
+    turn,  # Turn, or None
     seqlen_q,
     seqlen_k,
     batch,
@@ -156,6 +157,21 @@ def decode_split(
     stride_sb,  # of those of K and V: a sequence or a page, a key, a head
     stride_sn,
     stride_sh,
+    seqlen_new,  # from here on None where nothing is appended
+    capacity,
+    slabs,
+    rotary_rows,
+    q_step,
+    stride_nkb,  # of the new k and v
+    stride_nkt,
+    stride_nkh,
+    stride_nvb,
+    stride_nvt,
+    stride_nvh,
+    stride_nsb,  # of the scales that they are stored by
+    stride_nsh,
+    stride_cos,
+    stride_sin,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -164,6 +180,8 @@ def decode_split(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    PAIR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:  # the combine may start its prologue; it waits for this grid before it reads partials
@@ -176,8 +194,7 @@ def decode_split(
     # whose keys, and which part of them
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
     head_tile = tl.program_id(1)
-    h = head_tile // row_tiles
-    tile_m = head_tile % row_tiles
+    h, tile_m = head_tile // row_tiles, head_tile % row_tiles
     t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
     part = tl.program_id(0)
     if share.programs is None:
@@ -186,18 +203,21 @@ def decode_split(
     else:
         slot = head_tile * tl.num_programs(0) + part
         offs_b = tl.arange(0, BATCH_P2)
-        parts_b = batch_share(
-            share, bounds, lens_ptr, batch, seqlen_q, t_first, t_last, offs_b, TILE_N
-        )
+        keys_b = keys_of(lens_ptr, growth, offs_b, offs_b < batch, seqlen_new, capacity)
+        rule = share, bounds, keys_b, batch, seqlen_q, t_first, t_last
+        parts_b = batch_share(*rule, offs_b, TILE_N)
         b, part, parts_here = part_of_batch(parts_b, offs_b, batch, part)
         if b >= batch:
             return
     keys = seqlen_k
-    if lens_ptr is not None:
+    if seqlen_new is not None:
+        length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
+        keys = length.keys
+    elif lens_ptr is not None:
         keys = tl.load(lens_ptr + b)
-    pos_first = keys - seqlen_q + t_first
-    pos_last = keys - seqlen_q + t_last
-    tiles, near, skip = visited_tiles(bounds, pos_first, pos_last, keys, TILE_N)
+    first_pos = keys - seqlen_q
+    ends = first_pos + t_first, first_pos + t_last
+    tiles, near, skip = visited_tiles(bounds, *ends, keys, TILE_N)
     if share.programs is None:
         per = sequence_share(share, tiles)
     else:
@@ -215,7 +235,7 @@ def decode_split(
         return
     t = rows // GROUP
     head = h * GROUP + rows % GROUP
-    pos = (keys - seqlen_q + t)[:, None]
+    pos = (first_pos + t)[:, None]
     offs_d = tl.arange(0, DIM)
     offs_v = tl.arange(0, DIM_V)
     slope = None
@@ -223,9 +243,15 @@ def decode_split(
         slope = tl.load(row.slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
         slope = slope.to(tl.float32)[:, None]
     q_rows = q_ptr + b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
-    q_ok = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
     dtype: tl.constexpr = final.out_ptr.dtype.element_ty
-    q = widen(tl.load(q_rows[:, None] + offs_d[None, :], mask=q_ok, other=0.0), dtype)
+    if ROTARY_DIM:
+        angle = start_of(turn, length.before, b, True) + q_step * t
+        of_q = q_rows, row_ok, angle, offs_d, turn, rotary_rows, stride_cos, stride_sin
+        q = rotated(*of_q, HEAD_DIM, ROTARY_DIM, PAIR)
+    else:
+        q_ok = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
+        q = tl.load(q_rows[:, None] + offs_d[None, :], mask=q_ok, other=0.0)
+    q = widen(q, dtype)
     k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
     scale *= k_scale * row_scale(row, b, t, head, row_ok, stride_qsb, stride_qst, stride_qsh)
 
@@ -238,7 +264,20 @@ def decode_split(
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V], tl.float32)
     first = part * per
-    for i in tl.range(first, tl.minimum(first + per, tiles), num_stages=STAGES):
+    last = tl.minimum(first + per, tiles)
+    if seqlen_new is not None:
+        k_steps = (stride_nkb, stride_nkt, stride_nkh), (stride_kb, stride_kn, stride_kh)
+        v_steps = (stride_nvb, stride_nvt, stride_nvh), (stride_vb, stride_vn, stride_vh)
+        steps = NewSteps(*k_steps, *v_steps, (stride_nsb, stride_nsh), stride_cos, stride_sin)
+        shown = seen_tiles(bounds, keys, seqlen_q, (part == 0) & (tile_m == 0), TILE_N)
+        write_and_wait(
+            *(new, turn, growth, length),
+            table,
+            *(b, h, Tiles(first, last, 1, near, skip), shown, steps),
+            *(capacity, slabs, rotary_rows, offs_d, offs_v),
+            *(HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, TILE_N, ROTARY_DIM, PAIR),
+        )
+    for i in tl.range(first, last, num_stages=STAGES):
         offs_n = tl.where(i < near, i, i + skip) * TILE_N + tl.arange(0, TILE_N)
         n_ok = offs_n < keys
         outer, inner = locate(table, b, offs_n, n_ok, PAGE_SIZE)
@@ -251,12 +290,7 @@ def decode_split(
             qk *= tl.load(key_scales.k_ptr + at, mask=n_ok, other=0.0)[None, :]
         s = score_log2(qk, scale, softcap, slope, pos, offs_n[None, :])
         s = tl.where(visible(bounds, pos, offs_n[None, :], keys), s, float("-inf"))
-
-        m_new = tl.maximum(m, tl.max(s, 1))
-        top = finite_or_zero(m_new)
-        p = tl.exp2(s - top[:, None])
-        shrink = tl.exp2(m - top)
-        m = m_new
+        m, p, shrink = weights(m, s)
         l = l * shrink + tl.sum(p, 1)
         if key_scales is not None:
             p *= tl.load(key_scales.v_ptr + at, mask=n_ok, other=0.0)[None, :]
@@ -266,26 +300,10 @@ def decode_split(
         acc = add_product(acc * shrink[:, None], p.to(dtype), v)
     acc *= v_scale
 
-    out_ok = row_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
-    if num_parts == 1:
-        sink_log2 = None
-        if row.sink_ptr is not None:
-            sink = tl.load(row.sink_ptr + head, mask=row_ok, other=0.0).to(tl.float32)
-            sink_log2 = sink * 1.4426950408889634
-        out, lse = finish(acc, m, l, sink_log2)
-        out_rows = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
-        out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
-        tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
-        if final.lse_ptr is not None:
-            lse_rows = (b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t
-            tl.store(final.lse_ptr + lse_rows, lse, mask=row_ok)
-        if partial is not None:
-            write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, FINISHED)
-    elif partial is not None:
-        acc_ptrs = partial.acc_ptr + slot_rows[:, None] * HEAD_DIM_V + offs_v[None, :]
-        tl.store(acc_ptrs, acc, mask=out_ok)
-        tl.store(partial.m_ptr + slot_rows, m, mask=row_ok)
-        tl.store(partial.l_ptr + slot_rows, l, mask=row_ok)
+    out_rows = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
+    lse_rows = (b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t
+    where = head, row_ok, out_rows, lse_rows, slot_rows, offs_v, num_parts
+    write_part(final, partial, row.sink_ptr, acc, m, l, *where, HEAD_DIM_V)
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -381,170 +399,61 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
                     yield config
 
 
-class Launcher:
-    """`decode_split` and `combine` bound to one plan and one memory layout.
-
-    Everything that does not change from call to call is worked out here once. The first call goes
-    through Triton's own dispatch and keeps what it compiled: `repeat` launches that directly, with
-    addresses, unless one is not a multiple of 16, which is another specialisation.
-    """
+class Launcher(decode_launch.Launcher):
+    """`decode_split` and `combine` bound to one plan and one memory layout."""
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
-        import torch
-
-        from splitkv.kernels.workspace import partials
-
+        super().__init__(plan, operands)
         problem, config = plan.problem, plan.config
-        q, k, v = operands.q, operands.k, operands.v
-        table, slopes, mask = operands.page_table, operands.alibi_slopes, problem.mask
-        self.key_scales = problem.codec.granularity == "token"
-        native = not q.is_cuda or plan.device.capability >= (8, 9)
-        self.in_bits = problem.codec.name == "fp8" and not native
-        self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
-        self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
-        self.return_lse, self.partials = problem.return_lse, partials
-        self.dtype = getattr(torch, problem.dtype)
-        out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
-
-        programs = size = None
-        parts: int | None = config.num_splits
-        max_parts = config.num_splits if config.merge == "combine" else 1
-        if config.schedule == "batch":
-            parts, programs = None, config.programs
-            max_parts = config.programs - problem.batch
-        elif config.schedule == "fixed":
-            size = config.split_size // config.tile_n
-        self.grid = grid(problem, config)
-        rows = packed_rows(problem, config)[1]
-        self.partial_rows = math.prod(self.grid) * rows if max_parts > 1 else 0
-        self.acc_numel = self.partial_rows * problem.head_dim_v
-
-        batch_p2 = triton.next_power_of_2(problem.batch) if programs else 1
-        pdl = bool(q.is_cuda and plan.device.capability >= (9, 0))
+        table, slopes = operands.page_table, operands.alibi_slopes
         self.tail = (
+            *self.appended.absent,
             problem.seqlen_q,
             problem.seqlen_k,
             problem.batch,
             problem.num_kv_heads,
-            *mask.bounds,
-            parts,
-            size,
-            programs,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
+            *problem.mask.bounds,
+            *self.share,
+            *operands.q.stride()[:3],
+            *operands.k.stride()[:3],
+            *operands.v.stride()[:3],
+            *self.out_strides,
             table.stride(0) if table is not None else 0,
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             *scale_strides(operands.q_scale, operands.q),
             *scale_strides(operands.k_scale, operands.k),
+            *self.appended.sizes,
             problem.group,
             problem.head_dim,
             problem.head_dim_v,
             problem.place.page_size if isinstance(problem.place, Paged) else 1,
-            batch_p2,
+            self.batch_p2,
             config.tile_m,
             config.tile_n,
             # an indirect load takes Triton's pipeline two stages a tile in flight
             (2 if table is not None else 1) * config.num_stages + 1,
-            pdl and self.partial_rows > 0,
+            *self.appended.rotation,
+            self.pdl and self.partial_rows > 0,
         )
-        # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
-        fused = {"enable_fp_fusion": True}
-        self.options = {"num_warps": config.num_warps, **fused}
-        self.repeat: Callable[..., Any] | None = None
-
-        # by the batch rule most sequences have few parts, but a long one is not to be waited for
-        tile_p, tile_v, merge_warps = merge_tiles(
-            min(max_parts, 64) if programs else max_parts, problem.head_dim_v
-        )
-        self.merge_grid = (
-            problem.num_kv_heads * problem.rows,
-            problem.batch,
-            triton.cdiv(problem.head_dim_v, tile_v),
-        )
-        self.merge_tail = (
-            problem.batch,
-            problem.num_kv_heads,
-            *(*mask.bounds, parts, programs, None, None),
-            *out.stride()[:3],
-            *(problem.seqlen_q, problem.group, problem.head_dim_v),
-            batch_p2,
-            config.tile_m,
-            config.tile_n,
-            tile_p,
-            tile_v,
-            not programs and max_parts % tile_p == 0,
-            pdl,
-        )
-        self.merge_options = {
-            "num_warps": merge_warps,
-            **fused,
-            **({"launch_pdl": True} if pdl else {}),
-        }
-
-    def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse or None), on the current stream; writes `operands.out` where given."""
-        o, done = operands, None
-        per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
-        tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
-        if self.repeat is not None:
-            done = self.repeat(*tensors, o.softmax_scale, o.softcap)
-        return done or self.dispatch(tensors, o.softmax_scale, o.softcap or None)
-
-    def dispatch(
-        self, tensors: tuple[Any, ...], scale: float, softcap: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch through Triton, which compiles what these arguments need, and keep that."""
-        import torch
-
-        q, k, v, out, lens, table, sink, slopes, q_scale, k_scale, v_scale = tensors
-        out, lse = q.new_empty(self.out_shape, dtype=self.dtype) if out is None else out, None
-        if self.return_lse:
-            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        if self.in_bits:
-            q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
-        kv, final, row = KV(k, v, table), Final(out, lse), Row(sink, slopes, q_scale)
-        scales = None if k_scale is None else Scales(k_scale, v_scale)
-        head_scales, key_scales = (None, scales) if self.key_scales else (scales, None)
-        partial = merge = None
-        if self.partial_rows:
-            partial = self.partials(q, self.acc_numel, self.partial_rows)
-        scale = scale / softcap if softcap else scale * 1.4426950408889634
-        rest = lens, final, partial, row, head_scales, key_scales, scale, softcap
-        split = self.first_split(q, kv, *rest)
-        if partial is not None:
-            merge = combine[self.merge_grid](
-                partial, final, lens, sink, *self.merge_tail, **self.merge_options
-            )
-        aligned = not any(x is not None and x.data_ptr() & 15 for x in tensors)
-        later = None
-        if split is not None and aligned and self.repeat is None:
-            later = self.later_splits(split)
-        if later is not None:
-            self.repeat = Repeat(
-                later,
-                launch_of(merge, self.merge_grid, self.merge_tail) if merge else None,
-                out.device,
-                out.dtype,
-                self.out_shape,
-                self.lse_shape if self.return_lse else None,
-                self.acc_numel,
-                self.partial_rows,
-                key_scales=self.key_scales,
-            ).call
-        return out, lse
 
     def first_split(self, *args: Any) -> Any:
-        """Launch the kernel through Triton; the compiled kernel."""
         return decode_split[self.grid](*args, *self.tail, **self.options)
 
-    def later_splits(self, compiled: Any) -> Launch | None:
-        """A function that launches it again: see `Repeat`. None: Triton has to, every time."""
-        return launch_of(compiled, self.grid, self.tail)
+
+def apart(problem: Problem) -> list[str]:
+    """What of new tokens is left to `append`."""
+    reasons = []
+    if problem.seqlen_new > MAX_NEW:
+        reasons.append(f"new keys {problem.seqlen_new}: expected at most {MAX_NEW}")
+    if problem.codec.granularity == "token":
+        reasons.append("scales of the cache: expected none a token")
+    if problem.early_kv:
+        reasons.append("early_kv: expected False")
+    return reasons
 
 
 KERNEL = Kernel(
     *("decode_split", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "batch", "fixed"),
+    apart=apart,
 )

@@ -314,6 +314,7 @@ class Repeat(_Again):
         v_scale,
         scale,
         softcap,
+        new=None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
@@ -341,6 +342,10 @@ class Repeat(_Again):
             if q_scale is not None:
                 at_q_scale = q_scale.data_ptr()
                 given |= at_q_scale
+        appended: tuple[Any, ...] = ()
+        if new is not None:
+            appended, bits = addresses_of(new, at_k, at_v)
+            given |= bits
         if given & 15 or observed():
             return None
         if out is None:
@@ -357,7 +362,8 @@ class Repeat(_Again):
         stream, final = self.current_stream(self.device), (at_out, at_lse)
         kv, row, merge = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale), self.merge
         if merge is None:
-            self.split(stream, at_q, kv, at_lens, final, None, row, *scales, scale, softcap)
+            rest = (row, *scales, scale, softcap, *appended)
+            self.split(stream, at_q, kv, at_lens, final, None, *rest)
             return out, lse
         captured = self.capturing()
         buffer = None if captured else self.buffers.pop(stream, None)
@@ -365,11 +371,30 @@ class Repeat(_Again):
             buffer = self.make_buffer(self.device, self.numel, captured)
         at = buffer[0]
         partial = at, at + self.m_at, at + self.l_at
-        self.split(stream, at_q, kv, at_lens, final, partial, row, *scales, scale, softcap)
-        merge(stream, partial, final, at_lens, at_sink)
+        rest = (row, *scales, scale, softcap, *appended)
+        self.split(stream, at_q, kv, at_lens, final, partial, *rest)
+        merge(stream, partial, final, at_lens, at_sink, *appended[:1])
         if not captured:
             self.buffers[stream] = buffer
         return out, lse
+
+
+def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]:
+    """(growth, new, turn) of a call of `append` to the caches at_k and at_v as addresses, and all
+    their bits."""
+    at: list[int | None] = []
+    bits = 0
+    rotary = (None, None, None) if call.rotary is None else call.rotary[:3]
+    of_new = call.cu_seqlens_new, call.leftpad, call.k, call.v, call.k_scale, call.v_scale
+    for x in (*of_new, *rotary):
+        if x is None:
+            at.append(None)
+        else:
+            address = x.data_ptr()
+            at.append(address)
+            bits |= address
+    cu, leftpad, k, v, k_scale, v_scale, cos, sin, start = at
+    return ((cu, leftpad), (k, v, at_k, at_v, k_scale, v_scale), (cos, sin, start)), bits
 
 
 class Sequences(_Again):

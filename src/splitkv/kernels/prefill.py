@@ -463,7 +463,8 @@ class Launcher:
         tokens = problem.batch * cut
         self.merge_grid = (tokens * problem.num_heads, 1, triton.cdiv(problem.head_dim_v, tile_v))
         self.merge_tail = (
-            *(tokens, problem.num_kv_heads, None, None, None, None, parts, None, cut, total),
+            *(None, tokens, problem.num_kv_heads, None, None, None, None, parts, None),
+            *(None, None, cut, total),
             *(*strides_of(out), 1, problem.group, problem.head_dim_v),
             *(1, problem.group, config.tile_n, tile_p, tile_v, parts % tile_p == 0, pdl),
         )

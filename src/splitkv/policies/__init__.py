@@ -5,6 +5,7 @@ for any GPU can be made anywhere.
 """
 
 from splitkv.policies import (
+    appending,
     fixed,
     flash_attention_2,
     flash_attention_3,
@@ -31,6 +32,7 @@ __all__ = [
     "DEFAULT",
     "POLICIES",
     "Policy",
+    "appending",
     "fixed",
     "flash_attention_2",
     "flash_attention_3",

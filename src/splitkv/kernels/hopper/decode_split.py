@@ -9,6 +9,9 @@ Part p of n takes the tiles p, p + n, p + 2n, ...: all SMs then read neighbourin
 time, which the memory serves faster than n distant ranges, and no program has to divide. By the
 fixed rule a part is a range of keys, whatever else there is.
 
+New tokens (see tile/new.py) are written while earlier tiles are on their way; a fence lets TMA see
+them. Only the programs that have tiles with new tokens wait for that.
+
 Two, four or eight parts may be a cluster, which merges them itself: see cluster.py.
 
 int8 and e4m3 arrive as pairs of elements: see pairs.py.
@@ -31,61 +34,45 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
-from splitkv.kernels import decode_split
+from splitkv.kernels import decode_launch, decode_split
 from splitkv.kernels.combine import write_absent
 from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps, in_clusters
-from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.cluster import (
     CLUSTERS,
     arrive_running,
     exchange_bytes,
     merge_cluster,
 )
+from splitkv.kernels.hopper.decode_narrow import attend_narrow
+from splitkv.kernels.hopper.decode_new import fill_and_write, turned_rows
 from splitkv.kernels.hopper.decode_rows import (
     place_in_batch,
     slopes_of,
     tiles_of_part,
-    weights,
     write_rows,
 )
 from splitkv.kernels.hopper.pairs import (
     SHIFT,
-    add_values,
     allocate_scales,
-    ask_scales,
     both_columns,
     fill_scales,
     from_e4m3,
     from_int8,
     load_rows,
-    product,
-    scales_of_tile,
 )
-from splitkv.kernels.hopper.ring import (
-    Pool,
-    allocate_ring,
-    arrivals,
-    ask,
-    fill,
-    foresee,
-    next_slot,
-    thread_barrier,
-    tile_at,
-)
+from splitkv.kernels.hopper.ring import Pool, allocate_ring, arrivals, fill, foresee
 from splitkv.kernels.parts import num_parts as parts_of_problem
 from splitkv.kernels.parts import traffic_of_parts, visited
-from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
+from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
 from splitkv.kernels.tile.codec import unfit as unfit_scales
-from splitkv.kernels.tile.score import score_log2
+from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles
 from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
@@ -114,6 +101,11 @@ BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums ac
         "stride_sb",
         "stride_sn",
         "stride_sh",
+        "seqlen_new",
+        "capacity",
+        "slabs",
+        "rotary_rows",
+        "q_step",
     ]
 )
 def hopper_decode_split(
@@ -129,6 +121,9 @@ def hopper_decode_split(
     key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
+    growth,  # Growth: the lengths are those before the new tokens; None: nothing is appended
+    new,  # New, or None
+    turn,  # Turn, or None
     seqlen_q,
     seqlen_k,
     batch,
@@ -153,6 +148,27 @@ def hopper_decode_split(
     stride_sb,  # of those of K and V: a sequence or a page, a key, a head
     stride_sn,
     stride_sh,
+    seqlen_new,  # from here on None where nothing is appended
+    capacity,
+    slabs,
+    rotary_rows,
+    q_step,
+    stride_nkb,  # of the new k and v
+    stride_nkt,
+    stride_nkh,
+    stride_nvb,
+    stride_nvt,
+    stride_nvh,
+    stride_nsb,  # of the scales that they are stored by
+    stride_nsh,
+    stride_cos,
+    stride_sin,
+    stride_kb,  # of the caches
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
     GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BATCH_P2: gl.constexpr,
@@ -162,6 +178,8 @@ def hopper_decode_split(
     EARLY_KV: gl.constexpr,  # keys of earlier tokens are there before the kernel before has ended
     CLUSTER: gl.constexpr,  # parts are programs of a cluster of so many, which merges them; or 0
     ROWS: gl.constexpr,  # of TILE_M, where they do
+    ROTARY_DIM: gl.constexpr,
+    PAIR: gl.constexpr,
     WIDEN: gl.constexpr,  # from_int8 or from_e4m3, of keys in pairs; None: keys are as they are
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -171,20 +189,25 @@ def hopper_decode_split(
         start = part if size is None else part * size
         foresee(pool, b, gl.minimum(start, (seqlen_k - 1) // TILE_N), PAGE_SIZE, TILE_N)
     keys = seqlen_k
-    if lens_ptr is not None and programs is None:
-        keys = gl.load(lens_ptr + b)
+    if programs is None:
+        if seqlen_new is not None:
+            length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
+            keys = length.keys
+        elif lens_ptr is not None:
+            keys = gl.load(lens_ptr + b)
     arrive_running(CLUSTER)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
     IN_ONE: gl.constexpr = 1 if WIDEN is None else 2
-    dtype: gl.constexpr = k_desc.dtype if WIDEN is None else gl.float16
     k_boxes, k_ring = allocate_ring(k_desc, SLOTS, TILE_N)
     v_boxes, v_ring = allocate_ring(v_desc, SLOTS, TILE_N)
     # one thread asks for a tile; all of them copy scales
     arrived = arrivals(SLOTS, 1 if key_scales is None else 1 + 32 * gl.num_warps())
     ring = pool, k_boxes, v_boxes, arrived
+    k_scales = None
+    v_scales = None
     if key_scales is not None:
         k_scales, v_scales = allocate_scales(SLOTS, TILE_N)
 
@@ -194,15 +217,31 @@ def hopper_decode_split(
     bounds = Bounds(left, right, sink_tokens)
     t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
     if programs is not None:
-        rule = programs, bounds, lens_ptr, batch, seqlen_q, t_first, t_last
-        b, part, parts = place_in_batch(*rule, part, BATCH_P2, TILE_N)
+        rule = programs, bounds, lens_ptr, growth, seqlen_new, capacity, batch, seqlen_q
+        b, part, parts = place_in_batch(*rule, t_first, t_last, part, BATCH_P2, TILE_N)
         if b >= batch:
             return
-        keys = gl.load(lens_ptr + b)
+        if seqlen_new is None:
+            keys = gl.load(lens_ptr + b)
+        else:
+            length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
+            keys = length.keys
     first_pos = keys - seqlen_q
     seen = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
     tiles, num_parts = tiles_of_part(part, parts, size, *seen)
-    if EARLY_KV:
+    if seqlen_new is not None:
+        k_steps = (stride_nkb, stride_nkt, stride_nkh), (stride_kb, stride_kn, stride_kh)
+        v_steps = (stride_nvb, stride_nvt, stride_nvh), (stride_vb, stride_vn, stride_vh)
+        steps = NewSteps(*k_steps, *v_steps, (stride_nsb, stride_nsh), stride_cos, stride_sin)
+        shown = seen_tiles(bounds, keys, seqlen_q, (part == 0) & (tile_m == 0), TILE_N)
+        of_new = new, turn, growth, length
+        of_part = b, h, tiles, shown, steps, capacity, slabs, rotary_rows
+        fill_and_write(
+            *(ring, of_new),
+            *of_part,
+            *(IN_ONE * DIM, IN_ONE * DIM_V, PAGE_SIZE, TILE_N, SLOTS, ROTARY_DIM, PAIR),
+        )
+    elif EARLY_KV:
         fill(*ring, b, h, tiles, keys, first_pos, False, PAGE_SIZE, TILE_N, SLOTS)
         tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
         fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
@@ -215,14 +254,16 @@ def hopper_decode_split(
     # the rows, while keys are on their way  [TILE_M]
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, gl.num_warps()], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
-    rows_a = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, A))
-    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
-    q_rows = rows_a // GROUP * stride_qt + (h * GROUP + rows_a % GROUP) * stride_qh
-    q_ptrs = q_ptr + b.to(gl.int64) * stride_qb + q_rows[:, None] + IN_ONE * offs_d[None, :]
-    q_ok = (rows_a < seqlen_q * GROUP)[:, None]
-    q, q_odd, unit = load_rows(q_ptrs, q_ok, WIDEN)  # [TILE_M, DIM] as q_odd
+    of_rows = q_ptr + b.to(gl.int64) * stride_qb, h, tile_m, seqlen_q, stride_qt, stride_qh
+    if ROTARY_DIM:
+        q, q_odd, unit = turned_rows(
+            *of_rows,
+            *(turn, length.before, b, q_step, rotary_rows, stride_cos, stride_sin),
+            *(A, GROUP, DIM, TILE_M, ROTARY_DIM, PAIR, WIDEN),
+        )
+    else:
+        q, q_odd, unit = load_rows(*of_rows, A, GROUP, DIM, TILE_M, WIDEN)  # [TILE_M, DIM]
     offs_m = gl.arange(0, TILE_M, layout=M)
     rows = tile_m * TILE_M + offs_m
     row_ok = rows < seqlen_q * GROUP
@@ -241,43 +282,15 @@ def hopper_decode_split(
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
         return
 
-    inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
-    m = gl.full([TILE_M], float("-inf"), gl.float32, M)
-    sums = gl.zeros([TILE_M, TILE_N], gl.float32, S)  # of l, added up across threads at the end
-    acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
-    acc_odd = acc
-    slot, phase = part * 0, part * 0
-    for i in range(tiles.first, tiles.last, tiles.by):
-        mbarrier.wait(arrived.index(slot), phase)
-        first_n = tile_at(tiles, i) * TILE_N
-        if first_n + TILE_N > keys:
-            clear_behind(v_ring.index(slot), keys - first_n, TILE_N, 0, 1)
-        k = k_ring.index(slot).permute((1, 0)).load(B)
-        qk = product(q, q_odd, k, gl.zeros([TILE_M, TILE_N], gl.float32, S), WIDEN)
-        offs_n = first_n + inside
-        v_scale_n = None
-        if key_scales is not None:
-            k_scale_n, v_scale_n = scales_of_tile(k_scales, v_scales, slot, S)
-            qk *= k_scale_n
-        s = score_log2(qk, scale, softcap, slope, pos, offs_n)
-        s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
-        p, shrink, m, sums = weights(s, m, sums, v_scale_n, WIDEN)
-        p = gl.convert_layout(p.to(dtype), A)
-        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v_ring.index(slot).load(B), WIDEN)
-        ahead = i + SLOTS * tiles.by
-        if ahead < tiles.last:
-            thread_barrier()  # all warps have read the slot
-            ask(*ring, slot, b, h, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
-            if key_scales is not None:
-                ask_scales(*of_keys, slot, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
-            after = gl.minimum(ahead + tiles.by, tiles.last - 1)
-            foresee(pool, b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
-        slot, phase = next_slot(slot, phase, SLOTS)
+    given = q, q_odd, ring, k_ring, v_ring, tiles, b, h, keys, bounds, pos, stride_sb, stride_sn
+    acc, acc_odd, m, l = attend_narrow(
+        *given, key_scales, k_scales, v_scales, scale, softcap, slope, S, PAGE_SIZE, DIM_V, WIDEN
+    )
 
     if WIDEN is not None:
         m -= SHIFT
         acc = gl.convert_layout(both_columns(acc * v_scale, acc_odd * v_scale), S)
-    result = acc, m, gl.sum(sums, 1), row_ok
+    result = acc, m, l, row_ok
     sizes = seqlen_q, num_kv_heads, stride_ob, stride_ot, stride_oh
     if CLUSTER:
         place = part, b, h, tile_m * TILE_M
@@ -343,6 +356,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     moved = config.tile_m * config.tile_n * problem.element_bytes
     if problem.codec != AS_IS:
         moved = max(moved, 4 * config.tile_m * problem.head_dim_v)
+    if problem.rotary:
+        moved = max(moved, config.tile_m * problem.head_dim * problem.element_bytes)
     if config.merge == "cluster":
         moved = max(moved, SCRATCH_BYTES)
         rows = min(config.tile_m, problem.rows)
@@ -390,7 +405,7 @@ def pairs_of(x: Any) -> Any:
     return x.view(torch.int16)
 
 
-class Launcher(decode_split.Launcher):
+class Launcher(decode_launch.Launcher):
     """`hopper_decode_split` and `combine` bound to one plan and one memory layout."""
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
@@ -400,13 +415,15 @@ class Launcher(decode_split.Launcher):
         problem, config, mask = plan.problem, plan.config, plan.problem.mask
         q, table, slopes = operands.q, operands.page_table, operands.alibi_slopes
         self.box = box_rows(problem, config.tile_n)
-        out = operands.out if operands.out is not None else q.new_empty(self.out_shape)
         self.cluster = config.num_splits if config.merge == "cluster" else 0
         self.launched, self.rows = self.grid, min(config.tile_m, problem.rows)
         if self.cluster:  # all parts of a sequence: the first axis has one
             self.launched = (1, *self.grid[1:])
-        fixed, shared = config.schedule == "fixed", config.schedule == "batch"
+        caches: tuple[int | None, ...] = (None,) * 6
+        if self.appending:
+            caches = *operands.k.stride()[:3], *operands.v.stride()[:3]
         self.tail = (
+            *self.appended.absent,
             problem.seqlen_q,
             problem.seqlen_k,
             problem.batch,
@@ -414,34 +431,37 @@ class Launcher(decode_split.Launcher):
             mask.left,
             mask.right,
             mask.sink_tokens if mask.num_bands == 2 else None,
-            None if shared else config.num_splits,
-            config.split_size // config.tile_n if fixed else None,
-            config.programs if shared else None,
+            *self.share,
             *q.stride()[:3],
-            *out.stride()[:3],
+            *self.out_strides,
             table.stride(0) if table is not None else 0,
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             *scale_strides(operands.q_scale, operands.q),
             *scale_strides(operands.k_scale, operands.k),
+            *self.appended.sizes,
+            *caches,
             problem.group,
             problem.place.page_size if isinstance(problem.place, Paged) else 1,
-            triton.next_power_of_2(problem.batch) if shared else 1,
+            self.batch_p2,
             config.tile_m,
             config.tile_n,
             config.num_stages,
             problem.early_kv,
             self.cluster,
             self.rows if self.cluster else 0,
+            *self.appended.rotation,
             {"as_is": None, "int8": from_int8, "fp8": from_e4m3}[problem.codec.name],
         )
         if problem.early_kv:
             self.options["launch_pdl"] = True
         self.places = tuple((x.shape, x.stride()) for x in map(pairs_of, (operands.k, operands.v)))
 
-    def dispatch(self, tensors: tuple[Any, ...], *rest: Any) -> Any:
+    def dispatch(
+        self, tensors: tuple[Any, ...], scale: float, softcap: float | None, new: Any = None
+    ) -> Any:
         q, k, v, out, lens, table, sink, slopes, q_scale, k_scale, v_scale = tensors
         if not (k.data_ptr() | v.data_ptr()) & 15:
-            return super().dispatch(tensors, *rest)
+            return super().dispatch(tensors, scale, softcap, new)
         if self.any_address is None:  # `unfit` said nothing of the addresses that this was bound to
             scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
             operands = Operands(
@@ -452,19 +472,20 @@ class Launcher(decode_split.Launcher):
                 cache_seqlens=lens,
                 page_table=table,
                 alibi_slopes=slopes,
+                new=new,
                 **scales,
             )
             why = f"this call runs on {decode_split.KERNEL.name}: {unfit(operands)[0]}"
             warnings.warn(why, stacklevel=2)
             self.any_address = decode_split.Launcher(self.plan_without_tma(), operands)
-        return self.any_address.dispatch(tensors, *rest)
+        return self.any_address.dispatch(tensors, scale, softcap, new)
 
     def plan_without_tma(self) -> Plan:
         """The same parts of the keys, by the kernel for any GPU."""
         config = self.plan.config
         shapes = decode_split.configs(self.plan.problem, self.plan.device)
         shape = min(shapes, key=lambda shape: abs(shape.tile_n - config.tile_n))
-        rule = ("num_splits", "schedule", "split_size", "programs")
+        rule = ("num_splits", "schedule", "split_size", "programs", "appends")
         cut = {name: getattr(config, name) for name in rule}
         return replace(self.plan, kernel=decode_split.KERNEL.name, config=replace(shape, **cut))
 
@@ -495,4 +516,5 @@ class Launcher(decode_split.Launcher):
 KERNEL = Kernel(
     *("hopper_decode_split", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "batch", "fixed"),
+    apart=decode_split.apart,
 )

@@ -66,28 +66,47 @@ def from_e4m3(pairs):
 
 
 @gluon.jit
-def load_rows(ptrs, ok, widen: gl.constexpr):
-    """(even, odd, unit) of rows of q: even * unit and odd * unit are its columns.
+def load_rows(
+    q_ptr,  # of the sequence
+    h,
+    tile_m,
+    seqlen_q,
+    stride_t,
+    stride_h,
+    A: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_M: gl.constexpr,
+    widen: gl.constexpr,
+):
+    """(even, odd, unit) of the rows of q of a KV head: even * unit and odd * unit [TILE_M, DIM] are
+    its columns.
 
     Beside keys as they are (widen: None) the first is q, and the others mean nothing.
     """
+    IN_ONE: gl.constexpr = 1 if widen is None else 2
+    rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, A))
+    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
+    at = rows // GROUP * stride_t + (h * GROUP + rows % GROUP) * stride_h
+    ptrs = q_ptr + at[:, None] + IN_ONE * offs_d[None, :]
+    ok = (rows < seqlen_q * GROUP)[:, None]
+    even = gl.load(ptrs, mask=ok, other=0.0)
     if widen is None:
-        q = gl.load(ptrs, mask=ok, other=0.0)
-        even, odd, unit = (
-            q,
-            q,
-            gl.full([q.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, q.type.layout)),
-        )
+        odd, unit = even, no_unit(TILE_M, A)
     else:
-        even, odd, unit = rows_of_pairs(ptrs, ok)
+        even, odd, unit = scaled_pairs(even, gl.load(ptrs + 1, mask=ok, other=0.0))
     return even, odd, unit
 
 
 @gluon.jit
-def rows_of_pairs(ptrs, ok):
-    """As `load_rows`, in fp16."""
-    even = gl.load(ptrs, mask=ok, other=0.0).to(gl.float32)
-    odd = gl.load(ptrs + 1, mask=ok, other=0.0).to(gl.float32)
+def no_unit(TILE_M: gl.constexpr, A: gl.constexpr):
+    return gl.full([TILE_M], 1.0, gl.float32, gl.SliceLayout(1, A))
+
+
+@gluon.jit
+def scaled_pairs(even, odd):
+    """(even, odd, unit) in fp16 of the even and the odd columns of q."""
+    even, odd = even.to(gl.float32), odd.to(gl.float32)
     top = gl.maximum(gl.max(gl.abs(even), 1), gl.max(gl.abs(odd), 1))
     # the power of two below the largest, and its inverse: 2^e * 2^-e, exponents 1 to 253
     bits = top.to(gl.int32, bitcast=True) & 0x7F800000

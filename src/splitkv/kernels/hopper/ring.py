@@ -30,16 +30,6 @@ class Pool(NamedTuple):
     stride_table: Any
 
 
-class Tiles(NamedTuple):
-    """Of a part: first, first + by, ... before last, those from `near` on `skip` further along."""
-
-    first: Any
-    last: Any
-    by: Any
-    near: Any
-    skip: Any
-
-
 @gluon.constexpr_function
 def tile_layout(tile_n, dim, box):
     """Boxes of `box` rows in TMA's swizzle, one after another, as a tile [tile_n, dim].

@@ -35,7 +35,7 @@ def magnitude(x):
 @triton.jit
 def scale_of(largest, MOST: tl.constexpr):
     """The scale by which `largest` becomes MOST, the largest stored value."""
-    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32)), 2.0**-100)
+    return tl.maximum(tl.div_rn(largest, MOST), 2.0**-100)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def encode(x, scale, STORED: tl.constexpr):
     The bits of e4m3 are made here and not by an instruction, as sm_80 and sm_86 have none.
     """
     MOST: tl.constexpr = 127.0 if tl.int8 == STORED else 448.0
-    y = x.to(tl.float32) * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    y = x.to(tl.float32) * tl.div_rn(1.0, scale)
     number = y == y
     y = tl.minimum(tl.maximum(y, -MOST), MOST)
     if tl.int8 == STORED:
@@ -73,6 +73,7 @@ def e4m3_bits(y):
 def write_tokens(
     x,  # [TILE_T, DIM_P2]
     ok,  # [TILE_T]
+    offs_d,  # [DIM_P2]
     cache_ptr,
     scale_ptr,  # or None: stored as it is
     mean_ptr,  # or None
@@ -86,7 +87,6 @@ def write_tokens(
     DIM: tl.constexpr,
 ):
     """Write x into the cache, and into a quantised one with its scales."""
-    offs_d = tl.arange(0, x.shape[1])
     rows = cache_ptr + place.outer * stride_s + place.inner * stride_n + place.head * stride_d
     x_ok = ok[:, None] & (offs_d < DIM)[None, :]
     y = x

@@ -48,7 +48,7 @@ def sequence_share(share, tiles):
 def batch_share(
     share,
     bounds,
-    lens_ptr,
+    keys,  # of each sequence, 0 beyond
     batch,
     seqlen_q,
     t_first,
@@ -63,7 +63,6 @@ def batch_share(
     rounding, so that the parts always fit.
     """
     here = offs_b < batch
-    keys = tl.load(lens_ptr + offs_b, mask=here, other=0)
     pos = keys - seqlen_q
     tiles, _, _ = visited_tiles(bounds, pos + t_first, pos + t_last, keys, TILE_N)
     tiles = tl.where(here, tiles, 0).to(tl.int64)

@@ -13,6 +13,17 @@ def finite_or_zero(m):
 
 
 @triton.jit
+def weights(m, s):
+    """(m, p, shrink) after scores s [rows, keys]: p are their weights, and what was summed up under
+    the maximum before is times `shrink`."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    top = finite_or_zero(m_new)
+    p = tl.exp2(s - top[:, None])
+    shrink = tl.exp2(m - top)
+    return m_new, p, shrink
+
+
+@triton.jit
 def finish(acc, m, l, sink_log2):
     """Output rows and natural LSE from (acc [rows, D], m [rows], l [rows]), m in base 2.
 

@@ -1,0 +1,91 @@
+"""Tiles of 16 and 32 packed rows of `hopper_decode_split`, multiplied by mma.
+
+Every warp holds all rows. The scores of a tile are shared out over the warps by keys, and so are
+the sums of p @ v by columns.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from splitkv.kernels.hopper.clear import clear_behind
+from splitkv.kernels.hopper.decode_rows import weights
+from splitkv.kernels.hopper.pairs import add_values, ask_scales, product, scales_of_tile
+from splitkv.kernels.hopper.ring import ask, foresee, next_slot, thread_barrier, tile_at
+from splitkv.kernels.tile.band import visible
+from splitkv.kernels.tile.score import score_log2
+
+
+@gluon.jit
+def attend_narrow(
+    q,  # [TILE_M, DIM], as q_odd: see `load_rows`
+    q_odd,
+    ring,  # Pool, boxes of keys, of values, barriers
+    k_ring,  # [SLOTS, TILE_N, DIM]
+    v_ring,
+    tiles,  # Tiles
+    b,
+    h,
+    keys,
+    bounds,
+    pos,  # [TILE_M, 1]
+    stride_sb,
+    stride_sn,
+    scales,  # Scales of each key, or None
+    k_scales,  # room for them [SLOTS, TILE_N]
+    v_scales,
+    scale,
+    softcap,
+    slope,
+    S: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    DIM_V: gl.constexpr,
+    WIDEN: gl.constexpr,
+):
+    """(acc, acc_odd [TILE_M, DIM_V], see `add_values`, m [TILE_M] in base 2, l [TILE_M])."""
+    TILE_M: gl.constexpr = q.shape[0]
+    SLOTS: gl.constexpr = k_ring.shape[0]
+    TILE_N: gl.constexpr = k_ring.shape[1]
+    A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
+    M: gl.constexpr = gl.SliceLayout(1, S)
+    dtype: gl.constexpr = v_ring.dtype if WIDEN is None else gl.float16
+    arrived = ring[3]
+    inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
+    m = gl.full([TILE_M], float("-inf"), gl.float32, M)
+    sums = gl.zeros([TILE_M, TILE_N], gl.float32, S)  # of l, added up across threads at the end
+    acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
+    acc_odd = acc
+    slot, phase = tiles.first * 0, tiles.first * 0
+    for i in range(tiles.first, tiles.last, tiles.by):
+        mbarrier.wait(arrived.index(slot), phase)
+        first_n = tile_at(tiles, i) * TILE_N
+        if first_n + TILE_N > keys:
+            clear_behind(v_ring.index(slot), keys - first_n, TILE_N, 0, 1)
+        k = k_ring.index(slot).permute((1, 0)).load(B)
+        qk = product(q, q_odd, k, gl.zeros([TILE_M, TILE_N], gl.float32, S), WIDEN)
+        offs_n = first_n + inside
+        v_scale_n = None
+        if scales is not None:
+            k_scale_n, v_scale_n = scales_of_tile(k_scales, v_scales, slot, S)
+            qk *= k_scale_n
+        s = score_log2(qk, scale, softcap, slope, pos, offs_n)
+        s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
+        p, own, shrink, m = weights(s, m, v_scale_n, WIDEN)
+        shrink = shrink[:, None]
+        sums = sums * shrink + own
+        p = gl.convert_layout(p.to(dtype), A)
+        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v_ring.index(slot).load(B), WIDEN)
+        ahead = i + SLOTS * tiles.by
+        if ahead < tiles.last:
+            thread_barrier()  # all warps have read the slot
+            ask(*ring, slot, b, h, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
+            if scales is not None:
+                of_keys = scales, k_scales, v_scales, arrived, ring[0], b, h, stride_sb, stride_sn
+                ask_scales(*of_keys, slot, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
+            after = gl.minimum(ahead + tiles.by, tiles.last - 1)
+            foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
+        slot, phase = next_slot(slot, phase, SLOTS)
+    return acc, acc_odd, m, gl.sum(sums, 1)

@@ -1,0 +1,112 @@
+"""New tokens in `hopper_decode_split`: written before TMA reads the tiles that they are in."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.kernels.hopper.pairs import no_unit, scaled_pairs
+from splitkv.kernels.hopper.ring import fill, thread_barrier
+from splitkv.kernels.tile.new import TILE_T, has_new, rotated, start_of, write_new
+
+
+@gluon.constexpr_function
+def a_row_a_warp(dim, warps):
+    return gl.BlockedLayout([1, dim // 32], [1, 32], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def fill_and_write(
+    ring,  # the arguments of `fill` before b
+    of_new,  # new, turn, growth, Grown
+    b,
+    h,
+    tiles,  # Tiles
+    shown,  # as `seen` in write_new
+    steps,  # NewSteps
+    capacity,
+    slabs,
+    rotary_rows,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+    SLOTS: gl.constexpr,
+    ROTARY_DIM: gl.constexpr,
+    PAIR: gl.constexpr,
+):
+    """`fill`; between the tiles without new tokens and those with some these are written."""
+    new, turn, growth, length = of_new
+    pool = ring[0]
+    first_new = length.before - length.padding
+    fill(*ring, b, h, tiles, length.keys, first_new, False, PAGE_SIZE, TILE_N, SLOTS)
+    if has_new(length, tiles, shown, TILE_N):
+        ROW: gl.constexpr = a_row_a_warp(max(HEAD_DIM, HEAD_DIM_V), gl.num_warps())
+        table = None
+        if pool.table_ptr is not None:
+            table = pool.table_ptr + b.to(gl.int64) * pool.stride_table
+        place = b, h, tiles, shown, steps, capacity, slabs, rotary_rows
+        offs_t = gl.arange(0, TILE_T, layout=gl.SliceLayout(1, ROW))
+        offs_k = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROW))
+        offs_v = gl.arange(0, HEAD_DIM_V, layout=gl.SliceLayout(0, ROW))
+        write_new(
+            *(new, turn, growth, length),
+            table,
+            *place,
+            *(offs_t, offs_k, offs_v),
+            *(HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, TILE_N, ROTARY_DIM, PAIR),
+        )
+        # what threads have written, before TMA reads it
+        gl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;",
+            "=r,r",
+            [b],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        thread_barrier()
+    fill(*ring, b, h, tiles, length.keys, first_new, True, PAGE_SIZE, TILE_N, SLOTS)
+
+
+@gluon.jit
+def turned_rows(
+    q_ptr,  # of the sequence
+    h,
+    tile_m,
+    seqlen_q,
+    stride_t,
+    stride_h,
+    turn,  # Turn
+    before,  # keys before the new ones
+    b,
+    q_step,
+    rotary_rows,
+    stride_cos,
+    stride_sin,
+    A: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_M: gl.constexpr,
+    ROTARY_DIM: gl.constexpr,
+    PAIR: gl.constexpr,
+    WIDEN: gl.constexpr,
+):
+    """As `load_rows`, of rows that are rotated: by all warps once, and not by each of them."""
+    HEAD_DIM: gl.constexpr = DIM if WIDEN is None else 2 * DIM
+    ROW: gl.constexpr = a_row_a_warp(DIM, gl.num_warps())
+    rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, ROW))
+    ok = rows < seqlen_q * GROUP
+    ptrs = q_ptr + (rows // GROUP * stride_t + (h * GROUP + rows % GROUP) * stride_h)
+    t = start_of(turn, before, b, True) + q_step * (rows // GROUP)
+    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))
+    angles = turn, rotary_rows, stride_cos, stride_sin
+    if WIDEN is None:
+        even = rotated(ptrs, ok, t, offs_d, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        even = gl.convert_layout(even, A)
+        odd, unit = even, no_unit(TILE_M, A)
+    else:
+        even = rotated(ptrs, ok, t, 2 * offs_d, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        odd = rotated(ptrs, ok, t, 2 * offs_d + 1, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        even, odd, unit = scaled_pairs(gl.convert_layout(even, A), gl.convert_layout(odd, A))
+    return even, odd, unit

@@ -1,0 +1,137 @@
+"""Decode kernels that append compile for every architecture; on sm_90 they do not spill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+import torch
+from compiling import Compiled, Layout, compile_plan, variants
+from cpu.test_compile import (
+    EVERYDAY,
+    MOST_REGISTERS,
+    PLAIN,
+    device_of,
+    plan_of,
+    programs_an_sm,
+    tolerated_stack,
+)
+from cpu.test_compile import valid as has_config
+
+from splitkv.kernels.append_call import Append, Rotary
+from splitkv.kv import Codec, Contiguous, Paged
+from splitkv.masks import Mask
+from splitkv.problem import Operands
+
+DEVICE_LENGTHS = PLAIN | {"lengths": "device"}
+AXES: cases.Axes = {
+    "gpu": ("h200", "a100", "a10", "l4", "b200", "rtx5090"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dims": ((128, 128), (64, 64), (80, 80), (192, 128), (256, 256)),
+    "shape": ((8, 1), (8, 4), (1, 16)),
+    "schedule": ("whole", "even", "fixed", "batch"),
+    "place": (Contiguous(), Paged(1), Paged(16)),
+    "mask": (Mask(causal=True), Mask(True, 20, -1, 5), Mask(True, chunk=24)),
+    "features": (DEVICE_LENGTHS,),
+    "codec": (None, Codec("int8", "tensor"), Codec("fp8", "head")),
+    "tile_n": (64, 32),
+    "num_warps": (4, 2),
+    "num_stages": (2, 3),
+    "packed": (False, True),
+    "rotary": (None, "interleaved", "halves"),
+    "start": (False, True),
+    "leftpad": (False, True),
+    "table": (torch.float32, torch.bfloat16),
+}
+HOPPER_AXES: cases.Axes = {
+    **AXES,
+    "kernel": ("hopper_decode_split",),
+    "gpu": ("h200",),
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64)),
+    "shape": ((8, 1), (1, 1), (8, 4)),
+    "place": (Contiguous(), Paged(16), Paged(256)),
+    "schedule": ("whole", "even", "cluster of 2", "cluster of 8", "fixed", "batch"),
+    "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
+    "num_warps": (4,),
+    "num_stages": (2, 3, 1),
+}
+
+
+def valid(values: cases.Values) -> bool:
+    """Scales are of types that are not fp32; a row of cos and sin is of a rotation."""
+    if values.get("rotary", "") is None and values.get("start"):
+        return False
+    if values.get("codec") is not None and values.get("dtype") == "float32":
+        return False
+    known = {name: x for name, x in values.items() if name not in OF_NEW}
+    if known.get("codec", 0) is None:
+        del known["codec"]
+    return has_config(known)
+
+
+OF_NEW = ("packed", "rotary", "start", "leftpad", "table")
+
+
+def new_of(values: cases.Values, operands: Operands) -> Append:
+    """A token of each sequence; tensors have no memory."""
+    o, batch = operands, operands.q.shape[0]
+    lead = (batch,) if values["packed"] else (batch, 1)
+    dims = o.k.shape[3], o.v.shape[3]
+    k, v = (Layout((*lead, o.k.shape[2], dim), o.q.dtype) for dim in dims)
+
+    def index(size: int) -> Any:
+        return Layout((size,), torch.int32)
+
+    named: dict[str, Any] = {}
+    if values["packed"]:
+        named["cu_seqlens_new"] = index(batch + 1)
+    if values["leftpad"]:
+        named["leftpad"] = index(batch)
+    if o.k_scale is not None:
+        named |= {"k_scale": o.k_scale, "v_scale": o.v_scale}
+    if values["rotary"] is not None:
+        table = Layout((4096, dims[0] // 2), values["table"])
+        start = index(batch) if values["start"] else None
+        named["rotary"] = Rotary(table, table, start, values["rotary"] == "interleaved")
+        named["q"] = o.q
+    return Append(k, v, o.k, o.v, before=o.cache_seqlens, page_table=o.page_table, **named)  # type: ignore[arg-type]
+
+
+def compiled(values: cases.Values) -> dict[str, Compiled]:
+    of_plan = {name: x for name, x in values.items() if name not in OF_NEW}
+    if of_plan["codec"] is None:
+        del of_plan["codec"]
+    rotary = values["rotary"] is not None
+    plan = plan_of(of_plan)
+    problem = replace(plan.problem, seqlen_new=1, rotary=rotary)
+    plan = replace(plan, problem=problem, config=replace(plan.config, appends=True))
+    kernels = compile_plan(plan, new=lambda operands: new_of(values, operands))
+    split = kernels[plan.kernel]
+    hopper = plan.kernel == "hopper_decode_split"
+    assert ("fence.proxy.async.global" in split.ptx) == hopper, "before TMA reads what was written"
+    assert split.shared_bytes <= plan.device.smem_per_block
+    return kernels
+
+
+@variants(AXES, most=10, newest=2, valid=valid, ids=lambda v: f"{v['gpu']}-{v['schedule']}")
+def test_any_gpu(values: cases.Values) -> None:
+    compiled(values)
+
+
+@variants(HOPPER_AXES, most=8, newest=2, valid=valid, ids=lambda v: str(v["schedule"]))
+def test_hopper(values: cases.Values) -> None:
+    for name, kernel in compiled(values).items():
+        assert kernel.stack_bytes <= tolerated_stack(kernel, values), f"{name} spills: {kernel}"
+        assert kernel.registers <= MOST_REGISTERS[name]
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_as_many_programs_an_sm(place: Contiguous | Paged) -> None:
+    """As without new tokens: what the policy counts on."""
+    new = {"packed": False, "rotary": "halves", "start": False, "leftpad": False, "codec": None}
+    kernel = {"kernel": "hopper_decode_split", "schedule": "even", "table": torch.float32}
+    values = EVERYDAY | kernel | new | {"place": place, "num_stages": 2}
+    assert programs_an_sm(compiled(values)["hopper_decode_split"], device_of(values)) >= 3
