@@ -50,8 +50,12 @@ CACHES: cases.Axes = {  # a shape, pages, and what the kernel is called for
 }
 DEFAULTS = {"heads": (8, 8), "softcap": False, "sink_logits": False, "row_gap": 0, "shape": 0}
 EVERYDAY = tuple(
-    DEFAULTS | {"kind": "dense", "dtype": "bfloat16", "head_dims": (dim, dim), "mask": mask}
-    for dim, mask in ((128, Mask()), (128, Mask(True)), (64, Mask(True)))
+    DEFAULTS
+    | {"kind": "dense", "dtype": "bfloat16", "head_dims": (dim, dim), "heads": heads, "mask": mask}
+    for dim, heads, mask in (
+        *((128, (8, 8), Mask()), (128, (8, 8), Mask(True)), (128, (8, 2), Mask(True))),
+        *((64, (8, 8), Mask(True)), (64, (8, 2), Mask(True, 127))),
+    )
 )
 
 
@@ -139,7 +143,8 @@ def as_meant(problem: Problem, config: Config, made: Any) -> None:
 
 def describe(values: cases.Values) -> str:
     dims = "x".join(map(str, values["head_dims"]))
-    names = values["kind"], values.get("dtype", values.get("place")), dims
+    heads = "x".join(map(str, values["heads"]))
+    names = values["kind"], values.get("dtype", values.get("place")), dims, heads
     names += values.get("mask", f"{values.get('parts')}parts"), values["shape"]
     return "-".join(str(name).replace(" ", "_") for name in names)
 
@@ -198,6 +203,21 @@ def test_configs(kind: str, head_dims: tuple[int, int]) -> None:
         for config in found:
             assert config.tile_m % prefill.ROWS.value == 0
             assert problem.group % prefill.packed_heads(problem, config) == 0
+
+
+def test_first_shapes() -> None:
+    """Three warpgroups where rows fill them, tiles of 64 keys where a row sees few."""
+    causal, narrow = Mask(True), Mask(True, 127)
+    for values, shape in (
+        ({"head_dims": (128, 128), "heads": (8, 2), "mask": causal}, (192, 64, 4)),
+        ({"head_dims": (128, 128), "heads": (8, 8), "mask": causal}, (128, 128, 2)),
+        ({"head_dims": (128, 128), "heads": (8, 2), "mask": narrow}, (128, 64, 4)),
+        ({"head_dims": (128, 128), "heads": (8, 2), "kind": "varlen"}, (128, 128, 2)),
+        ({"head_dims": (64, 64), "heads": (8, 2), "mask": causal}, (192, 128, 4)),
+        ({"head_dims": (64, 64), "heads": (8, 2), "mask": narrow}, (128, 64, 6)),
+    ):
+        config = chosen(problem_of(values), 0)
+        assert (config.tile_m, config.tile_n, config.num_stages) == shape, values
 
 
 def test_what_is_refused() -> None:

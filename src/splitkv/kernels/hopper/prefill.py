@@ -20,8 +20,9 @@ Grid        one axis: `programs` programs that go through the row tiles forth an
             into the L2 go together. After all row tiles the further parts of their keys
 Traffic     as kernels/prefill.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v. Behind the last key of a sequence values are cleared before they are multiplied with
-            zeros, as what is there may be NaN or infinite
+            v and may be up to 2 ** 8, as m follows a maximum only where it grew by more. Behind the
+            last key of a sequence values are cleared before they are multiplied with zeros, as what
+            is there may be NaN or infinite
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
             pages of a multiple of 16 keys; no ALiBi, no dropout; addresses and strides that are
             multiples of 16 bytes; otherwise those of kernels/prefill.py
@@ -66,21 +67,27 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 PANEL_BYTES = 128  # of the columns in TMA's widest swizzle
 BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 
-# By head_dim: tile_m, tile_n, num_stages, the best guess first. More rows or keys do not fit into
-# the registers of a warpgroup, more stages not into shared memory. What keeps as many keys in
-# flight as fit is for few rows, which wait for memory.
+# By head_dim: tile_m, tile_n, num_stages, the best guess first; see `ordered`. More rows or keys do
+# not fit into the registers of a warpgroup, more stages not into shared memory. What keeps as many
+# keys in flight as fit is for few rows, which wait for memory.
 SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: (
-        *((192, 128, 4), (128, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 4)),
-        *((128, 128, 6), (64, 128, 6)),
+        *((192, 128, 4), (128, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 6)),
+        *((128, 64, 4), (128, 128, 6), (64, 128, 6)),
     ),
     128: (
-        *((128, 128, 2), (128, 64, 4), (128, 64, 3), (192, 64, 4), (192, 64, 3)),
+        *((192, 64, 4), (128, 128, 2), (128, 64, 4), (128, 64, 3), (192, 64, 3)),
         *((128, 128, 3), (128, 64, 6), (64, 128, 3), (64, 64, 6)),
     ),
     192: ((128, 128, 2), (128, 64, 3), (128, 64, 2), (128, 64, 4), (64, 64, 5)),
     256: ((128, 64, 2), (64, 64, 3)),
 }
+# Of a window of 512 keys tiles of 64 and 128 rows took 0.89 of the time of larger ones, of 128 keys
+# 0.52, of 1024 keys 1.17 (head_dim 64, 64/8 heads, 16384 tokens, one H200, 2026-11-22).
+NARROW = 512
+# Three warpgroups were 3 to 6 % faster than two with tiles of 128 keys (head_dim 128, 16/1 heads,
+# dense, there): as much as rows that no sequence has may cost.
+MOST_PADDING = 1.02
 SIZES = [  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "num_heads"),
     *("stride_lse_b", "stride_lse_h", "stride_table", "tiles", "lanes", "width", "items"),
@@ -306,7 +313,21 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
     Packed sequences start with one a row tile: how heavy each is, only the device knows.
     """
-    return fitting(problem, device, SHAPES[problem.head_dim], shared_bytes)
+    return fitting(problem, device, ordered(problem), shared_bytes)
+
+
+def ordered(problem: Problem) -> list[tuple[int, int, int]]:
+    """The shapes of a head_dim, the best guess first."""
+    found = list(SHAPES[problem.head_dim])
+    rows = problem.seqlen_q * min(problem.group & -problem.group, ROWS.value)
+    left, right = problem.mask.left, problem.mask.right
+    if left is not None and right is not None and left + right < NARROW:
+        found.sort(key=lambda shape: shape[:2] != (128, 64))
+    elif problem.head_dim == 128:
+        padded = [triton.cdiv(rows, tile_m) * tile_m for tile_m in (128, 192)]
+        if problem.kind != "dense" or padded[1] > MOST_PADDING * padded[0]:
+            found.sort(key=lambda shape: shape[0] == 192)
+    return found
 
 
 def fitting(

@@ -32,11 +32,16 @@ from splitkv.kernels.hopper.eight_bits import (
 )
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
-from splitkv.kernels.hopper.prefill_sums import along_rows, max_of_rows, sums_of_threads
+from splitkv.kernels.hopper.prefill_sums import (
+    along_rows,
+    grown,
+    max_of_rows,
+    shrunk,
+    sums_of_threads,
+)
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 
-SLACK = gl.constexpr(8.0)  # in base 2, by which weights of 16 bits may be larger than 1
 UNSEEN = gl.constexpr(-(2**31))  # less than any sum of products of 8 bits
 LEAST_SCALE = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 
@@ -198,7 +203,7 @@ def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, scales, tiles):
         highest = max_of_rows(s) * factor
     highest -= most_log2(dtype)
     if is_wide(dtype):
-        m_new = gl.where(highest > m + SLACK, highest, m)
+        m_new = grown(m, highest)
     else:
         m_new = gl.maximum(m, highest)
     top = finite_or_zero(m_new)
@@ -221,42 +226,6 @@ def scaled_weights(qk, m, factor, work, own, n, tile, asks, pos, scales, tiles):
     if dtype == gl.int8:
         sums = sums * along_rows(own_shrink, sums)
     return x, sums, m_new, (shrink, own_shrink)
-
-
-@gluon.constexpr_function
-def shrinking(elements):
-    """Instructions that multiply so many sums of a thread, and their constraints: see `shrunk`."""
-    sums, by = range(elements), elements * 2
-    code = f"""{{
-    .reg .pred some;
-    setp.ne.f32 some, ${by}, 0f3F800000;
-    setp.ne.or.f32 some, ${by + 2}, 0f3F800000, some;
-    vote.sync.any.pred some, some, 0xffffffff;
-    @!some bra.uni AS_IT_IS;
-    """
-    code += "".join(f"mul.rn.f32 ${i}, ${i}, ${by + i};" for i in sums)
-    code += "AS_IT_IS: }"
-    constraints = ["=r"] * elements + [str(i) for i in sums] + ["r"] * elements
-    return code, ",".join(constraints)
-
-
-@gluon.jit
-def shrunk(acc, by):
-    """acc times `by` [ROWS], passed over by warps in which that is 1 for all rows.
-
-    A thread has two columns of a row, two of the row 8 below, and so on.
-    """
-    ELEMENTS: gl.constexpr = acc.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = shrinking(ELEMENTS)
-    factors = along_rows(by, acc).broadcast_to(acc.shape)
-    return gl.inline_asm_elementwise(
-        INSTRUCTIONS[0],
-        INSTRUCTIONS[1],
-        [acc, factors],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=ELEMENTS,
-    )
 
 
 @gluon.jit

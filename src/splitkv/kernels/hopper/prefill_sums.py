@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from splitkv.kernels.hopper.prefill_load import ROWS
 
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
+SLACK = gl.constexpr(8.0)  # in base 2, by which weights of 16 bits may be larger than 1
 SUMS_ARE_KNOWN = gl.constexpr("""{
     .reg .pred p;
     .reg .f32 both;
@@ -36,6 +37,49 @@ def max_of_rows(x):
     of_eight = gl.max(fours.reshape([ROWS, COUNT, 4, 8]), 3)
     most = gl.max(gl.max(of_eight, 1), 1)
     return gl.convert_layout(most, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def grown(m, highest):
+    """What weights are relative to after one more tile: mostly the same, and sums stay as they are.
+    The true maximum is at most `SLACK` above it."""
+    return gl.where(highest > m + SLACK, highest, m)
+
+
+@gluon.constexpr_function
+def shrinking(elements):
+    """Instructions that multiply so many sums of a thread, and their constraints: see `shrunk`."""
+    sums, by = range(elements), elements * 2
+    code = f"""{{
+    .reg .pred some;
+    setp.ne.f32 some, ${by}, 0f3F800000;
+    setp.ne.or.f32 some, ${by + 2}, 0f3F800000, some;
+    vote.sync.any.pred some, some, 0xffffffff;
+    @!some bra.uni AS_IT_IS;
+    """
+    code += "".join(f"mul.rn.f32 ${i}, ${i}, ${by + i};" for i in sums)
+    code += "AS_IT_IS: }"
+    constraints = ["=r"] * elements + [str(i) for i in sums] + ["r"] * elements
+    return code, ",".join(constraints)
+
+
+@gluon.jit
+def shrunk(acc, by):
+    """acc times `by` [ROWS], passed over by warps in which that is 1 for all rows.
+
+    A thread has two columns of a row, two of the row 8 below, and so on.
+    """
+    ELEMENTS: gl.constexpr = acc.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = shrinking(ELEMENTS)
+    factors = along_rows(by, acc).broadcast_to(acc.shape)
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [acc, factors],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=ELEMENTS,
+    )
 
 
 @gluon.jit

@@ -48,9 +48,11 @@ from splitkv.kernels.hopper.prefill_scaled import (
 from splitkv.kernels.hopper.prefill_sums import (
     along_rows,
     before_wait,
+    grown,
     known,
     max_of_rows,
     pass_turn,
+    shrunk,
     sums_of_threads,
     wait_turn,
 )
@@ -92,7 +94,7 @@ def plain_weights(qk, m, work, own, tile, asks, pos):
     s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
     if asks:
         s = choose(s, seen_keys(qk, work, own, tile, pos), MINUS_INFINITY)
-    m_new = gl.maximum(m, max_of_rows(s) * unit)
+    m_new = grown(m, max_of_rows(s) * unit)
     top = finite_or_zero(m_new)
     x = gl.exp2(s * unit - top[:, None])
     shrink = gl.exp2(m - top)
@@ -169,7 +171,7 @@ def step(
     product = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(signals.v_free.index(last_slot), count=1)
     if scales.k_ptr is None:
-        acc = product * along_rows(shrink_n[0], product)
+        acc = shrunk(product, shrink_n[0])
     else:
         acc = added(acc, product, shrink, shrink_n, tiles)
     l = l * along_rows(shrink_n[0], l) + sums

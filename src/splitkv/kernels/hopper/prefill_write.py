@@ -61,6 +61,37 @@ def finish(
     return factor
 
 
+@gluon.constexpr_function
+def clearing(elements):
+    """Instructions that put 0 where the other operand is 0, and have nothing to do in warps where
+    it never is; and their constraints."""
+    numbers, by = range(elements), elements * 2
+    # in any layout the bits of a register's number say of which of two rows it is
+    code = f"{{ .reg .pred some; setp.eq.f32 some, ${by}, 0f00000000;\n"
+    for bit in range(elements.bit_length() - 1):
+        code += f"setp.eq.or.f32 some, ${by + (1 << bit)}, 0f00000000, some;\n"
+    code += "vote.sync.any.pred some, some, 0xffffffff; @!some bra.uni AS_IT_IS;\n"
+    for i in numbers:
+        code += f"setp.eq.f32 some, ${by + i}, 0f00000000; selp.b32 ${i}, 0, ${i}, some;\n"
+    code += "AS_IT_IS: }"
+    return code, ",".join(["=r"] * elements + [str(i) for i in numbers] + ["r"] * elements)
+
+
+@gluon.jit
+def cleared(out, l):
+    """out, and 0 in a row that saw no key: its products are 0 times anything."""
+    ELEMENTS: gl.constexpr = out.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = clearing(ELEMENTS)
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [out, along_rows(l, out).broadcast_to(out.shape)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=ELEMENTS,
+    )
+
+
 @gluon.jit
 def write(
     acc,  # [ROWS, DIM_V]
@@ -78,8 +109,7 @@ def write(
     TILE_M: gl.constexpr,
 ):
     """Store out."""
-    # a row that saw no key: its products are 0 times anything
-    out = gl.where(along_rows(l, acc) == 0.0, 0.0, acc * along_rows(factor, acc))
+    out = cleared(acc * along_rows(factor, acc), l)
     if tiles.out is None:
         tile = tiles.q.index(W)
         box = boxes.q.index(W)
