@@ -48,12 +48,12 @@ HOPPER_AXES: Axes = {
     **AXES,
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64)),
-    "group": (1, 2, 4, 7, 8, 16, 32),
+    "group": (1, 2, 4, 7, 8, 16, 32, 64),
     "seqlen_q": (1, 2, 4, 16),
     "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
     "mask": tuple(mask for mask in AXES["mask"] if not mask.chunk),
 }
-HOPPER_ROWS = 32
+HOPPER_ROWS, HOPPER_NARROW_ROWS = 64, 32  # narrow: quantised, head_dim above 128
 
 CODECS = tuple(
     Codec(name, granularity)
@@ -81,7 +81,8 @@ QUANTIZED_AXES: Axes = {
 HOPPER_QUANTIZED_AXES: Axes = {
     **QUANTIZED_AXES,
     "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64)),
-    "group": (1, 7, 8, 32),
+    "group": (1, 7, 8, 16, 32),
+    "products": ("widened", "half"),
     "seqlen_k": (130, 301),
     "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
 }
@@ -207,7 +208,9 @@ def decode_problem(values: Values) -> Problem:
 
 def few_rows(values: Values) -> bool:
     """No more rows than the kernel for Hopper takes."""
-    return values.get("group", 1) * values.get("seqlen_q", 1) <= HOPPER_ROWS
+    narrow = "codec" in values and max(values.get("head_dims", (0,))) > 128
+    most = HOPPER_NARROW_ROWS if narrow else HOPPER_ROWS
+    return values.get("group", 1) * values.get("seqlen_q", 1) <= most
 
 
 def pairwise(

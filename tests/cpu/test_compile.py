@@ -62,12 +62,12 @@ OTHER_AXES: cases.Axes = {
     "num_warps": (4, 2, 8),
     "num_stages": (1, 2, 4),
 }
-# Rows from 1 to 32, which are one tile of 16 or of 32; how many warps a shape has is the kernel's.
+# Rows from 1 to 64, which are one tile; how many warps a shape has is the kernel's.
 HOPPER_AXES: cases.Axes = {
     "kernel": ("hopper_decode_split",),
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64), (64, 256)),
-    "shape": ((1, 1), (7, 1), (8, 2), (1, 16), (4, 5), (8, 4), (32, 1)),
+    "shape": ((1, 1), (7, 1), (8, 2), (1, 16), (4, 5), (8, 4), (32, 1), (16, 3), (64, 1)),
     "schedule": ("whole", "even", "cluster of 2", "cluster of 8", "fixed", "batch"),
     "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
     "mask": tuple(mask for mask in AXES["mask"] if not mask.chunk),
@@ -101,6 +101,8 @@ HOPPER_CODEC_AXES: cases.Axes = {
     "gpu": ("h200",),
     "kernel": ("hopper_decode_split",),
     "head_dims": ((64, 64), (128, 128), (256, 256)),
+    "shape": (*CODEC_AXES["shape"], (16, 3), (4, 16)),
+    "products": ("half", "widened"),
     "place": (Contiguous(), Paged(16), Paged(256)),
     "num_stages": (1, 2, 3),
 }
@@ -139,8 +141,9 @@ REGISTERS_PER_SM = 65536
 # Of a thread; combine: a program a row.
 MOST_REGISTERS = {"decode_split": 255, "hopper_decode_split": 255, "combine": 128}
 TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
-# How keys arrive, when they are there, and what multiplies them.
-HOPPER = (r"\bcp\.async\.bulk\.tensor\.4d", r"\bmbarrier\.try_wait", r"\bmma\.sync")
+# How keys arrive, when they are there, and what multiplies them: in wide tiles wgmma.
+HOPPER = (r"\bcp\.async\.bulk\.tensor\.4d", r"\bmbarrier\.try_wait")
+PRODUCTS = {True: "wgmma.mma_async", False: "mma.sync"}
 
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -188,6 +191,10 @@ def valid(values: cases.Values) -> bool:
     gpu, values = values.get("gpu", "h200"), {**values.get("features", {}), **values}
     if values.get("schedule") == "batch" and values.get("lengths") == "host":
         return False
+    if kernel_of(values) == "hopper_decode_split":
+        group, seqlen_q = values.get("shape", (1, 1))
+        if not cases.few_rows({**values, "group": group, "seqlen_q": seqlen_q}):
+            return False
     asked = (values.get(name, least) for name, least in LEAST.items())
     clustered = CUTS.get(values.get("schedule", ""), {}).get("merge") == "cluster"
     parts = CUTS[values["schedule"]]["num_splits"] if clustered else 0
@@ -210,7 +217,7 @@ def plan_of(values: cases.Values) -> Plan:
         "batch": {"num_splits": 4, "schedule": "batch", "programs": problem.batch + 3},
     }
     asked = {name: values[name] for name in SHAPE if name in values}
-    (shape,) = (
+    shape, *_ = (  # of two that differ in TILE_M the lesser
         config
         for config in shapes(module.KERNEL, problem, device)
         if all(getattr(config, name) == value for name, value in asked.items())
@@ -243,6 +250,9 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
         assert ("st.shared::cluster" in split.ptx) == together
         assert split.ptx.count("barrier.cluster.arrive") == 2 * together
         assert all(re.search(instruction, split.ptx) for instruction in HOPPER)
+        used = {wide: re.search(rf"\b{name}", split.ptx) for wide, name in PRODUCTS.items()}
+        wide = plan.config.tile_m >= hopper_decode_split.WIDE
+        assert used[wide] and not used[not wide]
         scales = plan.problem.codec.granularity == "token"
         assert ("cp.async.c" in split.ptx) == scales, "keys and values by TMA alone"
         return kernels
@@ -288,7 +298,7 @@ def test_sm_90(values: cases.Values) -> None:
     hold_to_budgets(values)
 
 
-@variants(HOPPER_AXES, most=10, newest=4, valid=valid, ids=describe)
+@variants(HOPPER_AXES, most=12, newest=5, valid=valid, ids=describe)
 def test_kernel_for_hopper(values: cases.Values) -> None:
     hold_to_budgets(values)
 
@@ -304,7 +314,7 @@ def test_codecs(values: cases.Values) -> None:
     compiled(values)
 
 
-@variants(HOPPER_CODEC_AXES, most=6, valid=valid, newest=2, ids=describe)
+@variants(HOPPER_CODEC_AXES, most=8, valid=valid, newest=2, ids=describe)
 def test_codecs_on_hopper(values: cases.Values) -> None:
     hold_to_budgets(values)
 

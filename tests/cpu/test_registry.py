@@ -16,7 +16,7 @@ from splitkv.errors import UnsupportedProblem
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper.cluster import CLUSTERS
-from splitkv.kv import Contiguous, Paged
+from splitkv.kv import Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
 from splitkv.policies import fixed
@@ -86,7 +86,7 @@ def test_decode_split_runs_every_case_without_quantised_keys(gpu: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_the_kernel_for_hopper_runs_its_cases(gpu: str) -> None:
-    assert cases.HOPPER_ROWS == hopper_decode_split.MAX_ROWS
+    assert cases.HOPPER_ROWS == hopper_decode_split.WIDE
     for case in cases.HOPPER:
         assert hopper_decode_split.unsupported(case.problem, GPUS[gpu]) == [], case
         taken = make_plan(case.problem, GPUS[gpu], policy="waves").kernel
@@ -165,8 +165,10 @@ def test_configs_of_the_kernel_for_hopper_are_legal(gpu: str) -> None:
                 merge="cluster" if config.num_splits > 1 else "combine",
             ), case
             assert config.num_splits in (1, *CLUSTERS), case
-            assert config.tile_m in (16, 32) and config.num_warps in (4, 8), case
-            assert config.tile_n in anywhere, "parts of whole tiles stay so where TMA cannot be"
+            assert config.tile_m in hopper_decode_split.rows_of_tile(problem), case
+            assert config.num_warps == max(4, config.tile_m // 16), case
+            nearest = min(anywhere, key=lambda tile_n: abs(tile_n - config.tile_n))
+            assert config.tile_n % nearest == 0, "parts of whole tiles where TMA cannot be, too"
             boxes = config.tile_n // hopper_decode_split.box_rows(problem, config.tile_n)
             assert boxes * hopper_decode_split.box_rows(problem, config.tile_n) == config.tile_n
             shared = hopper_decode_split.shared_bytes(problem, config)
@@ -231,8 +233,11 @@ HOPPER_LIMITS: tuple[tuple[dict[str, Any], list[str]], ...] = (
     ({"dtype": "float32"}, ["dtype float32: expected bfloat16 or float16"]),
     ({"head_dim": 80}, ["head_dim 80: expected 64, 128 or 256"]),
     ({"head_dim_v": 192}, ["head_dim_v 192: expected 64, 128 or 256"]),
-    ({"num_heads": 66}, [f"{ROWS} 33: expected at most 32"]),
-    ({"seqlen_q": 9}, [f"{ROWS} 36: expected at most 32"]),
+    ({"num_heads": 26, "seqlen_q": 5}, [f"{ROWS} 65: expected at most 64"]),
+    (
+        {"num_heads": 66, "head_dim": 256, "codec": Codec("fp8", "head")},
+        [f"{ROWS} 33: expected at most 32"],
+    ),
     ({"place": Paged(1)}, ["page_size 1: expected a multiple of 16"]),
     ({"place": Paged(24)}, ["page_size 24: expected a multiple of 16"]),
     # what it shares with decode_split
@@ -266,8 +271,9 @@ def test_the_kernel_for_hopper_says_each_limit(change: dict[str, Any], reasons: 
     "change",
     [
         {"head_dim": 256, "head_dim_v": 64},
-        {"num_heads": 64},
-        {"num_heads": 4, "seqlen_q": 16},
+        {"num_heads": 128},
+        {"num_heads": 8, "seqlen_q": 16},
+        {"num_heads": 64, "head_dim": 256, "codec": Codec("fp8", "head")},
         {"place": Paged(16)},
         {"place": Paged(48)},
         {"dtype": "float16"},
@@ -416,7 +422,7 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "                            dtype float64: expected bfloat16 or float16\n"
         "                            head_dim 72: expected 64, 128 or 256\n"
         "                            query heads a KV head x query tokens 128: expected at most "
-        "32\n"
+        "64\n"
         "  decode_split              dtype float64: expected bfloat16, float16 or float32\n"
         "                            head_dim 72: expected a multiple of 16 from 16 to 256\n"
         "                            seqlen_q 32: expected at most 16\n"

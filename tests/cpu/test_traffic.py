@@ -206,7 +206,7 @@ def test_decode_split(schedule: str, mask: str) -> None:
 @pytest.mark.parametrize("schedule", [n for n in SCHEDULES if not n.startswith("batch")])
 def test_hopper_decode_split(schedule: str, mask: str) -> None:
     most = replace(SMALL, seqlen_q=8, num_heads=4, num_kv_heads=1)
-    fitting = (p for p in shapes() if p.rows <= hopper_decode_split.MAX_ROWS)
+    fitting = (p for p in shapes() if p.rows <= hopper_decode_split.WIDE)
     for problem in (most, *fitting):
         problem = replace(problem, mask=MASKS[mask], dtype="float16", head_dim=64, head_dim_v=128)
         config = SCHEDULES[schedule]

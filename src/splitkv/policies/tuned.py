@@ -284,13 +284,15 @@ def _choose(
         return leave_it(f"no table for {device.name}")
     if own.config.schedule == "batch":
         return leave_it("the lengths may differ much")
+    if own.kernel == waves.HOPPER_DECODE and own.config.tile_m >= waves.WIDE:
+        return leave_it("tiles of so many rows were not timed")
     where = table.gpu + table.note
     near = list(islice(_nearest(problem, table), NEIGHBOURS))
     timed = _timed(problem, device, candidates, near)
     if timed is not None:
         why = f"tuned: the fastest of this problem on {where}, {timed.us:.1f} us"
         return Choice(timed.kernel, timed.config, why)
-    if problem.rows > waves.MANY_ROWS or waves.many_rows(problem):
+    if problem.rows > waves.MANY_ROWS:
         return leave_it("too few problems of so many rows were timed")
     made_for_it = [kernel for kernel in candidates if kernel.name not in WHOLE_SEQUENCES]
     local = _Local(problem, device, made_for_it, near)
@@ -366,7 +368,7 @@ class _Local:
         self.constants = {kernel.name: waves.constants_of(kernel) for kernel in candidates}
         legal: dict[str, dict[tuple[Any, ...], Config]] = {}
         for kernel in candidates:
-            found = shapes(kernel, problem, device)
+            found = waves.of_rows(problem, shapes(kernel, problem, device))
             if splits_keys(problem, found):
                 legal[kernel.name] = {_likeness(shape): shape for shape in reversed(found)}
         self.known: dict[str, dict[Config, list[tuple[float, float, float]]]] = {}

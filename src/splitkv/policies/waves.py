@@ -47,16 +47,21 @@ SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
 HOPPER_PAGED_SHAPES = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 1))
 CLOSE = 1.02
+HOPPER_DECODE = "hopper_decode_split"
 # A cluster of four or eight needs as many places in one part of the GPU: with 256 programs for 264
 # places some waited for a second wave, 17.9 us beside 13.5. Pairs did not, with 128 for 132.
 ROOM_FOR_CLUSTERS = 0.75
 
-# More packed rows than the kernel for Hopper takes: of 25 such problems with more bytes of keys and
-# values, `prefill` was faster on 16, by up to half, and level on one. Of head_dim above 128 a
-# program of it holds half as many, and more are two programs that read the same keys: with 17 to 32
-# rows `hopper_prefill` was 13 to 39 % faster on three of 489 MB and more.
+# More packed rows, where the kernel for Hopper does not take them: of 25 such problems with more
+# bytes of keys and values, `prefill` was faster on 16, by up to half, and level on one.
 MANY_ROWS, LARGE = 32, 16 * MiB
-WIDE, LARGE_OF_WIDE = 128, 128 * MiB
+# Tiles of so many rows of the kernel for Hopper are wide: multiplied by wgmma. For 17 to 32 rows it
+# has both, and wide ones are taken from so many bytes of keys and values on: 36.5 us beside 37.8 by
+# mma at 134 MB, 41.7 beside 47.0 in pages of 16.
+WIDE, LARGE_OF_WIDE = 64, 16 * MiB
+# In pages smaller than a tile a wide one takes 2 copies a page for keys, as for values, in 16 bits:
+# of 64 rows at 134 MB in pages of 16 `hopper_prefill` took 42.6 us, and that 44.1.
+WIDE_PAGES = 64
 
 # What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
 # kernel about 5 KiB for its rows.
@@ -71,6 +76,8 @@ HOPPER_REGISTERS = {
     **{(64, 16, 32): 80, (64, 16, 64): 128, (64, 16, 128): 128, (64, 32, 32): 150},
     **{(64, 32, 64): 166, (128, 16, 32): 120, (128, 16, 64): 128, (128, 16, 128): 168},
     **{(128, 32, 32): 208, (128, 32, 64): 240, (256, 16, 32): 200, (256, 16, 64): 240},
+    **{(64, 64, 32): 88, (64, 64, 64): 120, (64, 64, 128): 168, (128, 64, 32): 126},
+    **{(128, 64, 64): 168, (128, 64, 128): 240, (256, 64, 32): 208, (256, 64, 64): 240},
 }
 
 # More beside quantised keys, but for e4m3 with scales of a head in a contiguous cache.
@@ -82,12 +89,11 @@ HOPPER_QUANTISED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 1
 QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE, QUANTISED_PAGES_UNITS = (32, 4, 2), 48 * MiB, 32
 
 
-def many_rows(problem: Problem) -> bool:
-    """Whether the kernels of whole sequences are to be preferred."""
-    if problem.rows > MANY_ROWS:
-        return problem.kv_bytes > LARGE
-    wide = max(problem.head_dim, problem.head_dim_v) > WIDE
-    return wide and problem.rows > MANY_ROWS // 2 and problem.kv_bytes > LARGE_OF_WIDE
+def many_rows(problem: Problem, kernel: Kernel) -> bool:
+    """Whether the kernels of whole sequences are to be preferred to this one."""
+    many = problem.rows > MANY_ROWS and problem.kv_bytes > LARGE
+    small_pages = isinstance(problem.place, Paged) and problem.place.page_size % WIDE_PAGES > 0
+    return many and (kernel.name != HOPPER_DECODE or small_pages)
 
 
 def registers(problem: Problem, config: Config) -> float:
@@ -132,6 +138,10 @@ class Constants:
                    step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp;
                    step_paged and step_paged_element: more with a page table
     step_copy      asking for what of a tile lies in one page; port_copy: taking it in
+    wide_step      of tiles multiplied by wgmma, 0: as the others; wide_element: for each element a
+                   warp, wide_widening: more for one of 8 bits; wide_copy: asking for 128 bytes of
+                   every key in one page; wide_port: what an SM takes to each element of 8 bits,
+                   however many programs it holds
     wave           from one wave of programs to the next; tail: of a last one that is not full
     merge          launching the combine; merge_part: for each part of a row; merge_row: for each
                    row and part of head_dim_v 128
@@ -157,6 +167,11 @@ class Constants:
     step_paged_element: float = 0.362e-10
     step_copy: float = 0.0
     port_copy: float = 0.0
+    wide_step: float = 0.0
+    wide_element: float = 0.0
+    wide_widening: float = 0.0
+    wide_copy: float = 0.0
+    wide_port: float = 0.0
     wave: float = 1.14e-6
     tail: float = 0.033e-6
     merge: float = 0.726e-6
@@ -188,6 +203,11 @@ H200_HOPPER = Constants(
     step_paged_element=0.008e-10,
     step_copy=33.8e-9,
     port_copy=26.9e-9,
+    wide_step=0.24e-6,
+    wide_element=1.1e-10,
+    wide_widening=0.76e-10,
+    wide_copy=44e-9,
+    wide_port=3.7e-11,
     wave=0.274e-6,
     tail=0.144e-6,
     merge=1.02e-6,
@@ -238,8 +258,14 @@ class Shape:
         copies = 2 * pages_of_tile(problem, config.tile_n)
         step = c.step + paged * c.step_paged + c.step_copy * copies
         step += (c.step_element + paged * c.step_paged_element) * a_warp
-        self.step, self.num_stages = step, config.num_stages
         self.port = self.tile_bytes / c.sm_bandwidth + c.port_copy * copies
+        if config.tile_m >= WIDE and c.wide_step:
+            panels = pages_of_tile(problem, config.tile_n) * dims * problem.kv_element_bytes / 128
+            step = c.wide_step + c.wide_element * a_warp + c.wide_copy * paged * panels
+            if problem.codec != AS_IS:
+                step += c.wide_widening * a_warp
+                self.port = max(self.port, c.wide_port * config.tile_n * dims)
+        self.step, self.num_stages = step, config.num_stages
         # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
         self.shared_reads = problem.num_kv_heads / self.head_tiles
         self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
@@ -309,6 +335,11 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
         return 1
     elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
     smem = config.num_stages * elements * problem.kv_element_bytes + SMEM_RESERVED
+    if config.tile_m >= WIDE:  # q, and where values and, but for half int8, keys are widened to
+        half = problem.codec.name == "int8" and problem.products != "widened"
+        smem += (1 if half else 2) * config.tile_m * problem.head_dim
+        if problem.codec != AS_IS:
+            smem += 2 * config.tile_n * problem.head_dim_v if half else 2 * elements
     if config.merge == "cluster":  # each has a share of all parts
         smem += 4 * min(config.tile_m, problem.rows) * (problem.head_dim_v + 2 * config.num_splits)
     a_block = constants.registers(problem, config) * 32 * config.num_warps
@@ -325,13 +356,13 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
 
     def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
         decoding = problem.kind == "decode"
-        if decoding and many_rows(problem):
+        if decoding and many_rows(problem, candidates[0]):
             candidates = sorted(candidates, key=lambda k: k.name not in WHOLE_SEQUENCES)
         cut = short_queries.choose(problem, device, candidates)
         if cut is not None:
             return cut
         kernel = candidates[0]
-        found = shapes(kernel, problem, device)
+        found = of_rows(problem, shapes(kernel, problem, device))
         if not splits_keys(problem, found):
             return Choice(kernel.name, found[0], f"waves: {kernel.name} has no splits to weigh")
         own = constants_of(kernel, constants, hopper)
@@ -346,11 +377,19 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
     return choose
 
 
+def of_rows(problem: Problem, found: Sequence[Config]) -> list[Config]:
+    """Those of a kernel's shapes with the TILE_M that is best for the problem."""
+    tiles = sorted({shape.tile_m for shape in found})
+    large = problem.kv_bytes > LARGE_OF_WIDE and problem.codec == AS_IS
+    wanted = tiles[-1] if tiles[0] >= WIDE or large else tiles[0]
+    return [shape for shape in found if shape.tile_m == wanted]
+
+
 def constants_of(
     kernel: Kernel, constants: Constants = H200, hopper: Constants | None = None
 ) -> Constants:
     """The constants that a kernel goes by."""
-    if kernel.name != "hopper_decode_split":
+    if kernel.name != HOPPER_DECODE:
         return constants
     return hopper or (H200_HOPPER if constants is H200 else constants)
 

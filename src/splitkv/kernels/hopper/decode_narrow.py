@@ -12,7 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_rows import weights
-from splitkv.kernels.hopper.pairs import add_values, ask_scales, product, scales_of_tile
+from splitkv.kernels.hopper.pairs import (
+    add_values,
+    ask_scales,
+    both_columns,
+    product,
+    scales_of_tile,
+)
 from splitkv.kernels.hopper.ring import ask, foresee, next_slot, thread_barrier, tile_at
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
@@ -31,20 +37,16 @@ def attend_narrow(
     keys,
     bounds,
     pos,  # [TILE_M, 1]
-    stride_sb,
-    stride_sn,
-    scales,  # Scales of each key, or None
-    k_scales,  # room for them [SLOTS, TILE_N]
-    v_scales,
     scale,
     softcap,
     slope,
+    of_keys,  # KeyScales
     S: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     DIM_V: gl.constexpr,
     WIDEN: gl.constexpr,
 ):
-    """(acc, acc_odd [TILE_M, DIM_V], see `add_values`, m [TILE_M] in base 2, l [TILE_M])."""
+    """(acc [TILE_M, columns of v], m [TILE_M] in base 2, l [TILE_M]) of the rows over `tiles`."""
     TILE_M: gl.constexpr = q.shape[0]
     SLOTS: gl.constexpr = k_ring.shape[0]
     TILE_N: gl.constexpr = k_ring.shape[1]
@@ -68,8 +70,8 @@ def attend_narrow(
         qk = product(q, q_odd, k, gl.zeros([TILE_M, TILE_N], gl.float32, S), WIDEN)
         offs_n = first_n + inside
         v_scale_n = None
-        if scales is not None:
-            k_scale_n, v_scale_n = scales_of_tile(k_scales, v_scales, slot, S)
+        if of_keys.scales is not None:
+            k_scale_n, v_scale_n = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, S)
             qk *= k_scale_n
         s = score_log2(qk, scale, softcap, slope, pos, offs_n)
         s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
@@ -82,10 +84,14 @@ def attend_narrow(
         if ahead < tiles.last:
             thread_barrier()  # all warps have read the slot
             ask(*ring, slot, b, h, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
-            if scales is not None:
-                of_keys = scales, k_scales, v_scales, arrived, ring[0], b, h, stride_sb, stride_sn
-                ask_scales(*of_keys, slot, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
+            if of_keys.scales is not None:
+                asked = of_keys.scales, of_keys.k_ring, of_keys.v_ring, arrived, ring[0], b, h
+                strides = of_keys.stride_b, of_keys.stride_n
+                of_tile = slot, tile_at(tiles, ahead), keys
+                ask_scales(*asked, *strides, *of_tile, PAGE_SIZE, TILE_N)
             after = gl.minimum(ahead + tiles.by, tiles.last - 1)
             foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)
-    return acc, acc_odd, m, gl.sum(sums, 1)
+    if WIDEN is not None:
+        acc = gl.convert_layout(both_columns(acc, acc_odd), S)
+    return acc, m, gl.sum(sums, 1)

@@ -14,17 +14,20 @@ them. Only the programs that have tiles with new tokens wait for that.
 
 Two, four or eight parts may be a cluster, which merges them itself: see cluster.py.
 
-int8 and e4m3 arrive as pairs of elements: see pairs.py.
+Tiles of 16 and 32 packed rows are multiplied by mma, see decode_narrow.py; wide ones of 64 by
+wgmma, see decode_wide.py. int8 and e4m3 arrive as pairs of elements for the former: see pairs.py.
 
 Shapes      as kernels/decode_split.py
 Grid        as kernels/decode_split.py
 Traffic     as kernels/decode_split.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
             v; beside int8 and e4m3, which are widened to fp16 exactly, q and p are fp16, too, with
-            powers of two taken out of them
+            powers of two taken out of them; wide tiles of int8, products half or full: q is rounded
+            to int8 with a scale a row, and sums of q . k are exact
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
-            32 packed rows; pages of a multiple of 16 keys; strides of K and V multiples of 16
-            bytes; otherwise those of kernels/decode_split.py
+            64 packed rows, 32 beside new tokens or where head_dim is 256 in 8 bits; pages of a
+            multiple of 16 keys; strides of K and V multiples of 16 bytes; otherwise those of
+            kernels/decode_split.py
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import triton.language as tl
@@ -57,15 +61,26 @@ from splitkv.kernels.hopper.decode_rows import (
     tiles_of_part,
     write_rows,
 )
+from splitkv.kernels.hopper.decode_wide import (
+    WIDE,
+    attend_wide,
+    layout_of_scores,
+    most_rows,
+    rows_of_tile,
+    type_of_keys,
+    wide_rows,
+)
 from splitkv.kernels.hopper.pairs import (
     SHIFT,
+    KeyScales,
     allocate_scales,
-    both_columns,
     fill_scales,
     from_e4m3,
     from_int8,
     load_rows,
+    pairs_of,
 )
+from splitkv.kernels.hopper.prefill_load import allocate
 from splitkv.kernels.hopper.ring import Pool, allocate_ring, arrivals, fill, foresee
 from splitkv.kernels.parts import num_parts as parts_of_problem
 from splitkv.kernels.parts import traffic_of_parts, visited
@@ -77,7 +92,7 @@ from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
-HEAD_DIMS, MAX_ROWS = (64, 128, 256), 32
+HEAD_DIMS = 64, 128, 256
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
 
 
@@ -181,6 +196,9 @@ def hopper_decode_split(
     ROTARY_DIM: gl.constexpr,
     PAIR: gl.constexpr,
     WIDEN: gl.constexpr,  # from_int8 or from_e4m3, of keys in pairs; None: keys are as they are
+    DIM: gl.constexpr,  # columns of k as TMA sees them, DIM_V of v
+    DIM_V: gl.constexpr,
+    OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
@@ -198,11 +216,13 @@ def hopper_decode_split(
     arrive_running(CLUSTER)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    DIM: gl.constexpr = k_desc.block_type.shape[3]
-    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
     IN_ONE: gl.constexpr = 1 if WIDEN is None else 2
-    k_boxes, k_ring = allocate_ring(k_desc, SLOTS, TILE_N)
-    v_boxes, v_ring = allocate_ring(v_desc, SLOTS, TILE_N)
+    if OF_K is None:
+        k_boxes, k_ring = allocate_ring(k_desc, SLOTS, TILE_N)
+        v_boxes, v_ring = allocate_ring(v_desc, SLOTS, TILE_N)
+    else:
+        k_boxes, k_ring = allocate(k_desc, SLOTS, TILE_N, DIM)
+        v_boxes, v_ring = allocate(v_desc, SLOTS, TILE_N, DIM_V)
     # one thread asks for a tile; all of them copy scales
     arrived = arrivals(SLOTS, 1 if key_scales is None else 1 + 32 * gl.num_warps())
     ring = pool, k_boxes, v_boxes, arrived
@@ -248,15 +268,17 @@ def hopper_decode_split(
     else:
         fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
     if key_scales is not None:
-        of_keys = key_scales, k_scales, v_scales, arrived, pool, b, h, stride_sb, stride_sn
-        fill_scales(*of_keys, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+        asked = key_scales, k_scales, v_scales, arrived, pool, b, h, stride_sb, stride_sn
+        fill_scales(*asked, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
 
     # the rows, while keys are on their way  [TILE_M]
-    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, gl.num_warps()], [16, 8])
+    S: gl.constexpr = layout_of_scores(OF_K, TILE_N, gl.num_warps())
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     of_rows = q_ptr + b.to(gl.int64) * stride_qb, h, tile_m, seqlen_q, stride_qt, stride_qh
-    if ROTARY_DIM:
+    if OF_K is not None:
+        q, unit = wide_rows(*of_rows, GROUP, DIM, TILE_M, M, OF_K)
+    elif ROTARY_DIM:
         q, q_odd, unit = turned_rows(
             *of_rows,
             *(turn, length.before, b, q_step, rotary_rows, stride_cos, stride_sin),
@@ -282,14 +304,15 @@ def hopper_decode_split(
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
         return
 
-    given = q, q_odd, ring, k_ring, v_ring, tiles, b, h, keys, bounds, pos, stride_sb, stride_sn
-    acc, acc_odd, m, l = attend_narrow(
-        *given, key_scales, k_scales, v_scales, scale, softcap, slope, S, PAGE_SIZE, DIM_V, WIDEN
-    )
-
+    of_keys = KeyScales(key_scales, k_scales, v_scales, stride_sb, stride_sn)
+    given = ring, k_ring, v_ring, tiles, b, h, keys, bounds, pos, scale, softcap
+    if OF_K is None:
+        acc, m, l = attend_narrow(q, q_odd, *given, slope, of_keys, S, PAGE_SIZE, DIM_V, WIDEN)
+    else:
+        acc, m, l = attend_wide(q, *given, slope, of_keys, S, PAGE_SIZE, WIDEN)
     if WIDEN is not None:
         m -= SHIFT
-        acc = gl.convert_layout(both_columns(acc * v_scale, acc_odd * v_scale), S)
+        acc *= v_scale
     result = acc, m, l, row_ok
     sizes = seqlen_q, num_kv_heads, stride_ob, stride_ot, stride_oh
     if CLUSTER:
@@ -323,10 +346,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
         expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
-    expect(
-        problem.rows <= MAX_ROWS,
-        f"query heads a KV head x query tokens {problem.rows}: expected at most {MAX_ROWS}",
-    )
+    rows, most = problem.rows, most_rows(problem)
+    expect(rows <= most, f"query heads a KV head x query tokens {rows}: expected at most {most}")
     if isinstance(problem.place, Paged):
         page_size = problem.place.page_size
         expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
@@ -349,33 +370,38 @@ def unfit(operands: Operands) -> list[str]:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a config: the ring, its barriers, p on its way to another layout, or acc."""
-    tile = config.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
+    """Shared memory of a config: the ring, its barriers, p on its way to another layout, or acc;
+    where tiles are wide, q, and what keys and values are widened to, in the place of p."""
+    a_key = problem.head_dim + problem.head_dim_v
+    tile = config.tile_n * a_key * problem.kv_element_bytes
     if problem.codec.granularity == "token":
         tile += 8 * config.tile_n
+    total = config.num_stages * (tile + BARRIER_BYTES) + 1024
+    if config.merge == "cluster":
+        rows = min(config.tile_m, problem.rows)
+        total += exchange_bytes(rows, problem.head_dim_v, config.num_splits)
+    if config.tile_m == WIDE:
+        size = type_of_keys(problem).primitive_bitwidth // 8
+        total += config.tile_m * problem.head_dim * size
+        if problem.codec != AS_IS:
+            total += 2 * config.tile_n * (a_key if size > 1 else problem.head_dim_v)
+        return total + SCRATCH_BYTES
     moved = config.tile_m * config.tile_n * problem.element_bytes
     if problem.codec != AS_IS:
         moved = max(moved, 4 * config.tile_m * problem.head_dim_v)
     if problem.rotary:
         moved = max(moved, config.tile_m * problem.head_dim * problem.element_bytes)
-    if config.merge == "cluster":
-        moved = max(moved, SCRATCH_BYTES)
-        rows = min(config.tile_m, problem.rows)
-        moved += exchange_bytes(rows, problem.head_dim_v, config.num_splits)
-    return config.num_stages * (tile + BARRIER_BYTES) + max(moved, SCRATCH_BYTES) + 1024
+    return total + max(moved, SCRATCH_BYTES)
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every ring that fits, with one split; `num_splits` may then be anything up to 1024. Then
     those whose parts are a cluster."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    # every warp holds q: 32 rows of 256 would need more registers than exist
-    tile_m = 16 if problem.rows <= 16 or widest > 128 else 32
-    tiles = (64, 32, 128) if tile_m == 16 and widest <= 128 else (64, 32)
-    found = []
-    for tile_n in tiles:
-        for num_stages in (3, 2, 1, 4, 6):
-            config = Config(tile_m=tile_m, tile_n=tile_n, num_warps=4, num_stages=num_stages)
+    widest, found = max(problem.head_dim, problem.head_dim_v), []
+    for tile_m in rows_of_tile(problem):
+        tiles = (64, 32, 128) if tile_m != 32 and widest <= 128 else (64, 32)
+        for tile_n, num_stages in product(tiles, (3, 2, 1, 4, 6)):
+            config = Config(1, tile_m, tile_n, 4, num_stages)
             if shared_bytes(problem, config) <= device.smem_per_block:
                 found.append(config)
                 yield config
@@ -396,15 +422,6 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     return traffic_of_parts(problem, parts)
 
 
-def pairs_of(x: Any) -> Any:
-    """K or V as they are, or two 8-bit elements as one of 16."""
-    if x.element_size() > 1:
-        return x
-    import torch
-
-    return x.view(torch.int16)
-
-
 class Launcher(decode_launch.Launcher):
     """`hopper_decode_split` and `combine` bound to one plan and one memory layout."""
 
@@ -415,6 +432,7 @@ class Launcher(decode_launch.Launcher):
         problem, config, mask = plan.problem, plan.config, plan.problem.mask
         q, table, slopes = operands.q, operands.page_table, operands.alibi_slopes
         self.box = box_rows(problem, config.tile_n)
+        self.of_k = type_of_keys(problem) if config.tile_m == WIDE else None
         self.cluster = config.num_splits if config.merge == "cluster" else 0
         self.launched, self.rows = self.grid, min(config.tile_m, problem.rows)
         if self.cluster:  # all parts of a sequence: the first axis has one
@@ -451,10 +469,13 @@ class Launcher(decode_launch.Launcher):
             self.rows if self.cluster else 0,
             *self.appended.rotation,
             {"as_is": None, "int8": from_int8, "fp8": from_e4m3}[problem.codec.name],
+            self.seen(operands.k).shape[3],
+            self.seen(operands.v).shape[3],
+            self.of_k,
         )
         if problem.early_kv:
             self.options["launch_pdl"] = True
-        self.places = tuple((x.shape, x.stride()) for x in map(pairs_of, (operands.k, operands.v)))
+        self.places = tuple((x.shape, x.stride()) for x in map(self.seen, (operands.k, operands.v)))
 
     def dispatch(
         self, tensors: tuple[Any, ...], scale: float, softcap: float | None, new: Any = None
@@ -500,12 +521,20 @@ class Launcher(decode_launch.Launcher):
         clustered[self.launched](*args)
         return clustered
 
+    def seen(self, x: Any) -> Any:
+        """K or V as TMA sees them."""
+        return pairs_of(x) if self.of_k is None else x
+
     def descriptor(self, x: Any) -> TensorDescriptor:
-        """K or V [outer, inner, num_kv_heads, dim], a box of keys of one head at a time."""
-        x = pairs_of(x)
-        block = [1, self.box, 1, x.shape[3]]
-        swizzle = min(128, 2 * x.shape[3])
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
+        """K or V [outer, inner, num_kv_heads, dim], a box of keys of one head at a time; wide tiles
+        of several boxes are made of boxes of 128 bytes a key."""
+        x = self.seen(x)
+        size, columns = x.element_size(), x.shape[3]
+        if self.of_k is not None and self.box < self.plan.config.tile_n:
+            columns = min(columns, 128 // size)
+        block = [1, self.box, 1, columns]
+        swizzle = min(128, columns * size)
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
     def later_splits(self, compiled: Any) -> Launch | None:

@@ -11,6 +11,8 @@ of the row's largest element may lose its last bits.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -22,6 +24,26 @@ from splitkv.kernels.hopper.ring import tile_at
 # is still a normal number. A scale of values is 2^e * f: e joins the score that p is the power of,
 # so that p stays in its range whatever the scales are, and f joins p. It is 2^-60 at least.
 SHIFT, LEAST_SCALE = gl.constexpr(14.0), gl.constexpr(2.0**-60)
+
+
+class KeyScales(NamedTuple):
+    """Scales of each key: pointers (None: there are none), room for those of K and of V in flight
+    [SLOTS, TILE_N], the elements between sequences or pages, and between keys."""
+
+    scales: Any
+    k_ring: Any
+    v_ring: Any
+    stride_b: Any
+    stride_n: Any
+
+
+def pairs_of(x: Any) -> Any:
+    """K or V as they are, or two 8-bit elements as one of 16."""
+    if x.element_size() > 1:
+        return x
+    import torch
+
+    return x.view(torch.int16)
 
 
 @gluon.jit
@@ -108,12 +130,18 @@ def scaled_pairs(even, odd):
     """(even, odd, unit) in fp16 of the even and the odd columns of q."""
     even, odd = even.to(gl.float32), odd.to(gl.float32)
     top = gl.maximum(gl.max(gl.abs(even), 1), gl.max(gl.abs(odd), 1))
-    # the power of two below the largest, and its inverse: 2^e * 2^-e, exponents 1 to 253
+    unit, inverse = power_of_row(top)
+    inverse = inverse[:, None]
+    return (even * inverse).to(gl.float16), (odd * inverse).to(gl.float16), unit
+
+
+@gluon.jit
+def power_of_row(top):
+    """(2^e, 2^-e): the power of two below the largest element of a row, exponents 1 to 253."""
     bits = top.to(gl.int32, bitcast=True) & 0x7F800000
     bits = gl.minimum(gl.maximum(bits, 1 << 23), 253 << 23)
-    inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)[:, None]
-    even, odd = (even * inverse).to(gl.float16), (odd * inverse).to(gl.float16)
-    return even, odd, bits.to(gl.float32, bitcast=True)
+    inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
+    return bits.to(gl.float32, bitcast=True), inverse
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ SUMS_ARE_KNOWN = gl.constexpr("""{
 def sums_of_threads(x):
     """[rows, 4]: of each row of x [rows, TILE_N], the sum of what each of four threads has."""
     EIGHTS: gl.constexpr = x.shape[1] // 8
-    pairs = x.reshape([ROWS, EIGHTS, 4, 2])
+    pairs = x.reshape([x.shape[0], EIGHTS, 4, 2])
     return gl.sum(gl.sum(pairs, 3), 1)
 
 

@@ -85,8 +85,13 @@ def ask(
     """Have the keys and values of a tile copied to a slot of the ring."""
     BOX: gl.constexpr = pool.k.block_type.shape[1]
     BOXES: gl.constexpr = TILE_N // BOX
+    # boxes of one page side by side, each with some of the columns
+    K_PANELS: gl.constexpr = k_boxes.shape[0] // (arrived.shape[0] * BOXES)
+    V_PANELS: gl.constexpr = v_boxes.shape[0] // (arrived.shape[0] * BOXES)
     barrier = arrived.index(slot)
-    mbarrier.expect(barrier, BOXES * (pool.k.block_type.nbytes + pool.v.block_type.nbytes))
+    k_bytes: gl.constexpr = K_PANELS * pool.k.block_type.nbytes
+    v_bytes: gl.constexpr = V_PANELS * pool.v.block_type.nbytes
+    mbarrier.expect(barrier, BOXES * (k_bytes + v_bytes))
     for n in gl.static_range(BOXES):
         outer = b
         inner = tile * TILE_N + n * BOX
@@ -94,9 +99,14 @@ def ask(
             entry = pool.table_ptr + b.to(gl.int64) * pool.stride_table + inner // PAGE_SIZE
             outer = gl.load(entry, mask=inner < keys, other=0)
             inner %= PAGE_SIZE
-        at = slot * BOXES + n
-        async_load(pool.k, [outer, inner, h, 0], barrier, k_boxes.index(at))
-        async_load(pool.v, [outer, inner, h, 0], barrier, v_boxes.index(at))
+        for panel in gl.static_range(K_PANELS):
+            at = [outer, inner, h, panel * pool.k.block_type.shape[3]]
+            box = k_boxes.index((slot * K_PANELS + panel) * BOXES + n)
+            async_load(pool.k, at, barrier, box)
+        for panel in gl.static_range(V_PANELS):
+            at = [outer, inner, h, panel * pool.v.block_type.shape[3]]
+            box = v_boxes.index((slot * V_PANELS + panel) * BOXES + n)
+            async_load(pool.v, at, barrier, box)
 
 
 @gluon.jit
