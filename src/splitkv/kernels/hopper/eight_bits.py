@@ -81,15 +81,26 @@ def widening(stored, wide):
 
 
 @gluon.jit
-def widen(stored, ready, count):
+def widen(stored, ready, count, scales):
     """The same numbers [PART, dim] in 16 bits, which hold them exactly: e4m3 or int8 in fp16, or
-    int8 in bf16, which takes longer. Keys from `count` on become 0: there may be NaN in e4m3."""
+    int8 in bf16, which takes longer; times `scales` of the keys, or None. Keys from `count` on
+    become 0: there may be NaN in e4m3."""
     DIM: gl.constexpr = stored.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     code: gl.constexpr = widening(stored.dtype, ready.dtype)
     wide = gl.inline_asm_elementwise(
         code, "=&r,=&r,r", [stored.load(layout)], dtype=ready.dtype, is_pure=True, pack=4
     )
+    if scales is not None:
+        by = scales.load(gl.SliceLayout(1, layout)).to(ready.dtype)
+        wide = gl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [wide, by[:, None]],
+            dtype=ready.dtype,
+            is_pure=True,
+            pack=2,
+        )
     if count < PART:
         rows = gl.arange(0, PART, layout=gl.SliceLayout(1, layout))
         wide = gl.where((rows < count)[:, None], wide, 0.0)

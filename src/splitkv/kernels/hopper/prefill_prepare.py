@@ -21,7 +21,7 @@ from splitkv.kernels.hopper.prefill_rows import (
     round_count,
     tile_of_step,
 )
-from splitkv.kernels.hopper.prefill_scaled import LEAST_SCALE
+from splitkv.kernels.hopper.prefill_scaled import LEAST_SCALE, MIDDLE
 from splitkv.kernels.hopper.ring import reinterpret, thread_barrier
 
 
@@ -63,7 +63,7 @@ def ring_of(tiles, ready, full, free, ready_full, ready_free):
 
 
 @gluon.jit
-def make_ready(ring, n, count, TILE_N: gl.constexpr):
+def make_ready(ring, n, count, of_keys, TILE_N: gl.constexpr):
     """Turn the tile of step n, of which `count` keys exist, into what a product takes."""
     PARTS: gl.constexpr = TILE_N // PART
     SLOTS: gl.constexpr = ring.full.shape[0]
@@ -77,7 +77,12 @@ def make_ready(ring, n, count, TILE_N: gl.constexpr):
         if ring.stored.dtype == gl.int16:
             transpose(some, ring.ready.index(ready * PARTS + i), count - i * PART)
         else:
-            widen(some, ring.ready.index(ready).slice(i * PART, PART), count - i * PART)
+            wide = ring.ready.index(ready).slice(i * PART, PART)
+            if of_keys is None:
+                widen(some, wide, count - i * PART, None)
+            else:
+                by = of_keys.index(n % of_keys.shape[0]).slice(i * PART, PART)
+                widen(some, wide, count - i * PART, by)
     fence_async_shared()
     thread_barrier()  # all threads have read the one and written the other
     mbarrier.arrive(ring.free.index(slot), count=1)
@@ -109,13 +114,14 @@ def store_scales(n, of_k, of_v, scales):
     """
     SLOTS: gl.constexpr = scales.of_k.shape[0]
     slot = n % SLOTS
-    scales.of_k.index(slot).store(of_k)
     if scales.inverse is None:
+        more = of_k * -MIDDLE
         scales.of_v.index(slot).store(of_v)
     else:
         of_v = gl.where(of_v < LEAST_SCALE, LEAST_SCALE, of_v)
-        scales.of_v.index(slot).store(gl.log2(of_v))
+        more = gl.log2(of_v)
         scales.inverse.index(slot).store(1.0 / of_v)
+    scales.of_k.index(slot).store(gl.join(of_k, more))
     thread_barrier()
     mbarrier.arrive(scales.full.index(slot), count=1)
 
@@ -156,6 +162,9 @@ def prepare(
                         of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE, TILE_N)
                         of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE, TILE_N)
                     if k_ring.stored is not None:
-                        make_ready(k_ring, n, count, TILE_N)
-                    make_ready(v_ring, n, count, TILE_N)
+                        make_ready(k_ring, n, count, None, TILE_N)
+                    if scales.inverse is None:
+                        make_ready(v_ring, n, count, scales.of_v, TILE_N)
+                    else:
+                        make_ready(v_ring, n, count, None, TILE_N)
                     n += 1

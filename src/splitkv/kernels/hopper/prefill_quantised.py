@@ -11,7 +11,8 @@ is rounded and v stays as it is stored. "widened": none, and both are widened.
 
 A program is one of `hopper_prefill`, whose steps, parts and pages these are, with a warpgroup more:
 between the warp that has tiles copied and those that multiply, it makes keys and values ready
-(prefill_prepare.py). Rows of q are rounded before their first product: see prefill_scaled.py.
+(prefill_prepare.py). Rows of q are rounded before their first product: see prefill_scaled.py. Steps
+are in scaled_steps.py; warpgroups take no turns at issuing products.
 
 Shapes      as kernels/prefill.py, out in the working type; q_scale one number, [num_heads] or one a
             token and head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a token
@@ -20,9 +21,10 @@ Grid        as kernels/hopper/prefill.py
 Traffic     as kernels/prefill.py, one byte an element of k and v, and the scales
 Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials.
             widened: q, keys and p in fp16, which holds stored numbers exactly, with a power of two
-            taken out of each row of q. half: p is rounded to fp16, or p * v_scale to bf16, see
-            `wide_type`. full: p is rounded to e4m3 from 2 ** 8 down, or to int8 from 127 down,
-            relative to its row's maximum with v_scale where that is one a token. The tensor cores
+            taken out of each row of q. half: p is rounded to fp16, with v_scale where that is one a
+            token; or, of int8, p to bf16 and v * v_scale too, see `types`. full: p is rounded to
+            e4m3 up to 448 or, relative to its row's maximum in the tile of keys, to int8 up to 127,
+            with v_scale where that is one a token: see scaled_steps.py. The tensor cores
             keep some 14 bits of sums of e4m3 products: those of p . v are added up tile by tile in
             fp32 outside them, and those of q . k leave an lse up to 5e-3 off, so there is none
 Limits      sm_90; bf16 or fp16; int8 or e4m3; no lse of e4m3 with products half or full; head_dim
@@ -199,16 +201,15 @@ def hopper_prefill_quantised(
     inverse = None
     columns_full = None
     if PER_KEY:
-        of_k = allocate_columns(READY + 1, TILE_N)
-        of_v = allocate_columns(READY + 1, TILE_N)
+        pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        of_k = gl.allocate_shared_memory(gl.float32, [READY + 1, TILE_N, 2], pairs)
         columns_full = barriers(READY + 1, 1)
-        if gl.bfloat16 != OF_V:
+        if gl.bfloat16 == OF_V:
+            of_v = allocate_columns(READY + 1, TILE_N)
+        else:
             inverse = allocate_columns(READY + 1, TILE_N)
-    turn = None
-    if WARPGROUPS > 1:
-        turn = WARPGROUPS
     coming = Signals(q_full, q_free, k_there, k_taken, v_there, v_taken, None)
-    signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn)
+    signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, None)
     maps = Parts(q_desc, None, k_desc, None, v_desc, out_desc)
     boxes = Parts(q_boxes, None, k_boxes, None, v_boxes, out_boxes)
     arriving = Parts(None, None, k_stored, None, v_stored, None)

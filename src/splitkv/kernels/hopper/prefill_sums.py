@@ -29,6 +29,32 @@ def sums_of_threads(x):
 
 
 @gluon.jit
+def sums_of_fours(x):
+    """[rows, TILE_N // 16, 4]: of each row of x [rows, TILE_N], sums of four that a thread has."""
+    fours = x.reshape([ROWS, x.shape[1] // 16, 2, 4, 2])
+    return gl.sum(gl.sum(fours, 4), 2)
+
+
+@gluon.jit
+def dot_of_threads(x, by):
+    """As `sums_of_threads`, of x times by [1, TILE_N]."""
+    a, b, c, d = quarters(x)
+    e, f, g, h = quarters(by.broadcast_to(x.shape))
+    sums = gl.sum(gl.sum(gl.fma(a, e, gl.fma(b, f, gl.fma(c, g, d * h))), 3), 1)
+    return gl.convert_layout(sums, sums_of_threads(x).type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def quarters(x):
+    """x [rows, TILE_N] as four of [rows, TILE_N // 32, 4, 2], of different columns."""
+    some = x.reshape([ROWS, x.shape[1] // 32, 2, 2, 4, 2]).permute((0, 1, 4, 5, 2, 3))
+    one, other = some.split()
+    a, b = one.split()
+    c, d = other.split()
+    return a, b, c, d
+
+
+@gluon.jit
 def max_of_rows(x):
     """[rows]: the largest of each row of x [rows, TILE_N]. Of the 16 or 32 that a thread has of a
     row, eights are compared by themselves, so that none waits for all before it."""
@@ -119,6 +145,92 @@ def known(x):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def known_now(x):
+    """The same numbers of 32 bits, in registers of their own until here: a product under way has
+    those that they go to."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def declare_any(W: gl.constexpr):
+    """The register of `any_above` of warpgroup W."""
+    CODE: gl.constexpr = declared_any(W)
+    gl.inline_asm_elementwise(
+        CODE, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def declared_any(W):
+    return f".reg .pred any_{W}; mov.b32 $0, 0;"
+
+
+@gluon.constexpr_function
+def asking_any(W, elements, limit):
+    """Instructions that compare so many numbers of a thread, three at a time, and constraints."""
+    outputs = elements // 4 if elements > 4 else elements
+    left = [f"${outputs + i}" for i in range(elements)]
+    code, n = "{ .reg .pred some;", 0
+    while len(left) > 1:
+        after = []
+        for i in range(0, len(left), 3):
+            some = left[i : i + 3]
+            if len(some) > 1:
+                code += f".reg .b32 m{n}; max.s32 m{n}, {some[0]}, {some[1]};"
+                if len(some) > 2:
+                    code += f"max.s32 m{n}, m{n}, {some[2]};"
+                after.append(f"m{n}")
+                n += 1
+            else:
+                after.append(some[0])
+        left = after
+    code += f"setp.gt.s32 some, {left[0]}, {limit}; vote.sync.any.pred any_{W}, some, 0xffffffff;"
+    code += "".join(f"mov.b32 ${i}, 0;" for i in range(outputs)) + "}"
+    return code, ",".join(["=r"] * outputs + ["r"] * elements)
+
+
+@gluon.constexpr_function
+def answering_any(W):
+    return f"selp.b32 $0, 1, 0, any_{W};"
+
+
+@gluon.constexpr_function
+def numbers_of_thread(x):
+    """How many numbers of x [rows, ..] a thread has."""
+    count = 2 if len(x.shape) == 1 else 1
+    for size in x.shape[1:]:
+        count *= size
+    return count if len(x.shape) == 1 else count // 2
+
+
+@gluon.jit
+def any_above(x, LIMIT: gl.constexpr, W: gl.constexpr):
+    """Whether a warp has a number above that with the bits LIMIT, or NaN, among its rows of x
+    [rows, columns].
+
+    Numbers are compared as integers, which is right where one is positive. The answer is in a
+    register that PTX knows and LLVM does not: so a warp has it for itself, without shared memory.
+    """
+    ELEMENTS: gl.constexpr = numbers_of_thread(x)
+    ASK: gl.constexpr = asking_any(W, ELEMENTS, LIMIT)
+    gl.inline_asm_elementwise(
+        ASK[0],
+        ASK[1],
+        [x],
+        dtype=gl.int8 if ELEMENTS > 4 else gl.int32,
+        is_pure=False,
+        pack=ELEMENTS,
+    )
+    ANSWER: gl.constexpr = answering_any(W)
+    some = gl.inline_asm_elementwise(
+        ANSWER, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return some != 0
 
 
 @gluon.jit

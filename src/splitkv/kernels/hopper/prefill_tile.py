@@ -9,7 +9,8 @@ see `before_wait`; under the last product of an item, what that is divided by an
 is. Warpgroups issue their products in turns, so that the exponentials of one run under the products
 of the others.
 
-Keys and values in 8 bits have `scales`, which are all None of others: see prefill_scaled.py.
+Keys and values in 8 bits have `scales`, which are all None of others, and steps of their own: see
+scaled_steps.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from splitkv.kernels.combine import FINISHED
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
+from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import (
@@ -35,19 +37,11 @@ from splitkv.kernels.hopper.prefill_rows import (
     round_count,
     tile_of_step,
 )
-from splitkv.kernels.hopper.prefill_scaled import (
-    added,
-    are_whole,
-    factor_of_rows,
-    finished,
-    multiply_values,
-    rounded,
-    scaled_weights,
-    shared_scales,
-)
+from splitkv.kernels.hopper.prefill_scaled import rows_layout, scales_of_item
 from splitkv.kernels.hopper.prefill_sums import (
     along_rows,
     before_wait,
+    declare_any,
     grown,
     known,
     max_of_rows,
@@ -57,6 +51,7 @@ from splitkv.kernels.hopper.prefill_sums import (
     wait_turn,
 )
 from splitkv.kernels.hopper.prefill_write import finish, mark, write, write_part
+from splitkv.kernels.hopper.scaled_steps import attend_scaled, finished
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
 
@@ -88,9 +83,16 @@ def multiply_keys(tiles, q_slot, slot, S: gl.constexpr):
 
 
 @gluon.jit
+def multiply_values(p, tiles, slot, acc):
+    """Start acc + p @ v."""
+    p = halves_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(p, tiles.v.index(slot), acc, is_async=True)
+
+
+@gluon.jit
 def plain_weights(qk, m, work, own, tile, asks, pos):
-    """(p in fp32, its sums by thread, m, what has to shrink by how much) after the products of one
-    more tile."""
+    """(p in fp32, its sums by thread, m, by how much shrinks what came before) after the products
+    of one more tile."""
     s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
     if asks:
         s = choose(s, seen_keys(qk, work, own, tile, pos), MINUS_INFINITY)
@@ -98,43 +100,28 @@ def plain_weights(qk, m, work, own, tile, asks, pos):
     top = finite_or_zero(m_new)
     x = gl.exp2(s * unit - top[:, None])
     shrink = gl.exp2(m - top)
-    return x, sums_of_threads(x), m_new, (shrink, shrink)
-
-
-@gluon.jit
-def weights(qk, m, factor, work, own, n, tile, asks, pos, scales, tiles):
-    """(p in fp32, its sums by thread, m, shrink) after the products of one more tile; see
-    `plain_weights` and `scaled_weights`."""
-    if scales.k_ptr is None:
-        x, sums, m, shrink = plain_weights(qk, m, work, own, tile, asks, pos)
-    else:
-        rest = work, own, n, tile, asks, pos, scales, tiles
-        x, sums, m, shrink = scaled_weights(qk, m, factor, *rest)
-    return x, sums, m, shrink
+    return x, sums_of_threads(x), m_new, shrink
 
 
 @gluon.jit
 def step(
-    acc,  # [ROWS, DIM_V]; where p is of 8 bits, without step n - 1
+    acc,  # [ROWS, DIM_V]
     l,  # [ROWS, 4], see `sums_of_threads`
     m,  # [ROWS] in base 2
-    shrink,  # [ROWS] each: by how much step n - 1 shrank acc, and its own product
     p,  # [ROWS, TILE_N] of step n - 1
     n,
     tile,  # of keys
     asks,  # whether a row may see a part of the tile
-    factor,  # [ROWS] beside scales
     work,  # Work
     own,  # Own
     tiles,  # Parts
-    scales,  # Scales
     signals,  # Signals
     q_slot,
     pos,  # [ROWS]
     W: gl.constexpr,
     WARPGROUPS: gl.constexpr,
 ):
-    """(acc, l, m, shrink, p) after step n, whose p is still to be multiplied."""
+    """(acc, l, m, p) after step n, whose p is still to be multiplied."""
     S: gl.constexpr = m.type.layout.parent
     K_SLOTS: gl.constexpr = tiles.k.shape[0]
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
@@ -150,32 +137,16 @@ def step(
         pass_turn((W + 1) % WARPGROUPS)
     qk = warpgroup_mma_wait(1, deps=[qk])
     mbarrier.arrive(signals.k_free.index(slot), count=1)
-    if scales.k_ptr is None:
-        if work.keys.behind is not None:
-            if asks:
-                clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
-    ONE_SCALE: gl.constexpr = scales.of_k is None
-    if are_whole(qk.dtype, tiles.v.dtype, ONE_SCALE, work.scoring.softcap is None):
+    if work.keys.behind is not None:
         if asks:
-            rest = work, own, n, tile, True, pos, scales, tiles
-            x, sums, m, shrink_n = weights(qk, m, factor, *rest)
-            sums = before_wait(sums, 0)
-        else:
-            rest = work, own, n, tile, False, pos, scales, tiles
-            x, sums, m, shrink_n = weights(qk, m, factor, *rest)
-            sums = before_wait(sums, 1)
-    else:
-        rest = work, own, n, tile, asks, pos, scales, tiles
-        x, sums, m, shrink_n = weights(qk, m, factor, *rest)
-        sums = before_wait(sums, 0)
+            clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
+    x, sums, m, shrink = plain_weights(qk, m, work, own, tile, asks, pos)
+    sums = before_wait(sums, 0)
     product = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(signals.v_free.index(last_slot), count=1)
-    if scales.k_ptr is None:
-        acc = shrunk(product, shrink_n[0])
-    else:
-        acc = added(acc, product, shrink, shrink_n, tiles)
-    l = l * along_rows(shrink_n[0], l) + sums
-    return acc, l, m, shrink_n, rounded(x, tiles, acc)
+    acc = shrunk(product, shrink)
+    l = l * along_rows(shrink, l) + sums
+    return acc, l, m, words_of_pairs(x, tiles.v.dtype)
 
 
 @gluon.jit
@@ -188,17 +159,14 @@ def attend(
     n,  # steps before
     done,  # items before
     tiles,  # Parts
-    scales,  # Scales
     signals,  # Signals
     W: gl.constexpr,
-    GROUP: gl.constexpr,
     PACK: gl.constexpr,
     WARPGROUPS: gl.constexpr,
 ):
-    """(acc as of `step`, the last product of an item, under way, l [ROWS], m [ROWS] in base 2,
-    shrink, the scale that values share)."""
+    """(the last product of an item, under way, l [ROWS], m [ROWS] in base 2)."""
     TILE_N: gl.constexpr = tiles.k.shape[1]
-    DIM_V: gl.constexpr = tiles.v.shape[2] if scales.k_ptr is None else tiles.q.shape[2]
+    DIM_V: gl.constexpr = tiles.v.shape[2]
     K_SLOTS: gl.constexpr = tiles.k.shape[0]
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
     Q_SLOTS: gl.constexpr = signals.q_full.shape[0]
@@ -207,16 +175,10 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, K_INNER])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, V_INNER])
     M: gl.constexpr = gl.SliceLayout(1, S)
-    if scales.k_ptr is None:
-        wait_rows(signals, done)
+    wait_rows(signals, done)
     q_slot = done % Q_SLOTS * WARPGROUPS + W
     rows = (own.tile * WARPGROUPS + W) * ROWS + gl.arange(0, ROWS, layout=M)
     pos = own.len_k - own.len_q + rows // PACK
-    factor = gl.full([ROWS], 1.0, gl.float32, M)
-    k_scale, v_scale = shared_scales(own, scales, GROUP)
-    if scales.k_ptr is not None:
-        given = work, own, rows, k_scale, done, tiles, scales, signals
-        factor = factor_of_rows(*given, W, PACK, M)
     if signals.turn is not None:
         wait_turn(W)
     slot = n % K_SLOTS
@@ -228,39 +190,33 @@ def attend(
     mbarrier.arrive(signals.k_free.index(slot), count=1)
     m = gl.full([ROWS], float("-inf"), gl.float32, M)
     tile = tile_of_step(visit, 0, asking)
-    first = work, own, n, tile, True, pos, scales, tiles
-    x, l, m, shrink = weights(qk, m, factor, *first)
+    x, l, m, _ = plain_weights(qk, m, work, own, tile, True, pos)
     acc = gl.zeros([ROWS, DIM_V], gl.float32, O)
-    p = rounded(x, tiles, acc)
-    if scales.k_ptr is None:
-        if work.keys.behind is not None:
-            clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
-    rest = factor, work, own, tiles, scales, signals, q_slot, pos
+    p = words_of_pairs(x, tiles.v.dtype)
+    if work.keys.behind is not None:
+        clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
+    rest = work, own, tiles, signals, q_slot, pos
     for i in range(1, steps):
         tile = tile_of_step(visit, i, asking)
-        sums = acc, l, m, shrink, p
-        acc, l, m, shrink, p = step(*sums, n + i, tile, i < asking, *rest, W, WARPGROUPS)
+        acc, l, m, p = step(acc, l, m, p, n + i, tile, i < asking, *rest, W, WARPGROUPS)
     if tiles.out is not None:
-        if scales.wide is None:
-            mbarrier.arrive(signals.q_free.index(done % Q_SLOTS), count=1)
+        mbarrier.arrive(signals.q_free.index(done % Q_SLOTS), count=1)
     last = n + steps - 1
     slot = last % V_SLOTS
     mbarrier.wait(signals.v_full.index(slot), last // V_SLOTS & 1)
     product = multiply_values(p, tiles, slot, acc)
-    return acc, product, gl.convert_layout(gl.sum(l, 1), M), m, shrink, v_scale
+    return product, gl.convert_layout(gl.sum(l, 1), M), m
 
 
 @gluon.jit
 def last_sums(acc, product, shrink, v_scale, last, tiles, scales, signals):
-    """acc [ROWS, DIM_V] of an item, of which step `last` is the last."""
+    """The sums [ROWS, DIM_V] of an item, of which step `last` is the last."""
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
     product = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(signals.v_free.index(last % V_SLOTS), count=1)
-    if scales.k_ptr is None:
-        acc = product
-    else:
-        acc = finished(acc, product, shrink, v_scale, tiles)
-    return acc
+    if scales.k_ptr is not None:
+        product = finished(acc, product, shrink, v_scale, tiles)
+    return product
 
 
 @gluon.jit
@@ -282,7 +238,10 @@ def consume(
     TILE_N: gl.constexpr = tiles.k.shape[1]
     n = gl.program_id(0) * 0
     done = n
+    if scales.k_ptr is not None:
+        declare_any(W)
     own = next_item(work, n, PACK, TILE_M)
+    of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, WARPGROUPS)
     if signals.turn is not None:
         if W == WARPGROUPS - 1:
             pass_turn(0)
@@ -291,28 +250,23 @@ def consume(
         ours = (index_in_round(r) < work.items) & (own.tile * TILE_M < own.len_q * PACK)
         where = own, work, output, W, GROUP, PACK, TILE_M
         if ours & (own.part < parts):
-            acc, product, l, m, shrink, v_scale = attend(
-                work,
-                own,
-                visit,
-                steps,
-                asking,
-                n,
-                done,
-                tiles,
-                scales,
-                signals,
-                W,
-                GROUP,
-                PACK,
-                WARPGROUPS,
-            )
+            item = work, own, visit, steps, asking, n, done, tiles
+            if scales.k_ptr is None:
+                product, l, m = attend(*item, signals, W, PACK, WARPGROUPS)
+                acc = product
+                shrink = m, m
+                v_scale = 1.0
+            else:
+                acc, product, l, m, shrink, v_scale = attend_scaled(
+                    *item, of_item, scales, signals, W, GROUP, PACK, WARPGROUPS
+                )
             n += steps
             done += 1
             # what is known without the last product, while that is under way
             if output.partial is None:
                 factor = known(finish(l, m, *where))
                 after = next_item(work, r + 1, PACK, TILE_M)
+                after_item = known_of_item(after, tiles, scales, W, GROUP, PACK, WARPGROUPS)
             acc = last_sums(acc, product, shrink, v_scale, n - 1, tiles, scales, signals)
             if output.partial is None:
                 write(acc, l, factor, maps, boxes, tiles, *where)
@@ -327,18 +281,41 @@ def consume(
         else:
             if output.partial is None:
                 after = next_item(work, r + 1, PACK, TILE_M)
+                after_item = known_of_item(after, tiles, scales, W, GROUP, PACK, WARPGROUPS)
             elif ours:
                 layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
                 nothing = gl.zeros([ROWS], gl.float32, layout)
                 mark(nothing, 0.0, *where)
         if output.partial is None:
             own = after
+            of_item = after_item
         elif r + 1 < round_count(work):  # parts are mostly one a program
             own = next_item(work, r + 1, PACK, TILE_M)
+            of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, WARPGROUPS)
     if signals.turn is not None:
         if W == 0:  # the last turn is nobody's
             wait_turn(0)
     tma.store_wait(0)
+
+
+@gluon.jit
+def known_of_item(
+    own,
+    tiles,
+    scales,
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+):
+    """What is read of an item besides, before it begins."""
+    if scales.k_ptr is None:
+        of_item = own.tile, own.tile
+    else:
+        K_INNER: gl.constexpr = 256 // tiles.k.dtype.primitive_bitwidth
+        M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER)
+        of_item = scales_of_item(own, scales, W, GROUP, PACK, WARPGROUPS, M)
+    return of_item
 
 
 @gluon.jit
