@@ -56,9 +56,8 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 
 def appending(problem: Problem, call: Append) -> Problem:
     """The problem of a call of decode, with what is appended before it."""
-    most = call.k.shape[1] if call.cu_seqlens_new is None else call.k.shape[0]
-    new = min(most, call.capacity)
-    return replace(problem, seqlen_new=new, rotary=call.rotary is not None)
+    rotary = call.rotary is not None
+    return replace(problem, seqlen_new=call.tokens_a_sequence, rotary=rotary)
 
 
 def append_and_decode(

@@ -84,6 +84,8 @@ def explain(
     softcap: Annotated[bool, typer.Option(help="Scores capped by tanh.")] = False,
     alibi: Annotated[bool, typer.Option(help="ALiBi slopes.")] = False,
     lengths: Annotated[Lengths, typer.Option(help="Who knows the lengths.")] = Lengths.host,
+    new_keys: Annotated[int, typer.Option(help="Keys a sequence that are appended first.")] = 0,
+    rotary: Annotated[bool, typer.Option(help="They and the queries are rotated first.")] = False,
     num_splits: Annotated[int, typer.Option(help="Force it; 0 asks the policy.")] = 0,
     gpu: Annotated[
         str | None, typer.Option(help="A GPU by name, or cpu; else the one here.")
@@ -105,6 +107,7 @@ def explain(
         expect_one_of("dtype", dtype, DTYPE_BYTES)
         expect_at_least("sink_tokens", sink_tokens, 0)
         expect_at_least("attention_chunk", attention_chunk, 0)
+        expect_at_least("new_keys", new_keys, 0)
         expect_at_least("num_splits", num_splits, 0)
         if page_size is not None:
             expect_positive("page_size", page_size)
@@ -124,6 +127,8 @@ def explain(
             score=Score(softcap, alibi),
             sink_logits=sink_logits,
             lengths=lengths.value,
+            seqlen_new=new_keys,
+            rotary=rotary,
         )
         device = find_device(gpu)
         from splitkv.explanation import explain as explain_problem

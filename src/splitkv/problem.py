@@ -45,8 +45,8 @@ class Problem:
     kind             decode: few queries against a cache; dense: [B, S, H, D]; varlen: [total, H, D]
     seqlen_q         queries a sequence (decode: exactly; varlen: at most)
     seqlen_k         keys a sequence (an upper bound where the lengths live on the device)
-    seqlen_new       decode: the most new tokens of a sequence that the call writes into the cache
-                     before it attends to them; 0: all keys are there
+    seqlen_new       decode: new tokens of a sequence, of packed ones on average, that the call
+                     writes into the cache before it attends to them; 0: all keys are there
     rotary           beside these, q and the new keys are rotated first
     early_kv         decode: keys and values of earlier tokens, their lengths and page table may be
                      read while the kernel before still runs
@@ -173,7 +173,8 @@ class Problem:
         if self.score != PLAIN:
             parts.append(str(self.score))
         if self.appends:
-            parts.append(f"{self.seqlen_new} new keys" + ", rotary" * self.rotary)
+            new = f"{self.seqlen_new} new key" + "s" * (self.seqlen_new != 1)
+            parts.append(new + ", rotary" * self.rotary)
         parts += [name.replace("_", " ") for name in FLAGS if getattr(self, name)]
         return ", ".join(parts)
 

@@ -47,6 +47,7 @@ def test_explain_takes_every_feature() -> None:
         *("--seqlen-q", "3", "--head-dim-v", "64", "--dtype", "float16", "--page-size", "16"),
         *("--no-causal", "--window", "127,-1", "--sink-tokens", "4", "--sink-logits", "--softcap"),
         *("--attention-chunk", "256", "--alibi", "--lengths", "device", "--num-splits", "2"),
+        *("--new-keys", "3", "--rotary"),
     ]
     result = run("explain", *QWEN, *features, "--gpu", "A100", "--json")
     assert result.exit_code == 0, result.output
@@ -65,6 +66,7 @@ def test_explain_takes_every_feature() -> None:
     assert problem["score"] == {"softcap": True, "alibi": True}
     assert problem["sink_logits"] is True
     assert problem["lengths"] == "device"
+    assert (problem["seqlen_new"], problem["rotary"]) == (3, True)
     assert json.loads(result.stdout)["plans"][0]["config"]["num_splits"] == 2
 
 

@@ -44,6 +44,7 @@ AXES: cases.Axes = {
     "start": (False, True),
     "leftpad": (False, True),
     "table": (torch.float32, torch.bfloat16),
+    "tokens": (1, 8),
 }
 HOPPER_AXES: cases.Axes = {
     **AXES,
@@ -72,13 +73,14 @@ def valid(values: cases.Values) -> bool:
     return has_config(known)
 
 
-OF_NEW = ("packed", "rotary", "start", "leftpad", "table")
+OF_NEW = ("packed", "rotary", "start", "leftpad", "table", "tokens")
 
 
 def new_of(values: cases.Values, operands: Operands) -> Append:
-    """A token of each sequence; tensors have no memory."""
+    """New tokens of every sequence; tensors have no memory."""
     o, batch = operands, operands.q.shape[0]
-    lead = (batch,) if values["packed"] else (batch, 1)
+    tokens = values["tokens"]
+    lead = (batch * tokens,) if values["packed"] else (batch, tokens)
     dims = o.k.shape[3], o.v.shape[3]
     k, v = (Layout((*lead, o.k.shape[2], dim), o.q.dtype) for dim in dims)
 
@@ -106,7 +108,7 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
         del of_plan["codec"]
     rotary = values["rotary"] is not None
     plan = plan_of(of_plan)
-    problem = replace(plan.problem, seqlen_new=1, rotary=rotary)
+    problem = replace(plan.problem, seqlen_new=values["tokens"], rotary=rotary)
     plan = replace(plan, problem=problem, config=replace(plan.config, appends=True))
     kernels = compile_plan(plan, new=lambda operands: new_of(values, operands))
     split = kernels[plan.kernel]
@@ -132,6 +134,7 @@ def test_hopper(values: cases.Values) -> None:
 def test_as_many_programs_an_sm(place: Contiguous | Paged) -> None:
     """As without new tokens: what the policy counts on."""
     new = {"packed": False, "rotary": "halves", "start": False, "leftpad": False, "codec": None}
+    new |= {"tokens": 1}
     kernel = {"kernel": "hopper_decode_split", "schedule": "even", "table": torch.float32}
     values = EVERYDAY | kernel | new | {"place": place, "num_stages": 2}
     assert programs_an_sm(compiled(values)["hopper_decode_split"], device_of(values)) >= 3

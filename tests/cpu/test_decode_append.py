@@ -60,6 +60,7 @@ def test_a_kernel_that_can_writes_them_itself(policy: str, device: Any, num_spli
         ({"seqlen_new": 65}, "new keys 65: expected at most 64"),
         ({"codec": Codec("int8", "token")}, "scales of the cache: expected none a token"),
         ({"early_kv": True}, "early_kv: expected False"),
+        ({"lengths": "host"}, "lengths host: expected device"),
         ({"seqlen_q": 17}, "it writes no new tokens"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -72,7 +73,7 @@ def test_what_is_left_to_append_and_why(changes: dict[str, Any], reason: str) ->
 
 def test_explain_says_who_writes_them() -> None:
     told = str(splitkv.explain(DECODE, device=H200))
-    assert "1 new keys, rotary" in told
+    assert "1 new key, rotary" in told
     assert "new tokens         written by the kernel" in told
     told = str(splitkv.explain(replace(DECODE, seqlen_new=100), device=H200))
     assert "new tokens         append runs before" in told

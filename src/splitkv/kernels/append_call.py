@@ -81,6 +81,13 @@ class Append(NamedTuple):
         return self.k.shape[0] if self.before is None else self.before.shape[0]
 
     @property
+    def tokens_a_sequence(self) -> int:
+        """New tokens of a sequence; of packed ones on average, rounded up."""
+        if self.k.dim() == 4:
+            return int(self.k.shape[1])
+        return -(-int(self.k.shape[0]) // max(self.batch, 1))
+
+    @property
     def capacity(self) -> int:
         """Keys that a sequence has room for."""
         if self.page_table is None:

@@ -20,11 +20,13 @@ class Appending:
     sizes     seqlen_new, capacity, slabs, rotary_rows, q_step and the strides, in the order of the
               kernels' parameters
     rotation  ROTARY_DIM, PAIR
+    tile_t    TILE_T: a token a warp, or four where there are more
     """
 
     absent: tuple[None, ...]
     sizes: tuple[int | None, ...]
     rotation: tuple[int, int]
+    tile_t: int
 
     @classmethod
     def of(cls, operands: Operands) -> Appending:
@@ -43,7 +45,7 @@ class Appending:
             rotary.sin.stride(0) if rotary else 0,
         )
         pair = 1 if rotary is None or rotary.interleaved else rotary_dim // 2
-        return cls((), sizes, (rotary_dim, pair))
+        return cls((), sizes, (rotary_dim, pair), 4 if call.tokens_a_sequence <= 4 else 16)
 
     def pointers(self, call: Any, k: Any, v: Any) -> tuple[Growth, New, Turn]:
         """growth, new and turn of a call, k and v being the caches as the kernel reads them."""
@@ -56,7 +58,7 @@ class Appending:
         )
 
 
-NOTHING_APPENDED = Appending((None, None, None), (None,) * 15, (0, 1))
+NOTHING_APPENDED = Appending((None, None, None), (None,) * 15, (0, 1), 0)
 
 
 def unfit(operands: Operands) -> list[str]:

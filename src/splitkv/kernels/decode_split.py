@@ -182,6 +182,7 @@ def decode_split(
     STAGES: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAIR: tl.constexpr,
+    TILE_T: tl.constexpr,  # new tokens that are written at once
     PDL: tl.constexpr,
 ):
     if PDL:  # the combine may start its prologue; it waits for this grid before it reads partials
@@ -275,7 +276,7 @@ def decode_split(
             table,
             *(b, h, Tiles(first, last, 1, near, skip), shown, steps),
             *(capacity, slabs, rotary_rows, offs_d, offs_v),
-            *(HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, TILE_N, ROTARY_DIM, PAIR),
+            *(HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, TILE_N, ROTARY_DIM, PAIR, TILE_T),
         )
     for i in tl.range(first, last, num_stages=STAGES):
         offs_n = tl.where(i < near, i, i + skip) * TILE_N + tl.arange(0, TILE_N)
@@ -433,6 +434,7 @@ class Launcher(decode_launch.Launcher):
             # an indirect load takes Triton's pipeline two stages a tile in flight
             (2 if table is not None else 1) * config.num_stages + 1,
             *self.appended.rotation,
+            self.appended.tile_t,
             self.pdl and self.partial_rows > 0,
         )
 
@@ -445,6 +447,8 @@ def apart(problem: Problem) -> list[str]:
     reasons = []
     if problem.seqlen_new > MAX_NEW:
         reasons.append(f"new keys {problem.seqlen_new}: expected at most {MAX_NEW}")
+    if problem.lengths == "host":
+        reasons.append("lengths host: expected device")
     if problem.codec.granularity == "token":
         reasons.append("scales of the cache: expected none a token")
     if problem.early_kv:

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.pairs import no_unit, scaled_pairs
 from splitkv.kernels.hopper.ring import fill, thread_barrier
-from splitkv.kernels.tile.new import TILE_T, has_new, rotated, start_of, write_new
+from splitkv.kernels.tile.new import has_new, rotated, start_of, write_new
 
 
 @gluon.constexpr_function
@@ -34,6 +34,7 @@ def fill_and_write(
     SLOTS: gl.constexpr,
     ROTARY_DIM: gl.constexpr,
     PAIR: gl.constexpr,
+    TILE_T: gl.constexpr,
 ):
     """`fill`; between the tiles without new tokens and those with some these are written."""
     new, turn, growth, length = of_new

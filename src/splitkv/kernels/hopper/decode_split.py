@@ -195,6 +195,7 @@ def hopper_decode_split(
     ROWS: gl.constexpr,  # of TILE_M, where they do
     ROTARY_DIM: gl.constexpr,
     PAIR: gl.constexpr,
+    TILE_T: gl.constexpr,  # new tokens that are written at once
     WIDEN: gl.constexpr,  # from_int8 or from_e4m3, of keys in pairs; None: keys are as they are
     DIM: gl.constexpr,  # columns of k as TMA sees them, DIM_V of v
     DIM_V: gl.constexpr,
@@ -259,7 +260,7 @@ def hopper_decode_split(
         fill_and_write(
             *(ring, of_new),
             *of_part,
-            *(IN_ONE * DIM, IN_ONE * DIM_V, PAGE_SIZE, TILE_N, SLOTS, ROTARY_DIM, PAIR),
+            *(IN_ONE * DIM, IN_ONE * DIM_V, PAGE_SIZE, TILE_N, SLOTS, ROTARY_DIM, PAIR, TILE_T),
         )
     elif EARLY_KV:
         fill(*ring, b, h, tiles, keys, first_pos, False, PAGE_SIZE, TILE_N, SLOTS)
@@ -468,6 +469,7 @@ class Launcher(decode_launch.Launcher):
             self.cluster,
             self.rows if self.cluster else 0,
             *self.appended.rotation,
+            self.appended.tile_t,
             {"as_is": None, "int8": from_int8, "fp8": from_e4m3}[problem.codec.name],
             self.seen(operands.k).shape[3],
             self.seen(operands.v).shape[3],

@@ -16,8 +16,6 @@ from splitkv.kernels.tile.band import visited_tiles
 from splitkv.kernels.tile.encode import Place, write_tokens
 from splitkv.kernels.tile.locate import locate
 
-TILE_T = tl.constexpr(4)  # new tokens that a decode kernel writes at once: a warp each
-
 
 class New(NamedTuple):
     """Pointers to the new k and v, to the caches that they go into (e4m3 as its bytes), and to the
@@ -212,7 +210,7 @@ def write_new(
     capacity,
     slabs,
     rotary_rows,
-    offs_t,  # [TILE_T]
+    offs_t,  # [TILE_T] tokens at once
     offs_k,  # [DIM]
     offs_v,  # [DIM_V]
     HEAD_DIM: tl.constexpr,
@@ -234,7 +232,7 @@ def write_new(
         k_rows += first * steps.k[1]
         v_rows += first * steps.v[1]
     count = tl.minimum(length.new, capacity - length.before)
-    for done in range(0, count, TILE_T):
+    for done in range(0, count, offs_t.shape[0]):
         i = done + offs_t
         place = length.before - length.padding + i
         tile = place // TILE_N
@@ -288,6 +286,7 @@ def write_and_wait(
     TILE_N: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAIR: tl.constexpr,
+    TILE_T: tl.constexpr,
 ):
     """`write_new` where there is anything to write, and before one warp reads all have written."""
     if has_new(length, tiles, seen, TILE_N):
