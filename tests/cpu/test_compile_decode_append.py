@@ -52,7 +52,7 @@ HOPPER_AXES: cases.Axes = {
     "gpu": ("h200",),
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64)),
-    "shape": ((8, 1), (1, 1), (8, 4)),
+    "shape": ((8, 1), (1, 1), (8, 4), (16, 4)),
     "place": (Contiguous(), Paged(16), Paged(256)),
     "schedule": ("whole", "even", "cluster of 2", "cluster of 8", "fixed", "batch"),
     "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.pairs import no_unit, scaled_pairs
 from splitkv.kernels.hopper.ring import fill, thread_barrier
-from splitkv.kernels.tile.new import has_new, rotated, start_of, write_new
+from splitkv.kernels.tile.new import has_new, rotated, write_new
 
 
 @gluon.constexpr_function
@@ -70,21 +72,57 @@ def fill_and_write(
     fill(*ring, b, h, tiles, length.keys, first_new, True, PAGE_SIZE, TILE_N, SLOTS)
 
 
+class Turning(NamedTuple):
+    """How rows of q are rotated: Turn, the first token's row of cos and sin, from token to token so
+    many more, rows of cos and sin, their strides."""
+
+    turn: Any
+    start: Any
+    step: Any
+    rows: Any
+    stride_cos: Any
+    stride_sin: Any
+
+
 @gluon.jit
-def turned_rows(
+def columns_of_rows(
     q_ptr,  # of the sequence
     h,
     tile_m,
     seqlen_q,
     stride_t,
     stride_h,
-    turn,  # Turn
-    before,  # keys before the new ones
-    b,
-    q_step,
-    rotary_rows,
-    stride_cos,
-    stride_sin,
+    turning,  # Turning, or None
+    offs_d,  # columns
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_M: gl.constexpr,
+    ROTARY_DIM: gl.constexpr,
+    PAIR: gl.constexpr,
+):
+    """Columns of the rows of q of a KV head, rotated if there is a rotation [TILE_M, columns]."""
+    L: gl.constexpr = offs_d.type.layout.parent
+    rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, L))
+    ok = rows < seqlen_q * GROUP
+    ptrs = q_ptr + (rows // GROUP * stride_t + (h * GROUP + rows % GROUP) * stride_h)
+    if ROTARY_DIM:
+        t = turning.start + turning.step * (rows // GROUP)
+        angles = turning.turn, turning.rows, turning.stride_cos, turning.stride_sin
+        q = rotated(ptrs, ok, t, offs_d, *angles, DIM, ROTARY_DIM, PAIR)
+    else:
+        q = gl.load(ptrs[:, None] + offs_d[None, :], mask=ok[:, None], other=0.0)
+    return q
+
+
+@gluon.jit
+def turned_rows(
+    q_ptr,
+    h,
+    tile_m,
+    seqlen_q,
+    stride_t,
+    stride_h,
+    turning,
     A: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
@@ -96,18 +134,18 @@ def turned_rows(
     """As `load_rows`, of rows that are rotated: by all warps once, and not by each of them."""
     HEAD_DIM: gl.constexpr = DIM if WIDEN is None else 2 * DIM
     ROW: gl.constexpr = a_row_a_warp(DIM, gl.num_warps())
-    rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, ROW))
-    ok = rows < seqlen_q * GROUP
-    ptrs = q_ptr + (rows // GROUP * stride_t + (h * GROUP + rows % GROUP) * stride_h)
-    t = start_of(turn, before, b, True) + q_step * (rows // GROUP)
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))
-    angles = turn, rotary_rows, stride_cos, stride_sin
+    of_rows = q_ptr, h, tile_m, seqlen_q, stride_t, stride_h
     if WIDEN is None:
-        even = rotated(ptrs, ok, t, offs_d, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        even = columns_of_rows(*of_rows, turning, offs_d, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR)
         even = gl.convert_layout(even, A)
         odd, unit = even, no_unit(TILE_M, A)
     else:
-        even = rotated(ptrs, ok, t, 2 * offs_d, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
-        odd = rotated(ptrs, ok, t, 2 * offs_d + 1, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        even = columns_of_rows(
+            *of_rows, turning, 2 * offs_d, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
+        )
+        odd = columns_of_rows(
+            *of_rows, turning, 2 * offs_d + 1, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
+        )
         even, odd, unit = scaled_pairs(gl.convert_layout(even, A), gl.convert_layout(odd, A))
     return even, odd, unit

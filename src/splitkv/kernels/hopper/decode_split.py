@@ -54,7 +54,7 @@ from splitkv.kernels.hopper.cluster import (
     merge_cluster,
 )
 from splitkv.kernels.hopper.decode_narrow import attend_narrow
-from splitkv.kernels.hopper.decode_new import fill_and_write, turned_rows
+from splitkv.kernels.hopper.decode_new import Turning, fill_and_write, turned_rows
 from splitkv.kernels.hopper.decode_rows import (
     place_in_batch,
     slopes_of,
@@ -87,7 +87,7 @@ from splitkv.kernels.parts import traffic_of_parts, visited
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
 from splitkv.kernels.tile.codec import unfit as unfit_scales
-from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles
+from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles, start_of
 from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
@@ -217,7 +217,7 @@ def hopper_decode_split(
     arrive_running(CLUSTER)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    IN_ONE: gl.constexpr = 1 if WIDEN is None else 2
+    IN_ONE: gl.constexpr = 1 if WIDEN is None or OF_K is not None else 2  # elements of a column
     if OF_K is None:
         k_boxes, k_ring = allocate_ring(k_desc, SLOTS, TILE_N)
         v_boxes, v_ring = allocate_ring(v_desc, SLOTS, TILE_N)
@@ -255,11 +255,9 @@ def hopper_decode_split(
         v_steps = (stride_nvb, stride_nvt, stride_nvh), (stride_vb, stride_vn, stride_vh)
         steps = NewSteps(*k_steps, *v_steps, (stride_nsb, stride_nsh), stride_cos, stride_sin)
         shown = seen_tiles(bounds, keys, seqlen_q, (part == 0) & (tile_m == 0), TILE_N)
-        of_new = new, turn, growth, length
-        of_part = b, h, tiles, shown, steps, capacity, slabs, rotary_rows
         fill_and_write(
-            *(ring, of_new),
-            *of_part,
+            *(ring, (new, turn, growth, length)),
+            *(b, h, tiles, shown, steps, capacity, slabs, rotary_rows),
             *(IN_ONE * DIM, IN_ONE * DIM_V, PAGE_SIZE, TILE_N, SLOTS, ROTARY_DIM, PAIR, TILE_T),
         )
     elif EARLY_KV:
@@ -277,14 +275,14 @@ def hopper_decode_split(
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     of_rows = q_ptr + b.to(gl.int64) * stride_qb, h, tile_m, seqlen_q, stride_qt, stride_qh
+    by = None
+    if ROTARY_DIM:
+        start = start_of(turn, length.before, b, True)
+        by = Turning(turn, start, q_step, rotary_rows, stride_cos, stride_sin)
     if OF_K is not None:
-        q, unit = wide_rows(*of_rows, GROUP, DIM, TILE_M, M, OF_K)
+        q, unit = wide_rows(*of_rows, by, GROUP, DIM, TILE_M, M, OF_K, ROTARY_DIM, PAIR)
     elif ROTARY_DIM:
-        q, q_odd, unit = turned_rows(
-            *of_rows,
-            *(turn, length.before, b, q_step, rotary_rows, stride_cos, stride_sin),
-            *(A, GROUP, DIM, TILE_M, ROTARY_DIM, PAIR, WIDEN),
-        )
+        q, q_odd, unit = turned_rows(*of_rows, by, A, GROUP, DIM, TILE_M, ROTARY_DIM, PAIR, WIDEN)
     else:
         q, q_odd, unit = load_rows(*of_rows, A, GROUP, DIM, TILE_M, WIDEN)  # [TILE_M, DIM]
     offs_m = gl.arange(0, TILE_M, layout=M)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splitkv.kernels.hopper.clear import clear_behind
+from splitkv.kernels.hopper.decode_new import columns_of_rows
 from splitkv.kernels.hopper.decode_rows import weights
 from splitkv.kernels.hopper.eight_bits import widening
 from splitkv.kernels.hopper.pairs import ask_scales, power_of_row, scales_of_tile
@@ -90,11 +91,14 @@ def wide_rows(
     seqlen_q,
     stride_t,
     stride_h,
+    turning,  # Turning, or None
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     TILE_M: gl.constexpr,
     M: gl.constexpr,
     OF_K: gl.constexpr,
+    ROTARY_DIM: gl.constexpr,
+    PAIR: gl.constexpr,
 ):
     """(q [TILE_M, DIM] in shared memory, in the type of the keys; unit [TILE_M], by which it is
     to be multiplied) of the rows of a KV head."""
@@ -102,13 +106,21 @@ def wide_rows(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0]
     )
-    rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    at = rows // GROUP * stride_t + (h * GROUP + rows % GROUP) * stride_h
-    ptrs = q_ptr + at[:, None] + offs_d[None, :]
-    q = gl.load(ptrs, mask=(rows < seqlen_q * GROUP)[:, None], other=0.0)
+    of_q = seqlen_q, stride_t, stride_h
     unit = gl.full([TILE_M], 1.0, gl.float32, M)
-    if q.dtype != OF_K:
+    if q_ptr.dtype.element_ty == OF_K:
+        STRIP: gl.constexpr = 16 if ROTARY_DIM else TILE_M  # a rotation takes registers
+        for n in gl.static_range(TILE_M // STRIP):
+            strip = tile_m * (TILE_M // STRIP) + n
+            q = columns_of_rows(
+                q_ptr, h, strip, *of_q, turning, offs_d, GROUP, DIM, STRIP, ROTARY_DIM, PAIR
+            )
+            tile.slice(n * STRIP, STRIP).store(q)
+    else:
+        q = columns_of_rows(
+            q_ptr, h, tile_m, *of_q, turning, offs_d, GROUP, DIM, TILE_M, ROTARY_DIM, PAIR
+        )
         x = q.to(gl.float32)
         top = gl.max(gl.where(x == x, gl.abs(x), float("inf")), 1)
         if gl.int8 == OF_K:
@@ -120,7 +132,7 @@ def wide_rows(
             x *= inverse[:, None]
         q = x.to(OF_K)
         unit = gl.convert_layout(scale, M)
-    tile.store(q)
+        tile.store(q)
     fence_async_shared()
     return tile, unit
 
