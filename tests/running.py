@@ -90,6 +90,7 @@ def label(config: Config) -> str:
     """A shape of tile: `128x64_w8_s3`, and what it has besides."""
     name = f"{config.tile_m}x{config.tile_n}_w{config.num_warps}_s{config.num_stages}"
     name += f"_p{config.programs}" if config.programs else ""
+    name += f"_{config.merge}{config.num_splits}" if config.num_splits > 1 else ""
     return name if config.pack_gqa else name + "_apart"
 
 

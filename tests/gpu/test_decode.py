@@ -18,10 +18,12 @@ from running import (
     EVERY_PLAN,
     SERVING,
     decode,
+    each_config,
     each_kernel,
     into_poison,
     kernels,
     plan_of,
+    plan_of_config,
     plan_with,
     plans,
     realistic,
@@ -30,6 +32,8 @@ from running import (
 
 import splitkv
 from splitkv import launch
+from splitkv.masks import Mask
+from splitkv.plans import Config
 from splitkv.registry import kernel_named
 from splitkv.testing import (
     Call,
@@ -254,6 +258,30 @@ def test_quantised_caches(case: cases.Case, kernel: str) -> None:
 def test_quantised_caches_under_every_plan(kernel: str, name: str, codec: Codec) -> None:
     problem = replace(SERVING, codec=codec)
     check(problem, device=DEVICE, run=decode(plan=plans(problem, kernel)[name]))
+
+
+# Of 17 to 32 rows the policies take wide tiles where there are many keys.
+OF_32_ROWS = replace(SERVING, num_heads=8 * SERVING.num_kv_heads, seqlen_q=4, return_lse=True)
+OF_48_ROWS = replace(OF_32_ROWS, num_heads=16 * SERVING.num_kv_heads, seqlen_q=3)
+WIDE_ROWS = {
+    "32 rows": OF_32_ROWS,
+    "48 rows, pages": replace(OF_48_ROWS, place=Paged(16), mask=Mask(True, 70, -1, 3)),
+    "48 rows, int8": replace(OF_48_ROWS, codec=Codec("int8", "head"), products="half"),
+    "32 rows, e4m3": replace(OF_32_ROWS, codec=Codec("fp8", "token"), place=Paged(48)),
+}
+
+
+@pytest.mark.parametrize(
+    ("problem", "kernel", "config"),
+    [
+        param
+        for param in each_config(WIDE_ROWS, kernel_named(HOPPER))
+        if param.values[2].tile_m == 64 and param.values[2].num_stages == 2
+    ],
+)
+def test_wide_tiles(problem: Problem, kernel: str, config: Config) -> None:
+    """Tiles of 64 rows, in one part and with parts in clusters."""
+    check(problem, device=DEVICE, run=decode(plan=plan_of_config(problem, kernel, config)))
 
 
 @pytest.mark.parametrize("kernel", QUANTIZING)
