@@ -65,11 +65,16 @@ def problem_of(values: cases.Values) -> Problem:
     )
 
 
+def writing(problem: Problem) -> list[str]:
+    """The kernels that write new tokens themselves."""
+    return [name for name in kernels(problem) if not kernel_named(name).apart(problem)]
+
+
 CASES = cases.pairs(AXES, appending.valid)
 RUNS = [
     pytest.param(values, kernel, id=f"{kernel}-{number}-{values['new']}")
     for number, values in enumerate(CASES)
-    for kernel in kernels(problem_of(values))
+    for kernel in writing(problem_of(values))
 ]
 
 
@@ -104,6 +109,8 @@ def compare(made: Step, plan: Plan) -> None:
 def test_the_bits_of_two_launches(values: cases.Values, kernel: str) -> None:
     problem, number = problem_of(values), CASES.index(values)
     made = step(problem, values, device=DEVICE, strided=number % 3 == 0)
+    if kernel_named(kernel).unfit(made.operands()):  # TMA wants strides in steps of 16 bytes
+        made = step(problem, values, device=DEVICE, strided=False)
     for name, plan in plans(problem, kernel).items():
         if (number + len(name)) % 2 == 0:
             compare(made, plan)
@@ -112,7 +119,7 @@ def test_the_bits_of_two_launches(values: cases.Values, kernel: str) -> None:
 EVERY = {name: options[0] for name, options in AXES.items()}
 
 
-@pytest.mark.parametrize("kernel", kernels(SERVING))
+@pytest.mark.parametrize("kernel", writing(SERVING))
 @pytest.mark.parametrize("new", ["many", "packed"])
 def test_tokens_that_no_row_sees(kernel: str, new: str) -> None:
     values = EVERY | {"new": new, "mask": Mask(True, 2), "batch": 3, "seqlen_k": 300}
