@@ -36,10 +36,9 @@ LEAST_UNIT = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 
 
 def most_rows(problem: Problem) -> int:
-    """Packed rows. New tokens are for narrow tiles, and so is 256 in 8 bits, for which a thread has
-    too few registers."""
+    """Packed rows. 256 in 8 bits is for narrow tiles, as a thread has too few registers."""
     in_halves = max(problem.head_dim, problem.head_dim_v) > 128
-    narrow = problem.appends or (in_halves and problem.codec != AS_IS)
+    narrow = in_halves and problem.codec != AS_IS
     return MAX_NARROW_ROWS if narrow else WIDE
 
 
