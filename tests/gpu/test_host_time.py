@@ -17,6 +17,7 @@ from running import DEVICE, SERVING
 import splitkv
 from splitkv import launch
 from splitkv.append import append
+from splitkv.flash_attn import again, flash_attn_with_kvcache
 from splitkv.kernels.append_call import Append, Rotary
 from splitkv.testing import Paged, make_operands
 
@@ -27,6 +28,7 @@ HOW = ("policy", "plan", "out", "one_split")
 # two launches alone took 9 us on one and 17 on another, and Python is as much slower there.
 OWN_SHARE = 0.7
 APPEND_MICROSECONDS = 20.0
+STEP_SHARE = 2.0
 NEW_LAYOUT_DISPATCHES = 2.0  # what is ours is no more than Triton's own dispatch of two kernels
 CALLS, BATCHES = 50, 100
 SMALL = replace(SERVING, batch=1, seqlen_k=512)
@@ -41,6 +43,7 @@ PROBLEMS = {
 def poisoned_memory() -> None:
     """Not here: filling what was allocated would be timed, also by launchers of earlier tests."""
     launch._calls.clear()
+    again._steps.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +139,33 @@ def test_append(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\n  append, {place}: {taken:.1f} us on the host", end="")
     assert taken <= APPEND_MICROSECONDS
+
+
+def test_a_step_that_appends(capsys: pytest.CaptureFixture[str]) -> None:
+    """flash_attn_with_kvcache with rotary, in one launch: knowing the call again by all of its
+    arguments costs no more than launching it does."""
+    token = torch.randn(4, 1, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    k_cache, v_cache = torch.zeros(2, 64, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    angles = torch.rand(256, 64, device=DEVICE)
+    table = torch.arange(64, device=DEVICE, dtype=torch.int32).view(4, 16)
+    lens = torch.arange(4, device=DEVICE, dtype=torch.int32)
+    q = torch.randn(4, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    cos, sin = angles.cos(), angles.sin()
+    call = {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": lens, "page_table": table}
+    tensors = q, k_cache, v_cache, token, token.clone()
+    for _ in range(3):
+        flash_attn_with_kvcache(*tensors, **call, causal=True)
+    ((step, *_),) = (x for x in again._steps.values() if x)
+    new = Append(*tensors[3:], k_cache, v_cache, lens, rotary=Rotary(cos, sin, None, True))
+    of_decode = q, k_cache, v_cache, None, lens, table, *[None] * 5
+    taken, launch_alone = host_microseconds(
+        lambda: flash_attn_with_kvcache(*tensors, **call, causal=True),
+        lambda: step.launcher.repeat(*of_decode, 128**-0.5, 0.0, new),
+    )
+    with capsys.disabled():
+        told = f"{taken:.1f} us on the host, launching it {launch_alone:.1f}"
+        print(f"\n  flash_attn_with_kvcache, a step: {told}", end="")
+    assert taken <= STEP_SHARE * launch_alone
 
 
 def test_a_cache_that_grows_is_not_planned_for_in_every_step(
