@@ -284,15 +284,14 @@ def _choose(
         return leave_it(f"no table for {device.name}")
     if own.config.schedule == "batch":
         return leave_it("the lengths may differ much")
-    if own.kernel == waves.HOPPER_DECODE and own.config.tile_m >= waves.WIDE:
-        return leave_it("tiles of so many rows were not timed")
     where = table.gpu + table.note
     near = list(islice(_nearest(problem, table), NEIGHBOURS))
     timed = _timed(problem, device, candidates, near)
     if timed is not None:
         why = f"tuned: the fastest of this problem on {where}, {timed.us:.1f} us"
         return Choice(timed.kernel, timed.config, why)
-    if problem.rows > waves.MANY_ROWS:
+    wide = own.kernel == waves.HOPPER_DECODE and own.config.tile_m >= waves.WIDE
+    if wide or problem.rows > waves.MANY_ROWS:
         return leave_it("too few problems of so many rows were timed")
     made_for_it = [kernel for kernel in candidates if kernel.name not in WHOLE_SEQUENCES]
     local = _Local(problem, device, made_for_it, near)
@@ -477,8 +476,8 @@ def _shape(config: Config) -> dict[str, Any]:
 
 @cache
 def _likeness(config: Config) -> tuple[Any, ...]:
-    """Equal for a shape of one kernel on problems of other numbers of rows."""
-    return tuple(_shape(replace(config.shape, tile_m=0)).items())
+    """Equal for a shape of one kernel on problems of other numbers of rows, but for wide tiles."""
+    return tuple(_shape(replace(config.shape, tile_m=config.tile_m // waves.WIDE)).items())
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:
