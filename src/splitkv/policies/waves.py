@@ -138,10 +138,11 @@ class Constants:
                    step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp;
                    step_paged and step_paged_element: more with a page table
     step_copy      asking for what of a tile lies in one page; port_copy: taking it in
-    wide_step      of tiles multiplied by wgmma, 0: as the others; wide_element: for each element a
-                   warp, wide_widening: more for one of 8 bits; wide_copy: asking for 128 bytes of
-                   every key in one page; wide_port: what an SM takes to each element of 8 bits,
-                   however many programs it holds
+    wide_step      of tiles multiplied by wgmma, 0: as the others; wide_key: for each key, as their
+                   scores take as long whatever head_dim is; wide_element: for each element a warp,
+                   wide_widening: more for one of 8 bits; wide_copy: asking for 128 bytes of every
+                   key in one page; wide_port: what an SM takes to each element of 8 bits, however
+                   many programs it holds
     wave           from one wave of programs to the next; tail: of a last one that is not full
     merge          launching the combine; merge_part: for each part of a row; merge_row: for each
                    row and part of head_dim_v 128
@@ -168,6 +169,7 @@ class Constants:
     step_copy: float = 0.0
     port_copy: float = 0.0
     wide_step: float = 0.0
+    wide_key: float = 0.0
     wide_element: float = 0.0
     wide_widening: float = 0.0
     wide_copy: float = 0.0
@@ -204,8 +206,9 @@ H200_HOPPER = Constants(
     step_copy=33.8e-9,
     port_copy=26.9e-9,
     wide_step=0.24e-6,
-    wide_element=1.1e-10,
-    wide_widening=0.76e-10,
+    wide_key=7.5e-9,
+    wide_element=0.28e-10,
+    wide_widening=0.4e-10,
     wide_copy=44e-9,
     wide_port=3.7e-11,
     wave=0.274e-6,
@@ -261,7 +264,8 @@ class Shape:
         self.port = self.tile_bytes / c.sm_bandwidth + c.port_copy * copies
         if config.tile_m >= WIDE and c.wide_step:
             panels = pages_of_tile(problem, config.tile_n) * dims * problem.kv_element_bytes / 128
-            step = c.wide_step + c.wide_element * a_warp + c.wide_copy * paged * panels
+            step = c.wide_step + c.wide_key * config.tile_n + c.wide_copy * paged * panels
+            step += c.wide_element * a_warp
             if problem.codec != AS_IS:
                 step += c.wide_widening * a_warp
                 self.port = max(self.port, c.wide_port * config.tile_n * dims)
