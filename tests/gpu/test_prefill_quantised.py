@@ -116,6 +116,14 @@ def test_every_config_of_few_rows(problem: Problem, kernel: str, config: Config)
     check(problem, device=DEVICE, run=partial(run, plan=made), zero_length=True)
 
 
+@pytest.mark.parametrize(("name", "products"), UNITS)
+def test_first_keys_in_tiles_that_ask_no_mask(name: str, products: str) -> None:
+    """The first row sees nothing of the tiles at the edge of the mask, which are visited first."""
+    problem = Problem("dense", 1, 4, 4, 128, 128, 100, 227, mask=Mask(True), sink_logits=True)
+    problem = replace(problem, codec=Codec(name, "head"), products=products)
+    check(problem, device=DEVICE, run=run)
+
+
 def served(problems: Mapping[str, Problem]) -> list[Any]:
     """`pytest.param`s of those that this kernel can run here."""
     able = {name: p for name, p in problems.items() if not KERNEL.unsupported(p, HERE)}

@@ -183,11 +183,16 @@ def with_maximum(y, m, base, top, settle, own, tile, asks, pos, work, tiles, W: 
         y = choose(y, seen_keys(y, work, own, tile, pos), MINUS_INFINITY)
     highest = base + (max_of_rows(y) - most_log2(dtype))
     m_new = gl.maximum(m, highest)
-    if not is_wide(dtype):
+    # a row that saw nothing has no maximum for tiles that do not ask the mask
+    unseen = gl.where(m_new == float("-inf"), float("inf"), 0.0)
+    if is_wide(dtype):
+        settle = any_above(unseen, NEAR_BITS, W).to(gl.int32)
+    else:
         # beside one large weight others would be nothing: those of further tiles are not beside it
         far_below = (highest < m - NEAR) & (highest > float("-inf"))
         m_new = gl.where(far_below, gl.maximum(highest, top - FAR), m_new)
-        settle = any_above(gl.where(m_new > m, m_new - m, 0.0), NEAR_BITS, W).to(gl.int32)
+        raised = gl.where(m_new > m, m_new - m, unseen)
+        settle = any_above(raised, NEAR_BITS, W).to(gl.int32)
         top = gl.maximum(top, m_new)
     above = finite_or_zero(m_new)
     return y - (above - base)[:, None], m_new, top, settle, gl.exp2(m - above)
@@ -243,7 +248,7 @@ def weights(
     elif is_wide(dtype):
         x, sums = shares(y, slot, scales)
         p = rounded(x, tiles)
-        if leaves_range(x, sums, scales, dtype, W) | asks:
+        if leaves_range(x, sums, scales, dtype, W) | asks | (settle != 0):
             y, m, top, settle, shrink = with_maximum(y, m, base, top, settle, *where, W)
             x, sums = shares(y, slot, scales)
             p = rounded(x, tiles)
