@@ -146,7 +146,8 @@ class Constants:
     wave           from one wave of programs to the next; tail: of a last one that is not full
     merge          launching the combine; merge_part: for each part of a row; merge_row: for each
                    row and part of head_dim_v 128
-    cluster        merging in a cluster instead; cluster_part: for each of its programs
+    cluster        merging in a cluster instead; cluster_part: for each of its programs; crowded: of
+                   the time that memory takes, what clusters of four and eight lose of it
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
@@ -181,6 +182,7 @@ class Constants:
     merge_row: float = 0.555e-9
     cluster: float = 0.55e-6
     cluster_part: float = 0.04e-6
+    crowded: float = 0.05
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
@@ -311,6 +313,9 @@ class Shape:
         merging = 0.0
         if merge == "cluster":
             merging = c.cluster + c.cluster_part * parts
+            if parts > 2:
+                units = self.batch * self.head_tiles * self.shared_reads
+                merging += c.crowded * units * self.tiles * self.tile_bytes / self.peak
         elif merge:
             merging = c.merge + self.merge_part * parts
         return Cost(num_ctas, self.slots, per, seconds, merging)
