@@ -80,30 +80,43 @@ def widening(stored, wide):
     return (INT8_TO_BF16 if wide.name == "bf16" else INT8_TO_FP16).value
 
 
+@gluon.constexpr_function
+def rows_of_eights(dim):
+    """The layout of stored rows to be widened: eight neighbours a thread."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
-def widen(stored, ready, count, scales):
-    """The same numbers [PART, dim] in 16 bits, which hold them exactly: e4m3 or int8 in fp16, or
-    int8 in bf16, which takes longer; times `scales` of the keys, or None. Keys from `count` on
-    become 0: there may be NaN in e4m3."""
-    DIM: gl.constexpr = stored.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+def widened(stored, ready):
+    """The same numbers in the type of `ready`, 16 bits that hold them exactly: e4m3 or
+    int8 in fp16, or int8 in bf16, which takes longer."""
+    layout: gl.constexpr = rows_of_eights(stored.shape[1])
     code: gl.constexpr = widening(stored.dtype, ready.dtype)
-    wide = gl.inline_asm_elementwise(
-        code, "=&r,=&r,r", [stored.load(layout)], dtype=ready.dtype, is_pure=True, pack=4
+    x = stored.load(layout)
+    return gl.inline_asm_elementwise(
+        code, "=&r,=&r,r", [x], dtype=ready.dtype, is_pure=True, pack=4
     )
-    if scales is not None:
-        by = scales.load(gl.SliceLayout(1, layout)).to(ready.dtype)
-        wide = gl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;",
-            "=r,r,r",
-            [wide, by[:, None]],
-            dtype=ready.dtype,
-            is_pure=True,
-            pack=2,
-        )
+
+
+@gluon.jit
+def widen(stored, ready, count):
+    """Widen [PART, dim]; keys from `count` on become 0: there may be NaN in e4m3."""
+    wide = widened(stored, ready)
     if count < PART:
-        rows = gl.arange(0, PART, layout=gl.SliceLayout(1, layout))
+        rows = gl.arange(0, PART, layout=gl.SliceLayout(1, wide.type.layout))
         wide = gl.where((rows < count)[:, None], wide, 0.0)
+    ready.store(wide)
+
+
+@gluon.jit
+def widen_scaled(stored, ready, scales):
+    """Widen int8 [PART, dim] times `scales` [PART], 0 of keys that do not exist, to bf16."""
+    wide = widened(stored, ready)
+    by = scales.load(gl.SliceLayout(1, wide.type.layout)).to(ready.dtype)
+    CODE: gl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
+    wide = gl.inline_asm_elementwise(
+        CODE, "=r,r,r", [wide, by[:, None]], dtype=ready.dtype, is_pure=True, pack=2
+    )
     ready.store(wide)
 
 

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from splitkv.kernels.hopper.eight_bits import PART, transpose, widen
+from splitkv.kernels.hopper.eight_bits import PART, transpose, widen, widen_scaled
 from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_rows import (
     index_in_round,
@@ -79,10 +79,10 @@ def make_ready(ring, n, count, of_keys, TILE_N: gl.constexpr):
         else:
             wide = ring.ready.index(ready).slice(i * PART, PART)
             if of_keys is None:
-                widen(some, wide, count - i * PART, None)
+                widen(some, wide, count - i * PART)
             else:
                 by = of_keys.index(n % of_keys.shape[0]).slice(i * PART, PART)
-                widen(some, wide, count - i * PART, by)
+                widen_scaled(some, wide, by)
     fence_async_shared()
     thread_barrier()  # all threads have read the one and written the other
     mbarrier.arrive(ring.free.index(slot), count=1)
