@@ -20,9 +20,10 @@ from compiling import ADDRESS, MODULES, Compiled, compile_plan, layouts, variant
 from splitkv.device import GPUS, Device
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kv import Contiguous, Paged
+from splitkv.kv import Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Plan
+from splitkv.policies import waves
 from splitkv.policies.shared import clusters, shapes
 from splitkv.problem import Problem
 
@@ -367,3 +368,18 @@ def test_budget_of_everyday_decode_on_hopper(place: Contiguous | Paged) -> None:
     kernel = {"kernel": "hopper_decode_split", "schedule": "even"}
     values = EVERYDAY | kernel | {"place": place, "num_stages": 2}
     assert programs_an_sm(compiled(values)["hopper_decode_split"], device_of(values)) >= 3
+
+
+@pytest.mark.parametrize(
+    ("stored", "programs"),
+    [({}, 2), ({"codec": Codec("int8", "head"), "products": "half"}, 3)],
+    ids=("bf16", "int8"),
+)
+def test_budget_of_wide_tiles(stored: dict[str, Any], programs: int) -> None:
+    """Of 48 rows two programs, or three beside int8, which the policy counts on."""
+    asked = {"kernel": "hopper_decode_split", "shape": (16, 3), "place": Contiguous()}
+    values = EVERYDAY | asked | stored | {"schedule": "even", "num_stages": 2}
+    kernel, plan = compiled(values)["hopper_decode_split"], plan_of(values)
+    assert programs_an_sm(kernel, plan.device) == programs
+    counted = waves.occupancy(plan.problem, plan.device, plan.config, waves.H200_HOPPER)
+    assert counted == programs
