@@ -24,7 +24,9 @@ from splitkv.kv import Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
 from splitkv.policies import POLICIES
+from splitkv.policies.appending import decide
 from splitkv.problem import Operands, Problem
+from splitkv.registry import kernel_named
 
 __all__ = ["gpu"]  # a fixture
 
@@ -57,7 +59,7 @@ def test_a_kernel_that_can_writes_them_itself(policy: str, device: Any, num_spli
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"seqlen_new": 65}, "new keys 65: expected at most 64"),
+        ({"seqlen_new": 17}, "new keys 17: expected at most 16"),
         ({"codec": Codec("int8", "token")}, "scales of the cache: expected none a token"),
         ({"early_kv": True}, "early_kv: expected False"),
         ({"lengths": "host"}, "lengths host: expected device"),
@@ -69,6 +71,18 @@ def test_what_is_left_to_append_and_why(changes: dict[str, Any], reason: str) ->
     plan = splitkv.plan(replace(DECODE, **changes), device=H200)
     assert not plan.config.appends
     assert f"; append runs before it: {reason}" in plan.why
+
+
+@pytest.mark.parametrize(("num_splits", "merge"), [(1, "combine"), (4, "cluster"), (4, "combine")])
+@pytest.mark.parametrize("new", [4, 5, 16])
+def test_never_three_launches_for_up_to_16_tokens(num_splits: int, merge: Any, new: int) -> None:
+    """Of more than a few the kernel writes them only where that saves the third."""
+    kernel = kernel_named("hopper_decode_split")
+    problem = replace(DECODE, seqlen_new=new)
+    config, why = decide(problem, kernel, Config(num_splits, merge=merge))
+    three = num_splits > 1 and merge == "combine"
+    assert config.appends == (new <= 4 or three)
+    assert config.appends or why.startswith(f"append runs before it: new keys {new}: more than 4")
 
 
 def test_explain_says_who_writes_them() -> None:

@@ -9,6 +9,7 @@ goes the long way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ ABSENT = (
     *("cache_leftpad", "leftpad_k", "qv", "cu_seqlens_q", "max_seqlen_q", "q_descale", "k_descale"),
     *("v_descale", "s_aux", "learnable_sink"),
 )
+_tensors_of, _scalars_of, _absent_of = (itemgetter(*x) for x in (TENSORS, SCALARS, ABSENT))
 MAX_KINDS, MAX_RECENT = 4096, 8
 _steps: dict[Any, tuple[Step, ...]] = {}
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -67,17 +69,16 @@ def again(given: Mapping[str, Any]) -> Tensor | None:
             break
     else:
         return None
-    x, rotary = given, None
-    if x["rotary_cos"] is not None:
-        turn = x["rotary_cos"], x["rotary_sin"], x["rotary_seqlens"]
-        rotary = Rotary(*turn, x["rotary_interleaved"], step.q_step)
-    before, caches = x["cache_seqlens"], (x["k_cache"], x["v_cache"])
-    new = Append(x["k"], x["v"], *caches, before, rotary=rotary)
-    new = new._replace(cu_seqlens_new=x["cu_seqlens_k_new"])
-    table = x["block_table"] if x["page_table"] is None else x["page_table"]
-    table = x["cache_batch_idx"] if table is None else table
-    of_decode = x["q"], *caches, None, before, table, None, x["alibi_slopes"], None, None, None
-    done = step.launcher.repeat(*of_decode, step.softmax_scale, x["softcap"], new)
+    q, k_cache, v_cache, k, v, before, rows, table, table_too, *rest = _tensors_of(given)
+    cos, sin, start, slopes, cu_seqlens_new = rest
+    rotary = None
+    if cos is not None:
+        rotary = Rotary(cos, sin, start, given["rotary_interleaved"], step.q_step)
+    new = Append(k, v, k_cache, v_cache, before, cu_seqlens_new=cu_seqlens_new, rotary=rotary)
+    table = table_too if table is None else table
+    table = rows if table is None else table
+    of_decode = q, k_cache, v_cache, None, before, table, None, slopes, None, None, None
+    done = step.launcher.repeat(*of_decode, step.softmax_scale, given["softcap"], new)
     return None if done is None else done[0]
 
 
@@ -103,26 +104,18 @@ def remember(given: Mapping[str, Any], call: Append, q: Tensor, known: Known | N
 
 def _kind_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """(what a known step has to equal, its tensors); None for what never is one."""
-    tensors: list[Any] = []
-    for name in ABSENT:
-        if given[name] is not None:
-            return None, tensors
-    several_rows = given["cache_batch_idx"] is not None and (
-        given["page_table"] is not None or given["block_table"] is not None
+    absent, scalars, values = _absent_of(given), _scalars_of(given), _tensors_of(given)
+    rows, tables = values[6], values[7:9]
+    known = (
+        absent.count(None) == len(absent)
+        and values[3] is not None  # k
+        and not given["return_softmax_lse"]
+        and (rows is None or tables == (None, None))
+        and type(given["window_size"]) is tuple
     )
-    if several_rows or given["return_softmax_lse"] or given["k"] is None:
-        return None, tensors
-    if type(given["window_size"]) is not tuple:
-        return None, tensors
-    if is_dynamo_compiling() or _dispatch_modes():
-        return None, tensors
-    bits = 0
-    for name in TENSORS:
-        bits += bits
-        x = given[name]
-        if x is not None:
-            tensors.append(x)
-            bits += 1
+    if not known or is_dynamo_compiling() or _dispatch_modes():
+        return None, []
     metadata = given["scheduler_metadata"]
     plan = None if metadata is None else id(metadata)
-    return (bits, plan, *(given[name] for name in SCALARS)), tensors
+    tensors = [x for x in values if x is not None]
+    return (scalars, plan, *[x is None for x in values]), tensors

@@ -79,7 +79,7 @@ from splitkv.plans import Config, Kernel, Plan
 from splitkv.problem import Operands, Problem
 from splitkv.scores import PLAIN
 
-MAX_NEW = 64  # new tokens of a sequence that one program a head writes; more are for `append`
+MAX_NEW = 16  # new tokens of a sequence that one program a head writes; more are for `append`
 MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_SPLITS, MAX_GRID = 256, 16, 64, 1024, 65535
 MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on configs spill on sm_90
 
