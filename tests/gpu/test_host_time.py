@@ -28,9 +28,7 @@ HOW = ("policy", "plan", "out", "one_split")
 # two launches alone took 9 us on one and 17 on another, and Python is as much slower there.
 OWN_SHARE = 0.7
 APPEND_MICROSECONDS = 20.0
-STEP_SHARE = (
-    2.5  # a step by all its arguments, to launching it; checked anew it takes 7 times as long
-)
+STEP_SHARE = 2.5  # of launching alone, for knowing a step again by all of its arguments, too
 NEW_LAYOUT_DISPATCHES = 2.0  # what is ours is no more than Triton's own dispatch of two kernels
 CALLS, BATCHES = 50, 100
 SMALL = replace(SERVING, batch=1, seqlen_k=512)
