@@ -60,8 +60,12 @@ MANY_ROWS, LARGE = 32, 16 * MiB
 # mma at 134 MB, 41.7 beside 47.0 in pages of 16.
 WIDE, LARGE_OF_WIDE = 64, 16 * MiB
 # In pages smaller than a tile a wide one takes 2 copies a page for keys, as for values, in 16 bits:
-# of 64 rows at 134 MB in pages of 16 `hopper_prefill` took 42.6 us, and that 44.1.
+# of 64 rows at 134 MB in pages of 16 `hopper_prefill` took 42.7 us, and that 44.2. Of 48 rows of
+# half int8 at 67 MB `hopper_prefill_quantised` took 24.5 to 29.1, and that 28.6 to 30.7.
 WIDE_PAGES = 64
+# Parts of wide tiles are clusters of two at most: of four and eight, which send each other 32 KiB a
+# program, 64 rows at 134 MB took 60.7 us beside 37.4, and at 8 MB 10.3 beside 9.1 by a merge.
+WIDE_CLUSTER = 2
 
 # What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
 # kernel about 5 KiB for its rows.
@@ -91,9 +95,11 @@ QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE, QUANTISED_PAGES_UNITS = (32, 4, 2)
 
 def many_rows(problem: Problem, kernel: Kernel) -> bool:
     """Whether the kernels of whole sequences are to be preferred to this one."""
-    many = problem.rows > MANY_ROWS and problem.kv_bytes > LARGE
+    if problem.rows <= MANY_ROWS or problem.kv_bytes <= LARGE:
+        return False
     small_pages = isinstance(problem.place, Paged) and problem.place.page_size % WIDE_PAGES > 0
-    return many and (kernel.name != HOPPER_DECODE or small_pages)
+    half = problem.codec.name == "int8" and problem.products != "widened"
+    return kernel.name != HOPPER_DECODE or small_pages or half
 
 
 def registers(problem: Problem, config: Config) -> float:
@@ -438,7 +444,8 @@ def in_clusters(
         room = model.slots if parts == 2 else model.slots * ROOM_FOR_CLUSTERS
         short = parts >= least_splits(problem, model, constants)
         in_time = parts == model.tiles or (parts < model.tiles and config.num_stages > 1)
-        if short and in_time and units * parts <= room:
+        few = parts <= WIDE_CLUSTER or config.tile_m < WIDE
+        if short and in_time and few and units * parts <= room:
             found.append(config)
     return found
 
