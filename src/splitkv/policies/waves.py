@@ -49,7 +49,9 @@ HOPPER_PAGED_SHAPES = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 1
 CLOSE = 1.02
 HOPPER_DECODE = "hopper_decode_split"
 # A cluster of four or eight needs as many places in one part of the GPU: with 256 programs for 264
-# places some waited for a second wave, 17.9 us beside 13.5. Pairs did not, with 128 for 132.
+# places some waited for a second wave, 17.9 us beside 13.5, and so they did with 256 for 396: 28.2
+# us for 64 sequences of 4096 keys in int8, beside 23.2 merged by a kernel where 8 x 8 are as many.
+# Pairs did not, with 128 for 132. So of the places, up to two an SM, this share.
 ROOM_FOR_CLUSTERS = 0.75
 
 # More packed rows, where the kernel for Hopper does not take them: of 25 such problems with more
@@ -441,7 +443,9 @@ def in_clusters(
     for config in clusters(kernel, problem, device):
         model, parts = Shape(problem, device, config, constants), config.num_splits
         units = problem.batch * model.head_tiles
-        room = model.slots if parts == 2 else model.slots * ROOM_FOR_CLUSTERS
+        room: float = model.slots
+        if parts > 2:
+            room = min(model.slots, 2 * device.num_sms) * ROOM_FOR_CLUSTERS
         short = parts >= least_splits(problem, model, constants)
         in_time = parts == model.tiles or (parts < model.tiles and config.num_stages > 1)
         few = parts <= WIDE_CLUSTER or config.tile_m < WIDE
