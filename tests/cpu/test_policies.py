@@ -647,13 +647,14 @@ def test_only_decode_is_split(policy: str):
     shorter=st.integers(0, 600),
     window=st.integers(-1, 200),
     sinks=st.integers(0, 90),
+    chunk=st.sampled_from([0, 0, 1, 16, 48, 64, 100, 200]),
     seqlen_q=st.integers(1, 8),
     tile_n=st.sampled_from([16, 32, 64]),
 )
 def test_num_tiles_covers_every_length_up_to_the_bound(
-    length: int, shorter: int, window: int, sinks: int, seqlen_q: int, tile_n: int
+    length: int, shorter: int, window: int, sinks: int, chunk: int, seqlen_q: int, tile_n: int
 ):
-    mask = Mask(True, window, -1, sinks)
+    mask = Mask(True, window, -1, sinks, chunk)
     problem = decode(seqlen_k=length, seqlen_q=seqlen_q, mask=mask, lengths="device")
     keys = min(shorter, length)
     touched = {key // tile_n for lo, hi in mask.span(seqlen_q, keys) for key in range(lo, hi)}

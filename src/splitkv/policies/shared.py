@@ -42,7 +42,8 @@ def num_tiles(problem: Problem, tile_n: int) -> int:
     """The most tiles of `tile_n` keys that the visible keys of one sequence touch."""
     tiles = 0
     for lo, hi in problem.span:
-        if lo and problem.lengths == "device":  # a shorter sequence's window starts inside a tile
+        # a shorter sequence's window or chunk starts inside a tile
+        if (lo or problem.mask.chunk) and problem.lengths == "device":
             tiles += (hi - lo + tile_n - 2) // tile_n + 1
         else:
             tiles += ceil_div(hi, tile_n) - lo // tile_n
