@@ -91,7 +91,11 @@ def test_a_process_compiles_forward_and_backward_and_launches_none(
             compiled.append(src.fn.__name__)
             return Loaded()
 
-    for owner, name in ((JITFunction, "run"), (CompiledKernel, "_init_handles")):
+    for owner, name in (
+        (JITFunction, "run"),
+        (CompiledKernel, "_init_handles"),
+        (CompiledKernel, "__getitem__"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(compiler.os, "nice", lambda by: None)
     monkeypatch.setattr(driver, "_active", Driver(90))

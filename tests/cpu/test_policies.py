@@ -433,6 +433,14 @@ def test_parts_are_a_cluster_where_all_can_run_at_once():
     assert seen == {("cluster", True), ("combine", True), ("combine", False)}
 
 
+@pytest.mark.parametrize("mask", [Mask(True), Mask(True, chunk=64)], ids=str)
+def test_whole_sequences_with_gradients_take_the_kernel_s_own_tile(mask: Mask):
+    problem = Problem("dense", 2, 8, 2, 128, 128, 800, 700, mask=mask, needs_grad=True)
+    plan = make_plan(problem, H200)
+    first = next(kernel_named(plan.kernel).configs(problem, H200))
+    assert plan.config == first and first.tile_m > 16
+
+
 def test_a_cluster_takes_shared_memory_for_what_it_exchanges():
     problem, config = decode(8, 32, 8, 4096), Config(tile_m=16, tile_n=64, num_stages=2)
     pair = replace(config, num_splits=2, merge="cluster")

@@ -385,7 +385,7 @@ class _Local:
         self.constants = {kernel.name: waves.constants_of(kernel) for kernel in candidates}
         legal: dict[str, dict[tuple[Any, ...], Config]] = {}
         for kernel in candidates:
-            found = waves.of_rows(problem, shapes(kernel, problem, device))
+            found = waves.of_rows(problem, kernel, shapes(kernel, problem, device))
             if splits_keys(problem, found):
                 legal[kernel.name] = {_likeness(shape): shape for shape in reversed(found)}
         self.known: dict[str, dict[Config, list[tuple[float, float, float]]]] = {}

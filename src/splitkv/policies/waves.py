@@ -379,7 +379,7 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
         if cut is not None:
             return cut
         kernel = candidates[0]
-        found = of_rows(problem, shapes(kernel, problem, device))
+        found = of_rows(problem, kernel, shapes(kernel, problem, device))
         if not splits_keys(problem, found):
             return Choice(kernel.name, found[0], f"waves: {kernel.name} has no splits to weigh")
         own = constants_of(kernel, constants, hopper)
@@ -394,8 +394,11 @@ def with_constants(constants: Constants, hopper: Constants | None = None) -> Pol
     return choose
 
 
-def of_rows(problem: Problem, found: Sequence[Config]) -> list[Config]:
-    """Those of a kernel's shapes with the TILE_M that is best for the problem."""
+def of_rows(problem: Problem, kernel: Kernel, found: Sequence[Config]) -> list[Config]:
+    """Those of a kernel's shapes with the TILE_M that is best for the problem; only that for decode
+    on Hopper has others than its first."""
+    if kernel.name != HOPPER_DECODE:
+        return list(found)
     tiles = sorted({shape.tile_m for shape in found})
     large = problem.kv_bytes > LARGE_OF_WIDE and problem.codec == AS_IS
     wanted = tiles[-1] if tiles[0] >= WIDE or large else tiles[0]
