@@ -282,6 +282,16 @@ def test_the_kernel_that_was_faster_is_chosen() -> None:
         assert choose(problem(2), H200, [*ABLE, rival]).kernel == winner
 
 
+@pytest.mark.parametrize(
+    ("us", "kernel"), [(102.0, "hopper_decode_split"), (104.0, "decode_split")]
+)
+def test_another_kernel_has_to_be_ahead_of_the_first_by_more_than_noise(us: float, kernel: str):
+    plans = timed(3, 100.0), Timed("hopper_decode_split", Config(3), us)
+    known = table(Measured(problem(), plans))
+    choice = tuned.with_table(known)(problem(), H200, (hopper_decode_split.KERNEL, *ABLE))
+    assert choice.kernel == kernel
+
+
 def test_a_cluster_is_a_plan_like_others_and_its_parts_are_bounded(tmp_path: Path) -> None:
     pair = Config(2, tile_n=128, num_stages=2, merge="cluster")
     known = table(
