@@ -56,7 +56,8 @@ def test_visited_tiles_are_those_with_a_visible_key(mask: Mask) -> None:
 def deal(out_ptr, lens_ptr, left, right, programs, batch, TILE_N: tl.constexpr, P2: tl.constexpr):
     offs_b = tl.arange(0, P2)
     rule = Share(None, None, programs), Bounds(left, right, None)
-    parts = batch_share(*rule, lens_ptr, batch, 1, 0, 0, offs_b, TILE_N)
+    keys = tl.load(lens_ptr + offs_b, mask=offs_b < batch, other=0)
+    parts = batch_share(*rule, keys, batch, 1, 0, 0, offs_b, TILE_N)
     tl.store(out_ptr + offs_b, parts)
 
 
