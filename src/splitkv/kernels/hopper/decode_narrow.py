@@ -14,12 +14,12 @@ from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_rows import weights
 from splitkv.kernels.hopper.pairs import (
     add_values,
-    ask_scales,
+    ask_with_scales,
     both_columns,
     product,
     scales_of_tile,
 )
-from splitkv.kernels.hopper.ring import ask, foresee, next_slot, thread_barrier, tile_at
+from splitkv.kernels.hopper.ring import foresee, next_slot, thread_barrier, tile_at
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
 
@@ -83,12 +83,8 @@ def attend_narrow(
         ahead = i + SLOTS * tiles.by
         if ahead < tiles.last:
             thread_barrier()  # all warps have read the slot
-            ask(*ring, slot, b, h, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
-            if of_keys.scales is not None:
-                asked = of_keys.scales, of_keys.k_ring, of_keys.v_ring, arrived, ring[0], b, h
-                strides = of_keys.stride_b, of_keys.stride_n
-                of_tile = slot, tile_at(tiles, ahead), keys
-                ask_scales(*asked, *strides, *of_tile, PAGE_SIZE, TILE_N)
+            of_tile = slot, b, h, tile_at(tiles, ahead), keys
+            ask_with_scales(ring, of_keys, *of_tile, PAGE_SIZE, TILE_N)
             after = gl.minimum(ahead + tiles.by, tiles.last - 1)
             foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)

@@ -23,7 +23,7 @@ from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_new import columns_of_rows
 from splitkv.kernels.hopper.decode_rows import weights
 from splitkv.kernels.hopper.eight_bits import widening
-from splitkv.kernels.hopper.pairs import ask_scales, power_of_row, scales_of_tile
+from splitkv.kernels.hopper.pairs import ask_with_scales, power_of_row, scales_of_tile
 from splitkv.kernels.hopper.prefill_sums import along_rows, sums_of_threads
 from splitkv.kernels.hopper.ring import ask, foresee, next_slot, thread_barrier, tile_at
 from splitkv.kernels.tile.band import visible
@@ -228,12 +228,8 @@ def attend_wide(
             fence_async_shared()  # while a product is under way, ptxas 12.8 breaks on it
             thread_barrier()  # all warps have read the slot, and widened its values
             if ahead < tiles.last:
-                ask(*ring, slot, b, h, tile_at(tiles, ahead), keys, PAGE_SIZE, TILE_N)
-                if of_keys.scales is not None:
-                    asked = of_keys.scales, of_keys.k_ring, of_keys.v_ring, arrived, ring[0], b, h
-                    strides = of_keys.stride_b, of_keys.stride_n
-                    of_tile = slot, tile_at(tiles, ahead), keys
-                    ask_scales(*asked, *strides, *of_tile, PAGE_SIZE, TILE_N)
+                of_tile = slot, b, h, tile_at(tiles, ahead), keys
+                ask_with_scales(ring, of_keys, *of_tile, PAGE_SIZE, TILE_N)
         if of_keys.scales is not None:
             s *= k_scale_n
         offs_n = first_n + inside

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from splitkv.kernels.hopper.ring import tile_at
+from splitkv.kernels.hopper.ring import ask, tile_at
 
 # p and what it is multiplied with are fp16: p up to 2^SHIFT, so that what is 2^-24 of the largest
 # is still a normal number. A scale of values is 2^e * f: e joins the score that p is the power of,
@@ -256,3 +256,23 @@ def ask_scales(
     async_copy.async_copy_global_to_shared(k_ring.index(slot), scales.k_ptr + at, mask=ok)
     async_copy.async_copy_global_to_shared(v_ring.index(slot), scales.v_ptr + at, mask=ok)
     async_copy.mbarrier_arrive(arrived.index(slot), increment_count=False)
+
+
+@gluon.jit
+def ask_with_scales(
+    ring,  # Pool, boxes of keys, of values, barriers
+    of_keys,  # KeyScales
+    slot,
+    b,
+    h,
+    tile,
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+):
+    """`ask`, and for the scales of the tile's keys where they have any."""
+    ask(*ring, slot, b, h, tile, keys, PAGE_SIZE, TILE_N)
+    if of_keys.scales is not None:
+        asked = of_keys.scales, of_keys.k_ring, of_keys.v_ring, ring[3], ring[0], b, h
+        strides = of_keys.stride_b, of_keys.stride_n
+        ask_scales(*asked, *strides, slot, tile, keys, PAGE_SIZE, TILE_N)
