@@ -110,3 +110,29 @@ def separately(step: Step) -> tuple[Append, Call, Problem]:
     if new.leftpad is not None:
         new = new._replace(before=new.before - new.leftpad, leftpad=None)
     return new, step.call | own, replace(step.problem, seqlen_new=0, rotary=False)
+
+
+def model_step(
+    heads: tuple[int, int], page_size: int, device: str | torch.device, **changes: Any
+) -> dict[str, Any]:
+    """Arguments of flash_attn_with_kvcache in a served model: append, rotate and attend, a batch in
+    pages; heads of q and of the cache."""
+    (num_heads, kv_heads), batch, dim, pages = heads, 4, 128, 64
+    angles = 6 * torch.rand(pages * page_size, dim // 2, device=device)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).bfloat16()
+
+    return {
+        "q": random(batch, 1, num_heads, dim),
+        "k_cache": random(batch * pages, page_size, kv_heads, dim),
+        "v_cache": random(batch * pages, page_size, kv_heads, dim),
+        "k": random(batch, 1, kv_heads, dim),
+        "v": random(batch, 1, kv_heads, dim),
+        "rotary_cos": angles.cos().bfloat16(),
+        "rotary_sin": angles.sin().bfloat16(),
+        "cache_seqlens": torch.tensor([700, 3, 0, 1023], dtype=torch.int32, device=device),
+        "page_table": torch.randperm(batch * pages, device=device).view(batch, pages).int(),
+        "causal": True,
+        **changes,
+    }

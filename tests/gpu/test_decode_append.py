@@ -129,26 +129,7 @@ def test_tokens_that_no_row_sees(kernel: str, new: str) -> None:
 
 
 def step_of_a_model(**changes: Any) -> dict[str, Any]:
-    """Append, rotate and attend, of a batch in pages."""
-    batch, kv_heads, dim, pages = 4, 2, 128, 64
-    angles = 6 * torch.rand(pages * 64, dim // 2, device=DEVICE)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=DEVICE).bfloat16()
-
-    return {
-        "q": random(batch, 1, 8, dim),
-        "k_cache": random(batch * pages, 64, kv_heads, dim),
-        "v_cache": random(batch * pages, 64, kv_heads, dim),
-        "k": random(batch, 1, kv_heads, dim),
-        "v": random(batch, 1, kv_heads, dim),
-        "rotary_cos": angles.cos().bfloat16(),
-        "rotary_sin": angles.sin().bfloat16(),
-        "cache_seqlens": torch.tensor([700, 3, 0, 1023], dtype=torch.int32, device=DEVICE),
-        "page_table": torch.randperm(batch * pages, device=DEVICE).view(batch, pages).int(),
-        "causal": True,
-        **changes,
-    }
+    return appending.model_step((8, 2), 64, DEVICE, **changes)
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])

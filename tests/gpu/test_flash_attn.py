@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import appending
 import cases
 import pytest
 import torch
@@ -106,26 +107,7 @@ def test_new_tokens_in_the_type_of_the_cache(dtype: torch.dtype, rotary: str | N
 
 
 def decode_step(**changes: Any) -> dict[str, Any]:
-    """A step of a served model: append, rotate and attend, in pages of 16."""
-    batch, heads, kv_heads, dim, pages = 4, 32, 8, 128, 64
-    angles = 6 * torch.rand(pages * 16, dim // 2, device=DEVICE)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=DEVICE).bfloat16()
-
-    return {
-        "q": random(batch, 1, heads, dim),
-        "k_cache": random(batch * pages, 16, kv_heads, dim),
-        "v_cache": random(batch * pages, 16, kv_heads, dim),
-        "k": random(batch, 1, kv_heads, dim),
-        "v": random(batch, 1, kv_heads, dim),
-        "rotary_cos": angles.cos().bfloat16(),
-        "rotary_sin": angles.sin().bfloat16(),
-        "cache_seqlens": torch.tensor([700, 3, 0, 1023], dtype=torch.int32, device=DEVICE),
-        "page_table": torch.randperm(batch * pages, device=DEVICE).view(batch, pages).int(),
-        "causal": True,
-        **changes,
-    }
+    return appending.model_step((32, 8), 16, DEVICE, **changes)
 
 
 @pytest.mark.parametrize(("num_splits", "wanted"), [(1, 1), (4, 2)])
