@@ -247,3 +247,11 @@ def test_layouts_without_tma() -> None:
         f"k: {reason}",
         "v: expected at least one token, got [3, 0, 8, 64]",
     ]
+
+
+def test_expanded_keys_have_tma() -> None:
+    """One key for all of a cache is how `warmup` does without its memory."""
+    x = operands_of(problem_of({"head_dims": (64, 64)}), 0)
+    x.k = x.v = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16).expand(3, 300, -1, -1)
+    assert x.k.stride()[:2] == (0, 0)
+    assert prefill.unfit(x) == []

@@ -275,9 +275,11 @@ def unfit(operands: Operands) -> list[str]:
 
 
 def fits_tma(x: Any) -> bool:
-    """Whether TMA can describe a tensor; along a single element torch may say any stride."""
+    """Whether TMA can describe a tensor; along a single element torch may say any stride, and 0
+    along what is expanded.
+    """
     steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-    aligned = all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+    aligned = all(step * x.element_size() % 16 == 0 for step in steps)
     return aligned and x.stride()[-1] == 1 and x.data_ptr() % 16 == 0
 
 
