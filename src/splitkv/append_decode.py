@@ -3,8 +3,8 @@ decode writes the new tokens itself.
 
 A call is described, planned and bound once for each layout of its tensors, and found again by the
 check that guards torch's compiled graphs, as in `launch.py`. Under torch.compile, torch.export,
-FakeTensorMode and for tensor subclasses it is the operators `splitkv::append` and
-`splitkv::decode`, one after the other.
+FakeTensorMode and for tensor subclasses the same runs as the operator `splitkv::append_decode`;
+where sequences are padded on the left, as `splitkv::append` and `splitkv::decode`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,19 @@ from torch.compiler import is_dynamo_compiling
 
 from splitkv.api import decode
 from splitkv.append import append
-from splitkv.kernels.append_call import Append
-from splitkv.launch import DECODE_DEFAULTS, Result, check_of, is_plain, layout, plan_for
-from splitkv.plans import Plan
+from splitkv.kernels.append_call import Append, Rotary
+from splitkv.launch import (
+    DECODE_DEFAULTS,
+    Result,
+    check_of,
+    handle_of,
+    is_plain,
+    layout,
+    operator_outputs,
+    plan_for,
+    working_dtype,
+)
+from splitkv.plans import Plan, plan_with_handle
 from splitkv.problem import Operands, Problem, describe_decode
 from splitkv.registry import kernel_named
 
@@ -30,7 +40,6 @@ class Known(NamedTuple):
     """How a call is done, and a check of the tensors that it is for.
 
     launcher   of the kernel that appends too; None: decode after `append`, under the plan `alone`
-               where the caller gave one
     plan       the caller's, which stays alive here, so that its id stays its own
     """
 
@@ -79,9 +88,24 @@ def append_and_decode(
     arguments  others of decode: no `out`, no `early_kv`, no `cache_seqlens`
     """
     known = how(call, q, k_cache, v_cache, num_splits=num_splits, plan=plan, **arguments)
-    if known is None or known.launcher is None:
-        alone = plan if known is None else known.alone
-        return _apart(call, q, k_cache, v_cache, num_splits, alone, arguments)
+    tensors = call, q, k_cache, v_cache
+    if known is not None:
+        return _as_known(known, *tensors, arguments)
+    if call.leftpad is None:
+        return _through_operator(*tensors, num_splits, plan, arguments)
+    return _apart(*tensors, num_splits, plan, arguments)
+
+
+def _as_known(
+    known: Known,
+    call: Append,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    arguments: dict[str, Any],
+) -> Result:
+    if known.launcher is None:
+        return _apart(call, q, k_cache, v_cache, 0, known.alone, arguments)
     x = DECODE_DEFAULTS | arguments
     operands = Operands(q, k_cache, v_cache, cache_seqlens=call.before, new=call)
     for name in OF_DECODE:
@@ -104,10 +128,11 @@ def how(
     *,
     num_splits: int = 0,
     plan: Plan | None = None,
+    in_operator: bool = False,
     **arguments: Any,
 ) -> Known | None:
     """How the call is done, by the arguments of `append_and_decode`; None for what traces it or
-    looks into it."""
+    looks into it, unless the operator asks."""
     x = DECODE_DEFAULTS | arguments
     if isinstance(x["window_size"], list):
         x["window_size"] = tuple(x["window_size"])
@@ -122,13 +147,13 @@ def how(
             given += 1
     scalars = (x[name] for name in SCALARS)
     options = (given, *scalars, num_splits, plan and id(plan), *turn)
-    if is_dynamo_compiling() or _dispatch_modes():
+    if not in_operator and (is_dynamo_compiling() or _dispatch_modes()):
         return None
     known: Known
     for known in _calls.get(options, ()):
         if known.fits is not None and known.fits(*tensors):
             return known
-    if not is_plain(*tensors):
+    if not in_operator and not is_plain(*tensors):
         return None
     return _known(options, tensors, call, num_splits, plan, arguments)
 
@@ -170,8 +195,8 @@ def _known(
         if made.config.appends:
             operands.new = call
             launcher = kernel_named(made.kernel).bind(made, operands)
-        elif plan is not None:
-            alone = replace(plan, problem=replace(plan.problem, seqlen_new=0, rotary=False))
+        else:
+            alone = replace(made, problem=replace(made.problem, seqlen_new=0, rotary=False))
         device = call.k.device.index
         known = Known(None, launcher, device, operands.softmax_scale, plan, alone)
     if len(_calls) >= MAX_CALLS - 1:
@@ -180,3 +205,76 @@ def _known(
     if known.fits is not None:
         _calls[options] = (known, *_calls.get(options, ())[: MAX_RECENT - 1])
     return known
+
+
+def _through_operator(
+    call: Append,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_splits: int,
+    plan: Plan | None,
+    arguments: dict[str, Any],
+) -> Result:
+    """The call as `splitkv::append_decode`, for what traces it or looks into it."""
+    x = DECODE_DEFAULTS | arguments
+    left, right = x["window_size"]
+    cos, sin, start, *turn = (None, None, None, False, 0) if call.rotary is None else call.rotary
+    of_append = call.before, call.k, call.v, call.cu_seqlens_new, call.k_scale, call.v_scale
+    tensors = q, k_cache, v_cache, *of_append, cos, sin, start, *(x[name] for name in OF_DECODE)
+    detached = (t if t is None else t.detach() for t in tensors)
+    scalars = (x[name] for name in SCALARS if name != "window_size")
+    out, lse = append_decode_op(
+        *detached, *turn, left, right, *scalars, num_splits, handle_of(plan)
+    )
+    return out, lse if x["return_lse"] else None
+
+
+@torch.library.custom_op(
+    "splitkv::append_decode",
+    mutates_args=("k_cache", "v_cache"),
+    schema="(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor before, Tensor k, Tensor v, "
+    "Tensor? cu_seqlens_new, Tensor? k_divisor, Tensor? v_divisor, Tensor? cos, Tensor? sin, "
+    "Tensor? start, Tensor? page_table, Tensor? sink_logits, Tensor? alibi_slopes, "
+    "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool interleaved, SymInt q_step, "
+    "SymInt window_left, SymInt window_right, SymInt? max_seqlen_k, bool causal, "
+    "SymInt sink_tokens, SymInt attention_chunk, float? softmax_scale, float softcap, "
+    "str? products, bool return_lse, SymInt num_splits, str plan) -> (Tensor, Tensor)",
+)
+def append_decode_op(*given: Any) -> tuple[Tensor, Tensor]:
+    """Pages are where decode reads them, so `append` needs no rows of a cache or table."""
+    q, k_cache, v_cache, before, k, v, cu_seqlens_new, k_scale, v_scale, *rest = given
+    cos, sin, start, *of_decode = rest[:9]
+    interleaved, q_step, left, right, *scalars, num_splits, plan = rest[9:]
+    caches = k_cache, v_cache
+    if k.dtype == torch.uint8 != k_cache.dtype:  # written as they come
+        caches = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    arguments = dict(zip(OF_DECODE, of_decode, strict=True)) | {"window_size": (left, right)}
+    names = [name for name in SCALARS if name != "window_size"]
+    arguments |= dict(zip(names, scalars, strict=True))
+    turn = None if cos is None else Rotary(cos, sin, start, interleaved, q_step)
+    call = Append(
+        k,
+        v,
+        *caches,
+        before=before,
+        page_table=arguments["page_table"],
+        cu_seqlens_new=cu_seqlens_new,
+        q=None if turn is None else q,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        rotary=turn,
+    )
+    made = plan_with_handle(plan) if plan else None
+    how_given = {"num_splits": num_splits, "plan": made, "in_operator": True, **arguments}
+    known = how(call, q, k_cache, v_cache, **how_given)
+    assert known is not None
+    return operator_outputs(*_as_known(known, call, q, k_cache, v_cache, arguments))
+
+
+@append_decode_op.register_fake
+def _(*given: Any) -> tuple[Tensor, Tensor]:
+    q, v_cache, return_lse = given[0], given[2], given[-3]
+    out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=working_dtype(q))
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)
+    return out, q.new_empty(lse_shape, dtype=torch.float32)

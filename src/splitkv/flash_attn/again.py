@@ -104,6 +104,8 @@ def remember(given: Mapping[str, Any], call: Append, q: Tensor, known: Known | N
 
 def _kind_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """(what a known step has to equal, its tensors); None for what never is one."""
+    if is_dynamo_compiling() or _dispatch_modes():
+        return None, []
     absent, scalars, values = _absent_of(given), _scalars_of(given), _tensors_of(given)
     rows, tables = values[6], values[7:9]
     known = (
@@ -113,7 +115,7 @@ def _kind_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         and (rows is None or tables == (None, None))
         and type(given["window_size"]) is tuple
     )
-    if not known or is_dynamo_compiling() or _dispatch_modes():
+    if not known:
         return None, []
     metadata = given["scheduler_metadata"]
     plan = None if metadata is None else id(metadata)
