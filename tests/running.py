@@ -186,6 +186,8 @@ def plans(problem: Problem, kernel: str) -> dict[str, Plan]:
     for config in clusters(kernel_named(kernel), problem, HERE):
         if config.shape == even.config.shape:
             made[f"cluster_of_{config.num_splits}"] = replace(even, config=config)
+    if "last" in kernel_named(kernel).merges:
+        made["last"] = replace(even, config=replace(even.config, merge="last"))
     if problem.lengths == "device" and "batch" in kernel_named(kernel).schedules:
         made["batch"] = batch_plan(problem, problem.batch + 1, kernel)
         made["batch_of_many"] = batch_plan(problem, problem.batch + 37, kernel)

@@ -217,7 +217,8 @@ def _splits(config: Config) -> str:
     if config.schedule == "batch":
         return f"up to {config.num_splits}, by length"
     splits = f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")
-    return splits + ", a cluster" * (config.merge == "cluster")
+    how = {"cluster": ", a cluster", "last": ", merged by the programs that come last"}
+    return splits + how.get(config.merge, "")
 
 
 def _ceil_div(a: int, b: int) -> int:

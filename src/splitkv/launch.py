@@ -171,6 +171,7 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
     against = kernel.unsupported(problem, device)
     expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
     expect_one_of("plan.config.schedule", plan.config.schedule, kernel.schedules)
+    expect_one_of("plan.config.merge", plan.config.merge, kernel.merges)
     return replace(plan, problem=problem)
 
 

@@ -28,7 +28,7 @@ class Config:
     num_stages   tiles of keys and values that a program has in flight
     pack_gqa     the query heads of a KV head share one program
     merge        combine: the parts of a row are merged by a second kernel; cluster: by the programs
-                 that made them, which run together
+                 that made them, which run together; last: by those that come last, in one launch
     appends      the kernel writes new tokens itself; without it `append` runs before the kernel
     """
 
@@ -41,7 +41,7 @@ class Config:
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
-    merge: Literal["combine", "cluster"] = "combine"
+    merge: Literal["combine", "cluster", "last"] = "combine"
     appends: bool = False
 
     @property
@@ -78,6 +78,7 @@ class Kernel:
                                     empty: the kernel can write them itself
     unfit(operands)              -> every reason of the memory layout against, which no Problem says
     schedules                    the values of Config.schedule that it has
+    merges                       those of Config.merge
     """
 
     name: str
@@ -87,6 +88,7 @@ class Kernel:
     bind: Callable[[Plan, Operands], Callable[[Operands], tuple[Any, Any]]] = field(repr=False)
     unfit: Callable[[Operands], list[str]] = field(default=lambda operands: [], repr=False)
     schedules: tuple[str, ...] = ("even",)
+    merges: tuple[str, ...] = ("combine",)
     apart: Callable[[Problem], list[str]] = field(
         default=lambda problem: ["it writes no new tokens"], repr=False
     )

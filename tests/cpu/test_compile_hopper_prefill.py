@@ -45,7 +45,7 @@ CACHES: cases.Axes = {  # a shape, pages, and what the kernel is called for
     "head_dims": prefill.HEAD_DIMS,
     "heads": ((8, 2), (14, 2)),
     "place": (Paged(16), Paged(256), Contiguous()),
-    "parts": (1, 3),
+    "parts": ((1, "combine"), (3, "combine"), (40, "last")),
     "shape": (0, -1),
 }
 DEFAULTS = {"heads": (8, 8), "softcap": False, "sink_logits": False, "row_gap": 0, "shape": 0}
@@ -122,9 +122,10 @@ def compiled(problem: Problem, config: Config, row_gap: int = 0) -> Any:
         mock.patch.object(prefill, "hopper_prefill", recorder),
         mock.patch.object(prefill, "combine", merge),
         mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
+        mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
     ):
         prefill.Launcher(plan, x).forward(x, None)
-    assert len(merge.compiled) == (config.num_splits > 1)
+    assert len(merge.compiled) == (config.num_splits > 1 and config.merge == "combine")
     (made,) = recorder.compiled
     return made
 
@@ -145,7 +146,7 @@ def describe(values: cases.Values) -> str:
     dims = "x".join(map(str, values["head_dims"]))
     heads = "x".join(map(str, values["heads"]))
     names = values["kind"], values.get("dtype", values.get("place")), dims, heads
-    names += values.get("mask", f"{values.get('parts')}parts"), values["shape"]
+    names += values.get("mask", values.get("parts")), values["shape"]
     return "-".join(str(name).replace(" ", "_") for name in names)
 
 
@@ -166,7 +167,8 @@ def test_variants(values: cases.Values) -> None:
 def test_caches(values: cases.Values) -> None:
     """Pages, and parts of the keys."""
     problem = problem_of(values)
-    config = replace(chosen(problem, values["shape"]), num_splits=values["parts"])
+    parts, merge = values["parts"]
+    config = replace(chosen(problem, values["shape"]), num_splits=parts, merge=merge)
     made = compiled(problem, config)
     as_meant(problem, config, made)
     products = (problem.head_dim + config.tile_n) // 16

@@ -68,6 +68,7 @@ CACHE_AXES: cases.Axes = {
     "seqlen_q": (4096, 200, 8, 1),
     "place": (Paged(1), Paged(16), Paged(64), Paged(100), Paged(256)),
     "parts": (1, 2, 40),
+    "merge": ("combine", "last"),
 }
 OTHER_AXES: cases.Axes = {
     "gpu": ("a100", "a10", "l4", "b200", "rtx5090"),
@@ -180,10 +181,12 @@ def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> d
         mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
         mock.patch.multiple(prefill, **recorders),
         mock.patch.object(prefill.workspace, "partials", partials),
+        mock.patch.object(prefill.workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
     ):
         prefill.Launcher(plan, x).forward(x, seed)
     (kernel,) = recorders["prefill"].compiled
-    assert len(recorders["combine"].compiled) == (config.num_splits > 1)
+    by_combine = config.num_splits > 1 and config.merge == "combine"
+    assert len(recorders["combine"].compiled) == by_combine
     assert kernel.metadata.shared <= prefill.shared_bytes(problem, config) <= device.smem_per_block
     assert bool(TENSOR_CORE.search(kernel.asm["ptx"])) == (problem.dtype != "float32")
     if row_gap == 0 and problem.head_dim % 8 == 0:
@@ -278,17 +281,28 @@ def test_every_architecture_is_compiled_for() -> None:
     assert {GPUS[gpu].capability for gpu in OTHER_AXES["gpu"]} | {(9, 0)} == known
 
 
+def says_arrived(ptx: str) -> bool:
+    """Whether a program says that its partials are there, and others wait for that."""
+    words = (r"atom\S*\.release", r"(ld|atom)\S*\.acquire")
+    found = {bool(re.search(word, ptx)) for word in words}
+    assert len(found) == 1
+    return found.pop()
+
+
 @variants(CACHE_AXES, most=8, work=work, newest=2, ids=describe)
 def test_pages_and_parts(values: cases.Values) -> None:
-    """On sm_90; `combine` starts while `prefill` still runs, and waits for it."""
+    """On sm_90; `combine` starts while `prefill` still runs, and waits for it. Merged inside, the
+    last programs wait for the others."""
     problem, row_gap = problem_of(values)
     config = chosen(prefill.configs(problem, GPUS["h200"]), values["shape"])
-    config = replace(config, num_splits=values["parts"])
+    config = replace(config, num_splits=values["parts"], merge=values["merge"])
     for name, kernel in forward(problem, GPUS["h200"], row_gap, config).items():
         found = measure(kernel)
         assert found.registers * 32 * found.num_warps <= 65536, name
-        word = "wait" if name == "combine" else "launch_dependents"
-        assert (f"griddepcontrol.{word}" in kernel.asm["ptx"]) == (config.num_splits > 1), name
+        word, cut = "wait" if name == "combine" else "launch_dependents", config.num_splits > 1
+        by_combine = cut and config.merge == "combine"
+        assert (f"griddepcontrol.{word}" in kernel.asm["ptx"]) == by_combine, name
+        assert says_arrived(kernel.asm["ptx"]) == (cut and config.merge == "last"), name
 
 
 @variants(OTHER_CACHE_AXES, most=5, newest=0, ids=str)

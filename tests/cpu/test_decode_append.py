@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import cases
@@ -26,7 +27,7 @@ from splitkv.plans import Config, Plan
 from splitkv.policies import POLICIES
 from splitkv.policies.appending import decide
 from splitkv.problem import Operands, Problem
-from splitkv.registry import kernel_named
+from splitkv.registry import BY_TIME, kernel_named
 
 __all__ = ["gpu"]  # a fixture
 
@@ -59,7 +60,6 @@ def test_a_kernel_that_can_writes_them_itself(policy: str, device: Any, num_spli
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"seqlen_new": 17}, "new keys 17: expected at most 16"),
         ({"codec": Codec("int8", "token")}, "scales of the cache: expected none a token"),
         ({"early_kv": True}, "early_kv: expected False"),
         ({"lengths": "host"}, "lengths host: expected device"),
@@ -73,9 +73,15 @@ def test_what_is_left_to_append_and_why(changes: dict[str, Any], reason: str) ->
     assert f"; append runs before it: {reason}" in plan.why
 
 
+def launches(config: Config) -> int:
+    """Of a step that appends: the kernel, `append` where it is apart, `combine`."""
+    by_combine = config.num_splits > 1 and config.merge == "combine"
+    return 1 + (not config.appends) + by_combine
+
+
 @pytest.mark.parametrize(("num_splits", "merge"), [(1, "combine"), (4, "cluster"), (4, "combine")])
-@pytest.mark.parametrize("new", [4, 5, 16])
-def test_never_three_launches_for_up_to_16_tokens(num_splits: int, merge: Any, new: int) -> None:
+@pytest.mark.parametrize("new", [4, 5, 16, 17, 500])
+def test_never_three_launches(num_splits: int, merge: Any, new: int) -> None:
     """Of more than a few the kernel writes them only where that saves the third."""
     kernel = kernel_named("hopper_decode_split")
     problem = replace(DECODE, seqlen_new=new)
@@ -83,14 +89,36 @@ def test_never_three_launches_for_up_to_16_tokens(num_splits: int, merge: Any, n
     three = num_splits > 1 and merge == "combine"
     assert config.appends == (new <= 4 or three)
     assert config.appends or why.startswith(f"append runs before it: new keys {new}: more than 4")
+    assert launches(config) == (1 if config.appends and not three else 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("device", [H200, A100], ids=str)
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16), Paged(64)], ids=str)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_prompts_take_two_launches(policy: str, device: Any, place: Any, batch: int) -> None:
+    """Keys in parts are merged where they are made, by whoever made them last."""
+    merges = []
+    for seqlen_q, seqlen_k, kv_heads in product((17, 64, 256), (4096, 32768), (1, 8)):
+        sizes = {"batch": batch, "num_heads": 8 * kv_heads, "num_kv_heads": kv_heads}
+        sizes |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "seqlen_new": seqlen_q}
+        problem = replace(DECODE, place=place, **sizes)
+        packed = replace(problem, kind="varlen", place=Paged(64), seqlen_new=0, rotary=False)
+        for asked in (problem, packed):
+            plan = splitkv.plan(asked, device=device, policy=policy)
+            assert launches(plan.config) == 2, asked
+            merges.append(plan.config.merge)
+    assert "last" in merges or policy not in BY_TIME
 
 
 def test_explain_says_who_writes_them() -> None:
     told = str(splitkv.explain(DECODE, device=H200))
     assert "1 new key, rotary" in told
     assert "new tokens         written by the kernel" in told
-    told = str(splitkv.explain(replace(DECODE, seqlen_new=100), device=H200))
+    prompt = replace(DECODE, seqlen_q=100, seqlen_new=100)
+    told = str(splitkv.explain(prompt, device=H200))
     assert "new tokens         append runs before" in told
+    assert "merged by the programs that come last" in told
     alone = replace(DECODE, seqlen_new=0, rotary=False)
     assert "new tokens" not in str(splitkv.explain(alone, device=H200))
 
@@ -102,7 +130,8 @@ def test_metadata_leaves_it_to_the_call() -> None:
     on_gpu = splitkv.plan(replace(made.problem, seqlen_k=4096), device=H200)
     call = fitted(on_gpu, DECODE)
     assert call.config.appends and call.problem.rotary
-    many = fitted(on_gpu, replace(DECODE, seqlen_new=100))
+    in_one = replace(on_gpu, config=replace(on_gpu.config, num_splits=1, merge="combine"))
+    many = fitted(in_one, replace(DECODE, seqlen_new=100))
     assert not many.config.appends
     assert not fitted(call, replace(DECODE, seqlen_new=0, rotary=False)).config.appends
 
@@ -228,6 +257,31 @@ def test_options_of_decode_are_bound_anew(bound: list[Appending]) -> None:
     for changes in ({}, {"causal": False}, {"softcap": 2.0}, {"num_splits": 3}):
         append_and_decode(made.new, *tensors, **arguments(made) | changes)
     assert [len(x.calls) for x in bound] == [1] * 4
+
+
+def test_what_is_decided_of_the_whole_call_holds_for_decode_after_append(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of a prompt are merged where they are made, though decode by itself has a `combine`."""
+    prompt = replace(problem_of(), seqlen_q=20, seqlen_k=70, mask=Mask(causal=True))
+    planned = replace(DECODE, batch=1, seqlen_q=20, seqlen_k=32768, seqlen_new=20)
+    on_gpu = splitkv.plan(planned, device=H200)
+    assert on_gpu.config.merge == "last"
+    asked: list[Problem] = []
+
+    def plan_for(problem: Problem, *rest: Any) -> Plan:
+        asked.append(problem)
+        return replace(on_gpu, problem=problem)
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(append_decode, "_calls", {})
+    monkeypatch.setattr(append_decode, "plan_for", plan_for)
+    monkeypatch.setattr(append_decode, "decode", lambda *tensors, **how: given.update(how))
+    made = step(prompt, {**PLAIN, "new": "several"})
+    q, k, v = (made.call[name] for name in ("q", "k_cache", "v_cache"))
+    append_and_decode(made.new, q, k, v, num_splits=3, **arguments(made))
+    assert asked[0].appends and not given["plan"].problem.appends
+    assert given["plan"].config == on_gpu.config and given["num_splits"] == 0
 
 
 # --- a call again ------------------------------------------------------------------------------

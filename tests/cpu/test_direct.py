@@ -5,6 +5,7 @@ Nothing is launched: the C function that Triton would call is a recorder here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -362,6 +363,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
     monkeypatch.setattr(workspace, "make_buffer", make_buffer)
     monkeypatch.setattr(workspace, "_buffers", {})
+    monkeypatch.setattr(workspace, "_counters", {})
+    monkeypatch.setattr(workspace, "_of_streams", {})
+    zeros = functools.partial(torch.zeros, dtype=torch.int64)
+    monkeypatch.setattr(workspace, "_zeros", lambda device, numel, captured: zeros(numel))
     return state
 
 
@@ -473,16 +478,16 @@ SEQUENCES = ("q", "k", "v", "out", "cu_q", "cu_k", "lens", "table", "sink")
 SEQUENCES += ("q_scale", "k_scale", "v_scale")
 
 
-def sequences_of(launched: Launched, merged: bool = True) -> direct.Sequences:
+def sequences_of(launched: Launched, merge: str | None = "combine") -> direct.Sequences:
+    """With partials, unless `merge` is None."""
     return direct.Sequences(
         launched.split,
-        launched.merge if merged else None,
+        launched.merge if merge == "combine" else None,
         torch.device("cuda", 0),
         torch.bfloat16,
         (9, 4, 32),
         (4, 9),
-        32 * 12,
-        12,
+        *((0, 0) if merge is None else (32 * 12, 12)),
     )
 
 
@@ -490,13 +495,13 @@ def sequences_of(launched: Launched, merged: bool = True) -> direct.Sequences:
     "names",
     [(), ("cu_q", "cu_k"), ("cu_q", "lens", "table", "sink", "out"), ("k_scale", "v_scale")],
 )
-@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("merge", ["combine", "last", None])
 def test_a_call_of_sequences_again(
-    gpu: SimpleNamespace, names: tuple[str, ...], merged: bool
+    gpu: SimpleNamespace, names: tuple[str, ...], merge: str | None
 ) -> None:
     launched, call = Launched(), dict.fromkeys(SEQUENCES)
     call |= {name: torch.zeros(4, 8) for name in ("q", "k", "v", *names)}
-    made = sequences_of(launched, merged).call(*call.values(), 0.5, None)
+    made = sequences_of(launched, merge).call(*call.values(), 0.5, None)
     assert made is not None
     out, lse = made
     assert out is call["out"] or (out.shape, out.dtype) == ((9, 4, 32), torch.bfloat16)
@@ -505,16 +510,20 @@ def test_a_call_of_sequences_again(
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr()
     assert split[:4] == (STREAM, (q, q, k, k, v, final[0]), *final)
-    assert split[5:] == (*others, 0.5, None)
-    if not merged:
-        assert split[4] is None and not merges
+    assert split[6:] == (*others, 0.5, None)
+    if merge is None:
+        assert split[4] is split[5] is None and not merges
         return
     acc, m, l = split[4]
     assert (m - acc, l - m) == (4 * 32 * 12, 4 * 32)
-    assert merges == [(STREAM, split[4], final, others[0], others[4])]
+    by_combine = merge == "combine"
+    assert merges == [(STREAM, split[4], final, others[0], others[4])] * by_combine
+    assert (split[5] is None) == by_combine
     gpu.captured = True
-    sequences_of(launched).call(*call.values(), 0.5, None)
-    assert launched.calls[-2][4] != split[4] and workspace.held_bytes() == 4 * 512
+    sequences_of(launched, merge).call(*call.values(), 0.5, None)
+    in_graph = launched.calls[1 + by_combine]
+    assert in_graph[4] != split[4] and workspace.held_bytes() == 4 * 512
+    assert by_combine or in_graph[5] != split[5]
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -542,6 +551,35 @@ def test_partials_stay_where_they_are(gpu: SimpleNamespace) -> None:
     assert workspace.held_bytes() == 4 * (65536 + 512)
     workspace.release()
     assert workspace.held_bytes() == 0
+
+
+def test_counters_are_those_of_a_stream_or_of_one_captured_launch(gpu: SimpleNamespace) -> None:
+    eager = [workspace.counter(0, stream).data_ptr() for stream in (5, 6, 5, 6)]
+    graph = [workspace.counter(0, 5, captured=True).data_ptr() for _ in range(3)]
+    assert eager[:2] == eager[2:] and len({*eager, *graph}) == 5
+    room = 8 * workspace.WIDTH
+    assert all(abs(a - b) % room == 0 for a in eager for b in graph)
+
+
+def test_counters_that_are_used_up_or_not_there(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph makes its own, which it clears; outside of one many are made at once."""
+    made: list[tuple[int, bool]] = []
+
+    def zeros(device: int, numel: int, captured: bool) -> torch.Tensor:
+        made.append((numel, captured))
+        return torch.zeros(numel, dtype=torch.int64)
+
+    monkeypatch.setattr(workspace, "_zeros", zeros)
+    monkeypatch.setattr(workspace, "MAX_COUNTERS", 2)
+    workspace.counter(0, 5, captured=True)
+    for stream in (5, 6, 5):
+        workspace.counter(0, stream)
+    workspace.counter(0, 5, captured=True)
+    workspace.counter(0, 7)
+    few, many = (workspace.WIDTH, True), (2 * workspace.WIDTH, False)
+    assert made == [few, many, few, many]
 
 
 def test_a_graph_has_partials_of_its_own(gpu: SimpleNamespace) -> None:

@@ -1052,6 +1052,14 @@ def test_plan_of_a_schedule_that_the_kernel_lacks() -> None:
             splitkv.decode(**CONTIGUOUS, plan=other)
 
 
+def test_plan_of_a_merge_that_the_kernel_lacks() -> None:
+    made = splitkv.plan(*POSITIONAL_DECODE)
+    for merge in ("cluster", "last"):
+        other = replace(made, config=replace(made.config, num_splits=4, merge=merge))
+        with refused(f"plan.config.merge: expected 'combine', got '{merge}'"):
+            splitkv.decode(**CONTIGUOUS, plan=other)
+
+
 def test_plan_and_num_splits() -> None:
     made = splitkv.plan(*POSITIONAL_DECODE)
     with refused("num_splits: expected 0 with a plan, got 3"):

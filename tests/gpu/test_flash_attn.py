@@ -121,19 +121,45 @@ def test_append_rotary_and_attention_are_one_launch(
         call["k_cache"], call["v_cache"] = (call[n].view(4, -1, 8, 128) for n in NAMES)
         call["cache_batch_idx"] = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE)
         del call["page_table"]
-    for _ in range(2):
-        flash_attn_with_kvcache(**call)
+    work = launches(lambda: flash_attn_with_kvcache(**call), tmp_path)
+    assert not any("append_kv" in name for name in work)
+    assert len(work) == wanted, work
+
+
+def launches(run: Callable[[], Any], folder: Path) -> list[str]:
+    """What a call starts on the GPU, once it is known."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=GPU_ALONE, acc_events=True) as profile:
-        flash_attn_with_kvcache(**call)
+        run()
         torch.cuda.synchronize()
     # by category, as the profiler's own overhead has a time on the device too
-    trace = tmp_path / "trace.json"
+    trace = folder / "trace.json"
     profile.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     work = [e["name"] for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    work = [name for name in work if "FillFunctor" not in name]  # the tests' poison
-    assert not any("append_kv" in name for name in work)
-    assert len(work) == wanted, work
+    return [name for name in work if "FillFunctor" not in name]  # the tests' poison
+
+
+@pytest.mark.parametrize("how", ["dense", "packed", "compiled"])
+@pytest.mark.parametrize(("queries", "new"), [(1, 1), (1, 40), (16, 16), (17, 17), (64, 64)])
+def test_at_most_two_launches(how: str, queries: int, new: int, tmp_path: Path) -> None:
+    """Whoever writes the new tokens, and however many parts there are."""
+    call = appending.model_step((8, 1), 64, DEVICE)
+    q, k = (
+        torch.randn(4, n, h, 128, device=DEVICE).bfloat16() for n, h in ((queries, 8), (new, 1))
+    )
+    call |= {"q": q, "k": k, "v": k.clone(), "cache_seqlens": call["cache_seqlens"] + 3000}
+    if how == "packed":
+        bounds = torch.arange(5, dtype=torch.int32, device=DEVICE) * queries
+        call |= {"q": q.flatten(0, 1), "cu_seqlens_q": bounds, "max_seqlen_q": queries}
+    function = flash_attn_with_kvcache
+    if how == "compiled":
+        torch.compiler.reset()
+        function = torch.compile(function, backend="eager")
+    work = launches(lambda: function(**call), tmp_path)
+    assert 1 <= len(work) <= 2, work
 
 
 def test_no_host_sync(no_host_sync: Callable[[], AbstractContextManager[None]]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import cases
@@ -191,7 +191,8 @@ ON_PAGES = {
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("in_cache", "kernel", "config"), each_config(ON_PAGES, *BOTH))
 def test_every_config_on_pages(in_cache: Problem, kernel: str, config: Config, parts: int) -> None:
-    made = plan_of_config(in_cache, kernel, replace(config, num_splits=parts))
+    merge = "last" if parts > 1 else "combine"
+    made = plan_of_config(in_cache, kernel, replace(config, num_splits=parts, merge=merge))
     serve = in_pages(in_cache.place.page_size, under(made))
     check(replace(in_cache, place=Ragged()), device=DEVICE, run=serve)
 
@@ -226,9 +227,11 @@ def test_prompts_beside_single_tokens(mask: Mask, page_size: int) -> None:
     working, _ = expected(problem, ragged, upcast=False)
     plan = splitkv.plan(problem)
     made_for = [splitkv.plan(problem, policy=only(k.name)) for k in kernels_for(problem)]
-    cuts = [(plan, plan.config.num_splits), *((made, n) for made in made_for for n in (1, 7))]
-    for plan, parts in cuts:
-        made = replace(plan, config=replace(plan.config, num_splits=parts))
+    ways = [(plan.kernel, plan.config)]
+    for other, (parts, merge) in product(made_for, ((1, "combine"), (7, "combine"), (7, "last"))):
+        ways.append((other.kernel, replace(other.config, num_splits=parts, merge=merge)))
+    for kernel, config in ways:
+        made = replace(plan, kernel=kernel, config=config)
         first = run(problem, call | {"plan": made})
         assert_close(first[0], ref, working)
         assert ref_lse is not None and first[1] is not None
@@ -262,8 +265,9 @@ def test_decode_of_many_tokens(place: Any, seqlen_q: int) -> None:
     check(problem, device=DEVICE, run=run, zero_length=True)
     for kernel in kernels_for(problem):
         plan = splitkv.plan(problem, policy=only(kernel.name))
-        for parts in (1, 3, 40):
-            made = replace(plan, config=replace(plan.config, num_splits=parts))
+        ways = [(1, "combine"), *product((3, 40), kernel.merges)]
+        for parts, merge in ways:
+            made = replace(plan, config=replace(plan.config, num_splits=parts, merge=merge))
             check(problem, device=DEVICE, run=under(made), strided=True)
 
 
@@ -281,7 +285,8 @@ IN_PARTS = {
 
 @pytest.mark.parametrize(("problem", "kernel", "config"), each_config(IN_PARTS, *BOTH))
 def test_every_config_in_parts(problem: Problem, kernel: str, config: Config) -> None:
-    made = plan_of_config(problem, kernel, replace(config, num_splits=9))
+    merge = "last" if problem.place == Contiguous() else "combine"
+    made = plan_of_config(problem, kernel, replace(config, num_splits=9, merge=merge))
     check(problem, device=DEVICE, run=under(made), zero_length=True)
 
 

@@ -12,7 +12,8 @@ from running import DEVICE, SERVING, kernels, plan_with, same_bits
 
 import splitkv
 from splitkv.kernels import workspace
-from splitkv.testing import make_operands
+from splitkv.registry import kernel_named
+from splitkv.testing import captured, make_operands
 
 # Of different sizes, so that sharing a buffer would show.
 PROBLEMS = (
@@ -20,24 +21,27 @@ PROBLEMS = (
     replace(SERVING, batch=2, seqlen_k=3000, head_dim=64, head_dim_v=64),
     replace(SERVING, batch=7, num_heads=16, seqlen_k=1000),
 )
-every_kernel = pytest.mark.parametrize("kernel", kernels(SERVING))
+HOW = [(name, merge) for name in kernels(SERVING) for merge in kernel_named(name).merges]
+every_kernel = pytest.mark.parametrize(
+    ("kernel", "merge"), [how for how in HOW if how[1] != "cluster"]
+)
 
 
-def made(kernel: str, num_splits: int) -> tuple[list[Any], list[Any]]:
+def made(kernel: str, merge: str, num_splits: int) -> tuple[list[Any], list[Any]]:
     """Calls and what they give when they are alone."""
-    calls = [
-        make_operands(problem, device=DEVICE, seed=i)
-        | {"plan": plan_with(kernel, problem, num_splits)}
-        for i, problem in enumerate(PROBLEMS)
-    ]
+    calls = []
+    for i, problem in enumerate(PROBLEMS):
+        plan = plan_with(kernel, problem, num_splits)
+        plan = replace(plan, config=replace(plan.config, merge=merge))
+        calls.append(make_operands(problem, device=DEVICE, seed=i) | {"plan": plan})
     wanted = [splitkv.decode(**call) for call in calls]
     torch.cuda.synchronize()
     return calls, wanted
 
 
 @every_kernel
-def test_streams(kernel: str) -> None:
-    calls, wanted = made(kernel, num_splits=24)
+def test_streams(kernel: str, merge: str) -> None:
+    calls, wanted = made(kernel, merge, num_splits=24)
     streams = [torch.cuda.Stream() for _ in calls]
     results: list[list[Any]] = [[] for _ in calls]
     for _ in range(60):
@@ -50,10 +54,10 @@ def test_streams(kernel: str) -> None:
 
 
 @every_kernel
-def test_one_stream_after_another(kernel: str) -> None:
+def test_one_stream_after_another(kernel: str, merge: str) -> None:
     """A buffer that grows for one call is not taken from under the one before."""
     workspace.release()
-    calls, wanted = made(kernel, num_splits=24)
+    calls, wanted = made(kernel, merge, num_splits=24)
     workspace.release()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -64,8 +68,8 @@ def test_one_stream_after_another(kernel: str) -> None:
 
 
 @every_kernel
-def test_threads(kernel: str) -> None:
-    calls, wanted = made(kernel, num_splits=24)
+def test_threads(kernel: str, merge: str) -> None:
+    calls, wanted = made(kernel, merge, num_splits=24)
 
     def work(i: int) -> bool:
         stream = torch.cuda.Stream()
@@ -76,6 +80,23 @@ def test_threads(kernel: str) -> None:
 
     with ThreadPoolExecutor(len(calls)) as threads:
         assert all(threads.map(work, range(len(calls))))
+
+
+@pytest.mark.parametrize("kernel", [name for name, merge in HOW if merge == "last"])
+def test_graphs_at_once(kernel: str) -> None:
+    """Each launch in a graph meets in counters of its own, in every replay."""
+    calls, wanted = made(kernel, "last", num_splits=24)
+    graphs = [
+        captured(lambda call=call: [splitkv.decode(**call) for _ in range(10)]) for call in calls
+    ]
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(20):
+        for (replay, _), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                replay()
+    torch.cuda.synchronize()
+    for (_, results), alone in zip(graphs, wanted, strict=True):
+        assert all(same_bits(result, alone) for result in results)
 
 
 def test_the_workspace_is_bounded_and_kept() -> None:

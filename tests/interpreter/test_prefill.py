@@ -17,7 +17,7 @@ from training import few_programs, paged, problem_of
 import splitkv
 from splitkv import reference
 from splitkv.device import GPUS
-from splitkv.kernels import prefill
+from splitkv.kernels import prefill, workspace
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.dropout import kept
 from splitkv.kernels.tile.visit import tile_at, tiles_seen, visits
@@ -70,7 +70,10 @@ AXES: cases.Axes = {
 }
 
 
-def run(tile_m: int = 16, tile_n: int = 16, **options: int) -> Any:
+MERGES = ("combine", "last")
+
+
+def run(tile_m: int = 16, tile_n: int = 16, **options: Any) -> Any:
     """`run=` of `check`, with tiles so small that a few rows and keys are several."""
 
     def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -130,6 +133,7 @@ PARTS_AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
     "seqlens": ((1, 1), (1, 90), (9, 100), (33, 16)),
     "parts": (2, 3, 6),
+    "merge": MERGES,
 }
 
 
@@ -137,16 +141,17 @@ PARTS_AXES: cases.Axes = {
 def test_parts(number: int) -> None:
     """Keys cut into parts, more of them than some row tiles have tiles of keys."""
     values = dict(PARTS[number])
-    tiles, parts = values.pop("tiles"), values.pop("parts")
+    tiles, parts, merge = (values.pop(name) for name in ("tiles", "parts", "merge"))
     problem = problem_of(values)
     options = {"zero_length": True} if problem.kind == "varlen" and problem.batch > 1 else {}
-    check(problem, run=run(*tiles, num_splits=parts), strided=number % 3 == 0, **options)
+    launch = run(*tiles, num_splits=parts, merge=merge)
+    check(problem, run=launch, strided=number % 3 == 0, **options)
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(("page_size", "merge"), [(None, "combine"), (16, "combine"), (16, "last")])
 @pytest.mark.parametrize("mask", [Mask(True), Mask(True, 30, -1, 5)], ids=str)
 def test_prompts_beside_single_tokens(
-    mask: Mask, page_size: int | None, monkeypatch: pytest.MonkeyPatch
+    mask: Mask, page_size: int | None, merge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the keys of few tokens are cut; prompts are finished in one part."""
     monkeypatch.setattr(splitkv.problem, "MAX_CUT_TOKENS", 16)
@@ -158,7 +163,7 @@ def test_prompts_beside_single_tokens(
     call["q"] = call["q"][:54]
     whole = run()(problem, call)
     ref, ref_lse = expected(problem, call)
-    launch = run(num_splits=4)
+    launch = run(num_splits=4, merge=merge)
     out, lse = (in_pages(page_size, launch) if page_size else launch)(problem, call)
     working, _ = expected(problem, call, upcast=False)
     assert_close(out, ref, working)
@@ -167,11 +172,28 @@ def test_prompts_beside_single_tokens(
         assert torch.equal(out[sequence], whole[0][sequence]) != cut
 
 
+@pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("split_size", [16, 48])
-def test_parts_of_a_fixed_size(split_size: int) -> None:
+def test_parts_of_a_fixed_size(split_size: int, merge: str) -> None:
     problem = replace(DENSE, seqlen_q=3, seqlen_k=150, mask=Mask(True))
     parts = -(-150 // split_size)
-    check(problem, run=run(num_splits=parts, schedule="fixed", split_size=split_size))
+    launch = run(num_splits=parts, schedule="fixed", split_size=split_size, merge=merge)
+    check(problem, run=launch)
+
+
+def test_counters_are_as_before_after_every_launch() -> None:
+    """The one for the next launch is 0, and launches take turns; with more parts than a step."""
+    problem = replace(DENSE, batch=1, seqlen_q=2, seqlen_k=80, sink_logits=True, **ONE_GROUP)
+    call = make_operands(problem)
+    wanted, _ = run(num_splits=5)(problem, call)
+    counter = workspace.counter(-1, 0)
+    for parts in (5, 2, 5):
+        used = int(counter[2])
+        assert counter[used] == 0
+        out, lse = run(num_splits=parts, merge="last")(problem, call)
+        assert int(counter[2]) == 1 - used and counter[1 - used] == 0
+        if parts == 5:
+            assert torch.equal(out, wanted)
 
 
 DECODE = replace(DENSE, kind="decode", seqlen_q=40, seqlen_k=90, mask=Mask(True), head_dim=24)
@@ -182,6 +204,7 @@ DECODE_AXES: cases.Axes = {
     "lengths": ("host", "device"),
     "place": (Contiguous(), Paged(8), Paged(16), Paged(100)),
     "parts": (1, 3),
+    "merge": MERGES,
 }
 
 
@@ -190,16 +213,17 @@ def test_decode_of_many_tokens(values: cases.Values) -> None:
     parts, lengths = values["parts"], values["lengths"]
     problem = replace(DECODE, lengths=lengths, place=values["place"], sink_logits=parts == 1)
     options = {"lengths": (90, 17)} if lengths == "device" else {}
-    check(problem, run=run(num_splits=parts), strided=parts > 1, **options)
+    launch = run(num_splits=parts, merge=values["merge"])
+    check(problem, run=launch, strided=parts > 1, **options)
 
 
 def test_decode_writes_where_it_is_told() -> None:
     problem = replace(DECODE, head_dim_v=16)
     call = make_operands(problem)
-    for parts in (1, 3):
+    for parts, merge in ((1, "combine"), (3, "combine"), (3, "last")):
         room = torch.full((2, 40, 6, 24), math.nan, dtype=torch.float16)
         call["out"] = room[:, :, 3:, :16]
-        out, _ = run(num_splits=parts)(problem, call)
+        out, _ = run(num_splits=parts, merge=merge)(problem, call)
         assert out is call["out"]
         assert_close(out, expected(problem, call)[0], expected(problem, call, upcast=False)[0])
         assert room[:, :, :3].isnan().all() and room[..., 16:].isnan().all()

@@ -36,7 +36,7 @@ from splitkv.launch import describe, device_of, fit_plan, layout
 from splitkv.plans import Plan
 from splitkv.problem import Problem
 
-MAX_DECODE_QUERIES = 16  # more of them are a prompt: attention_varlen
+MAX_DECODE_QUERIES = 16  # more of them are a prompt: num_splits says nothing about it
 MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
 _problems: dict[Any, Problem] = {}
 
@@ -121,7 +121,43 @@ def flash_attn_with_kvcache(
     Returns out, as q with head_dim_v, and with return_softmax_lse softmax_lse [batch, num_heads,
     seqlen_q], packed [num_heads, total_q]: -inf for a row that sees no key; the sink included.
     """
-    given = locals()
+    given = {  # and not locals(), at which torch.compile stops
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "k": k,
+        "v": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "block_table": block_table,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "rotary_interleaved": rotary_interleaved,
+        "alibi_slopes": alibi_slopes,
+        "num_splits": num_splits,
+        "return_softmax_lse": return_softmax_lse,
+        "page_table": page_table,
+        "leftpad_k": leftpad_k,
+        "qv": qv,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "max_seqlen_q": max_seqlen_q,
+        "rotary_seqlens": rotary_seqlens,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "attention_chunk": attention_chunk,
+        "scheduler_metadata": scheduler_metadata,
+        "pack_gqa": pack_gqa,
+        "sm_margin": sm_margin,
+        "s_aux": s_aux,
+        "learnable_sink": learnable_sink,
+    }
     known = again(given)
     if known is not None:
         return known
@@ -389,10 +425,7 @@ class Attend:
         result = self.run(call)
         out: Any
         out, lse = result if self.arguments["return_lse"] else (result, None)
-        dense, packed = len(self.shape) == 4, self.q.dim() == 3
-        if lse is not None and dense and packed:
-            lse = lse.unflatten(1, self.shape[:2]).transpose(0, 1)
-        elif lse is not None and not (dense or packed):
+        if lse is not None and len(self.shape) < self.q.dim():  # packed single tokens
             lse = lse[..., 0].transpose(0, 1)
         out = out.view(*self.shape[:-1], out.shape[-1])
         return out if lse is None else (out, lse)
@@ -412,9 +445,6 @@ def _attend(
     shape, batch = tuple(q.shape), cache.batch
     if ragged is not None and ragged.max_seqlen_q == 1 and q.shape[0] == batch:
         ragged, q = None, q[:, None]
-    elif ragged is None and q.shape[1] > MAX_DECODE_QUERIES:
-        bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
-        ragged, q = Ragged(bounds, q.shape[1]), q.flatten(0, 1)
     k, v, table = pages_of(cache, ragged is not None)
     arguments = options.for_decode() | {"page_table": table, "max_seqlen_k": cache.capacity}
     if ragged is not None:
@@ -427,7 +457,8 @@ def _attend(
         arguments["max_seqlen_k"] = min(cache.capacity, metadata.problem.seqlen_k)
     problem = _problem(q, k, v, cache_seqlens=seqlens, **arguments, **scales)
     if metadata is None:
-        arguments["num_splits"] = options.num_splits
+        few = q.shape[1] <= MAX_DECODE_QUERIES
+        arguments["num_splits"] = options.num_splits if few else 0
     else:
         problem = problem if call is None else appending(problem, call)
         plan = fitted(metadata, problem)

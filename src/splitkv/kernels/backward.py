@@ -47,8 +47,8 @@ from splitkv.device import Device
 from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.backward_rows import Stats, statistics, strides_of_stats
 from splitkv.kernels.parts import padded_dims
-from splitkv.kernels.prefill import (
-    SIZES,
+from splitkv.kernels.prefill import SIZES
+from splitkv.kernels.sequence_sizes import (
     offset_type,
     scoring_of,
     stride_slope,

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.kernels.prefill import SIZES, lse_strides, strides_of
+from splitkv.kernels.prefill import SIZES
+from splitkv.kernels.sequence_sizes import lse_strides, strides_of
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
 from splitkv.problem import Operands, Problem

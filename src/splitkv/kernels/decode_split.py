@@ -79,7 +79,6 @@ from splitkv.plans import Config, Kernel, Plan
 from splitkv.problem import Operands, Problem
 from splitkv.scores import PLAIN
 
-MAX_NEW = 16  # new tokens of a sequence that one program a head writes; more are for `append`
 MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_SPLITS, MAX_GRID = 256, 16, 64, 1024, 65535
 MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on configs spill on sm_90
 
@@ -445,8 +444,6 @@ class Launcher(decode_launch.Launcher):
 def apart(problem: Problem) -> list[str]:
     """What of new tokens is left to `append`."""
     reasons = []
-    if problem.seqlen_new > MAX_NEW:
-        reasons.append(f"new keys {problem.seqlen_new}: expected at most {MAX_NEW}")
     if problem.lengths == "host":
         reasons.append("lengths host: expected device")
     if problem.codec.granularity == "token":

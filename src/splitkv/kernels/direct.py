@@ -247,7 +247,7 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 class _Again:
     """What a call needs again, once its kernels are compiled: new results, a stream's partials.
 
-    merge        as the class says, or None: one part each
+    merge        as the class says, or None: one part each, or merged where they are made
     lse_shape    None: no LSE is wanted
     acc, rows    elements and rows of the partials
 
@@ -279,6 +279,7 @@ class _Again:
         self.current_stream = torch._C._cuda_getCurrentRawStream
         self.capturing = torch._C._cuda_isCurrentStreamCapturing
         self.buffers, self.make_buffer = workspace.buffers(device.index), workspace.make_buffer
+        self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
 
@@ -401,8 +402,9 @@ class Sequences(_Again):
     """Attention of whole sequences by a kernel for Hopper: allocate, launch, merge.
 
     launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, those of
-             out, lse, the partials, cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table,
-             sink_logits and the scales of q, k and v, scale and softcap
+             out, lse, the partials, the counters where it merges them itself, cu_seqlens_q,
+             cu_seqlens_k, cache_seqlens, page_table, sink_logits and the scales of q, k and v,
+             scale and softcap
     merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink)
     """
 
@@ -442,8 +444,9 @@ class Sequences(_Again):
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
         maps = at_q, at_q, at_k, at_k, at_v, at_out
-        if merge is None:
-            self.launch(stream, maps, at_out, at_lse, None, *others, scale, softcap)
+        rest = *others, scale, softcap
+        if not self.numel:
+            self.launch(stream, maps, at_out, at_lse, None, None, *rest)
             return out, lse
         captured = self.capturing()
         buffer = None if captured else self.buffers.pop(stream, None)
@@ -451,8 +454,12 @@ class Sequences(_Again):
             buffer = self.make_buffer(self.device, self.numel, captured)
         at = buffer[0]
         partial = at, at + self.m_at, at + self.l_at
-        self.launch(stream, maps, at_out, at_lse, partial, *others, scale, softcap)
-        merge(stream, partial, (at_out, at_lse), others[0], others[4])
+        if merge is None:
+            count = self.counter(self.device, stream, captured).data_ptr()
+            self.launch(stream, maps, at_out, at_lse, partial, count, *rest)
+        else:
+            self.launch(stream, maps, at_out, at_lse, partial, None, *rest)
+            merge(stream, partial, (at_out, at_lse), others[0], others[4])
         if not captured:
             self.buffers[stream] = buffer
         return out, lse

@@ -14,9 +14,9 @@ there are two loops, one over those tiles and the tiles of the sink tokens, whic
 one over the tiles between, which asks nothing.
 
 Where few queries face many keys, the tiles of a row tile are cut into parts, as in `decode_split`,
-and `combine` merges them. Beside prompts, only those of sequences of at most `Problem.cut_tokens`
-tokens are: so one launch serves a batch in which some sequences have a chunk of a prompt and others
-one new token.
+and `combine` merges them, or the programs that come last do (tile/merge.py). Beside prompts, only
+those of sequences of at most `Problem.cut_tokens` tokens are: so one launch serves a batch in which
+some sequences have a chunk of a prompt and others one new token.
 
 Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v [batch, seqlen_k, num_kv_heads, dim]; out
             as q, with head_dim_v; lse [batch, num_heads, seqlen_q] fp32; scales: see scales.py
@@ -43,7 +43,6 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -55,8 +54,18 @@ from torch import Tensor
 
 from splitkv.device import Device
 from splitkv.kernels import workspace
-from splitkv.kernels.combine import FINISHED, Final, combine, merge_tiles, write_absent
+from splitkv.kernels.combine import FINISHED, Final, Partial, combine, merge_tiles, write_absent
 from splitkv.kernels.parts import num_parts, padded_dims
+from splitkv.kernels.sequence_sizes import (
+    draw_seed,
+    lse_shape,
+    lse_strides,
+    offset_type,
+    scoring_of,
+    stride_slope,
+    strides_of,
+    tiles_and_lanes,
+)
 from splitkv.kernels.tile.attend import attend, write_rows
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.codec import widen
@@ -71,10 +80,19 @@ from splitkv.kernels.tile.dequantize import (
     units_of,
 )
 from splitkv.kernels.tile.locate import Pages
+from splitkv.kernels.tile.merge import (
+    MOST_ARRIVALS,
+    Meeting,
+    Merged,
+    counter_in_use,
+    meet_and_merge,
+    parts_a_step,
+    rows_a_step,
+    say_running,
+)
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share
 from splitkv.kernels.tile.visit import (
     Keys,
-    Strides,
     cut,
     load_tile,
     own_part,
@@ -115,7 +133,6 @@ SINGLE: dict[int, tuple[Shape, ...]] = {
     128: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 2)),
     256: ((16, 16, 8, 2), (16, 16, 4, 2)),
 }
-LOG2_E = math.log2(math.e)
 LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 TENSORS = (*LEAVES, "cu_seqlens_q", "cu_seqlens_k")  # of Operands
 SIZES = (  # arguments whose values are no reason to compile again
@@ -137,6 +154,7 @@ def prefill(
     stored,  # Stored
     final,  # Final
     partial,  # Partial, or None: one part
+    count_ptr,  # see tile/merge.py; None: `combine` merges
     sink_ptr,  # [num_heads], or None
     slope_ptr,  # [(batch,) num_heads], or None
     scoring,  # Scoring
@@ -171,6 +189,8 @@ def prefill(
     STAGES: tl.constexpr,
     OFFSET: tl.constexpr,  # the type of offsets inside a tile of keys
     UNITS: tl.constexpr,  # see tile/dequantize.py
+    TILE_P: tl.constexpr,  # parts that are merged a step, of TILE_R rows
+    TILE_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:  # as in decode_split
@@ -178,6 +198,14 @@ def prefill(
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     bounds = Bounds(left, right, sink_tokens, chunk)
+    meeting = Meeting(count_ptr, tl.num_programs(0), 1)
+    merged = Merged(
+        *(cu_q_ptr, batch, most_q, parts, num_kv_heads * GROUP, out_strides, lse_strides)
+    )
+    if count_ptr is not None:
+        which = counter_in_use(meeting)
+        say_running(meeting, which)
+        to_merge = meeting, which, partial, final, sink_ptr, merged
 
     # whose rows, and which  [TILE_M]
     cutting = tl.program_id(0), tiles, lanes, width, parts, most_q
@@ -186,8 +214,10 @@ def prefill(
     part, b, h, tile_m, first_q, len_q, first_k, len_k = own
     if lens_ptr is not None:
         len_k = tl.load(lens_ptr + b, mask=b < batch, other=0)
-    if tile_m * TILE_M >= len_q * GROUP:
-        return
+    nothing = tile_m * TILE_M >= len_q * GROUP
+    if count_ptr is None:  # else such programs arrive
+        if nothing:
+            return
     _, t, head, row_ok = rows_of(tile_m, h, len_q, GROUP, TILE_M)
     shift = len_k - len_q
     slope = None
@@ -208,8 +238,10 @@ def prefill(
         slot = ((b * most_q + t).to(tl.int64) * num_kv_heads + h) * parts + part
         slot_rows = slot * GROUP + head % GROUP
         slot_ok = row_ok & cuttable & (b < batch)
-        if part >= num_parts:
+        if (part >= num_parts) | nothing:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, slot_ok, 0.0)
+            if count_ptr is not None:
+                meet_and_merge(*to_merge, GROUP, HEAD_DIM_V, DIM_V, TILE_P, TILE_R)
             return
         visit = cut(visit, part, per)
     slab = b
@@ -260,6 +292,8 @@ def prefill(
         store_tile(partial.acc_ptr + slot_rows * HEAD_DIM_V, acc, slot_ok, HEAD_DIM_V)
         tl.store(partial.m_ptr + slot_rows, m, mask=slot_ok)
         tl.store(partial.l_ptr + slot_rows, l, mask=slot_ok)
+    if count_ptr is not None:
+        meet_and_merge(*to_merge, GROUP, HEAD_DIM_V, DIM_V, TILE_P, TILE_R)
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -351,66 +385,6 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     )
 
 
-def tiles_and_lanes(
-    problem: Problem, device: Device, total: int, rows: int, tile: int, lane_bytes: int
-) -> tuple[int, int, int]:
-    """(tiles of a lane, lanes, lanes together) for tokens of `rows` rows, `total` if packed.
-
-    Together: as many lanes as have their `lane_bytes` of operands in half of the L2, which on the
-    large GPUs is in two halves that hold the same.
-    """
-    if problem.kind == "varlen":
-        return total * rows // tile + problem.batch + 1, problem.num_kv_heads, problem.num_kv_heads
-    length, lanes = total // max(problem.batch, 1), problem.batch * problem.num_kv_heads
-    together = device.l2_bytes // 2 // max(lane_bytes, 1)
-    return triton.cdiv(length * rows, tile), lanes, max(1, min(together, lanes))
-
-
-def bounds_of(problem: Problem) -> tuple[int | None, int | None, int | None]:
-    """Of a mask without chunks: left, right, sink tokens."""
-    return problem.mask.bounds[:3]
-
-
-def strides_of(x: Tensor) -> Strides:
-    """Of an operand or its like; 0 along what has one element, as Triton knows 1 by its value."""
-    steps = [0 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
-    return Strides(*(steps if x.dim() == 4 else [0, *steps])[:3])
-
-
-def lse_shape(x: Tensor) -> tuple[int, ...]:
-    """Of the queries x."""
-    return (x.shape[0], x.shape[2], x.shape[1]) if x.dim() == 4 else (x.shape[1], x.shape[0])
-
-
-def lse_strides(x: Tensor) -> Strides:
-    """Of the contiguous LSE of queries x."""
-    batch, tokens = (x.shape[2] * x.shape[1], x.shape[1]) if x.dim() == 4 else (0, x.shape[0])
-    return Strides(batch, 1, tokens)
-
-
-def offset_type(tile: int, group: int, *tensors: Tensor) -> Any:
-    """Of offsets inside a tile of rows: 32 bits save registers and nearly always suffice."""
-    far = (tile // group * x.stride(-3) + group * x.stride(-2) for x in tensors)
-    return tl.int32 if all(n < 1 << 31 for n in far) else tl.int64
-
-
-def stride_slope(slopes: Tensor | None) -> int:
-    """Elements between sequences."""
-    return slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
-
-
-def scoring_of(operands: Operands, seed: Tensor | None) -> Scoring:
-    x = operands
-    softcap = x.softcap or None
-    scale = x.softmax_scale / softcap if softcap else x.softmax_scale * LOG2_E
-    return Scoring(scale, softcap, seed, x.dropout_p * 2.0**24, 1 / (1 - x.dropout_p))
-
-
-def draw_seed(q: Tensor) -> Tensor:
-    """Drawn from torch's generator on the device, so that nothing waits and graphs draw anew."""
-    return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=q.device)
-
-
 class Launcher:
     """`prefill` and `combine` bound to one plan and one memory layout, differentiable where the
     problem is.
@@ -426,6 +400,7 @@ class Launcher:
         self.dtype = getattr(torch, problem.dtype)
         out = q.new_empty(self.out_shape, dtype=self.dtype)
         out = out if operands.out is None else operands.out
+        self.out_strides = strides_of(out)
         total = q.shape[:-2].numel()
         lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
         tiling = tiles_and_lanes(
@@ -435,29 +410,33 @@ class Launcher:
         size = config.split_size // config.tile_n if config.schedule == "fixed" else None
         cut = problem.cut_tokens
         programs = tiling[0] * tiling[1]
-        self.slots = 0
+        self.slots, self.parts = 0, parts or 1
         if parts is not None:
             row_tiles = triton.cdiv(cut * problem.group, config.tile_m)
             programs += (parts - 1) * row_tiles * problem.batch * problem.num_kv_heads
             self.slots = problem.batch * cut * problem.num_heads * parts
+        self.last = parts is not None and config.merge == "last"
+        assert programs <= MOST_ARRIVALS.value or not self.last
         self.grid = (programs,)
         table, place = operands.page_table, problem.place
         units = units_of(problem, plan.device, config)
         self.bits = plan.device.capability < (8, 9)
-        pdl = bool(self.slots and q.is_cuda and plan.device.capability >= (9, 0))
+        ahead = self.slots and not self.last and plan.device.capability >= (9, 0)
+        pdl = bool(ahead and q.is_cuda)
         self.tail: tuple[Any, ...] = (
             *(*problem.mask.bounds, problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(problem.num_kv_heads, total, strides_of(q), strides_of(k), strides_of(v)),
-            *(strides_of(out), lse_strides(q), table.stride(0) if table is not None else 0),
+            *(self.out_strides, lse_strides(q), table.stride(0) if table is not None else 0),
             *(stride_slope(slopes), *tiling, parts, size if parts else None, cut),
             *(problem.group, problem.head_dim, problem.head_dim_v),
             *(place.page_size if isinstance(place, Paged) else 1, config.tile_m, config.tile_n),
-            *(config.num_stages, offset_type(config.tile_n, 1, k, v), units, pdl),
+            *(config.num_stages, offset_type(config.tile_n, 1, k, v), units),
+            *(*self.merged_a_step(config.num_warps), pdl),
         )
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         fused = {"enable_fp_fusion": True}
         self.options = {"num_warps": config.num_warps, **fused}
-        if parts is None:
+        if parts is None or self.last:
             return
         tile_p, tile_v, merge_warps = merge_tiles(parts, problem.head_dim_v)
         tokens = problem.batch * cut
@@ -465,11 +444,26 @@ class Launcher:
         self.merge_tail = (
             *(None, tokens, problem.num_kv_heads, None, None, None, None, parts, None),
             *(None, None, cut, total),
-            *(*strides_of(out), 1, problem.group, problem.head_dim_v),
+            *(*self.out_strides, 1, problem.group, problem.head_dim_v),
             *(1, problem.group, config.tile_n, tile_p, tile_v, parts % tile_p == 0, pdl),
         )
         overlapping = {"launch_pdl": True} if pdl else {}
         self.merge_options = {"num_warps": merge_warps, **fused, **overlapping}
+
+    def merged_a_step(self, num_warps: int) -> tuple[int, int]:
+        """Parts, and rows, that so many warps merge together; 0 where `combine` merges."""
+        if not self.last:
+            return 0, 0
+        dim = self.problem.head_dim_v
+        step = parts_a_step(self.parts, dim)
+        return step, rows_a_step(step, dim, num_warps)
+
+    def partials(self, like: Tensor) -> tuple[Partial | None, Tensor | None]:
+        """Those of a call, and the counters of a launch that merges them."""
+        if not self.slots:
+            return None, None
+        partial = workspace.partials(like, self.slots * self.problem.head_dim_v, self.slots)
+        return partial, workspace.counter_for(like) if self.last else None
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -485,17 +479,16 @@ class Launcher:
         x = operands
         out = x.q.new_empty(self.out_shape, dtype=self.dtype) if x.out is None else x.out
         lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
-        final, partial = Final(out, lse), None
-        if self.slots:
-            partial = workspace.partials(x.q, self.slots * self.problem.head_dim_v, self.slots)
+        final = Final(out, lse)
+        partial, count = self.partials(x.q)
         q, k, v = (bits_of(t) if self.bits else t for t in (x.q, x.k, x.v))
         prefill[self.grid](
             *(q, k, v, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table),
-            *(stored_of(x), final, partial, x.sink_logits, x.alibi_slopes),
+            *(stored_of(x), final, partial, count, x.sink_logits, x.alibi_slopes),
             *(scoring_of(x, seed), *self.tail),
             **self.options,
         )
-        if partial is not None:
+        if partial is not None and not self.last:
             combine[self.merge_grid](
                 *(partial, final, x.cu_seqlens_q, x.sink_logits, *self.merge_tail),
                 **self.merge_options,
@@ -529,4 +522,8 @@ class Attention(torch.autograd.Function):
         return None, None, None, *run(*saved, grad_out, grad_lse, of_slopes)
 
 
-KERNEL = Kernel(*("prefill", unsupported, configs, traffic, Launcher), schedules=("even", "fixed"))
+KERNEL = Kernel(
+    *("prefill", unsupported, configs, traffic, Launcher),
+    schedules=("even", "fixed"),
+    merges=("combine", "last"),
+)

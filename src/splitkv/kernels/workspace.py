@@ -1,4 +1,5 @@
-"""Memory for partials: one buffer a device and stream, kept from call to call; and for results.
+"""Memory for partials: one buffer a device and stream, kept from call to call; for counters; and
+for results.
 
 Bound: a plan needs `programs * rows * (head_dim_v + 2) * 4` bytes, a buffer is the next power of
 two, and a stream keeps only the largest that it has needed: at most twice the largest plan. A later
@@ -8,13 +9,18 @@ A call takes the buffer of its stream out of the table, launches its kernels and
 threads on one stream are therefore never in one buffer, whenever the interpreter changes between
 them: the second finds none and makes its own. While a graph is being captured the partials come
 from the graph's own pool instead, so that a replay cannot meet a call of another stream.
+
+A launch that merges parts itself counts arrivals. Each stream has counters for that, as launches on
+it follow each other, and so has each launch that a graph captured: 32 bytes, which are not given
+back.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -23,7 +29,11 @@ from splitkv.kernels.combine import Partial
 Buffer = tuple[int, int, torch.Tensor]
 """Address, number of fp32 elements, and the memory itself."""
 
+MAX_COUNTERS, WIDTH = 1 << 14, 4  # of a device, before more are made; elements of each
 _buffers: dict[int, dict[int, Buffer]] = {}  # by device, then by stream
+_counters: dict[int, Iterator[torch.Tensor]] = {}  # by device: those that nobody has yet
+_all_counters: list[torch.Tensor] = []  # kept, as graphs know only addresses
+_of_streams: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
 def layout(acc: int, rows: int) -> tuple[int, int, int]:
@@ -50,6 +60,48 @@ def make_buffer(device: int, numel: int, captured: bool = False) -> Buffer:
     numel = numel if captured else 1 << (numel - 1).bit_length()
     memory = torch.empty(numel, dtype=torch.float32, device=torch.device("cuda", device))
     return memory.data_ptr(), numel, memory
+
+
+def counter(device: int, stream: int, captured: bool = False) -> torch.Tensor:
+    """The counters of a stream, the current one, or for one launch that is being captured: int64
+    [4] on the device, see kernels/tile/merge.py."""
+    if captured:
+        return _new_counter(device, captured)
+    found = _of_streams.get((device, stream))
+    if found is None:
+        found = _of_streams[device, stream] = _new_counter(device, captured)
+    return found
+
+
+def counter_for(like: torch.Tensor) -> torch.Tensor:
+    """The counter for a launch on the current stream of `like`'s device."""
+    if not like.is_cuda:
+        return counter(-1, 0)
+    device = like.device.index
+    captured = torch._C._cuda_isCurrentStreamCapturing()
+    return counter(device, torch._C._cuda_getCurrentRawStream(device), captured)
+
+
+def _new_counter(device: int, captured: bool) -> torch.Tensor:
+    unused = next(_counters.get(device, iter(())), None)
+    if unused is not None:
+        return unused
+    if captured:  # made in the graph, which clears it in every replay
+        return _zeros(device, WIDTH, captured)
+    made = _zeros(device, MAX_COUNTERS * WIDTH, captured)
+    _all_counters.append(made)
+    each = functools.partial(made.narrow, 0)
+    _counters[device] = map(each, range(0, made.numel(), WIDTH), itertools.repeat(WIDTH))
+    return next(_counters[device])
+
+
+def _zeros(device: int, numel: int, captured: bool) -> torch.Tensor:
+    """int64, on the current stream; unless captured, for all streams. Device -1 is the CPU."""
+    where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+    made = torch.zeros(numel, dtype=torch.int64, device=where)
+    if device >= 0 and not captured:  # once in MAX_COUNTERS times
+        torch.cuda.current_stream(device).synchronize()
+    return made
 
 
 def held_bytes() -> int:

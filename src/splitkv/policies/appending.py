@@ -5,12 +5,15 @@ chose it. On an H200 (2026-11-22, rotary, heads 8/1 and 32/8) that was 1.02 to 1
 with one token and 1.02 to 1.15 with four; with 8 and 16 the kernel for Hopper was 0.93 to 1.01
 times as fast, `decode_split` 0.85 to 1.05. More than `FEW` tokens are therefore written by the
 kernel only where there would be three launches else.
+
+Kernels that write none merge their parts themselves after `append`: two launches at most.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel
 from splitkv.problem import Problem
 
@@ -19,10 +22,14 @@ FEW = 4
 
 def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:
     """(config, why), why empty where nothing is appended."""
+    merged = config.num_splits > 1 and config.merge != "cluster"
+    if "last" in kernel.merges:
+        packed_pages = problem.kind == "varlen" and isinstance(problem.place, Paged)
+        after = merged and (problem.appends or packed_pages)
+        config = replace(config, merge="last" if after else "combine")
     if not problem.appends:
         return replace(config, appends=False), ""
     against = kernel.apart(problem)
-    merged = config.num_splits > 1 and config.merge == "combine"
     if not against and problem.seqlen_new > FEW and not merged:
         against = [f"new keys {problem.seqlen_new}: more than {FEW} take a launch less time"]
     if against:

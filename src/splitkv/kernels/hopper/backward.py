@@ -68,7 +68,7 @@ from splitkv.kernels.hopper.backward_loop import (
 from splitkv.kernels.hopper.backward_round import hopper_backward_round
 from splitkv.kernels.hopper.prefill import fits_tma
 from splitkv.kernels.hopper.ring import reinterpret
-from splitkv.kernels.prefill import LOG2_E, bounds_of, strides_of
+from splitkv.kernels.sequence_sizes import LOG2_E, bounds_of, strides_of
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import cut_tile, row_tiles_seen, tile_and_lane
 from splitkv.plans import Config

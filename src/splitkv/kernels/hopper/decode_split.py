@@ -545,5 +545,6 @@ class Launcher(decode_launch.Launcher):
 KERNEL = Kernel(
     *("hopper_decode_split", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "batch", "fixed"),
+    merges=("combine", "cluster"),
     apart=decode_split.apart,
 )

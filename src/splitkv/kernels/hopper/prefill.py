@@ -46,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
-from splitkv.kernels import prefill, workspace
+from splitkv.kernels import prefill
 from splitkv.kernels.combine import Final, combine
 from splitkv.kernels.direct import Sequences, TensorMaps, bind_to_descriptors, launch_of, observed
 from splitkv.kernels.hopper.decode_split import box_rows
@@ -54,8 +54,10 @@ from splitkv.kernels.hopper.prefill_load import Parts, Signals, allocate, produc
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_tile import consume
-from splitkv.kernels.hopper.prefill_write import Output
+from splitkv.kernels.hopper.prefill_write import Merging, Output
+from splitkv.kernels.sequence_sizes import bounds_of, lse_strides, scoring_of
 from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.merge import MOST_ARRIVALS
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import AS_IS, Paged
@@ -91,7 +93,7 @@ MOST_PADDING = 1.02
 SIZES = [  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "num_heads"),
     *("stride_lse_b", "stride_lse_h", "stride_table", "tiles", "lanes", "width", "items"),
-    *("parts", "size", "most_q"),
+    *("parts", "size", "most_q", "stride_ob", "stride_ot", "stride_oh"),
 ]
 
 
@@ -115,6 +117,7 @@ def hopper_prefill(
     out_ptr,
     lse_ptr,
     partial,  # Partial, or None: one part
+    count_ptr,  # see tile/merge.py; None: `combine` merges
     cu_q_ptr,  # [batch + 1] int32, or None: dense
     cu_k_ptr,
     lens_ptr,  # [batch] int32 keys of each sequence, or None
@@ -143,6 +146,9 @@ def hopper_prefill(
     parts,  # most parts of a row tile's keys, or None: one
     size,  # tiles of keys a part; None: those of a row tile over `parts`
     most_q,  # tokens of the longest sequences whose keys are cut into parts
+    stride_ob,
+    stride_ot,
+    stride_oh,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,  # heads of q that are packed into rows
     PAGE_SIZE: gl.constexpr,
@@ -150,6 +156,8 @@ def hopper_prefill(
     TILE_N: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
+    TILE_P: gl.constexpr,  # parts that are merged a step, of TILE_R rows
+    TILE_R: gl.constexpr,
     PDL: gl.constexpr,
     REST: gl.constexpr,  # what q and k have more than v
     Q_SLOTS: gl.constexpr,  # row tiles of q in shared memory
@@ -192,18 +200,21 @@ def hopper_prefill(
     cutting = Cutting(parts, size, most_q)
     place = num_heads // PACK, tiles, lanes, width, items
     work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place)
+    of_out = Strides(stride_ob, stride_ot, stride_oh)
+    merging = Merging(count_ptr, of_out)
     strides = num_heads * DIM, stride_lse_b, stride_lse_h
-    output = Output(out_ptr, lse_ptr, sink_ptr, partial, *strides)
+    output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     none = Strides(None, None, None)
     scales = Scales(None, None, None, none, none, none, None, None, None, None, None)
     # the page numbers of a tile take registers
     PRODUCER: gl.constexpr = 24 if table_ptr is None else 40
     CONSUMER: gl.constexpr = 240 if table_ptr is None else 232
+    whole = work, maps, boxes, shared, scales, signals, output
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, scales, signals, output, 0, GROUP, PACK, 1)),
+                (consume, (whole, 0, GROUP, PACK, 1, TILE_P, TILE_R)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
             ],
             [1],
@@ -212,8 +223,8 @@ def hopper_prefill(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, scales, signals, output, 0, GROUP, PACK, 2)),
-                (consume, (work, maps, boxes, shared, scales, signals, output, 1, GROUP, PACK, 2)),
+                (consume, (whole, 0, GROUP, PACK, 2, TILE_P, TILE_R)),
+                (consume, (whole, 1, GROUP, PACK, 2, TILE_P, TILE_R)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
             ],
             [4, 1],
@@ -222,9 +233,9 @@ def hopper_prefill(
     else:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, shared, scales, signals, output, 0, GROUP, PACK, 3)),
-                (consume, (work, maps, boxes, shared, scales, signals, output, 1, GROUP, PACK, 3)),
-                (consume, (work, maps, boxes, shared, scales, signals, output, 2, GROUP, PACK, 3)),
+                (consume, (whole, 0, GROUP, PACK, 3, TILE_P, TILE_R)),
+                (consume, (whole, 1, GROUP, PACK, 3, TILE_P, TILE_R)),
+                (consume, (whole, 2, GROUP, PACK, 3, TILE_P, TILE_R)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 3, STAGES, PAGE_SIZE)),
             ],
             [4, 4, 1],
@@ -419,15 +430,17 @@ class Launcher(prefill.Launcher):
             cut = triton.cdiv(problem.cut_tokens * self.pack, config.tile_m)
             items += (parts - 1) * cut * problem.batch * problem.num_heads // self.pack
         self.grid = (min(items, config.programs or items),)
-        lse, table, place = prefill.lse_strides(q), operands.page_table, problem.place
+        assert self.grid[0] * config.tile_m // ROWS.value <= MOST_ARRIVALS.value or not self.last
+        lse, table, place = lse_strides(q), operands.page_table, problem.place
         self.tail = (
-            *(*prefill.bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
+            *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(tokens, problem.num_heads, lse.b, lse.h),
             *(table.stride(0) if table is not None else 0, tiles, lanes, width, items),
-            *(parts, size, problem.cut_tokens, problem.group, self.pack),
+            *(parts, size, problem.cut_tokens, *self.out_strides, problem.group, self.pack),
             *(place.page_size if isinstance(place, Paged) else 1, problem.head_dim_v),
             *(config.tile_n, config.tile_m // ROWS.value, config.num_stages),
-            *(bool(self.slots and q.is_cuda), *self.own_tail(operands)),
+            *(*self.merged_a_step(4), bool(self.slots and q.is_cuda and not self.last)),
+            *self.own_tail(operands),
         )
         # of the first warpgroup; the others are the kernel's own
         self.options = {"num_warps": 4, "enable_fp_fusion": True}
@@ -464,7 +477,7 @@ class Launcher(prefill.Launcher):
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         x = operands
-        scale, softcap = prefill.scoring_of(x, None)[:2]
+        scale, softcap = scoring_of(x, None)[:2]
         others = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.sink_logits
         scales = x.q_scale, x.k_scale, x.v_scale
         if self.again is not None:
@@ -476,12 +489,10 @@ class Launcher(prefill.Launcher):
             return self.without_tma(operands).forward(operands, seed)
         out = x.q.new_empty(self.out_shape, dtype=self.dtype) if x.out is None else x.out
         lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
-        partial = merge = None
-        if self.slots:
-            partial = workspace.partials(x.q, self.slots * self.problem.head_dim_v, self.slots)
+        (partial, count), merge = self.partials(x.q), None
         descriptors = self.descriptors(x, out)
-        split = self.start(*descriptors, out, lse, partial, *others, *scales, scale, softcap)
-        if partial is not None:
+        split = self.start(*descriptors, out, lse, partial, count, *others, *scales, scale, softcap)
+        if partial is not None and not self.last:
             merge = combine[self.merge_grid](
                 *(partial, Final(out, lse), x.cu_seqlens_q, x.sink_logits, *self.merge_tail),
                 **self.merge_options,
@@ -516,7 +527,8 @@ class Launcher(prefill.Launcher):
             why = f"this call runs on {prefill.KERNEL.name}: {unfit(operands)[0]}"
             warnings.warn(why, stacklevel=2)
             config = next(prefill.configs(self.problem, self.device))
-            config = replace(config, num_splits=self.plan.config.num_splits)
+            own = self.plan.config
+            config = replace(config, num_splits=own.num_splits, merge=own.merge)
             plan = replace(self.plan, kernel=prefill.KERNEL.name, config=config)
             self.any_address = prefill.Launcher(plan, operands)
         return self.any_address
@@ -525,4 +537,5 @@ class Launcher(prefill.Launcher):
 KERNEL = Kernel(
     *("hopper_prefill", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "fixed"),
+    merges=("combine", "last"),
 )

@@ -51,7 +51,7 @@ from splitkv.kernels.hopper.prefill_prepare import Ring, prepare, ring_of
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_tile import consume
-from splitkv.kernels.hopper.prefill_write import Output
+from splitkv.kernels.hopper.prefill_write import Merging, Output
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.visit import Strides
@@ -116,6 +116,7 @@ def hopper_prefill_quantised(
     out_ptr,
     lse_ptr,
     partial,
+    count_ptr,
     cu_q_ptr,
     cu_k_ptr,
     lens_ptr,
@@ -144,6 +145,9 @@ def hopper_prefill_quantised(
     parts,
     size,
     most_q,
+    stride_ob,
+    stride_ot,
+    stride_oh,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -151,6 +155,8 @@ def hopper_prefill_quantised(
     TILE_N: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
+    TILE_P: gl.constexpr,
+    TILE_R: gl.constexpr,
     PDL: gl.constexpr,
     stride_qs_b,  # of q_scale, 0 along what has one
     stride_qs_t,
@@ -219,8 +225,10 @@ def hopper_prefill_quantised(
     cutting = Cutting(parts, size, most_q)
     place = num_heads // PACK, tiles, lanes, width, items
     work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place)
+    of_out = Strides(stride_ob, stride_ot, stride_oh)
+    merging = Merging(count_ptr, of_out)
     strides = num_heads * DIM, stride_lse_b, stride_lse_h
-    output = Output(out_ptr, lse_ptr, sink_ptr, partial, *strides)
+    output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     scales = Scales(
         q_scale_ptr,
         k_scale_ptr,
@@ -234,12 +242,13 @@ def hopper_prefill_quantised(
         columns_full,
         wide,
     )
+    whole = work, maps, boxes, ready, scales, signals, output
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
     REGISTERS: gl.constexpr = registers(stored, OF_K, OF_V, table_ptr is not None)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, ready, scales, signals, output, 0, GROUP, PACK, 1)),
+                (consume, (whole, 0, GROUP, PACK, 1, TILE_P, TILE_R)),
                 (prepare, (work, k_ring, v_ring, scales, GROUP, PACK, 1, TILE_N, PAGE_SIZE)),
                 (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
             ],
@@ -249,8 +258,8 @@ def hopper_prefill_quantised(
     else:
         gl.warp_specialize(
             [
-                (consume, (work, maps, boxes, ready, scales, signals, output, 0, GROUP, PACK, 2)),
-                (consume, (work, maps, boxes, ready, scales, signals, output, 1, GROUP, PACK, 2)),
+                (consume, (whole, 0, GROUP, PACK, 2, TILE_P, TILE_R)),
+                (consume, (whole, 1, GROUP, PACK, 2, TILE_P, TILE_R)),
                 (prepare, (work, k_ring, v_ring, scales, GROUP, PACK, 2, TILE_N, PAGE_SIZE)),
                 (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
             ],
@@ -349,4 +358,5 @@ class Launcher(hopper_prefill.Launcher):
 KERNEL = Kernel(
     *("hopper_prefill_quantised", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "fixed"),
+    merges=("combine", "last"),
 )

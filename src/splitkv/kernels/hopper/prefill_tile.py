@@ -50,8 +50,9 @@ from splitkv.kernels.hopper.prefill_sums import (
     sums_of_threads,
     wait_turn,
 )
-from splitkv.kernels.hopper.prefill_write import finish, mark, write, write_part
+from splitkv.kernels.hopper.prefill_write import finish, mark, merge, write, write_part
 from splitkv.kernels.hopper.scaled_steps import attend_scaled, finished
+from splitkv.kernels.tile.merge import Meeting, counter_in_use, say_running
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
 
@@ -221,23 +222,25 @@ def last_sums(acc, product, shrink, v_scale, last, tiles, scales, signals):
 
 @gluon.jit
 def consume(
-    work,  # Work
-    maps,  # Parts
-    boxes,  # Parts
-    tiles,  # Parts
-    scales,  # Scales
-    signals,  # Signals
-    output,  # Output
+    whole,  # Work, of Parts maps, boxes and tiles, Scales, Signals, Output
     W: gl.constexpr,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     WARPGROUPS: gl.constexpr,
+    TILE_P: gl.constexpr,
+    TILE_R: gl.constexpr,
 ):
     """The rows of warpgroup W in all items."""
+    work, maps, boxes, tiles, scales, signals, output = whole
     TILE_M: gl.constexpr = WARPGROUPS * ROWS
     TILE_N: gl.constexpr = tiles.k.shape[1]
     n = gl.program_id(0) * 0
     done = n
+    meeting = Meeting(output.merging.count_ptr, gl.num_programs(0), WARPGROUPS)
+    if output.merging.count_ptr is not None:
+        which = counter_in_use(meeting)
+        if W == 0:
+            say_running(meeting, which)
     if scales.k_ptr is not None:
         declare_any(W)
     own = next_item(work, n, PACK, TILE_M)
@@ -296,6 +299,9 @@ def consume(
         if W == 0:  # the last turn is nobody's
             wait_turn(0)
     tma.store_wait(0)
+    if output.merging.count_ptr is not None:
+        DIM_V: gl.constexpr = tiles.v.shape[2]
+        merge(meeting, which, work, output, GROUP, PACK, DIM_V, TILE_P, TILE_R)
 
 
 @gluon.jit

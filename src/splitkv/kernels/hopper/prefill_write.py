@@ -9,23 +9,35 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from splitkv.kernels.combine import write_absent
+from splitkv.kernels.combine import Final, write_absent
 from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_sums import along_rows
+from splitkv.kernels.hopper.ring import thread_barrier
+from splitkv.kernels.tile.merge import Merged, meet, merge_rows
 from splitkv.kernels.tile.softmax import finite_or_zero
+from splitkv.kernels.tile.visit import Strides
 
 # Renamed between Triton 3.6 and 3.9.
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
+class Merging(NamedTuple):
+    """How parts are merged in the launch that makes them: the counters of tile/merge.py, None:
+    `combine` merges; Strides of out."""
+
+    count_ptr: Any
+    out_strides: Any
+
+
 class Output(NamedTuple):
     """Where results go: out with TMA or, by token and head, as `stride_t` says; lse by sequence and
-    head; sink_ptr [num_heads], or None; the Partial of kernels/combine.py, or None."""
+    head; sink_ptr [num_heads], or None; the Partial of kernels/combine.py, or None; Merging."""
 
     out_ptr: Any
     lse_ptr: Any
     sink_ptr: Any
     partial: Any
+    merging: Any
     stride_t: Any
     stride_lse_b: Any
     stride_lse_h: Any
@@ -205,3 +217,47 @@ def write_part(
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
     acc_ptrs = partial.acc_ptr + along_rows(at * DIM_V, acc) + offs_v[None, :]
     gl.store(acc_ptrs, acc, mask=along_rows(ok, acc))
+
+
+@gluon.constexpr_function
+def layout_of_merge(rows, columns, warps):
+    """Of partials [rows, parts, columns]: a warp has all parts of what it merges, so that none are
+    added up through shared memory."""
+    of_rows = min(rows, warps)
+    of_columns = warps // of_rows
+    across = min(32, columns // of_columns // 4)
+    return gl.BlockedLayout(
+        [1, 1, 4], [1, 32 // across, across], [of_rows, 1, of_columns], [2, 1, 0]
+    )
+
+
+@gluon.jit
+def merge(
+    meeting,  # Meeting
+    which,
+    work,  # Work
+    output,  # Output
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    DIM_V: gl.constexpr,
+    TILE_P: gl.constexpr,
+    TILE_R: gl.constexpr,
+):
+    """Arrive, and merge a share of the rows of which all have made parts."""
+    L: gl.constexpr = layout_of_merge(TILE_R, DIM_V, gl.num_warps())
+    RP: gl.constexpr = gl.SliceLayout(2, L)
+    offs_r = gl.arange(0, TILE_R, layout=gl.SliceLayout(1, RP))
+    offs_p = gl.arange(0, TILE_P, layout=gl.SliceLayout(0, RP))
+    offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, gl.SliceLayout(0, L)))
+    num_heads = work.lane_heads * PACK
+    lse_strides = Strides(output.stride_lse_b, 1, output.stride_lse_h)
+    sizes = work.batch, work.cutting.most_q, work.cutting.parts, num_heads
+    of = Merged(work.cu_q_ptr, *sizes, output.merging.out_strides, lse_strides)
+    final = Final(output.out_ptr, output.lse_ptr)
+    thread_barrier()
+    place, merging = meet(meeting, which)
+    if merging > 0:
+        rows = work.batch * work.cutting.most_q * num_heads
+        for n in range(place * TILE_R, rows, merging * TILE_R):
+            rest = n + offs_r, offs_p, offs_v
+            merge_rows(output.partial, final, output.sink_ptr, of, *rest, GROUP, DIM_V)

@@ -34,8 +34,14 @@ def finish(acc, m, l, sink_log2):
     if sink_log2 is None:
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     else:
-        top = finite_or_zero(tl.maximum(m, sink_log2))
-        shrink = tl.exp2(m - top)
-        total = l * shrink + tl.exp2(sink_log2 - top)
-        out = acc * (shrink / tl.where(total == 0.0, 1.0, total))[:, None]
+        out = acc * factor_beside_sink(m, l, sink_log2)[:, None]
     return out, lse
+
+
+@triton.jit
+def factor_beside_sink(m, l, sink_log2):
+    """What sums are multiplied by at the end."""
+    top = finite_or_zero(tl.maximum(m, sink_log2))
+    shrink = tl.exp2(m - top)
+    total = l * shrink + tl.exp2(sink_log2 - top)
+    return shrink / tl.where(total == 0.0, 1.0, total)
