@@ -32,18 +32,6 @@ TO_INT8 = gl.constexpr("""{
     prmt.b32 $0, low, high, 0x5410;
     }""")
 
-# 128 + (x & 127) less 128 or, below 0, 256
-INT8_TO_BF16 = gl.constexpr("""{
-    .reg .b32 pair, low, sign;
-    prmt.b32 pair, $2, 0, 0x4140;
-    lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
-    lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
-    sub.rn.bf16x2 $0, low, sign;
-    prmt.b32 pair, $2, 0, 0x4342;
-    lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xea;
-    lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
-    sub.rn.bf16x2 $1, low, sign;
-    }""")
 # 1024 + (x + 128) less 1152
 INT8_TO_FP16 = gl.constexpr("""{
     .reg .b32 above, pair, less;
@@ -73,11 +61,11 @@ def pairs_layout(pairs):
 
 
 @gluon.constexpr_function
-def widening(stored, wide):
-    """The instructions from four of one type to the other."""
+def widening(stored):
+    """The instructions from four of this type to fp16."""
     if stored.name == "fp8e4nv":
         return E4M3_TO_FP16.value
-    return (INT8_TO_BF16 if wide.name == "bf16" else INT8_TO_FP16).value
+    return INT8_TO_FP16.value
 
 
 @gluon.constexpr_function
@@ -88,10 +76,9 @@ def rows_of_eights(dim):
 
 @gluon.jit
 def widened(stored, ready):
-    """The same numbers in the type of `ready`, 16 bits that hold them exactly: e4m3 or
-    int8 in fp16, or int8 in bf16, which takes longer."""
+    """The same numbers in fp16, which holds them exactly."""
     layout: gl.constexpr = rows_of_eights(stored.shape[1])
-    code: gl.constexpr = widening(stored.dtype, ready.dtype)
+    code: gl.constexpr = widening(stored.dtype)
     x = stored.load(layout)
     return gl.inline_asm_elementwise(
         code, "=&r,=&r,r", [x], dtype=ready.dtype, is_pure=True, pack=4
@@ -99,24 +86,19 @@ def widened(stored, ready):
 
 
 @gluon.jit
-def widen(stored, ready, count):
-    """Widen [PART, dim]; keys from `count` on become 0: there may be NaN in e4m3."""
+def widen(stored, ready, scales, count):
+    """Widen [PART, dim], times `scales` [PART] unless None; keys from `count` on become 0: there
+    may be NaN in e4m3."""
     wide = widened(stored, ready)
+    rows: gl.constexpr = gl.SliceLayout(1, wide.type.layout)
+    if scales is not None:
+        by = scales.load(rows)[:, None]
+        CODE: gl.constexpr = "mul.rn.f16x2 $0, $1, $2;"
+        wide = gl.inline_asm_elementwise(
+            CODE, "=r,r,r", [wide, by], dtype=ready.dtype, is_pure=True, pack=2
+        )
     if count < PART:
-        rows = gl.arange(0, PART, layout=gl.SliceLayout(1, wide.type.layout))
-        wide = gl.where((rows < count)[:, None], wide, 0.0)
-    ready.store(wide)
-
-
-@gluon.jit
-def widen_scaled(stored, ready, scales):
-    """Widen int8 [PART, dim] times `scales` [PART], 0 of keys that do not exist, to bf16."""
-    wide = widened(stored, ready)
-    by = scales.load(gl.SliceLayout(1, wide.type.layout)).to(ready.dtype)
-    CODE: gl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
-    wide = gl.inline_asm_elementwise(
-        CODE, "=r,r,r", [wide, by[:, None]], dtype=ready.dtype, is_pure=True, pack=2
-    )
+        wide = gl.where((gl.arange(0, PART, layout=rows) < count)[:, None], wide, 0.0)
     ready.store(wide)
 
 

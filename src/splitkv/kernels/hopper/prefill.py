@@ -205,7 +205,7 @@ def hopper_prefill(
     strides = num_heads * DIM, stride_lse_b, stride_lse_h
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     none = Strides(None, None, None)
-    scales = Scales(None, None, None, none, none, none, None, None, None, None, None)
+    scales = Scales(None, None, None, none, none, none, None, None, None, None, None, None)
     # the page numbers of a tile take registers
     PRODUCER: gl.constexpr = 24 if table_ptr is None else 40
     CONSUMER: gl.constexpr = 240 if table_ptr is None else 232

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from splitkv.kernels.hopper.eight_bits import PART, transpose, widen, widen_scaled
+from splitkv.kernels.hopper.eight_bits import PART, transpose, widen
 from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_rows import (
     index_in_round,
@@ -21,7 +21,7 @@ from splitkv.kernels.hopper.prefill_rows import (
     round_count,
     tile_of_step,
 )
-from splitkv.kernels.hopper.prefill_scaled import LEAST_SCALE, MIDDLE
+from splitkv.kernels.hopper.prefill_scaled import LEAST_SCALE, by_key, key_at
 from splitkv.kernels.hopper.ring import reinterpret, thread_barrier
 
 
@@ -78,11 +78,10 @@ def make_ready(ring, n, count, of_keys, TILE_N: gl.constexpr):
             transpose(some, ring.ready.index(ready * PARTS + i), count - i * PART)
         else:
             wide = ring.ready.index(ready).slice(i * PART, PART)
-            if of_keys is None:
-                widen(some, wide, count - i * PART)
-            else:
+            by = None
+            if of_keys is not None:
                 by = of_keys.index(n % of_keys.shape[0]).slice(i * PART, PART)
-                widen_scaled(some, wide, by)
+            widen(some, wide, by, count - i * PART)
     fence_async_shared()
     thread_barrier()  # all threads have read the one and written the other
     mbarrier.arrive(ring.free.index(slot), count=1)
@@ -90,12 +89,10 @@ def make_ready(ring, n, count, of_keys, TILE_N: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(ptr, strides, work, own, h, key, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
-    """Scales of the keys of a step [TILE_N], 0 behind the last key."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    keys = key + gl.arange(0, TILE_N, layout=layout)
+def load_scales(ptr, strides, work, own, h, keys, PAGE_SIZE: gl.constexpr):
+    """Scales of keys [TILE_N], 0 behind the last key."""
     ok = (keys >= 0) & (keys < own.len_k)
-    outer = gl.full([TILE_N], 0, gl.int32, layout) + own.b
+    outer = keys * 0 + own.b
     inner = own.first_k + keys
     if work.keys.table_ptr is not None:
         row = work.keys.table_ptr + own.sequence.to(gl.int64) * work.keys.stride_table
@@ -115,13 +112,18 @@ def store_scales(n, of_k, of_v, scales):
     SLOTS: gl.constexpr = scales.of_k.shape[0]
     slot = n % SLOTS
     if scales.inverse is None:
-        more = of_k * -MIDDLE
-        scales.of_v.index(slot).store(of_v)
+        # neither of a value that is not finite nor 0
+        largest = gl.max(gl.where(of_v < float("inf"), of_v, LEAST_SCALE), 0)
+        largest = gl.maximum(largest, LEAST_SCALE)
+        scales.of_k.index(slot).store(of_k)
+        scales.of_v.index(slot).store(by_key((of_v * (1.0 / largest)).to(gl.float16)))
+        one = gl.full([1], 1.0, gl.float32, of_k.type.layout)
+        scales.of_tile.index(2 * slot).store(one * gl.log2(largest))
+        scales.of_tile.index(2 * slot + 1).store(one / largest)
     else:
         of_v = gl.where(of_v < LEAST_SCALE, LEAST_SCALE, of_v)
-        more = gl.log2(of_v)
+        scales.of_k.index(slot).store(gl.join(of_k, gl.log2(of_v)))
         scales.inverse.index(slot).store(1.0 / of_v)
-    scales.of_k.index(slot).store(gl.join(of_k, more))
     thread_barrier()
     mbarrier.arrive(scales.full.index(slot), count=1)
 
@@ -141,6 +143,9 @@ def prepare(
     """Make keys and values of all items ready, in the order in which they arrive."""
     TILE_M: gl.constexpr = WARPGROUPS * ROWS
     n = gl.program_id(0) * 0
+    places = gl.arange(0, TILE_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    if scales.inverse is None:
+        places = key_at(places)
     for r in range(round_count(work)):
         index = index_in_round(r)
         if index < work.items:
@@ -149,22 +154,19 @@ def prepare(
                 visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
                 h = own.head // GROUP
                 if scales.of_k is not None:
-                    at = work, own, h, tile_of_step(visit, 0, asking) * TILE_N
-                    of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE, TILE_N)
-                    of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE, TILE_N)
+                    at = work, own, h, tile_of_step(visit, 0, asking) * TILE_N + places
+                    of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE)
+                    of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE)
                 for i in range(0, steps):
                     count = own.len_k - tile_of_step(visit, i, asking) * TILE_N
                     if scales.of_k is not None:
                         store_scales(n, of_k, of_v, scales)
                         # of the next step, which arrive while this one is made ready
                         after = tile_of_step(visit, gl.minimum(i + 1, steps - 1), asking)
-                        at = work, own, h, after * TILE_N
-                        of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE, TILE_N)
-                        of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE, TILE_N)
+                        at = work, own, h, after * TILE_N + places
+                        of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE)
+                        of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE)
                     if k_ring.stored is not None:
                         make_ready(k_ring, n, count, None, TILE_N)
-                    if scales.inverse is None:
-                        make_ready(v_ring, n, count, scales.of_v, TILE_N)
-                    else:
-                        make_ready(v_ring, n, count, None, TILE_N)
+                    make_ready(v_ring, n, count, scales.of_v, TILE_N)
                     n += 1

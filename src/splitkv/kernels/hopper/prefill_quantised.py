@@ -86,9 +86,9 @@ def registers(stored, of_k, of_v, paged):
 
 
 @gluon.jit
-def allocate_columns(SLOTS: gl.constexpr, TILE_N: gl.constexpr):
+def allocate_columns(DTYPE: gl.constexpr, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [SLOTS, TILE_N], layout)
+    return gl.allocate_shared_memory(DTYPE, [SLOTS, TILE_N], layout)
 
 
 @gluon.jit
@@ -204,16 +204,19 @@ def hopper_prefill_quantised(
         k_ring = ring_of(k_stored, k, k_there, k_taken, k_full, k_free)
     of_k = None
     of_v = None
+    of_tile = None
     inverse = None
     columns_full = None
     if PER_KEY:
-        pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        of_k = gl.allocate_shared_memory(gl.float32, [READY + 1, TILE_N, 2], pairs)
         columns_full = barriers(READY + 1, 1)
-        if gl.bfloat16 == OF_V:
-            of_v = allocate_columns(READY + 1, TILE_N)
+        if gl.float16 == OF_V:
+            of_k = allocate_columns(gl.float32, READY + 1, TILE_N)
+            of_v = allocate_columns(gl.float16, READY + 1, TILE_N)
+            of_tile = allocate_columns(gl.float32, 2 * (READY + 1), 1)
         else:
-            inverse = allocate_columns(READY + 1, TILE_N)
+            pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            of_k = gl.allocate_shared_memory(gl.float32, [READY + 1, TILE_N, 2], pairs)
+            inverse = allocate_columns(gl.float32, READY + 1, TILE_N)
     coming = Signals(q_full, q_free, k_there, k_taken, v_there, v_taken, None)
     signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, None)
     maps = Parts(q_desc, None, k_desc, None, v_desc, out_desc)
@@ -238,6 +241,7 @@ def hopper_prefill_quantised(
         Strides(stride_vs_b, stride_vs_t, stride_vs_h),
         of_k,
         of_v,
+        of_tile,
         inverse,
         columns_full,
         wide,
@@ -305,7 +309,9 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     a_key = 2 * stages * size_of(stored) + READY.value * size_of(of_v)
     if of_k != stored:
         a_key += READY.value * size_of(of_k)
-    columns = 3 * 4 * n * (READY.value + 1) if problem.codec.granularity == "token" else 0
+    columns = 0
+    if problem.codec.granularity == "token":
+        columns = (READY.value + 1) * (12 * n if of_v == stored else 6 * n + 8)
     return (config.tile_m * a_row + n * a_key) * dim + columns + BARRIER_BYTES
 
 
@@ -319,17 +325,11 @@ def traffic(problem: Problem, config: Config) -> Traffic:
 
 
 def types(problem: Problem) -> tuple[Any, Any, Any, Any]:
-    """Of q as it comes, of keys and of values as they are multiplied, and of both as stored.
-
-    fp16 takes less time and is finer; p with the scales of single values keeps its range in bf16,
-    where that is fine enough.
-    """
+    """Of q as it comes, of keys and of values as they are multiplied, and of both as stored."""
     stored = {"int8": gl.int8, "fp8": gl.float8e4nv}[problem.codec.name]
     working = {"bfloat16": gl.bfloat16, "float16": gl.float16}[problem.dtype]
-    by_key = problem.codec.granularity == "token"
-    rough = by_key and problem.codec.name == "int8" and working == gl.bfloat16
     of_k = gl.float16 if problem.products == "widened" else stored
-    of_v = stored if problem.products == "full" else gl.bfloat16 if rough else gl.float16
+    of_v = stored if problem.products == "full" else gl.float16
     return working if problem.q_granularity == "none" else stored, of_k, of_v, stored
 
 

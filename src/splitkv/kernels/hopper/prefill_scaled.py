@@ -27,10 +27,11 @@ class Scales(NamedTuple):
     rounded, as they came, in shared memory [warpgroups, ROWS, dim], or None.
 
     Where every key has scales of its own, also those of a step, in shared memory, and what says
-    that they are there. of_k [slots, TILE_N, 2]: that of a key, and the logarithm of that of its
-    value, with `inverse` [slots, TILE_N], 1 / that. For a p of bf16 instead of the logarithm
-    `-MIDDLE` times that of the key; and of_v [slots, TILE_N], by which values are multiplied where
-    they are widened.
+    that they are there. With values in 8 bits: of_k [slots, TILE_N, 2], that of a key and the
+    logarithm of that of its value, and `inverse` [slots, TILE_N], 1 / that. With values that are
+    widened: of_k [slots, TILE_N] in the order of `key_at`; of_v likewise, by keys, in fp16 and
+    relative to the largest of the tile, by which values are multiplied; and of_tile [slots * 2, 1],
+    the logarithm of that largest one, and 1 / it.
     """
 
     q_ptr: Any
@@ -41,6 +42,7 @@ class Scales(NamedTuple):
     v: Any
     of_k: Any
     of_v: Any
+    of_tile: Any
     inverse: Any
     full: Any
     wide: Any
@@ -132,20 +134,59 @@ def factor_of_rows(
     return gl.where(factor < LEAST_SCALE, LEAST_SCALE, factor)
 
 
+@gluon.jit
+def key_at(place):
+    """The key of a tile whose scales are at `place`.
+
+    Of 32 keys those are neighbours that one thread has scores of: so it reads 16 bytes at a time.
+    """
+    return (place & -32) | (place & 1) | (place & 6) << 2 | (place & 24) >> 2
+
+
+@gluon.jit
+def by_key(x):
+    """x [TILE_N] in the order of `key_at`, as keys are."""
+    fours = x.reshape([x.shape[0] // 32, 4, 4, 2]).permute((0, 2, 1, 3))
+    return fours.reshape([x.shape[0]])
+
+
 @gluon.constexpr_function
-def pairs_of_columns(S, columns):
-    """The layout of [columns, 2] in which a thread has both numbers of each of its columns of S."""
+def of_thread(columns):
+    """The layout of [columns] numbers in the order of `key_at`: what a thread has of them is what
+    it has scores of."""
+    bits = [[1 << i] for i in range(columns.bit_length() - 1)]
+    lanes, nothing = bits[3:5], [[0]]
+    return gl.DistributedLinearLayout(
+        bits[:3] + bits[5:], lanes + 3 * nothing, 2 * nothing, [], [columns]
+    )
+
+
+@gluon.jit
+def scales_of_columns(of_k, S: gl.constexpr):
+    """Scales of keys [TILE_N], see `Scales.of_k`, beside the columns of scores [1, TILE_N]."""
+    x = by_key(of_k.load(of_thread(of_k.shape[0])))
+    return gl.convert_layout(x, gl.SliceLayout(0, S), assert_trivial=True)[None, :]
+
+
+@gluon.constexpr_function
+def pairs_layout(columns):
+    """The layout of [columns, 2] in which a thread has both numbers of each column of scores that
+    it has."""
     registers = [[0, 1], [1, 0]] + [[1 << i, 0] for i in range(3, columns.bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [columns, 2])
 
 
 @gluon.jit
-def scales_of_columns(scales, slot, S: gl.constexpr):
-    """(scale of the key, what goes with it) of each column [1, TILE_N]: see `Scales.of_k`."""
-    COLUMNS: gl.constexpr = scales.of_k.shape[1]
-    both = scales.of_k.index(slot).load(pairs_of_columns(S, COLUMNS))
-    one, other = both.split()
+def pairs_of_columns(of_k, S: gl.constexpr):
+    """(scale of the key, logarithm of that of its value) of each column [1, TILE_N]."""
+    one, other = of_k.load(pairs_layout(of_k.shape[0])).split()
     along: gl.constexpr = gl.SliceLayout(0, S)
     one = gl.convert_layout(one, along, assert_trivial=True)
     return one[None, :], gl.convert_layout(other, along, assert_trivial=True)[None, :]
+
+
+@gluon.jit
+def beside_rows(of_tile, like):
+    """What is said of a tile [1], as [ROWS] with the layout of `like`."""
+    return of_tile.load(like.type.layout).broadcast_to([ROWS])

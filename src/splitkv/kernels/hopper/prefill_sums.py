@@ -108,6 +108,35 @@ def shrunk(acc, by):
     )
 
 
+@gluon.constexpr_function
+def adding(elements):
+    """Instructions that add so many sums of a thread, and their constraints: see `added_now`."""
+    sums = range(elements)
+    code = "{ .reg .pred never;"
+    code += "".join(f"add.rn.f32 ${i}, ${i}, ${2 * elements + i};" for i in sums)
+    code += "setp.eq.b32 never, $0, 0x7FFFDEAD; @!never bra.uni ADDED; bar.sync 15, 128;"
+    code += "".join(f"neg.f32 ${i}, ${i};" for i in sums)
+    code += "ADDED: }"
+    constraints = ["=r"] * elements + [str(i) for i in sums] + ["r"] * elements
+    return code, ",".join(constraints)
+
+
+@gluon.jit
+def added_now(acc, product):
+    """acc + product, before the next wait for a product: see `before_wait`. What no sum can be is
+    asked in a branch, over which ptxas moves no addition."""
+    ELEMENTS: gl.constexpr = acc.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = adding(ELEMENTS)
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [acc, product],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=ELEMENTS,
+    )
+
+
 @gluon.jit
 def before_wait(sums, BRANCH: gl.constexpr):
     """The same sums of weights, known before the next wait for a product.

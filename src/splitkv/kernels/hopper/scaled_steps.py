@@ -8,13 +8,18 @@ e4m3, which has fewer bits below. There a maximum that was raised far is looked 
 next tile and may be less: so one large weight does not cost the others their bits.
 
 p of int8 has weights up to 127, and as its steps are all of one size, they are relative to the
-maximum of a row in the tile of keys, not in all tiles up to it. Where values have scales of their
-own, these join the exponent, p = exp2(s + log2(scale) - m), so that no weight is rounded away
-because its scale is small; sums are of p / scale then.
+maximum of a row in the tile of keys, not in all tiles up to it.
+
+Where values of 8 bits have scales of their own, these join the exponent, p = exp2(s + log2(scale) -
+m), so that no weight is rounded away because its scale is small; sums are of p / scale then. Where
+values are widened they are multiplied by scale / c, c the largest of the tile, which alone joins
+the exponent.
 
 Weights of 16 bits are worked out under the product of those before with their values. Of 8 bits,
 where what is added up outside the tensor cores takes as many registers as a product, a warpgroup
-waits for both its products first and works out weights under those of the other.
+waits for both its products first and works out weights under those of the other. In e4m3 values
+come first, and their sums are added up under the product of keys; but with scales of each key
+there are instructions enough.
 """
 
 from __future__ import annotations
@@ -40,12 +45,15 @@ from splitkv.kernels.hopper.prefill_rows import tile_of_step
 from splitkv.kernels.hopper.prefill_scaled import (
     MIDDLE,
     MIDDLE_BITS,
+    beside_rows,
     factor_of_rows,
+    pairs_of_columns,
     rows_layout,
     scales_of_columns,
     shared_scale,
 )
 from splitkv.kernels.hopper.prefill_sums import (
+    added_now,
     along_rows,
     any_above,
     before_wait,
@@ -94,8 +102,8 @@ def multiply_keys(tiles, q_slot, slot, S: gl.constexpr):
 
 @gluon.jit
 def exponents(qk, base, factor, n, work, scales):
-    """(scores in base 2 less `base` [ROWS], the logarithms of scales of values among them, the
-    slot of the scales of step n) after the products of a tile."""
+    """(scores in base 2 less `base` [ROWS], the logarithms of scales of values among them, or of
+    the largest of them, the slot of the scales of step n) after the products of a tile."""
     S: gl.constexpr = qk.type.layout
     SLOTS: gl.constexpr = 1 if scales.of_k is None else scales.of_k.shape[0]
     BARE: gl.constexpr = work.scoring.softcap is None
@@ -115,16 +123,17 @@ def exponents(qk, base, factor, n, work, scales):
             y = s * factor[:, None]
     else:
         mbarrier.wait(scales.full.index(slot), n // SLOTS & 1)
-        k_scale, more = scales_of_columns(scales, slot, S)
         if scales.inverse is None:
-            if qk.dtype == gl.int32:
-                s = gl.fma(s, k_scale.broadcast_to(s.shape), more.broadcast_to(s.shape))
-            else:
-                s = s * k_scale
+            k_scale = scales_of_columns(scales.of_k.index(slot), S)
+            base = base - beside_rows(scales.of_tile.index(2 * slot), base)
             y = s * factor[:, None]
+            if qk.dtype == gl.int32:  # worked out again, as registers are scarce
+                y = y - (known_now(factor) * MIDDLE)[:, None]
+            y = y * k_scale
             if BARE:
                 y = y - base[:, None]
         else:
+            k_scale, more = pairs_of_columns(scales.of_k.index(slot), S)
             if qk.dtype == gl.int32:
                 s = s - MIDDLE
             if BARE:
@@ -164,10 +173,7 @@ def shares(y, slot, scales):
 def leaves_range(x, sums, scales, dtype: gl.constexpr, W: gl.constexpr):
     """Whether a weight of a warp may not be in the range of p: a few together are above it."""
     if is_wide(dtype):
-        if scales.inverse is None:
-            too_much = any_above(sums, MOST_FP16, W)
-        else:
-            too_much = any_above(x, MOST_FP16, W)
+        too_much = any_above(sums, MOST_FP16, W)
     elif scales.inverse is None:
         too_much = any_above(sums_of_fours(x), MOST_E4M3, W)
     else:
@@ -245,7 +251,7 @@ def weights(
         y, m, top, settle, shrink = with_maximum(y, m, base, top, settle, *where, W)
         x, sums = shares(y, slot, scales)
         p = rounded(x, tiles)
-    elif is_wide(dtype):
+    elif is_wide(dtype) or scales.of_k is None:
         x, sums = shares(y, slot, scales)
         p = rounded(x, tiles)
         if leaves_range(x, sums, scales, dtype, W) | asks | (settle != 0):
@@ -262,6 +268,9 @@ def weights(
             y, m, top, settle, shrink = with_maximum(y, m, base, top, settle, *where, W)
             x, sums = shares(y, slot, scales)
             p = rounded(x, tiles)
+    if scales.of_tile is not None:
+        inverse = beside_rows(scales.of_tile.index(2 * slot + 1), m)
+        sums = sums * along_rows(inverse, sums)
     return p, sums, m, top, settle, (shrink, own_shrink)
 
 
@@ -330,12 +339,17 @@ def step(
     K_SLOTS: gl.constexpr = tiles.k.shape[0]
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
     WIDE: gl.constexpr = is_wide(tiles.v.dtype)
+    VALUES_FIRST: gl.constexpr = tiles.v.dtype == gl.float8e4nv and scales.of_k is None
     slot = n % K_SLOTS
     last_slot = (n - 1) % V_SLOTS
+    if VALUES_FIRST:
+        mbarrier.wait(signals.v_full.index(last_slot), (n - 1) // V_SLOTS & 1)
+        product = multiply_values(p, tiles, last_slot, acc)
     mbarrier.wait(signals.k_full.index(slot), n // K_SLOTS & 1)
     qk = multiply_keys(tiles, q_slot, slot, S)
-    mbarrier.wait(signals.v_full.index(last_slot), (n - 1) // V_SLOTS & 1)
-    product = multiply_values(p, tiles, last_slot, acc)
+    if not VALUES_FIRST:
+        mbarrier.wait(signals.v_full.index(last_slot), (n - 1) // V_SLOTS & 1)
+        product = multiply_values(p, tiles, last_slot, acc)
     rest = factor, work, own, n, tile, asks, pos, scales, tiles
     if WIDE:
         qk = warpgroup_mma_wait(1, deps=[qk])
@@ -347,10 +361,17 @@ def step(
         p = known_now(p)
         acc = shrunk(product, shrink_n[0])
     else:
-        qk, product = warpgroup_mma_wait(0, deps=[qk, product])
-        mbarrier.arrive(signals.k_free.index(slot), count=1)
-        mbarrier.arrive(signals.v_free.index(last_slot), count=1)
-        acc = added(acc, product, shrink)
+        if VALUES_FIRST:
+            product = warpgroup_mma_wait(1, deps=[product])
+            mbarrier.arrive(signals.v_free.index(last_slot), count=1)
+            acc = added_now(acc, product)
+            qk = warpgroup_mma_wait(0, deps=[qk])
+            mbarrier.arrive(signals.k_free.index(slot), count=1)
+        else:
+            qk, product = warpgroup_mma_wait(0, deps=[qk, product])
+            mbarrier.arrive(signals.k_free.index(slot), count=1)
+            mbarrier.arrive(signals.v_free.index(last_slot), count=1)
+            acc = added(acc, product, shrink)
         p, sums, m, top, settle, shrink_n = weights(p, l, qk, m, top, settle, *rest, False, W)
         if product.dtype == gl.float32:
             acc = shrunk(acc, shrink_n[0])
