@@ -1,6 +1,7 @@
 # make demo      train a small model, run it through splitkv, print every decision
 # make test      lint, types, every test that needs no GPU, kernels compiled on two Tritons
-# make test-gpu  the tests that need an NVIDIA GPU; writes tests/gpu/last_run.json
+# make test-gpu  the tests that need an NVIDIA GPU; writes tests/gpu/last_run.json. GPU_SHARD=1/2
+#                and then 2/2: the same in two goes
 # make sanitize  a few GPU calls under every tool of compute-sanitizer, which comes with CUDA
 # make bench     the benchmarks, which need an NVIDIA GPU; results in RESULTS, options in BENCH:
 #                make bench BENCH="--place page16 --peers none"
@@ -16,6 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 SHARED = -n $(WORKERS) --dist worksteal
 GPU_WORKERS ?= 8
+GPU_SHARD ?= 1/1
 RESULTS ?= build/bench/decode.jsonl
 BENCH ?=
 
@@ -54,8 +56,9 @@ test-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 # which anything beside them would disturb. Both are recorded.
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -q -n $(GPU_WORKERS) --dist worksteal \
-		-m "not alone" tests/gpu; shared=$$?; \
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -m alone tests/gpu && exit $$shared
+		-m "not alone" --shard $(GPU_SHARD) tests/gpu; shared=$$?; \
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -m alone --shard $(GPU_SHARD) tests/gpu \
+		&& exit $$shared
 
 sanitize:
 	set -e; for tool in memcheck racecheck synccheck; do \

@@ -2,8 +2,10 @@
 
 The record carries a hash of the sources that were tested, so that a stale one can be told. It is
 made in two runs: first of all tests but those marked `alone`, which any number of processes may
-share out, each on one of the GPUs; then of those, added to the record of the same sources. Any
-other choice of tests leaves it as it is.
+share out, each on one of the GPUs; then of those. Where a GPU is to be had for minutes only,
+`--shard k/n` takes every n-th test of either. What is run adds to the record of the same sources,
+`parts` says what is in it, and `whole` whether that is all. Any other choice of tests leaves it as
+it is.
 """
 
 from __future__ import annotations
@@ -12,17 +14,28 @@ import hashlib
 import json
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 
 from splitkv.cli import versions
+from splitkv.lab.tune import share_of
 
 HERE = Path(__file__).parent
 RECORD = HERE / "last_run.json"
 SOURCES = HERE.parents[1] / "src"
 OUTCOMES = ("passed", "failed", "skipped")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="k/n: every n-th test from the k-th")
+
+
+def shard(config: pytest.Config) -> tuple[int, int]:
+    """(2, 3) of `--shard 2/3`."""
+    return share_of(config.getoption("shard", "1/1"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,37 +53,51 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         raise pytest.UsageError("tests/gpu: expected a CUDA device, got none; try make test")
     # Every process begins with a stretch of these: mixed, as what compiles longest is in one file.
     items.sort(key=lambda item: crc32(item.nodeid.encode()))
+    part, parts = shard(config)
+    items[:] = items[part - 1 :: parts]
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    config = session.config
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config, ended = session.config, (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     whole = all(Path(arg).resolve() == HERE for arg in config.args)
     if hasattr(config, "workerinput") or not whole or config.option.keyword:
         return
-    alone = config.option.markexpr == "alone"
-    if not alone and config.option.markexpr != "not alone":
+    if exitstatus not in ended:
+        return
+    marked = config.option.markexpr
+    if marked not in ("alone", "not alone"):
         return
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     counts = {outcome: len(reporter.stats.get(outcome, ())) for outcome in OUTCOMES}
     counts["failed"] += len(reporter.stats.get("error", ()))
     if config.option.collectonly or not sum(counts.values()):
         return
-    source = source_hash()
-    if alone:
-        first = json.loads(RECORD.read_text())
-        if first["source_sha256"] != source or first["alone"]:
-            return
-        counts = {outcome: counts[outcome] + first[outcome] for outcome in OUTCOMES}
-    record = {
+    part, parts = shard(config)
+    record = added(
+        json.loads(RECORD.read_text()), source_hash(), f"{part}/{parts} {marked}", counts
+    )
+    RECORD.write_text(json.dumps({**record, **versions()}, indent=2) + "\n")
+
+
+def added(before: dict[str, Any], source: str, part: str, counts: dict[str, int]) -> dict[str, Any]:
+    """A record with one more part; anew, where it is of other sources, has that part already or is
+    in other shards.
+    """
+    shards = part.split()[0].split("/")[1]
+    done = before.get("parts", [])
+    alike = before["source_sha256"] == source and part not in done
+    if not alike or any(known.split()[0].split("/")[1] != shards for known in done):
+        before, done = {}, []
+    done = sorted([*done, part])
+    return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "source_sha256": source,
-        "alone": alone,
-        **counts,
-        **versions(),
+        "parts": done,
+        "whole": len(done) == 2 * int(shards),
+        **{outcome: counts[outcome] + before.get(outcome, 0) for outcome in OUTCOMES},
     }
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
