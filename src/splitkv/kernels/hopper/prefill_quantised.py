@@ -21,8 +21,8 @@ Grid        as kernels/hopper/prefill.py
 Traffic     as kernels/prefill.py, one byte an element of k and v, and the scales
 Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials.
             widened: q, keys and p in fp16, which holds stored numbers exactly, with a power of two
-            taken out of each row of q. half: p is rounded to fp16, with v_scale where that is one a
-            token; or, of int8, p to bf16 and v * v_scale too, see `types`. full: p is rounded to
+            taken out of each row of q. half: p is rounded to fp16. Where v_scale is one a token,
+            widened v * v_scale is rounded to fp16 too, relative to its tile. full: p is rounded to
             e4m3 up to 448 or, relative to its row's maximum in the tile of keys, to int8 up to 127,
             with v_scale where that is one a token: see scaled_steps.py. The tensor cores
             keep some 14 bits of sums of e4m3 products: those of p . v are added up tile by tile in
