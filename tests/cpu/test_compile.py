@@ -250,12 +250,16 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
         together = plan.config.merge == "cluster"
         assert ("st.shared::cluster" in split.ptx) == together
         assert split.ptx.count("barrier.cluster.arrive") == 2 * together
-        assert all(re.search(instruction, split.ptx) for instruction in HOPPER)
+        gathered = hopper_decode_split.gathers(plan.problem, plan.config)
+        by_tma = [bool(re.search(instruction, split.ptx)) for instruction in HOPPER]
+        assert by_tma == [not gathered, True]
         used = {wide: re.search(rf"\b{name}", split.ptx) for wide, name in PRODUCTS.items()}
         wide = plan.config.tile_m >= hopper_decode_split.WIDE
         assert used[wide] and not used[not wide]
         scales = plan.problem.codec.granularity == "token"
-        assert ("cp.async.c" in split.ptx) == scales, "keys and values by TMA alone"
+        assert ("cp.async.c" in split.ptx) == (scales or gathered), "else by TMA alone"
+        in_rows = re.search(r"cp\.async\.cg\.shared\.global .*, 0x10, 0x10;", split.ptx)
+        assert bool(in_rows) == gathered, "16 bytes a thread"
         return kernels
     if row_gap == 0:  # keys and values go to shared memory in vectors, past the registers
         assert re.search(r"cp\.async\.c[ag]\.shared\.global", split.ptx)

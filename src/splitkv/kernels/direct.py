@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -69,8 +69,8 @@ def bind_to_maps(
     compiled: Any,
     grid: tuple[int, int, int],
     tail: Sequence[Any],
-    k_maps: TensorMaps,
-    v_maps: TensorMaps,
+    k_maps: Mapping[int, tuple[Any, ...]],
+    v_maps: Mapping[int, tuple[Any, ...]],
 ) -> Launch | None:
     """The same for a kernel of q, k, v, a page table and more, which takes k and v as descriptors:
     `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split.
@@ -202,6 +202,16 @@ def _c_function(compiled: Any) -> Callable[..., Any] | None:
         found = [cell.cell_contents for cell in launch.__closure__ or ()]
     found = [x for x in found if callable(x) and not isinstance(x, FunctionType)]
     return found[0] if len(found) == 1 else None
+
+
+class JustAddresses(dict[int, tuple[Any, ...]]):
+    """In the place of `TensorMaps`, for a kernel that takes a pointer there."""
+
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        return (address,)
+
+
+JUST_ADDRESSES = JustAddresses()
 
 
 class TensorMaps(dict[int, tuple[Any, ...]]):

@@ -46,6 +46,7 @@ from splitkv.problem import Problem
 SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
 HOPPER_PAGED_SHAPES = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 1))
+HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
 CLOSE = 1.02
 HOPPER_DECODE = "hopper_decode_split"
 # A cluster of four or eight needs as many places in one part of the GPU: with 256 programs for 264
@@ -68,6 +69,8 @@ WIDE_PAGES = 64
 # Parts of wide tiles are clusters of two at most: of four and eight, which send each other 32 KiB a
 # program, 64 rows at 134 MB took 60.7 us beside 37.4, and at 8 MB 10.3 beside 9.1 by a merge.
 WIDE_CLUSTER = 2
+# Of quantised keys in pages that are no multiple of so many keys tiles are gathered row by row.
+GATHERED_PAGES = 64
 
 # What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
 # kernel about 5 KiB for its rows.
@@ -86,13 +89,9 @@ HOPPER_REGISTERS = {
     **{(128, 64, 64): 168, (128, 64, 128): 240, (256, 64, 32): 208, (256, 64, 64): 240},
 }
 
-# More beside quantised keys, but for e4m3 with scales of a head in a contiguous cache.
-HOPPER_QUANTISED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 128): 200}
-# Copies of 16 quantised keys are so small that asking for them takes long: from so many bytes on,
-# four programs an SM with two tiles of 32 in flight each were 1 to 5 % faster than three with tiles
-# of 64, and 2 to 5 % than with three in flight. Not with scales of each key, nor where a sequence
-# is cut into many parts: of 8 KV heads three programs and tiles of 64 were 8 % faster.
-QUANTISED_PAGES_SHAPE, QUANTISED_PAGES_LARGE, QUANTISED_PAGES_UNITS = (32, 4, 2), 48 * MiB, 32
+# More where quantised keys are gathered from small pages, the most with scales of each key.
+HOPPER_GATHERED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 128): 192}
+HOPPER_GATHERED_SCALES_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 144, (128, 16, 128): 200}
 
 
 def many_rows(problem: Problem, kernel: Kernel) -> bool:
@@ -115,10 +114,18 @@ def registers(problem: Problem, config: Config) -> float:
 def hopper_registers(problem: Problem, config: Config) -> float:
     """Of a thread of the kernel for Hopper."""
     key = max(problem.head_dim, problem.head_dim_v), config.tile_m, config.tile_n
-    codec, paged = problem.codec, isinstance(problem.place, Paged)
-    if codec.name == "int8" or codec.granularity == "token" or (codec != AS_IS and paged):
-        return HOPPER_QUANTISED_REGISTERS.get(key, 255.0)
-    return HOPPER_REGISTERS.get(key, 255.0)
+    table = HOPPER_REGISTERS
+    if gathered(problem, config):
+        table = HOPPER_GATHERED_REGISTERS
+        if problem.codec.granularity == "token":
+            table = HOPPER_GATHERED_SCALES_REGISTERS
+    return table.get(key, 255.0)
+
+
+def gathered(problem: Problem, config: Config) -> bool:
+    """Whether the kernel for Hopper has keys copied row by row by all threads, not by TMA."""
+    small = isinstance(problem.place, Paged) and problem.place.page_size % GATHERED_PAGES > 0
+    return small and problem.codec != AS_IS and config.tile_m < WIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,8 @@ class Constants:
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
-                   shapes_in_pages: where 128 keys lie in several pages
+                   shapes_in_pages: where 128 keys lie in several pages; shapes_gathered: where
+                   they are copied row by row
     """
 
     start: float = 2.54e-6
@@ -195,6 +203,7 @@ class Constants:
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_in_pages: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_gathered: tuple[tuple[int, int, int], ...] = SHAPES
 
 
 H200 = Constants()
@@ -229,6 +238,7 @@ H200_HOPPER = Constants(
     registers=hopper_registers,
     shapes=HOPPER_SHAPES,
     shapes_in_pages=HOPPER_PAGED_SHAPES,
+    shapes_gathered=HOPPER_GATHERED_SHAPES,
 )
 
 
@@ -268,7 +278,7 @@ class Shape:
         self.slots = device.num_sms * occupancy(problem, device, config, c)
         self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
         a_warp = config.tile_n * dims / config.num_warps
-        copies = 2 * pages_of_tile(problem, config.tile_n)
+        copies = 0 if gathered(problem, config) else 2 * pages_of_tile(problem, config.tile_n)
         step = c.step + paged * c.step_paged + c.step_copy * copies
         step += (c.step_element + paged * c.step_paged_element) * a_warp
         self.port = self.tile_bytes / c.sm_bandwidth + c.port_copy * copies
@@ -420,10 +430,8 @@ def _worth(
     """The shapes worth weighing, in order of preference; all, where none of those is legal."""
     in_pages = isinstance(problem.place, Paged) and problem.place.page_size % 128 > 0
     wanted = constants.shapes_in_pages if in_pages else constants.shapes
-    small_copies = in_pages and problem.codec.granularity in ("tensor", "head")
-    several = problem.batch * problem.num_kv_heads >= QUANTISED_PAGES_UNITS
-    if small_copies and several and problem.kv_bytes > QUANTISED_PAGES_LARGE:
-        wanted = QUANTISED_PAGES_SHAPE, *wanted
+    if gathered(problem, found[0]):
+        wanted = constants.shapes_gathered
     by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
     worth = [by_shape[shape] for shape in wanted if shape in by_shape]
     # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.

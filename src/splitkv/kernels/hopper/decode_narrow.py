@@ -11,17 +11,55 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.clear import clear_behind
-from splitkv.kernels.hopper.decode_rows import weights
+from splitkv.kernels.hopper.decode_rows import LOWEST, most_above, raised_maxima, true_or_none
 from splitkv.kernels.hopper.pairs import (
     add_values,
     ask_with_scales,
     both_columns,
+    parts_of_scale,
     product,
     scales_of_tile,
 )
-from splitkv.kernels.hopper.ring import foresee, next_slot, thread_barrier, tile_at
+from splitkv.kernels.hopper.prefill_sums import answering_any, asking_any, declare_any
+from splitkv.kernels.hopper.ring import foresee, next_slot, pages_of, thread_barrier, tile_at
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
+
+
+@gluon.constexpr_function
+def shared_weights(columns):
+    """Of p [rows, columns] of 16 bits on its way between warps, to be read by ldmatrix."""
+    rows = max(1, 64 // columns)
+    return gl.SwizzledSharedLayout(8, rows, 8 // rows, [1, 0])
+
+
+@gluon.jit
+def any_of_block(x, LIMIT: gl.constexpr):
+    """Whether any warp has a number above that with the bits LIMIT, or NaN, in x: see `any_above`.
+    All warps meet here."""
+    ELEMENTS: gl.constexpr = x.shape[0] * x.shape[1] // (32 * gl.num_warps())
+    ASK: gl.constexpr = asking_block(ELEMENTS, LIMIT, 32 * gl.num_warps())
+    gl.inline_asm_elementwise(
+        ASK[0],
+        ASK[1],
+        [x],
+        dtype=gl.int8 if ELEMENTS > 4 else gl.int32,
+        is_pure=False,
+        pack=ELEMENTS,
+    )
+    ANSWER: gl.constexpr = answering_any(0)
+    some = gl.inline_asm_elementwise(
+        ANSWER, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return some != 0
+
+
+@gluon.constexpr_function
+def asking_block(elements, limit, threads):
+    code, constraints = asking_any(0, elements, limit)
+    vote = "vote.sync.any.pred any_0, some, 0xffffffff;"
+    assert code.count(vote) == 1
+    return code.replace(vote, f"barrier.cta.red.or.pred any_0, 9, {threads}, some;"), constraints
 
 
 @gluon.jit
@@ -56,12 +94,20 @@ def attend_narrow(
     dtype: gl.constexpr = v_ring.dtype if WIDEN is None else gl.float16
     arrived = ring[3]
     inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
-    m = gl.full([TILE_M], float("-inf"), gl.float32, M)
+    SHARED: gl.constexpr = shared_weights(TILE_N)
+    p_tile = gl.allocate_shared_memory(dtype, [TILE_M, TILE_N], SHARED)
+    LIMIT: gl.constexpr = most_above(WIDEN)
+    declare_any(0)
+    m = gl.full([TILE_M], LOWEST, gl.float32, M)
     sums = gl.zeros([TILE_M, TILE_N], gl.float32, S)  # of l, added up across threads at the end
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
     acc_odd = acc
     slot, phase = tiles.first * 0, tiles.first * 0
     for i in range(tiles.first, tiles.last, tiles.by):
+        ahead = i + SLOTS * tiles.by
+        # page numbers come while this tile is worked on
+        coming = gl.minimum(ahead, tiles.last - 1)
+        pages = pages_of(ring[0], ring[1], b, tile_at(tiles, coming), keys, PAGE_SIZE, TILE_N)
         mbarrier.wait(arrived.index(slot), phase)
         first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
@@ -75,19 +121,36 @@ def attend_narrow(
             qk *= k_scale_n
         s = score_log2(qk, scale, softcap, slope, pos, offs_n)
         s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
-        p, own, shrink, m = weights(s, m, v_scale_n, WIDEN)
-        shrink = shrink[:, None]
-        sums = sums * shrink + own
-        p = gl.convert_layout(p.to(dtype), A)
-        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v_ring.index(slot).load(B), WIDEN)
-        ahead = i + SLOTS * tiles.by
+        if v_scale_n is not None:
+            e, f, inverse = parts_of_scale(v_scale_n)
+            s += e
+        y = s - m[:, None]
+        if any_of_block(y, LIMIT[1]):
+            raised = raised_maxima(m, s, WIDEN)
+            shrink = gl.exp2(m - raised)[:, None]
+            acc *= shrink
+            if WIDEN is not None:
+                acc_odd *= shrink
+            sums *= shrink
+            m = raised
+            y = s - m[:, None]
+        p = gl.exp2(y)
+        if v_scale_n is None:
+            sums += p
+        else:
+            sums += p * inverse
+            p *= f
+        p_tile.store(p.to(dtype))
+        p = p_tile.load(A)
+        acc, acc_odd = add_values(acc, acc_odd, p, v_ring.index(slot).load(B), WIDEN)
+        thread_barrier()  # all warps have read the slot and p
         if ahead < tiles.last:
-            thread_barrier()  # all warps have read the slot
-            of_tile = slot, b, h, tile_at(tiles, ahead), keys
-            ask_with_scales(ring, of_keys, *of_tile, PAGE_SIZE, TILE_N)
+            tile = tile_at(tiles, ahead)
+            ask_with_scales(ring, of_keys, slot, b, h, tile, pages, keys, PAGE_SIZE, TILE_N)
             after = gl.minimum(ahead + tiles.by, tiles.last - 1)
             foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)
+    m = true_or_none(m)
     if WIDEN is not None:
         acc = gl.convert_layout(both_columns(acc, acc_odd), S)
     return acc, m, gl.sum(sums, 1)

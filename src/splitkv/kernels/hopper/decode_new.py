@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.pairs import no_unit, scaled_pairs
+from splitkv.kernels.hopper.pairs import first_of_pairs, no_unit, scaled_pairs
 from splitkv.kernels.hopper.ring import fill, thread_barrier
 from splitkv.kernels.tile.new import has_new, rotated, write_new
 
@@ -142,10 +142,10 @@ def turned_rows(
         odd, unit = even, no_unit(TILE_M, A)
     else:
         even = columns_of_rows(
-            *of_rows, turning, 2 * offs_d, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
+            *of_rows, turning, first_of_pairs(offs_d), GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
         )
         odd = columns_of_rows(
-            *of_rows, turning, 2 * offs_d + 1, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
+            *of_rows, turning, first_of_pairs(offs_d) + 2, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
         )
         even, odd, unit = scaled_pairs(gl.convert_layout(even, A), gl.convert_layout(odd, A))
     return even, odd, unit

@@ -9,10 +9,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.combine import write_part
-from splitkv.kernels.hopper.pairs import SHIFT, parts_of_scale
+from splitkv.kernels.hopper.pairs import SHIFT
 from splitkv.kernels.tile.new import Tiles, keys_of
 from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of
-from splitkv.kernels.tile.softmax import finite_or_zero
+
+# Weights of a row are relative to a maximum that is let be as long as no score is more than 3 above
+# it, in base 2: until then nothing that was summed up has to shrink. Beside widened values they are
+# relative to what is 12 below, see `pairs.SHIFT`. (how far scores may be above that, its bits)
+MOST = (3.0, 0x40400000)
+MOST_WIDENED = (15.0, 0x41700000)
+LOWEST = gl.constexpr(-(2.0**100))  # where a row has seen no key
 
 
 @gluon.jit
@@ -64,28 +70,25 @@ def slopes_of(row, at, row_ok):
     return slope
 
 
-@gluon.jit
-def weights(s, m, v_scale, WIDEN: gl.constexpr):
-    """(p, what of it sums are of, shrink [TILE_M], m) after scores s [TILE_M, TILE_N] in base 2:
-    what of the softmax before is left is times `shrink`.
+@gluon.constexpr_function
+def most_above(widen):
+    return MOST if widen is None else MOST_WIDENED
 
-    v_scale  of each key, which p is to be times, or None: its exponent joins s, and is taken out of
-             the sums again
-    """
-    if v_scale is not None:
-        e, f, inverse = parts_of_scale(v_scale)
-        s += e
-    m_new = gl.maximum(m, gl.max(s, 1))
-    top = finite_or_zero(m_new)
-    shrink = gl.exp2(m - top)
-    if WIDEN is not None:
-        top -= SHIFT
-    p = gl.exp2(s - top[:, None])
-    own = p
-    if v_scale is not None:
-        own = p * inverse
-        p *= f
-    return p, own, shrink, m_new
+
+@gluon.jit
+def raised_maxima(m, s, WIDEN: gl.constexpr):
+    """What weights [TILE_M] are relative to with scores s [TILE_M, TILE_N] in base 2: the same but
+    for rows that have a score too far above it, whatever other rows have."""
+    LIMIT: gl.constexpr = most_above(WIDEN)
+    top = gl.max(s, 1)
+    raised = top if WIDEN is None else top - SHIFT
+    return gl.where(top - m > LIMIT[0], raised, m)
+
+
+@gluon.jit
+def true_or_none(m):
+    """What rows are relative to in the end: -inf where they have seen no key."""
+    return gl.where(m == LOWEST, float("-inf"), m)
 
 
 @gluon.jit

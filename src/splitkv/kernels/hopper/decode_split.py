@@ -46,7 +46,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from splitkv.device import Device
 from splitkv.kernels import decode_launch, decode_split
 from splitkv.kernels.combine import write_absent
-from splitkv.kernels.direct import Launch, TensorMaps, bind_to_maps, in_clusters
+from splitkv.kernels.direct import (
+    JUST_ADDRESSES,
+    Launch,
+    TensorMaps,
+    bind_to_maps,
+    in_clusters,
+)
 from splitkv.kernels.hopper.cluster import (
     CLUSTERS,
     arrive_running,
@@ -61,6 +67,13 @@ from splitkv.kernels.hopper.decode_rows import (
     tiles_of_part,
     write_rows,
 )
+from splitkv.kernels.hopper.decode_tiles import (
+    allocate_tiles,
+    box_rows,
+    gathers,
+    shared_bytes,
+    steps_of,
+)
 from splitkv.kernels.hopper.decode_wide import (
     WIDE,
     attend_wide,
@@ -71,7 +84,6 @@ from splitkv.kernels.hopper.decode_wide import (
     wide_rows,
 )
 from splitkv.kernels.hopper.pairs import (
-    SHIFT,
     KeyScales,
     allocate_scales,
     fill_scales,
@@ -80,20 +92,18 @@ from splitkv.kernels.hopper.pairs import (
     load_rows,
     pairs_of,
 )
-from splitkv.kernels.hopper.prefill_load import allocate
-from splitkv.kernels.hopper.ring import Pool, allocate_ring, arrivals, fill, foresee
+from splitkv.kernels.hopper.ring import Pool, arrivals, fill, foresee
 from splitkv.kernels.parts import num_parts as parts_of_problem
 from splitkv.kernels.parts import traffic_of_parts, visited
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
 from splitkv.kernels.tile.codec import unfit as unfit_scales
 from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles, start_of
-from splitkv.kv import AS_IS, Paged
+from splitkv.kv import Paged
 from splitkv.plans import Config, Kernel, Plan, Traffic
 from splitkv.problem import Operands, Problem
 
 HEAD_DIMS = 64, 128, 256
-BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
 
 
 @gluon.jit(
@@ -199,11 +209,18 @@ def hopper_decode_split(
     WIDEN: gl.constexpr,  # from_int8 or from_e4m3, of keys in pairs; None: keys are as they are
     DIM: gl.constexpr,  # columns of k as TMA sees them, DIM_V of v
     DIM_V: gl.constexpr,
+    GATHER: gl.constexpr,  # keys are copied row by row by all threads, not by TMA
     OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
-    pool = Pool(k_desc, v_desc, table_ptr, stride_table)
+    IN_ONE: gl.constexpr = 1 if WIDEN is None or OF_K is not None else 2  # elements of a column
+    k_strides, v_strides = (stride_kb, stride_kn, stride_kh), (stride_vb, stride_vn, stride_vh)
+    k_rows = None
+    v_rows = None
+    if GATHER:
+        k_rows, v_rows = steps_of(k_strides, IN_ONE), steps_of(v_strides, IN_ONE)
+    pool = Pool(k_desc, v_desc, table_ptr, stride_table, k_rows, v_rows)
     if left is None and programs is None:  # then where the part starts needs no length
         start = part if size is None else part * size
         foresee(pool, b, gl.minimum(start, (seqlen_k - 1) // TILE_N), PAGE_SIZE, TILE_N)
@@ -217,15 +234,12 @@ def hopper_decode_split(
     arrive_running(CLUSTER)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    IN_ONE: gl.constexpr = 1 if WIDEN is None or OF_K is not None else 2  # elements of a column
-    if OF_K is None:
-        k_boxes, k_ring = allocate_ring(k_desc, SLOTS, TILE_N)
-        v_boxes, v_ring = allocate_ring(v_desc, SLOTS, TILE_N)
-    else:
-        k_boxes, k_ring = allocate(k_desc, SLOTS, TILE_N, DIM)
-        v_boxes, v_ring = allocate(v_desc, SLOTS, TILE_N, DIM_V)
-    # one thread asks for a tile; all of them copy scales
-    arrived = arrivals(SLOTS, 1 if key_scales is None else 1 + 32 * gl.num_warps())
+    k_boxes, k_ring = allocate_tiles(k_desc, SLOTS, TILE_N, DIM, GATHER, OF_K)
+    v_boxes, v_ring = allocate_tiles(v_desc, SLOTS, TILE_N, DIM_V, GATHER, OF_K)
+    # one thread asks for a tile, or all of them gather it; all of them copy scales
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    ASKING: gl.constexpr = THREADS if GATHER else 1
+    arrived = arrivals(SLOTS, ASKING + (0 if key_scales is None else THREADS))
     ring = pool, k_boxes, v_boxes, arrived
     k_scales = None
     v_scales = None
@@ -251,8 +265,8 @@ def hopper_decode_split(
     seen = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
     tiles, num_parts = tiles_of_part(part, parts, size, *seen)
     if seqlen_new is not None:
-        k_steps = (stride_nkb, stride_nkt, stride_nkh), (stride_kb, stride_kn, stride_kh)
-        v_steps = (stride_nvb, stride_nvt, stride_nvh), (stride_vb, stride_vn, stride_vh)
+        k_steps = (stride_nkb, stride_nkt, stride_nkh), k_strides
+        v_steps = (stride_nvb, stride_nvt, stride_nvh), v_strides
         steps = NewSteps(*k_steps, *v_steps, (stride_nsb, stride_nsh), stride_cos, stride_sin)
         shown = seen_tiles(bounds, keys, seqlen_q, (part == 0) & (tile_m == 0), TILE_N)
         fill_and_write(
@@ -310,7 +324,6 @@ def hopper_decode_split(
     else:
         acc, m, l = attend_wide(q, *given, slope, of_keys, S, PAGE_SIZE, WIDEN)
     if WIDEN is not None:
-        m -= SHIFT
         acc *= v_scale
     result = acc, m, l, row_ok
     sizes = seqlen_q, num_kv_heads, stride_ob, stride_ot, stride_oh
@@ -319,14 +332,6 @@ def hopper_decode_split(
         merge_cluster(final, row, *result, *place, *sizes, GROUP, ROWS, CLUSTER)
     else:
         write_rows(final, partial, row, *result, b, t, head, *sizes, slot_rows, num_parts, GROUP)
-
-
-def box_rows(problem: Problem, tile_n: int) -> int:
-    """Keys that arrive in one copy: a tile, or what of it lies in one page."""
-    if isinstance(problem.place, Paged):
-        page_size = problem.place.page_size
-        return min(tile_n, page_size & -page_size)
-    return tile_n
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -368,31 +373,6 @@ def unfit(operands: Operands) -> list[str]:
     return reasons
 
 
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a config: the ring, its barriers, p on its way to another layout, or acc;
-    where tiles are wide, q, and what keys and values are widened to, in the place of p."""
-    a_key = problem.head_dim + problem.head_dim_v
-    tile = config.tile_n * a_key * problem.kv_element_bytes
-    if problem.codec.granularity == "token":
-        tile += 8 * config.tile_n
-    total = config.num_stages * (tile + BARRIER_BYTES) + 1024
-    if config.merge == "cluster":
-        rows = min(config.tile_m, problem.rows)
-        total += exchange_bytes(rows, problem.head_dim_v, config.num_splits)
-    if config.tile_m == WIDE:
-        size = type_of_keys(problem).primitive_bitwidth // 8
-        total += config.tile_m * problem.head_dim * size
-        if problem.codec != AS_IS:
-            total += 2 * config.tile_n * (a_key if size > 1 else problem.head_dim_v)
-        return total + SCRATCH_BYTES
-    moved = config.tile_m * config.tile_n * problem.element_bytes
-    if problem.codec != AS_IS:
-        moved = max(moved, 4 * config.tile_m * problem.head_dim_v)
-    if problem.rotary:
-        moved = max(moved, config.tile_m * problem.head_dim * problem.element_bytes)
-    return total + max(moved, SCRATCH_BYTES)
-
-
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every ring that fits, with one split; `num_splits` may then be anything up to 1024. Then
     those whose parts are a cluster."""
@@ -432,12 +412,14 @@ class Launcher(decode_launch.Launcher):
         q, table, slopes = operands.q, operands.page_table, operands.alibi_slopes
         self.box = box_rows(problem, config.tile_n)
         self.of_k = type_of_keys(problem) if config.tile_m == WIDE else None
+        between = max(operands.k.stride(0), operands.v.stride(0))  # pages; `gather` has 32 bits
+        self.gathered = gathers(problem, config) and between < 1 << 32
         self.cluster = config.num_splits if config.merge == "cluster" else 0
         self.launched, self.rows = self.grid, min(config.tile_m, problem.rows)
         if self.cluster:  # all parts of a sequence: the first axis has one
             self.launched = (1, *self.grid[1:])
         caches: tuple[int | None, ...] = (None,) * 6
-        if self.appending:
+        if self.appending or self.gathered:
             caches = *operands.k.stride()[:3], *operands.v.stride()[:3]
         self.tail = (
             *self.appended.absent,
@@ -471,6 +453,7 @@ class Launcher(decode_launch.Launcher):
             {"as_is": None, "int8": from_int8, "fp8": from_e4m3}[problem.codec.name],
             self.seen(operands.k).shape[3],
             self.seen(operands.v).shape[3],
+            self.gathered,
             self.of_k,
         )
         if problem.early_kv:
@@ -529,6 +512,8 @@ class Launcher(decode_launch.Launcher):
         """K or V [outer, inner, num_kv_heads, dim], a box of keys of one head at a time; wide tiles
         of several boxes are made of boxes of 128 bytes a key."""
         x = self.seen(x)
+        if self.gathered:
+            return x
         size, columns = x.element_size(), x.shape[3]
         if self.of_k is not None and self.box < self.plan.config.tile_n:
             columns = min(columns, 128 // size)
@@ -538,6 +523,8 @@ class Launcher(decode_launch.Launcher):
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
     def later_splits(self, compiled: Any) -> Launch | None:
+        if self.gathered:
+            return bind_to_maps(compiled, self.launched, self.tail, JUST_ADDRESSES, JUST_ADDRESSES)
         maps = [TensorMaps(compiled, index, *place) for index, place in enumerate(self.places)]
         return bind_to_maps(compiled, self.launched, self.tail, *maps)
 

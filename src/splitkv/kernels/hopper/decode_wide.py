@@ -21,10 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_new import columns_of_rows
-from splitkv.kernels.hopper.decode_rows import weights
+from splitkv.kernels.hopper.decode_rows import LOWEST, raised_maxima, true_or_none
 from splitkv.kernels.hopper.eight_bits import widening
-from splitkv.kernels.hopper.pairs import ask_with_scales, power_of_row, scales_of_tile
-from splitkv.kernels.hopper.prefill_sums import along_rows, sums_of_threads
+from splitkv.kernels.hopper.pairs import (
+    ask_with_scales,
+    parts_of_scale,
+    power_of_row,
+    scales_of_tile,
+)
+from splitkv.kernels.hopper.prefill_sums import (
+    along_rows,
+    shrunk,
+    sums_of_threads,
+)
 from splitkv.kernels.hopper.ring import ask, foresee, next_slot, thread_barrier, tile_at
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
@@ -196,7 +205,7 @@ def attend_wide(
         v_wide = allocate_operand(dtype, TILE_N, DIM_V)
     arrived = ring[3]
     inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
-    m = gl.full([TILE_M], float("-inf"), gl.float32, M)
+    m = gl.full([TILE_M], LOWEST, gl.float32, M)
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, O)
     l = sums_of_threads(gl.zeros([TILE_M, TILE_N], gl.float32, S))
     slot, phase = tiles.first * 0, tiles.first * 0
@@ -228,17 +237,28 @@ def attend_wide(
             fence_async_shared()  # while a product is under way, ptxas 12.8 breaks on it
             thread_barrier()  # all warps have read the slot, and widened its values
             if ahead < tiles.last:
-                of_tile = slot, b, h, tile_at(tiles, ahead), keys
-                ask_with_scales(ring, of_keys, *of_tile, PAGE_SIZE, TILE_N)
+                tile = tile_at(tiles, ahead)
+                ask_with_scales(ring, of_keys, slot, b, h, tile, None, keys, PAGE_SIZE, TILE_N)
         if of_keys.scales is not None:
             s *= k_scale_n
         offs_n = first_n + inside
         s = score_log2(s, scale, softcap, slope, pos, offs_n)
         s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
-        p, own, shrink, m = weights(s, m, v_scale_n, WIDEN)
-        l = l * along_rows(shrink, l) + sums_of_threads(own)
+        if v_scale_n is not None:
+            e, f, inverse = parts_of_scale(v_scale_n)
+            s += e
+        raised = raised_maxima(m, s, WIDEN)
+        shrink = gl.exp2(m - raised)
+        m = raised
+        p = gl.exp2(s - m[:, None])
+        l *= along_rows(shrink, l)
+        if v_scale_n is None:
+            l += sums_of_threads(p)
+        else:
+            l += sums_of_threads(p * inverse)
+            p *= f
         p = gl.convert_layout(p.to(dtype), P)
-        acc = warpgroup_mma(p, v, acc * along_rows(shrink, acc))
+        acc = warpgroup_mma(p, v, shrunk(acc, shrink))
         if WIDEN is None:
             if ahead < tiles.last:
                 thread_barrier()  # all warps have read the slot
@@ -248,4 +268,4 @@ def attend_wide(
             foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)
     acc = gl.convert_layout(acc, S, assert_trivial=True)
-    return acc, m, gl.convert_layout(gl.sum(l, 1), M)
+    return acc, true_or_none(m), gl.convert_layout(gl.sum(l, 1), M)

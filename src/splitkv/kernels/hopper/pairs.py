@@ -1,9 +1,10 @@
 """Tiles of 8-bit keys and values as tiles of pairs: two elements of a row in 16 bits.
 
 TMA, swizzle and ldmatrix work on 16 bits, so a tile of pairs moves as one of bf16 of half the
-width. In registers a pair becomes two fp16 numbers, exactly: of every row the even and the odd
-columns. Products with them are two of half the width: scores are the sum of both, the output has
-its even columns from one and its odd ones from the other.
+width. In registers a pair becomes two fp16 numbers, exactly. Products with them are two of half the
+width. For the output they are with the even and the odd columns of values. Scores are the sum of
+both, so that it matters only that q has its columns in the same order: of each four columns of keys
+the first two go to one product, the others to the other, which takes fewer instructions.
 
 q joins as fp16 too. A power of two a row, taken out of it, keeps what bf16 can hold; q below 2^-14
 of the row's largest element may lose its last bits.
@@ -18,12 +19,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from splitkv.kernels.hopper.ring import ask, tile_at
+from splitkv.kernels.hopper.ring import ask, gather_tile, tile_at
 
-# p and what it is multiplied with are fp16: p up to 2^SHIFT, so that what is 2^-24 of the largest
-# is still a normal number. A scale of values is 2^e * f: e joins the score that p is the power of,
-# so that p stays in its range whatever the scales are, and f joins p. It is 2^-60 at least.
-SHIFT, LEAST_SCALE = gl.constexpr(14.0), gl.constexpr(2.0**-60)
+# p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
+# weight 2^SHIFT, and p is up to 8 times as large, so that what is 2^-24 of the largest is still a
+# normal number. A scale of values is 2^e * f: e joins the score that p is the power of, so that p
+# stays in its range whatever the scales are, and f joins p. It is 2^-60 at least.
+SHIFT, LEAST_SCALE = gl.constexpr(12.0), gl.constexpr(2.0**-60)
+
+
+E4M3 = gl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }""")
+E4M3_APART = gl.constexpr("""{
+    .reg .b32 u;
+    .reg .b16 even, odd;
+    prmt.b32 u, $2, $2, 0x3120;
+    mov.b32 {even, odd}, u;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+    }""")
 
 
 class KeyScales(NamedTuple):
@@ -46,19 +64,27 @@ def pairs_of(x: Any) -> Any:
     return x.view(torch.int16)
 
 
+@gluon.constexpr_function
+def int8_to_fp16(first, second):
+    """Instructions that pick these bytes."""
+    return f"""{{
+    .reg .b32 u, shift;
+    mov.b32 shift, 0x64806480;
+    xor.b32 u, $2, 0x80808080;
+    prmt.b32 $0, u, 0x64646464, {first};
+    prmt.b32 $1, u, 0x64646464, {second};
+    sub.f16x2 $0, $0, shift;
+    sub.f16x2 $1, $1, shift;
+    }}"""
+
+
 @gluon.jit
-def from_int8(pairs):
-    """(even, odd) columns: the byte plus 128 is the low byte of 1024 + it in fp16."""
+def from_int8(pairs, APART: gl.constexpr):
+    """(even, odd) columns; not APART: (first two, last two) of four. The byte plus 128 is the low
+    byte of 1024 + it in fp16."""
+    CODE: gl.constexpr = int8_to_fp16(*(("0x4240", "0x4341") if APART else ("0x4140", "0x4342")))
     return gl.inline_asm_elementwise(
-        """{
-            .reg .b32 u, shift;
-            mov.b32 shift, 0x64806480;
-            xor.b32 u, $2, 0x80808080;
-            prmt.b32 $0, u, 0x64646464, 0x4240;
-            prmt.b32 $1, u, 0x64646464, 0x4341;
-            sub.f16x2 $0, $0, shift;
-            sub.f16x2 $1, $1, shift;
-        }""",
+        CODE,
         "=r,=r,r",
         [pairs],
         dtype=(gl.float16, gl.float16),
@@ -68,17 +94,11 @@ def from_int8(pairs):
 
 
 @gluon.jit
-def from_e4m3(pairs):
-    """(even, odd) columns, by the instruction for it."""
+def from_e4m3(pairs, APART: gl.constexpr):
+    """As `from_int8`, by the instruction for it."""
+    CODE: gl.constexpr = E4M3_APART if APART else E4M3
     return gl.inline_asm_elementwise(
-        """{
-            .reg .b32 u;
-            .reg .b16 even, odd;
-            prmt.b32 u, $2, $2, 0x3120;
-            mov.b32 {even, odd}, u;
-            cvt.rn.f16x2.e4m3x2 $0, even;
-            cvt.rn.f16x2.e4m3x2 $1, odd;
-        }""",
+        CODE,
         "=r,=r,r",
         [pairs],
         dtype=(gl.float16, gl.float16),
@@ -101,23 +121,30 @@ def load_rows(
     TILE_M: gl.constexpr,
     widen: gl.constexpr,
 ):
-    """(even, odd, unit) of the rows of q of a KV head: even * unit and odd * unit [TILE_M, DIM] are
-    its columns.
+    """(q, q_odd, unit) of the rows of q of a KV head: q * unit and q_odd * unit [TILE_M, DIM] are
+    its columns, in the order of those of keys.
 
     Beside keys as they are (widen: None) the first is q, and the others mean nothing.
     """
-    IN_ONE: gl.constexpr = 1 if widen is None else 2
     rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, A))
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
     at = rows // GROUP * stride_t + (h * GROUP + rows % GROUP) * stride_h
-    ptrs = q_ptr + at[:, None] + IN_ONE * offs_d[None, :]
+    columns = offs_d if widen is None else first_of_pairs(offs_d)
+    ptrs = q_ptr + at[:, None] + columns[None, :]
     ok = (rows < seqlen_q * GROUP)[:, None]
-    even = gl.load(ptrs, mask=ok, other=0.0)
+    q = gl.load(ptrs, mask=ok, other=0.0)
     if widen is None:
-        odd, unit = even, no_unit(TILE_M, A)
+        q_odd, unit = q, no_unit(TILE_M, A)
     else:
-        even, odd, unit = scaled_pairs(even, gl.load(ptrs + 1, mask=ok, other=0.0))
-    return even, odd, unit
+        q, q_odd, unit = scaled_pairs(q, gl.load(ptrs + 2, mask=ok, other=0.0))
+    return q, q_odd, unit
+
+
+@gluon.jit
+def first_of_pairs(offs_d):
+    """The column of which the first product has the key's pair `offs_d`; the second has it two
+    further."""
+    return 2 * offs_d - offs_d % 2
 
 
 @gluon.jit
@@ -127,7 +154,7 @@ def no_unit(TILE_M: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def scaled_pairs(even, odd):
-    """(even, odd, unit) in fp16 of the even and the odd columns of q."""
+    """(q, q_odd, unit) in fp16 of the columns of q of both products."""
     even, odd = even.to(gl.float32), odd.to(gl.float32)
     top = gl.maximum(gl.max(gl.abs(even), 1), gl.max(gl.abs(odd), 1))
     unit, inverse = power_of_row(top)
@@ -150,20 +177,20 @@ def product(q, q_odd, k, zeros, widen: gl.constexpr):
     if widen is None:
         s = mma_v2(q, k, zeros)
     else:
-        even, odd = widen(k)
-        s = mma_v2(q_odd, odd, mma_v2(q, even, zeros))
+        even, odd = widen(k, False)
+        s = mma_v2(q, even, zeros) + mma_v2(q_odd, odd, zeros)  # neither waits for the other
     return s
 
 
 @gluon.jit
-def add_values(acc, acc_odd, shrink, p, v, widen: gl.constexpr):
-    """(acc, acc_odd) times `shrink` and p @ v, v as it is (acc alone) or as pairs."""
+def add_values(acc, acc_odd, p, v, widen: gl.constexpr):
+    """(acc, acc_odd) and p @ v, v as it is (acc alone) or as pairs."""
     if widen is None:
-        acc = mma_v2(p, v, acc * shrink)
+        acc = mma_v2(p, v, acc)
     else:
-        even, odd = widen(v)
-        acc = mma_v2(p, even, acc * shrink)
-        acc_odd = mma_v2(p, odd, acc_odd * shrink)
+        even, odd = widen(v, True)
+        acc = mma_v2(p, even, acc)
+        acc_odd = mma_v2(p, odd, acc_odd)
     return acc, acc_odd
 
 
@@ -266,12 +293,16 @@ def ask_with_scales(
     b,
     h,
     tile,
+    pages,  # of `pages_of`
     keys,
     PAGE_SIZE: gl.constexpr,
     TILE_N: gl.constexpr,
 ):
     """`ask`, and for the scales of the tile's keys where they have any."""
-    ask(*ring, slot, b, h, tile, keys, PAGE_SIZE, TILE_N)
+    if ring[0].k_steps is None:
+        ask(*ring, slot, b, h, tile, keys, PAGE_SIZE, TILE_N)
+    else:
+        gather_tile(*ring, slot, h, tile, pages, PAGE_SIZE)
     if of_keys.scales is not None:
         asked = of_keys.scales, of_keys.k_ring, of_keys.v_ring, ring[3], ring[0], b, h
         strides = of_keys.stride_b, of_keys.stride_n

@@ -49,7 +49,7 @@ from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.combine import Final, combine
 from splitkv.kernels.direct import Sequences, TensorMaps, bind_to_descriptors, launch_of, observed
-from splitkv.kernels.hopper.decode_split import box_rows
+from splitkv.kernels.hopper.decode_tiles import box_rows
 from splitkv.kernels.hopper.prefill_load import Parts, Signals, allocate, produce
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # Renamed between Triton 3.6 and 3.9.
@@ -22,12 +23,17 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 class Pool(NamedTuple):
     """TMA descriptors of K and V as [outer, inner, heads, dim], a box of keys of one head at a
     time, and the page table that gives `outer`; None: it is the sequence.
+
+    k_steps   where rows are gathered by all threads instead, k and v are pointers, and so many
+              elements are between two of each of the first three dimensions; v_steps: of V
     """
 
     k: Any
     v: Any
     table_ptr: Any
     stride_table: Any
+    k_steps: Any
+    v_steps: Any
 
 
 @gluon.constexpr_function
@@ -59,6 +65,12 @@ def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
     return boxes, tiles
 
 
+@gluon.constexpr_function
+def rows_of_threads(dim, warps):
+    """The layout of rows [keys, dim] of 16 bits, of which a thread copies 16 bytes."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
     """A barrier for each slot of the ring, which opens when it has been arrived at so often."""
@@ -66,6 +78,43 @@ def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
     for n in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(n), count=COUNT)
     return arrived
+
+
+@gluon.jit
+def pages_of(pool, tiles, b, tile, keys, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """The page of each key of a tile, for those who gather rows; else None."""
+    pages = None
+    if pool.k_steps is not None:
+        L: gl.constexpr = rows_of_threads(tiles.shape[2], gl.num_warps())
+        inner = tile * TILE_N + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, L))
+        row = pool.table_ptr + b.to(gl.int64) * pool.stride_table
+        pages = gl.load(row + inner // PAGE_SIZE, mask=inner < keys, other=0)
+    return pages
+
+
+@gluon.jit
+def gather(ptr, steps, tile_at_slot, h, tile, pages, PAGE_SIZE: gl.constexpr):
+    """Have the rows of a tile of K or V copied by all threads."""
+    TILE_N: gl.constexpr = tile_at_slot.shape[0]
+    DIM: gl.constexpr = tile_at_slot.shape[1]
+    L: gl.constexpr = rows_of_threads(DIM, gl.num_warps())
+    inner = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, L))
+    if TILE_N % PAGE_SIZE > 0:
+        inner += tile * TILE_N
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, L))
+    near = (inner % PAGE_SIZE) * steps[1] + h * steps[2]
+    rows = ptr + (near[:, None] + columns[None, :])
+    # both are positive: one instruction
+    far = pages.to(gl.uint32).to(gl.uint64) * steps[0].to(gl.uint32).to(gl.uint64)
+    async_copy.async_copy_global_to_shared(tile_at_slot, rows + far[:, None])
+
+
+@gluon.jit
+def gather_tile(pool, k_tiles, v_tiles, arrived, slot, h, tile, pages, PAGE_SIZE: gl.constexpr):
+    """`ask` where all threads gather; each of them arrives once."""
+    gather(pool.k, pool.k_steps, k_tiles.index(slot), h, tile, pages, PAGE_SIZE)
+    gather(pool.v, pool.v_steps, v_tiles.index(slot), h, tile, pages, PAGE_SIZE)
+    async_copy.mbarrier_arrive(arrived.index(slot), increment_count=False)
 
 
 @gluon.jit
@@ -163,4 +212,8 @@ def fill(
         if new_from is not None:
             wanted &= ((tile + 1) * TILE_N > new_from) == NEW
         if wanted:
-            ask(pool, k_boxes, v_boxes, arrived, n, b, h, tile, keys, PAGE_SIZE, TILE_N)
+            if pool.k_steps is None:
+                ask(pool, k_boxes, v_boxes, arrived, n, b, h, tile, keys, PAGE_SIZE, TILE_N)
+            else:
+                pages = pages_of(pool, k_boxes, b, tile, keys, PAGE_SIZE, TILE_N)
+                gather_tile(pool, k_boxes, v_boxes, arrived, n, h, tile, pages, PAGE_SIZE)

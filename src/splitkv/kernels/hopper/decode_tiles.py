@@ -1,0 +1,86 @@
+"""How tiles of keys and values of `hopper_decode_split` arrive, and where they lie."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.kernels.hopper.cluster import exchange_bytes
+from splitkv.kernels.hopper.decode_wide import WIDE, type_of_keys
+from splitkv.kernels.hopper.prefill_load import allocate
+from splitkv.kernels.hopper.ring import allocate_ring, tile_layout
+from splitkv.kv import AS_IS, Paged
+from splitkv.plans import Config
+from splitkv.problem import Problem
+
+BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
+
+
+def box_rows(problem: Problem, tile_n: int) -> int:
+    """Keys that arrive in one copy: a tile, or what of it lies in one page."""
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        return min(tile_n, page_size & -page_size)
+    return tile_n
+
+
+def gathers(problem: Problem, config: Config) -> bool:
+    """Whether rows are copied by all threads: boxes of a few keys of 8 bits are so small that
+    asking TMA for each of them takes longer."""
+    small = isinstance(problem.place, Paged) and problem.place.page_size % 64 > 0
+    alike = problem.head_dim == problem.head_dim_v
+    return small and alike and problem.codec != AS_IS and config.tile_m < WIDE
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a config: the ring, its barriers, p on its way to another layout, or acc;
+    where tiles are wide, q, and what keys and values are widened to, in the place of p."""
+    a_key = problem.head_dim + problem.head_dim_v
+    tile = config.tile_n * a_key * problem.kv_element_bytes
+    if problem.codec.granularity == "token":
+        tile += 8 * config.tile_n
+    total = config.num_stages * (tile + BARRIER_BYTES) + 1024
+    if config.merge == "cluster":
+        rows = min(config.tile_m, problem.rows)
+        total += exchange_bytes(rows, problem.head_dim_v, config.num_splits)
+    if config.tile_m == WIDE:
+        size = type_of_keys(problem).primitive_bitwidth // 8
+        total += config.tile_m * problem.head_dim * size
+        if problem.codec != AS_IS:
+            total += 2 * config.tile_n * (a_key if size > 1 else problem.head_dim_v)
+        return total + SCRATCH_BYTES
+    moved = config.tile_m * config.tile_n * problem.element_bytes
+    if problem.codec != AS_IS:
+        moved = max(moved, 4 * config.tile_m * problem.head_dim_v)
+    if problem.rotary:
+        moved = max(moved, config.tile_m * problem.head_dim * problem.element_bytes)
+    return total + max(moved, SCRATCH_BYTES)
+
+
+@gluon.jit
+def steps_of(strides, IN_ONE: gl.constexpr):
+    """`Pool.k_steps` of the strides of a cache, so many elements of which are one as they are
+    copied."""
+    return strides[0] // IN_ONE, strides[1] // IN_ONE, strides[2] // IN_ONE
+
+
+@gluon.jit
+def allocate_tiles(
+    x,
+    SLOTS: gl.constexpr,
+    TILE_N: gl.constexpr,
+    DIM: gl.constexpr,
+    GATHER: gl.constexpr,
+    OF_K: gl.constexpr,
+):
+    """As `allocate_ring`, for tiles of K or V that are gathered, for wgmma (OF_K: not None), or
+    neither."""
+    if GATHER:
+        layout: gl.constexpr = tile_layout(TILE_N, DIM, TILE_N)
+        tiles = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS, TILE_N, DIM], layout)
+        boxes = tiles
+    elif OF_K is None:
+        boxes, tiles = allocate_ring(x, SLOTS, TILE_N)
+    else:
+        boxes, tiles = allocate(x, SLOTS, TILE_N, DIM)
+    return boxes, tiles
