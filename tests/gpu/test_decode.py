@@ -36,6 +36,7 @@ from splitkv.masks import Mask
 from splitkv.plans import Config
 from splitkv.registry import kernel_named
 from splitkv.testing import (
+    AS_IS,
     Call,
     Codec,
     Paged,
@@ -284,6 +285,34 @@ def test_wide_tiles(problem: Problem, kernel: str, config: Config) -> None:
     check(problem, device=DEVICE, run=decode(plan=plan_of_config(problem, kernel, config)))
 
 
+@every_kernel
+@pytest.mark.parametrize("falling", [False, True])
+@pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 12])
+@pytest.mark.parametrize("codec", [AS_IS, Codec("int8", "token"), Codec("fp8", "token")], ids=str)
+def test_scores_that_rise(
+    codec: Codec, seqlen_q: int, place: Any, falling: bool, kernel: str
+) -> None:
+    """From below 1 to some 50 in base 2 along the keys, or in any order where pages are scattered,
+    in 16 and 64 packed rows: what weights are relative to has to follow."""
+    problem = replace(SERVING, codec=codec, seqlen_q=seqlen_q, place=place, batch=2)
+    call = make_operands(problem, device=DEVICE)
+    keys = call["k_cache"]
+    sizes = torch.logspace(-2, 0.5, keys.shape[0] * keys.shape[1], device=DEVICE)
+    sizes = (sizes.flip(0) if falling else sizes).reshape(keys.shape[:2])
+    if codec == AS_IS:
+        call["k_cache"] = (keys * sizes[:, :, None, None]).to(keys.dtype)
+    else:
+        call["k_scale"] = call["k_scale"] * sizes[:, :, None]
+    call["softmax_scale"] = 1.0
+    out, lse = decode(kernel, num_splits=3)(problem, call)
+    ref, ref_lse = expected(problem, call)
+    assert_close(out, ref, expected(problem, call, upcast=False)[0])
+    assert_lse_close(lse, ref_lse)
+
+
+@pytest.mark.parametrize("kernel", QUANTIZING)
+@pytest.mark.parametrize("granularity", ["tensor", "head", "token"])
 @pytest.mark.parametrize("kernel", QUANTIZING)
 @pytest.mark.parametrize("granularity", ["tensor", "head", "token"])
 @pytest.mark.parametrize("size", [1e-6, 1e4])

@@ -152,7 +152,9 @@ class Constants:
     step           one tile, however small: two products and a softmax that wait for each other;
                    step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp;
                    step_paged and step_paged_element: more with a page table
-    step_copy      asking for what of a tile lies in one page; port_copy: taking it in
+    step_copy      asking for what of a tile lies in one page; port_copy: taking it in; where it is
+                   gathered row by row instead, step_rows: for all of them; sm_rows: what one SM
+                   takes in
     wide_step      of tiles multiplied by wgmma, 0: as the others; wide_key: for each key, as their
                    scores take as long whatever head_dim is; wide_element: for each element a warp,
                    wide_widening: more for one of 8 bits; wide_copy: asking for 128 bytes of every
@@ -185,6 +187,8 @@ class Constants:
     step_paged_element: float = 0.362e-10
     step_copy: float = 0.0
     port_copy: float = 0.0
+    step_rows: float = 0.0
+    sm_rows: float = 41.8e9
     wide_step: float = 0.0
     wide_key: float = 0.0
     wide_element: float = 0.0
@@ -224,6 +228,8 @@ H200_HOPPER = Constants(
     step_paged_element=0.008e-10,
     step_copy=33.8e-9,
     port_copy=26.9e-9,
+    step_rows=0.29e-6,
+    sm_rows=31.5e9,
     wide_step=0.24e-6,
     wide_key=7.5e-9,
     wide_element=0.28e-10,
@@ -278,10 +284,13 @@ class Shape:
         self.slots = device.num_sms * occupancy(problem, device, config, c)
         self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
         a_warp = config.tile_n * dims / config.num_warps
-        copies = 0 if gathered(problem, config) else 2 * pages_of_tile(problem, config.tile_n)
+        copies = 2 * pages_of_tile(problem, config.tile_n)
         step = c.step + paged * c.step_paged + c.step_copy * copies
         step += (c.step_element + paged * c.step_paged_element) * a_warp
         self.port = self.tile_bytes / c.sm_bandwidth + c.port_copy * copies
+        if gathered(problem, config):
+            step += c.step_rows - c.step_copy * copies
+            self.port = self.tile_bytes / c.sm_rows
         if config.tile_m >= WIDE and c.wide_step:
             panels = pages_of_tile(problem, config.tile_n) * dims * problem.kv_element_bytes / 128
             step = c.wide_step + c.wide_key * config.tile_n + c.wide_copy * paged * panels

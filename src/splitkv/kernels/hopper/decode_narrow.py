@@ -125,7 +125,8 @@ def attend_narrow(
             e, f, inverse = parts_of_scale(v_scale_n)
             s += e
         y = s - m[:, None]
-        if any_of_block(y, LIMIT[1]):
+        # one slot is for parts of one tile, which has the first maxima
+        if True if SLOTS == 1 else any_of_block(y, LIMIT[1]):
             raised = raised_maxima(m, s, WIDEN)
             shrink = gl.exp2(m - raised)[:, None]
             acc *= shrink
