@@ -105,13 +105,14 @@ def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, l
     for patch in patches:
         patch.start()
     try:
-        if problem.deterministic:
-            run.launch_keys(x, stats, tensors, None)
+        if problem.deterministic and not backward.in_turns(problem):
+            run.launch_keys(x, stats, tensors, None, None)
             run.launch_queries(x, stats, tensors)
         else:
-            shape = *run.sums_shape(x), config.tile_m * problem.head_dim
-            sums = Layout(torch.Size(shape), torch.float32)
-            run.launch_keys(x, stats, tensors, sums)
+            shape = run.sums_shape(x)
+            sums = Layout(torch.Size((*shape, config.tile_m * problem.head_dim)), torch.float32)
+            turns = Layout(torch.Size(shape), torch.int32) if problem.deterministic else None
+            run.launch_keys(x, stats, tensors, sums, turns)
             run.round(x, sums, x.q)
     finally:
         for patch in patches:
@@ -145,7 +146,10 @@ def held_to_everything(values: cases.Values) -> None:
     """TMA copies and adds, no wgmma waits for the one before, and spills in loops are few."""
     problem = problem_of(values)
     made = compiled(problem, values["row_gap"], values["config"])
-    makes_dq = "hopper_backward_queries" if problem.deterministic else "hopper_backward_round"
+    turns = backward.in_turns(problem)
+    assert turns == (problem.deterministic and problem.mask == Mask())
+    apart = problem.deterministic and not turns
+    makes_dq = "hopper_backward_queries" if apart else "hopper_backward_round"
     config = list(backward.configs(problem, H200))[values["config"]]
     cut = cut_tiles(problem, H200, config)[1] > 1
     names = {"hopper_backward", makes_dq} | ({"backward_sum"} if cut else set())
@@ -162,8 +166,9 @@ def held_to_everything(values: cases.Values) -> None:
                 assert measure(kernel).stack_bytes <= STACK_BYTES, name
                 if OLD_PTXAS:  # the loops of the pinned Triton: those of another are its own
                     products_overlap(kernel)
-            adds = name == "hopper_backward" and not problem.deterministic
+            adds = name == "hopper_backward" and not apart
             assert ("cp.reduce.async.bulk.tensor.2d" in ptx) == adds, name
+            assert ("ld.acquire.gpu.global" in ptx) == (adds and turns), name
 
 
 def products_overlap(kernel: Any) -> None:

@@ -82,12 +82,13 @@ HOPPER = HERE.capability == (9, 0)
 
 @pytest.mark.parametrize("head_dim", [64, 128] if HOPPER else [])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", [Mask(True), Mask()], ids=str)
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_every_config_on_hopper(
-    kind: Any, deterministic: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    kind: Any, mask: Mask, deterministic: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(GRAD, kind=kind, head_dim=head_dim, head_dim_v=head_dim)
-    problem = replace(problem, deterministic=deterministic, mask=Mask(True))
+    problem = replace(problem, deterministic=deterministic, mask=mask)
     assert hopper_backward.unsupported(problem, HERE) == []
     for keys in hopper_backward.configs(problem, HERE):
         for queries in hopper_queries.configs(problem, HERE):
@@ -99,10 +100,12 @@ def test_every_config_on_hopper(
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
-def test_deterministic_bits_of_the_preferred_kernels(kind: Any) -> None:
-    """On Hopper those for it, which sum dq up by atomics where this is not asked for."""
-    problem = replace(GRAD, kind=kind, deterministic=True, sink_logits=True)
-    problem = replace(problem, mask=Mask(True, 300, -1, 5), seqlen_q=700, seqlen_k=700)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [Mask(), Mask(True, 300, -1, 5)], ids=str)
+def test_deterministic_bits_of_the_preferred_kernels(mask: Mask, head_dim: int, kind: Any) -> None:
+    """On Hopper those for it, which add to dq in any order where this is not asked for."""
+    problem = replace(GRAD, kind=kind, deterministic=True, sink_logits=True, mask=mask)
+    problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=700, seqlen_k=700)
     call = make_operands(problem, device=DEVICE)
     first = gradients(call, *run(problem, call))
     for _ in range(100):

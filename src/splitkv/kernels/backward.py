@@ -229,7 +229,11 @@ def backward_sum(
     TILE_N: tl.constexpr,  # of backward_keys
     ROWS: tl.constexpr,  # keys a program
     TOGETHER: tl.constexpr,  # parts that are read at once
+    PDL: tl.constexpr,  # begin while backward_keys still runs
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     tile = tl.program_id(0)  # of all sequences and KV heads
@@ -464,7 +468,7 @@ class Backward:
         if part is not None:
             backward_sum[(cut, triton.cdiv(c.tile_n, SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
-                *(p.head_dim, p.head_dim_v, c.tile_n, SUM_TILE, SUM_PARTS),
+                *(p.head_dim, p.head_dim_v, c.tile_n, SUM_TILE, SUM_PARTS, False),
                 enable_fp_fusion=True,
             )
 

@@ -5,11 +5,12 @@ Computes, for each row, from out, lse and the gradients dout and dlse of both,
     total = log(exp(lse) + exp(sink))
     delta = dout . out - dlse exp(total - lse)
 
-and, for kernels that make no dsink, what the rows of a tile add to it.
+and, for kernels that make no dsink, what the rows of a tile add to it. Memory for sums that the
+kernels after it add to is set to 0 beside, as a launch for it alone costs more than its bytes.
 
 Shapes      out, lse: as in `prefill`; statistics: see Stats
 Grid        row tiles x KV heads x sequences, packed sequences being one
-Traffic     reads out, dout and lse once, writes 8 bytes a row
+Traffic     reads out, dout and lse once, writes 8 bytes a row and what is set to 0
 Numerics    fp32 throughout, total in base 2; the rounding of out is in delta and sums of dsink
 Limits      those of `prefill`
 """
@@ -30,6 +31,7 @@ from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
 from splitkv.problem import Operands, Problem
 
 TILE = 64  # rows a program
+CLEARED = 8192  # fp32 numbers that are set to 0 at once
 
 
 class Stats(NamedTuple):
@@ -48,7 +50,7 @@ class Stats(NamedTuple):
     sink_sums: Any = None
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "clear_blocks"))
 def backward_rows(
     out_ptr,
     grad_ptr,  # as out
@@ -63,10 +65,19 @@ def backward_rows(
     lse_strides,
     grad_lse_strides,
     tiles,  # row tiles of a lane
+    clear_ptr,  # fp32 to set to 0, or None
+    clear_blocks,  # of CLEARED numbers
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
+    CLEARED: tl.constexpr,
 ):
+    if clear_ptr is not None:
+        tl.extra.cuda.gdc_launch_dependents()  # that kernel waits for this grid before it reads
+        inside = tl.arange(0, CLEARED)
+        for block in range(tl.program_id(0), clear_blocks, tl.num_programs(0)):
+            at = tl.cast(block, tl.int64) * CLEARED
+            tl.store(clear_ptr + at + inside, tl.zeros([CLEARED], tl.float32))
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     lane = tl.program_id(0) // tiles
     b = lane // num_kv_heads
@@ -113,9 +124,11 @@ def statistics(
     grad_lse: Tensor | None,
     of_slopes: bool,
     sum_sinks: bool = False,
+    clear: Tensor | None = None,
 ) -> Stats:
     """Of a call; `of_slopes` where the gradient of ALiBi slopes is wanted. `sum_sinks`: sums of the
-    gradient of sink logits in place of room for its rows; every head is a group."""
+    gradient of sink logits in place of room for its rows; every head is a group. `clear`: fp32,
+    a multiple of CLEARED, to set to 0."""
     p = problem
     batch, length = (1, x.q.shape[0]) if p.kind == "varlen" else (p.batch, p.seqlen_q)
     shape = batch, p.num_kv_heads, length, p.group
@@ -137,7 +150,8 @@ def statistics(
     backward_rows[(tiles * p.num_kv_heads * batch,)](
         *(out, grad, lse, grad_lse, x.sink_logits, stats, length, p.num_kv_heads),
         *(strides_of(out), strides_of(grad), lse_strides(x.q), lse_grad_strides, tiles),
-        *(p.group, p.head_dim_v, TILE),
+        *(clear, 0 if clear is None else clear.numel() // CLEARED),
+        *(p.group, p.head_dim_v, TILE, CLEARED),
         enable_fp_fusion=True,
     )
     return stats

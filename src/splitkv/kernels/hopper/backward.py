@@ -10,8 +10,10 @@ them, the heads of the group one after another:
 Scores are transposed, so that p and ds come out of the products in the registers from which dv and
 dk take them. dq is summed up over programs: TMA adds their tiles to fp32 sums in memory, in the
 order of a warpgroup's registers, and `hopper_backward_round` brings these into the order and type
-of dq. Such sums differ from run to run in their last bits. With `deterministic`,
-`hopper_backward_queries` makes dq instead, and S and dP once more: seven products.
+of dq. Such sums differ from run to run in their last bits. With `deterministic` programs add to a
+tile of rows in turns, in the order of their keys, where every row sees every key: all come to it at
+about the same time. Elsewhere they would wait for each other, and `hopper_backward_queries` makes
+dq, and S and dP once more: seven products.
 
 As in kernels/backward.py tiles of sink tokens come before all others, and the rows that see a tile
 are cut into parts where it would be the last to end or there are few tiles.
@@ -21,15 +23,16 @@ Grid        parts x KV heads x sequences x tiles that come first; then
             tiles of keys x lanes, the first and so heaviest first, a lane being a KV head, dense of
             one sequence: as many lanes together as have a tile for every SM
 Traffic     reads k, v, and for each tile of keys q, dout and 8 bytes of statistics of the rows that
-            see it; writes dk, dv; dq: sets the fp32 sums to 0, adds to them for each tile of keys,
-            reads them, writes dq; flops 5 products of 2 * pairs * head_dim where the forward has 2
+            see it; writes dk, dv; dq: `backward_rows` sets the fp32 sums to 0, each tile of keys
+            adds to them, `hopper_backward_round` reads them and writes dq; flops 5 products of
+            2 * pairs * head_dim where the forward has 2
 Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product.
             Rows and keys behind the end of a packed sequence are cleared before they are multiplied
             with zeros, as those of the next sequence may be NaN or infinite. dsink has the rounding
             of out in it, as delta has
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64 or 128; no soft cap, ALiBi or
             dropout; addresses and strides that are multiples of 16 bytes; otherwise those of
-            kernels/prefill.py
+            kernels/prefill.py. Turns need programs to be started in the order of their numbers
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,23 +53,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from splitkv.device import Device
 from splitkv.kernels import backward, prefill
 from splitkv.kernels.backward_parts import cut_tiles
-from splitkv.kernels.backward_rows import Stats, statistics
+from splitkv.kernels.backward_rows import CLEARED, Stats, statistics
 from splitkv.kernels.hopper import backward_queries
 from splitkv.kernels.hopper.backward_loop import (
     Barriers,
     Boxes,
-    Exchange,
     Inputs,
     KeyGradients,
     RowTiles,
     Tiles,
     Work,
-    add_up,
     finish_keys,
     own_tokens,
     produce,
 )
 from splitkv.kernels.hopper.backward_round import hopper_backward_round
+from splitkv.kernels.hopper.backward_sums import Exchange, add_up
 from splitkv.kernels.hopper.prefill import fits_tma
 from splitkv.kernels.hopper.ring import reinterpret
 from splitkv.kernels.sequence_sizes import LOG2_E, bounds_of, strides_of
@@ -76,7 +79,7 @@ from splitkv.problem import Operands, Problem
 
 TILE_N = 128  # keys a program: 64 a consumer
 BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
-SUM_COLUMNS = gl.constexpr(32)  # of the sums of dq as TMA sees them: 128 bytes
+SUM_COLUMNS = gl.constexpr(256)  # of the sums of dq as TMA sees them: as many as it takes
 
 # By head_dim: rows a step and their stages, the best first. More rows do not fit into registers.
 SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
@@ -132,16 +135,21 @@ def allocate_exchange(inputs, sums_desc, TILE_N: gl.constexpr):
     """The Exchange of a program."""
     dtype: gl.constexpr = inputs.q.dtype
     TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
+    DIM: gl.constexpr = inputs.q.block_type.shape[3]
     ROWS: gl.constexpr = sums_desc.block_type.shape[0]
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     layout: gl.constexpr = mbarrier.MBarrierLayout()
-    exchange = Exchange(
-        gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], WIDE),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout),
-        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [2, 1], layout),
-    )
+    ds = gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], WIDE)
+    sums = gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout)
+    ds_bar = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    sums_bar = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    sums_free = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    ds_free = ds_bar
+    if DIM == 64:
+        ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+        for n in gl.static_range(2):
+            mbarrier.init(ds_free.index(n), count=2)
+    exchange = Exchange(ds, sums, ds_bar, ds_free, sums_bar, sums_free)
     for n in gl.static_range(2):
         mbarrier.init(exchange.ds_bar.index(n), count=2)
         mbarrier.init(exchange.sums_bar.index(n), count=1)
@@ -163,6 +171,7 @@ def hopper_backward(
     dv_strides,
     part_ptr,  # [batch, num_kv_heads, near, parts, TILE_N, 2 * DIM] fp32, or None
     sums_desc,  # [heads, tiles of rows, TILE_M * DIM] fp32 in the order of `put_sums`, or None
+    turn_ptr,  # [heads, tiles of rows] int32: see `add_up`
     cu_q_ptr,  # [batch + 1] int32, or None: dense
     cu_k_ptr,
     scale,
@@ -190,6 +199,7 @@ def hopper_backward(
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     PACKED: gl.constexpr = cu_q_ptr is not None
     bounds = Bounds(left, right, sink_tokens)
+    tl.extra.cuda.gdc_launch_dependents()  # they wait for this grid before they read
     pid = gl.program_id(0)
     tokens = cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch
     before = batch * num_kv_heads * near * parts
@@ -204,6 +214,7 @@ def hopper_backward(
         # the first tiles are made above, but for those of what lies after the last sequence
         len_k = gl.where((tile < near) & (b < batch), 0, len_k)
     if tile * TILE_N >= len_k:
+        tl.extra.cuda.gdc_wait()  # this grid must not end before backward_rows does
         return
     shift = len_k - len_q
     last = gl.minimum(tile * TILE_N + TILE_N, len_k) - 1
@@ -217,20 +228,30 @@ def hopper_backward(
         per = gl.where(cut, (seen.count + parts - 1) // parts, seen.count)
         first = gl.minimum(first + gl.where(cut, pid % parts * per, 0), end)
         end = gl.minimum(first + per, end)
-    visit = RowTiles(first, end, middle, middle_end)
+    visit = RowTiles(end - first, middle - first, middle_end - first)
 
+    # from here on keys count from the first of the tile and rows from the first that it visits
+    t = first * TILE_M
+    n = tile * TILE_N
+    len_k -= n
+    first_k += n
+    shift += t - n
+    near_keys = sink_tokens
+    if sink_tokens is not None:
+        near_keys = sink_tokens - n
+    bounds = Bounds(left, right, near_keys)
     if cu_q_ptr is None:
-        stat_row = (b * num_kv_heads + h) * GROUP * seqlen_q
+        stat_row = (b * num_kv_heads + h) * GROUP * seqlen_q + t
         stat_head = seqlen_q
-        sum_tile = (b * num_kv_heads + h) * GROUP * sum_tiles
+        sum_tile = (b * num_kv_heads + h) * GROUP * sum_tiles + first
         at = b
     else:
-        stat_row = h * GROUP * total_q + first_q
+        stat_row = h * GROUP * total_q + first_q + t
         stat_head = total_q
-        sum_tile = h * GROUP * sum_tiles + first_q // TILE_M + b
+        sum_tile = h * GROUP * sum_tiles + first_q // TILE_M + b + first
         at = b * 0
     work = Work(
-        *((end - first) * GROUP, at, h, tile, first_k, len_k, first_q, len_q, shift),
+        *(visit.count * GROUP, at, h, tile, first_k, len_k, first_q + t, len_q - t, shift),
         *(stat_head, sum_tile, sum_tiles),
     )
     dk_at = at.to(gl.int64) * dk_strides.b + first_k.to(gl.int64) * dk_strides.t
@@ -239,14 +260,15 @@ def hopper_backward(
     dv_ptr += dv_at + h.to(gl.int64) * dv_strides.h
     if part_ptr is not None:
         slot = ((b * num_kv_heads + h) * near + tile) * parts + pid % parts
-        part_ptr += (slot - tile).to(gl.int64) * (TILE_N * 2 * DIM)
+        part_ptr += slot.to(gl.int64) * (TILE_N * 2 * DIM)
     out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, cut)
     inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, total_ptr + stat_row, delta_ptr + stat_row)
     boxes, held, bars = allocate(inputs, STAGES, TILE_N)
+    tl.extra.cuda.gdc_wait()  # for statistics, and sums that are 0
     # A barrier that no role waits at would be in memory that Triton takes for what it hands to the
     # roles, and would be initialised over it.
     if sums_desc is None:
-        exchange = Exchange(None, None, None, None, None)
+        exchange = Exchange(None, None, None, None, None, None)
         gl.warp_specialize(
             [
                 (
@@ -275,7 +297,7 @@ def hopper_backward(
                     (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1),
                 ),
                 (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
-                (add_up, (sums_desc, exchange, work, visit)),
+                (add_up, (sums_desc, turn_ptr, exchange, work, visit)),
             ],
             [4, 1, 1],
             [240, 24, 24],
@@ -307,13 +329,18 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     return reasons
 
 
+def in_turns(problem: Problem) -> bool:
+    """Whether programs add to dq in turns: deterministic, and every row sees every key."""
+    return problem.deterministic and problem.mask.left is None and problem.mask.right is None
+
+
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a config: keys, stages of rows and their statistics, ds."""
     keys = 2 * config.tile_n * problem.head_dim
     rows = 2 * config.num_stages * config.tile_m * problem.head_dim
     stats = 2 * config.num_stages * config.tile_m * 4
     needed = (keys + rows) * problem.element_bytes + stats + BARRIER_BYTES
-    if problem.deterministic:
+    if problem.deterministic and not in_turns(problem):
         return needed
     ds = 2 * config.tile_n * config.tile_m * problem.element_bytes
     return needed + ds + config.tile_m * problem.head_dim * 4
@@ -356,7 +383,7 @@ def descriptor(x: Any, tokens: int) -> TensorDescriptor:
 def sums_descriptor(sums: Any) -> TensorDescriptor:
     """Sums [.., size] of dq, half of a tile at a time."""
     columns = SUM_COLUMNS.value
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     rows, half = sums.shape.numel() // columns, sums.shape[-1] // (2 * columns)
     return TensorDescriptor(sums, [rows, columns], [columns, 1], [half, columns], layout)
 
@@ -395,21 +422,32 @@ class Backward:
         elif not fits_tma(grad_out):
             grad_out = grad_out.contiguous()
         p = replace(self.problem, num_kv_heads=self.problem.num_heads)  # every head has its rows
-        stats = statistics(p, x, out, lse, grad_out, grad_lse, False, sum_sinks=True)
+        memory, sums, turns = self.sums_of(x)
+        stats = statistics(p, x, out, lse, grad_out, grad_lse, False, sum_sinks=True, clear=memory)
         found = (torch.empty_like(tensor) for tensor in (x.q, x.k, x.v))
         tensors = backward.Tensors(x.q, x.k, x.v, grad_out, *found)
-        if p.deterministic:
-            self.launch_keys(x, stats, tensors, None)
+        self.launch_keys(x, stats, tensors, sums, turns)
+        if sums is None:
             self.launch_queries(x, stats, tensors)
         else:
-            shape = *self.sums_shape(x), self.config.tile_m * p.head_dim
-            sums = x.q.new_zeros(shape, dtype=torch.float32)
-            self.launch_keys(x, stats, tensors, sums)
             self.round(x, sums, tensors.dq)
         dsink = None
         if x.sink_logits is not None:
             dsink = stats.sink_sums.sum((0, 2)).to(x.sink_logits.dtype)
         return tensors.dq, tensors.dk, tensors.dv, dsink, None
+
+    def sums_of(self, x: Operands) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(memory to set to 0, in it the sums of dq, turns); None of what is not needed."""
+        p = self.problem
+        if p.deterministic and not in_turns(p):
+            return None, None, None
+        shape = self.sums_shape(x)
+        size, tiles = self.config.tile_m * p.head_dim, shape[0] * shape[1]
+        turns = tiles if p.deterministic else 0
+        numel = triton.cdiv(tiles * size + turns, CLEARED) * CLEARED
+        memory = x.q.new_empty(numel, dtype=torch.float32)
+        sums = memory[: tiles * size].view(*shape, size)
+        return memory, sums, memory[tiles * size :][:turns].view(torch.int32) if turns else None
 
     def sums_shape(self, x: Operands) -> tuple[int, int]:
         """Lanes of query heads, and the tiles of rows of each."""
@@ -418,7 +456,12 @@ class Backward:
         return tiling_q[1], tiling_q[0]
 
     def launch_keys(
-        self, x: Operands, stats: Stats, tensors: backward.Tensors, sums: Tensor | None
+        self,
+        x: Operands,
+        stats: Stats,
+        tensors: backward.Tensors,
+        sums: Tensor | None,
+        turns: Tensor | None,
     ) -> None:
         """dk, dv and, in fp32, dq where there are sums for it."""
         p, c = self.problem, self.config
@@ -438,20 +481,22 @@ class Backward:
             descriptor(x.v, TILE_N),
             *(stats.total, stats.delta),
             *(tensors.dk, tensors.dv, strides_of(tensors.dk), strides_of(tensors.dv)),
-            *(part, summed, x.cu_seqlens_q, x.cu_seqlens_k),
+            *(part, summed, turns, x.cu_seqlens_q, x.cu_seqlens_k),
             *(x.softmax_scale, x.softmax_scale * LOG2_E, *bounds_of(p)),
             *(p.seqlen_q, p.seqlen_k, p.batch, p.num_kv_heads),
             *(x.q.shape[:-2].numel(), total, tiles, lanes, width),
             *(self.sums_shape(x)[1], near, parts, p.group, c.num_stages),
             num_warps=4,  # of the first consumer
             enable_fp_fusion=True,
+            launch_pdl=True,
         )
         if part is not None:
             both = tensors, backward.Tensors(*(strides_of(tensor) for tensor in tensors))
             backward.backward_sum[(cut, triton.cdiv(TILE_N, backward.SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
-                *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE, backward.SUM_PARTS),
+                *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE, backward.SUM_PARTS, True),
                 enable_fp_fusion=True,
+                launch_pdl=True,
             )
 
     def round(self, x: Operands, sums: Tensor, dq: Tensor) -> None:
@@ -463,6 +508,7 @@ class Backward:
             *(p.num_heads, x.q.shape[:-2].numel(), tiles, c.tile_m, p.head_dim),
             num_warps=8,
             enable_fp_fusion=True,
+            launch_pdl=True,
         )
 
     def launch_queries(self, x: Operands, stats: Stats, tensors: backward.Tensors) -> None:

@@ -4,40 +4,33 @@ The maths and its letters are those of kernels/backward.py; scores are transpose
 the TILE_N = 128 keys of a program each consumer, a warpgroup, has 64: it owns their dk and dv. What
 its ds adds to dq needs the keys of both, so the two exchange ds through shared memory, and each
 makes a half of dq: half of the columns where a step has 64 rows, half of the rows where it has 128.
-The last warp has TMA add the halves to sums in memory.
+The last warp has TMA add the halves to sums in memory: see backward_sums.py.
+
+With head_dim 64 exponentials take as long as two products. So they run under one, and dq is made a
+step later, when ds of both has long been there: the consumers need not be in step.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from splitkv.kernels.hopper.backward_sums import put_sums, start_sums
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
+from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
+from splitkv.kernels.hopper.prefill_mask import choose, from_column
+from splitkv.kernels.hopper.prefill_sums import sums_of_threads
 from splitkv.kernels.hopper.ring import async_load
 
 HALF = gl.constexpr(64)  # keys of a consumer
-
-
-@builtin
-def _async_add(tensor_desc, coord, src, _semantic=None):
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
-
-
-# Triton 3.6 has the operation without a name in Gluon. `tma.store_wait` waits until src is read.
-async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 
 class Inputs(NamedTuple):
@@ -74,18 +67,6 @@ class Tiles(NamedTuple):
     delta: Any
 
 
-class Exchange(NamedTuple):
-    """Shared memory of what both consumers make: ds [2, 128, TILE_M], and in fp32 the halves of a
-    tile of dq [2, rows, 32] in the order of `put_sums`; the arrival of both halves of ds [2]; that
-    of each half of dq [2], and its release. None where dq is made elsewhere."""
-
-    ds: Any
-    sums: Any
-    ds_bar: Any
-    sums_bar: Any
-    sums_free: Any
-
-
 class Barriers(NamedTuple):
     """Arrival of k and v; of q, grad, total and delta [STAGES], and their release."""
 
@@ -95,11 +76,10 @@ class Barriers(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The row tiles that a program visits, `first` to before `end`, once for each head of a group.
-    From `middle` to before `middle_end` every row sees every key."""
+    """How many row tiles a program visits, once for each head of a group. From `middle` to before
+    `middle_end` every row sees every key."""
 
-    first: Any
-    end: Any
+    count: Any
     middle: Any
     middle_end: Any
 
@@ -109,10 +89,12 @@ class Work(NamedTuple):
 
     steps            row tiles that it visits, of all heads of the group
     b, h             of the descriptors: sequence, KV head
-    tile, first_k, len_k, first_q, len_q
-    shift            key position of the first query
+    tile             of keys
+    first_k, len_k   its first key; how many from there on are in the sequence
+    first_q, len_q   the same of the rows that it visits
+    shift            key position of the first row, from the first key on
     stat_head        rows from a head to the next in total and delta
-    sum_tile         of the first query of the first head in the sums of dq; sum_head: to the next
+    sum_tile         of the first row of the first head in the sums of dq; sum_head: to the next
     """
 
     steps: Any
@@ -131,8 +113,7 @@ class Work(NamedTuple):
 
 class KeyGradients(NamedTuple):
     """Pointers to dk and dv of the first key; elements between tokens; scale of dk. Of tiles in
-    parts of rows, or None: where key 0 would be in this part [128, dk and dv] fp32; and whether the
-    program has such a part."""
+    parts of rows, or None: this part [128, dk and dv] fp32; and whether the program has one."""
 
     dk_ptr: Any
     dv_ptr: Any
@@ -202,16 +183,14 @@ def produce(inputs, boxes, tiles, bars, work, visit, GROUP: gl.constexpr):
 
     One more follows, of which consumers make weights that nobody uses.
     """
-    TILE_N: gl.constexpr = inputs.k.block_type.shape[1]
     TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
     STAGES: gl.constexpr = bars.rows.shape[0]
-    key = work.first_k + work.tile * TILE_N
     mbarrier.expect(bars.kv, inputs.k.block_type.nbytes + inputs.v.block_type.nbytes)
-    async_load(inputs.k, [work.b, key, work.h, 0], bars.kv, boxes.k)
-    async_load(inputs.v, [work.b, key, work.h, 0], bars.kv, boxes.v)
+    async_load(inputs.k, [work.b, work.first_k, work.h, 0], bars.kv, boxes.k)
+    async_load(inputs.v, [work.b, work.first_k, work.h, 0], bars.kv, boxes.v)
     slot = work.h * 0
     phase = slot + 1
-    i = visit.first
+    i = work.h * 0
     g = slot
     for j in range(work.steps + 1):
         t = i * TILE_M
@@ -229,40 +208,9 @@ def produce(inputs, boxes, tiles, bars, work, visit, GROUP: gl.constexpr):
             slot = 0
             phase ^= 1
         i += 1
-        if i == visit.end:
-            i = visit.first
+        if i == visit.count:
+            i = 0
             g += 1
-
-
-@gluon.jit
-def put_sums(sums, dq):
-    """Half of a tile of dq to shared memory, in the order of registers.
-
-    A thread of the warpgroup has 4 elements next to each other, 2 columns of 2 rows.
-    """
-    COLUMNS: gl.constexpr = dq.shape[1]
-    # [warp, row half, row, step, column pair, column] -> [step, warp, row, pair, half, column]
-    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-    sums.store(parts.reshape([sums.shape[0], sums.shape[1]]))
-
-
-@gluon.jit
-def add_up(sums_desc, exchange, work, visit):
-    """Have both halves of every tile of dq added to the sums in memory."""
-    ROWS: gl.constexpr = exchange.sums.shape[1]
-    i = visit.first
-    tile = work.sum_tile
-    for j in range(work.steps):
-        for w in gl.static_range(2):
-            mbarrier.wait(exchange.sums_bar.index(w), j & 1)
-            async_add(sums_desc, [((tile + i) * 2 + w) * ROWS, 0], exchange.sums.index(w))
-        tma.store_wait(0)
-        for w in gl.static_range(2):
-            mbarrier.arrive(exchange.sums_free.index(w), count=1)
-        i += 1
-        if i == visit.end:
-            i = visit.first
-            tile += work.sum_head
 
 
 @gluon.jit
@@ -279,21 +227,59 @@ def await_rows(tiles, bars, slot, phase, count, PACKED: gl.constexpr, W: gl.cons
 
 
 @gluon.jit
-def masked(p, bounds, offs_n, offs_m, first_pos, keys):
-    """p [keys, rows] where it is visible, else 0; rows at key positions `first_pos + offs_m`.
+def masked(p, bounds, FIRST: gl.constexpr, first_pos, keys):
+    """p [keys, rows] where it is visible, else 0; keys from FIRST and rows from `first_pos` on.
 
-    As `visible` in tile/band.py, but of distances, which take fewer registers than positions.
+    A thread has the same columns of two keys, each seen in bits between two numbers: see
+    prefill_mask.py.
     """
-    ahead = offs_n - first_pos - offs_m
-    seen = offs_n < keys
+    like = sums_of_threads(p)
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, like.type.layout))[None, :]
+    n = gl.arange(0, HALF, layout=gl.SliceLayout(1, like.type.layout))[:, None] + FIRST
+    ahead = n - first_pos
+    seen = gl.where(n < keys, -1, 0) + 0 * quarter
     if bounds.right is not None:
-        seen = seen & (ahead <= bounds.right)
+        seen &= from_column(ahead - bounds.right, quarter)
     if bounds.left is not None:
-        near = ahead >= -bounds.left
+        near = ~from_column(ahead + bounds.left + 1, quarter)
         if bounds.sink_tokens is not None:
-            near = near | (offs_n < bounds.sink_tokens)
-        seen = seen & near
-    return gl.where(seen, p, 0.0)
+            near |= gl.where(n < bounds.sink_tokens, -1, 0)
+        seen &= near
+    return choose(p, seen, 0)
+
+
+@gluon.constexpr_function
+def holding(count):
+    """Instructions of `held` for so many words of a thread, and their constraints."""
+    code = "{ .reg .pred negative; .reg .b32 all; or.b32 all, $0, $1;"
+    code += "".join(f"or.b32 all, all, ${n};" for n in range(2, count))
+    code += "setp.lt.s32 negative, all, 0; @negative bar.sync 15, 128; }"
+    return code, ",".join(["=r"] * count + [str(n) for n in range(count)])
+
+
+@gluon.jit
+def held(p, dtype: gl.constexpr):
+    """p [keys, rows] in 16 bits, two a word, known before the next wait for a product.
+
+    As `before_wait`: the barrier that ptxas does not move the wait over is for weights with a sign,
+    which exponentials do not have.
+    """
+    words = words_of_pairs(p, dtype)
+    COUNT: gl.constexpr = words.shape[0] * words.shape[1] // 128  # of a thread
+    CODE: gl.constexpr = holding(COUNT)
+    return gl.inline_asm_elementwise(
+        CODE[0], CODE[1], [words], dtype=gl.int32, is_pure=False, pack=COUNT
+    )
+
+
+@gluon.jit
+def weights(s, total, visit, i, work, bounds, FIRST: gl.constexpr, scale_log2):
+    """p [keys, rows] of products s with row tile i; total [1, rows]."""
+    p = gl.exp2(s * scale_log2 - total)
+    if (i < visit.middle) | (i >= visit.middle_end):
+        first = i * s.shape[1] + work.shift
+        p = masked(p, bounds, FIRST, first, work.len_k)
+    return p
 
 
 @gluon.jit
@@ -312,72 +298,73 @@ def consume(
     STAGES: gl.constexpr = tiles.q.shape[0]
     TILE_M: gl.constexpr = tiles.q.shape[1]
     DIM: gl.constexpr = tiles.q.shape[2]
-    COLUMNS: gl.constexpr = DIM * TILE_M // 128  # of a half of dq
+    HOLD: gl.constexpr = DIM == 64
+    LATE: gl.constexpr = DIM == 64 and exchange.sums is not None  # dq
     dtype: gl.constexpr = tiles.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM * TILE_M // 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S)
-    TILE_N: gl.constexpr = 2 * HALF
 
     k = tiles.k.slice(W * HALF, HALF)
     v = tiles.v.slice(W * HALF, HALF)
     mbarrier.wait(bars.kv, 0)
-    first_n = work.tile * TILE_N + W * HALF
     if PACKED:
-        if first_n + HALF > work.len_k:
-            clear_behind(k, work.len_k - first_n, HALF, 0, 1)
-            clear_behind(v, work.len_k - first_n, HALF, 0, 1)
+        count = work.len_k - W * HALF
+        if count < HALF:
+            clear_behind(k, count, HALF, 0, 1)
+            clear_behind(v, count, HALF, 0, 1)
             all_cleared(1)
-    offs_n = (first_n + gl.arange(0, HALF, layout=gl.SliceLayout(1, S)))[:, None]
-    offs_m = gl.arange(0, TILE_M, layout=ROW)[None, :]
+    of_weights = work, bounds, W * HALF, scale_log2
 
     zero = gl.zeros([HALF, TILE_M], gl.float32, S)
     dk = gl.zeros([HALF, DIM], gl.float32, ACC)
     dv = gl.zeros([HALF, DIM], gl.float32, ACC)
     slot = work.h * 0
     phase = slot
-    i = visit.first
+    i = work.h * 0
     await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED, W)
     s = warpgroup_mma(k, tiles.q.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, tiles.grad.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     total = tiles.total.index(0).load(ROW)[None, :]
-    p = gl.exp2(s * scale_log2 - total)
-    if (i < visit.middle) | (i >= visit.middle_end):
-        p = masked(p, bounds, offs_n, offs_m, i * TILE_M + work.shift, work.len_k)
+    p = weights(s, total, visit, i, *of_weights)
+    words = p
+    if HOLD:
+        words = held(p, dtype)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for j in range(work.steps):
         q = tiles.q.index(slot)
-        dv = warpgroup_mma(
-            gl.convert_layout(p.to(dtype), A), tiles.grad.index(slot), dv, is_async=True
-        )
+        if HOLD:
+            weight = halves_of_words(words, dtype, A)
+        else:
+            weight = gl.convert_layout(p.to(dtype), A)
+        dv = warpgroup_mma(weight, tiles.grad.index(slot), dv, is_async=True)
         delta = tiles.delta.index(slot).load(ROW)[None, :]
         ds = (p * (dp - delta)).to(dtype)
         if exchange.sums is not None:
-            all_ds = exchange.ds.index(j & 1)
-            all_ds.slice(W * HALF, HALF).store(ds)
+            if LATE:
+                mbarrier.wait(exchange.ds_free.index(j & 1), ((j >> 1) & 1) ^ 1)
+            exchange.ds.index(j & 1).slice(W * HALF, HALF).store(ds)
             fence_async_shared()
             mbarrier.arrive(exchange.ds_bar.index(j & 1), count=1)
+        last = j - 1
+        if LATE:
+            # dq of the row tile before; of the first one, numbers that nobody uses
+            dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+            mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
+            dv = warpgroup_mma_wait(1, deps=[dv])  # registers of p are free for dq
+            dq = start_sums(exchange, tiles.k, last, DQ, W)
+        elif exchange.sums is not None:
             mbarrier.wait(exchange.ds_bar.index(j & 1), (j >> 1) & 1)
-            ds_own = all_ds.permute((1, 0))  # [TILE_M, TILE_N]
-            k_own = tiles.k
-            if TILE_M == 64:
-                k_own = k_own.slice(W * COLUMNS, COLUMNS, dim=1)
-            else:
-                ds_own = ds_own.slice(W * 64, 64)
             dv = warpgroup_mma_wait(0, deps=[dv])  # registers of p are free for dq
-            dq = gl.zeros([64, COLUMNS], gl.float32, DQ)
-            dq = warpgroup_mma(ds_own, k_own, dq, use_acc=False, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-        if exchange.sums is not None:
+            dq = start_sums(exchange, tiles.k, j, DQ, W)
+            dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[dq])
-            mbarrier.wait(exchange.sums_free.index(W), (j & 1) ^ 1)
-            put_sums(exchange.sums.index(W), dq)
-            fence_async_shared()
-            mbarrier.arrive(exchange.sums_bar.index(W), count=1)
+            put_sums(exchange, dq, j, W)
         else:
+            dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=[dv])
 
         # weights of the next row tile, under dk
@@ -387,21 +374,35 @@ def consume(
             slot = 0
             phase ^= 1
         i += 1
-        if i == visit.end:
-            i = visit.first
+        if i == visit.count:
+            i = 0
         await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED, W)
         q_next = tiles.q.index(slot).permute((1, 0))
         s = warpgroup_mma(k, q_next, zero, use_acc=False, is_async=True)
-        dk = warpgroup_mma_wait(1, deps=[dk])
+        if LATE:
+            dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
+        else:
+            dk = warpgroup_mma_wait(1, deps=[dk])
         mbarrier.arrive(bars.rows_free.index(before), count=1)
+        if LATE:
+            if j > 0:
+                mbarrier.arrive(exchange.ds_free.index(last & 1), count=1)
+                put_sums(exchange, dq, last, W)
         grad_next = tiles.grad.index(slot).permute((1, 0))
         dp = warpgroup_mma(v, grad_next, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         total = tiles.total.index(slot).load(ROW)[None, :]
-        p = gl.exp2(s * scale_log2 - total)
-        if (i < visit.middle) | (i >= visit.middle_end):
-            p = masked(p, bounds, offs_n, offs_m, i * TILE_M + work.shift, work.len_k)
+        p = weights(s, total, visit, i, *of_weights)
+        if HOLD:
+            words = held(p, dtype)
         dp = warpgroup_mma_wait(0, deps=[dp])
+    if LATE:
+        if work.steps > 0:
+            last = work.steps - 1
+            mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
+            dq = start_sums(exchange, tiles.k, last, DQ, W)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            put_sums(exchange, dq, last, W)
     return dk, dv
 
 
@@ -440,7 +441,7 @@ def finish_keys(
     DIM: gl.constexpr = tiles.q.shape[2]
     dk, dv = consume(tiles, exchange, bars, work, visit, bounds, scale_log2, PACKED, W)
     dk *= out.scale
-    first_n = work.tile * (2 * HALF) + W * HALF
+    first_n: gl.constexpr = W * HALF
     stage = tiles.v.slice(W * HALF, HALF)
     count = work.len_k
     if out.part_ptr is not None:

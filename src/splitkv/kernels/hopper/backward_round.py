@@ -36,6 +36,7 @@ def hopper_backward_round(
 ):
     SIZE: tl.constexpr = TILE_M * DIM
     COLUMNS: tl.constexpr = SIZE // 128
+    tl.extra.cuda.gdc_wait()  # before any return: this grid must not end before those before it
     pid = tl.program_id(0)
     at = pid.to(tl.int64) * SIZE
     own = pid % tiles, pid // tiles, cu_q_ptr, cu_q_ptr, seqlen_q, seqlen_q, batch, total_q

@@ -1,0 +1,146 @@
+"""dq of `hopper_backward`: each consumer's half of a tile, which TMA adds to sums in memory.
+
+The sums are fp32 in the order of a warpgroup's registers, the halves of a tile of rows one after
+the other. Where their bits matter tiles of keys take turns at a tile of rows, in their order: a
+program waits for the one before, which has a lower number and so was started before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+
+@builtin
+def _async_add(tensor_desc, coord, src, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+# Triton 3.6 has the operation without a name in Gluon. `tma.store_wait` waits until src is read.
+async_add = getattr(tma, "async_atomic_add", None) or _async_add
+
+
+class Exchange(NamedTuple):
+    """Shared memory of what both consumers make: ds [2, 128, TILE_M], and in fp32 the halves of a
+    tile of dq [2, rows, 256] in the order of `put_sums`; the arrival of both halves of ds [2], and
+    their release where dq is a step late; that of each half of dq [2], and its release. None where
+    dq is made elsewhere."""
+
+    ds: Any
+    sums: Any
+    ds_bar: Any
+    ds_free: Any
+    sums_bar: Any
+    sums_free: Any
+
+
+@gluon.jit
+def start_sums(exchange, k, j, DQ: gl.constexpr, W: gl.constexpr):
+    """Start the product that is consumer W's half of tile j of dq; k [128, dim]."""
+    TILE_M: gl.constexpr = exchange.ds.shape[2]
+    COLUMNS: gl.constexpr = k.shape[1] * TILE_M // 128
+    ds = exchange.ds.index(j & 1).permute((1, 0))  # [TILE_M, 128]
+    if TILE_M == 64:
+        k = k.slice(W * COLUMNS, COLUMNS, dim=1)
+    else:
+        ds = ds.slice(W * 64, 64)
+    dq = gl.zeros([64, COLUMNS], gl.float32, DQ)
+    return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def put_sums(exchange, dq, j, W: gl.constexpr):
+    """Half of tile j of dq to shared memory, in the order of registers, for `add_up`.
+
+    A thread of the warpgroup has 4 elements next to each other, 2 columns of 2 rows.
+    """
+    COLUMNS: gl.constexpr = dq.shape[1]
+    sums = exchange.sums.index(W)
+    mbarrier.wait(exchange.sums_free.index(W), (j & 1) ^ 1)
+    # [warp, row half, row, step, column pair, column] -> [step, warp, row, pair, half, column]
+    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    sums.store(parts.reshape([sums.shape[0], sums.shape[1]]))
+    fence_async_shared()
+    mbarrier.arrive(exchange.sums_bar.index(W), count=1)
+
+
+@gluon.jit
+def await_turn(ptr, number):
+    """Wait until so many tiles of keys have had their turn; as `end_turn` says it."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred early;
+        .reg .b32 number;
+        AGAIN: ld.acquire.gpu.global.b32 number, [$1];
+        setp.lt.s32 early, number, $2;
+        @early bra AGAIN;
+        fence.proxy.async.global;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [ptr, number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def end_turn(ptr, number):
+    """Say so, once what TMA was told to add is in memory: `tma.store_wait` waits for less."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        .reg .b32 lane;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async.global;
+        bar.warp.sync -1;
+        elect.sync lane|one, -1;
+        @one st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [ptr, number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def add_up(sums_desc, turn_ptr, exchange, work, visit):
+    """Have both halves of every tile of dq added to the sums in memory.
+
+    turn_ptr   where the sums' first tile has the number of tiles of keys that have been added to
+               it, in their order, all rows seeing all of them; None: in any order
+    """
+    ROWS: gl.constexpr = exchange.sums.shape[1]
+    i = work.h * 0
+    tile = work.sum_tile
+    for j in range(work.steps):
+        if turn_ptr is not None:
+            await_turn(turn_ptr + tile + i, work.tile)
+        for w in gl.static_range(2):
+            mbarrier.wait(exchange.sums_bar.index(w), j & 1)
+            async_add(sums_desc, [((tile + i) * 2 + w) * ROWS, 0], exchange.sums.index(w))
+        tma.store_wait(0)
+        for w in gl.static_range(2):
+            mbarrier.arrive(exchange.sums_free.index(w), count=1)
+        if turn_ptr is not None:
+            end_turn(turn_ptr + tile + i, work.tile + 1)
+        i += 1
+        if i == visit.count:
+            i = 0
+            tile += work.sum_head
