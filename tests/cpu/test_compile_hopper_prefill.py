@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from triton.runtime.driver import driver
 from splitkv.device import GPUS
 from splitkv.kernels import workspace
 from splitkv.kernels.hopper import prefill
+from splitkv.kernels.hopper.prefill_tile import keeps_products
 from splitkv.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
@@ -188,11 +190,15 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
     warpgroups = config.tile_m // prefill.ROWS.value
     loops = key_loops(made.asm["cubin"], (problem.head_dim + config.tile_n) // 16, warpgroups)
     assert len(loops) == warpgroups
+    keeps = keeps_products(warpgroups, problem.head_dim_v, config.tile_n, False, False)
     for body in loops:
         assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)
-        first, last = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
-        under_product = sum("MUFU.EX2" in line for line in body[first:last])
-        assert under_product >= prefill.ROWS.value * config.tile_n // 128  # a thread's weights
+        # a wait for q . k, and one for p . v of steps that look for maxima and of those that do not
+        waits = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
+        assert len(waits) == (3 if keeps else 2)
+        for first, last in pairwise(waits):
+            under_product = sum("MUFU.EX2" in line for line in body[first:last])
+            assert under_product >= prefill.ROWS.value * config.tile_n // 128  # a thread's weights
 
 
 @pytest.mark.parametrize("head_dims", prefill.HEAD_DIMS, ids=str)
@@ -208,18 +214,21 @@ def test_configs(kind: str, head_dims: tuple[int, int]) -> None:
 
 
 def test_first_shapes() -> None:
-    """Three warpgroups where rows fill them, tiles of 64 keys where a row sees few."""
+    """Three warpgroups where rows fill them and the GPU, tiles of 64 keys where a row sees few."""
     causal, narrow = Mask(True), Mask(True, 127)
     for values, shape in (
         ({"head_dims": (128, 128), "heads": (8, 2), "mask": causal}, (192, 64, 4)),
         ({"head_dims": (128, 128), "heads": (8, 8), "mask": causal}, (128, 128, 2)),
         ({"head_dims": (128, 128), "heads": (8, 2), "mask": narrow}, (128, 64, 4)),
-        ({"head_dims": (128, 128), "heads": (8, 2), "kind": "varlen"}, (128, 128, 2)),
+        ({"head_dims": (128, 128), "heads": (8, 2), "kind": "varlen"}, (192, 64, 4)),
+        ({"head_dims": (128, 128), "heads": (8, 8), "kind": "varlen"}, (128, 128, 2)),
         ({"head_dims": (64, 64), "heads": (8, 2), "mask": causal}, (192, 128, 4)),
         ({"head_dims": (64, 64), "heads": (8, 2), "mask": narrow}, (128, 64, 6)),
     ):
         config = chosen(problem_of(values), 0)
         assert (config.tile_m, config.tile_n, config.num_stages) == shape, values
+    few = replace(problem_of({"head_dims": (128, 128), "heads": (8, 2), "mask": causal}), batch=1)
+    assert chosen(few, 0).tile_m == 128
 
 
 def test_what_is_refused() -> None:

@@ -20,9 +20,10 @@ Grid        one axis: `programs` programs that go through the row tiles forth an
             into the L2 go together. After all row tiles the further parts of their keys
 Traffic     as kernels/prefill.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v and may be up to 2 ** 8, as m follows a maximum only where it grew by more. Behind the
-            last key of a sequence values are cleared before they are multiplied with zeros, as what
-            is there may be NaN or infinite
+            v and may be up to 2 ** 15.5, which fp16 has, as m follows a maximum only where it grew
+            by more. Of head_dim 128 no maximum is looked for until a weight is too large, and what
+            that gives is the same: see `grown`. Behind the last key of a sequence values are
+            cleared before they are multiplied with zeros, as what is there may be NaN or infinite
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
             pages of a multiple of 16 keys; no ALiBi, no dropout; addresses and strides that are
             multiples of 16 bytes; otherwise those of kernels/prefill.py
@@ -53,7 +54,8 @@ from splitkv.kernels.hopper.decode_tiles import box_rows
 from splitkv.kernels.hopper.prefill_load import Parts, Signals, allocate, produce
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
-from splitkv.kernels.hopper.prefill_tile import consume
+from splitkv.kernels.hopper.prefill_shapes import ordered
+from splitkv.kernels.hopper.prefill_tile import consume, keeps_products
 from splitkv.kernels.hopper.prefill_write import Merging, Output
 from splitkv.kernels.sequence_sizes import bounds_of, lse_strides, scoring_of
 from splitkv.kernels.tile.band import Bounds
@@ -67,31 +69,13 @@ from splitkv.problem import Operands, Problem
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 ROWS = gl.constexpr(64)  # of a warpgroup
 PANEL_BYTES = 128  # of the columns in TMA's widest swizzle
+# Of results half as wide where registers are scarce: a thread then stores at two addresses and at
+# multiples behind them, not at four, and they are in registers all along.
+OUT_PANEL_BYTES = 64
 BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 
-# By head_dim: tile_m, tile_n, num_stages, the best guess first; see `ordered`. More rows or keys do
-# not fit into the registers of a warpgroup, more stages not into shared memory. What keeps as many
-# keys in flight as fit is for few rows, which wait for memory.
-SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    64: (
-        *((192, 128, 4), (128, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 6)),
-        *((128, 64, 4), (128, 128, 6), (64, 128, 6)),
-    ),
-    128: (
-        *((192, 64, 4), (128, 128, 2), (128, 64, 4), (128, 64, 3), (192, 64, 3)),
-        *((128, 128, 3), (128, 64, 6), (64, 128, 3), (64, 64, 6)),
-    ),
-    192: ((128, 128, 2), (128, 64, 3), (128, 64, 2), (128, 64, 4), (64, 64, 5)),
-    256: ((128, 64, 2), (64, 64, 3)),
-}
-# Of a window of 512 keys tiles of 64 and 128 rows took 0.89 of the time of larger ones, of 128 keys
-# 0.52, of 1024 keys 1.17 (head_dim 64, 64/8 heads, 16384 tokens, one H200, 2026-11-22).
-NARROW = 512
-# Three warpgroups were 3 to 6 % faster than two with tiles of 128 keys (head_dim 128, 16/1 heads,
-# dense, there): as much as rows that no sequence has may cost.
-MOST_PADDING = 1.02
 SIZES = [  # arguments whose values are no reason to compile again
-    *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "num_heads"),
+    *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "lane_heads"),
     *("stride_lse_b", "stride_lse_h", "stride_table", "tiles", "lanes", "width", "items"),
     *("parts", "size", "most_q", "stride_ob", "stride_ot", "stride_oh"),
 ]
@@ -135,7 +119,7 @@ def hopper_prefill(
     seqlen_k,
     batch,
     total_q,
-    num_heads,
+    lane_heads,  # heads of q that are not packed into rows
     stride_lse_b,
     stride_lse_h,
     stride_table,
@@ -198,11 +182,16 @@ def hopper_prefill(
         behind = table_ptr
     keys = Keys(cu_k_ptr, lens_ptr, table_ptr, stride_table, behind, seqlen_k)
     cutting = Cutting(parts, size, most_q)
-    place = num_heads // PACK, tiles, lanes, width, items
-    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place)
+    place = lane_heads, tiles, lanes, width, items
+    scarce = None
+    OTHERS: gl.constexpr = REST > 0 or softcap is not None
+    if keeps_products(WARPGROUPS, DIM, TILE_N, table_ptr is not None, OTHERS):
+        scarce = WARPGROUPS
+    sizes = seqlen_q, batch, total_q
+    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, *sizes, *place, scarce)
     of_out = Strides(stride_ob, stride_ot, stride_oh)
     merging = Merging(count_ptr, of_out)
-    strides = num_heads * DIM, stride_lse_b, stride_lse_h
+    strides = lane_heads * PACK * DIM, stride_lse_b, stride_lse_h
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     none = Strides(None, None, None)
     scales = Scales(None, None, None, none, none, none, None, None, None, None, None, None)
@@ -326,21 +315,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
     Packed sequences start with one a row tile: how heavy each is, only the device knows.
     """
-    return fitting(problem, device, ordered(problem), shared_bytes)
-
-
-def ordered(problem: Problem) -> list[tuple[int, int, int]]:
-    """The shapes of a head_dim, the best guess first."""
-    found = list(SHAPES[problem.head_dim])
-    rows = problem.seqlen_q * min(problem.group & -problem.group, ROWS.value)
-    left, right = problem.mask.left, problem.mask.right
-    if left is not None and right is not None and left + right < NARROW:
-        found.sort(key=lambda shape: shape[:2] != (128, 64))
-    elif problem.head_dim == 128:
-        padded = [triton.cdiv(rows, tile_m) * tile_m for tile_m in (128, 192)]
-        if problem.kind != "dense" or padded[1] > MOST_PADDING * padded[0]:
-            found.sort(key=lambda shape: shape[0] == 192)
-    return found
+    return fitting(problem, device, ordered(problem, device), shared_bytes)
 
 
 def fitting(
@@ -388,11 +363,17 @@ def tiling(problem: Problem, device: Device, config: Config, tokens: int) -> tup
 
 
 def descriptor(
-    x: Any, tokens: int, heads: int, dim: int, length: int | None = None
+    x: Any,
+    tokens: int,
+    heads: int,
+    dim: int,
+    length: int | None = None,
+    panel_bytes: int = PANEL_BYTES,
 ) -> TensorDescriptor:
     """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim].
 
-    length   tokens that a sequence has of those that there is room for
+    length        tokens that a sequence has of those that there is room for
+    panel_bytes   of the columns in one swizzle
     """
     shape, strides, size = list(x.shape), list(x.stride()), x.element_size()
     if len(shape) == 3:
@@ -401,7 +382,7 @@ def descriptor(
         shape[1] = max(1, length)
     # along a single element there are no steps, and torch may say anything
     strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
-    swizzle = min(PANEL_BYTES, dim * size)
+    swizzle = min(panel_bytes, dim * size)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
     return TensorDescriptor(x, shape, [*strides[:3], 1], [1, tokens, heads, dim], layout)
 
@@ -434,7 +415,7 @@ class Launcher(prefill.Launcher):
         lse, table, place = lse_strides(q), operands.page_table, problem.place
         self.tail = (
             *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
-            *(tokens, problem.num_heads, lse.b, lse.h),
+            *(tokens, problem.num_heads // self.pack, lse.b, lse.h),
             *(table.stride(0) if table is not None else 0, tiles, lanes, width, items),
             *(parts, size, problem.cut_tokens, *self.out_strides, problem.group, self.pack),
             *(place.page_size if isinstance(place, Paged) else 1, problem.head_dim_v),
@@ -462,7 +443,11 @@ class Launcher(prefill.Launcher):
         problem, tile_n = self.problem, self.plan.config.tile_n
         rows, main = (ROWS.value // self.pack, self.pack), problem.head_dim_v
         rest, box, size = problem.head_dim - main, box_rows(problem, tile_n), x.k.element_size()
-        paged = isinstance(problem.place, Paged)
+        paged, config = isinstance(problem.place, Paged), self.plan.config
+        of_out = problem.codec == AS_IS and row_tiles(problem, config, self.device)[1]
+        others = rest > 0 or bool(x.softcap)
+        scarce = keeps_products(config.tile_m // ROWS.value, main, tile_n, paged, others)
+        out_panel = OUT_PANEL_BYTES if of_out and scarce else PANEL_BYTES
         length = None if paged else problem.seqlen_k
         widest = PANEL_BYTES // size if paged else max(main, rest)
         keys = box, 1, min(main, widest), length
@@ -472,7 +457,7 @@ class Launcher(prefill.Launcher):
             descriptor(x.k, *keys),
             descriptor(x.k, box, 1, min(rest, widest), length) if rest else None,
             descriptor(x.v, *keys),
-            descriptor(out, *rows, main),
+            descriptor(out, *rows, main, panel_bytes=out_panel),
         ]
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -162,7 +162,7 @@ def produce(
     n = gl.program_id(0) * 0
     done = n
     for r in range(round_count(work)):
-        index = index_in_round(r)
+        index = index_in_round(work, r)
         if index < work.items:
             own = own_item(work, index, PACK, TILE_M)
             if own.tile * TILE_M < own.len_q * PACK:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from splitkv.kernels.hopper.known import again
 from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_sums import along_rows, sums_of_threads
-from splitkv.kernels.tile.band import band_end, band_start
+from splitkv.kernels.tile.band import Bounds, band_end, band_start
 
 MINUS_INFINITY = gl.constexpr(0xFF800000)  # the bits of it in fp32
 
@@ -75,11 +76,15 @@ def seen_keys(qk, work, own, tile, pos):
     like = sums_of_threads(qk)
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, like.type.layout))[None, :]
     at = along_rows(pos, like)
-    first = tile * qk.shape[1]
-    seen = ~from_column(band_end(work.bounds, at, own.len_k) - first, quarter)
-    if work.bounds.left is not None:
-        near = from_column(gl.maximum(band_start(work.bounds, at), 0) - first, quarter)
-        if work.bounds.sink_tokens is not None:
-            near |= ~from_column(work.bounds.sink_tokens - first + at * 0, quarter)
+    first = again(tile, work.scarce) * qk.shape[1]
+    right = work.bounds.right
+    if right is not None:
+        right = again(right, work.scarce)
+    bounds = Bounds(work.bounds.left, right, work.bounds.sink_tokens)
+    seen = ~from_column(band_end(bounds, at, own.len_k) - first, quarter)
+    if bounds.left is not None:
+        near = from_column(gl.maximum(band_start(bounds, at), 0) - first, quarter)
+        if bounds.sink_tokens is not None:
+            near |= ~from_column(bounds.sink_tokens - first + at * 0, quarter)
         seen &= near
     return seen

@@ -147,7 +147,7 @@ def prepare(
     if scales.inverse is None:
         places = key_at(places)
     for r in range(round_count(work)):
-        index = index_in_round(r)
+        index = index_in_round(work, r)
         if index < work.items:
             own = own_item(work, index, PACK, TILE_M)
             if own.tile * TILE_M < own.len_q * PACK:

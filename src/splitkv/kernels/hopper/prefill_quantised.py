@@ -134,7 +134,7 @@ def hopper_prefill_quantised(
     seqlen_k,
     batch,
     total_q,
-    num_heads,
+    lane_heads,
     stride_lse_b,
     stride_lse_h,
     stride_table,
@@ -226,11 +226,11 @@ def hopper_prefill_quantised(
     bounds, scoring = Bounds(left, right, sink_tokens), Scoring(scale, softcap, None, None, None)
     keys = Keys(cu_k_ptr, lens_ptr, table_ptr, stride_table, None, seqlen_k)
     cutting = Cutting(parts, size, most_q)
-    place = num_heads // PACK, tiles, lanes, width, items
-    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place)
+    place = lane_heads, tiles, lanes, width, items
+    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place, None)
     of_out = Strides(stride_ob, stride_ot, stride_oh)
     merging = Merging(count_ptr, of_out)
-    strides = num_heads * DIM, stride_lse_b, stride_lse_h
+    strides = lane_heads * PACK * DIM, stride_lse_b, stride_lse_h
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     scales = Scales(
         q_scale_ptr,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.tile.band import token_range
+from splitkv.kernels.hopper.known import again, programs
+from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share
 from splitkv.kernels.tile.visit import cut, tile_and_lane, tile_at, tiles_seen
 
@@ -54,6 +55,7 @@ class Work(NamedTuple):
     lane_heads            heads of q that are not packed into rows
     tiles, lanes, width   see `tile_and_lane`
     items                 row tiles of all lanes, and further parts
+    scarce                None, or: steps want all registers
     """
 
     cu_q_ptr: Any
@@ -69,6 +71,7 @@ class Work(NamedTuple):
     lanes: Any
     width: Any
     items: Any
+    scarce: Any
 
 
 class Own(NamedTuple):
@@ -113,14 +116,16 @@ def own_item(work, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
     all row tiles come the further parts of those that a sequence of `most_q` tokens has.
     """
     part = index * 0
-    row_tiles = work.tiles * work.lanes
+    tiles, lanes = again(work.tiles, work.scarce), again(work.lanes, work.scarce)
+    width, lane_heads = again(work.width, work.scarce), work.lane_heads
+    row_tiles = tiles * lanes
     if work.cutting.parts is None or index < row_tiles:
-        tile, lane = tile_and_lane(index, work.tiles, work.lanes, work.width)
-        together = index // (work.tiles * work.width)  # known from above: lane // width
-        if ((work.lanes - 1) // work.width - together) % 2 == 0:
-            tile = work.tiles - 1 - tile
-        head = lane % work.lane_heads * PACK
-        sequence = lane // work.lane_heads
+        tile, lane = tile_and_lane(index, tiles, lanes, width)
+        together = index // (tiles * width)  # known from above: lane // width
+        if ((lanes - 1) // width - together) % 2 == 0:
+            tile = tiles - 1 - tile
+        head = lane % lane_heads * PACK
+        sequence = lane // lane_heads
         if work.cu_q_ptr is not None:
             sequence = sequence_at(work.cu_q_ptr, tile, work.batch, PACK, TILE_M)
             tile -= gl.load(work.cu_q_ptr + sequence) * PACK // TILE_M + sequence
@@ -129,15 +134,15 @@ def own_item(work, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
         cut_tiles = (work.cutting.most_q * PACK + TILE_M - 1) // TILE_M
         tile = number % cut_tiles
         number = number // cut_tiles
-        head = number % work.lane_heads * PACK
-        number = number // work.lane_heads
+        head = number % lane_heads * PACK
+        number = number // lane_heads
         sequence = number % work.batch
         part = number // work.batch + 1
     b = sequence
     first_q = index * 0
     first_k = index * 0
-    len_q = work.seqlen_q
-    len_k = work.keys.seqlen_k
+    len_q = again(work.seqlen_q, work.scarce)
+    len_k = again(work.keys.seqlen_k, work.scarce)
     known = sequence < work.batch  # else: what lies after the last sequence, which has no keys
     if work.cu_q_ptr is not None:
         b = index * 0
@@ -162,7 +167,11 @@ def own_visit(work, own, PACK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.co
     """
     t_first, t_last = token_range(own.tile, own.len_q, PACK, TILE_M)
     shift = own.len_k - own.len_q
-    visit = tiles_seen(work.bounds, shift + t_first, shift + t_last, own.len_k, TILE_N)
+    right = work.bounds.right
+    if right is not None:
+        right = again(right, work.scarce)
+    bounds = Bounds(work.bounds.left, right, work.bounds.sink_tokens)
+    visit = tiles_seen(bounds, shift + t_first, shift + t_last, own.len_k, TILE_N)
     parts = own.part * 0 + 1
     steps = gl.maximum(visit.count, 1)
     if work.cutting.parts is not None:
@@ -185,13 +194,13 @@ def tile_of_step(visit, i, asking):
 @gluon.jit
 def round_count(work):
     """How often the programs take an item each."""
-    programs = gl.num_programs(0)
-    return (work.items + programs - 1) // programs
+    count = programs(work.scarce)
+    return (again(work.items, work.scarce) + count - 1) // count
 
 
 @gluon.jit
-def index_in_round(r):
+def index_in_round(work, r):
     """The item of this program: rounds go forth and back, which spreads the heavy ones."""
-    last = gl.num_programs(0) - 1
+    last = programs(work.scarce) - 1
     pid = gl.program_id(0)
     return r * (last + 1) + gl.where(r % 2 == 0, pid, last - pid)

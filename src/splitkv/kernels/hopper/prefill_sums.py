@@ -8,16 +8,8 @@ from triton.experimental.gluon import language as gl
 from splitkv.kernels.hopper.prefill_load import ROWS
 
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
-SLACK = gl.constexpr(8.0)  # in base 2, by which weights of 16 bits may be larger than 1
-SUMS_ARE_KNOWN = gl.constexpr("""{
-    .reg .pred p;
-    .reg .f32 both;
-    add.f32 both, $2, $3;
-    setp.gt.f32 p, both, 0f7F7FFFFF;
-    @p bar.sync 15, 128;
-    mov.b32 $0, $2;
-    mov.b32 $1, $3;
-    }""")
+SLACK = gl.constexpr(15.5)  # in base 2, by which weights of 16 bits may be larger than 1
+TOO_LARGE = gl.constexpr(0x47000000)  # the bits of 2 ** 15: fp16 still has weights of 2 ** SLACK
 
 
 @gluon.jit
@@ -68,7 +60,11 @@ def max_of_rows(x):
 @gluon.jit
 def grown(m, highest):
     """What weights are relative to after one more tile: mostly the same, and sums stay as they are.
-    The true maximum is at most `SLACK` above it."""
+    The true maximum is at most `SLACK` above it.
+
+    A row that grows has by itself a weight for which maxima are looked for (`TOO_LARGE`), and one
+    that does not keeps its bits: what other rows of a warp see makes no difference to it.
+    """
     return gl.where(highest > m + SLACK, highest, m)
 
 
@@ -134,54 +130,6 @@ def added_now(acc, product):
         dtype=gl.float32,
         is_pure=False,
         pack=ELEMENTS,
-    )
-
-
-@gluon.jit
-def before_wait(sums, BRANCH: gl.constexpr):
-    """The same sums of weights, known before the next wait for a product.
-
-    ptxas moves such a wait up over all arithmetic, and the exponentials would no longer run under
-    the product. Over a barrier it does not; this one is for sums that are impossible. Branches with
-    numbers of their own stay apart: what they have in common would else be moved behind both.
-    """
-    CODE: gl.constexpr = named(SUMS_ARE_KNOWN, BRANCH)
-    return gl.inline_asm_elementwise(
-        CODE,
-        "=r,=r,r,r",
-        [sums],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )
-
-
-@gluon.constexpr_function
-def named(code, number):
-    """Instructions told from the same ones with another number."""
-    return f"// {number}\n{code}"
-
-
-@gluon.jit
-def known(x):
-    """The same numbers, known before the next wait for a product: as `before_wait`, with a barrier
-    for a pattern of bits that no integer here and no result of arithmetic has."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.b32 p, $1, 0x7FFFDEAD; @p bar.sync 15, 128; mov.b32 $0, $1; }",
-        "=r,r",
-        [x],
-        dtype=x.dtype,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def known_now(x):
-    """The same numbers of 32 bits, in registers of their own until here: a product under way has
-    those that they go to."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
     )
 
 

@@ -9,6 +9,9 @@ see `before_wait`; under the last product of an item, what that is divided by an
 is. Warpgroups issue their products in turns, so that the exponentials of one run under the products
 of the others.
 
+Where registers allow it, `with_last_maximum`, weights are relative to a maximum of tiles before, so
+that a step has no maximum of its own to find unless a weight is too large or the mask is asked.
+
 Keys and values in 8 bits have `scales`, which are all None of others, and steps of their own: see
 scaled_steps.py.
 """
@@ -27,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from splitkv.kernels.combine import FINISHED
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
+from splitkv.kernels.hopper.known import again, before_wait, known, known_now
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import (
@@ -39,11 +43,11 @@ from splitkv.kernels.hopper.prefill_rows import (
 )
 from splitkv.kernels.hopper.prefill_scaled import rows_layout, scales_of_item
 from splitkv.kernels.hopper.prefill_sums import (
+    TOO_LARGE,
     along_rows,
-    before_wait,
+    any_above,
     declare_any,
     grown,
-    known,
     max_of_rows,
     pass_turn,
     shrunk,
@@ -90,18 +94,93 @@ def multiply_values(p, tiles, slot, acc):
     return warpgroup_mma(p, tiles.v.index(slot), acc, is_async=True)
 
 
+@gluon.constexpr_function
+def keeps_products(warpgroups, dim_v, tile_n, paged, others):
+    """Whether steps look for no maximum: a warpgroup then needs registers for the products of a
+    tile until it is known that their weights are good, and has something to gain.
+
+    others   what else takes registers: a soft cap, columns that q and k have beside those of v
+    """
+    shapes = ((3, 64),) if paged else ((3, 64), (2, 128))
+    return dim_v == 128 and (warpgroups, tile_n) in shapes and not others
+
+
 @gluon.jit
-def plain_weights(qk, m, work, own, tile, asks, pos):
+def positions(like, work, own, W: gl.constexpr, PACK: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """[ROWS], as `like`: where among the keys the tokens of a warpgroup's rows are."""
+    rows = again(own.tile, work.scarce) * (WARPGROUPS * ROWS) + W * ROWS
+    rows += gl.arange(0, ROWS, layout=like.type.layout)
+    return own.len_k - own.len_q + rows // PACK
+
+
+@gluon.jit
+def with_maximum(
+    qk,
+    m,
+    work,
+    own,
+    tile,
+    asks,
+    W: gl.constexpr,
+    PACK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+):
     """(p in fp32, its sums by thread, m, by how much shrinks what came before) after the products
-    of one more tile."""
+    of one more tile, where the maximum of each row is looked for."""
     s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
+    if work.scarce is not None:
+        # else scores would be worked out before it is known whether a maximum is wanted
+        unit = known_now(unit)
     if asks:
+        pos = positions(m, work, own, W, PACK, WARPGROUPS)
         s = choose(s, seen_keys(qk, work, own, tile, pos), MINUS_INFINITY)
     m_new = grown(m, max_of_rows(s) * unit)
     top = finite_or_zero(m_new)
     x = gl.exp2(s * unit - top[:, None])
-    shrink = gl.exp2(m - top)
-    return x, sums_of_threads(x), m_new, shrink
+    return x, sums_of_threads(x), m_new, gl.exp2(m - top)
+
+
+@gluon.jit
+def with_last_maximum(
+    p,  # of the step before, for its type
+    l,
+    product,
+    qk,
+    m,
+    work,
+    own,
+    tile,
+    asks,
+    tiles,
+    W: gl.constexpr,
+    PACK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+):
+    """(p, l, m, acc) after the products of one more tile and the product under way of the step
+    before.
+
+    Weights are relative to the maximum of tiles before while that does: the mask is not asked, and
+    no weight is too large, as all are of a row that has seen nothing, where m = -inf.
+    """
+    looks = asks
+    sums = l
+    if not asks:
+        s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
+        x = gl.exp2(s * unit - m[:, None])
+        sums = sums_of_threads(x)
+        p = words_of_pairs(x, tiles.v.dtype)
+        looks = any_above(sums, TOO_LARGE, W)
+    if looks:
+        x, sums, m, shrink = with_maximum(qk, m, work, own, tile, asks, W, PACK, WARPGROUPS)
+        p = words_of_pairs(x, tiles.v.dtype)
+        l = before_wait(l * along_rows(shrink, l) + sums, 0)
+        acc = shrunk(warpgroup_mma_wait(0, deps=[product]), shrink)
+        p = known_now(p)
+    else:
+        l = before_wait(l + sums, 1)
+        acc = warpgroup_mma_wait(0, deps=[product])
+        p = known_now(p)
+    return p, l, m, acc
 
 
 @gluon.jit
@@ -118,8 +197,8 @@ def step(
     tiles,  # Parts
     signals,  # Signals
     q_slot,
-    pos,  # [ROWS]
     W: gl.constexpr,
+    PACK: gl.constexpr,
     WARPGROUPS: gl.constexpr,
 ):
     """(acc, l, m, p) after step n, whose p is still to be multiplied."""
@@ -141,13 +220,19 @@ def step(
     if work.keys.behind is not None:
         if asks:
             clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
-    x, sums, m, shrink = plain_weights(qk, m, work, own, tile, asks, pos)
-    sums = before_wait(sums, 0)
-    product = warpgroup_mma_wait(0, deps=[product])
-    mbarrier.arrive(signals.v_free.index(last_slot), count=1)
-    acc = shrunk(product, shrink)
-    l = l * along_rows(shrink, l) + sums
-    return acc, l, m, words_of_pairs(x, tiles.v.dtype)
+    of_keys = work, own, tile, asks
+    if work.scarce is not None:
+        p, l, m, acc = with_last_maximum(p, l, product, qk, m, *of_keys, tiles, W, PACK, WARPGROUPS)
+        mbarrier.arrive(signals.v_free.index(last_slot), count=1)
+    else:
+        x, sums, m, shrink = with_maximum(qk, m, *of_keys, W, PACK, WARPGROUPS)
+        sums = before_wait(sums, 0)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(signals.v_free.index(last_slot), count=1)
+        acc = shrunk(product, shrink)
+        l = l * along_rows(shrink, l) + sums
+        p = words_of_pairs(x, tiles.v.dtype)
+    return acc, l, m, p
 
 
 @gluon.jit
@@ -178,8 +263,6 @@ def attend(
     M: gl.constexpr = gl.SliceLayout(1, S)
     wait_rows(signals, done)
     q_slot = done % Q_SLOTS * WARPGROUPS + W
-    rows = (own.tile * WARPGROUPS + W) * ROWS + gl.arange(0, ROWS, layout=M)
-    pos = own.len_k - own.len_q + rows // PACK
     if signals.turn is not None:
         wait_turn(W)
     slot = n % K_SLOTS
@@ -191,15 +274,15 @@ def attend(
     mbarrier.arrive(signals.k_free.index(slot), count=1)
     m = gl.full([ROWS], float("-inf"), gl.float32, M)
     tile = tile_of_step(visit, 0, asking)
-    x, l, m, _ = plain_weights(qk, m, work, own, tile, True, pos)
+    x, l, m, _ = with_maximum(qk, m, work, own, tile, True, W, PACK, WARPGROUPS)
     acc = gl.zeros([ROWS, DIM_V], gl.float32, O)
     p = words_of_pairs(x, tiles.v.dtype)
     if work.keys.behind is not None:
         clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
-    rest = work, own, tiles, signals, q_slot, pos
+    rest = work, own, tiles, signals, q_slot
     for i in range(1, steps):
         tile = tile_of_step(visit, i, asking)
-        acc, l, m, p = step(acc, l, m, p, n + i, tile, i < asking, *rest, W, WARPGROUPS)
+        acc, l, m, p = step(acc, l, m, p, n + i, tile, i < asking, *rest, W, PACK, WARPGROUPS)
     if tiles.out is not None:
         mbarrier.arrive(signals.q_free.index(done % Q_SLOTS), count=1)
     last = n + steps - 1
@@ -241,16 +324,16 @@ def consume(
         which = counter_in_use(meeting)
         if W == 0:
             say_running(meeting, which)
-    if scales.k_ptr is not None:
-        declare_any(W)
+    declare_any(W)
     own = next_item(work, n, PACK, TILE_M)
     of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, WARPGROUPS)
     if signals.turn is not None:
         if W == WARPGROUPS - 1:
             pass_turn(0)
-    for r in range(round_count(work)):
+    r = n
+    while r < round_count(work):
         visit, steps, asking, parts = own_visit(work, own, PACK, TILE_M, TILE_N)
-        ours = (index_in_round(r) < work.items) & (own.tile * TILE_M < own.len_q * PACK)
+        ours = (index_in_round(work, r) < work.items) & (own.tile * TILE_M < own.len_q * PACK)
         where = own, work, output, W, GROUP, PACK, TILE_M
         if ours & (own.part < parts):
             item = work, own, visit, steps, asking, n, done, tiles
@@ -289,11 +372,12 @@ def consume(
                 layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
                 nothing = gl.zeros([ROWS], gl.float32, layout)
                 mark(nothing, 0.0, *where)
+        r += 1
         if output.partial is None:
             own = after
             of_item = after_item
-        elif r + 1 < round_count(work):  # parts are mostly one a program
-            own = next_item(work, r + 1, PACK, TILE_M)
+        elif r < round_count(work):  # parts are mostly one a program
+            own = next_item(work, r, PACK, TILE_M)
             of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, WARPGROUPS)
     if signals.turn is not None:
         if W == 0:  # the last turn is nobody's
@@ -327,7 +411,7 @@ def known_of_item(
 @gluon.jit
 def next_item(work, r, PACK: gl.constexpr, TILE_M: gl.constexpr):
     """The Own of round r, the last item after all; known before the next wait for a product."""
-    index = gl.minimum(index_in_round(r), work.items - 1)
+    index = gl.minimum(index_in_round(work, r), again(work.items, work.scarce) - 1)
     own = own_item(work, index, PACK, TILE_M)
     return Own(
         own.b,

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from splitkv.kernels.combine import Final, write_absent
+from splitkv.kernels.hopper.known import again
 from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.ring import thread_barrier
@@ -56,12 +57,15 @@ def finish(
     TILE_M: gl.constexpr,
 ):
     """Store lse and give what sums are multiplied by [ROWS]."""
-    rows = own.tile * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=m.type.layout)
+    rows = (
+        again(own.tile, work.scarce) * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=m.type.layout)
+    )
     ok = rows < own.len_q * PACK
     t = own.first_q + rows // PACK
     head = own.head + rows % PACK
     lse = (m + gl.log2(l)) * 0.6931471805599453
-    at = own.b.to(gl.int64) * output.stride_lse_b + head.to(gl.int64) * output.stride_lse_h + t
+    at = own.b.to(gl.int64) * again(output.stride_lse_b, work.scarce)
+    at += head.to(gl.int64) * again(output.stride_lse_h, work.scarce) + t
     gl.store(output.lse_ptr + at, lse, mask=ok)
     factor = 1.0 / l
     if output.sink_ptr is not None:
@@ -131,7 +135,7 @@ def write(
     tma.store_wait(0)
     tile.store(out.to(tile.dtype))
     TOKENS: gl.constexpr = ROWS // PACK
-    t_first = (own.tile * TILE_M + W * ROWS) // PACK
+    t_first = (again(own.tile, work.scarce) * TILE_M + W * ROWS) // PACK
     if work.cu_q_ptr is None:
         fence_async_shared()
         async_store(maps.out, [own.b, t_first, own.head, 0], box)

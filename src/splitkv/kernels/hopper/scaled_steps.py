@@ -39,6 +39,7 @@ from splitkv.kernels.hopper.eight_bits import (
     words_of,
     words_of_pairs,
 )
+from splitkv.kernels.hopper.known import before_wait, known_now
 from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import tile_of_step
@@ -53,12 +54,11 @@ from splitkv.kernels.hopper.prefill_scaled import (
     shared_scale,
 )
 from splitkv.kernels.hopper.prefill_sums import (
+    TOO_LARGE,
     added_now,
     along_rows,
     any_above,
-    before_wait,
     dot_of_threads,
-    known_now,
     max_of_rows,
     shrunk,
     sums_of_fours,
@@ -70,7 +70,7 @@ from splitkv.kernels.tile.softmax import finite_or_zero
 NOMINAL = gl.constexpr(5.0)  # in base 2
 NEAR = gl.constexpr(4.0)  # by how much a maximum may be too large for p of e4m3, in base 2
 FAR = gl.constexpr(40.0)  # by how much it may be below the largest
-NEAR_BITS, MOST_FP16, MOST_E4M3 = map(gl.constexpr, (0x40800000, 0x47000000, 0x43E00000))
+NEAR_BITS, MOST_E4M3 = map(gl.constexpr, (0x40800000, 0x43E00000))
 
 
 @gluon.constexpr_function
@@ -173,7 +173,7 @@ def shares(y, slot, scales):
 def leaves_range(x, sums, scales, dtype: gl.constexpr, W: gl.constexpr):
     """Whether a weight of a warp may not be in the range of p: a few together are above it."""
     if is_wide(dtype):
-        too_much = any_above(sums, MOST_FP16, W)
+        too_much = any_above(sums, TOO_LARGE, W)
     elif scales.inverse is None:
         too_much = any_above(sums_of_fours(x), MOST_E4M3, W)
     else:
