@@ -313,8 +313,6 @@ def test_scores_that_rise(
 
 @pytest.mark.parametrize("kernel", QUANTIZING)
 @pytest.mark.parametrize("granularity", ["tensor", "head", "token"])
-@pytest.mark.parametrize("kernel", QUANTIZING)
-@pytest.mark.parametrize("granularity", ["tensor", "head", "token"])
 @pytest.mark.parametrize("size", [1e-6, 1e4])
 def test_quantised_caches_of_any_size(size: float, granularity: Any, kernel: str) -> None:
     """Scales far from 1: neither p nor an accumulator runs over or under."""

@@ -160,7 +160,7 @@ def widen_tile(stored, wide):
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0]
     )
-    code: gl.constexpr = widening(stored.dtype, wide.dtype)
+    code: gl.constexpr = widening(stored.dtype)
     x = gl.inline_asm_elementwise(
         code, "=&r,=&r,r", [stored.load(layout)], dtype=wide.dtype, is_pure=True, pack=4
     )
