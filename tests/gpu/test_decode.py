@@ -285,7 +285,7 @@ def test_wide_tiles(problem: Problem, kernel: str, config: Config) -> None:
     check(problem, device=DEVICE, run=decode(plan=plan_of_config(problem, kernel, config)))
 
 
-@every_kernel
+@pytest.mark.parametrize("kernel", [name for name in QUANTIZING if name.endswith("decode_split")])
 @pytest.mark.parametrize("falling", [False, True])
 @pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)
 @pytest.mark.parametrize("seqlen_q", [1, 12])
