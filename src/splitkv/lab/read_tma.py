@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from splitkv.kernels.hopper.ring import async_load
 
 # (rows of a tile, tiles in flight a program, programs an SM)
 SETTINGS = ((64, 12, 1), (128, 6, 1), (32, 24, 1), (64, 6, 2), (64, 4, 3), (16, 12, 1), (16, 12, 4))
@@ -28,18 +30,14 @@ def read_tma(rows_desc, num_tiles, IN_FLIGHT: gl.constexpr):
         ask = i < mine
         row = (program + i * programs) * TILE[0]
         mbarrier.expect(arrived.index(i), rows_desc.block_type.nbytes, pred=ask)
-        tma.async_copy_global_to_shared(
-            rows_desc, [row, 0], arrived.index(i), tiles.index(i), pred=ask
-        )
+        async_load(rows_desc, [row, 0], arrived.index(i), tiles.index(i), pred=ask)
     for n in range(mine):
         slot = n % IN_FLIGHT
         mbarrier.wait(arrived.index(slot), (n // IN_FLIGHT) & 1)
         ask = n + IN_FLIGHT < mine
         row = (program + (n + IN_FLIGHT) * programs) * TILE[0]
         mbarrier.expect(arrived.index(slot), rows_desc.block_type.nbytes, pred=ask)
-        tma.async_copy_global_to_shared(
-            rows_desc, [row, 0], arrived.index(slot), tiles.index(slot), pred=ask
-        )
+        async_load(rows_desc, [row, 0], arrived.index(slot), tiles.index(slot), pred=ask)
 
 
 def reader(

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from splitkv.kernels.hopper.ring import ask, gather_tile, tile_at
+from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, tile_at
 
 # p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
 # weight 2^SHIFT, and p is up to 8 times as large, so that what is 2^-24 of the largest is still a
@@ -280,8 +280,8 @@ def ask_scales(
         outer = gl.load(row + offs_n // PAGE_SIZE, mask=ok, other=0)
         inner = offs_n % PAGE_SIZE
     at = outer.to(gl.int64) * stride_b + inner.to(gl.int64) * stride_n + h
-    async_copy.async_copy_global_to_shared(k_ring.index(slot), scales.k_ptr + at, mask=ok)
-    async_copy.async_copy_global_to_shared(v_ring.index(slot), scales.v_ptr + at, mask=ok)
+    async_gather(k_ring.index(slot), scales.k_ptr + at, mask=ok)
+    async_gather(v_ring.index(slot), scales.v_ptr + at, mask=ok)
     async_copy.mbarrier_arrive(arrived.index(slot), increment_count=False)
 
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 # Renamed between Triton 3.6 and 3.9.
 _memory = gl.shared_memory_descriptor
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -106,7 +107,7 @@ def gather(ptr, steps, tile_at_slot, h, tile, pages, PAGE_SIZE: gl.constexpr):
     rows = ptr + (near[:, None] + columns[None, :])
     # both are positive: one instruction
     far = pages.to(gl.uint32).to(gl.uint64) * steps[0].to(gl.uint32).to(gl.uint64)
-    async_copy.async_copy_global_to_shared(tile_at_slot, rows + far[:, None])
+    async_gather(tile_at_slot, rows + far[:, None])
 
 
 @gluon.jit
