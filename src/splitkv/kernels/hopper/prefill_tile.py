@@ -99,7 +99,8 @@ def keeps_products(warpgroups, dim_v, tile_n, paged, others):
     """Whether steps look for no maximum: a warpgroup then needs registers for the products of a
     tile until it is known that their weights are good, and has something to gain.
 
-    others   what else takes registers: a soft cap, columns that q and k have beside those of v
+    others   what else takes registers: a soft cap, columns that q and k have beside those of v,
+             parts of the keys
     """
     shapes = ((3, 64),) if paged else ((3, 64), (2, 128))
     return dim_v == 128 and (warpgroups, tile_n) in shapes and not others
