@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from splitkv import append_decode
 from splitkv.append_decode import append_and_decode, append_decode_op
-from splitkv.flash_attn import flash_attn_with_kvcache
+from splitkv.flash_attn import flash_attn_with_kvcache, kv_cache
 from splitkv.kv import Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.problem import Problem
@@ -119,3 +119,31 @@ def test_flash_attn_with_kvcache_compiles_whole(seqlen_q: int, rows: bool) -> No
     assert torch.equal(function(**a), flash_attn_with_kvcache(**b))
     assert torch.equal(a["k_cache"], b["k_cache"])
     assert found == ["splitkv.append_decode.default"]
+
+
+def test_compiled_once_whatever_eager_calls_were_made() -> None:
+    """What they leave behind guards no graph, and breaks none."""
+    function, found = compiled(flash_attn_with_kvcache)
+    for seqlen_q in (1, 2, 3):
+        a, b = flash_call(1, True), flash_call(1, True)
+        assert torch.equal(function(**a), flash_attn_with_kvcache(**b))
+        flash_attn_with_kvcache(**flash_call(seqlen_q, False))
+    assert found == ["splitkv.append_decode.default"]
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "packed"), [(1, False), (16, False), (17, False), (64, False), (17, True)]
+)
+def test_compiled_in_pieces(seqlen_q: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph may break where the call is described: the rest is compiled then."""
+    a, b = flash_call(seqlen_q, False), flash_call(seqlen_q, False)
+    if packed:
+        bounds = torch.arange(3, dtype=torch.int32) * seqlen_q
+        of_q = {"q": a["q"].flatten(0, 1), "cu_seqlens_q": bounds, "max_seqlen_q": seqlen_q}
+        a, b = a | of_q, b | of_q
+    wanted = flash_attn_with_kvcache(**b)
+    torch._dynamo.reset()
+    monkeypatch.setattr(kv_cache, "_problem", torch._dynamo.disable(kv_cache._problem))
+    function = torch.compile(flash_attn_with_kvcache, backend="eager")
+    assert torch.equal(function(**a), wanted)
+    assert torch.equal(a["k_cache"], b["k_cache"])

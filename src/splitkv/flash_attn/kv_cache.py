@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from splitkv.api import attention_varlen, decode
 from splitkv.append import append
@@ -389,9 +390,12 @@ def _expect_new(
 # The attention
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Attend:
-    """A call of `decode` or `attention_varlen`, ready but for what is appended before it."""
+    """A call of `decode` or `attention_varlen`, ready but for what is appended before it.
+
+    It is itself alone: torch.compile hashes what can be called, also before it has its fields.
+    """
 
     q: Tensor
     k: Tensor
@@ -469,6 +473,8 @@ def _attend(
 
 def _problem(*tensors: Any, **arguments: Any) -> Problem:
     """The problem of the call that will follow, every argument checked: once for each kind."""
+    if is_dynamo_compiling():  # the table would be guarded, and compiled again for as it grows
+        return describe(*tensors, **arguments)
     everything = (*tensors, *arguments, *arguments.values())
     key = tuple(layout(x) if isinstance(x, Tensor) else x for x in everything)
     try:
