@@ -21,6 +21,7 @@ from splitkv.device import GPUS
 from splitkv.kernels import workspace
 from splitkv.kernels.hopper import prefill, prefill_quantised
 from splitkv.kernels.hopper.prefill_load import ROWS
+from splitkv.kernels.tile.merge import parts_a_step, rows_a_step
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
@@ -171,6 +172,21 @@ def as_meant(values: cases.Values) -> tuple[Problem, Config, Any]:
 @variants(AXES, most=4, valid=valid, besides=EVERYDAY, newest=2, ids=describe)
 def test_variants(values: cases.Values) -> None:
     as_meant(values)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("units", UNITS, ids=str)
+def test_parts_that_are_merged_are_as_wide_as_values(units: tuple[str, str], head_dim: int) -> None:
+    """Whatever the keys of a tile, which are what a tile of transposed values is as wide as."""
+    values = {"kind": "varlen", "units": units, "granularity": "token", "q": "bfloat16"}
+    problem = problem_of({**values, "head_dim": head_dim, "place": Paged(16)})
+    found = prefill_quantised.configs(problem, H200)
+    config = next(config for config in found if config.tile_n == 192 - head_dim)
+    code = compiled(problem, replace(config, num_splits=3, merge="last")).asm["ttgir"]
+    step = parts_a_step(3, head_dim)
+    rows = rows_a_step(step, head_dim, 4)
+    loads = set(re.findall(rf"tt\.load.*tensor<{rows}x{step}x(\d+)x", code))
+    assert loads == {str(head_dim)}
 
 
 @pytest.mark.parametrize("values", EVERYDAY, ids=describe)

@@ -385,7 +385,7 @@ def consume(
             wait_turn(0)
     tma.store_wait(0)
     if output.merging.count_ptr is not None:
-        DIM_V: gl.constexpr = tiles.v.shape[2]
+        DIM_V: gl.constexpr = tiles.q.shape[2]  # tiles of values may be transposed
         merge(meeting, which, work, output, GROUP, PACK, DIM_V, TILE_P, TILE_R)
 
 
