@@ -112,7 +112,9 @@ OF_FEW_ROWS = {
 
 @pytest.mark.parametrize(("problem", "kernel", "config"), each_config(OF_FEW_ROWS, KERNEL))
 def test_every_config_of_few_rows(problem: Problem, kernel: str, config: Config) -> None:
-    made = plan_of_config(problem, kernel, replace(config, num_splits=5))
+    """Parts merged in the launch that makes them, and of pages by another."""
+    merge = "combine" if isinstance(problem.place, Paged) else "last"
+    made = plan_of_config(problem, kernel, replace(config, num_splits=5, merge=merge))
     check(problem, device=DEVICE, run=partial(run, plan=made), zero_length=True)
 
 
