@@ -100,7 +100,9 @@ def keeps_products(warpgroups, dim_v, tile_n, paged, others):
     tile until it is known that their weights are good, and has something to gain.
 
     others   what else takes registers: a soft cap, columns that q and k have beside those of v,
-             parts of the keys
+             parts of the keys; and sink logits: weights that are not relative to their row's
+             maximum are off by what they are rounded by, all columns of `out` alike, and the
+             gradient of a logit adds that up over all tokens
     """
     shapes = ((3, 64),) if paged else ((3, 64), (2, 128))
     return dim_v == 128 and (warpgroups, tile_n) in shapes and not others
