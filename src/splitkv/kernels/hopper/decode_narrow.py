@@ -20,7 +20,7 @@ from splitkv.kernels.hopper.pairs import (
     product,
     scales_of_tile,
 )
-from splitkv.kernels.hopper.prefill_sums import answering_any, asking_any, declare_any
+from splitkv.kernels.hopper.prefill_sums import any_among, declare_any
 from splitkv.kernels.hopper.ring import foresee, next_slot, pages_of, thread_barrier, tile_at
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
@@ -38,28 +38,7 @@ def any_of_block(x, LIMIT: gl.constexpr):
     """Whether any warp has a number above that with the bits LIMIT, or NaN, in x: see `any_above`.
     All warps meet here."""
     ELEMENTS: gl.constexpr = x.shape[0] * x.shape[1] // (32 * gl.num_warps())
-    ASK: gl.constexpr = asking_block(ELEMENTS, LIMIT, 32 * gl.num_warps())
-    gl.inline_asm_elementwise(
-        ASK[0],
-        ASK[1],
-        [x],
-        dtype=gl.int8 if ELEMENTS > 4 else gl.int32,
-        is_pure=False,
-        pack=ELEMENTS,
-    )
-    ANSWER: gl.constexpr = answering_any(0)
-    some = gl.inline_asm_elementwise(
-        ANSWER, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-    return some != 0
-
-
-@gluon.constexpr_function
-def asking_block(elements, limit, threads):
-    code, constraints = asking_any(0, elements, limit)
-    vote = "vote.sync.any.pred any_0, some, 0xffffffff;"
-    assert code.count(vote) == 1
-    return code.replace(vote, f"barrier.cta.red.or.pred any_0, 9, {threads}, some;"), constraints
+    return any_among(x, ELEMENTS, LIMIT, 0, 32 * gl.num_warps())
 
 
 @gluon.jit

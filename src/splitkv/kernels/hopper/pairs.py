@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
+from splitkv.kernels.hopper.eight_bits import E4M3_TO_FP16
 from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, tile_at
 
 # p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
@@ -27,13 +28,6 @@ from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, tile_at
 # stays in its range whatever the scales are, and f joins p. It is 2^-60 at least.
 SHIFT, LEAST_SCALE = gl.constexpr(12.0), gl.constexpr(2.0**-60)
 
-
-E4M3 = gl.constexpr("""{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }""")
 E4M3_APART = gl.constexpr("""{
     .reg .b32 u;
     .reg .b16 even, odd;
@@ -96,7 +90,7 @@ def from_int8(pairs, APART: gl.constexpr):
 @gluon.jit
 def from_e4m3(pairs, APART: gl.constexpr):
     """As `from_int8`, by the instruction for it."""
-    CODE: gl.constexpr = E4M3_APART if APART else E4M3
+    CODE: gl.constexpr = E4M3_APART if APART else E4M3_TO_FP16
     return gl.inline_asm_elementwise(
         CODE,
         "=r,=r,r",

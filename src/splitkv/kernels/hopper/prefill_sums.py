@@ -148,8 +148,12 @@ def declared_any(W):
 
 
 @gluon.constexpr_function
-def asking_any(W, elements, limit):
-    """Instructions that compare so many numbers of a thread, three at a time, and constraints."""
+def asking_any(W, elements, limit, threads):
+    """Instructions that compare so many numbers of each thread of a warp, or of a program of so
+    many threads, three at a time, and constraints."""
+    vote = f"vote.sync.any.pred any_{W}, some, 0xffffffff;"
+    if threads > 32:
+        vote = f"barrier.cta.red.or.pred any_{W}, 9, {threads}, some;"
     outputs = elements // 4 if elements > 4 else elements
     left = [f"${outputs + i}" for i in range(elements)]
     code, n = "{ .reg .pred some;", 0
@@ -166,7 +170,7 @@ def asking_any(W, elements, limit):
             else:
                 after.append(some[0])
         left = after
-    code += f"setp.gt.s32 some, {left[0]}, {limit}; vote.sync.any.pred any_{W}, some, 0xffffffff;"
+    code += f"setp.gt.s32 some, {left[0]}, {limit}; {vote}"
     code += "".join(f"mov.b32 ${i}, 0;" for i in range(outputs)) + "}"
     return code, ",".join(["=r"] * outputs + ["r"] * elements)
 
@@ -193,8 +197,15 @@ def any_above(x, LIMIT: gl.constexpr, W: gl.constexpr):
     Numbers are compared as integers, which is right where one is positive. The answer is in a
     register that PTX knows and LLVM does not: so a warp has it for itself, without shared memory.
     """
-    ELEMENTS: gl.constexpr = numbers_of_thread(x)
-    ASK: gl.constexpr = asking_any(W, ELEMENTS, LIMIT)
+    return any_among(x, numbers_of_thread(x), LIMIT, W, 32)
+
+
+@gluon.jit
+def any_among(
+    x, ELEMENTS: gl.constexpr, LIMIT: gl.constexpr, W: gl.constexpr, THREADS: gl.constexpr
+):
+    """`any_above` of so many numbers of each of so many threads: a warp, or all of a program."""
+    ASK: gl.constexpr = asking_any(W, ELEMENTS, LIMIT, THREADS)
     gl.inline_asm_elementwise(
         ASK[0],
         ASK[1],
