@@ -19,7 +19,7 @@ from triton.runtime.driver import driver
 
 import splitkv
 from splitkv import reference
-from splitkv.kv import AS_IS, Codec, Ragged
+from splitkv.kv import AS_IS, Codec, Paged, Ragged
 from splitkv.lab import peers as decode_peers
 from splitkv.lab import process
 from splitkv.lab.cases import Case
@@ -43,6 +43,11 @@ def small(packed: bool = False, **more: Any) -> Case:
         return Case("small", problem)
     problem = replace(problem, kind="varlen", batch=3, place=Ragged(), lengths="device")
     return Case("small", problem, LENGTHS)
+
+
+def chunk(page_size: int) -> Case:
+    more: dict[str, Any] = {"seqlen_q": 9, "lengths": "device", "place": Paged(page_size)}
+    return Case("chunk", replace(SMALL, kind="varlen", **more))
 
 
 # cases
@@ -74,7 +79,8 @@ def test_a_name_is_one_problem_of_a_direction_and_beside_it_stands_one_of_its_su
                 same = CASES[direction(case), case.name]
                 assert (same.problem, same.lengths) == (case.problem, case.lengths)
                 assert case.beside is None or case.beside in names - {case.name}
-                assert case.problem.seqlen_q == case.problem.seqlen_k
+                of_chunk = cases is SUITES["varlen"]["chunks"]
+                assert (case.problem.seqlen_q == case.problem.seqlen_k) is not of_chunk
 
 
 def test_head_dimensions_and_windows() -> None:
@@ -115,13 +121,24 @@ def test_packed_sequences_stand_beside_as_many_flops_in_equal_lengths() -> None:
     lengths = suites.log_normal()
     assert len(lengths) == 64 and lengths != tuple(sorted(lengths))
     assert max(lengths) > 8192 and sorted(lengths)[31] < 1024
-    for suite in SUITES["varlen"].values():
+    for suite in (SUITES["varlen"][name] for name in ("forward", "backward")):
         packed = [case for case in suite if case.beside]
         assert [case.problem.num_kv_heads for case in packed] == [8, 16]
         for case in packed:
             equal = next(c for c in suite if c.name == case.beside)
             assert flops(case) == pytest.approx(flops(equal), rel=1e-3)
             assert case.problem.seqlen_q == max(lengths) and case.lengths == lengths
+
+
+def test_chunks_in_pages_stand_beside_contiguous_keys() -> None:
+    cases = {case.name: case for case in SUITES["varlen"]["chunks"]}
+    paged = [case for case in cases.values() if case.beside]
+    assert (len(paged), len(cases)) == (16, 20)
+    for case in paged:
+        dense = cases[str(case.beside)]
+        assert flops(case) == flops(dense)
+        assert case.problem.kind == "varlen" and case.problem.lengths == "device"
+    assert {case.place for case in paged} == {"page16", "page64", "page128", "page256"}
 
 
 def test_select_takes_globs_and_the_first_suite_of_a_command() -> None:
@@ -176,11 +193,33 @@ def test_inputs_are_the_public_call(
     assert all(0 < error < 0.1 for error in errors.values())
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_chunks_are_the_public_call(page_size: int) -> None:
+    case = chunk(page_size)
+    inputs = Inputs(case, device="cpu")
+    assert inputs.plan().problem == case.problem
+    assert flops(case) == flops(small(seqlen_q=9))
+    out = inputs.attend()
+    assert 0 < check.Reference(inputs, case).check(out)["out"] < 0.1
+    keys = next(inputs.sequences(inputs.k))
+    assert keys.shape == (2, 40, 2, 16)
+    assert inputs.table is not None
+    last = inputs.k[inputs.table[1, 39 // page_size], 39 % page_size]
+    torch.testing.assert_close(keys[1, 39], last)
+    out[9, 0] += 1
+    with pytest.raises(AssertionError, match="^out: expected an error of at most"):
+        check.Reference(inputs, case).check(out)
+
+
 def test_inputs_refuse_what_they_do_not_make() -> None:
     with pytest.raises(ValueError, match="^problem: expected dense or varlen without"):
         Inputs(small(return_lse=True), device="cpu")
-    with pytest.raises(ValueError, match=r"^lengths: expected as varlen has them, got \(4,\)$"):
+    with pytest.raises(ValueError, match=r"^lengths: expected as packed keys have, got \(4,\)$"):
         Inputs(replace(small(), lengths=(4,)), device="cpu")
+    case = chunk(16)
+    case = replace(case, problem=replace(case.problem, needs_grad=True))
+    with pytest.raises(ValueError, match="^problem: expected pages without a codec or gradients"):
+        Inputs(case, device="cpu")
 
 
 def test_blank_inputs_are_as_long_as_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +228,7 @@ def test_blank_inputs_are_as_long_as_the_longest(monkeypatch: pytest.MonkeyPatch
     packed = blank(small(packed=True).problem)
     assert packed.cu_seqlens is not None and packed.cu_seqlens.tolist() == [0, 40, 41, 42]
     assert blank(SMALL).q.shape == (2, 40, 4, 16)
+    assert blank(chunk(16).problem).k.shape == (6, 16, 2, 16)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

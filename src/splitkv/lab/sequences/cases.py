@@ -15,7 +15,7 @@ from torch import Tensor
 
 import splitkv
 from splitkv.errors import expect
-from splitkv.kv import AS_IS
+from splitkv.kv import AS_IS, Paged
 from splitkv.lab.cases import Case, unfilled
 from splitkv.plans import Plan
 from splitkv.problem import Problem
@@ -50,12 +50,15 @@ class Inputs:
     """Operands of a case, from a seed.
 
     q           [batch, seqlen_q, num_heads, head_dim], or packed [total, num_heads, head_dim]; k, v
+                k, v of a paged problem: [num_pages, page_size, num_kv_heads, ..] in an order drawn
+                at random; q is packed, and all sequences have seqlen_q queries and seqlen_k keys
     k_scale     of stored keys, by the granularity of the problem's codec, or None; v_scale
     sink        [num_heads] sink logits, or None
     grad        the gradient of the output, in its shape; None where none is asked
-    cu_seqlens  [batch + 1] int32, of queries as of keys; None: dense
+    cu_seqlens  [batch + 1] int32, of queries, and of keys that are packed; None: dense
+    table       [batch, pages of a sequence] int32, or None; lengths [batch] int32 beside it
 
-    Packed sequences have `case.lengths`, as many queries as keys. `blank` leaves all unfilled.
+    Packed keys have `case.lengths`, as many queries as keys. `blank` leaves all unfilled.
     """
 
     def __init__(
@@ -65,8 +68,11 @@ class Inputs:
         plain = p.kind != "decode" and p.score == PLAIN and p.q_granularity == "none"
         plain = plain and not (p.return_lse or p.dropout)
         expect(plain, "problem", "dense or varlen without score modifiers, lse, dropout", str(p))
-        packed = p.kind == "varlen"
-        expect(packed == (case.lengths is not None), "lengths", "as varlen has them", case.lengths)
+        paged = isinstance(p.place, Paged)
+        plain = p.codec == AS_IS and not p.needs_grad
+        expect(plain or not paged, "problem", "pages without a codec or gradients", str(p))
+        packed = p.kind == "varlen" and not paged
+        expect(packed == (case.lengths is not None), "lengths", "as packed keys have", case.lengths)
         g = torch.Generator(device).manual_seed(seed)
 
         def tensor(*shape: int) -> Tensor:
@@ -78,12 +84,18 @@ class Inputs:
             )
 
         self.bounds, self.cu_seqlens = [0], None
-        for length in case.lengths or ():
+        for length in case.lengths or ((p.seqlen_q,) * p.batch if paged else ()):
             self.bounds.append(self.bounds[-1] + length)
-        if packed:
+        if p.kind == "varlen":
             self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
-        of_q = self.bounds[-1:] if packed else [p.batch, p.seqlen_q]
+        of_q = self.bounds[-1:] if p.kind == "varlen" else [p.batch, p.seqlen_q]
         of_k = self.bounds[-1:] if packed else [p.batch, p.seqlen_k]
+        self.table = self.lengths = None
+        if isinstance(p.place, Paged):
+            of_k = [p.batch * -(-p.seqlen_k // p.place.page_size), p.place.page_size]
+            order = torch.randperm(of_k[0], generator=g, device=device)
+            self.table = order.int().view(p.batch, -1)
+            self.lengths = torch.full((p.batch,), p.seqlen_k, dtype=torch.int32, device=device)
 
         def stored(dim: int) -> tuple[Tensor, Tensor | None]:
             shape = *of_k, p.num_kv_heads, dim
@@ -114,8 +126,11 @@ class Inputs:
         p = self.problem
         by_position: tuple[Any, ...] = (self.q, self.k, self.v)
         if self.cu_seqlens is not None:
-            by_position += (self.cu_seqlens, self.cu_seqlens, p.seqlen_q, p.seqlen_k)
+            of_keys = self.cu_seqlens if self.table is None else None
+            by_position += (self.cu_seqlens, of_keys, p.seqlen_q, p.seqlen_k)
+        pages = {"page_table": self.table, "cache_seqlens": self.lengths}
         return by_position, {
+            **({} if self.table is None else pages),
             "causal": p.mask.causal,
             "window_size": self.window_size,
             "sink_tokens": p.mask.sink_tokens,
@@ -156,7 +171,16 @@ class Inputs:
         return torch.autograd.grad(out, leaves, self.grad, retain_graph=True)
 
     def sequences(self, x: Tensor) -> Iterator[Tensor]:
-        """Views [sequences, tokens, heads, dim] of equal lengths of an operand or its like."""
+        """[sequences, tokens, heads, dim] of equal lengths of an operand or its like: views, but
+        copies of pages."""
+        if self.table is not None:
+            p, of_pages = self.problem, x.dim() == 4
+            yield (
+                x[self.table].flatten(1, 2)[:, : p.seqlen_k]
+                if of_pages
+                else x.unflatten(0, (p.batch, p.seqlen_q))
+            )
+            return
         if self.cu_seqlens is None:
             yield x
         for first, last in pairwise(self.bounds):
@@ -165,6 +189,6 @@ class Inputs:
 
 def blank(problem: Problem) -> Inputs:
     """Operands to compile for; packed, one sequence is as long as any and the others short."""
-    packed = problem.kind == "varlen"
+    packed = problem.kind == "varlen" and not isinstance(problem.place, Paged)
     lengths = (problem.seqlen_q, *[1] * (problem.batch - 1)) if packed else None
     return Inputs(Case("blank", problem, lengths), blank=True)

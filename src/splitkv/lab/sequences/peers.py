@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from splitkv.kv import Paged
 from splitkv.lab.cases import Case
 from splitkv.lab.peers import SECONDS, Peer, every, flex_attend, needs
 from splitkv.lab.process import Ended, Process
@@ -87,7 +88,11 @@ def fa3(inputs: Inputs) -> Prepared:
         count = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device)
         cu_q, cu_k = count * p.seqlen_q, count * p.seqlen_k
         tensors = q.flatten(0, 1), inputs.k.flatten(0, 1), inputs.v.flatten(0, 1)
-    options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    options |= {"cu_seqlens_q": cu_q}
+    if inputs.table is None:
+        options |= {"cu_seqlens_k": cu_k}
+    else:
+        options |= {"page_table": inputs.table, "seqused_k": inputs.lengths}
     options |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
 
     def call() -> Tensor:
@@ -110,6 +115,7 @@ def only(*features: str) -> Callable[[Case], list[str]]:
         there = {
             "backward": (p.needs_grad, "direction backward: expected forward"),
             "packed": (p.kind == "varlen", "kind varlen: expected dense"),
+            "pages": (isinstance(p.place, Paged), f"keys {p.place}: expected none in pages"),
             "window": (p.mask.left is not None, f"mask {p.mask}: expected causal or full"),
             "sink_tokens": (p.mask.num_bands > 1, f"sink tokens {p.mask.sink_tokens}: expected 0"),
             "chunk": (p.mask.chunk > 0, f"mask {p.mask}: expected no chunks"),
@@ -132,8 +138,9 @@ def only(*features: str) -> Callable[[Case], list[str]]:
 
 
 _FA3X_FEATURES = ("backward", "packed", "window", "deterministic", "unequal")
+_FA3_FEATURES = ("packed", "pages", "window", "sink_logits", "unequal", "fp8")
 _FA3X = every(needs("peers.fa3x"), only(*_FA3X_FEATURES))
-_FA3 = every(needs("peers.fa3"), only("packed", "window", "sink_logits", "unequal", "fp8"))
+_FA3 = every(needs("peers.fa3"), only(*_FA3_FEATURES))
 _FLEX = only("backward", "window", "chunk", "sink_tokens", "unequal")
 _TORCH = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 PEERS: dict[str, Peer] = {

@@ -19,6 +19,8 @@ backward alone:
 varlen:
   forward   64 sequences of log-normal lengths, packed, beside as many flops in equal lengths
   backward  the same with gradients
+  chunks    chunks of prompts behind a cache, `b4_2048of16384` 2048 queries of 16384 keys each: the
+            keys in pages beside contiguous ones
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from statistics import NormalDist
 from typing import Any
 
 from splitkv.errors import expect, expect_one_of
-from splitkv.kv import Codec, Ragged
+from splitkv.kv import Codec, Paged, Ragged
 from splitkv.lab.cases import Case
 from splitkv.lab.sequences.cases import direction
 from splitkv.masks import Mask
@@ -53,6 +55,8 @@ PACKED, ROOT_MEAN_SQUARE = (
     64,
     2048,
 )  # sequences, and the length that has as many pairs as their mean
+CHUNKS = ((1, 512, 16384), (1, 2048, 16384), (1, 4096, 65536), (4, 2048, 16384))
+PAGES = (16, 64, 128, 256)
 
 
 def problem(
@@ -141,6 +145,16 @@ def packed() -> Iterator[Case]:
         yield Case(f"{name}_log_normal_causal", what, lengths, beside)
 
 
+def chunks() -> Iterator[Case]:
+    for batch, tokens, keys in CHUNKS:
+        name = f"gqa32x8_b{batch}_{tokens}of{keys}_causal"
+        dense = replace(problem(batch, *SITUATIONS["gqa32x8"], keys), seqlen_q=tokens)
+        yield Case(name, dense)
+        for page_size in PAGES:
+            what = replace(dense, kind="varlen", place=Paged(page_size), lengths="device")
+            yield Case(f"{name}_page{page_size}", what, beside=name)
+
+
 def with_gradients(cases: Iterator[Case]) -> tuple[Case, ...]:
     return tuple(replace(case, problem=replace(case.problem, needs_grad=True)) for case in cases)
 
@@ -167,7 +181,11 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "gpt_oss": with_gradients(gpt_oss()),
         "deterministic": with_gradients(deterministic()),
     },
-    "varlen": {"forward": tuple(packed()), "backward": with_gradients(packed())},
+    "varlen": {
+        "forward": tuple(packed()),
+        "backward": with_gradients(packed()),
+        "chunks": tuple(chunks()),
+    },
 }
 CASES: dict[tuple[str, str], Case] = {
     (direction(case), case.name): case
