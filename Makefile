@@ -20,6 +20,8 @@ GPU_WORKERS ?= 8
 GPU_SHARD ?= 1/1
 RESULTS ?= build/bench/decode.jsonl
 BENCH ?=
+# Processes import the same files many times: what Python compiles of them is kept.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test lint types test-cpu test-interpreter test-newest test-gpu sanitize bench clean
 

@@ -42,6 +42,11 @@ def without_waste(patch: Patch) -> None:
     look_up_types(patch)
     share_shapes(patch)
     describe_when_asked(patch)
+    call_builtins_at_once(patch)
+    unwrap_what_is_wrapped(patch)
+    convert_what_differs(patch)
+    broadcast_what_differs(patch)
+    share_constants(patch)
 
 
 def patch_language_once(patch: Patch) -> None:
@@ -128,3 +133,95 @@ def describe_when_asked(patch: Patch) -> None:
         attribute = WhenAsked(make)
         attribute.__set_name__(kind, name)
         patch.setattr(kind, name, attribute, raising=False)
+
+
+def call_builtins_at_once(patch: Patch) -> None:
+    """Not through a wrapper that asks whether there is a `_semantic`, which there is."""
+    asks = core.builtin(call_builtins_at_once).__code__
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = interpreter.TritonSemantic(builder)
+        function = member.__wrapped__ if member.__code__ is asks else member
+
+        def builtin(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, builtin)
+
+    patch.setattr(interpreter, "_patch_attr", patch_attr)
+
+
+def unwrap_what_is_wrapped(patch: Patch) -> None:
+    """Most operands are tensors and most types are themselves."""
+    unwrap, equal = core._unwrap_if_constexpr, tl.dtype.__eq__
+    plain = tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, type(None)
+    unwrapped = frozenset(plain)
+
+    def unwrap_if_constexpr(x: Any) -> Any:
+        kind = type(x)
+        if kind is tl.constexpr:
+            return x.value
+        return x if kind in unwrapped else unwrap(x)
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    patch.setattr(core, "_unwrap_if_constexpr", unwrap_if_constexpr)
+    patch.setattr(tl.dtype, "__eq__", is_equal)
+
+
+def convert_what_differs(patch: Patch) -> None:
+    """Operands of one type are of the type of the result, but for a quotient's. A type is what it
+    is in the interpreter's IR, which has no other."""
+    semantic = interpreter.TritonSemantic
+    checked, cast = semantic.binary_op_type_checking_impl, semantic.cast
+    to_tensor = semantic.to_tensor
+    common = functools.cache(semantic.computation_type_impl)
+
+    def check_types(self: Any, a: Any, b: Any, *how: bool) -> Any:
+        tensors = type(a) is tl.tensor and type(b) is tl.tensor
+        if tensors and a.dtype is b.dtype and not (how[3:] or a.dtype.is_ptr()):
+            return self.broadcast_impl_value(a, b)  # pointers are checked, quotients widened
+        return checked(self, a, b, *how)
+
+    def cast_what_differs(self: Any, x: Any, to: Any, *rounding: Any) -> Any:
+        return x if x.dtype is to.scalar else cast(self, x, to, *rounding)
+
+    patch.setattr(semantic, "binary_op_type_checking_impl", check_types)
+
+    def tensor_of(self: Any, x: Any, *check: bool) -> Any:
+        return x if type(x) is tl.tensor else to_tensor(self, x, *check)
+
+    patch.setattr(semantic, "cast", cast_what_differs)
+    patch.setattr(semantic, "to_tensor", tensor_of)
+    patch.setattr(semantic, "computation_type_impl", common)
+    patch.setattr(tl.block_type, "to_ir", lambda self, builder: self)
+
+
+def broadcast_what_differs(patch: Patch) -> None:
+    semantic = interpreter.TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_values(self: Any, a: Any, b: Any) -> Any:
+        return (a, b) if a.shape is b.shape else broadcast(self, a, b)
+
+    patch.setattr(semantic, "broadcast_impl_value", broadcast_values)
+
+
+def share_constants(patch: Patch) -> None:
+    """The array of a number is made once, and cannot be written to."""
+    semantic = interpreter.TritonSemantic
+    make = semantic.scalar_constant
+
+    @functools.lru_cache(maxsize=4096)
+    def made(self: Any, value: Any, kind: type, dtype: Any) -> Any:
+        handle = make(self, value, dtype).handle
+        handle.data.flags.writeable = False
+        return handle
+
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        handle = made(self, value, type(value), dtype)
+        return self.tensor(interpreter.TensorHandle(handle.data, handle.dtype), dtype)
+
+    patch.setattr(semantic, "scalar_constant", scalar_constant)
