@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from splitkv.autograd import NAMES, attention_op
 from splitkv.device import Device, current
 from splitkv.errors import (
     expect,
+    expect_at_least,
+    expect_bool,
     expect_int,
     expect_number,
+    expect_one_of,
     expect_positive,
     expect_tensor,
 )
@@ -30,9 +33,10 @@ from splitkv.launch import (
 )
 from splitkv.plans import Plan
 from splitkv.policies import DEFAULT, Policy
-from splitkv.problem import Problem, expect_window
+from splitkv.problem import Kind, Problem, expect_heads, expect_window
 from splitkv.reference import merge_states
 from splitkv.registry import decided_lengths, make_plan
+from splitkv.scales import DTYPE_BYTES
 from splitkv.sequences import run_attention
 
 __all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan", "warmup"]
@@ -367,6 +371,7 @@ def plan(
         device = device or device_of(problem)
         problem = describe(problem, *tensors, **arguments)
     else:
+        _expect_problem(problem)
         _expect_nothing_beside(problem, tensors, arguments)
     return make_plan(problem, device or current(), policy=policy, num_splits=num_splits)
 
@@ -391,6 +396,8 @@ def explain(
         device = device or device_of(problem)
         problem = describe(problem, *tensors, **arguments)
     else:
+        if isinstance(problem, Problem):
+            _expect_problem(problem)
         _expect_nothing_beside(problem, tensors, arguments)
     expect(device is None or isinstance(device, Device), "device", "a splitkv.Device", device)
     names = isinstance(policies, Sequence) and not isinstance(policies, str) and len(policies) > 0
@@ -400,6 +407,17 @@ def explain(
         expect(tuple(policies) == (DEFAULT,), "policies", "nothing beside a Plan", policies)
         expect(num_splits == 0, "num_splits", "nothing beside a Plan", num_splits)
     return explain_problem(problem, device, policies, num_splits)
+
+
+def _expect_problem(problem: Problem) -> None:
+    """What `describe` says of a call, of a Problem that no call has."""
+    sizes = "batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v"
+    for name in (*sizes, "seqlen_q", "seqlen_k", "seqlen_new"):
+        expect_int(name, getattr(problem, name))
+        expect_at_least(name, getattr(problem, name), 0)
+    expect_heads(*(getattr(problem, name) for name in sizes[1:]))
+    expect_one_of("kind", problem.kind, get_args(Kind))
+    expect_one_of("dtype", problem.dtype, DTYPE_BYTES)
 
 
 def _expect_nothing_beside(
@@ -434,17 +452,23 @@ def warmup(
     max_seqlen_k   the longest cache; every shorter length that is decided by itself is planned too,
                    as the policy may choose other tiles for it
     batch_sizes    and seqlens_q: every combination is warmed up
+    dtype          of q and of the cache, which is not quantised
     page_size      of a paged cache; None: contiguous
     cache_seqlens, sink_logits, alibi_slopes    whether those tensors will be given
     arguments      other arguments of `decode`: causal, window_size, sink_tokens, softcap,
                    return_lse, ...
 
-    Returns the different plans. Needs no memory for a cache.
+    Returns the different plans. Needs no memory for a cache. Raises ValueError for malformed
+    arguments, UnsupportedProblem where no kernel can.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     target = torch.device(device)
     expect(isinstance(dtype, torch.dtype), "dtype", "a torch.dtype", dtype)
+    expect_one_of("dtype", str(dtype).removeprefix("torch."), DTYPE_BYTES)
+    flags = {"cache_seqlens": cache_seqlens, "sink_logits": sink_logits}
+    for name, flag in (flags | {"alibi_slopes": alibi_slopes}).items():
+        expect_bool(name, flag)
     sizes = {
         "num_heads": (num_heads,),
         "num_kv_heads": (num_kv_heads,),

@@ -42,7 +42,7 @@ class Device:
         """The row of `GPUS` with this key, in any case: `Device.named("h200")`."""
         try:
             return GPUS[gpu.lower()]
-        except KeyError:
+        except (AttributeError, KeyError):
             raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {gpu}") from None
 
 

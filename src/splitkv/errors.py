@@ -86,6 +86,7 @@ def expect_device(argument: str, tensor: Any, device: Any) -> None:
 
 def expect_last_dim_contiguous(argument: str, tensor: Any) -> None:
     """Neighbours along the last dimension are neighbours in memory; other strides are free."""
+    expect(hasattr(tensor, "stride"), argument, "a torch tensor", tensor)
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         strides = list(tensor.stride())
         hint = f"pass {argument}.contiguous()"

@@ -259,7 +259,7 @@ def describe_decode(
     names = "k_cache", "v_cache"
     scales = q_scale, k_scale, v_scale
     types = describe_types(names, q, k_cache, v_cache, *scales, products, place, batch)
-    _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
+    expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
     score, scale = _describe_scores(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
@@ -387,7 +387,7 @@ def describe_attention(
         expect_dtype("k", k, dtype_name(q))
     scales = q_scale, k_scale, v_scale
     types = describe_types(("k", "v"), q, k, v, *scales, products, place, batch)
-    _expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
+    expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
     mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
     mask = mask.within(seqlen_q, seqlen_k)
     score, scale = _describe_scores(
@@ -476,7 +476,7 @@ def _expect_index(name: str, tensor: Any, device: Any) -> None:
     expect_last_dim_contiguous(name, tensor)
 
 
-def _expect_heads(num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> None:
+def expect_heads(num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> None:
     expect_positive("head_dim", head_dim)
     expect_positive("head_dim_v", head_dim_v)
     expect_positive("num_kv_heads", num_kv_heads)

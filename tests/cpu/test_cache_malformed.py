@@ -93,13 +93,13 @@ OF_PAGED: dict[str, tuple[Good, Table]] = {
     "extend": (
         {"sequences": [0, 1], "num_tokens": 1},
         {
-            "sequences": [[0, 0], [7], [0, 1, 2], None, 3],
+            "sequences": [[0, 0], [7], [0, 1, 2], None, 3, [[0], 1]],
             "num_tokens": [-1, [1], [1, -1], 1.5, "1", None, [1, 1, 1], [0.5, 1], True],
         },
     ),
     "fork": (
         {"sequence": 0, "num_tokens": 1},
-        {"sequence": [5, -1, "a"], "num_tokens": [4, -1, 1.5]},
+        {"sequence": [5, -1, "a", [0]], "num_tokens": [4, -1, 1.5]},
     ),
     "truncate": (
         {"sequence": 0, "num_tokens": 1},
@@ -112,7 +112,13 @@ OF_BOUNDED: dict[str, tuple[Good, Table]] = {
     **CALLS,
     "attend": (
         {"layer": 0, "q": floats(2, 1, HEADS, DIM)},
-        {**OF_QUERIES, "causal": [True], "window_size": [(3, 0)], "page_table": [floats(2, 2)]},
+        {
+            **OF_QUERIES,
+            "causal": [True],
+            "window_size": [(3, 0)],
+            "page_table": [floats(2, 2)],
+            "max_seqlen_k": [3],
+        },
     ),
     "extend": (
         {"num_tokens": 1},

@@ -133,6 +133,20 @@ def test_calibrated_again_scales_grow() -> None:
     assert not cache.k_scale[0].any()
 
 
+@pytest.mark.parametrize("method", ["calibrate", "set_scales"])
+def test_scales_need_no_gradient(method: str) -> None:
+    """Also those of keys and values that do, and a model's parameters."""
+    cache = paged(dtype="int8", granularity="head", smooth_k=True)
+    _, k, v = (x.requires_grad_() for x in tokens(3))
+    if method == "calibrate":
+        cache.calibrate(0, k[0], v[0])
+    else:
+        scale = torch.nn.Parameter(torch.ones(KV_HEADS))
+        cache.set_scales(0, scale, scale, torch.nn.Parameter(torch.ones(KV_HEADS, DIM)))
+    held = cache.k_scale, cache.v_scale, cache.k_mean
+    assert all(x is not None and x[0].any() and not x.requires_grad for x in held)
+
+
 def test_scales_of_a_model() -> None:
     """What is past the largest that a scale can say is stored as that."""
     cache = paged(dtype="int8", granularity="tensor")

@@ -106,6 +106,7 @@ PAGED_VARLEN_INT8 = PAGED_VARLEN | {
 WARMUP = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "max_seqlen_k": 64}
 
 FLOATS = "bfloat16, float16, float32 or float64"
+WORKING = "'bfloat16', 'float16', 'float32' or 'float64'"
 STRIDE = "expected stride 1 in the last dimension, got"
 
 # A base of good arguments, what is wrong in them, the message.
@@ -116,6 +117,11 @@ TENSORS: list[Row] = [
     (CONTIGUOUS, {"q": [1.0]}, "q: expected a tensor, got [1.0]"),
     (CONTIGUOUS, {"k_cache": "keys"}, "k_cache: expected a tensor, got 'keys'"),
     (CONTIGUOUS, {"v_cache": 3}, "v_cache: expected a tensor, got 3"),
+    (
+        CONTIGUOUS,
+        {"k_cache": rand(BATCH, CAPACITY, KV_HEADS, DIM).numpy()},
+        f"k_cache: expected a torch tensor, got a tensor of shape [2, {CAPACITY}, 2, {DIM}]",
+    ),
     (
         CONTIGUOUS,
         {"q": rand(BATCH, HEADS, DIM)},
@@ -810,10 +816,17 @@ WARMUPS: list[Row] = [
     (WARMUP, {"seqlens_q": ("1",)}, "seqlens_q: expected an integer, got '1'"),
     (WARMUP, {"dtype": "bfloat16"}, "dtype: expected a torch.dtype, got 'bfloat16'"),
     (WARMUP, {"softcap": -1.0}, "softcap: expected at least 0, got -1.0"),
-    (
-        WARMUP,
-        {"dtype": torch.int32},
-        f"q: expected dtype {FLOATS}, got int32",
+    *(
+        (WARMUP, {"dtype": dtype}, f"dtype: expected {WORKING}, got '{name}'")
+        for dtype, name in ((torch.int32, "int32"), (torch.int8, "int8"))
+    ),
+    *(
+        (WARMUP, {name: value}, f"{name}: expected True or False, got {shown}")
+        for name, value, shown in (
+            ("cache_seqlens", None, "None"),
+            ("sink_logits", rand(HEADS), f"a tensor of shape [{HEADS}]"),
+            ("alibi_slopes", 1, "1"),
+        )
     ),
 ]
 
@@ -957,6 +970,17 @@ DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         "tensors: expected none beside a Problem, got 3",
     ),
     ((PROBLEM,), {"causal": False}, "causal: expected nothing beside a Problem, got False"),
+    *(
+        ((replace(PROBLEM, **changes),), {}, message)
+        for changes, message in (
+            ({"num_heads": 7}, "num_heads: expected a multiple of num_kv_heads=2, got 7"),
+            ({"num_kv_heads": 0}, "num_kv_heads: expected more than 0, got 0"),
+            ({"head_dim": 64.0}, "head_dim: expected an integer, got 64.0"),
+            ({"seqlen_k": -1}, "seqlen_k: expected at least 0, got -1"),
+            ({"kind": "prefill"}, "kind: expected 'decode', 'dense' or 'varlen', got 'prefill'"),
+            ({"dtype": "bf16"}, f"dtype: expected {WORKING}, got 'bf16'"),
+        )
+    ),
 ]
 
 
@@ -997,6 +1021,8 @@ def test_a_plan_is_explained_as_it_is() -> None:
 def test_gpu_name() -> None:
     with pytest.raises(ValueError, match=r"^gpu: expected one of a100, .*, b200, got h2000$"):
         Device.named("h2000")
+    with pytest.raises(ValueError, match=r"^gpu: expected one of a100, .*, b200, got 90$"):
+        Device.named(90)  # type: ignore[arg-type]
 
 
 WRONG_PLANS: list[tuple[dict[str, Any], str]] = [

@@ -174,7 +174,8 @@ class PagedKVCache:
         return number
 
     def _find(self, sequence: int) -> Held:
-        expect(sequence in self._sequences, "sequence", "one that is allocated", sequence)
+        known = isinstance(sequence, int) and sequence in self._sequences
+        expect(known, "sequence", "one that is allocated", sequence)
         return self._sequences[sequence]
 
     def _release(self, pages: Sequence[int]) -> None:
@@ -248,7 +249,8 @@ class PagedKVCache:
         """New tokens of each sequence, checked."""
         many = isinstance(sequences, Sequence)
         expect(many, "sequences", "a list of what allocate and fork returned", sequences)
-        expect(len(set(sequences)) == len(sequences), "sequences", "distinct ones", sequences)
+        distinct = len({id(self._find(x)) for x in sequences}) == len(sequences)
+        expect(distinct, "sequences", "distinct ones", sequences)
         expect_in_range("number of sequences", len(sequences), 0, self.max_batch)
         listed = isinstance(num_tokens, Sequence) and not isinstance(num_tokens, str)
         counts = tuple(num_tokens) if listed else (num_tokens,) * len(sequences)

@@ -37,7 +37,7 @@ from splitkv.kernels.append_call import Append
 
 MASKS = (
     *("causal", "window_size", "sink_tokens", "attention_chunk", "alibi_slopes"),
-    *("cache_seqlens", "page_table"),
+    *("cache_seqlens", "page_table", "max_seqlen_k"),
 )
 
 

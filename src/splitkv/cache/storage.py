@@ -99,6 +99,7 @@ class Layers:
         """Whether something about a layer has to be known before its first token is stored."""
         return self.k_mean is not None or self.granularity in ("tensor", "head")
 
+    @torch.no_grad()
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See `PagedKVCache.calibrate`."""
         self.expect_settles("calibrate")
@@ -119,6 +120,7 @@ class Layers:
             scales[layer] = torch.maximum(scales[layer], found) if known else found
         self._settled.add(layer)
 
+    @torch.no_grad()  # those of a model are parameters
     def set_scales(
         self, layer: int, k_scale: Tensor | None, v_scale: Tensor | None, k_mean: Tensor | None
     ) -> None:

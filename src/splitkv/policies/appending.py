@@ -6,7 +6,8 @@ with one token and 1.02 to 1.15 with four; with 8 and 16 the kernel for Hopper w
 times as fast, `decode_split` 0.85 to 1.05. More than `FEW` tokens are therefore written by the
 kernel only where there would be three launches else.
 
-Kernels that write none merge their parts themselves after `append`: two launches at most.
+Kernels that write none merge their parts themselves after `append`: two launches at most. In a CUDA
+graph that was 0.1 to 3.9 us later than `combine` in 11 of 12 shapes, so elsewhere `combine` merges.
 """
 
 from __future__ import annotations
