@@ -249,9 +249,9 @@ class PagedKVCache:
         """New tokens of each sequence, checked."""
         many = isinstance(sequences, Sequence)
         expect(many, "sequences", "a list of what allocate and fork returned", sequences)
+        expect_in_range("number of sequences", len(sequences), 0, self.max_batch)
         distinct = len({id(self._find(x)) for x in sequences}) == len(sequences)
         expect(distinct, "sequences", "distinct ones", sequences)
-        expect_in_range("number of sequences", len(sequences), 0, self.max_batch)
         listed = isinstance(num_tokens, Sequence) and not isinstance(num_tokens, str)
         counts = tuple(num_tokens) if listed else (num_tokens,) * len(sequences)
         same = len(counts) == len(sequences)
