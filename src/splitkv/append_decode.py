@@ -36,6 +36,18 @@ from splitkv.problem import Operands, Problem, describe_decode
 from splitkv.registry import kernel_named
 
 
+class Step(NamedTuple):
+    """A call of `append_and_decode`; given: every argument of decode but these."""
+
+    append: Append
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    num_splits: int
+    plan: Plan | None
+    given: dict[str, Any]
+
+
 class Known(NamedTuple):
     """How a call is done, and a check of the tensors that it is for.
 
@@ -69,7 +81,7 @@ def appending(problem: Problem, call: Append) -> Problem:
     return replace(problem, seqlen_new=call.tokens_a_sequence, rotary=rotary)
 
 
-def append_and_decode(
+def step_of(
     call: Append,
     q: Tensor,
     k_cache: Tensor,
@@ -78,39 +90,41 @@ def append_and_decode(
     num_splits: int = 0,
     plan: Plan | None = None,
     **arguments: Any,
+) -> Step:
+    """By the arguments of `append_and_decode`."""
+    assert call.before is not None and call.slots is None and call.k_mean is None
+    given = DECODE_DEFAULTS | arguments
+    if isinstance(given["window_size"], list):
+        given["window_size"] = tuple(given["window_size"])
+    return Step(call, q, k_cache, v_cache, num_splits, plan, given)
+
+
+def append_and_decode(
+    call: Append, q: Tensor, k_cache: Tensor, v_cache: Tensor, **arguments: Any
 ) -> Result:
     """(out, lse or None) of `decode` after a call of `append`, which is checked by who makes it.
 
     call       its lengths are those before it; its scales, if any, not one a token
     q          [batch, seqlen_q, num_heads, head_dim], not rotated yet
     k_cache    as decode reads it: a sequence begins at its first key; v_cache likewise
-    plan       for the problem as `appending` says it
-    arguments  others of decode: no `out`, no `early_kv`, no `cache_seqlens`
+    arguments  others of decode: no `out`, no `early_kv`, no `cache_seqlens`; a plan is for the
+               problem as `appending` says it
     """
-    known = how(call, q, k_cache, v_cache, num_splits=num_splits, plan=plan, **arguments)
-    tensors = call, q, k_cache, v_cache
+    step = step_of(call, q, k_cache, v_cache, **arguments)
+    known = how(step)
     if known is not None:
-        return _as_known(known, *tensors, arguments)
-    if call.leftpad is None:
-        return _through_operator(*tensors, num_splits, plan, arguments)
-    return _apart(*tensors, num_splits, plan, arguments)
+        return _as_known(known, step)
+    return _through_operator(step) if call.leftpad is None else _apart(step)
 
 
-def _as_known(
-    known: Known,
-    call: Append,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    arguments: dict[str, Any],
-) -> Result:
+def _as_known(known: Known, step: Step) -> Result:
     if known.launcher is None:
-        return _apart(call, q, k_cache, v_cache, 0, known.alone, arguments)
-    x = DECODE_DEFAULTS | arguments
+        return _apart(step._replace(num_splits=0, plan=known.alone))
+    call, q, k_cache, v_cache, *_, given = step
     operands = Operands(q, k_cache, v_cache, cache_seqlens=call.before, new=call)
     for name in OF_DECODE:
-        setattr(operands, name, x[name])
-    operands.softmax_scale, operands.softcap = known.softmax_scale, x["softcap"]
+        setattr(operands, name, given[name])
+    operands.softmax_scale, operands.softcap = known.softmax_scale, given["softcap"]
     result: Result
     if known.device == _current_device():
         result = known.launcher(operands)
@@ -120,33 +134,20 @@ def _as_known(
     return result
 
 
-def how(
-    call: Append,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    num_splits: int = 0,
-    plan: Plan | None = None,
-    in_operator: bool = False,
-    **arguments: Any,
-) -> Known | None:
-    """How the call is done, by the arguments of `append_and_decode`; None for what traces it or
-    looks into it, unless the operator asks."""
-    x = DECODE_DEFAULTS | arguments
-    if isinstance(x["window_size"], list):
-        x["window_size"] = tuple(x["window_size"])
+def how(step: Step, *, in_operator: bool = False) -> Known | None:
+    """How the call is done; None for what traces it or looks into it, unless the operator asks."""
+    call, q, k_cache, v_cache, num_splits, plan, given = step
     cos, sin, start, *turn = (None, None, None) if call.rotary is None else call.rotary
     of_append = call.cu_seqlens_new, call.leftpad, call.k_scale, call.v_scale, cos, sin, start
-    assert call.before is not None and call.slots is None and call.k_mean is None
-    tensors, given = [q, k_cache, v_cache, call.before, call.k, call.v], 0
-    for t in (*(x[name] for name in OF_DECODE), *of_append):
-        given += given
+    assert call.before is not None
+    tensors, present = [q, k_cache, v_cache, call.before, call.k, call.v], 0
+    for t in (*(given[name] for name in OF_DECODE), *of_append):
+        present += present
         if t is not None:
             tensors.append(t)
-            given += 1
-    scalars = (x[name] for name in SCALARS)
-    options = (given, *scalars, num_splits, plan and id(plan), *turn)
+            present += 1
+    scalars = (given[name] for name in SCALARS)
+    options = (present, *scalars, num_splits, plan and id(plan), *turn)
     if not in_operator and (is_dynamo_compiling() or _dispatch_modes()):
         return None
     known: Known
@@ -155,41 +156,28 @@ def how(
             return known
     if not in_operator and not is_plain(*tensors):
         return None
-    return _known(options, tensors, call, num_splits, plan, arguments)
+    return _known(options, tensors, step)
 
 
-def _apart(
-    call: Append,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_splits: int,
-    plan: Plan | None,
-    arguments: dict[str, Any],
-) -> Result:
+def _apart(step: Step) -> Result:
     """The same as two calls."""
+    call, q, k_cache, v_cache, num_splits, plan, given = step
     rotated, after = append(call)
     if rotated is not None:
         q = rotated.view(q.shape)
-    how = arguments | {"cache_seqlens": after, "num_splits": num_splits, "plan": plan}
-    result: Any = decode(q, k_cache, v_cache, **how)
-    return result if arguments.get("return_lse") else (result, None)
+    arguments = given | {"cache_seqlens": after, "num_splits": num_splits, "plan": plan}
+    result: Any = decode(q, k_cache, v_cache, **arguments)
+    return result if given["return_lse"] else (result, None)
 
 
-def _known(
-    options: Any,
-    tensors: list[Tensor],
-    call: Append,
-    num_splits: int,
-    plan: Plan | None,
-    arguments: dict[str, Any],
-) -> Known:
+def _known(options: Any, tensors: list[Tensor], step: Step) -> Known:
     """Of a call that none of the latest was like: an earlier one's, or a new one."""
+    call, *_, num_splits, plan, given = step
     key = options, *map(layout, tensors)
     known: Known | None = _calls.get(key)
     if known is None:
-        given = DECODE_DEFAULTS | arguments | {"cache_seqlens": call.before}
-        problem, operands = describe_decode(*tensors[:3], needs_grad=False, **given)
+        lengths = {"cache_seqlens": call.before}
+        problem, operands = describe_decode(*tensors[:3], needs_grad=False, **given | lengths)
         made = plan_for(appending(problem, call), operands, plan, num_splits)
         launcher = alone = None
         if made.config.appends:
@@ -207,27 +195,20 @@ def _known(
     return known
 
 
-def _through_operator(
-    call: Append,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_splits: int,
-    plan: Plan | None,
-    arguments: dict[str, Any],
-) -> Result:
+def _through_operator(step: Step) -> Result:
     """The call as `splitkv::append_decode`, for what traces it or looks into it."""
-    x = DECODE_DEFAULTS | arguments
-    left, right = x["window_size"]
+    call, q, k_cache, v_cache, num_splits, plan, given = step
+    left, right = given["window_size"]
     cos, sin, start, *turn = (None, None, None, False, 0) if call.rotary is None else call.rotary
     of_append = call.before, call.k, call.v, call.cu_seqlens_new, call.k_scale, call.v_scale
-    tensors = q, k_cache, v_cache, *of_append, cos, sin, start, *(x[name] for name in OF_DECODE)
+    of_decode = (given[name] for name in OF_DECODE)
+    tensors = q, k_cache, v_cache, *of_append, cos, sin, start, *of_decode
     detached = (t if t is None else t.detach() for t in tensors)
-    scalars = (x[name] for name in SCALARS if name != "window_size")
+    scalars = (given[name] for name in SCALARS if name != "window_size")
     out, lse = append_decode_op(
         *detached, *turn, left, right, *scalars, num_splits, handle_of(plan)
     )
-    return out, lse if x["return_lse"] else None
+    return out, lse if given["return_lse"] else None
 
 
 @torch.library.custom_op(
@@ -266,10 +247,10 @@ def append_decode_op(*given: Any) -> tuple[Tensor, Tensor]:
         rotary=turn,
     )
     made = plan_with_handle(plan) if plan else None
-    how_given = {"num_splits": num_splits, "plan": made, "in_operator": True, **arguments}
-    known = how(call, q, k_cache, v_cache, **how_given)
+    step = step_of(call, q, k_cache, v_cache, num_splits=num_splits, plan=made, **arguments)
+    known = how(step, in_operator=True)
     assert known is not None
-    return operator_outputs(*_as_known(known, call, q, k_cache, v_cache, arguments))
+    return operator_outputs(*_as_known(known, step))
 
 
 @append_decode_op.register_fake

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from splitkv.api import attention_varlen, decode
 from splitkv.append import append
-from splitkv.append_decode import Known, append_and_decode, appending, how
+from splitkv.append_decode import Known, append_and_decode, appending, how, step_of
 from splitkv.errors import (
     dtype_name,
     expect,
@@ -423,7 +423,7 @@ class Attend:
 
     def how(self, call: Append) -> Known | None:
         """How a call is done whose queries are dense."""
-        return how(call, self.q, self.k, self.v, **self.arguments)
+        return how(step_of(call, self.q, self.k, self.v, **self.arguments))
 
     def __call__(self, call: Append | None) -> Any:
         result = self.run(call)
