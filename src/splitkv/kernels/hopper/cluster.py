@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from splitkv.kernels.hopper.effect import act, act_with
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 
 # Parts of a sequence that may be a cluster. Every GPU of sm_90 runs clusters of 8; of 16, which not
@@ -28,14 +29,7 @@ def exchange_bytes(rows: int, head_dim_v: int, parts: int) -> int:
 @gluon.jit
 def say(CODE: gl.constexpr):
     """An instruction of all threads, without operands."""
-    gl.inline_asm_elementwise(
-        CODE + " mov.u32 $0, $1;",
-        "=r,r",
-        [gl.program_id(0) * 0],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    act_with(CODE, 0)
 
 
 @gluon.jit
@@ -95,21 +89,14 @@ def send(at, to, x, ok):
 @gluon.jit
 def send_one(at, to, x, ok):
     """The same of single numbers."""
-    gl.inline_asm_elementwise(
-        """{
+    CODE: gl.constexpr = """{
         .reg .u32 a;
         .reg .pred p;
         setp.ne.u32 p, $4, 0;
         mapa.shared::cluster.u32 a, $1, $2;
         @p st.shared::cluster.f32 [a], $3;
-        mov.u32 $0, 0;
-        }""",
-        "=r,r,r,r,r",
-        [at, to, x, ok.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        }"""
+    act(CODE, "r,r,r,r", (at, to, x, ok.to(gl.int32)))
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from splitkv.kernels.hopper.effect import act
 from splitkv.kernels.hopper.pairs import first_of_pairs, no_unit, scaled_pairs
 from splitkv.kernels.hopper.ring import fill, thread_barrier
 from splitkv.kernels.tile.new import has_new, rotated, write_new
@@ -60,14 +61,7 @@ def fill_and_write(
             *(HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, TILE_N, ROTARY_DIM, PAIR),
         )
         # what threads have written, before TMA reads it
-        gl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.u32 $0, 0;",
-            "=r,r",
-            [b],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        act("fence.proxy.async.global;", "r", (b,))
         thread_barrier()
     fill(*ring, b, h, tiles, length.keys, first_new, True, PAGE_SIZE, TILE_N, SLOTS)
 

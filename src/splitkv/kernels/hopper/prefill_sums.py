@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from splitkv.kernels.hopper.effect import act, act_with
 from splitkv.kernels.hopper.prefill_load import ROWS
 
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
@@ -136,15 +137,12 @@ def added_now(acc, product):
 @gluon.jit
 def declare_any(W: gl.constexpr):
     """The register of `any_above` of warpgroup W."""
-    CODE: gl.constexpr = declared_any(W)
-    gl.inline_asm_elementwise(
-        CODE, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    act(declared_any(W), "r", (gl.program_id(0),))
 
 
 @gluon.constexpr_function
 def declared_any(W):
-    return f".reg .pred any_{W}; mov.b32 $0, 0;"
+    return f".reg .pred any_{W};"
 
 
 @gluon.constexpr_function
@@ -228,26 +226,13 @@ def wait_turn(W: gl.constexpr):
     By a barrier of the hardware: for one in shared memory the warps of each warpgroup would have to
     meet first, at both ends.
     """
-    at_turn("bar.sync $1, 256; mov.b32 $0, 0;", W)
+    act_with("bar.sync $1, 256;", FIRST_TURN + W)
 
 
 @gluon.jit
 def pass_turn(W: gl.constexpr):
     """Let warpgroup W issue products."""
-    at_turn("bar.arrive $1, 256; mov.b32 $0, 0;", W)
-
-
-@gluon.jit
-def at_turn(CODE: gl.constexpr, W: gl.constexpr):
-    """Instructions on the barrier, $1, of the turns of warpgroup W."""
-    gl.inline_asm_elementwise(
-        CODE,
-        "=r,r",
-        [gl.program_id(0) * 0 + FIRST_TURN + W],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    act_with("bar.arrive $1, 256;", FIRST_TURN + W)
 
 
 @gluon.jit

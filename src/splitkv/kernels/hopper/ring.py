@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from splitkv.kernels.hopper.effect import act
+
 # Renamed between Triton 3.6 and 3.9.
 _memory = gl.shared_memory_descriptor
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -179,14 +181,8 @@ def foresee(pool, b, tile, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
     """Have the page number of a tile brought nearer."""
     if pool.table_ptr is not None:
         page = tile * TILE_N // PAGE_SIZE
-        gl.inline_asm_elementwise(
-            "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pool.table_ptr + b.to(gl.int64) * pool.stride_table + page],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        row = pool.table_ptr + b.to(gl.int64) * pool.stride_table
+        act("prefetch.global.L1 [$1];", "l", (row + page,))
 
 
 @gluon.jit
