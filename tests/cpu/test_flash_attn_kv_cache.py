@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitkv import Plan, reference
+from splitkv import Plan, launch, reference, registry
 from splitkv.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from splitkv.masks import Mask
 from splitkv.testing import assert_close
@@ -300,6 +300,27 @@ def test_scheduler_metadata(page_size: int | None, features: dict[str, Any]) -> 
     ref, _, _ = example.by_hand()
     out, _ = flash_attn_with_kvcache(**example.call, scheduler_metadata=metadata)
     torch.testing.assert_close(out.flatten(0, 1).double(), ref.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("new", [False, True])
+def test_num_splits_reaches_the_plan(
+    queries: int, new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a prompt, with what is appended and without."""
+    asked = []
+
+    def make_plan(*given: Any, num_splits: int = 0, **how: Any) -> Plan:
+        asked.append(num_splits)
+        return registry.make_plan(*given, num_splits=num_splits, **how)
+
+    monkeypatch.setattr(launch, "make_plan", make_plan)
+    cache = torch.zeros(2, 50, 2, 32)
+    call = {"q": torch.zeros(2, queries, 4, 32), "cache_seqlens": 25, "num_splits": 1000 + queries}
+    if new:
+        call |= dict.fromkeys("kv", torch.zeros(2, queries, 2, 32))
+    flash_attn_with_kvcache(k_cache=cache, v_cache=cache.clone(), **call)
+    assert asked[0] == 1000 + queries
 
 
 def test_scheduler_metadata_of_another_shape() -> None:

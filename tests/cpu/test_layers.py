@@ -27,7 +27,6 @@ LAYERS = (
     "api",
     "append_decode",
     "cache flash_attn",
-    "distributed",
     "integrations",
     "terminal",
     "demo lab",

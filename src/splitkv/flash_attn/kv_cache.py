@@ -37,7 +37,6 @@ from splitkv.launch import describe, device_of, fit_plan, layout
 from splitkv.plans import Plan
 from splitkv.problem import Problem
 
-MAX_DECODE_QUERIES = 16  # more of them are a prompt: num_splits says nothing about it
 MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
 _problems: dict[Any, Problem] = {}
 
@@ -106,9 +105,11 @@ def flash_attn_with_kvcache(
                       positions if causal or windowed, else all of q at the first one
     rotary_seqlens    without rotary_cos it says nothing
     rotary_interleaved  pairs are neighbours; otherwise the halves of rotary_dim
-    num_splits        above 0: parts of the keys of each sequence
-    scheduler_metadata  a Plan of get_scheduler_metadata, for at most 16 queries a sequence; it
-                      settled num_splits, pack_gqa and sm_margin
+    num_splits        above 0: parts of the keys of each sequence; packed queries of several tokens
+                      leave it to the policy
+    scheduler_metadata  a Plan of get_scheduler_metadata for as many queries a sequence, which
+                      settled num_splits, pack_gqa and sm_margin; of packed queries of several
+                      tokens nothing is settled, and it is not looked at
     q_descale, k_descale, v_descale
                       scales of an int8 or e4m3 cache (and q), fp32 [batch, num_kv_heads] or one;
                       None: 1. New k and v are divided by them as they are written, or written as
@@ -461,8 +462,7 @@ def _attend(
         arguments["max_seqlen_k"] = min(cache.capacity, metadata.problem.seqlen_k)
     problem = _problem(q, k, v, cache_seqlens=seqlens, **arguments, **scales)
     if metadata is None:
-        few = q.shape[1] <= MAX_DECODE_QUERIES
-        arguments["num_splits"] = options.num_splits if few else 0
+        arguments["num_splits"] = options.num_splits
     else:
         problem = problem if call is None else appending(problem, call)
         plan = fitted(metadata, problem)
