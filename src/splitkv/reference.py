@@ -420,9 +420,10 @@ def take(x: Tensor, *index: Any) -> Tensor:
 
 
 def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """out with the sink logits [H] in its denominator: once, after every merge; lse leaves them out.
+    """out with the sink logits [H] in its denominator: once, after every merge.
 
-    out [B, S, H, D] with lse [B, H, S], or out [total, H, D] with lse [H, total].
+    out [B, S, H, D] with lse [B, H, S], or out [total, H, D] with lse [H, total], which leaves the
+    sinks out.
     """
     finite = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(-1, -2)  # [..., S, H]
     share = torch.sigmoid(finite - sink_logits.to(lse.dtype))
@@ -435,8 +436,8 @@ def merge_states(
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
     out [B, S, H, D] with lse [B, H, S], or out [total, H, D] with lse [H, total]; no sink logits
-    in either: `apply_sink_logits` adds them to the last. Returns out in the dtype of `out_a` and the
-    merged lse.
+    in either: `apply_sink_logits` adds them after the last merge. Returns out in the dtype of
+    `out_a` and the merged lse.
     """
     wide = torch.promote_types(lse_a.dtype, torch.float32)
     lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
