@@ -179,7 +179,7 @@ def attention_varlen(
     may be, [batch, num_kv_heads]. Pages and quantised keys beside which a gradient is needed are
     served by plain torch; on a GPU a warning says so. Returns out [total_q, num_heads, head_dim_v],
     and with `return_lse` lse [num_heads, total_q] fp32.
-    Equivalent PyTorch: `attention` on each sequence, the results concatenated.
+    Equivalent PyTorch: `attention` on each sequence, the results concatenated. Raises as that.
     """
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
     if page_table is None:
@@ -274,7 +274,7 @@ def decode(
                    likewise, of the same granularity
     products       what may be multiplied in 8 bits, as in `attention`
     num_splits     parts that the keys of each sequence are cut into; 0: the policy decides
-    out            where to write the result
+    out            where to write the result, of its shape and type; any strides but the last
     early_kv       a promise: the kernel before this one on the stream writes nothing of
                    cache_seqlens, page_table and the keys and values of all but the last seqlen_q
                    tokens of each sequence (it may write q and those of the last tokens). Then
@@ -289,7 +289,7 @@ def decode(
     Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural LSE
     without the sink, [batch, num_heads, seqlen_q] fp32. Equivalent PyTorch: `attention` of each
     sequence of q against the first cache_seqlens[b] keys and values of its cache, times their
-    scales.
+    scales. Raises as `attention`.
     """
     if is_dynamo_compiling():
         result, lse = through_operator(

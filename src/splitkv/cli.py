@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Group
@@ -23,14 +23,15 @@ from splitkv.device import Device, cpu, current
 from splitkv.errors import (
     expect_at_least,
     expect_divides,
+    expect_none_with,
     expect_one_of,
     expect_positive,
 )
-from splitkv.kv import Contiguous, Paged
+from splitkv.kv import AS_IS, Codec, CodecName, Contiguous, Granularity, Paged, Products
 from splitkv.lab import commands
 from splitkv.masks import Mask
 from splitkv.problem import Problem
-from splitkv.scales import DTYPE_BYTES
+from splitkv.scales import DEFAULT_PRODUCTS, DTYPE_BYTES
 from splitkv.scores import Score
 from splitkv.terminal import Lengths, console, one_line_errors
 
@@ -75,6 +76,14 @@ def explain(
     seqlen_q: Annotated[int, typer.Option(help="Query tokens a sequence.")] = 1,
     seqlen_k: Annotated[int, typer.Option(help="Keys a sequence.")] = 4096,
     dtype: Annotated[str, typer.Option(help="Type of queries, keys and values.")] = "bfloat16",
+    stored: Annotated[str, typer.Option(help="Keys and values: as_is, int8 or fp8.")] = "as_is",
+    scales: Annotated[
+        str | None, typer.Option(help="Of 8 bits: one a tensor, head (default) or token.")
+    ] = None,
+    products: Annotated[
+        str | None,
+        typer.Option(help="In 8 bits: none (widened), q . k (half), p . v too (full)."),
+    ] = None,
     page_size: Annotated[int | None, typer.Option(help="Paged keys; else contiguous.")] = None,
     causal: Annotated[bool, typer.Option(help="No key after a query's own position.")] = True,
     window: Annotated[str, typer.Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
@@ -111,6 +120,7 @@ def explain(
         expect_at_least("num_splits", num_splits, 0)
         if page_size is not None:
             expect_positive("page_size", page_size)
+        codec = codec_of(stored, scales, products)
         left, right = parse_window(window)
         problem = Problem(
             kind="decode",
@@ -124,6 +134,8 @@ def explain(
             dtype=dtype,
             mask=Mask(causal, left, right, sink_tokens, attention_chunk),
             place=Contiguous() if page_size is None else Paged(page_size),
+            codec=codec,
+            products=products or DEFAULT_PRODUCTS.get(codec.name, "widened"),  # type: ignore[arg-type]
             score=Score(softcap, alibi),
             sink_logits=sink_logits,
             lengths=lengths.value,
@@ -143,6 +155,20 @@ def explain(
     else:
         show(explanation)
     raise typer.Exit(0 if explanation.plans else 1)
+
+
+def codec_of(stored: Any, scales: Any, products: Any) -> Codec:
+    """Of the options of `explain`."""
+    expect_one_of("stored", stored, get_args(CodecName))
+    if stored == "as_is":
+        expect_none_with("scales", scales, "keys stored as_is")
+        expect_none_with("products", products, "keys stored as_is")
+        return AS_IS
+    scales, known = scales or "head", get_args(Granularity)
+    expect_one_of("scales", scales, [name for name in known if name != AS_IS.granularity])
+    if products is not None:
+        expect_one_of("products", products, get_args(Products))
+    return Codec(stored, scales)
 
 
 @app.command()

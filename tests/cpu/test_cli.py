@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,6 +71,22 @@ def test_explain_takes_every_feature() -> None:
     assert json.loads(result.stdout)["plans"][0]["config"]["num_splits"] == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "codec", "products"),
+    [
+        ((), "as_is", "widened"),
+        (("--stored", "int8"), "int8 per head", "half"),
+        (("--stored", "fp8", "--scales", "token"), "fp8 per token", "widened"),
+        (("--stored", "fp8", "--products", "full"), "fp8 per head", "full"),
+    ],
+)
+def test_explain_of_quantised_keys(options: Sequence[str], codec: str, products: str) -> None:
+    result = run("explain", *QWEN, *options, "--gpu", "h200", "--json")
+    assert result.exit_code == 0, result.output
+    problem = json.loads(result.stdout)["problem"]
+    assert (problem["codec"], problem["products"]) == (codec, products)
+
+
 def test_explain_compares_policies() -> None:
     result = run(
         "explain", *QWEN, "--gpu", "h100", "--policy", "flash_attention_3", "--policy", "waves"
@@ -93,6 +110,17 @@ def test_explain_compares_policies() -> None:
             ["--dtype", "int8"],
             "dtype: expected 'bfloat16', 'float16', 'float32' or 'float64', got 'int8'",
         ),
+        (["--stored", "int4"], "stored: expected 'as_is', 'fp8' or 'int8', got 'int4'"),
+        (
+            ["--stored", "int8", "--scales", "none"],
+            "scales: expected 'tensor', 'head' or 'token', got 'none'",
+        ),
+        (
+            ["--stored", "fp8", "--products", "all"],
+            "products: expected 'widened', 'half' or 'full', got 'all'",
+        ),
+        (["--scales", "head"], "scales: expected None with keys stored as_is, got 'head'"),
+        (["--products", "half"], "products: expected None with keys stored as_is, got 'half'"),
         (["--gpu", "h999"], f"gpu: expected one of {', '.join(GPUS)}, got h999"),
         (
             ["--policy", "best"],

@@ -103,7 +103,7 @@ OPENING = """# What runs where
 
 Written by `python -m splitkv.lab.support` from what the kernels say against each call on an H200.
 Elsewhere those whose names begin with `hopper` step aside. What no kernel here takes runs in
-PyTorch operations, with a warning where that is a surprise; `splitkv explain` says it of any call.
+PyTorch operations, with a warning where that is a surprise; `splitkv.explain` says it of any call.
 """
 CLOSING = """## Not computed
 
