@@ -86,6 +86,9 @@ OF_PAGED: dict[str, tuple[Good, Table]] = {
         {
             **OF_QUERIES,
             "causal": ["yes", None],
+            "cache_seqlens": [floats(2).int()],
+            "page_table": [floats(2, 4).int()],
+            "max_seqlen_k": [-1, 1.5, 17],
             "alibi_slopes": [floats(3)],
             "window_size": [3, (0,)],
         },

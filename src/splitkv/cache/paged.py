@@ -32,6 +32,7 @@ from splitkv.errors import (
     expect_at_least,
     expect_in_range,
     expect_int,
+    expect_none_with,
     expect_shape,
 )
 from splitkv.kernels.append_call import Append
@@ -359,7 +360,10 @@ class PagedKVCache:
 
         q         [batch, num_tokens, num_heads, head_dim], or packed as in `append`
         options   of `splitkv.decode`, and for packed tokens or more than 16 a sequence of
-                  `splitkv.attention_varlen`
+                  `splitkv.attention_varlen`; max_seqlen_k is max_seqlen unless given. The table
+                  and the lengths are the cache's own
+
+        Returns out, as q with head_dim_v, and with `return_lse` what these return beside it.
         """
         lead, layer = self._lead(q), self._layers.expect_layer(layer)
         expect_shape("q", q, **lead, num_heads=None, head_dim=self.k.shape[4])
@@ -367,10 +371,13 @@ class PagedKVCache:
         k, v, table = self.k[layer], self.v[layer], self.page_table[:batch]
         lengths = self.cache_seqlens[:batch]
         self._layers.expect_options(options)
+        for name in ("cache_seqlens", "page_table"):
+            expect_none_with(name, options.pop(name, None), "a cache that has its own")
         options = {"causal": True, **options, **self._layers.scales(layer)}
+        longest = options.pop("max_seqlen_k", self.max_seqlen)
         if q.dim() == 4 and most <= MAX_DECODE_QUERIES:
-            arguments = {"cache_seqlens": lengths, "max_seqlen_k": self.max_seqlen, **options}
-            result = decode(q, k, v, page_table=table, **arguments)
+            where = {"cache_seqlens": lengths, "page_table": table, "max_seqlen_k": longest}
+            result = decode(q, k, v, **where, **options)
             return self._layers.finish(layer, q, result, options)
         result = attention_varlen(
             q if q.dim() == 3 else q.flatten(0, 1),
@@ -379,7 +386,7 @@ class PagedKVCache:
             self.cu_seqlens_q[: batch + 1],
             None,
             most,
-            self.max_seqlen,
+            longest,
             page_table=table,
             cache_seqlens=lengths,
             **options,
