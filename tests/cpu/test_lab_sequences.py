@@ -86,7 +86,9 @@ def test_a_name_is_one_problem_of_a_direction_and_beside_it_stands_one_of_its_su
 def test_head_dimensions_and_windows() -> None:
     dims = SUITES["prefill"]["dims"]
     heads = {(c.problem.head_dim, c.problem.num_kv_heads, c.problem.mask.causal) for c in dims}
-    assert len(heads) == len(dims) == 8 and {d for d, *_ in heads} == {64, 256}
+    assert len(heads) == len(dims) == 10
+    both = {(c.problem.head_dim, c.problem.head_dim_v) for c in dims}
+    assert both == {(64, 64), (256, 256), (192, 128)}
     assert shapes(dims) == {(4, 8192, 32, 8), (4, 8192, 16, 16)}
     windows = {case.name: case for case in SUITES["prefill"]["windows"]}
     long = windows["gqa32x8_b1_16384_window4096_sink_tokens4"]

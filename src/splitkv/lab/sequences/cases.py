@@ -22,8 +22,6 @@ from splitkv.problem import Problem
 from splitkv.scores import PLAIN
 from splitkv.testing import quantize
 
-BACKWARD = 2.5  # times the flops of the forward: five products over the pairs in place of two
-
 Direction = Literal["forward", "backward"]
 
 
@@ -40,10 +38,11 @@ def pairs(case: Case) -> int:
 
 
 def flops(case: Case) -> int:
-    """Multiplications and additions of the products, of visible pairs alone."""
+    """Multiplications and additions of the products, of visible pairs alone: two, of the backward
+    five, three of them as wide as the keys."""
     p = case.problem
-    forward = 2 * p.num_heads * pairs(case) * (p.head_dim + p.head_dim_v)
-    return round(BACKWARD * forward) if p.needs_grad else forward
+    wide = 3 * p.head_dim + 2 * p.head_dim_v if p.needs_grad else p.head_dim + p.head_dim_v
+    return 2 * p.num_heads * pairs(case) * wide
 
 
 class Inputs:

@@ -2,12 +2,12 @@
 
 Names say the situation: `gqa32x8_b4_8192_causal` is 8 KV heads under 32 query heads (Llama-3.1-8B),
 a batch of 4 and 8192 tokens a sequence; `mqa16` one KV head under 16 query heads, `mha16` as many
-KV heads as query heads; `_d64` a head dimension that is not 128. `_full` lets every query see every
-key.
+KV heads as query heads; `_d64` a head dimension that is not 128, `_d192x128` one whose values have
+another. `_full` lets every query see every key.
 
 prefill, backward:
   records   the shapes of the tables in docs/benchmarks.md
-  dims      head dimensions of 64 and 256
+  dims      head dimensions of 64, 256 and 192 with values of 128
   windows   a window of 4096 keys with 4 sink tokens beside the causal mask, at lengths around the
             one from which it is faster; a window of 128 keys up to 128K tokens
   gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
@@ -47,7 +47,11 @@ FORWARD = {  # (batch, tokens a sequence)
     "gqa32x8": [(4, 8192), (1, 16384)],
 }
 BACKWARD = {"gqa32x8": [(4, 4096), (1, 16384)], "mha16": [(2, 8192)]}
-DIMS, DIMS_SHAPE = (64, 256), (4, 8192)
+DIMS_SHAPE = (4, 8192)
+DIMS = {  # (head dimension, that of values): situations
+    **{(dim, dim): ("gqa32x8", "mha16") for dim in (64, 256)},
+    (192, 128): ("mha16",),
+}
 CROSSING, WINDOW, SINK_TOKENS = (1024, 2048, 4096, 8192, 16384), 4096, 4
 NARROW, LENGTHS = 128, (8192, 16384, 32768, 65536, 131072)
 GPT_OSS = (4096, 16384, 65536)
@@ -82,12 +86,14 @@ def tables(shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Case]:
 
 def dims() -> Iterator[Case]:
     batch, tokens = DIMS_SHAPE
-    for head_dim in DIMS:
-        for situation in ("gqa32x8", "mha16"):
+    for (head_dim, head_dim_v), situations in DIMS.items():
+        dim = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}x{head_dim_v}"
+        for situation in situations:
             for name, mask in MASKS.items():
                 heads = SITUATIONS[situation]
                 what = problem(batch, *heads, tokens, head_dim=head_dim, mask=mask)
-                yield Case(f"{situation}_d{head_dim}_b{batch}_{tokens}_{name}", what)
+                what = replace(what, head_dim_v=head_dim_v)
+                yield Case(f"{situation}_{dim}_b{batch}_{tokens}_{name}", what)
 
 
 def windows() -> Iterator[Case]:
