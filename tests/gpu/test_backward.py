@@ -31,6 +31,7 @@ from splitkv.kernels import backward
 from splitkv.kernels.backward_parts import cut_tiles
 from splitkv.kernels.hopper import backward as hopper_backward
 from splitkv.kernels.hopper import backward_queries as hopper_queries
+from splitkv.kernels.hopper.backward_shapes import HEAD_DIMS, configs
 from splitkv.testing import Mask, Problem, Ragged, Score, check, make_operands
 
 FAMILIES, PROBLEMS, A_TEST = 6, 42, 14
@@ -80,17 +81,21 @@ def test_every_config(
 HOPPER = HERE.capability == (9, 0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128] if HOPPER else [])
+@pytest.mark.parametrize("dims", HEAD_DIMS if HOPPER else [], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", [Mask(True), Mask()], ids=str)
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_every_config_on_hopper(
-    kind: Any, mask: Mask, deterministic: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    kind: Any,
+    mask: Mask,
+    deterministic: bool,
+    dims: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = replace(GRAD, kind=kind, head_dim=head_dim, head_dim_v=head_dim)
+    problem = replace(GRAD, kind=kind, head_dim=dims[0], head_dim_v=dims[1])
     problem = replace(problem, deterministic=deterministic, mask=mask)
     assert hopper_backward.unsupported(problem, HERE) == []
-    for keys in hopper_backward.configs(problem, HERE):
+    for keys in configs(problem, HERE):
         for queries in hopper_queries.configs(problem, HERE):
             made = partial(hopper_backward.Backward, config=keys, queries=queries)
             monkeypatch.setattr(backward, "backward_for", lambda p, d, _, made=made: made(p, d))
@@ -100,12 +105,14 @@ def test_every_config_on_hopper(
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("mask", [Mask(), Mask(True, 300, -1, 5)], ids=str)
-def test_deterministic_bits_of_the_preferred_kernels(mask: Mask, head_dim: int, kind: Any) -> None:
+def test_deterministic_bits_of_the_preferred_kernels(
+    mask: Mask, dims: tuple[int, int], kind: Any
+) -> None:
     """On Hopper those for it, which add to dq in any order where this is not asked for."""
     problem = replace(GRAD, kind=kind, deterministic=True, sink_logits=True, mask=mask)
-    problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=700, seqlen_k=700)
+    problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1], seqlen_q=700, seqlen_k=700)
     call = make_operands(problem, device=DEVICE)
     first = gradients(call, *run(problem, call))
     for _ in range(100):
@@ -138,15 +145,15 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
     check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 @pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 800, -1, 5)], ids=str)
 def test_few_tiles_in_parts(
-    mask: Mask, kind: Any, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    mask: Mask, kind: Any, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So few tiles of keys that the rows that see each are cut into parts."""
     problem = replace(GRAD, kind=kind, mask=mask, seqlen_q=1100, seqlen_k=1200, sink_logits=True)
-    problem = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
+    problem = replace(problem, num_heads=4, num_kv_heads=1, head_dim=dims[0], head_dim_v=dims[1])
     config = next(backward.key_configs(problem, HERE))
     near, parts = cut_tiles(problem, HERE, config)
     assert near * config.tile_n >= 1200 and parts > 1

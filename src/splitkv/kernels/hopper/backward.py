@@ -1,8 +1,8 @@
 """Gradients of attention for Hopper: tiles by TMA, five products by two warpgroups.
 
 Computes what kernels/backward.py computes, without dropout, soft cap and ALiBi. After
-`backward_rows`, which finds total and delta, a program has 128 keys and visits the rows that see
-them, the heads of the group one after another:
+`backward_rows`, which finds total and delta, a program has 128 keys, 64 where head_dim is more than
+that, and visits the rows that see them, the heads of the group one after another:
 
     p[n, r]  = exp(scale k[n] . q[r] - total[r])    ds[n, r] = p[n, r] (v[n] . dout[r] - delta[r])
     dv[n]   += p[n, r] dout[r]    dk[n] += scale ds[n, r] q[r]    dq[r] += scale ds[n, r] k[n]
@@ -10,10 +10,10 @@ them, the heads of the group one after another:
 Scores are transposed, so that p and ds come out of the products in the registers from which dv and
 dk take them. dq is summed up over programs: TMA adds their tiles to fp32 sums in memory, in the
 order of a warpgroup's registers, and `hopper_backward_round` brings these into the order and type
-of dq. Such sums differ from run to run in their last bits. With `deterministic` programs add to a
-tile of rows in turns, in the order of their keys, where every row sees every key: all come to it at
-about the same time. Elsewhere they would wait for each other, and `hopper_backward_queries` makes
-dq, and S and dP once more: seven products.
+of dq. Such sums differ from run to run in their last bits. With `deterministic` programs of 128
+keys add to a tile of rows in turns, in the order of their keys, where every row sees every key: all
+come to it at about the same time. Elsewhere they would wait for each other, and
+`hopper_backward_queries` makes dq, and S and dP once more: seven products.
 
 As in kernels/backward.py tiles of sink tokens come before all others, and the rows that see a tile
 are cut into parts where it would be the last to end or there are few tiles.
@@ -26,18 +26,19 @@ Traffic     reads k, v, and for each tile of keys q, dout and 8 bytes of statist
             see it; writes dk, dv; dq: `backward_rows` sets the fp32 sums to 0, each tile of keys
             adds to them, `hopper_backward_round` reads them and writes dq; flops 5 products of
             2 * pairs * head_dim where the forward has 2
-Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product.
+Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product,
+            p with 64 keys also before it becomes ds.
             Rows and keys behind the end of a packed sequence are cleared before they are multiplied
             with zeros, as those of the next sequence may be NaN or infinite. dsink has the rounding
             of out in it, as delta has
-Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64 or 128; no soft cap, ALiBi or
-            dropout; addresses and strides that are multiples of 16 bytes; otherwise those of
-            kernels/prefill.py. Turns need programs to be started in the order of their numbers
+Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
+            no soft cap, ALiBi or dropout; addresses and strides that are multiples of 16 bytes;
+            otherwise those of kernels/prefill.py. Turns need programs to be started in the order of
+            their numbers
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,16 @@ from splitkv.kernels.hopper.backward_loop import (
     produce,
 )
 from splitkv.kernels.hopper.backward_round import hopper_backward_round
+from splitkv.kernels.hopper.backward_shapes import (
+    HEAD_DIMS,
+    configs,
+    grad_stages,
+    in_turns,
+    pieces,
+    tiling,
+)
 from splitkv.kernels.hopper.backward_sums import Exchange, add_up
+from splitkv.kernels.hopper.backward_wide import run_wide
 from splitkv.kernels.hopper.prefill import fits_tma
 from splitkv.kernels.hopper.ring import reinterpret
 from splitkv.kernels.sequence_sizes import LOG2_E, bounds_of, strides_of
@@ -77,15 +87,8 @@ from splitkv.kernels.tile.visit import cut_tile, row_tiles_seen, tile_and_lane
 from splitkv.plans import Config
 from splitkv.problem import Operands, Problem
 
-TILE_N = 128  # keys a program: 64 a consumer
-BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 SUM_COLUMNS = gl.constexpr(256)  # of the sums of dq as TMA sees them: as many as it takes
 
-# By head_dim: rows a step and their stages, the best first. More rows do not fit into registers.
-SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
-    64: ((128, 3), (128, 2), (64, 3)),
-    128: ((64, 3), (64, 2)),
-}
 SIZES = (  # arguments whose values are no reason to compile again
     *("scale", "scale_log2", "left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "tiles", "lanes", "width", "sum_tiles", "near"),
@@ -157,6 +160,63 @@ def allocate_exchange(inputs, sums_desc, TILE_N: gl.constexpr):
     return exchange
 
 
+@gluon.jit
+def run_tiles(
+    inputs,  # Inputs
+    sums_desc,
+    turn_ptr,
+    work,  # Work
+    visit,  # RowTiles
+    bounds,  # Bounds
+    scale_log2,
+    out,  # KeyGradients
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """A program from its tiles on."""
+    TILE_N: gl.constexpr = inputs.k.block_type.shape[1]
+    boxes, held, bars = allocate(inputs, STAGES, TILE_N)
+    tl.extra.cuda.gdc_wait()  # for statistics, and sums that are 0
+    # A barrier that no role waits at would be in memory that Triton takes for what it hands to the
+    # roles, and would be initialised over it.
+    if sums_desc is None:
+        exchange = Exchange(None, None, None, None, None, None)
+        gl.warp_specialize(
+            [
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0),
+                ),
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1),
+                ),
+                (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        exchange = allocate_exchange(inputs, sums_desc, TILE_N)
+        gl.warp_specialize(
+            [
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0),
+                ),
+                (
+                    finish_keys,
+                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1),
+                ),
+                (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
+                (add_up, (sums_desc, turn_ptr, exchange, work, visit)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_backward(
     q_desc,  # [batch, seqlen_q, num_heads, DIM], or [1, total_q, num_heads, DIM], in tiles of rows
@@ -169,8 +229,8 @@ def hopper_backward(
     dv_ptr,
     dk_strides,  # Strides
     dv_strides,
-    part_ptr,  # [batch, num_kv_heads, near, parts, TILE_N, 2 * DIM] fp32, or None
-    sums_desc,  # [heads, tiles of rows, TILE_M * DIM] fp32 in the order of `put_sums`, or None
+    part_ptr,  # [batch, num_kv_heads, near, parts, TILE_N, KEY_DIM + DIM_V] fp32, or None
+    sums_desc,  # [heads, tiles of rows, TILE_M * KEY_DIM] fp32 in the order of `put_sums`, or None
     turn_ptr,  # [heads, tiles of rows] int32: see `add_up`
     cu_q_ptr,  # [batch + 1] int32, or None: dense
     cu_k_ptr,
@@ -193,10 +253,12 @@ def hopper_backward(
     parts,  # of the rows that see each of them
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    GRAD_STAGES: gl.constexpr,
+    KEY_DIM: gl.constexpr,  # of q and k without padding
 ):
     TILE_M: gl.constexpr = q_desc.block_type.shape[1]
     TILE_N: gl.constexpr = k_desc.block_type.shape[1]
-    DIM: gl.constexpr = q_desc.block_type.shape[3]
+    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
     PACKED: gl.constexpr = cu_q_ptr is not None
     bounds = Bounds(left, right, sink_tokens)
     tl.extra.cuda.gdc_launch_dependents()  # they wait for this grid before they read
@@ -260,48 +322,14 @@ def hopper_backward(
     dv_ptr += dv_at + h.to(gl.int64) * dv_strides.h
     if part_ptr is not None:
         slot = ((b * num_kv_heads + h) * near + tile) * parts + pid % parts
-        part_ptr += slot.to(gl.int64) * (TILE_N * 2 * DIM)
+        part_ptr += slot.to(gl.int64) * (TILE_N * (KEY_DIM + DIM_V))
     out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, cut)
     inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, total_ptr + stat_row, delta_ptr + stat_row)
-    boxes, held, bars = allocate(inputs, STAGES, TILE_N)
-    tl.extra.cuda.gdc_wait()  # for statistics, and sums that are 0
-    # A barrier that no role waits at would be in memory that Triton takes for what it hands to the
-    # roles, and would be initialised over it.
-    if sums_desc is None:
-        exchange = Exchange(None, None, None, None, None, None)
-        gl.warp_specialize(
-            [
-                (
-                    finish_keys,
-                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0),
-                ),
-                (
-                    finish_keys,
-                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1),
-                ),
-                (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+    of_rows = work, visit, bounds, scale_log2, out
+    if KEY_DIM > 128:
+        run_wide(inputs, sums_desc, *of_rows, GROUP, STAGES, GRAD_STAGES, PACKED, KEY_DIM)
     else:
-        exchange = allocate_exchange(inputs, sums_desc, TILE_N)
-        gl.warp_specialize(
-            [
-                (
-                    finish_keys,
-                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 0),
-                ),
-                (
-                    finish_keys,
-                    (held, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, 1),
-                ),
-                (produce, (inputs, boxes, held, bars, work, visit, GROUP)),
-                (add_up, (sums_desc, turn_ptr, exchange, work, visit)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
-        )
+        run_tiles(inputs, sums_desc, turn_ptr, *of_rows, GROUP, STAGES, PACKED)
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -318,55 +346,13 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
     dims = problem.head_dim, problem.head_dim_v
-    expect(
-        dims[0] == dims[1] and dims[0] in SHAPES,
-        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
-    )
+    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
+    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
     expect(not problem.score.softcap, "softcap: expected none")
     expect(not problem.score.alibi, "alibi: expected none")
     expect(not problem.dropout, "dropout: expected none")
     expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
     return reasons
-
-
-def in_turns(problem: Problem) -> bool:
-    """Whether programs add to dq in turns: deterministic, and every row sees every key."""
-    return problem.deterministic and problem.mask.left is None and problem.mask.right is None
-
-
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a config: keys, stages of rows and their statistics, ds."""
-    keys = 2 * config.tile_n * problem.head_dim
-    rows = 2 * config.num_stages * config.tile_m * problem.head_dim
-    stats = 2 * config.num_stages * config.tile_m * 4
-    needed = (keys + rows) * problem.element_bytes + stats + BARRIER_BYTES
-    if problem.deterministic and not in_turns(problem):
-        return needed
-    ds = 2 * config.tile_n * config.tile_m * problem.element_bytes
-    return needed + ds + config.tile_m * problem.head_dim * 4
-
-
-def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every tile shape of `hopper_backward` that fits, the best first."""
-    for tile_m, num_stages in SHAPES[problem.head_dim]:
-        config = Config(tile_m=tile_m, tile_n=TILE_N, num_warps=8, num_stages=num_stages)
-        if shared_bytes(problem, config) <= device.smem_per_block:
-            yield config
-
-
-def tiling(
-    problem: Problem, device: Device, total: int, heads: int, tile: int
-) -> tuple[int, int, int]:
-    """(tiles of a lane, lanes, lanes together) for so many tokens in all, in tiles of `tile`.
-
-    Together: the least number, of those that divide the lanes, that has a tile for nearly every SM.
-    Where the tiles of a lane are not equally heavy, fewer would leave SMs idle at the end.
-    """
-    if problem.kind == "varlen":
-        return total // tile + problem.batch + 1, heads, heads
-    tiles, lanes = triton.cdiv(total // problem.batch, tile), problem.batch * heads
-    widths = (n for n in range(1, lanes + 1) if lanes % n == 0)
-    return tiles, lanes, next((n for n in widths if n * tiles >= 0.9 * device.num_sms), lanes)
 
 
 def descriptor(x: Any, tokens: int) -> TensorDescriptor:
@@ -377,15 +363,16 @@ def descriptor(x: Any, tokens: int) -> TensorDescriptor:
     # along a single element there are no steps, and torch may say anything
     strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, shape, [*strides[:3], 1], [1, tokens, 1, shape[3]], layout)
+    box = [1, tokens, 1, triton.next_power_of_2(shape[3])]
+    return TensorDescriptor(x, shape, [*strides[:3], 1], box, layout)
 
 
-def sums_descriptor(sums: Any) -> TensorDescriptor:
-    """Sums [.., size] of dq, half of a tile at a time."""
+def sums_descriptor(sums: Any, pieces: int) -> TensorDescriptor:
+    """Sums [.., size] of dq, one of so many pieces of a tile at a time."""
     columns = SUM_COLUMNS.value
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    rows, half = sums.shape.numel() // columns, sums.shape[-1] // (2 * columns)
-    return TensorDescriptor(sums, [rows, columns], [columns, 1], [half, columns], layout)
+    rows, box = sums.shape.numel() // columns, sums.shape[-1] // (pieces * columns)
+    return TensorDescriptor(sums, [rows, columns], [columns, 1], [box, columns], layout)
 
 
 class Backward:
@@ -466,35 +453,43 @@ class Backward:
         """dk, dv and, in fp32, dq where there are sums for it."""
         p, c = self.problem, self.config
         total = x.k.shape[:-2].numel()
-        tiles, lanes, width = tiling(p, self.device, total, p.num_kv_heads, TILE_N)
+        tiles, lanes, width = tiling(p, self.device, total, p.num_kv_heads, c.tile_n)
         near, parts = cut_tiles(p, self.device, c)
         cut = p.batch * p.num_kv_heads * near
-        summed = None if sums is None else sums_descriptor(sums)
+        summed = None if sums is None else sums_descriptor(sums, pieces(p))
         part = None
         if parts > 1:
-            shape = cut, parts, TILE_N, 2 * p.head_dim
+            shape = cut, parts, c.tile_n, p.head_dim + p.head_dim_v
             part = x.q.new_empty(shape, dtype=torch.float32)
         hopper_backward[(cut * parts + tiles * lanes,)](
             descriptor(x.q, c.tile_m),
             descriptor(tensors.grad, c.tile_m),
-            descriptor(x.k, TILE_N),
-            descriptor(x.v, TILE_N),
+            descriptor(x.k, c.tile_n),
+            descriptor(x.v, c.tile_n),
             *(stats.total, stats.delta),
             *(tensors.dk, tensors.dv, strides_of(tensors.dk), strides_of(tensors.dv)),
             *(part, summed, turns, x.cu_seqlens_q, x.cu_seqlens_k),
             *(x.softmax_scale, x.softmax_scale * LOG2_E, *bounds_of(p)),
             *(p.seqlen_q, p.seqlen_k, p.batch, p.num_kv_heads),
             *(x.q.shape[:-2].numel(), total, tiles, lanes, width),
-            *(self.sums_shape(x)[1], near, parts, p.group, c.num_stages),
+            *(
+                self.sums_shape(x)[1],
+                near,
+                parts,
+                p.group,
+                c.num_stages,
+                grad_stages(p, c),
+                p.head_dim,
+            ),
             num_warps=4,  # of the first consumer
             enable_fp_fusion=True,
             launch_pdl=True,
         )
         if part is not None:
             both = tensors, backward.Tensors(*(strides_of(tensor) for tensor in tensors))
-            backward.backward_sum[(cut, triton.cdiv(TILE_N, backward.SUM_TILE))](
+            backward.backward_sum[(cut, triton.cdiv(c.tile_n, backward.SUM_TILE))](
                 *(*both, part, x.cu_seqlens_k, p.seqlen_k, p.num_kv_heads, near, parts),
-                *(p.head_dim, p.head_dim_v, TILE_N, backward.SUM_TILE, backward.SUM_PARTS, True),
+                *(p.head_dim, p.head_dim_v, c.tile_n, backward.SUM_TILE, backward.SUM_PARTS, True),
                 enable_fp_fusion=True,
                 launch_pdl=True,
             )
@@ -524,7 +519,7 @@ class Backward:
             *(tensors.dq, strides_of(tensors.dq), stats.total, stats.delta),
             *(x.cu_seqlens_q, x.cu_seqlens_k, x.softmax_scale, x.softmax_scale * LOG2_E),
             *(*bounds_of(p), p.seqlen_q, p.seqlen_k, p.batch, p.num_heads, total),
-            *(tiles, lanes, width, p.group, c.num_stages),
+            *(tiles, lanes, width, p.group, c.num_stages, p.head_dim),
             num_warps=4,  # of the first consumer
             enable_fp_fusion=True,
         )

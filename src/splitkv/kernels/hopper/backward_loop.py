@@ -1,4 +1,4 @@
-"""The warps of `hopper_backward`: one that asks for rows, eight that multiply, one that adds.
+"""The warps of `hopper_backward` up to head_dim 128: one asks for rows, eight multiply, one adds.
 
 The maths and its letters are those of kernels/backward.py; scores are transposed, keys by rows. Of
 the TILE_N = 128 keys of a program each consumer, a warpgroup, has 64: it owns their dk and dv. What
@@ -113,7 +113,7 @@ class Work(NamedTuple):
 
 class KeyGradients(NamedTuple):
     """Pointers to dk and dv of the first key; elements between tokens; scale of dk. Of tiles in
-    parts of rows, or None: this part [128, dk and dv] fp32; and whether the program has one."""
+    parts of rows, or None: this part [keys, dk and dv] fp32; and whether the program has one."""
 
     dk_ptr: Any
     dv_ptr: Any
@@ -407,8 +407,9 @@ def consume(
 
 
 @gluon.jit
-def store_rows(x, stage, ptr, stride, first, count):
-    """x [64, dim] to rows `first + 0..63` below `count`; rounded, by way of shared memory, or fp32.
+def store_rows(x, stage, ptr, stride, first, count, COLUMNS: gl.constexpr):
+    """COLUMNS of x [64, dim] to rows `first + 0..63` below `count`; rounded, by way of shared
+    memory, or fp32.
 
     ptr is that of row 0; stage [64, dim] in the type of the rows.
     """
@@ -421,7 +422,10 @@ def store_rows(x, stage, ptr, stride, first, count):
     rows = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     ptrs = ptr + rows.to(gl.int64)[:, None] * stride + offs_d[None, :]
-    gl.store(ptrs, x, mask=(rows < count)[:, None])
+    ok = (rows < count)[:, None]
+    if COLUMNS < DIM:
+        ok &= (offs_d < COLUMNS)[None, :]
+    gl.store(ptrs, x, mask=ok)
 
 
 @gluon.jit
@@ -446,8 +450,8 @@ def finish_keys(
     count = work.len_k
     if out.part_ptr is not None:
         if out.in_part:
-            store_rows(dv, stage, out.part_ptr + DIM, 2 * DIM, first_n, count)
-            store_rows(dk, stage, out.part_ptr, 2 * DIM, first_n, count)
+            store_rows(dv, stage, out.part_ptr + DIM, 2 * DIM, first_n, count, DIM)
+            store_rows(dk, stage, out.part_ptr, 2 * DIM, first_n, count, DIM)
         count = gl.where(out.in_part, 0, count)
-    store_rows(dv, stage, out.dv_ptr, out.dv_stride, first_n, count)
-    store_rows(dk, stage, out.dk_ptr, out.dk_stride, first_n, count)
+    store_rows(dv, stage, out.dv_ptr, out.dv_stride, first_n, count, DIM)
+    store_rows(dk, stage, out.dk_ptr, out.dk_stride, first_n, count, DIM)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,13 +30,20 @@ from splitkv.kernels.hopper.backward_loop import (
     store_rows,
 )
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
-from splitkv.kernels.hopper.ring import async_load, reinterpret
+from splitkv.kernels.hopper.ring import async_load, next_slot, reinterpret
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
 from splitkv.kernels.tile.visit import tile_and_lane
 from splitkv.plans import Config
 from splitkv.problem import Problem
 
 TILE_M = 128  # rows a program: 64 a consumer
+# By head_dim: keys a step, and tiles of k and v in the ring, the best first.
+SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((128, 4), (64, 8), (64, 4)),
+    128: ((128, 4), (64, 8), (64, 4)),
+    192: ((64, 3),),
+    256: ((64, 3), (32, 4)),
+}
 SIZES = (  # arguments whose values are no reason to compile again
     *("scale", "scale_log2", "left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
     *("num_heads", "total_q", "tiles", "lanes", "width"),
@@ -43,9 +51,18 @@ SIZES = (  # arguments whose values are no reason to compile again
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors of q, grad, k and v; or shared memory as TMA sees it, q and grad [1, 128, 1,
-    dim], k and v [STAGES, 1, TILE_N, 1, dim]; or the same as tiles [128, dim], [STAGES, TILE_N,
-    dim]."""
+    """TMA descriptors of q, grad, k and v."""
+
+    q: Any
+    grad: Any
+    k: Any
+    v: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory as TMA sees it, q and grad [1, 128, 1, dim] and the ring in which k and v take
+    turns [STAGES, 1, TILE_N, 1, dim]; or the same as tiles [128, dim], [STAGES, TILE_N, dim]. `v`
+    is the ring in tiles of v, of which it has as many or twice as many."""
 
     q: Any
     grad: Any
@@ -54,13 +71,11 @@ class Inputs(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Arrival of the rows; arrival and release of k and of v [STAGES]."""
+    """Arrival of the rows; arrival and release of tiles of the ring [STAGES]."""
 
     rows: Any
-    k: Any
-    k_free: Any
-    v: Any
-    v_free: Any
+    ring: Any
+    free: Any
 
 
 class Work(NamedTuple):
@@ -98,7 +113,8 @@ def produce(desc, boxes, bars, work):
     One more follows, of which consumers make weights that nobody uses.
     """
     TILE_N: gl.constexpr = desc.k.block_type.shape[1]
-    STAGES: gl.constexpr = bars.k.shape[0]
+    STAGES: gl.constexpr = bars.ring.shape[0]
+    V_STEP: gl.constexpr = boxes.v.shape[0] // STAGES
     at = [work.b, work.first_q + work.t, work.head, 0]
     mbarrier.expect(bars.rows, desc.q.block_type.nbytes + desc.grad.block_type.nbytes)
     async_load(desc.q, at, bars.rows, boxes.q)
@@ -108,16 +124,14 @@ def produce(desc, boxes, bars, work):
     for j in range(work.count + 1):
         tile = gl.where(j < work.near, j, j + work.skip)
         at = [work.b, work.first_k + tile * TILE_N, work.kv_head, 0]
-        mbarrier.wait(bars.k_free.index(slot), phase)
-        mbarrier.expect(bars.k.index(slot), desc.k.block_type.nbytes)
-        async_load(desc.k, at, bars.k.index(slot), boxes.k.index(slot))
-        mbarrier.wait(bars.v_free.index(slot), phase)
-        mbarrier.expect(bars.v.index(slot), desc.v.block_type.nbytes)
-        async_load(desc.v, at, bars.v.index(slot), boxes.v.index(slot))
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        mbarrier.wait(bars.free.index(slot), phase)
+        mbarrier.expect(bars.ring.index(slot), desc.k.block_type.nbytes)
+        async_load(desc.k, at, bars.ring.index(slot), boxes.k.index(slot))
+        slot, phase = next_slot(slot, phase, STAGES)
+        mbarrier.wait(bars.free.index(slot), phase)
+        mbarrier.expect(bars.ring.index(slot), desc.v.block_type.nbytes)
+        async_load(desc.v, at, bars.ring.index(slot), boxes.v.index(slot * V_STEP))
+        slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -144,15 +158,18 @@ class Positions(NamedTuple):
 
 
 @gluon.jit
-def clear_keys(x, count, W: gl.constexpr):
-    """Zero a tile of keys from `count` on, together with the other consumer."""
+def await_keys(tiles, bars, slot, phase, count, W: gl.constexpr):
+    """A tile of k or v when it is there, from `count` on zeroed, with the other consumer."""
+    x = tiles.index(slot * (tiles.shape[0] // bars.ring.shape[0]))
+    mbarrier.wait(bars.ring.index(slot), phase)
     if count < x.shape[0]:
         clear_behind(x, count, 16, W, 2)
         all_cleared(2)
+    return x
 
 
 @gluon.jit
-def consume(tiles, bars, work, bounds, out, scale_log2, W: gl.constexpr):
+def consume(tiles, bars, work, bounds, out, scale_log2, KEY_DIM: gl.constexpr, W: gl.constexpr):
     """dq of the rows of consumer W."""
     STAGES: gl.constexpr = tiles.k.shape[0]
     TILE_N: gl.constexpr = tiles.k.shape[1]
@@ -175,41 +192,42 @@ def consume(tiles, bars, work, bounds, out, scale_log2, W: gl.constexpr):
     slot = work.kv_head * 0
     phase = slot
     start = gl.where(work.near > 0, 0, work.skip) * TILE_N
-    mbarrier.wait(bars.k.index(0), 0)
-    clear_keys(tiles.k.index(0), work.len_k - start, W)
-    s = warpgroup_mma(q, tiles.k.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(bars.v.index(0), 0)
-    clear_keys(tiles.v.index(0), work.len_k - start, W)
-    dp = warpgroup_mma(grad, tiles.v.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    k = await_keys(tiles.k, bars, slot, phase, work.len_k - start, W)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    v_slot = slot + 1
+    v_phase = phase
+    v = await_keys(tiles.v, bars, v_slot, v_phase, work.len_k - start, W)
+    dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = weights(s, total, scale_log2, bounds, pos, start, work.len_k)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for j in range(work.count):
-        mbarrier.arrive(bars.v_free.index(slot), count=1)
+        mbarrier.arrive(bars.free.index(v_slot), count=1)
         ds = gl.convert_layout((p * (dp - delta)).to(dtype), A)
         dq = warpgroup_mma(ds, tiles.k.index(slot), dq, is_async=True)
 
         # weights of the next tile of keys
         before = slot
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = next_slot(v_slot, v_phase, STAGES)
+        v_slot, v_phase = next_slot(slot, phase, STAGES)
         start = gl.where(j + 1 < work.near, j + 1, j + 1 + work.skip) * TILE_N
-        k = tiles.k.index(slot)
-        mbarrier.wait(bars.k.index(slot), phase)
-        clear_keys(k, work.len_k - start, W)
+        k = await_keys(tiles.k, bars, slot, phase, work.len_k - start, W)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s, dq = warpgroup_mma_wait(0, deps=[s, dq])  # dp has room where ds was
-        mbarrier.arrive(bars.k_free.index(before), count=1)
-        v = tiles.v.index(slot)
-        mbarrier.wait(bars.v.index(slot), phase)
-        clear_keys(v, work.len_k - start, W)
-        dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if TILE_N * 4 == DIM:  # the ring has one of k and v: v is asked for under s
+            dq = warpgroup_mma_wait(1, deps=[dq])
+            mbarrier.arrive(bars.free.index(before), count=1)
+            v = await_keys(tiles.v, bars, v_slot, v_phase, work.len_k - start, W)
+            dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
+        else:
+            s, dq = warpgroup_mma_wait(0, deps=[s, dq])  # dp has room where ds was
+            mbarrier.arrive(bars.free.index(before), count=1)
+            v = await_keys(tiles.v, bars, v_slot, v_phase, work.len_k - start, W)
+            dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         p = weights(s, total, scale_log2, bounds, pos, start, work.len_k)
         dp = warpgroup_mma_wait(0, deps=[dp])
 
-    store_rows(dq * out.scale, q, out.dq_ptr, out.stride, t, work.len_q)
+    store_rows(dq * out.scale, q, out.dq_ptr, out.stride, t, work.len_q, KEY_DIM)
 
 
 @gluon.jit
@@ -219,32 +237,31 @@ def allocate(desc, STAGES: gl.constexpr):
     TILE_M: gl.constexpr = desc.q.block_type.shape[1]
     TILE_N: gl.constexpr = desc.k.block_type.shape[1]
     DIM: gl.constexpr = desc.q.block_type.shape[3]
+    DIM_V: gl.constexpr = desc.v.block_type.shape[3]
+    V_SLOTS: gl.constexpr = STAGES * DIM // DIM_V
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    rows: gl.constexpr = [1, TILE_M, 1, DIM]
     keys: gl.constexpr = [STAGES, 1, TILE_N, 1, DIM]
-    q = gl.allocate_shared_memory(dtype, rows, desc.q.layout)
-    grad = gl.allocate_shared_memory(dtype, rows, desc.q.layout)
-    k = gl.allocate_shared_memory(dtype, keys, desc.q.layout)
-    v = gl.allocate_shared_memory(dtype, keys, desc.q.layout)
-    tiles = Inputs(
+    q = gl.allocate_shared_memory(dtype, [1, TILE_M, 1, DIM], desc.q.layout)
+    grad = gl.allocate_shared_memory(dtype, [1, TILE_M, 1, DIM_V], desc.q.layout)
+    ring = gl.allocate_shared_memory(dtype, keys, desc.k.layout)
+    boxes = Memory(
+        *(q, grad, ring, reinterpret(ring, dtype, [V_SLOTS, 1, TILE_N, 1, DIM_V], desc.v.layout))
+    )
+    tiles = Memory(
         reinterpret(q, dtype, [TILE_M, DIM], WIDE),
-        reinterpret(grad, dtype, [TILE_M, DIM], WIDE),
-        reinterpret(k, dtype, [STAGES, TILE_N, DIM], WIDE),
-        reinterpret(v, dtype, [STAGES, TILE_N, DIM], WIDE),
+        reinterpret(grad, dtype, [TILE_M, DIM_V], WIDE),
+        reinterpret(ring, dtype, [STAGES, TILE_N, DIM], WIDE),
+        reinterpret(ring, dtype, [V_SLOTS, TILE_N, DIM_V], WIDE),
     )
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     rows_bar = gl.allocate_shared_memory(gl.int64, [1], layout)
-    k_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    v_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     mbarrier.init(rows_bar, count=1)
     for n in gl.static_range(STAGES):
-        mbarrier.init(k_bar.index(n), count=1)
-        mbarrier.init(k_free.index(n), count=2)
-        mbarrier.init(v_bar.index(n), count=1)
-        mbarrier.init(v_free.index(n), count=2)
-    return Inputs(q, grad, k, v), tiles, Barriers(rows_bar, k_bar, k_free, v_bar, v_free)
+        mbarrier.init(bar.index(n), count=1)
+        mbarrier.init(free.index(n), count=2)
+    return boxes, tiles, Barriers(rows_bar, bar, free)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -274,6 +291,7 @@ def hopper_backward_queries(
     width,  # lanes that go together
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    KEY_DIM: gl.constexpr,  # of q and k without padding
 ):
     desc = Inputs(q_desc, grad_desc, k_desc, v_desc)
     TILE_M: gl.constexpr = desc.q.block_type.shape[1]
@@ -308,8 +326,8 @@ def hopper_backward_queries(
     boxes, held, bars = allocate(desc, STAGES)
     gl.warp_specialize(
         [
-            (consume, (held, bars, work, bounds, out, scale_log2, 0)),
-            (consume, (held, bars, work, bounds, out, scale_log2, 1)),
+            (consume, (held, bars, work, bounds, out, scale_log2, KEY_DIM, 0)),
+            (consume, (held, bars, work, bounds, out, scale_log2, KEY_DIM, 1)),
             (produce, (desc, boxes, bars, work)),
         ],
         [4, 1],
@@ -319,7 +337,8 @@ def hopper_backward_queries(
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every tile shape that fits, the best first."""
-    for tile_n, num_stages in ((128, 2), (64, 4), (64, 2)):
-        elements = (2 * TILE_M + 2 * num_stages * tile_n) * problem.head_dim
+    dim = next_power_of_2(problem.head_dim)
+    for tile_n, num_stages in SHAPES[problem.head_dim]:
+        elements = TILE_M * (dim + problem.head_dim_v) + num_stages * tile_n * dim
         if elements * problem.element_bytes + 1024 <= device.smem_per_block:
             yield Config(tile_m=TILE_M, tile_n=tile_n, num_warps=8, num_stages=num_stages)

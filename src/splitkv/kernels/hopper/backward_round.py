@@ -34,8 +34,9 @@ def hopper_backward_round(
     TILE_M: tl.constexpr,
     DIM: tl.constexpr,
 ):
+    PADDED: tl.constexpr = triton.next_power_of_2(DIM)
     SIZE: tl.constexpr = TILE_M * DIM
-    COLUMNS: tl.constexpr = SIZE // 128
+    COLUMNS: tl.constexpr = TILE_M * PADDED // 128
     tl.extra.cuda.gdc_wait()  # before any return: this grid must not end before those before it
     pid = tl.program_id(0)
     at = pid.to(tl.int64) * SIZE
@@ -44,12 +45,13 @@ def hopper_backward_round(
     t = tile * TILE_M + tl.arange(0, TILE_M)
     if tile * TILE_M >= length:
         return
-    dq = tl.load(sums_ptr + at + tl.arange(0, SIZE))
+    offs = tl.arange(0, TILE_M * PADDED)
+    dq = tl.load(sums_ptr + at + offs, mask=offs < SIZE)
     # [half, step of 8 columns, warp, row, pair of columns, row half, column]
     dq = tl.reshape(dq, [2, COLUMNS // 8, 4, 8, 4, 2, 2])
     if TILE_M == 64:  # halves of columns
         dq = tl.permute(dq, (2, 5, 3, 0, 1, 4, 6))
     else:  # halves of rows
         dq = tl.permute(dq, (0, 2, 5, 3, 1, 4, 6))
-    dq = tl.reshape(dq, [TILE_M, DIM]) * scale
+    dq = tl.reshape(dq, [TILE_M, PADDED]) * scale
     store_tile(place(dq_ptr, dq_strides, b, first + t, head), dq, t < length, DIM)

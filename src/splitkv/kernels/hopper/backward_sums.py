@@ -1,8 +1,9 @@
 """dq of `hopper_backward`: each consumer's half of a tile, which TMA adds to sums in memory.
 
 The sums are fp32 in the order of a warpgroup's registers, the halves of a tile of rows one after
-the other. Where their bits matter tiles of keys take turns at a tile of rows, in their order: a
-program waits for the one before, which has a lower number and so was started before.
+the other, with programs of 64 keys its columns 64 at a time. Where their bits matter tiles of keys
+take turns at a tile of rows, in their order: a program waits for the one before, which has a lower
+number and so was started before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 
@@ -33,10 +35,10 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 
 class Exchange(NamedTuple):
-    """Shared memory of what both consumers make: ds [2, 128, TILE_M], and in fp32 the halves of a
-    tile of dq [2, rows, 256] in the order of `put_sums`; the arrival of both halves of ds [2], and
-    their release where dq is a step late; that of each half of dq [2], and its release. None where
-    dq is made elsewhere."""
+    """Shared memory of what both consumers make: ds [2, keys, TILE_M], and in fp32 the halves of a
+    tile of dq, or a piece of each, [2, rows, 256] in the order of `put_sums`; the arrival of ds [2]
+    and its release where dq is a step late; that of each half of dq [2], and its release. None
+    where dq is made elsewhere."""
 
     ds: Any
     sums: Any
@@ -61,17 +63,29 @@ def start_sums(exchange, k, j, DQ: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def put_sums(exchange, dq, j, W: gl.constexpr):
-    """Half of tile j of dq to shared memory, in the order of registers, for `add_up`.
-
-    A thread of the warpgroup has 4 elements next to each other, 2 columns of 2 rows.
-    """
-    COLUMNS: gl.constexpr = dq.shape[1]
-    sums = exchange.sums.index(W)
-    mbarrier.wait(exchange.sums_free.index(W), (j & 1) ^ 1)
+def in_order(x):
+    """x [64, columns] as [.., 256] in the order of registers: a thread of the warpgroup has 4
+    elements next to each other, 2 columns of 2 rows."""
+    COLUMNS: gl.constexpr = x.shape[1]
     # [warp, row half, row, step, column pair, column] -> [step, warp, row, pair, half, column]
-    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-    sums.store(parts.reshape([sums.shape[0], sums.shape[1]]))
+    parts = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return parts.reshape([COLUMNS // 4, 256])
+
+
+@gluon.jit
+def out_of_order(x, layout: gl.constexpr):
+    """What `in_order` made x of."""
+    COLUMNS: gl.constexpr = x.shape[0] * 4
+    parts = x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    return gl.convert_layout(parts.reshape([64, COLUMNS]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def put_sums(exchange, dq, j, W: gl.constexpr):
+    """Half of tile j of dq to shared memory, in the order of registers, for `add_up`; with pieces
+    j counts those that the consumer put before."""
+    mbarrier.wait(exchange.sums_free.index(W), (j & 1) ^ 1)
+    exchange.sums.index(W).store(in_order(dq))
     fence_async_shared()
     mbarrier.arrive(exchange.sums_bar.index(W), count=1)
 
@@ -144,3 +158,55 @@ def add_up(sums_desc, turn_ptr, exchange, work, visit):
         if i == visit.count:
             i = 0
             tile += work.sum_head
+
+
+@gluon.constexpr_function
+def pieces_of(head_dim, consumer):
+    """How many pieces of 64 columns of dq a consumer makes: the first those of 128 columns."""
+    return min(head_dim // 64 - 2 * consumer, 2)
+
+
+@gluon.jit
+def start_piece(exchange, k, j, N: gl.constexpr, W: gl.constexpr):
+    """Start the product that is piece N of consumer W's columns of tile j of dq; k [64, dim]."""
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ds = exchange.ds.index(j & 1).permute((1, 0))  # [64 rows, 64 keys]
+    dq = gl.zeros([64, 64], gl.float32, DQ)
+    return warpgroup_mma(ds, k.slice(W * 128 + N * 64, 64, dim=1), dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def await_ds(exchange, j):
+    """Wait for ds of tile j; of the one before the first, which nobody made, not at all."""
+    mbarrier.wait(exchange.ds_bar.index(j & 1), (j >> 1) & 1)
+
+
+@gluon.jit
+def last_pieces(exchange, k, j, COUNT: gl.constexpr, W: gl.constexpr):
+    """All pieces of consumer W of tile j of dq, after which nothing is left to do."""
+    await_ds(exchange, j)
+    for n in gl.static_range(COUNT):
+        piece = start_piece(exchange, k, j, n, W)
+        piece = warpgroup_mma_wait(0, deps=[piece])
+        put_sums(exchange, piece, j * COUNT + n, W)
+
+
+@gluon.jit
+def add_pieces(sums_desc, exchange, work, visit, KEY_DIM: gl.constexpr, W: gl.constexpr):
+    """Have the pieces of consumer W of every tile of dq added to the sums in memory."""
+    ROWS: gl.constexpr = exchange.sums.shape[1]
+    COUNT: gl.constexpr = pieces_of(KEY_DIM, W)
+    i = work.h * 0
+    tile = work.sum_tile
+    for j in range(work.steps * COUNT):
+        piece = j % COUNT
+        mbarrier.wait(exchange.sums_bar.index(W), j & 1)
+        at = ((tile + i) * (KEY_DIM // 64) + W * 2 + piece) * ROWS
+        async_add(sums_desc, [at, 0], exchange.sums.index(W))
+        tma.store_wait(0)
+        mbarrier.arrive(exchange.sums_free.index(W), count=1)
+        if piece == COUNT - 1:
+            i += 1
+            if i == visit.count:
+                i = 0
+                tile += work.sum_head
