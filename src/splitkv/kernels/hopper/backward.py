@@ -87,6 +87,8 @@ from splitkv.kernels.tile.visit import cut_tile, row_tiles_seen, tile_and_lane
 from splitkv.plans import Config
 from splitkv.problem import Operands, Problem
 
+BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+SUMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 SUM_COLUMNS = gl.constexpr(256)  # of the sums of dq as TMA sees them: as many as it takes
 
 SIZES = (  # arguments whose values are no reason to compile again
@@ -362,17 +364,15 @@ def descriptor(x: Any, tokens: int) -> TensorDescriptor:
         shape, strides = [1, *shape], [shape[-1], *strides]
     # along a single element there are no steps, and torch may say anything
     strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    box = [1, tokens, 1, triton.next_power_of_2(shape[3])]
-    return TensorDescriptor(x, shape, [*strides[:3], 1], box, layout)
+    box = [1, tokens, 1, 1 << (shape[3] - 1).bit_length()]
+    return TensorDescriptor(x, shape, [*strides[:3], 1], box, BOXES)
 
 
 def sums_descriptor(sums: Any, pieces: int) -> TensorDescriptor:
     """Sums [.., size] of dq, one of so many pieces of a tile at a time."""
     columns = SUM_COLUMNS.value
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     rows, box = sums.shape.numel() // columns, sums.shape[-1] // (pieces * columns)
-    return TensorDescriptor(sums, [rows, columns], [columns, 1], [box, columns], layout)
+    return TensorDescriptor(sums, [rows, columns], [columns, 1], [box, columns], SUMS)
 
 
 class Backward:
