@@ -32,9 +32,11 @@ from running import (
 
 import splitkv
 from splitkv import launch
+from splitkv.kernels.hopper import decode_tiles
 from splitkv.masks import Mask
 from splitkv.plans import Config
 from splitkv.registry import kernel_named
+from splitkv.scores import Score
 from splitkv.testing import (
     AS_IS,
     Call,
@@ -283,6 +285,33 @@ WIDE_ROWS = {
 def test_wide_tiles(problem: Problem, kernel: str, config: Config) -> None:
     """Tiles of 64 rows, in one part and with parts in clusters."""
     check(problem, device=DEVICE, run=decode(plan=plan_of_config(problem, kernel, config)))
+
+
+SMALL_PAGES = {
+    "page16": replace(SERVING, place=Paged(16), return_lse=True),
+    "page48": replace(SERVING, place=Paged(48), mask=Mask(True, 700, -1, 3), sink_logits=True),
+    "page32": replace(SERVING, place=Paged(32), dtype="float16", score=Score(True, True)),
+    "tokens": replace(SERVING, place=Paged(16), seqlen_q=2),
+    "head_dim64": replace(SERVING, place=Paged(16), head_dim=64, head_dim_v=64),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_PAGES)
+def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in long parts of large caches, here in short ones: in one part, in several and in a pair,
+    of lengths that end anywhere or are 0."""
+    monkeypatch.setattr(decode_tiles, "LARGE", 0)
+    monkeypatch.setattr(decode_tiles, "LONG", 0)
+    problem = replace(SMALL_PAGES[name], seqlen_k=2130)
+    plan = plan_with(HOPPER, problem)
+    for cut in ({"num_splits": 1}, {"num_splits": 3}, {"num_splits": 2, "merge": "cluster"}):
+        for tile_n, num_stages in ((64, 2), (64, 3), (32, 3), (128, 2)):
+            shape = Config(1, 16, tile_n, 4, num_stages)
+            asking = replace(plan, policy="asking", config=replace(shape, **cut))
+            if decode_tiles.box_rows(problem, tile_n) < tile_n:
+                assert decode_tiles.asked_apart(problem, asking.config)
+            for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
+                check(problem, device=DEVICE, run=decode(plan=asking), lengths=lengths)
 
 
 @pytest.mark.parametrize("kernel", [name for name in QUANTIZING if name.endswith("decode_split")])

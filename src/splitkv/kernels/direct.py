@@ -133,10 +133,12 @@ def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
     """The compiled kernel, launched in clusters: the first axis of its grid counts clusters of
     `size` programs, which are neighbours along it.
 
-    more_shared   bytes of shared memory of each program behind what Triton gave out
+    more_shared   bytes of shared memory of each program behind what Triton gave out, from the next
+                  multiple of 16 on
     """
     made, metadata = copy.copy(compiled), compiled.metadata
-    metadata = metadata._replace(num_ctas=size, shared=metadata.shared + more_shared)
+    shared = -(-metadata.shared // 16) * 16 + more_shared
+    metadata = metadata._replace(num_ctas=size, shared=shared)
     made.metadata = metadata
     made.packed_metadata = make_backend(metadata.target).pack_metadata(metadata)
     made.module = made.function = made._run = None  # to be loaded with room for so much

@@ -6,6 +6,8 @@ the sums of p @ v by columns.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -41,6 +43,16 @@ def any_of_block(x, LIMIT: gl.constexpr):
     return any_among(x, ELEMENTS, LIMIT, 0, 32 * gl.num_warps())
 
 
+class Scoring(NamedTuple):
+    """What scores of rows are worked out by: their positions [TILE_M, 1], and as in tile/score.py;
+    softcap and slope may be None."""
+
+    pos: Any
+    scale: Any
+    softcap: Any
+    slope: Any
+
+
 @gluon.jit
 def attend_narrow(
     q,  # [TILE_M, DIM], as q_odd: see `load_rows`
@@ -53,11 +65,9 @@ def attend_narrow(
     h,
     keys,
     bounds,
-    pos,  # [TILE_M, 1]
-    scale,
-    softcap,
-    slope,
+    scoring,  # Scoring
     of_keys,  # KeyScales
+    free,  # a barrier for each slot: a warp of its own asks for tiles; None: these warps do
     S: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     DIM_V: gl.constexpr,
@@ -71,6 +81,7 @@ def attend_narrow(
     B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = v_ring.dtype if WIDEN is None else gl.float16
+    pos, scale, softcap, slope = scoring
     arrived = ring[3]
     inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
     SHARED: gl.constexpr = shared_weights(TILE_N)
@@ -86,7 +97,9 @@ def attend_narrow(
         ahead = i + SLOTS * tiles.by
         # page numbers come while this tile is worked on
         coming = gl.minimum(ahead, tiles.last - 1)
-        pages = pages_of(ring[0], ring[1], b, tile_at(tiles, coming), keys, PAGE_SIZE, TILE_N)
+        pages = None
+        if free is None:
+            pages = pages_of(ring[0], ring[1], b, tile_at(tiles, coming), keys, PAGE_SIZE, TILE_N)
         mbarrier.wait(arrived.index(slot), phase)
         first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
@@ -123,12 +136,15 @@ def attend_narrow(
         p_tile.store(p.to(dtype))
         p = p_tile.load(A)
         acc, acc_odd = add_values(acc, acc_odd, p, v_ring.index(slot).load(B), WIDEN)
-        thread_barrier()  # all warps have read the slot and p
-        if ahead < tiles.last:
-            tile = tile_at(tiles, ahead)
-            ask_with_scales(ring, of_keys, slot, b, h, tile, pages, keys, PAGE_SIZE, TILE_N)
-            after = gl.minimum(ahead + tiles.by, tiles.last - 1)
-            foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
+        if free is not None:
+            mbarrier.arrive(free.index(slot))  # all warps meet: they have read the slot and p
+        else:
+            thread_barrier()  # all warps have read the slot and p
+            if ahead < tiles.last:
+                tile = tile_at(tiles, ahead)
+                ask_with_scales(ring, of_keys, slot, b, h, tile, pages, keys, PAGE_SIZE, TILE_N)
+                after = gl.minimum(ahead + tiles.by, tiles.last - 1)
+                foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)
     m = true_or_none(m)
     if WIDEN is not None:

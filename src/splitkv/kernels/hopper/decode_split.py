@@ -3,7 +3,8 @@
 Computes what kernels/decode_split.py computes, leaves the same partials and shares `combine`. It
 differs in how keys arrive. One thread asks for whole tiles; nothing is computed an address, so the
 first request leaves a few hundred cycles after the start, and the warps only multiply. Pages
-smaller than a tile arrive as boxes of one page, written where the tile has its rows.
+smaller than a tile arrive as boxes of one page, written where the tile has its rows. In long parts
+a warp of its own asks for these, see decode_load.py.
 
 Part p of n takes the tiles p, p + n, p + 2n, ...: all SMs then read neighbouring tiles at the same
 time, which the memory serves faster than n distant ranges, and no program has to divide. By the
@@ -41,7 +42,6 @@ from typing import Any
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
 from splitkv.kernels import decode_launch, decode_split
@@ -59,7 +59,8 @@ from splitkv.kernels.hopper.cluster import (
     exchange_bytes,
     merge_cluster,
 )
-from splitkv.kernels.hopper.decode_narrow import attend_narrow
+from splitkv.kernels.hopper.decode_load import attend
+from splitkv.kernels.hopper.decode_narrow import Scoring
 from splitkv.kernels.hopper.decode_new import Turning, fill_and_write, turned_rows
 from splitkv.kernels.hopper.decode_rows import (
     place_in_batch,
@@ -69,8 +70,12 @@ from splitkv.kernels.hopper.decode_rows import (
 )
 from splitkv.kernels.hopper.decode_tiles import (
     allocate_tiles,
+    asked_apart,
     box_rows,
+    boxes_of,
     gathers,
+    layout_of,
+    most_registers,
     shared_bytes,
     steps_of,
 )
@@ -211,6 +216,7 @@ def hopper_decode_split(
     DIM_V: gl.constexpr,
     GATHER: gl.constexpr,  # keys are copied row by row by all threads, not by TMA
     OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
+    APART: gl.constexpr,  # a warp that does not multiply asks for tiles
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
@@ -278,7 +284,7 @@ def hopper_decode_split(
         fill(*ring, b, h, tiles, keys, first_pos, False, PAGE_SIZE, TILE_N, SLOTS)
         tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
         fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
-    else:
+    elif not APART:
         fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
     if key_scales is not None:
         asked = key_scales, k_scales, v_scales, arrived, pool, b, h, stride_sb, stride_sn
@@ -302,8 +308,7 @@ def hopper_decode_split(
     offs_m = gl.arange(0, TILE_M, layout=M)
     rows = tile_m * TILE_M + offs_m
     row_ok = rows < seqlen_q * GROUP
-    t = rows // GROUP
-    head = h * GROUP + rows % GROUP
+    t, head = rows // GROUP, h * GROUP + rows % GROUP
     pos = (first_pos + t)[:, None]
     slope = slopes_of(row, b * stride_slope + head, row_ok)
     k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
@@ -318,11 +323,12 @@ def hopper_decode_split(
         return
 
     of_keys = KeyScales(key_scales, k_scales, v_scales, stride_sb, stride_sn)
-    given = ring, k_ring, v_ring, tiles, b, h, keys, bounds, pos, scale, softcap
+    given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
     if OF_K is None:
-        acc, m, l = attend_narrow(q, q_odd, *given, slope, of_keys, S, PAGE_SIZE, DIM_V, WIDEN)
+        rest = Scoring(pos, scale, softcap, slope), of_keys
+        acc, m, l = attend((q, q_odd), given, rest, S, PAGE_SIZE, DIM_V, WIDEN, APART, CLUSTER)
     else:
-        acc, m, l = attend_wide(q, *given, slope, of_keys, S, PAGE_SIZE, WIDEN)
+        acc, m, l = attend_wide(q, *given, pos, scale, softcap, slope, of_keys, S, PAGE_SIZE, WIDEN)
     if WIDEN is not None:
         acc *= v_scale
     result = acc, m, l, row_ok
@@ -412,6 +418,7 @@ class Launcher(decode_launch.Launcher):
         q, table, slopes = operands.q, operands.page_table, operands.alibi_slopes
         self.box = box_rows(problem, config.tile_n)
         self.of_k = type_of_keys(problem) if config.tile_m == WIDE else None
+        self.asked_apart = asked_apart(problem, config)
         between = max(operands.k.stride(0), operands.v.stride(0))  # pages; `gather` has 32 bits
         self.gathered = gathers(problem, config) and between < 1 << 32
         self.cluster = config.num_splits if config.merge == "cluster" else 0
@@ -455,10 +462,14 @@ class Launcher(decode_launch.Launcher):
             self.seen(operands.v).shape[3],
             self.gathered,
             self.of_k,
+            self.asked_apart,
         )
+        if self.asked_apart:
+            self.options["maxnreg"] = most_registers(problem, config, plan.device)
         if problem.early_kv:
             self.options["launch_pdl"] = True
-        self.places = tuple((x.shape, x.stride()) for x in map(self.seen, (operands.k, operands.v)))
+        caches_seen = map(self.seen, (operands.k, operands.v))
+        self.places = tuple(layout_of(x, self.asked_apart) for x in caches_seen)
 
     def dispatch(
         self, tensors: tuple[Any, ...], scale: float, softcap: float | None, new: Any = None
@@ -508,19 +519,13 @@ class Launcher(decode_launch.Launcher):
         """K or V as TMA sees them."""
         return pairs_of(x) if self.of_k is None else x
 
-    def descriptor(self, x: Any) -> TensorDescriptor:
-        """K or V [outer, inner, num_kv_heads, dim], a box of keys of one head at a time; wide tiles
-        of several boxes are made of boxes of 128 bytes a key."""
+    def descriptor(self, x: Any) -> Any:
+        """K or V for the kernel; a pointer where keys are gathered."""
         x = self.seen(x)
         if self.gathered:
             return x
-        size, columns = x.element_size(), x.shape[3]
-        if self.of_k is not None and self.box < self.plan.config.tile_n:
-            columns = min(columns, 128 // size)
-        block = [1, self.box, 1, columns]
-        swizzle = min(128, columns * size)
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+        halves = self.of_k is not None and self.box < self.plan.config.tile_n
+        return boxes_of(x, self.box, halves, self.asked_apart)
 
     def later_splits(self, compiled: Any) -> Launch | None:
         if self.gathered:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from splitkv.device import Device
 from splitkv.kernels.hopper.cluster import exchange_bytes
 from splitkv.kernels.hopper.decode_wide import WIDE, type_of_keys
 from splitkv.kernels.hopper.prefill_load import allocate
 from splitkv.kernels.hopper.ring import allocate_ring, tile_layout
+from splitkv.kernels.parts import visited
 from splitkv.kv import AS_IS, Paged
 from splitkv.plans import Config
 from splitkv.problem import Problem
 
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
+RESERVED_BYTES = 1024  # of each program, by CUDA
+REGISTERS_PER_SM = 65536
+LARGE, LONG = 64 << 20, 16  # bytes of keys and values, tiles of a part: see `asked_apart`
 
 
 def box_rows(problem: Problem, tile_n: int) -> int:
@@ -30,6 +39,25 @@ def gathers(problem: Problem, config: Config) -> bool:
     small = isinstance(problem.place, Paged) and problem.place.page_size % 64 > 0
     alike = problem.head_dim == problem.head_dim_v
     return small and alike and problem.codec != AS_IS and config.tile_m < WIDE
+
+
+def asked_apart(problem: Problem, config: Config) -> bool:
+    """Whether a warp that does not multiply asks for tiles: those of many boxes, in long parts.
+    With 16 tiles or more a part 0.3 to 11 % was gained, with 8 up to 4 % lost; clusters of four
+    were up to 13 % slower, as not all of them found room at once."""
+    boxes = config.tile_n // box_rows(problem, config.tile_n)
+    narrow = problem.codec == AS_IS and config.tile_m == 16 and config.num_stages > 1
+    large = problem.kv_bytes >= LARGE and not problem.early_kv and not config.appends
+    even = config.schedule == "even" and (config.merge == "combine" or config.num_splits == 2)
+    long = visited(problem, config.tile_n) >= LONG * config.num_splits
+    return boxes > 1 and narrow and large and even and long
+
+
+def most_registers(problem: Problem, config: Config, device: Device) -> int:
+    """Of a thread, on average, where a warp asks for tiles: what as many programs as an SM has
+    shared memory for leave each. Triton fills its warps up to four."""
+    held = device.smem_per_sm // (shared_bytes(problem, config) + RESERVED_BYTES)
+    return REGISTERS_PER_SM // (256 * max(1, min(held, 4))) // 8 * 8
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -55,6 +83,35 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     if problem.rotary:
         moved = max(moved, config.tile_m * problem.head_dim * problem.element_bytes)
     return total + max(moved, SCRATCH_BYTES)
+
+
+def layout_of(x: Any, panels: bool) -> tuple[Sequence[int], Sequence[int]]:
+    """Shape and strides of K or V as TMA sees them.
+
+    panels   one thread asks for all of a box: the panels of 128 bytes that TMA's swizzle makes of a
+             key are a dimension, so that a box is one message
+    """
+    shape, strides = x.shape, x.stride()
+    if panels:
+        width = 128 // x.element_size()
+        shape = shape[0], shape[2], shape[3] // width, shape[1], width
+        strides = strides[0], strides[2], width, strides[1], 1
+    return shape, strides
+
+
+def boxes_of(x: Any, box: int, parts: bool, panels: bool) -> TensorDescriptor:
+    """K or V [outer, inner, num_kv_heads, dim], `box` keys of one head at a time; `panels` as in
+    `layout_of`; parts: boxes of 128 bytes a key, as wide tiles are made of several."""
+    shape, strides = layout_of(x, panels)
+    size, columns = x.element_size(), shape[-1]
+    if parts:
+        columns = min(columns, 128 // size)
+    block = [1, 1, shape[2], box, columns] if panels else [1, box, 1, columns]
+    swizzle = min(128, columns * size)
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=len(block)
+    )
+    return TensorDescriptor(x, list(shape), list(strides), block, layout)
 
 
 @gluon.jit

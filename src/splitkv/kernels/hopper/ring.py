@@ -57,12 +57,23 @@ def tile_layout(tile_n, dim, box):
     return gl.SharedLinearLayout(bases, [], 1024)
 
 
+@gluon.constexpr_function
+def keys_of_box(shape):
+    """Of [1, keys, 1, dim], or [1, 1, panels, keys, columns]."""
+    return shape[1] if len(shape) == 4 else shape[3]
+
+
+@gluon.constexpr_function
+def columns_of_box(shape):
+    return shape[3] if len(shape) == 4 else shape[2] * shape[4]
+
+
 @gluon.jit
 def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
     """Shared memory for tiles, as boxes [slots * boxes, *box] and as tiles [slots, TILE_N, dim]."""
-    BOX: gl.constexpr = desc.block_type.shape[1]
-    DIM: gl.constexpr = desc.block_type.shape[3]
-    shape: gl.constexpr = [SLOTS * (TILE_N // BOX), 1, BOX, 1, DIM]
+    BOX: gl.constexpr = keys_of_box(desc.block_type.shape)
+    DIM: gl.constexpr = columns_of_box(desc.block_type.shape)
+    shape: gl.constexpr = [SLOTS * (TILE_N // BOX)] + desc.block_type.shape
     boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     tiles = reinterpret(boxes, desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
     return boxes, tiles
