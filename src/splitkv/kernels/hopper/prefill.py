@@ -51,7 +51,13 @@ from splitkv.kernels import prefill
 from splitkv.kernels.combine import Final, combine
 from splitkv.kernels.direct import Sequences, TensorMaps, bind_to_descriptors, launch_of, observed
 from splitkv.kernels.hopper.decode_tiles import box_rows
-from splitkv.kernels.hopper.prefill_load import Parts, Signals, allocate, produce
+from splitkv.kernels.hopper.prefill_load import (
+    ROWS_OF_WARP,
+    Parts,
+    Signals,
+    allocate,
+    produce,
+)
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_shapes import ordered
@@ -170,7 +176,7 @@ def hopper_prefill(
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
     q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, WARPGROUPS)
-    signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn)
+    signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn, None)
     maps = Parts(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc)
     boxes = Parts(q_boxes, q_rest_boxes, k_boxes, k_rest_boxes, v_boxes, out_boxes)
     shared = Parts(q, q_rest, k, k_rest, v, out)
@@ -195,7 +201,7 @@ def hopper_prefill(
     strides = lane_heads * PACK * DIM, stride_lse_b, stride_lse_h
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     none = Strides(None, None, None)
-    scales = Scales(None, None, None, none, none, none, None, None, None, None, None, None)
+    scales = Scales(None, None, None, none, none, none, None, None, None, None, None)
     # the page numbers of a tile take registers
     PRODUCER: gl.constexpr = 24 if table_ptr is None else 40
     CONSUMER: gl.constexpr = 240 if table_ptr is None else 232
@@ -414,6 +420,7 @@ class Launcher(prefill.Launcher):
         self.grid = (min(items, config.programs or items),)
         assert self.grid[0] * config.tile_m // ROWS.value <= MOST_ARRIVALS.value or not self.last
         lse, table, place = lse_strides(q), operands.page_table, problem.place
+        warps = self.rows_at_a_time() // ROWS_OF_WARP.value
         self.tail = (
             *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(tokens, problem.num_heads // self.pack, lse.b, lse.h),
@@ -421,11 +428,11 @@ class Launcher(prefill.Launcher):
             *(parts, size, problem.cut_tokens, *self.out_strides, problem.group, self.pack),
             *(place.page_size if isinstance(place, Paged) else 1, problem.head_dim_v),
             *(config.tile_n, config.tile_m // ROWS.value, config.num_stages),
-            *(*self.merged_a_step(4), bool(self.slots and q.is_cuda and not self.last)),
+            *(*self.merged_a_step(warps), bool(self.slots and q.is_cuda and not self.last)),
             *self.own_tail(operands),
         )
-        # of the first warpgroup; the others are the kernel's own
-        self.options = {"num_warps": 4, "enable_fp_fusion": True}
+        # of the first role; the others are the kernel's own
+        self.options = {"num_warps": warps, "enable_fp_fusion": True}
 
     def own_tail(self, operands: Operands) -> tuple[Any, ...]:
         """The last arguments of this kernel."""
@@ -439,10 +446,14 @@ class Launcher(prefill.Launcher):
     def start(self, *args: Any) -> Any:
         return hopper_prefill[self.grid](*args, *self.tail, **self.options)
 
+    def rows_at_a_time(self) -> int:
+        """Rows of q that are copied, and multiplied by one role of warps."""
+        return ROWS.value
+
     def descriptors(self, x: Operands, out: Any) -> list[TensorDescriptor | None]:
         """Of q, its rest, k, its rest, v and out."""
         problem, tile_n = self.problem, self.plan.config.tile_n
-        rows, main = (ROWS.value // self.pack, self.pack), problem.head_dim_v
+        rows, main = (self.rows_at_a_time() // self.pack, self.pack), problem.head_dim_v
         rest, box, size = problem.head_dim - main, box_rows(problem, tile_n), x.k.element_size()
         paged, config = isinstance(problem.place, Paged), self.plan.config
         of_out = problem.codec == AS_IS and row_tiles(problem, config, self.device)[1]

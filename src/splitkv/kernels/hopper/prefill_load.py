@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from splitkv.kernels.hopper.numbered import wait
 from splitkv.kernels.hopper.prefill_rows import (
     index_in_round,
     own_item,
@@ -23,6 +24,7 @@ from splitkv.kernels.hopper.prefill_rows import (
 from splitkv.kernels.hopper.ring import async_load, foresee, reinterpret
 
 ROWS = gl.constexpr(64)  # of a warpgroup
+ROWS_OF_WARP = gl.constexpr(16)
 
 
 class Parts(NamedTuple):
@@ -43,7 +45,8 @@ class Parts(NamedTuple):
 
 class Signals(NamedTuple):
     """Barriers: what has arrived, what is free again. `turn`: how many warpgroups take turns at
-    issuing products, or None: any may at any time."""
+    issuing products, or None: any may at any time. `numbers`: Numbers, or None; of barriers of the
+    hardware that stand for some of the others."""
 
     q_full: Any
     q_free: Any
@@ -52,6 +55,7 @@ class Signals(NamedTuple):
     v_full: Any
     v_free: Any
     turn: Any
+    numbers: Any
 
 
 @gluon.jit
@@ -78,8 +82,9 @@ def ask_rows(maps, boxes, signals, own, done, PACK: gl.constexpr, WARPGROUPS: gl
         mbarrier.expect(full, BYTES)
     else:
         mbarrier.expect(full, BYTES + WARPGROUPS * maps.q_rest.block_type.nbytes)
+    TOKENS: gl.constexpr = maps.q.block_type.shape[1]
     for w in gl.static_range(WARPGROUPS):
-        t = own.first_q + (own.tile * WARPGROUPS + w) * (ROWS // PACK)
+        t = own.first_q + (own.tile * WARPGROUPS + w) * TOKENS
         async_load(maps.q, [own.b, t, own.head, 0], full, boxes.q.index(slot * WARPGROUPS + w))
         if maps.q_rest is not None:
             at = [own.b, t, own.head, maps.q.block_type.shape[3]]
@@ -155,7 +160,7 @@ def produce(
     PAGE_SIZE: gl.constexpr,
 ):
     """Have q, keys and values of all items copied, each as soon as there is room."""
-    TILE_M: gl.constexpr = WARPGROUPS * ROWS
+    TILE_M: gl.constexpr = WARPGROUPS * maps.q.block_type.shape[1] * PACK
     TILE_N: gl.constexpr = tiles.k.shape[1]
     DIM: gl.constexpr = tiles.k.shape[2]
     BYTES: gl.constexpr = TILE_N * DIM * tiles.k.dtype.primitive_bitwidth // 8
@@ -173,7 +178,10 @@ def produce(
                     slot = n % STAGES
                     free = (n // STAGES & 1) ^ 1
                     what = slot, work, own, tile, h
-                    mbarrier.wait(signals.k_free.index(slot), free)
+                    if signals.numbers is None:
+                        mbarrier.wait(signals.k_free.index(slot), free)
+                    elif n >= STAGES:
+                        wait(signals.numbers.k_free + slot, signals.numbers.k_threads)
                     full = signals.k_full.index(slot)
                     if maps.k_rest is None:
                         mbarrier.expect(full, BYTES)

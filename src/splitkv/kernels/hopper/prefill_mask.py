@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.known import again
-from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_sums import along_rows, sums_of_threads
 from splitkv.kernels.tile.band import Bounds, band_end, band_start
 
@@ -44,6 +43,7 @@ def choosing(elements, value):
 @gluon.jit
 def choose(x, seen, VALUE: gl.constexpr):
     """x [ROWS, columns] where bits of `seen` [ROWS, 4] say so, else the number of bits VALUE."""
+    ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     INSTRUCTIONS: gl.constexpr = choosing(COLUMNS // 2, VALUE)
     each = gl.expand_dims(gl.expand_dims(seen, 1), 3).broadcast_to([ROWS, COLUMNS // 8, 4, 2])

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from splitkv.kernels.hopper.eight_bits import PART, transpose, widen
-from splitkv.kernels.hopper.prefill_load import ROWS
+from splitkv.kernels.hopper.numbered import READY, begin_step, wait
 from splitkv.kernels.hopper.prefill_rows import (
     index_in_round,
     own_item,
@@ -32,7 +32,7 @@ class Ring(NamedTuple):
                  `transpose`
     ready        what is made of them: tiles to be widened into, or [slots * parts, dim, PART // 2]
                  of 16 bits for `transpose`
-    full, free   of `stored`; ready_full, ready_free: of `ready`
+    full, free   of `stored`; ready_full: of `ready`, or None
     """
 
     stored: Any
@@ -40,13 +40,12 @@ class Ring(NamedTuple):
     full: Any
     free: Any
     ready_full: Any
-    ready_free: Any
 
 
 @gluon.jit
-def ring_of(tiles, ready, full, free, ready_full, ready_free):
-    """The Ring of tiles [slots, TILE_N, dim] as they arrive and tiles `ready`: [slots, TILE_N, dim]
-    to be widened into, or [slots, dim, TILE_N] of the same 8 bits."""
+def as_made_ready(tiles, ready):
+    """`stored` and `ready` of a Ring, of tiles [slots, TILE_N, dim] as they arrive and tiles
+    `ready`: [slots, TILE_N, dim] to be widened into, or [slots, dim, TILE_N] of the same 8 bits."""
     PARTS: gl.constexpr = tiles.shape[1] // PART
     DIM: gl.constexpr = tiles.shape[2]
     if ready.dtype == tiles.dtype:
@@ -59,19 +58,20 @@ def ring_of(tiles, ready, full, free, ready_full, ready_free):
         ready = reinterpret(ready, gl.int16, [SLOTS, DIM, PART // 2], narrow)
     else:
         stored = reinterpret(tiles, tiles.dtype, [tiles.shape[0] * PARTS, PART, DIM], tiles.layout)
-    return Ring(stored, ready, full, free, ready_full, ready_free)
+    return stored, ready
 
 
 @gluon.jit
-def make_ready(ring, n, count, of_keys, TILE_N: gl.constexpr):
-    """Turn the tile of step n, of which `count` keys exist, into what a product takes."""
+def make_ready(ring, n, count, of_keys, number, threads, TILE_N: gl.constexpr):
+    """Turn the tile of step n, of which `count` keys exist, into what a product takes.
+    Barriers from `number` on, of so many threads, say that places are free again."""
     PARTS: gl.constexpr = TILE_N // PART
     SLOTS: gl.constexpr = ring.full.shape[0]
-    READY: gl.constexpr = ring.ready_full.shape[0]
     slot = n % SLOTS
     ready = n % READY
     mbarrier.wait(ring.full.index(slot), n // SLOTS & 1)
-    mbarrier.wait(ring.ready_free.index(ready), (n // READY & 1) ^ 1)
+    if n >= READY:
+        wait(number + ready, threads)
     for i in gl.static_range(PARTS):
         some = ring.stored.index(slot * PARTS + i)
         if ring.stored.dtype == gl.int16:
@@ -85,7 +85,8 @@ def make_ready(ring, n, count, of_keys, TILE_N: gl.constexpr):
     fence_async_shared()
     thread_barrier()  # all threads have read the one and written the other
     mbarrier.arrive(ring.free.index(slot), count=1)
-    mbarrier.arrive(ring.ready_full.index(ready), count=1)
+    if ring.ready_full is not None:
+        mbarrier.arrive(ring.ready_full.index(ready), count=1)
 
 
 @gluon.jit
@@ -124,24 +125,22 @@ def store_scales(n, of_k, of_v, scales):
         of_v = gl.where(of_v < LEAST_SCALE, LEAST_SCALE, of_v)
         scales.of_k.index(slot).store(gl.join(of_k, gl.log2(of_v)))
         scales.inverse.index(slot).store(1.0 / of_v)
-    thread_barrier()
-    mbarrier.arrive(scales.full.index(slot), count=1)
 
 
 @gluon.jit
 def prepare(
     work,  # Work
-    k_ring,  # Ring, of None where keys are multiplied as they are stored
-    v_ring,  # Ring
+    rings,  # what says that keys have arrived, their Ring, of None unless widened, that of values
     scales,  # Scales
+    numbers,  # Numbers
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
+    TILE_M: gl.constexpr,
     TILE_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """Make keys and values of all items ready, in the order in which they arrive."""
-    TILE_M: gl.constexpr = WARPGROUPS * ROWS
+    k_full, k_ring, v_ring = rings
     n = gl.program_id(0) * 0
     places = gl.arange(0, TILE_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
     if scales.inverse is None:
@@ -166,7 +165,13 @@ def prepare(
                         at = work, own, h, after * TILE_N + places
                         of_k = load_scales(scales.k_ptr, scales.k, *at, PAGE_SIZE)
                         of_v = load_scales(scales.v_ptr, scales.v, *at, PAGE_SIZE)
-                    if k_ring.stored is not None:
-                        make_ready(k_ring, n, count, None, TILE_N)
-                    make_ready(v_ring, n, count, scales.of_v, TILE_N)
+                    if k_ring.stored is None:
+                        SLOTS: gl.constexpr = k_full.shape[0]
+                        mbarrier.wait(k_full.index(n % SLOTS), n // SLOTS & 1)
+                    else:
+                        of_k_ring = numbers.k_free, numbers.k_threads
+                        make_ready(k_ring, n, count, None, *of_k_ring, TILE_N)
+                    begin_step(n, numbers)
+                    of_v_ring = numbers.v_free, numbers.v_threads
+                    make_ready(v_ring, n, count, scales.of_v, *of_v_ring, TILE_N)
                     n += 1

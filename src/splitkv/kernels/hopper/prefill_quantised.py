@@ -45,9 +45,10 @@ from triton.experimental.gluon import language as gl
 from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper.numbered import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.prefill import BARRIER_BYTES, barriers, fitting
 from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, produce
-from splitkv.kernels.hopper.prefill_prepare import Ring, prepare, ring_of
+from splitkv.kernels.hopper.prefill_prepare import Ring, as_made_ready, prepare
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_tile import consume
@@ -59,8 +60,6 @@ from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import AS_IS
 from splitkv.plans import Config, Kernel, Traffic
 from splitkv.problem import Operands, Problem
-
-READY = gl.constexpr(2)  # slots for what has been made ready
 
 # By products: tile_m, tile_n, num_stages, the best guess first. A stage is a tile of keys and one
 # of values as they are stored. The shapes of 64 rows are for few, which wait for memory.
@@ -76,13 +75,13 @@ SIZES = [  # arguments whose values are no reason to compile again
 
 
 @gluon.constexpr_function
-def registers(stored, of_k, of_v, paged):
-    """Of a thread that multiplies, that makes ready and that has tiles copied, of 512 in all with
-    two that multiply. Widening takes some, of two rings more, and so do the page numbers of a
-    tile."""
-    ready = 24 if of_v == stored else 40 if of_k == stored else 56
-    copies = 40 if paged else 24
-    return (512 - ready - copies) // 2, ready, copies
+def registers(warpgroups, stored, of_k, of_v, paged):
+    """Of a thread that makes tiles ready and of one that has them copied; those that multiply get
+    what is left of 512 in all with two warpgroups of them. Widening takes some, of two rings more,
+    and so do the page numbers of a tile."""
+    if warpgroups == 1:
+        return 128, 64
+    return 24 if of_v == stored else 40 if of_k == stored else 56, 40 if paged else 24
 
 
 @gluon.jit
@@ -175,40 +174,45 @@ def hopper_prefill_quantised(
     if PDL:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     stored: gl.constexpr = k_desc.dtype
-    q_boxes, q = allocate(q_desc, Q_SLOTS * WARPGROUPS, ROWS, DIM)
+    TILE_M: gl.constexpr = WARPGROUPS * ROWS
+    q_boxes, q = allocate(q_desc, Q_SLOTS, TILE_M, DIM)
     k_boxes, k_stored = allocate(k_desc, STAGES, TILE_N, DIM)
     v_boxes, v_stored = allocate(v_desc, STAGES, TILE_N, DIM)
-    out_boxes, out = allocate(out_desc, WARPGROUPS, ROWS, DIM)
+    out_boxes, out = allocate(out_desc, 1, TILE_M, DIM)
     wide = None
     if q_desc.dtype != OF_K:
         wide = q
         BITS: gl.constexpr = OF_K.primitive_bitwidth
         rounded: gl.constexpr = gl.NVMMASharedLayout(min(128, DIM * BITS // 8), BITS, rank=2)
-        q = gl.allocate_shared_memory(OF_K, [WARPGROUPS, ROWS, DIM], rounded)
-    q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, WARPGROUPS)
+        q = gl.allocate_shared_memory(OF_K, [1, TILE_M, DIM], rounded)
+    q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, 1)
     v_there, v_taken = barriers(STAGES, 1), barriers(STAGES, 1)
-    v_full, v_free = barriers(READY, 1), barriers(READY, WARPGROUPS)
+    v_full = barriers(READY, 1)
     v = allocate_ready(v_stored, OF_V)
-    v_ring = ring_of(v_stored, v, v_there, v_taken, v_full, v_free)
+    v_tiles = as_made_ready(v_stored, v)
+    v_ring = Ring(v_tiles[0], v_tiles[1], v_there, v_taken, v_full)
     k_there = barriers(STAGES, 1)
     k = k_stored
+    # keys that are multiplied as they are stored are given back to the warp that has tiles copied
+    THREADS: gl.constexpr = 2 * TILE_M
+    K_THREADS: gl.constexpr = THREADS + (32 if stored == OF_K else 128)
+    V_FREE: gl.constexpr = FIRST + PHASES * WARPGROUPS
+    numbers = Numbers(WARPGROUPS, V_FREE + READY, K_THREADS, V_FREE, THREADS + 128)
     if stored == OF_K:
-        k_ring = Ring(None, None, None, None, None, None)
-        k_taken = barriers(STAGES, WARPGROUPS)
-        k_full = k_there
-        k_free = k_taken
+        k_ring = Ring(None, None, None, None, None)
+        k_taken = None
+        taken_numbers = numbers
     else:
         k_taken = barriers(STAGES, 1)
-        k_full, k_free = barriers(READY, 1), barriers(READY, WARPGROUPS)
         k = allocate_ready(k_stored, OF_K)
-        k_ring = ring_of(k_stored, k, k_there, k_taken, k_full, k_free)
+        k_tiles = as_made_ready(k_stored, k)
+        k_ring = Ring(k_tiles[0], k_tiles[1], k_there, k_taken, None)
+        taken_numbers = None
     of_k = None
     of_v = None
     of_tile = None
     inverse = None
-    columns_full = None
     if PER_KEY:
-        columns_full = barriers(READY + 1, 1)
         if gl.float16 == OF_V:
             of_k = allocate_columns(gl.float32, READY + 1, TILE_N)
             of_v = allocate_columns(gl.float16, READY + 1, TILE_N)
@@ -217,8 +221,8 @@ def hopper_prefill_quantised(
             pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             of_k = gl.allocate_shared_memory(gl.float32, [READY + 1, TILE_N, 2], pairs)
             inverse = allocate_columns(gl.float32, READY + 1, TILE_N)
-    coming = Signals(q_full, q_free, k_there, k_taken, v_there, v_taken, None)
-    signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, None)
+    coming = Signals(q_full, q_free, k_there, k_taken, v_there, v_taken, None, taken_numbers)
+    signals = Signals(q_full, q_free, None, None, v_full, None, None, numbers)
     maps = Parts(q_desc, None, k_desc, None, v_desc, out_desc)
     boxes = Parts(q_boxes, None, k_boxes, None, v_boxes, out_boxes)
     arriving = Parts(None, None, k_stored, None, v_stored, None)
@@ -243,33 +247,21 @@ def hopper_prefill_quantised(
         of_v,
         of_tile,
         inverse,
-        columns_full,
         wide,
     )
     whole = work, maps, boxes, ready, scales, signals, output
+    rings = k_there, k_ring, v_ring
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
-    REGISTERS: gl.constexpr = registers(stored, OF_K, OF_V, table_ptr is not None)
-    if WARPGROUPS == 1:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 1, TILE_P, TILE_R)),
-                (prepare, (work, k_ring, v_ring, scales, GROUP, PACK, 1, TILE_N, PAGE_SIZE)),
-                (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
-            ],
-            [4, 1],
-            [128, 64],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 2, TILE_P, TILE_R)),
-                (consume, (whole, 1, GROUP, PACK, 2, TILE_P, TILE_R)),
-                (prepare, (work, k_ring, v_ring, scales, GROUP, PACK, 2, TILE_N, PAGE_SIZE)),
-                (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
-            ],
-            [4, 4, 1],
-            [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
-        )
+    REGISTERS: gl.constexpr = registers(WARPGROUPS, stored, OF_K, OF_V, table_ptr is not None)
+    gl.warp_specialize(
+        [
+            (consume, (whole, 0, GROUP, PACK, 1, TILE_P, TILE_R)),
+            (prepare, (work, rings, scales, numbers, GROUP, PACK, TILE_M, TILE_N, PAGE_SIZE)),
+            (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
+        ],
+        [4, 1],
+        [REGISTERS[0], REGISTERS[1]],
+    )
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -350,6 +342,9 @@ class Launcher(hopper_prefill.Launcher):
         tile_bytes = self.plan.config.tile_m * self.problem.head_dim * size_of(of_q)
         q_slots = 2 if self.plan.config.programs and of_q == of_k and tile_bytes <= room else 1
         return *strides, self.problem.codec.granularity == "token", of_k, of_v, q_slots
+
+    def rows_at_a_time(self) -> int:
+        return self.plan.config.tile_m
 
     def start(self, *args: Any) -> Any:
         return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)

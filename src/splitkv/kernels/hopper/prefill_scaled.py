@@ -1,8 +1,8 @@
 """Scales of rows, keys and values in 8 bits, and rows of q rounded.
 
-Rows of q are rounded to the type of the keys as they are multiplied, by each warpgroup for itself,
-before its first product: to 8 bits with a scale of the row, or beside widened keys to fp16 with a
-power of two taken out, which keeps what bf16 can hold. A q that is of that type stays as it is.
+Rows of q are rounded to the type of the keys as they are multiplied, before their first product: to
+8 bits with a scale of the row, or beside widened keys to fp16 with a power of two taken out, which
+keeps what bf16 can hold. A q that is of that type stays as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
+from splitkv.kernels.hopper.prefill_load import wait_rows
 
 LEAST_SCALE = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 # What integers are added to by the tensor cores: as bits of fp32 the sum is a number, 1.5 * 2 ** 23
@@ -24,14 +24,14 @@ MIDDLE, MIDDLE_BITS = gl.constexpr(1.5 * 2**23), gl.constexpr(0x4B400000)
 class Scales(NamedTuple):
     """Scales of q, k and v, and of each the elements between sequences or pages, tokens and heads:
     0 along what has one scale. q_ptr: None where q has none. `wide` are rows that are still to be
-    rounded, as they came, in shared memory [warpgroups, ROWS, dim], or None.
+    rounded, as they came, in shared memory [1, ROWS, dim], or None.
 
-    Where every key has scales of its own, also those of a step, in shared memory, and what says
-    that they are there. With values in 8 bits: of_k [slots, TILE_N, 2], that of a key and the
-    logarithm of that of its value, and `inverse` [slots, TILE_N], 1 / that. With values that are
-    widened: of_k [slots, TILE_N] in the order of `key_at`; of_v likewise, by keys, in fp16 and
-    relative to the largest of the tile, by which values are multiplied; and of_tile [slots * 2, 1],
-    the logarithm of that largest one, and 1 / it.
+    Where every key has scales of its own, also those of a step, in shared memory. With values in 8
+    bits: of_k [slots, TILE_N, 2], that of a key and the logarithm of that of its value, and
+    `inverse` [slots, TILE_N], 1 / that. With values that are widened: of_k [slots, TILE_N] in the
+    order of `key_at`; of_v likewise, by keys, in fp16 and relative to the largest of the tile, by
+    which values are multiplied; and of_tile [slots * 2, 1], the logarithm of that largest one, and
+    1 / it.
     """
 
     q_ptr: Any
@@ -44,7 +44,6 @@ class Scales(NamedTuple):
     of_v: Any
     of_tile: Any
     inverse: Any
-    full: Any
     wide: Any
 
 
@@ -54,7 +53,7 @@ def round_rows(wide, rows, M: gl.constexpr):
     DIM: gl.constexpr = wide.shape[1]
     MOST: gl.constexpr = 127.0 if rows.dtype == gl.int8 else 448.0
     # rows lie as those of the scores
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, 32])
     x = wide.load(layout).to(gl.float32)
     size = gl.max(gl.where(x == x, gl.abs(x), float("inf")), 1)
     if rows.dtype == gl.float16:  # the power of two below the largest, and its inverse
@@ -74,9 +73,9 @@ def round_rows(wide, rows, M: gl.constexpr):
 
 
 @gluon.constexpr_function
-def rows_layout(columns, inner):
+def rows_layout(columns, inner, warps):
     """The layout of numbers of rows beside the scores of tiles of keys."""
-    scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, inner])
+    scores = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, inner])
     return gl.SliceLayout(1, scores)
 
 
@@ -84,16 +83,15 @@ def rows_layout(columns, inner):
 def scales_of_item(
     own,  # Own
     scales,  # Scales
-    W: gl.constexpr,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
     M: gl.constexpr,
 ):
     """(those that rows of q came with [ROWS], k's that all keys share); 1 where there are none."""
     of_rows = gl.full([ROWS], 1.0, gl.float32, M)
     if scales.q_ptr is not None:
-        rows = (own.tile * WARPGROUPS + W) * ROWS + gl.arange(0, ROWS, layout=M)
+        rows = own.tile * ROWS + gl.arange(0, ROWS, layout=M)
         ok = rows < own.len_q * PACK
         t = own.first_q + rows // PACK
         head = own.head + rows % PACK
@@ -119,14 +117,13 @@ def factor_of_rows(
     tiles,  # Parts
     scales,  # Scales
     signals,  # Signals
-    W: gl.constexpr,
     M: gl.constexpr,
 ):
     """By what products are multiplied to be scores, as far as rows tell, once these are there."""
     wait_rows(signals, done)
     factor = of_item[0] * of_item[1]
     if scales.wide is not None:
-        factor *= round_rows(scales.wide.index(W), tiles.q.index(W), M)
+        factor *= round_rows(scales.wide.index(0), tiles.q.index(0), M)
         mbarrier.arrive(signals.q_free.index(0), count=1)
     if work.scoring.softcap is None:
         factor *= work.scoring.scale
@@ -151,36 +148,38 @@ def by_key(x):
 
 
 @gluon.constexpr_function
-def of_thread(columns):
+def of_thread(columns, warps):
     """The layout of [columns] numbers in the order of `key_at`: what a thread has of them is what
     it has scores of."""
     bits = [[1 << i] for i in range(columns.bit_length() - 1)]
     lanes, nothing = bits[3:5], [[0]]
+    of_warps = (warps.bit_length() - 1) * nothing
     return gl.DistributedLinearLayout(
-        bits[:3] + bits[5:], lanes + 3 * nothing, 2 * nothing, [], [columns]
+        bits[:3] + bits[5:], lanes + 3 * nothing, of_warps, [], [columns]
     )
 
 
 @gluon.jit
 def scales_of_columns(of_k, S: gl.constexpr):
     """Scales of keys [TILE_N], see `Scales.of_k`, beside the columns of scores [1, TILE_N]."""
-    x = by_key(of_k.load(of_thread(of_k.shape[0])))
+    x = by_key(of_k.load(of_thread(of_k.shape[0], gl.num_warps())))
     return gl.convert_layout(x, gl.SliceLayout(0, S), assert_trivial=True)[None, :]
 
 
 @gluon.constexpr_function
-def pairs_layout(columns):
+def pairs_layout(columns, warps):
     """The layout of [columns, 2] in which a thread has both numbers of each column of scores that
     it has."""
     registers = [[0, 1], [1, 0]] + [[1 << i, 0] for i in range(3, columns.bit_length() - 1)]
     lanes = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [columns, 2])
+    of_warps = (warps.bit_length() - 1) * [[0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [columns, 2])
 
 
 @gluon.jit
 def pairs_of_columns(of_k, S: gl.constexpr):
     """(scale of the key, logarithm of that of its value) of each column [1, TILE_N]."""
-    one, other = of_k.load(pairs_layout(of_k.shape[0])).split()
+    one, other = of_k.load(pairs_layout(of_k.shape[0], gl.num_warps())).split()
     along: gl.constexpr = gl.SliceLayout(0, S)
     one = gl.convert_layout(one, along, assert_trivial=True)
     return one[None, :], gl.convert_layout(other, along, assert_trivial=True)[None, :]
@@ -189,4 +188,4 @@ def pairs_of_columns(of_k, S: gl.constexpr):
 @gluon.jit
 def beside_rows(of_tile, like):
     """What is said of a tile [1], as [ROWS] with the layout of `like`."""
-    return of_tile.load(like.type.layout).broadcast_to([ROWS])
+    return of_tile.load(like.type.layout).broadcast_to(like.shape)

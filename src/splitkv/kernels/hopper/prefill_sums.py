@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.effect import act, act_with
-from splitkv.kernels.hopper.prefill_load import ROWS
 
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
 SLACK = gl.constexpr(15.5)  # in base 2, by which weights of 16 bits may be larger than 1
@@ -24,7 +23,7 @@ def sums_of_threads(x):
 @gluon.jit
 def sums_of_fours(x):
     """[rows, TILE_N // 16, 4]: of each row of x [rows, TILE_N], sums of four that a thread has."""
-    fours = x.reshape([ROWS, x.shape[1] // 16, 2, 4, 2])
+    fours = x.reshape([x.shape[0], x.shape[1] // 16, 2, 4, 2])
     return gl.sum(gl.sum(fours, 4), 2)
 
 
@@ -40,7 +39,7 @@ def dot_of_threads(x, by):
 @gluon.jit
 def quarters(x):
     """x [rows, TILE_N] as four of [rows, TILE_N // 32, 4, 2], of different columns."""
-    some = x.reshape([ROWS, x.shape[1] // 32, 2, 2, 4, 2]).permute((0, 1, 4, 5, 2, 3))
+    some = x.reshape([x.shape[0], x.shape[1] // 32, 2, 2, 4, 2]).permute((0, 1, 4, 5, 2, 3))
     one, other = some.split()
     a, b = one.split()
     c, d = other.split()
@@ -51,6 +50,7 @@ def quarters(x):
 def max_of_rows(x):
     """[rows]: the largest of each row of x [rows, TILE_N]. Of the 16 or 32 that a thread has of a
     row, eights are compared by themselves, so that none waits for all before it."""
+    ROWS: gl.constexpr = x.shape[0]
     COUNT: gl.constexpr = x.shape[1] // 32
     fours = x.reshape([ROWS, COUNT, 4, 4, 2]).permute((0, 1, 3, 2, 4))
     of_eight = gl.max(fours.reshape([ROWS, COUNT, 4, 8]), 3)

@@ -31,6 +31,7 @@ from splitkv.kernels.combine import FINISHED
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
 from splitkv.kernels.hopper.known import again, before_wait, known, known_now
+from splitkv.kernels.hopper.numbered import arrive
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import (
@@ -300,8 +301,10 @@ def last_sums(acc, product, shrink, v_scale, last, tiles, scales, signals):
     """The sums [ROWS, DIM_V] of an item, of which step `last` is the last."""
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
     product = warpgroup_mma_wait(0, deps=[product])
-    mbarrier.arrive(signals.v_free.index(last % V_SLOTS), count=1)
-    if scales.k_ptr is not None:
+    if scales.k_ptr is None:
+        mbarrier.arrive(signals.v_free.index(last % V_SLOTS), count=1)
+    else:
+        arrive(signals.numbers.v_free + last % V_SLOTS, signals.numbers.v_threads)
         product = finished(acc, product, shrink, v_scale, tiles)
     return product
 
@@ -316,8 +319,9 @@ def consume(
     TILE_P: gl.constexpr,
     TILE_R: gl.constexpr,
 ):
-    """The rows of warpgroup W in all items."""
+    """The rows of role W, of WARPGROUPS that share a row tile, in all items."""
     work, maps, boxes, tiles, scales, signals, output = whole
+    ROWS: gl.constexpr = tiles.q.shape[1]
     TILE_M: gl.constexpr = WARPGROUPS * ROWS
     TILE_N: gl.constexpr = tiles.k.shape[1]
     n = gl.program_id(0) * 0
@@ -329,7 +333,7 @@ def consume(
             say_running(meeting, which)
     declare_any(W)
     own = next_item(work, n, PACK, TILE_M)
-    of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, WARPGROUPS)
+    of_item = known_of_item(own, tiles, scales, GROUP, PACK)
     if signals.turn is not None:
         if W == WARPGROUPS - 1:
             pass_turn(0)
@@ -347,7 +351,7 @@ def consume(
                 v_scale = 1.0
             else:
                 acc, product, l, m, shrink, v_scale = attend_scaled(
-                    *item, of_item, scales, signals, W, GROUP, PACK, WARPGROUPS
+                    *item, of_item, scales, signals, W, GROUP, PACK
                 )
             n += steps
             done += 1
@@ -355,7 +359,7 @@ def consume(
             if output.partial is None:
                 factor = known(finish(l, m, *where))
                 after = next_item(work, r + 1, PACK, TILE_M)
-                after_item = known_of_item(after, tiles, scales, W, GROUP, PACK, WARPGROUPS)
+                after_item = known_of_item(after, tiles, scales, GROUP, PACK)
             acc = last_sums(acc, product, shrink, v_scale, n - 1, tiles, scales, signals)
             if output.partial is None:
                 write(acc, l, factor, maps, boxes, tiles, *where)
@@ -370,9 +374,9 @@ def consume(
         else:
             if output.partial is None:
                 after = next_item(work, r + 1, PACK, TILE_M)
-                after_item = known_of_item(after, tiles, scales, W, GROUP, PACK, WARPGROUPS)
+                after_item = known_of_item(after, tiles, scales, GROUP, PACK)
             elif ours:
-                layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
                 nothing = gl.zeros([ROWS], gl.float32, layout)
                 mark(nothing, 0.0, *where)
         r += 1
@@ -381,7 +385,7 @@ def consume(
             of_item = after_item
         elif r < round_count(work):  # parts are mostly one a program
             own = next_item(work, r, PACK, TILE_M)
-            of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, WARPGROUPS)
+            of_item = known_of_item(own, tiles, scales, GROUP, PACK)
     if signals.turn is not None:
         if W == 0:  # the last turn is nobody's
             wait_turn(0)
@@ -392,22 +396,14 @@ def consume(
 
 
 @gluon.jit
-def known_of_item(
-    own,
-    tiles,
-    scales,
-    W: gl.constexpr,
-    GROUP: gl.constexpr,
-    PACK: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-):
+def known_of_item(own, tiles, scales, GROUP: gl.constexpr, PACK: gl.constexpr):
     """What is read of an item besides, before it begins."""
     if scales.k_ptr is None:
         of_item = own.tile, own.tile
     else:
         K_INNER: gl.constexpr = 256 // tiles.k.dtype.primitive_bitwidth
-        M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER)
-        of_item = scales_of_item(own, scales, W, GROUP, PACK, WARPGROUPS, M)
+        M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER, gl.num_warps())
+        of_item = scales_of_item(own, scales, GROUP, PACK, tiles.q.shape[1], M)
     return of_item
 
 

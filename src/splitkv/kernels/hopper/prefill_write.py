@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from splitkv.kernels.combine import Final, write_absent
 from splitkv.kernels.hopper.known import again
-from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.ring import thread_barrier
 from splitkv.kernels.tile.merge import Merged, meet, merge_rows
@@ -57,6 +56,7 @@ def finish(
     TILE_M: gl.constexpr,
 ):
     """Store lse and give what sums are multiplied by [ROWS]."""
+    ROWS: gl.constexpr = m.shape[0]
     rows = (
         again(own.tile, work.scarce) * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=m.type.layout)
     )
@@ -125,6 +125,7 @@ def write(
     TILE_M: gl.constexpr,
 ):
     """Store out."""
+    ROWS: gl.constexpr = acc.shape[0]
     out = cleared(acc * along_rows(factor, acc), l)
     if tiles.out is None:
         tile = tiles.q.index(W)
@@ -149,6 +150,7 @@ def write(
 @gluon.jit
 def write_some(tile, own, t_first, output, PACK: gl.constexpr):
     """Store the rows of a tile that are of the sequence."""
+    ROWS: gl.constexpr = tile.shape[0]
     DIM: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0]
@@ -172,6 +174,7 @@ def slots_of(
     TILE_M: gl.constexpr,
 ):
     """(rows of the partials [ROWS], which of them exist): as in kernels/prefill.py."""
+    ROWS: gl.constexpr = like.shape[0]
     rows = own.tile * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=like.type.layout)
     ok = (rows < own.len_q * PACK) & (own.len_q <= work.cutting.most_q)
     ok &= own.sequence < work.batch

@@ -40,7 +40,7 @@ from splitkv.kernels.hopper.eight_bits import (
     words_of_pairs,
 )
 from splitkv.kernels.hopper.known import before_wait, known_now
-from splitkv.kernels.hopper.prefill_load import ROWS
+from splitkv.kernels.hopper.numbered import arrive, wait_for_step
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import tile_of_step
 from splitkv.kernels.hopper.prefill_scaled import (
@@ -87,7 +87,8 @@ def is_wide(dtype):
 
 @gluon.jit
 def multiply_keys(tiles, q_slot, slot, S: gl.constexpr):
-    """Start q @ k.T of the rows of a warpgroup; sums of integers are MIDDLE more."""
+    """Start q @ k.T; sums of integers are MIDDLE more."""
+    ROWS: gl.constexpr = tiles.q.shape[1]
     TILE_N: gl.constexpr = tiles.k.shape[1]
     k = tiles.k.index(slot).permute((1, 0))
     q = tiles.q.index(q_slot)
@@ -122,7 +123,6 @@ def exponents(qk, base, factor, n, work, scales):
                 s = s - MIDDLE
             y = s * factor[:, None]
     else:
-        mbarrier.wait(scales.full.index(slot), n // SLOTS & 1)
         if scales.inverse is None:
             k_scale = scales_of_columns(scales.of_k.index(slot), S)
             base = base - beside_rows(scales.of_tile.index(2 * slot), base)
@@ -231,7 +231,7 @@ def weights(
     dtype: gl.constexpr = tiles.v.dtype
     base = finite_or_zero(m)
     y, slot = exponents(qk, base, factor, n, work, scales)
-    shrink = gl.full([ROWS], 1.0, gl.float32, m.type.layout)
+    shrink = gl.full(m.shape, 1.0, gl.float32, m.type.layout)
     own_shrink = shrink
     where = own, tile, asks, pos, work, tiles
     if dtype == gl.int8:
@@ -342,35 +342,34 @@ def step(
     VALUES_FIRST: gl.constexpr = tiles.v.dtype == gl.float8e4nv and scales.of_k is None
     slot = n % K_SLOTS
     last_slot = (n - 1) % V_SLOTS
+    numbers = signals.numbers
+    wait_for_step(n, numbers)
     if VALUES_FIRST:
-        mbarrier.wait(signals.v_full.index(last_slot), (n - 1) // V_SLOTS & 1)
         product = multiply_values(p, tiles, last_slot, acc)
-    mbarrier.wait(signals.k_full.index(slot), n // K_SLOTS & 1)
     qk = multiply_keys(tiles, q_slot, slot, S)
     if not VALUES_FIRST:
-        mbarrier.wait(signals.v_full.index(last_slot), (n - 1) // V_SLOTS & 1)
         product = multiply_values(p, tiles, last_slot, acc)
     rest = factor, work, own, n, tile, asks, pos, scales, tiles
     if WIDE:
         qk = warpgroup_mma_wait(1, deps=[qk])
-        mbarrier.arrive(signals.k_free.index(slot), count=1)
+        arrive(numbers.k_free + slot, numbers.k_threads)
         p, sums, m, top, settle, shrink_n = weights(p, l, qk, m, top, settle, *rest, False, W)
         sums = before_wait(sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(signals.v_free.index(last_slot), count=1)
+        arrive(numbers.v_free + last_slot, numbers.v_threads)
         p = known_now(p)
         acc = shrunk(product, shrink_n[0])
     else:
         if VALUES_FIRST:
             product = warpgroup_mma_wait(1, deps=[product])
-            mbarrier.arrive(signals.v_free.index(last_slot), count=1)
+            arrive(numbers.v_free + last_slot, numbers.v_threads)
             acc = added_now(acc, product)
             qk = warpgroup_mma_wait(0, deps=[qk])
-            mbarrier.arrive(signals.k_free.index(slot), count=1)
+            arrive(numbers.k_free + slot, numbers.k_threads)
         else:
             qk, product = warpgroup_mma_wait(0, deps=[qk, product])
-            mbarrier.arrive(signals.k_free.index(slot), count=1)
-            mbarrier.arrive(signals.v_free.index(last_slot), count=1)
+            arrive(numbers.k_free + slot, numbers.k_threads)
+            arrive(numbers.v_free + last_slot, numbers.v_threads)
             acc = added(acc, product, shrink)
         p, sums, m, top, settle, shrink_n = weights(p, l, qk, m, top, settle, *rest, False, W)
         if product.dtype == gl.float32:
@@ -396,28 +395,29 @@ def attend_scaled(
     W: gl.constexpr,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
 ):
     """(acc as of `step`, the last product of an item, under way, l [ROWS], m [ROWS] in base 2,
     shrink, the scale that values share)."""
+    ROWS: gl.constexpr = tiles.q.shape[1]
     DIM: gl.constexpr = tiles.q.shape[2]
     K_SLOTS: gl.constexpr = tiles.k.shape[0]
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
     Q_SLOTS: gl.constexpr = signals.q_full.shape[0]
     V_INNER: gl.constexpr = 256 // tiles.v.dtype.primitive_bitwidth
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, V_INNER])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, V_INNER])
     K_INNER: gl.constexpr = 256 // tiles.k.dtype.primitive_bitwidth
-    M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER)
+    M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER, gl.num_warps())
     S: gl.constexpr = M.parent
-    q_slot = done % Q_SLOTS * WARPGROUPS + W
-    rows = (own.tile * WARPGROUPS + W) * ROWS + gl.arange(0, ROWS, layout=M)
+    q_slot = done % Q_SLOTS
+    rows = own.tile * ROWS + gl.arange(0, ROWS, layout=M)
     pos = own.len_k - own.len_q + rows // PACK
-    factor = factor_of_rows(work, of_item, done, tiles, scales, signals, W, M)
+    factor = factor_of_rows(work, of_item, done, tiles, scales, signals, M)
     slot = n % K_SLOTS
-    mbarrier.wait(signals.k_full.index(slot), n // K_SLOTS & 1)
+    numbers = signals.numbers
+    wait_for_step(n, numbers)
     qk = multiply_keys(tiles, q_slot, slot, S)
     qk = warpgroup_mma_wait(0, deps=[qk])
-    mbarrier.arrive(signals.k_free.index(slot), count=1)
+    arrive(numbers.k_free + slot, numbers.k_threads)
     m = gl.full([ROWS], float("-inf"), gl.float32, M)
     tile = tile_of_step(visit, 0, asking)
     masked = (asking > 0) | (visit.count == 0)
