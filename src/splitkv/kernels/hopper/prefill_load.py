@@ -178,7 +178,7 @@ def produce(
                     slot = n % STAGES
                     free = (n // STAGES & 1) ^ 1
                     what = slot, work, own, tile, h
-                    if signals.numbers is None:
+                    if signals.k_free is not None:
                         mbarrier.wait(signals.k_free.index(slot), free)
                     elif n >= STAGES:
                         wait(signals.numbers.k_free + slot, signals.numbers.k_threads)

@@ -9,10 +9,12 @@ Computes, for q, k and v that are stored values times scales,
 Products of 8 bits: "half" is q . k, and v is widened to 16 bits; "full" is p . v too, for which p
 is rounded and v stays as it is stored. "widened": none, and both are widened.
 
-A program is one of `hopper_prefill`, whose steps, parts and pages these are, with a warpgroup more:
+A program is one of `hopper_prefill`, whose parts and pages these are, with a warpgroup more:
 between the warp that has tiles copied and those that multiply, it makes keys and values ready
-(prefill_prepare.py). Rows of q are rounded before their first product: see prefill_scaled.py. Steps
-are in scaled_steps.py; warpgroups take no turns at issuing products.
+(prefill_prepare.py). All that multiply run the same code: they are one role, with all rows of a row
+tile, and hand tiles over by barriers of the hardware (numbered.py). Rows of q are rounded before
+their first product: see prefill_scaled.py. Steps are in scaled_steps.py; warpgroups take turns at
+issuing products where int8 keys have scales of their own.
 
 Shapes      as kernels/prefill.py, out in the working type; q_scale one number, [num_heads] or one a
             token and head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a token
@@ -197,7 +199,11 @@ def hopper_prefill_quantised(
     THREADS: gl.constexpr = 2 * TILE_M
     K_THREADS: gl.constexpr = THREADS + (32 if stored == OF_K else 128)
     V_FREE: gl.constexpr = FIRST + PHASES * WARPGROUPS
-    numbers = Numbers(WARPGROUPS, V_FREE + READY, K_THREADS, V_FREE, THREADS + 128)
+    turns = None
+    # the barriers that are left
+    if PER_KEY and gl.int8 == OF_K and gl.float16 == OF_V and WARPGROUPS == 2 and STAGES == 2:
+        turns = V_FREE + READY + STAGES
+    numbers = Numbers(WARPGROUPS, V_FREE + READY, K_THREADS, V_FREE, THREADS + 128, turns)
     if stored == OF_K:
         k_ring = Ring(None, None, None, None, None)
         k_taken = None

@@ -1,6 +1,7 @@
 """The warpgroups of the kernels for whole sequences, which multiply what others have made ready.
 
-Every warpgroup has 64 rows of a row tile. Its steps are the tiles of keys of an item, counted over
+Every warpgroup has 64 rows of a row tile, and the role that it is in has them all: in bf16 each is
+one by itself, in 8 bits all are one. Its steps are the tiles of keys of an item, counted over
 all items of a program: step n has its keys and its values in slots of two rings, n modulo their
 length.
 
@@ -31,7 +32,7 @@ from splitkv.kernels.combine import FINISHED
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
 from splitkv.kernels.hopper.known import again, before_wait, known, known_now
-from splitkv.kernels.hopper.numbered import arrive
+from splitkv.kernels.hopper.numbered import arrive, give_first_turn
 from splitkv.kernels.hopper.prefill_load import ROWS, wait_rows
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import (
@@ -332,6 +333,8 @@ def consume(
         if W == 0:
             say_running(meeting, which)
     declare_any(W)
+    if scales.k_ptr is not None:
+        give_first_turn(signals.numbers)
     own = next_item(work, n, PACK, TILE_M)
     of_item = known_of_item(own, tiles, scales, GROUP, PACK)
     if signals.turn is not None:

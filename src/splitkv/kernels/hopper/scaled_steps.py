@@ -40,7 +40,12 @@ from splitkv.kernels.hopper.eight_bits import (
     words_of_pairs,
 )
 from splitkv.kernels.hopper.known import before_wait, known_now
-from splitkv.kernels.hopper.numbered import arrive, wait_for_step
+from splitkv.kernels.hopper.numbered import (
+    arrive,
+    pass_turn_on,
+    wait_for_step,
+    wait_for_turn,
+)
 from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill_rows import tile_of_step
 from splitkv.kernels.hopper.prefill_scaled import (
@@ -344,11 +349,13 @@ def step(
     last_slot = (n - 1) % V_SLOTS
     numbers = signals.numbers
     wait_for_step(n, numbers)
+    wait_for_turn(numbers)
     if VALUES_FIRST:
         product = multiply_values(p, tiles, last_slot, acc)
     qk = multiply_keys(tiles, q_slot, slot, S)
     if not VALUES_FIRST:
         product = multiply_values(p, tiles, last_slot, acc)
+    pass_turn_on(numbers)
     rest = factor, work, own, n, tile, asks, pos, scales, tiles
     if WIDE:
         qk = warpgroup_mma_wait(1, deps=[qk])
