@@ -10,7 +10,10 @@ from weakref import WeakValueDictionary
 
 from splitkv.device import Device
 from splitkv.errors import expect
+from splitkv.kv import AS_IS, Paged
 from splitkv.problem import Operands, Problem
+
+WIDE = 64  # packed rows of a tile of decode on Hopper that a warpgroup multiplies by wgmma
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,14 @@ class Config:
     def shape(self) -> Config:
         """The same tile, in one part."""
         return replace(self, num_splits=1, merge="combine", appends=False)
+
+
+def gathers(problem: Problem, config: Config) -> bool:
+    """Whether decode on Hopper has rows copied by all threads and not by TMA: boxes of a few keys
+    of 8 bits are so small that asking for each of them takes longer."""
+    small = isinstance(problem.place, Paged) and problem.place.page_size % 64 > 0
+    alike = problem.head_dim == problem.head_dim_v
+    return small and alike and problem.codec != AS_IS and config.tile_m < WIDE
 
 
 @dataclass(frozen=True, slots=True)

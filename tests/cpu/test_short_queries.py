@@ -74,13 +74,13 @@ def test_few_queries_on_hopper(heads: tuple[int, int], place: Any) -> None:
     """The kernel for Hopper, in as many programs as there are SMs at most, and explained."""
     problem = replace(PACKED, kind="decode", batch=1, num_heads=heads[0], num_kv_heads=heads[1])
     problem = replace(problem, place=place, seqlen_q=16, seqlen_k=1 << 17)
-    plan = splitkv.plan(problem, device=H200)
+    plan = splitkv.plan(problem, device=H200, policy="waves")
     assert plan.kernel == "hopper_prefill" and plan.config.num_splits > 1
     hopper = short_queries.H200_HOPPER
     best = short_queries.cost(problem, H200, plan.config, hopper)
     assert best.slots == H200.num_sms and best.programs <= 2 * H200.num_sms
-    shown = str(splitkv.explain(problem, device=H200))
-    assert "hopper_prefill" in shown and "to merge" in shown
+    assert "us to merge; in one part" in plan.why
+    assert "hopper_prefill" in str(splitkv.explain(problem, device=H200))
     odd = splitkv.plan(replace(problem, place=Paged(8)), device=H200)
     assert odd.kernel == "prefill" and odd.config.num_splits > 1
     reasons = dict(odd.rejected)["hopper_prefill"]

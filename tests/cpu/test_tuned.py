@@ -237,8 +237,7 @@ def test_a_shape_serves_other_numbers_of_query_rows() -> None:
     wide = replace(problem(), seqlen_q=4)
     chosen = choose(wide, H200, ABLE).config
     assert (chosen.tile_m, chosen.tile_n, chosen.num_stages) == (16, 32, 2)
-    chosen = choose(replace(wide, seqlen_q=16), H200, ABLE).config
-    assert (chosen.tile_m, chosen.tile_n, chosen.num_stages) == (64, 32, 2)
+    assert "nothing like it" in choose(replace(wide, seqlen_q=16), H200, ABLE).why
 
 
 @pytest.mark.parametrize(
@@ -402,11 +401,11 @@ TRUTH = waves.Constants(
     merge=0.6e-6,
     merge_part=8e-9,
     step=0.3e-6,
-    latency=0.5e-6,
-    memory_latency=1.7e-6,
+    latency=2e-6,
+    program=1e-6,
+    bandwidth_share=0.8,
     step_paged_element=2e-10,
-    sm_bandwidth=38e9,
-    tail=1e-6,
+    uneven=0.0,
 )
 
 

@@ -34,8 +34,7 @@ def tile_shapes(problem: Problem, device: Device, kernel: Kernel) -> list[Config
     found = shapes(kernel, problem, device)
     equal = replace(problem, lengths="host")  # for differing ones it may share programs out instead
     taken = waves.choose(equal, device, [kernel]).config.shape
-    constants = waves.constants_of(kernel)
-    by_seconds = sorted(found, key=lambda shape: _seconds(problem, device, shape, constants))
+    by_seconds = sorted(found, key=lambda shape: _seconds(problem, device, shape, kernel))
     in_turns = zip(_one_a_tile(found), _one_a_tile(by_seconds), strict=True)
     listed = [taken, *(shape for pair in in_turns for shape in pair)]
     return [shape for shape in dict.fromkeys(listed) if shape in found]
@@ -49,14 +48,13 @@ def _one_a_tile(found: Sequence[Config]) -> list[Config]:
     return list(first.values())
 
 
-def _seconds(problem: Problem, device: Device, shape: Config, constants: waves.Constants) -> float:
+def _seconds(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> float:
     """By the cost model, with one split, or so many that they fill half a wave, one or two."""
-    whole = waves.cost(problem, device, replace(shape, num_splits=1), constants)
-    most, a_wave = most_splits(problem, shape), whole.slots / max(1, whole.num_ctas)
-    some = {min(most, max(1, round(a_wave * waves_filled))) for waves_filled in (0.5, 1, 2)}
-    cuts = (replace(shape, num_splits=splits) for splits in some)
-    costs = [waves.cost(problem, device, cut, constants).seconds for cut in cuts]
-    return min(whole.seconds, *costs)
+    programs, slots = waves.programs(problem, device, shape, kernel)
+    most, a_wave = most_splits(problem, shape), slots / max(1, programs)
+    some = {1, *(min(most, max(1, int(a_wave * filled))) for filled in (0.5, 1, 2))}
+    seconds = waves.model(problem, device, kernel)
+    return min(seconds(replace(shape, num_splits=splits)) for splits in some)
 
 
 def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
@@ -67,8 +65,7 @@ def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
     for kernel in kernels:
         each = max(1, count // len(kernels))
         listed = tile_shapes(problem, device, kernel)[: max(2, each // 2)]
-        constants = waves.constants_of(kernel)
-        best = {shape: cheapest_splits(problem, device, shape, constants) for shape in listed}
+        best = {shape: cheapest_splits(problem, device, shape, kernel) for shape in listed}
         configs: dict[Config, None] = {}
         for factor in AROUND:
             for shape in listed:
@@ -84,9 +81,10 @@ def in_clusters(kernel: Kernel, problem: Problem, device: Device) -> list[Config
     constants, equal = waves.constants_of(kernel), replace(problem, lengths="host")
     worth = (*constants.shapes, (128, 4, 1))
     best: dict[Config, tuple[float, Config]] = {}
-    for config in waves.in_clusters(kernel, equal, device, constants):
+    model = waves.model(problem, device, kernel)
+    for config in waves.in_clusters(kernel, equal, device):
         if (config.tile_n, config.num_warps, config.num_stages) in worth:
-            seconds = waves.cost(problem, device, config, constants).seconds
+            seconds = model(config)
             known = best.get(config.shape)
             if known is None or seconds < known[0]:
                 best[config.shape] = seconds, config

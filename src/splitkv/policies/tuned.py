@@ -6,29 +6,28 @@
 
 over the plans of the same kernel and tile shape that were timed for the nearest problems:
 
-    class      pages smaller than a tile, or whole tiles; head_dim rounded up to a power of two; and
-               the bytes of an element have to be the same
+    class      pages smaller than a tile, or whole tiles; head_dim rounded up to a power of two; the
+               bytes of an element; and packed rows of a narrow tile, a wide one or more have to be
+               the same
     distance   in octaves (factors of two), the root of the sum of squares over batch * KV heads,
-               visible keys, packed query rows of a KV head, and page size, where a contiguous cache
-               and all larger pages count as pages of `WHOLE_PAGES`
+               visible keys, packed query rows of a KV head from `NARROW` on, and page size, where a
+               contiguous cache and all larger pages count as pages of `WHOLE_PAGES`
     nearest    the first `NEIGHBOURS` within `MAX_OCTAVES`, in the order of the table where equal
     exact      a problem that is in the table, but for a sixteenth of its keys, is given its fastest
                plan
     weight     1 / (1/4 + distance**2 + 4 * octaves between the numbers of splits**2); the mean over
-               all plans of the kernel counts as one more plan, of weight `PRIOR`
+               all plans of the kernel counts as one more plan, of weight `PRIOR`, and in that mean
+               a plan as the model says, of the same weight
 
 So the table says which kernel and tile shape are good here and how wrong the model is about them,
 and the model says what other batches, lengths and numbers of splits change. Weighed are the shapes
-that the table knows and the kernel has for the problem, with numbers of splits around the model's
-best; the plan of least seconds is taken, of another kernel than the first that is known only where
-it promises `OTHER_KERNEL` times less. Where there is no table of the GPU, or nothing near enough
-in it, `waves` decides, and `why` says so.
+that were `GOOD` for a near problem and the kernel has for this one, with numbers of splits around
+the model's best; the plan of least seconds is taken, of another kernel than that of `waves` only
+where it promises `OTHER_KERNEL` times less. Where there is no table of the GPU, or nothing of the
+kernel that `waves` takes near enough in it, `waves` decides, and `why` says so.
 
 A table in the user's cache (`user_tables`) is joined to the package's: of a problem that both have
 the user's times count, and `why` names it.
-
-The kernels of whole sequences, which are made for more rows, and problems of more rows are weighed
-by `waves` alone.
 
 Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
 `waves` shares the programs out over the batch it decides: the table's sequences were equally long.
@@ -52,7 +51,7 @@ from splitkv.device import GPUS, Device
 from splitkv.errors import expect
 from splitkv.kv import AS_IS, Contiguous, Paged
 from splitkv.masks import Mask
-from splitkv.plans import Choice, Config, Kernel
+from splitkv.plans import WIDE, Choice, Config, Kernel
 from splitkv.policies import waves
 from splitkv.policies.shared import (
     MAX_SPLITS,
@@ -70,22 +69,24 @@ from splitkv.problem import Problem
 TABLES = Path(__file__).parent / "tables"
 SCHEMA = 1
 DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "page_size")
-# Each of 485 problems timed on an H200 left out of the table in turn: of those whose plan is among
-# the timed, half were given the fastest and one in ten a plan more than 5.4 % behind it.
-NEIGHBOURS, MAX_OCTAVES, PRIOR, SPLITS_WEIGHT = 12, 4.0, 0.5, 4.0
+# Each of 332 problems timed on an H200 left out of the table in turn: of those whose plan, or one
+# of up to 1.2 times its splits, is among the timed, half were given the fastest and one in ten a
+# plan more than 5.3 % behind it.
+NEIGHBOURS, MAX_OCTAVES, PRIOR, SPLITS_WEIGHT = 12, 4.0, 2.0, 4.0
 # Keys of a tile that lies in one page are read as those of a contiguous cache, which counts as
 # pages of so many keys. With pages of 64 and contiguous ones in a class each, of 310 problems left
 # out in turn one in ten was 4.8 % behind the best, and in one class 3.6 %.
 WHOLE_TILES, WHOLE_PAGES = 64, 128
+NARROW = 16  # packed rows of the least tile: fewer take as long
 # Octaves of keys between problems that count as one: calls are planned for their keys rounded up by
 # up to a sixteenth.
 SAME = math.log2(17 / 16)
 HARDLY_MORE = 1.03  # times the first kernel's fastest plan, for another's to be taken
 HARDLY = 1.05  # times the fastest, for a plan that was timed as it is
-# How far the model is off differs more between kernels than between plans of one: away from what
-# was timed, five plans of decode_split took 3 to 33 % more than they promised, which was less than
-# the kernel for Hopper did. Problems left out of the table in turn lose nothing by it.
-OTHER_KERNEL = 1.2
+# How far the model is off differs more between kernels than between plans of one. Of problems left
+# out of the table in turn one in twenty is as far behind with 1.02 and with 1.1.
+OTHER_KERNEL = 1.05
+GOOD = 1.02  # times the fastest of a near problem, for a shape to be weighed
 # times the model's best splits
 AROUND = (1.0, 1.12, 0.89, 1.25, 0.8, 1.5, 0.67, 2.0, 0.5, 3.0, 0.33)
 
@@ -118,9 +119,9 @@ class Table:
     note: str = ""
 
     @cached_property
-    def places(self) -> dict[tuple[bool, int, int], list[tuple[tuple[float, ...], Measured]]]:
+    def places(self) -> dict[tuple[bool, int, int, int], list[tuple[tuple[float, ...], Measured]]]:
         """(where it stands, measured) of every problem, by class."""
-        found: dict[tuple[bool, int, int], list[tuple[tuple[float, ...], Measured]]] = {}
+        found: dict[tuple[bool, int, int, int], list[tuple[tuple[float, ...], Measured]]] = {}
         for m in self.measured:
             found.setdefault(_class(m.problem), []).append((_place(m.problem), m))
         return found
@@ -238,24 +239,20 @@ def joined(table: Table, others: Sequence[Measured]) -> Table:
     return replace(table, measured=table.measured + added)
 
 
-def cheapest_splits(
-    problem: Problem, device: Device, shape: Config, constants: waves.Constants
-) -> int:
+def cheapest_splits(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> int:
     """The number of splits that the cost model of `waves` finds best for a shape.
 
     Weighed are few splits, powers of 1.25, and what fills quarters of a wave of programs or gives
     every SM as many.
     """
-    most, model = most_splits(problem, shape), waves.Shape(problem, device, shape, constants)
-    whole = model.cut(replace(shape, num_splits=1))
-    a_wave = whole.slots / max(1, whole.num_ctas)
+    most, seconds = most_splits(problem, shape), waves.model(problem, device, kernel)
+    programs, slots = waves.programs(problem, device, shape, kernel)
+    a_wave, tiles = slots / max(1, programs), num_tiles(problem, shape.tile_n)
     weighed = {*range(1, 9), *(round(1.25**i) for i in range(10, 32))}
-    weighed |= {round(a_wave * i / 4) for i in range(1, 13)}
-    weighed |= {round(device.num_sms * i / max(1, whole.num_ctas)) for i in range(1, 9)}
-    options = {even_splits(model.tiles, min(max(1, splits), most)) for splits in weighed}
-    cuts = [replace(shape, num_splits=splits) for splits in options]
-    best = min(cuts, key=lambda cut: (model.cut(cut).seconds, cut.num_splits))
-    return best.num_splits
+    weighed |= {int(a_wave * i / 4) for i in range(1, 13)}
+    weighed |= {int(device.num_sms * i / max(1, programs)) for i in range(1, 9)}
+    options = {even_splits(tiles, min(max(1, splits), most)) for splits in weighed}
+    return min(options, key=lambda n: (seconds(replace(shape, num_splits=n)), n))
 
 
 def most_splits(problem: Problem, shape: Config) -> int:
@@ -291,16 +288,13 @@ def _choose(
     if timed is not None:
         why = f"tuned: the fastest of this problem on {where}, {timed.us:.1f} us"
         return Choice(timed.kernel, timed.config, why)
-    wide = own.kernel == waves.HOPPER_DECODE and own.config.tile_m >= waves.WIDE
-    if wide or problem.rows > waves.MANY_ROWS:
-        return leave_it("too few problems of so many rows were timed")
-    made_for_it = [kernel for kernel in candidates if kernel.name not in WHOLE_SEQUENCES]
-    local = _Local(problem, device, made_for_it, near)
-    if not local.known:
+    local = _Local(problem, device, candidates, near)
+    if own.kernel not in local.known:
         return leave_it(f"nothing like it in the table of {where}")
     weighed = [*local.proposals(), *([own] if local.knows(own) else [])]
     seconds = [local.seconds(choice) for choice in weighed]
-    asked = [s * local.margin(choice) for s, choice in zip(seconds, weighed, strict=True)]
+    margins = (1.0 if choice.kernel == own.kernel else OTHER_KERNEL for choice in weighed)
+    asked = [s * margin for s, margin in zip(seconds, margins, strict=True)]
     best = min(range(len(weighed)), key=lambda i: (asked[i], weighed[i].config.num_splits))
     p = near[0][1].problem
     why = (
@@ -359,8 +353,7 @@ def _paired(
     if timed.config.num_splits != 2 or any(plan.config == pair for plan in plans):
         return timed
     kernel = next(kernel for kernel in candidates if kernel.name == timed.kernel)
-    constants = waves.constants_of(kernel)
-    able = pair in waves.in_clusters(kernel, problem, device, constants)
+    able = pair in waves.in_clusters(kernel, problem, device)
     return replace(timed, config=pair) if able else timed
 
 
@@ -394,44 +387,42 @@ class _Local:
     ) -> None:
         self.problem, self.device = problem, device
         self.kernels = {kernel.name: kernel for kernel in candidates}
-        self.constants = {kernel.name: waves.constants_of(kernel) for kernel in candidates}
         legal: dict[str, dict[tuple[Any, ...], Config]] = {}
-        for kernel in candidates:
+        for name, kernel in self.kernels.items():
             found = waves.of_rows(problem, kernel, shapes(kernel, problem, device))
             if splits_keys(problem, found):
-                legal[kernel.name] = {_likeness(shape): shape for shape in reversed(found)}
+                legal[name] = {_likeness(name, shape): shape for shape in reversed(found)}
         self.known: dict[str, dict[Config, list[tuple[float, float, float]]]] = {}
+        self.good: set[tuple[str, Config]] = set()
         for octaves, measured in near:
-            model = self.model(measured.problem)
+            model, told = self.model(measured.problem), []
             for timed in measured.plans:
-                shape = legal.get(timed.kernel, {}).get(_likeness(timed.config))
+                likeness = _likeness(timed.kernel, timed.config)
+                shape = legal.get(timed.kernel, {}).get(likeness)
                 if shape is not None:
-                    off = math.log(timed.us / model(timed.kernel, timed.config))
-                    told = octaves**2, math.log2(timed.config.num_splits), off
-                    self.known.setdefault(timed.kernel, {}).setdefault(shape, []).append(told)
+                    told.append((timed, shape))
+            least = min((timed.us for timed, _ in told), default=0.0)
+            for timed, shape in told:
+                if timed.us <= GOOD * least:
+                    self.good.add((timed.kernel, shape))
+                off = math.log(timed.us * 1e-6 / model(timed.kernel, timed.config))
+                one = octaves**2, math.log2(timed.config.num_splits), off
+                self.known.setdefault(timed.kernel, {}).setdefault(shape, []).append(one)
         self.here = self.model(problem)
         self.means = {
-            kernel: _mean((1 / (0.25 + away), log) for told in of.values() for away, _, log in told)
+            kernel: _mean(
+                [(PRIOR, 0.0)]
+                + [(1 / (0.25 + away), log) for told in of.values() for away, _, log in told]
+            )
             for kernel, of in self.known.items()
         }
 
     def model(self, problem: Problem) -> Callable[[str, Config], float]:
         """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
-        known: dict[tuple[str, int, str, tuple[Any, ...]], waves.Shape] = {}
-
-        def seconds(kernel: str, config: Config) -> float:
-            key = kernel, config.tile_m, config.merge, _likeness(config)
-            if key not in known:
-                constants = self.constants[kernel]
-                known[key] = waves.Shape(problem, self.device, config, constants)
-            return known[key].cut(config).seconds
-
-        return seconds
-
-    def margin(self, choice: Choice) -> float:
-        """What the seconds of a plan are multiplied by before plans are compared."""
-        preferred = next(name for name in self.constants if name in self.known)
-        return 1.0 if choice.kernel == preferred else OTHER_KERNEL
+        models = {
+            name: waves.model(problem, self.device, kernel) for name, kernel in self.kernels.items()
+        }
+        return lambda kernel, config: models[kernel](config)
 
     def knows(self, choice: Choice) -> bool:
         """Whether a plan of this shape was timed."""
@@ -441,15 +432,14 @@ class _Local:
         """Every known shape with numbers of splits around the model's best."""
         problem = self.problem
         for kernel, of in self.known.items():
-            for shape in of:
+            for shape in (shape for shape in of if (kernel, shape) in self.good):
                 most, least = most_splits(problem, shape), _least_splits(problem, shape)
                 tiles = num_tiles(problem, shape.tile_n)
-                best = cheapest_splits(problem, self.device, shape, self.constants[kernel])
+                best = cheapest_splits(problem, self.device, shape, self.kernels[kernel])
                 wanted = (min(max(least, round(best * factor)), most) for factor in AROUND)
                 for splits in dict.fromkeys(even_splits(tiles, n) for n in wanted):
                     yield Choice(kernel, replace(shape, num_splits=splits), "")
-            together = self.kernels[kernel], problem, self.device, self.constants[kernel]
-            found = waves.in_clusters(*together)
+            found = waves.in_clusters(self.kernels[kernel], problem, self.device)
             yield from (Choice(kernel, config, "") for config in found if config.shape in of)
 
     def seconds(self, choice: Choice) -> float:
@@ -462,7 +452,7 @@ class _Local:
             for away, its, log in told
         )
         log = _mean([(PRIOR, self.means[choice.kernel]), *alike])
-        return self.here(choice.kernel, config) * math.exp(log) * 1e-6
+        return self.here(choice.kernel, config) * math.exp(log)
 
 
 def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]:
@@ -473,10 +463,11 @@ def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]
         yield from sorted((a for a in away if a[0] <= MAX_OCTAVES), key=lambda pair: pair[0])
 
 
-def _class(problem: Problem) -> tuple[bool, int, int]:
+def _class(problem: Problem) -> tuple[bool, int, int, int]:
     wider, place = max(problem.head_dim, problem.head_dim_v), problem.place
     whole = not isinstance(place, Paged) or place.page_size % WHOLE_TILES == 0
-    return whole, (wider - 1).bit_length(), problem.kv_element_bytes
+    tiles = (problem.rows > NARROW) + (problem.rows > WIDE)
+    return whole, (wider - 1).bit_length(), problem.kv_element_bytes, tiles
 
 
 def _place(problem: Problem) -> tuple[float, ...]:
@@ -484,8 +475,8 @@ def _place(problem: Problem) -> tuple[float, ...]:
     page_size = WHOLE_PAGES
     if isinstance(problem.place, Paged):
         page_size = min(problem.place.page_size, WHOLE_PAGES)
-    heads, keys = problem.batch * problem.num_kv_heads, problem.visible_keys
-    return tuple(math.log2(max(1, x)) for x in (heads, keys, problem.rows, page_size))
+    heads, rows = problem.batch * problem.num_kv_heads, max(problem.rows, NARROW)
+    return tuple(math.log2(max(1, x)) for x in (heads, problem.visible_keys, rows, page_size))
 
 
 def _least_splits(problem: Problem, shape: Config) -> int:
@@ -505,9 +496,11 @@ def _shape(config: Config) -> dict[str, Any]:
 
 
 @cache
-def _likeness(config: Config) -> tuple[Any, ...]:
-    """Equal for a shape of one kernel on problems of other numbers of rows, but for wide tiles."""
-    return tuple(_shape(replace(config.shape, tile_m=config.tile_m // waves.WIDE)).items())
+def _likeness(kernel: str, config: Config) -> tuple[Any, ...]:
+    """Equal for a shape of one kernel on problems of other numbers of rows: for decode, but for
+    wide tiles; for whole sequences with as many rows a tile."""
+    tile_m = config.tile_m if kernel in WHOLE_SEQUENCES else config.tile_m // WIDE
+    return tuple(_shape(replace(config.shape, tile_m=tile_m)).items())
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:

@@ -73,14 +73,12 @@ from splitkv.kernels.hopper.decode_tiles import (
     asked_apart,
     box_rows,
     boxes_of,
-    gathers,
     layout_of,
     most_registers,
     shared_bytes,
     steps_of,
 )
 from splitkv.kernels.hopper.decode_wide import (
-    WIDE,
     attend_wide,
     layout_of_scores,
     most_rows,
@@ -105,7 +103,7 @@ from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
 from splitkv.kernels.tile.codec import unfit as unfit_scales
 from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles, start_of
 from splitkv.kv import Paged
-from splitkv.plans import Config, Kernel, Plan, Traffic
+from splitkv.plans import WIDE, Config, Kernel, Plan, Traffic, gathers
 from splitkv.problem import Operands, Problem
 
 HEAD_DIMS = 64, 128, 256

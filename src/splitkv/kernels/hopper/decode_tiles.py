@@ -11,12 +11,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
 from splitkv.kernels.hopper.cluster import exchange_bytes
-from splitkv.kernels.hopper.decode_wide import WIDE, type_of_keys
+from splitkv.kernels.hopper.decode_wide import type_of_keys
 from splitkv.kernels.hopper.prefill_load import allocate
 from splitkv.kernels.hopper.ring import allocate_ring, tile_layout
 from splitkv.kernels.parts import visited
 from splitkv.kv import AS_IS, Paged
-from splitkv.plans import Config
+from splitkv.plans import WIDE, Config
 from splitkv.problem import Problem
 
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
@@ -31,14 +31,6 @@ def box_rows(problem: Problem, tile_n: int) -> int:
         page_size = problem.place.page_size
         return min(tile_n, page_size & -page_size)
     return tile_n
-
-
-def gathers(problem: Problem, config: Config) -> bool:
-    """Whether rows are copied by all threads: boxes of a few keys of 8 bits are so small that
-    asking TMA for each of them takes longer."""
-    small = isinstance(problem.place, Paged) and problem.place.page_size % 64 > 0
-    alike = problem.head_dim == problem.head_dim_v
-    return small and alike and problem.codec != AS_IS and config.tile_m < WIDE
 
 
 def asked_apart(problem: Problem, config: Config) -> bool:

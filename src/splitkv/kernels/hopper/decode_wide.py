@@ -38,9 +38,10 @@ from splitkv.kernels.hopper.ring import ask, foresee, next_slot, thread_barrier,
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kv import AS_IS
+from splitkv.plans import WIDE
 from splitkv.problem import Problem
 
-WIDE, MAX_NARROW_ROWS = 64, 32  # packed rows: of such a tile, what a warpgroup multiplies; by mma
+MAX_NARROW_ROWS = 32  # packed rows that are multiplied by mma
 LEAST_UNIT = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 
 

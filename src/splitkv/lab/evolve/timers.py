@@ -128,9 +128,8 @@ class Simulated(Ours):
         for option in options:
             assert option.plan is not None
             plan = option.plan
-            constants = waves.constants_of(kernel_named(plan.kernel))
-            cost = waves.cost(case.problem, self.device, plan.config, constants)
-            found[option.label] = cost.seconds * 1e6
+            seconds = waves.model(case.problem, self.device, kernel_named(plan.kernel))
+            found[option.label] = seconds(plan.config) * 1e6
         return found
 
 

@@ -1,0 +1,352 @@
+"""The cost model of the kernels for decode, by which `waves` and `tuned` decide.
+
+    seconds = start + programs an SM * program + sum over waves of tiles a part * tile  +  merge
+    tile    = slowest(the chain of operations on one tile, a turn of the ring of tiles in flight,
+              what an SM multiplies for all its programs, the bytes of all running programs through
+              the memory)
+    merge   = its launch + the partials; nothing with one part
+
+`slowest` is a soft maximum (`shared.slowest`): what takes nearly as long as the slowest is not
+always hidden behind it. A program holds one part of one sequence, KV head and tile of rows. A wave
+is as many programs as the GPU holds at once (its slots). Counted are the keys that the mask lets
+through, not the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from splitkv.device import Device, KiB, MiB
+from splitkv.kv import AS_IS, Paged
+from splitkv.plans import WIDE, Config, Kernel, gathers
+from splitkv.policies import short_queries
+from splitkv.policies.shared import WHOLE_SEQUENCES, ceil_div, num_tiles, row_tiles, slowest
+from splitkv.problem import Problem
+
+# (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
+# within 2 % of it. Of those that the model cannot tell apart, which is within `CLOSE`, the first.
+SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
+HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
+HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
+
+HOPPER_DECODE = "hopper_decode_split"
+# What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
+# kernel about 5 KiB for its rows.
+REGISTERS_PER_SM, SMEM_RESERVED = 65536, 6 * KiB
+# Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
+# element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128: 96, 123,
+# 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2 warps
+# (paged).
+REGISTERS, REGISTERS_PAGED = (46, 0.41), (23, 1.04)
+# Of the kernel for Hopper, by head_dim, tile_m and tile_n.
+HOPPER_REGISTERS = {
+    **{(64, 16, 32): 80, (64, 16, 64): 128, (64, 16, 128): 128, (64, 32, 32): 150},
+    **{(64, 32, 64): 166, (128, 16, 32): 120, (128, 16, 64): 128, (128, 16, 128): 168},
+    **{(128, 32, 32): 208, (128, 32, 64): 240, (256, 16, 32): 200, (256, 16, 64): 240},
+    **{(64, 64, 32): 88, (64, 64, 64): 120, (64, 64, 128): 168, (128, 64, 32): 126},
+    **{(128, 64, 64): 168, (128, 64, 128): 240, (256, 64, 32): 208, (256, 64, 64): 240},
+}
+
+# More where quantised keys are gathered from small pages, the most with scales of each key.
+HOPPER_GATHERED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 128): 192}
+HOPPER_GATHERED_SCALES_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 144, (128, 16, 128): 200}
+
+
+def registers(problem: Problem, config: Config) -> float:
+    """Of a thread of the Triton kernel."""
+    elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
+    base, each = REGISTERS_PAGED if isinstance(problem.place, Paged) else REGISTERS
+    rows = config.tile_m * (problem.head_dim_v + problem.head_dim / 2)
+    return min(255.0, base + (rows + each * elements) / (32 * config.num_warps))
+
+
+def hopper_registers(problem: Problem, config: Config) -> float:
+    """Of a thread of the kernel for Hopper."""
+    key = max(problem.head_dim, problem.head_dim_v), config.tile_m, config.tile_n
+    table = HOPPER_REGISTERS
+    if gathers(problem, config):
+        table = HOPPER_GATHERED_REGISTERS
+        if problem.codec.granularity == "token":
+            table = HOPPER_GATHERED_SCALES_REGISTERS
+    return table.get(key, 255.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What a GPU and a kernel cost, in seconds, bytes and operations a second.
+
+    The defaults are the Triton kernel's. Both are fitted to what `splitkv tune` and `splitkv
+    regret` timed: bf16, batch 1 to 256, 128 to 512 Ki keys, 1 to 32 KV heads of 1 to 16 query
+    heads, 1, 4 and 16 query tokens, head_dim 64, 128 and 256, contiguous and pages of 1, 16 and 64
+    keys (H200, calls apart from each other, keys cold, torch 2.11, Triton 3.6, 2026-11-22). In the
+    median the model is 5.4 % off over 1407 plans of the Triton kernel and 3.8 % over 2228 of the
+    one for Hopper, 4.6 % over 199 that are mostly of 8 bits. Of a problem's timed plans it picks
+    one that is 2.9 and 2.0 % behind that kernel's best in the mean, in one of ten 8 and 6.5 %.
+
+    start          launch, first address to first tile, epilogue; start_paged: more where a page
+                   table has to be read first; start_byte: for each byte of a tile, until the first
+                   is there
+    program        for each program that an SM runs, whether together or one after another;
+                   program_widening: more where elements of 8 bits are widened
+    latency        from asking for a tile to having it: a slot of the ring is busy that long and
+                   while the tile is worked on, once more tiles are wanted than there are slots
+    bandwidth_share   of the data sheet's bandwidth, and paged_share of it where paged
+    uneven         of the time that an SM with one more program than others would need alone: what
+                   the others cannot take off it; uneven_paged: the same where paged
+    step           one tile, however small: two products and a softmax that wait for each other;
+                   step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp and 16
+                   rows, step_paged_element: for each of them where paged
+    step_copy      asking for what of a tile lies in one page; where it is gathered row by row
+                   instead, step_rows: for all of them
+    sm_flops       what an SM multiplies, rows that only fill a tile included
+    wide_step      of tiles multiplied by wgmma, 0: as the others; wide_key: for each key, as their
+                   scores take as long whatever head_dim is; wide_widening: for each element of 8
+                   bits a warp; wide_copy: asking for 128 bytes of every key in one page
+    merge          launching the combine; merge_part: for each part of a row, besides its partial,
+                   which is written and read
+    cluster        merging in a cluster instead; cluster_row: for each row and part of head_dim_v
+                   128 that a program sends; crowded: of the time that memory takes, what clusters
+                   of four and eight lose of it
+    longest_part   most bytes of keys and values in one part, where lengths are the device's
+    registers      (problem, config) -> those of a thread
+    shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
+                   shapes_gathered: where keys are copied row by row
+    """
+
+    start: float = 1.68e-6
+    start_paged: float = 0.637e-6
+    start_byte: float = 5.05e-11
+    program: float = 0.493e-6
+    program_widening: float = 0.0
+    latency: float = 0.593e-6
+    bandwidth_share: float = 0.927
+    paged_share: float = 0.914
+    uneven: float = 0.072
+    uneven_paged: float = 0.413
+    step: float = 0.509e-6
+    step_element: float = 0.0
+    step_paged_element: float = 4.3e-11
+    step_copy: float = 0.0
+    step_rows: float = 0.0
+    sm_flops: float = 2.27e12
+    wide_step: float = 0.0
+    wide_key: float = 0.0
+    wide_widening: float = 0.0
+    wide_copy: float = 0.0
+    merge: float = 1.08e-6
+    merge_part: float = 0.508e-8
+    cluster: float = 0.574e-6
+    cluster_row: float = 0.367e-8
+    crowded: float = 0.062
+    longest_part: float = 4.25 * MiB
+    registers: Callable[[Problem, Config], float] = registers
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_gathered: tuple[tuple[int, int, int], ...] = SHAPES
+
+
+H200 = Constants()
+# The kernel for Hopper, fitted to its times in the same runs.
+H200_HOPPER = Constants(
+    start=2.16e-6,
+    start_paged=0.0,
+    start_byte=1.14e-11,
+    program=0.685e-6,
+    program_widening=1.08e-6,
+    latency=0.39e-6,
+    bandwidth_share=0.98,
+    paged_share=0.93,
+    uneven=0.197,
+    uneven_paged=0.048,
+    step=0.348e-6,
+    step_element=3.83e-11,
+    step_paged_element=0.0,
+    step_copy=52.5e-9,
+    step_rows=0.306e-6,
+    sm_flops=math.inf,
+    wide_step=0.299e-6,
+    wide_key=6e-9,
+    wide_widening=1.12e-10,
+    wide_copy=40e-9,
+    merge=1.06e-6,
+    merge_part=0.571e-8,
+    registers=hopper_registers,
+    shapes=HOPPER_SHAPES,
+    shapes_gathered=HOPPER_GATHERED_SHAPES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the model says of one config."""
+
+    num_ctas: int
+    slots: int
+    tiles_per_split: int
+    split_seconds: float
+    merge_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.split_seconds + self.merge_seconds
+
+    @property
+    def waves(self) -> int:
+        return ceil_div(self.num_ctas, self.slots)
+
+
+class Shape:
+    """A tile shape on a device: what does not depend on the number of splits."""
+
+    def __init__(
+        self, problem: Problem, device: Device, config: Config, constants: Constants
+    ) -> None:
+        c, paged = constants, isinstance(problem.place, Paged)
+        dims = problem.head_dim + problem.head_dim_v
+        self.constants = c
+        self.batch = problem.batch
+        self.num_sms = device.num_sms
+        self.tiles = num_tiles(problem, config.tile_n)
+        self.tile_bytes = config.tile_n * dims * problem.kv_element_bytes
+        self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
+        self.slots = device.num_sms * occupancy(problem, device, config, c)
+        self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
+        rows, widened = problem.num_heads * problem.seqlen_q * problem.batch, problem.codec != AS_IS
+        self.program = (c.program + c.program_widening * widened) / device.num_sms
+        self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
+        self.start += rows * dims * problem.element_bytes / self.peak  # q and the result
+        a_warp = config.tile_n * dims / config.num_warps
+        pages = pages_of_tile(problem, config.tile_n)
+        self.alone = 2 * config.tile_m * config.tile_n * dims / c.sm_flops
+        if config.tile_m >= WIDE and c.wide_step:
+            panels = pages * dims * problem.kv_element_bytes / 128
+            step = c.wide_step + c.wide_key * config.tile_n + c.wide_copy * paged * panels
+            step += c.wide_widening * a_warp * widened
+        else:
+            step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
+            step += c.step_paged_element * paged * a_warp
+            step += c.step_rows if gathers(problem, config) else c.step_copy * 2 * pages
+        self.step, self.turn = step, (step + c.latency) / config.num_stages
+        self.num_stages = config.num_stages
+        # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
+        self.shared_reads = problem.num_kv_heads / self.head_tiles
+        self.uneven = c.uneven_paged if paged else c.uneven
+        partial_bytes = 2 * 4 * rows * (problem.head_dim_v + 2)  # written and read
+        self.merge_part = c.merge_part + partial_bytes / self.peak
+        sent = min(config.tile_m, problem.rows) * problem.head_dim_v / 128
+        self.cluster_part = c.cluster_row * sent
+
+    def cut(self, config: Config) -> Cost:
+        """As a config of this shape cuts the keys."""
+        if config.schedule == "batch":
+            return self.shared_out(config.programs - self.batch)  # the rest is there for rounding
+        if config.schedule == "fixed":
+            per = config.split_size // config.tile_n
+        else:
+            per = ceil_div(self.tiles, config.num_splits)
+        if config.merge == "cluster":
+            programs = self.batch * config.num_splits * self.head_tiles
+            return self.cost_of(programs, per, config.num_splits, "cluster")
+        return self.cost(per, merged=config.num_splits > 1)
+
+    def cost(self, per: int, merged: bool) -> Cost:
+        """With every sequence cut into parts of `per` tiles, the last one shorter."""
+        parts, merge = ceil_div(self.tiles, per), "combine" if merged else None
+        return self.cost_of(self.batch * parts * self.head_tiles, per, parts, merge)
+
+    def shared_out(self, full_parts: int) -> Cost:
+        """With the batch cut into so many parts and what rounding adds, half a part a sequence."""
+        per = max(1, ceil_div(self.tiles * self.batch, full_parts))
+        num_ctas = (full_parts + self.batch // 2) * self.head_tiles
+        return self.cost_of(num_ctas, per, ceil_div(self.tiles, per), "combine")
+
+    def cost_of(self, num_ctas: int, per: int, parts: int, merge: str | None) -> Cost:
+        """Of programs of `per` tiles, and merging so many parts a row, in one of two ways."""
+        full, rest = divmod(num_ctas, self.slots)
+        c, seconds = self.constants, self.start
+        seconds += self.program * num_ctas
+        seconds += full * self.wave(self.slots, per) + (self.wave(rest, per) if rest else 0.0)
+        merging = 0.0
+        if merge == "cluster":
+            merging = c.cluster + self.cluster_part * parts
+            if parts > 2:
+                units = self.batch * self.head_tiles * self.shared_reads
+                merging += c.crowded * units * self.tiles * self.tile_bytes / self.peak
+        elif merge:
+            merging = c.merge + self.merge_part * parts
+        return Cost(num_ctas, self.slots, per, seconds, merging)
+
+    def wave(self, ctas: int, per: int) -> float:
+        """Seconds of a wave of so many programs."""
+        on_one_sm, felt = ceil_div(ctas, self.num_sms), float(ctas)
+        if on_one_sm > 1:
+            felt += self.uneven * (on_one_sm * self.num_sms - ctas)
+        memory = felt * self.tile_bytes * self.shared_reads / self.peak
+        # else all its tiles are asked for at the start
+        turn = self.turn if per > self.num_stages else 0.0
+        return per * slowest(self.step, turn, on_one_sm * self.alone, memory)
+
+
+def pages_of_tile(problem: Problem, tile_n: int) -> int:
+    """Pages that a tile lies in; contiguous: one."""
+    place = problem.place
+    return ceil_div(tile_n, place.page_size) if isinstance(place, Paged) else 1
+
+
+def occupancy(problem: Problem, device: Device, config: Config, constants: Constants) -> int:
+    """Programs of a shape that an SM holds at once, its pipeline full of tiles; a CPU core: one."""
+    if device.kind == "cpu":
+        return 1
+    elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
+    smem = config.num_stages * elements * problem.kv_element_bytes + SMEM_RESERVED
+    if config.tile_m >= WIDE:  # q, and where values and, but for half int8, keys are widened to
+        half = problem.codec.name == "int8" and problem.products != "widened"
+        smem += (1 if half else 2) * config.tile_m * problem.head_dim
+        if problem.codec != AS_IS:
+            smem += 2 * config.tile_n * problem.head_dim_v if half else 2 * elements
+    if config.merge == "cluster":  # each has a share of all parts
+        smem += 4 * min(config.tile_m, problem.rows) * (problem.head_dim_v + 2 * config.num_splits)
+    a_block = constants.registers(problem, config) * 32 * config.num_warps
+    return max(1, min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block)))
+
+
+def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
+    """The model's answer for one config, every sequence at its upper bound."""
+    return Shape(problem, device, config, constants).cut(config)
+
+
+def constants_of(
+    kernel: Kernel, constants: Constants = H200, hopper: Constants | None = None
+) -> Constants:
+    """The constants that a kernel goes by."""
+    if kernel.name != HOPPER_DECODE:
+        return constants
+    return hopper or (H200_HOPPER if constants is H200 else constants)
+
+
+def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:
+    """config -> seconds, of any kernel that the model knows."""
+    if kernel.name in WHOLE_SEQUENCES:
+        rule = short_queries.constants_of(kernel)
+        return lambda config: short_queries.cost(problem, device, config, rule).seconds
+    known: dict[Config, Shape] = {}
+    constants = constants_of(kernel)
+
+    def seconds(config: Config) -> float:
+        key = config if config.merge == "cluster" else config.shape
+        if key not in known:
+            known[key] = Shape(problem, device, config, constants)
+        return known[key].cut(config).seconds
+
+    return seconds
+
+
+def programs(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> tuple[int, int]:
+    """(programs of a shape in one part, how many of them the GPU holds at once)."""
+    whole = replace(shape, num_splits=1)
+    if kernel.name in WHOLE_SEQUENCES:
+        told = short_queries.cost(problem, device, whole, short_queries.constants_of(kernel))
+        return told.programs, told.slots
+    cut = cost(problem, device, whole, constants_of(kernel))
+    return cut.num_ctas, cut.slots
