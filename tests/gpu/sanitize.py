@@ -1,6 +1,10 @@
 """Small calls of every kernel for NVIDIA's compute-sanitizer; `make sanitize` runs all its tools.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --without-roles
+
+racecheck takes what warps of one role hand to those of another for a race ("Sanitizers" in
+docs/measured-facts.md), so it gets the kernels without roles alone.
 
 Results are checked too, against references on the CPU, so that on the GPU there is little beside
 our kernels. Every tensor is an allocation of its own: memcheck sees a read past its end.
@@ -72,6 +76,7 @@ SEQUENCES: dict[str, Problem] = {
     "fp8": replace(STORED, products="full", codec=Codec("fp8", "head")),
 }
 PAGE_SIZE, PARTS = 16, 3
+WITH_ROLES = ("hopper_prefill", "hopper_prefill_quantised")
 
 
 def plan_of(problem: Problem, kernel: str, parts: int | str) -> Plan:
@@ -117,9 +122,11 @@ def any_gpu_backward(problem: Problem, device: splitkv.Device, _: Any) -> backwa
     return backward.Backward(problem, device)
 
 
-def check_sequences() -> None:
+def check_sequences(roles: bool) -> None:
     preferred = backward.backward_for
     for kernel in (k for k in KERNELS if "prefill" in k.name):
+        if kernel.name in WITH_ROLES and not roles:
+            continue
         any_gpu = kernel.name == "prefill"
         backward.backward_for = any_gpu_backward if any_gpu else preferred
         for name, problem in SEQUENCES.items():
@@ -133,17 +140,19 @@ def check_sequences() -> None:
             print(f"  pages_in_parts, {kernel.name}: right", flush=True)
 
 
-def main() -> None:
+def main(roles: bool) -> None:
     print(f"{HERE}, every tensor in memory of its own")
     for name, (problem, lengths, parts) in CALLS.items():
         for kernel in kernels(problem):
+            if kernel in WITH_ROLES and not roles:
+                continue
             given = on_the_gpu(plan_of(problem, kernel, parts))
             check(problem, run=given, lengths=lengths)
             print(f"  {name}, {kernel}: right", flush=True)
     check(SMALL, run=on_the_gpu(plan_of(SMALL, "decode_split", BATCH_RULE)), lengths=(150, 20))
     print(f"  {BATCH_RULE}, decode_split: right")
-    check_sequences()
+    check_sequences(roles)
 
 
 if __name__ == "__main__":
-    main()
+    main(roles="--without-roles" not in sys.argv[1:])
