@@ -30,6 +30,7 @@ from triton.runtime.driver import driver
 from splitkv.device import GPUS
 from splitkv.kernels import workspace
 from splitkv.kernels.hopper import prefill, prefill_quantised
+from splitkv.kernels.hopper.numbered import FIRST
 from splitkv.kernels.hopper.prefill_load import ROWS
 from splitkv.kernels.tile.merge import parts_a_step, rows_a_step
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
@@ -49,6 +50,7 @@ UNITS = {  # q . k and p . v
     ("fp8", "full"): {"f32.e4m3.e4m3"},
 }
 OF_Q = {units: 2 if units[1] == "widened" else 1 for units in UNITS}  # bytes of an element
+NEVER = 15  # the barrier of known.py, which no warp comes to
 STACK_BYTES = 80  # scalars, read once a row tile: what a loop mostly does has none
 AXES: cases.Axes = {
     "kind": ("dense", "varlen", "decode"),
@@ -224,7 +226,12 @@ def maxima_are_exceptions(problem: Problem, config: Config, made: Any) -> None:
     products = 128 * of_k // 32 + config.tile_n * of_v // 32
     loops = key_loops(made.asm["cubin"], products, 1)
     assert len(loops) == 1  # of all warpgroups
+    ptx = made.asm["ptx"]
+    taken = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\s+(\d+)", ptx)}
+    assert max(taken - {NEVER}) < FIRST.value  # by Triton, of the barriers of the hardware
     for body in loops:
+        met = [line for line in body if re.search(r"BAR\.SYNC\S* 0x", line)]
+        assert all(f" {NEVER:#x}," in line for line in met)  # warps meet for no other barrier
         waits = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
         votes = [n for n, line in enumerate(body) if "VOTE.ANY" in line]
         if (problem.codec.name, problem.products) == ("int8", "full"):
