@@ -369,8 +369,7 @@ def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_query_tokens_run_on_the_kernels_for_whole_sequences() -> None:
     problem = replace(SERVING, seqlen_q=17)
-    first = next(name for name in kernels(problem) if "prefill" in name)
-    assert plan_of(problem, make_operands(problem, device=DEVICE)).kernel == first
+    assert "prefill" in plan_of(problem, make_operands(problem, device=DEVICE)).kernel
     check(problem, device=DEVICE)
 
 

@@ -72,8 +72,8 @@ def test_nothing_is_compiled_after_warmup(
         seqlens_q=queries,
         **options,
     )
-    assert {plan.kernel for plan in plans} == {kernel}
-    assert kernel in compiled
+    assert kernel in {plan.kernel for plan in plans}
+    assert {plan.kernel for plan in plans} <= set(compiled)
     compiled.clear()
     for batch in batches:
         for seqlen_q in queries:
