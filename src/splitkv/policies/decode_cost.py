@@ -48,10 +48,9 @@ HOPPER_REGISTERS = {
     **{(64, 64, 32): 88, (64, 64, 64): 120, (64, 64, 128): 168, (128, 64, 32): 126},
     **{(128, 64, 64): 168, (128, 64, 128): 240, (256, 64, 32): 208, (256, 64, 64): 240},
 }
-
-# More where quantised keys are gathered from small pages, the most with scales of each key.
-HOPPER_GATHERED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 128): 192}
-HOPPER_GATHERED_SCALES_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 144, (128, 16, 128): 200}
+# More with a scale a key, and where int8 is gathered from small pages; e4m3 takes what bf16 does.
+HOPPER_SCALES_REGISTERS = HOPPER_REGISTERS | {(128, 16, 128): 200}
+HOPPER_GATHERED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 128): 192}
 
 
 def registers(problem: Problem, config: Config) -> float:
@@ -66,10 +65,10 @@ def hopper_registers(problem: Problem, config: Config) -> float:
     """Of a thread of the kernel for Hopper."""
     key = max(problem.head_dim, problem.head_dim_v), config.tile_m, config.tile_n
     table = HOPPER_REGISTERS
-    if gathers(problem, config):
+    if problem.codec.name == "int8" and gathers(problem, config):
         table = HOPPER_GATHERED_REGISTERS
-        if problem.codec.granularity == "token":
-            table = HOPPER_GATHERED_SCALES_REGISTERS
+    elif problem.codec.granularity == "token":
+        table = HOPPER_SCALES_REGISTERS
     return table.get(key, 255.0)
 
 
@@ -81,15 +80,16 @@ class Constants:
     regret` timed: bf16, batch 1 to 256, 128 to 512 Ki keys, 1 to 32 KV heads of 1 to 16 query
     heads, 1, 4 and 16 query tokens, head_dim 64, 128 and 256, contiguous and pages of 1, 16 and 64
     keys (H200, calls apart from each other, keys cold, torch 2.11, Triton 3.6, 2026-11-22). In the
-    median the model is 5.4 % off over 1407 plans of the Triton kernel and 3.8 % over 2228 of the
-    one for Hopper, 4.6 % over 199 that are mostly of 8 bits. Of a problem's timed plans it picks
-    one that is 2.9 and 2.0 % behind that kernel's best in the mean, in one of ten 8 and 6.5 %.
+    median the model is 5.4 % off over 1407 plans of the Triton kernel, 3.8 % over 2228 of the one
+    for Hopper and 4.6 % over 287 of it in 8 bits. Of a problem's timed plans it picks one that is
+    2.9, 2.0 and 1.2 % behind that kernel's best in the mean, in one of ten 8, 6.5 and 4.3 %.
 
     start          launch, first address to first tile, epilogue; start_paged: more where a page
                    table has to be read first; start_byte: for each byte of a tile, until the first
                    is there
     program        for each program that an SM runs, whether together or one after another;
-                   program_widening: more where elements of 8 bits are widened
+                   program_widening: more where elements of 8 bits are widened, of the SM that
+                   runs most, as q's conversion is its own work; program_scales: with a scale a key
     latency        from asking for a tile to having it: a slot of the ring is busy that long and
                    while the tile is worked on, once more tiles are wanted than there are slots
     bandwidth_share   of the data sheet's bandwidth, and paged_share of it where paged
@@ -97,9 +97,10 @@ class Constants:
                    the others cannot take off it; uneven_paged: the same where paged
     step           one tile, however small: two products and a softmax that wait for each other;
                    step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp and 16
-                   rows, step_paged_element: for each of them where paged
+                   rows, step_paged_element: for each of them where paged; step_scale: for each
+                   key that has a scale
     step_copy      asking for what of a tile lies in one page; where it is gathered row by row
-                   instead, step_rows: for all of them
+                   instead, step_row: for each key
     sm_flops       what an SM multiplies, rows that only fill a tile included
     wide_step      of tiles multiplied by wgmma, 0: as the others; wide_key: for each key, as their
                    scores take as long whatever head_dim is; wide_widening: for each element of 8
@@ -120,6 +121,7 @@ class Constants:
     start_byte: float = 5.05e-11
     program: float = 0.493e-6
     program_widening: float = 0.0
+    program_scales: float = 0.0
     latency: float = 0.593e-6
     bandwidth_share: float = 0.927
     paged_share: float = 0.914
@@ -128,8 +130,9 @@ class Constants:
     step: float = 0.509e-6
     step_element: float = 0.0
     step_paged_element: float = 4.3e-11
+    step_scale: float = 0.0
     step_copy: float = 0.0
-    step_rows: float = 0.0
+    step_row: float = 0.0
     sm_flops: float = 2.27e12
     wide_step: float = 0.0
     wide_key: float = 0.0
@@ -153,7 +156,8 @@ H200_HOPPER = Constants(
     start_paged=0.0,
     start_byte=1.14e-11,
     program=0.685e-6,
-    program_widening=1.08e-6,
+    program_widening=0.993e-6,
+    program_scales=0.3e-6,
     latency=0.39e-6,
     bandwidth_share=0.98,
     paged_share=0.93,
@@ -162,8 +166,9 @@ H200_HOPPER = Constants(
     step=0.348e-6,
     step_element=3.83e-11,
     step_paged_element=0.0,
+    step_scale=2e-9,
     step_copy=52.5e-9,
-    step_rows=0.306e-6,
+    step_row=4.87e-9,
     sm_flops=math.inf,
     wide_step=0.299e-6,
     wide_key=6e-9,
@@ -208,12 +213,14 @@ class Shape:
         self.batch = problem.batch
         self.num_sms = device.num_sms
         self.tiles = num_tiles(problem, config.tile_n)
-        self.tile_bytes = config.tile_n * dims * problem.kv_element_bytes
+        scaled = problem.codec.granularity == "token"
+        self.tile_bytes = config.tile_n * (dims * problem.kv_element_bytes + 8 * scaled)
         self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
         self.slots = device.num_sms * occupancy(problem, device, config, c)
         self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
         rows, widened = problem.num_heads * problem.seqlen_q * problem.batch, problem.codec != AS_IS
-        self.program = (c.program + c.program_widening * widened) / device.num_sms
+        self.program = c.program / device.num_sms
+        self.program_most = c.program_widening * widened + c.program_scales * scaled
         self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
         self.start += rows * dims * problem.element_bytes / self.peak  # q and the result
         a_warp = config.tile_n * dims / config.num_warps
@@ -226,7 +233,9 @@ class Shape:
         else:
             step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
             step += c.step_paged_element * paged * a_warp
-            step += c.step_rows if gathers(problem, config) else c.step_copy * 2 * pages
+            step += c.step_scale * scaled * config.tile_n
+            copied = gathers(problem, config)
+            step += c.step_row * config.tile_n if copied else c.step_copy * 2 * pages
         self.step, self.turn = step, (step + c.latency) / config.num_stages
         self.num_stages = config.num_stages
         # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
@@ -266,6 +275,7 @@ class Shape:
         full, rest = divmod(num_ctas, self.slots)
         c, seconds = self.constants, self.start
         seconds += self.program * num_ctas
+        seconds += self.program_most * ceil_div(num_ctas, self.num_sms)
         seconds += full * self.wave(self.slots, per) + (self.wave(rest, per) if rest else 0.0)
         merging = 0.0
         if merge == "cluster":

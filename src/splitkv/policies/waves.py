@@ -146,8 +146,9 @@ def fastest(
     together = in_clusters(kernel, problem, device, constants)
     weighed = []
     for shape in _worth(problem, device, found, constants):
-        weighed.append(_cheapest(problem, device, found, shape, constants))
-        weighed += [(cost(problem, device, c, constants), c) for c in together if c.shape == shape]
+        of_shape = [_cheapest(problem, device, found, shape, constants)]
+        of_shape += [(cost(problem, device, c, constants), c) for c in together if c.shape == shape]
+        weighed.append(min(of_shape, key=lambda pair: pair[0].seconds))
     least = min(cost.seconds for cost, _ in weighed)
     best, config = next(pair for pair in weighed if pair[0].seconds <= least * CLOSE)
     why = _why(problem, device, config, best, constants)
