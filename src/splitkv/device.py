@@ -47,6 +47,7 @@ class Device:
 
 
 KiB, MiB = 1024, 1024 * 1024
+REGISTERS_PER_SM = 65536  # of 32 bits, of every GPU since sm_30
 
 # Shared memory (an SM, the most for a block after opting in) by compute capability, from the
 # technical specifications of the CUDA programming guide.

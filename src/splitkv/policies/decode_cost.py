@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from splitkv.device import Device, KiB, MiB
+from splitkv.device import REGISTERS_PER_SM, Device, KiB, MiB
 from splitkv.kv import AS_IS, Paged
 from splitkv.plans import WIDE, Config, Kernel, gathers
 from splitkv.policies import short_queries
@@ -32,9 +32,8 @@ HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (3
 HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
 
 HOPPER_DECODE = "hopper_decode_split"
-# What an SM holds: 64 Ki registers; shared memory, of which CUDA takes 1 KiB with each block and a
-# kernel about 5 KiB for its rows.
-REGISTERS_PER_SM, SMEM_RESERVED = 65536, 6 * KiB
+# Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
+SMEM_RESERVED = 6 * KiB
 # Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
 # element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128: 96, 123,
 # 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2 warps

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from splitkv.device import Device, MiB
+from splitkv.device import REGISTERS_PER_SM, Device, MiB
 from splitkv.errors import expect
 from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel
@@ -38,7 +38,6 @@ from splitkv.policies.shared import (
 from splitkv.problem import Problem
 
 MOST_PARTIAL_BYTES = 256 * MiB
-REGISTERS_PER_SM = 65536
 # The model does not tell apart what is so close: then fewer rows, which read no keys twice where
 # they are enough, and longer tiles.
 CLOSE = 1.03

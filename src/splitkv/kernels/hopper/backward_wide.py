@@ -59,6 +59,17 @@ def scores(k, q, zero, KEY_DIM: gl.constexpr):
 
 
 @gluon.jit
+def await_keys(x, bars, work, PACKED: gl.constexpr):
+    """Wait for k and v, and clear of x, one of them, what is another sequence's, as the other
+    consumer does of the other."""
+    mbarrier.wait(bars.kv.index(0), 0)
+    if PACKED:
+        if work.len_k < HALF:
+            clear_behind(x, work.len_k, 16, 0, 1)
+            all_cleared(2)
+
+
+@gluon.jit
 def finish_dv(
     tiles,  # Tiles
     exchange,  # Exchange
@@ -85,11 +96,7 @@ def finish_dv(
     ROW: gl.constexpr = gl.SliceLayout(0, S)
     SCORES: gl.constexpr = 1 if KEY_DIM == 256 else 2  # products of `scores`
     k = tiles.k
-    mbarrier.wait(bars.kv.index(0), 0)
-    if PACKED:
-        if work.len_k < HALF:
-            clear_behind(k, work.len_k, 16, 0, 1)
-            all_cleared(2)
+    await_keys(k, bars, work, PACKED)
     zero = gl.zeros([HALF, M], gl.float32, S)
     dv = gl.zeros([HALF, DIM_V], gl.float32, ACC)
     slot = work.h * 0
@@ -173,11 +180,7 @@ def finish_dk(
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S)
     v = tiles.v
-    mbarrier.wait(bars.kv.index(0), 0)
-    if PACKED:
-        if work.len_k < HALF:
-            clear_behind(v, work.len_k, 16, 0, 1)
-            all_cleared(2)
+    await_keys(v, bars, work, PACKED)
     zero = gl.zeros([HALF, M], gl.float32, S)
     dk = gl.zeros([HALF, DIM], gl.float32, ACC)
     slot = work.h * 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.effect import act, act_with
+from splitkv.kernels.hopper.effect import act, act_alone
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 
 # Parts of a sequence that may be a cluster. Every GPU of sm_90 runs clusters of 8; of 16, which not
@@ -27,27 +27,21 @@ def exchange_bytes(rows: int, head_dim_v: int, parts: int) -> int:
 
 
 @gluon.jit
-def say(CODE: gl.constexpr):
-    """An instruction of all threads, without operands."""
-    act_with(CODE, 0)
-
-
-@gluon.jit
 def arrive_running(CLUSTER: gl.constexpr):
     """Tell the cluster, if there is one, that this program runs; to be met by `wait_cluster`."""
     if CLUSTER:
-        say("barrier.cluster.arrive.relaxed.aligned;")
+        act_alone("barrier.cluster.arrive.relaxed.aligned;")
 
 
 @gluon.jit
 def arrive_written():
     """Tell the cluster that what this program sent is there."""
-    say("barrier.cluster.arrive.release.aligned;")
+    act_alone("barrier.cluster.arrive.release.aligned;")
 
 
 @gluon.jit
 def wait_cluster():
-    say("barrier.cluster.wait.acquire.aligned;")
+    act_alone("barrier.cluster.wait.acquire.aligned;")
 
 
 @gluon.jit

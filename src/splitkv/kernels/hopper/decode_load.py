@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.cluster import arrive_running, arrive_written, wait_cluster
 from splitkv.kernels.hopper.decode_narrow import attend_narrow
+from splitkv.kernels.hopper.effect import act, act_alone
 from splitkv.kernels.hopper.ring import (
     arrivals,
     async_load,
@@ -140,20 +141,22 @@ def pages_of_round(pool, b, tiles, first, keys, PAGE_SIZE: gl.constexpr, TILE_N:
 def declare_page():
     """The register of `page_of_lane`. PTX knows it and LLVM does not, so that a number of one lane
     can become one of all without shared memory."""
-    of_warp(".reg .b32 page_of_lane; mov.b32 $0, 0;", gl.program_id(0))
+    act_alone(".reg .b32 page_of_lane;")
 
 
 @gluon.jit
 def keep_pages(pages):
     """Have them given out by `page_of_lane` from here on."""
-    of_warp("mov.b32 page_of_lane, $1; mov.b32 $0, 0;", pages)
+    act("mov.b32 page_of_lane, $1;", "r", (pages,))
 
 
 @gluon.jit
 def page_of_lane(lane):
-    return of_warp("shfl.sync.idx.b32 $0, page_of_lane, $1, 31, 0xffffffff;", lane)
-
-
-@gluon.jit
-def of_warp(CODE: gl.constexpr, x):
-    return gl.inline_asm_elementwise(CODE, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, page_of_lane, $1, 31, 0xffffffff;",
+        "=r,r",
+        [lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

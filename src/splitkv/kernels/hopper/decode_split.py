@@ -322,11 +322,11 @@ def hopper_decode_split(
 
     of_keys = KeyScales(key_scales, k_scales, v_scales, stride_sb, stride_sn)
     given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
+    rest = Scoring(pos, scale, softcap, slope), of_keys
     if OF_K is None:
-        rest = Scoring(pos, scale, softcap, slope), of_keys
         acc, m, l = attend((q, q_odd), given, rest, S, PAGE_SIZE, DIM_V, WIDEN, APART, CLUSTER)
     else:
-        acc, m, l = attend_wide(q, *given, pos, scale, softcap, slope, of_keys, S, PAGE_SIZE, WIDEN)
+        acc, m, l = attend_wide(q, *given, *rest, S, PAGE_SIZE, WIDEN)
     if WIDEN is not None:
         acc *= v_scale
     result = acc, m, l, row_ok

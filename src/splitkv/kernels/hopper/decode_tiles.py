@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splitkv.device import Device
+from splitkv.device import REGISTERS_PER_SM, Device, MiB
 from splitkv.kernels.hopper.cluster import exchange_bytes
 from splitkv.kernels.hopper.decode_wide import type_of_keys
 from splitkv.kernels.hopper.prefill_load import allocate
@@ -21,8 +21,7 @@ from splitkv.problem import Problem
 
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
 RESERVED_BYTES = 1024  # of each program, by CUDA
-REGISTERS_PER_SM = 65536
-LARGE, LONG = 64 << 20, 16  # bytes of keys and values, tiles of a part: see `asked_apart`
+LARGE, LONG = 64 * MiB, 16  # bytes of keys and values, tiles of a part: see `asked_apart`
 
 
 def box_rows(problem: Problem, tile_n: int) -> int:

@@ -179,16 +179,14 @@ def attend_wide(
     h,
     keys,
     bounds,
-    pos,  # [TILE_M, 1]
-    scale,
-    softcap,
-    slope,
+    scoring,  # Scoring
     of_keys,  # KeyScales
     S: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     WIDEN: gl.constexpr,
 ):
     """(acc [TILE_M, DIM_V], m [TILE_M] in base 2, l [TILE_M]) of the rows over `tiles`."""
+    pos, scale, softcap, slope = scoring
     TILE_M: gl.constexpr = q.shape[0]
     SLOTS: gl.constexpr = k_ring.shape[0]
     TILE_N: gl.constexpr = k_ring.shape[1]

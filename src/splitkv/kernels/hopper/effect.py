@@ -16,6 +16,6 @@ def act(CODE: gl.constexpr, KINDS: gl.constexpr, operands):
 
 
 @gluon.jit
-def act_with(CODE: gl.constexpr, number):
-    """Instructions on one number of the program, $1."""
-    act(CODE, "r", (gl.program_id(0) * 0 + number,))
+def act_alone(CODE: gl.constexpr):
+    """Instructions without operands."""
+    act(CODE, "r", (gl.program_id(0) * 0,))

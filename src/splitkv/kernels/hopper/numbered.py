@@ -39,24 +39,24 @@ class Numbers(NamedTuple):
 WAIT = gl.constexpr("bar.sync $1, $2;")
 ARRIVE = gl.constexpr("bar.arrive $1, $2;")
 # The first warps of a program are those that multiply.
-WAIT_FOR_STEP = gl.constexpr("""{
+WAIT_FOR_STEP = gl.constexpr(f"""{{
     .reg .b32 id;
     mov.u32 id, %tid.x;
     shr.u32 id, id, 7;
     mad.lo.u32 id, $1, $2, id;
-    add.u32 id, id, 4;
+    add.u32 id, id, {FIRST.value};
     bar.sync id, 256;
-    }""")
-BEGIN_STEP = gl.constexpr("""{
+    }}""")
+BEGIN_STEP = gl.constexpr(f"""{{
     .reg .b32 id;
     .reg .pred two;
-    mad.lo.u32 id, $1, $2, 4;
+    mad.lo.u32 id, $1, $2, {FIRST.value};
     bar.arrive id, 256;
     setp.gt.u32 two, $2, 1;
     add.u32 id, id, 1;
     @two bar.arrive id, 256;
-    }""")
-FIRST_TURN = gl.constexpr("""{
+    }}""")
+GIVE_FIRST_TURN = gl.constexpr("""{
     .reg .b32 id;
     .reg .pred other;
     mov.u32 id, %tid.x;
@@ -115,7 +115,7 @@ def begin_step(n, numbers):
 def give_first_turn(numbers):
     """Let the first warpgroup issue products, as the second."""
     if numbers.turns is not None:
-        at_number(FIRST_TURN, numbers.turns, 256)
+        at_number(GIVE_FIRST_TURN, numbers.turns, 256)
 
 
 @gluon.jit

@@ -43,7 +43,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
@@ -63,6 +62,7 @@ from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_shapes import ordered
 from splitkv.kernels.hopper.prefill_tile import consume, keeps_products
 from splitkv.kernels.hopper.prefill_write import Merging, Output
+from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.sequence_sizes import bounds_of, lse_strides, scoring_of
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.merge import MOST_ARRIVALS
@@ -85,15 +85,6 @@ SIZES = [  # arguments whose values are no reason to compile again
     *("stride_lse_b", "stride_lse_h", "stride_table", "tiles", "lanes", "width", "items"),
     *("parts", "size", "most_q", "stride_ob", "stride_ot", "stride_oh"),
 ]
-
-
-@gluon.jit
-def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """Barriers that `COUNT` arrivals complete."""
-    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(NUMBER):
-        mbarrier.init(made.index(n), count=COUNT)
-    return made
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -173,9 +164,9 @@ def hopper_prefill(
     turn = None
     if TURNS:
         turn = WARPGROUPS
-    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
-    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARPGROUPS)
-    q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, WARPGROUPS)
+    k_full, k_free = arrivals(STAGES, 1), arrivals(STAGES, WARPGROUPS)
+    v_full, v_free = arrivals(STAGES, 1), arrivals(STAGES, WARPGROUPS)
+    q_full, q_free = arrivals(Q_SLOTS, 1), arrivals(Q_SLOTS, WARPGROUPS)
     signals = Signals(q_full, q_free, k_full, k_free, v_full, v_free, turn, None)
     maps = Parts(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc)
     boxes = Parts(q_boxes, q_rest_boxes, k_boxes, k_rest_boxes, v_boxes, out_boxes)

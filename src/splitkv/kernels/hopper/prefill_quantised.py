@@ -48,13 +48,14 @@ from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kernels.hopper.numbered import FIRST, PHASES, READY, Numbers
-from splitkv.kernels.hopper.prefill import BARRIER_BYTES, barriers, fitting
+from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting
 from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, produce
 from splitkv.kernels.hopper.prefill_prepare import Ring, as_made_ready, prepare
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_tile import consume
 from splitkv.kernels.hopper.prefill_write import Merging, Output
+from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.visit import Strides
@@ -187,13 +188,13 @@ def hopper_prefill_quantised(
         BITS: gl.constexpr = OF_K.primitive_bitwidth
         rounded: gl.constexpr = gl.NVMMASharedLayout(min(128, DIM * BITS // 8), BITS, rank=2)
         q = gl.allocate_shared_memory(OF_K, [1, TILE_M, DIM], rounded)
-    q_full, q_free = barriers(Q_SLOTS, 1), barriers(Q_SLOTS, 1)
-    v_there, v_taken = barriers(STAGES, 1), barriers(STAGES, 1)
-    v_full = barriers(READY, 1)
+    q_full, q_free = arrivals(Q_SLOTS, 1), arrivals(Q_SLOTS, 1)
+    v_there, v_taken = arrivals(STAGES, 1), arrivals(STAGES, 1)
+    v_full = arrivals(READY, 1)
     v = allocate_ready(v_stored, OF_V)
     v_tiles = as_made_ready(v_stored, v)
     v_ring = Ring(v_tiles[0], v_tiles[1], v_there, v_taken, v_full)
-    k_there = barriers(STAGES, 1)
+    k_there = arrivals(STAGES, 1)
     k = k_stored
     # keys that are multiplied as they are stored are given back to the warp that has tiles copied
     THREADS: gl.constexpr = 2 * TILE_M
@@ -209,7 +210,7 @@ def hopper_prefill_quantised(
         k_taken = None
         taken_numbers = numbers
     else:
-        k_taken = barriers(STAGES, 1)
+        k_taken = arrivals(STAGES, 1)
         k = allocate_ready(k_stored, OF_K)
         k_tiles = as_made_ready(k_stored, k)
         k_ring = Ring(k_tiles[0], k_tiles[1], k_there, k_taken, None)

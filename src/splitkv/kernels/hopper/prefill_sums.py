@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.effect import act, act_with
+from splitkv.kernels.hopper.effect import act_alone
+from splitkv.kernels.hopper.numbered import arrive, wait
 
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
 SLACK = gl.constexpr(15.5)  # in base 2, by which weights of 16 bits may be larger than 1
@@ -137,7 +138,7 @@ def added_now(acc, product):
 @gluon.jit
 def declare_any(W: gl.constexpr):
     """The register of `any_above` of warpgroup W."""
-    act(declared_any(W), "r", (gl.program_id(0),))
+    act_alone(declared_any(W))
 
 
 @gluon.constexpr_function
@@ -226,13 +227,13 @@ def wait_turn(W: gl.constexpr):
     By a barrier of the hardware: for one in shared memory the warps of each warpgroup would have to
     meet first, at both ends.
     """
-    act_with("bar.sync $1, 256;", FIRST_TURN + W)
+    wait(FIRST_TURN + W, 256)
 
 
 @gluon.jit
 def pass_turn(W: gl.constexpr):
     """Let warpgroup W issue products."""
-    act_with("bar.arrive $1, 256;", FIRST_TURN + W)
+    arrive(FIRST_TURN + W, 256)
 
 
 @gluon.jit

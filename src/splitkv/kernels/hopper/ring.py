@@ -87,7 +87,7 @@ def rows_of_threads(dim, warps):
 
 @gluon.jit
 def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
-    """A barrier for each slot of the ring, which opens when it has been arrived at so often."""
+    """A barrier for each slot of a ring, which opens when it has been arrived at so often."""
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(n), count=COUNT)
