@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from splitkv.ahead import warmup
     from splitkv.api import (
         attention,
         attention_varlen,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         explain,
         merge_states,
         plan,
-        warmup,
     )
     from splitkv.cache.quantize import quantize_kv
     from splitkv.device import Device
@@ -43,7 +43,7 @@ _HOMES = {
     "merge_states": "api",
     "plan": "api",
     "quantize_kv": "cache.quantize",
-    "warmup": "api",
+    "warmup": "ahead",
 }
 
 __all__ = [

@@ -14,11 +14,9 @@ from splitkv.device import Device, current
 from splitkv.errors import (
     expect,
     expect_at_least,
-    expect_bool,
     expect_int,
     expect_number,
     expect_one_of,
-    expect_positive,
     expect_tensor,
 )
 from splitkv.explanation import Explanation
@@ -35,11 +33,11 @@ from splitkv.plans import Plan
 from splitkv.policies import DEFAULT, Policy
 from splitkv.problem import Kind, Problem, expect_heads, expect_window
 from splitkv.reference import merge_states
-from splitkv.registry import decided_lengths, make_plan
+from splitkv.registry import make_plan
 from splitkv.scales import DTYPE_BYTES
 from splitkv.sequences import run_attention
 
-__all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan", "warmup"]
+__all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan"]
 
 
 def attention(
@@ -428,90 +426,3 @@ def _expect_nothing_beside(
     expect(not tensors, "tensors", f"none beside a {kind}", len(tensors))
     for name, value in arguments.items():
         expect(False, name, f"nothing beside a {kind}", value)
-
-
-def warmup(
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_seqlen_k: int,
-    head_dim_v: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    batch_sizes: Sequence[int] = (1,),
-    seqlens_q: Sequence[int] = (1,),
-    page_size: int | None = None,
-    cache_seqlens: bool = True,
-    sink_logits: bool = False,
-    alibi_slopes: bool = False,
-    device: torch.device | str | int | None = None,
-    **arguments: Any,
-) -> list[Plan]:
-    """Compile and load every decode kernel that a model will need, so that serving never compiles.
-
-    max_seqlen_k   the longest cache; every shorter length that is decided by itself is planned too,
-                   as the policy may choose other tiles for it
-    batch_sizes    and seqlens_q: every combination is warmed up
-    dtype          of q and of the cache, which is not quantised
-    page_size      of a paged cache; None: contiguous
-    cache_seqlens, sink_logits, alibi_slopes    whether those tensors will be given
-    arguments      other arguments of `decode`: causal, window_size, sink_tokens, softcap,
-                   return_lse, ...
-
-    Returns the different plans. Needs no memory for a cache. Raises ValueError for malformed
-    arguments, UnsupportedProblem where no kernel can.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = torch.device(device)
-    expect(isinstance(dtype, torch.dtype), "dtype", "a torch.dtype", dtype)
-    expect_one_of("dtype", str(dtype).removeprefix("torch."), DTYPE_BYTES)
-    flags = {"cache_seqlens": cache_seqlens, "sink_logits": sink_logits}
-    for name, flag in (flags | {"alibi_slopes": alibi_slopes}).items():
-        expect_bool(name, flag)
-    sizes = {
-        "num_heads": (num_heads,),
-        "num_kv_heads": (num_kv_heads,),
-        "head_dim": (head_dim,),
-        "head_dim_v": () if head_dim_v is None else (head_dim_v,),
-        "max_seqlen_k": (max_seqlen_k,),
-        "page_size": () if page_size is None else (page_size,),
-        "batch_sizes": batch_sizes,
-        "seqlens_q": seqlens_q,
-    }
-    for name, values in sizes.items():
-        expect(isinstance(values, Sequence), name, "a sequence of integers", values)
-        for value in values:
-            expect_int(name, value)
-            expect_positive(name, value)
-    lengths = decided_lengths(max_seqlen_k)
-    plans: list[Plan] = []
-    known = set()
-    for batch in batch_sizes:
-        for seqlen_q in seqlens_q:
-            for seqlen_k in lengths:
-                q = torch.zeros(batch, seqlen_q, num_heads, head_dim, dtype=dtype, device=target)
-                caches = [
-                    torch.zeros(1, 1, num_kv_heads, dim, dtype=dtype, device=target)
-                    for dim in (head_dim, head_dim_v or head_dim)
-                ]
-                given = dict(arguments)
-                if page_size is None:
-                    k, v = (x.expand(batch, seqlen_k, -1, -1) for x in caches)
-                else:
-                    k, v = (x.expand(1, page_size, -1, -1) for x in caches)
-                    pages = -(-seqlen_k // page_size)
-                    given["page_table"] = q.new_zeros((batch, pages), dtype=torch.int32)
-                if cache_seqlens:
-                    given["cache_seqlens"] = q.new_ones(batch, dtype=torch.int32)
-                if sink_logits:
-                    given["sink_logits"] = q.new_zeros(num_heads)
-                if alibi_slopes:
-                    given["alibi_slopes"] = q.new_zeros(num_heads, dtype=torch.float32)
-                made = plan(q, k, v, **given)
-                choice = batch, seqlen_q, made.kernel, made.config
-                if choice not in known:
-                    known.add(choice)
-                    plans.append(made)
-                    decode(q, k, v, **given)
-    return plans

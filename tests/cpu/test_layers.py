@@ -26,7 +26,7 @@ LAYERS = (
     "autograd append",
     "api",
     "append_decode",
-    "cache flash_attn",
+    "ahead cache flash_attn",
     "integrations",
     "terminal",
     "demo lab",
