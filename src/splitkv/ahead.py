@@ -304,9 +304,14 @@ def warmup(
         choice = replace(made.problem, seqlen_q=seqlen_q, seqlen_k=0), made.kernel, made.config
         if choice not in plans:
             plans[choice] = made
-            if model.device.type != "cpu":  # where nothing is compiled
+            if compiles(model.device):
                 call.run()
     return list(plans.values())
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether what runs there is compiled before."""
+    return bool(device.type != "cpu")
 
 
 def _calls(

@@ -816,6 +816,84 @@ WARMUPS: list[Row] = [
     (WARMUP, {"seqlens_q": ("1",)}, "seqlens_q: expected an integer, got '1'"),
     (WARMUP, {"dtype": "bfloat16"}, "dtype: expected a torch.dtype, got 'bfloat16'"),
     (WARMUP, {"softcap": -1.0}, "softcap: expected at least 0, got -1.0"),
+    (WARMUP, {"max_seqlen_q": 65}, "max_seqlen_q: expected 1 to 64, got 65"),
+    (WARMUP, {"max_seqlen_q": 0}, "max_seqlen_q: expected more than 0, got 0"),
+    (WARMUP, {"stored": "int4"}, "stored: expected 'as_is', 'fp8' or 'int8', got 'int4'"),
+    (
+        WARMUP,
+        {"granularity": "head"},
+        "granularity: expected None with a cache stored as_is, got 'head'",
+    ),
+    (
+        WARMUP,
+        {"stored": "int8", "granularity": "none"},
+        "granularity: expected 'tensor', 'head' or 'token', got 'none'",
+    ),
+    (
+        WARMUP | {"append": True},
+        {"stored": "fp8", "granularity": "token"},
+        "granularity: expected 'tensor' or 'head' with append, got 'token'",
+    ),
+    (
+        WARMUP,
+        {"products": "half"},
+        "products: expected None with a bfloat16 cache, got 'half'",
+    ),
+    (
+        WARMUP | {"stored": "int8"},
+        {"products": "all"},
+        "products: expected 'widened', 'half' or 'full', got 'all'",
+    ),
+    (
+        WARMUP,
+        {"k_scale": rand(1)},
+        "k_scale: expected None with warmup, which makes tensors itself, got a tensor of shape [1]",
+    ),
+    (
+        WARMUP | {"append": True},
+        {"cache_seqlens": False},
+        "cache_seqlens: expected True with append, got False",
+    ),
+    (
+        WARMUP | {"append": True},
+        {"early_kv": True},
+        "early_kv: expected False with append, got True",
+    ),
+    (
+        WARMUP | {"append": True},
+        {"out": rand(HEADS)},
+        f"out: expected None with append, got a tensor of shape [{HEADS}]",
+    ),
+    (
+        WARMUP,
+        {"rotary_cos": rand(64, 4)},
+        "rotary_cos: expected None with append=False, got a tensor of shape [64, 4]",
+    ),
+    (
+        WARMUP | {"append": True},
+        {"rotary_sin": rand(64, 4)},
+        "rotary_sin: expected None with no rotary_cos, got a tensor of shape [64, 4]",
+    ),
+    (
+        WARMUP | {"append": True},
+        {"rotary_cos": rand(64, 4)},
+        "rotary_sin: expected a value with rotary_cos, got None",
+    ),
+    (
+        WARMUP | {"append": True, "rotary_cos": rand(64, 4).float()},
+        {"rotary_sin": rand(64, 3).float()},
+        "rotary_sin: expected [seqlen_ro=64, rotary_dim / 2=4], got [64, 3]",
+    ),
+    (
+        WARMUP | {"append": True, "rotary_sin": rand(64, 4).half()},
+        {"rotary_cos": rand(64, 4).half()},
+        "rotary_cos: expected dtype bfloat16 or float32, got float16",
+    ),
+    (
+        WARMUP | {"append": True, "rotary_sin": rand(64, DIM).float()},
+        {"rotary_cos": rand(64, DIM).float()},
+        f"rotary_cos.shape[1] (rotary_dim / 2): expected 1 to {DIM // 2}, got {DIM}",
+    ),
     *(
         (WARMUP, {"dtype": dtype}, f"dtype: expected {WORKING}, got '{name}'")
         for dtype, name in ((torch.int32, "int32"), (torch.int8, "int8"))
@@ -824,6 +902,8 @@ WARMUPS: list[Row] = [
         (WARMUP, {name: value}, f"{name}: expected True or False, got {shown}")
         for name, value, shown in (
             ("cache_seqlens", None, "None"),
+            ("append", 1, "1"),
+            ("rotary_interleaved", None, "None"),
             ("sink_logits", rand(HEADS), f"a tensor of shape [{HEADS}]"),
             ("alibi_slopes", 1, "1"),
         )
