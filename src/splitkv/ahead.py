@@ -40,15 +40,17 @@ from splitkv.registry import decided_lengths
 from splitkv.scales import DTYPE_BYTES, QUANTISED
 
 GRANULARITIES = [name for name in get_args(Granularity) if name != AS_IS.granularity]
-PACKED = 16  # tokens that packed prompts have room for; none of them is in a sequence
+TOTALS = 16, 17, 1  # of packed prompts: the distance between heads in the LSE
 
 
 class Call(NamedTuple):
-    """A call that serving will make: what it asks, of which operands, and how it is run."""
+    """A call that serving will make: what it asks, of which operands, how it is run, and the tokens
+    of packed prompts."""
 
     problem: Problem
     operands: Operands
     run: Callable[[], Any]
+    total: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +150,23 @@ class Model:
         run = partial(append_and_decode, call, q, k, v, **of_call, num_splits=self.num_splits)
         return Call(appending(problem, call), operands, run)
 
-    def prompt(self, batch: int, seqlen_q: int, seqlen_k: int) -> Call:
-        """A call of attention_varlen with sequences of up to so many tokens, all of them empty."""
-        q = self.zeros(PACKED, self.num_heads, self.head_dim)
+    def prompt(self, batch: int, seqlen_q: int, seqlen_k: int, total: int) -> Call:
+        """A call of attention_varlen with sequences of up to so many tokens, all of them empty;
+        none of the `total` tokens that there is room for is in one."""
+        q = self.zeros(total, self.num_heads, self.head_dim)
         own = {name: x for name, x in self.arguments.items() if name in ATTENTION_DEFAULTS}
         given = ATTENTION_DEFAULTS | {"causal": True} | own | self.beside()
         given |= {"cu_seqlens_q": self.index(batch + 1), "cu_seqlens_k": None}
         if self.page_size is None:
-            k, v = (x[0] for x in self.caches(1, PACKED))
-            given |= {"cu_seqlens_k": self.index(batch + 1), **self.scales(PACKED)}
+            k, v = (x[0] for x in self.caches(1, total))
+            given |= {"cu_seqlens_k": self.index(batch + 1), **self.scales(total)}
         else:
             k, v = self.caches(1, self.page_size)
             given |= {"page_table": self.pages(batch, seqlen_k), "cache_seqlens": self.index(batch)}
             given |= self.scales(1, self.page_size)
         given |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
         problem, operands = describe_attention(q, k, v, needs_grad=False, **given)
-        return Call(problem, operands, partial(attention_varlen, q, k, v, **given))
+        return Call(problem, operands, partial(attention_varlen, q, k, v, **given), total)
 
 
 NOT_WITH_APPEND = ("cache_seqlens", "out", "early_kv")
@@ -296,16 +299,16 @@ def warmup(
     )
     if max_seqlen_q is not None:
         expect_in_range("max_seqlen_q", max_seqlen_q, 1, max_seqlen_k)
-    plans: dict[Any, Plan] = {}
+    plans, done = dict[Any, Plan](), set()
     for call in _calls(model, batch_sizes, seqlens_q, max_seqlen_q):
         splits = num_splits if call.problem.kind == "decode" else 0
         made = plan_for(call.problem, call.operands, None, splits)
         seqlen_q = made.problem.seqlen_q if made.problem.kind == "decode" else 0
         choice = replace(made.problem, seqlen_q=seqlen_q, seqlen_k=0), made.kernel, made.config
-        if choice not in plans:
-            plans[choice] = made
-            if compiles(model.device):
-                call.run()
+        plans.setdefault(choice, made)
+        if compiles(model.device) and (choice, call.total) not in done:
+            done.add((choice, call.total))
+            call.run()
     return list(plans.values())
 
 
@@ -324,8 +327,9 @@ def _calls(
                     yield model.step(batch, seqlen_q, seqlen_k)
         for tokens in () if max_seqlen_q is None else decided_lengths(max_seqlen_q):
             if tokens:
-                paged = model.page_size is not None
-                yield model.prompt(batch, tokens, model.longest if paged else tokens)
+                keys = tokens if model.page_size is None else model.longest
+                for total in TOTALS:
+                    yield model.prompt(batch, tokens, keys, total)
 
 
 def _expect_codec(stored: Any, granularity: Any, append: bool) -> Codec:

@@ -22,12 +22,20 @@ from splitkv.ahead import Call, Model, standing_in
 from splitkv.cache.quantize import quantize_kv
 from splitkv.device import Device
 from splitkv.kernels import append as append_kernel
-from splitkv.kernels import decode_launch, workspace
+from splitkv.kernels import decode_launch, prefill, workspace
 from splitkv.kernels.append_call import Append, Rotary
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
+from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
 from splitkv.kv import AS_IS, Codec
 from splitkv.registry import KERNELS, kernel_named, make_plan
 
+RUN: dict[str, Any] = {
+    **MODULES,
+    "prefill": prefill,
+    "hopper_prefill": hopper_prefill,
+    "hopper_prefill_quantised": hopper_prefill_quantised,
+}
 CPU = torch.device("cpu")
 H200 = Device.named("h200")
 CODECS = [AS_IS, *(Codec(n, g) for n, g in product(("int8", "fp8"), ahead.GRANULARITIES))]
@@ -96,9 +104,12 @@ class Keys:
 @contextmanager
 def keys_of_kernels() -> Iterator[dict[str, Keys]]:
     """What decode and append compile for an H200 meanwhile."""
-    places = [(MODULES[name], name) for name in MODULES]
-    places += [(decode_launch, "combine"), (append_kernel, "append_kv")]
+    places = [(module, name) for name, module in RUN.items()]
+    places += [(append_kernel, "append_kv")]
+    merging = decode_launch, prefill, hopper_prefill
     keys = {name: Keys(getattr(module, name)) for module, name in places}
+    keys["combine"] = Keys(decode_launch.combine)
+    places += [(module, "combine") for module in merging]
     on_host, partials = torch.empty(0), workspace.partials
     with ExitStack() as patches:
         for module, name in places:
@@ -118,7 +129,7 @@ def compiled_for(call: Call) -> dict[str, set[str]]:
     new = call.run.args[0] if isinstance(call.run.args[0], Append) else None  # type: ignore[attr-defined]
     with keys_of_kernels() as keys:
         for kernel in KERNELS:
-            if kernel.name not in MODULES or kernel.unsupported(call.problem, H200):
+            if kernel.name not in RUN or kernel.unsupported(call.problem, H200):
                 continue
             made = make_plan(
                 call.problem, H200, unfit=lambda other, k=kernel: [""] if other is not k else []
@@ -150,10 +161,15 @@ def test_triton_compiles_for_a_real_cache_what_it_has(
 ) -> None:
     model = model_of(codec, **options)
     shapes = (1, 1, options["longest"]), (3, 2, 64)
+    prompts = (1, 190, 190), (3, 50, options["longest"])
+    by_total = product(prompts, ahead.TOTALS)
+    of_prompts = [compiled_for(model.prompt(*shape, total)) for shape, total in by_total]
     had = [compiled_for(model.step(*shape)) for shape in shapes]
     monkeypatch.setattr(ahead, "standing_in", real)
-    needed = [compiled_for(model.step(*shape)) for shape in shapes]
-    assert had == needed
+    assert had == [compiled_for(model.step(*shape)) for shape in shapes]
+    by_total = product(prompts, (320, 333, 1))
+    assert of_prompts == [compiled_for(model.prompt(*shape, total)) for shape, total in by_total]
+    assert all(found["prefill"] for found in of_prompts)
     assert all(found["decode_split"] for found in had)
     assert all(bool(found["append_kv"]) == options["append"] for found in had)
 
@@ -208,6 +224,7 @@ def test_every_plan_is_run_where_something_is_compiled(
         plans = splitkv.warmup(**SIZES, **options)
     of_kind = {"attention_varlen": "varlen"}.get(kind, "decode")
     count = sum(made.problem.kind == of_kind for made in plans)
+    count *= len(ahead.TOTALS) if of_kind == "varlen" else 1
     assert runs.call_count == (count if device == "cuda" else 0)
     for call in runs.call_args_list:
         assert call.kwargs["return_lse"] is True
