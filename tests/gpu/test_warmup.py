@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from running import DEVICE, SERVING, kernels
 from triton import knobs
 
 import splitkv
+from splitkv.ahead import GRANULARITIES
+from splitkv.flash_attn import flash_attn_with_kvcache
 
 # No other test compiles them.
 MODELS: dict[str, dict[str, Any]] = {
@@ -19,7 +23,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "hopper_prefill": {"num_heads": 256, "num_kv_heads": 2, "head_dim": 128},
     "prefill": {"num_heads": 140, "num_kv_heads": 2, "head_dim": 120},
 }
+# Each of the tests below compiles its own: a head dimension, and options, that no other test has.
+QUANTISED = {"num_heads": 12, "num_kv_heads": 2, "head_dim": 192}
+APPENDING = {"num_heads": 20, "num_kv_heads": 4, "head_dim": 96}
+PROMPTS = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 112}
 LONGEST = 2048
+STORED = [("as_is", None), *product(("int8", "fp8"), GRANULARITIES)]
+PLACES = pytest.mark.parametrize("page_size", [None, 16], ids=["contiguous", "paged"])
 
 
 @pytest.fixture
@@ -57,7 +67,7 @@ def serve(
     splitkv.decode(q, cache, cache, cache_seqlens=lengths, **options)
 
 
-@pytest.mark.parametrize("page_size", [None, 16], ids=["contiguous", "paged"])
+@PLACES
 @pytest.mark.parametrize("kernel", kernels(SERVING))
 def test_nothing_is_compiled_after_warmup(
     kernel: str, page_size: int | None, compiled: list[str]
@@ -88,4 +98,149 @@ def test_warmup_takes_no_memory_for_a_cache(kernel: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     splitkv.warmup(**MODELS[kernel], max_seqlen_k=1 << 20)
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20
+
+
+def cache_of(
+    model: dict[str, Any], stored: str, granularity: str | None, batch: int, page_size: int | None
+) -> dict[str, Any]:
+    """Arguments of decode: keys and values of LONGEST tokens a sequence, as an engine has them."""
+    kv_heads, dim = model["num_kv_heads"], model["head_dim"]
+    given: dict[str, Any] = {}
+    rows, keys = batch, LONGEST
+    if page_size is not None:
+        rows, keys = batch * LONGEST // page_size, page_size
+        pages = torch.randperm(rows, device=DEVICE).int()
+        given["page_table"] = pages.view(batch, -1)
+    k, v = (torch.randn(rows, keys, kv_heads, dim, device=DEVICE).bfloat16() for _ in range(2))
+    if stored != "as_is":
+        made = splitkv.quantize_kv(k, v, stored, str(granularity))
+        k, v = made.k, made.v
+        given |= {"k_scale": made.k_scale, "v_scale": made.v_scale}
+    return {"k_cache": k, "v_cache": v, **given}
+
+
+@PLACES
+@pytest.mark.parametrize(("stored", "granularity"), STORED[1:])
+def test_nothing_is_compiled_after_warmup_of_a_quantised_cache(
+    stored: str, granularity: str, page_size: int | None, compiled: list[str]
+) -> None:
+    how: dict[str, Any] = {"softcap": 21.0}
+    caches = {batch: cache_of(QUANTISED, stored, granularity, batch, page_size) for batch in (1, 5)}
+    plans = splitkv.warmup(
+        **QUANTISED,
+        max_seqlen_k=LONGEST,
+        page_size=page_size,
+        stored=stored,
+        granularity=granularity,
+        batch_sizes=(1, 5),
+        seqlens_q=(1, 3),
+        **how,
+    )
+    assert not {plan.kernel for plan in plans} & {"torch_math", "torch_sdpa"}
+    compiled.clear()
+    for batch, seqlen_q in product((1, 5), (1, 3)):
+        given = caches[batch]
+        shape = batch, seqlen_q, QUANTISED["num_heads"], QUANTISED["head_dim"]
+        q = torch.randn(shape, device=DEVICE).bfloat16()
+        for longest in (LONGEST, 1800, 700, 128, 33):
+            lengths = torch.full((batch,), longest, dtype=torch.int32, device=DEVICE)
+            splitkv.decode(q, **given, cache_seqlens=lengths, max_seqlen_k=longest, **how)
+    assert compiled == []
+
+
+@PLACES
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize(
+    ("stored", "granularity"), [pair for pair in STORED if pair[1] != "token"], ids=str
+)
+def test_nothing_is_compiled_after_warmup_of_appends(
+    stored: str, granularity: str | None, rotary: bool, page_size: int | None, compiled: list[str]
+) -> None:
+    dim = APPENDING["head_dim"]
+    angles = torch.rand(LONGEST, dim // 2, device=DEVICE)
+    turn: dict[str, Any] = {}
+    if rotary:
+        turn = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        turn["rotary_interleaved"] = False
+    caches = {batch: cache_of(APPENDING, stored, granularity, batch, page_size) for batch in (1, 5)}
+    plans = splitkv.warmup(
+        **APPENDING,
+        max_seqlen_k=LONGEST,
+        page_size=page_size,
+        stored=stored,
+        granularity=granularity,
+        batch_sizes=(1, 5),
+        seqlens_q=(1, 3, 40),
+        append=True,
+        **turn,
+    )
+    assert not {plan.kernel for plan in plans} & {"torch_math", "torch_sdpa"}
+    compiled.clear()
+    for batch, new in product((1, 5), (1, 3, 40)):
+        given = dict(caches[batch])
+        for name in ("k", "v"):
+            scale = given.pop(f"{name}_scale", None)
+            if scale is not None:
+                heads = scale.expand(batch, APPENDING["num_kv_heads"])
+                given[f"{name}_descale"] = heads
+        heads, kv_heads = APPENDING["num_heads"], APPENDING["num_kv_heads"]
+        q, k, v = (
+            torch.randn(batch, new, n, dim, device=DEVICE).bfloat16()
+            for n in (heads, kv_heads, kv_heads)
+        )
+        for length in (LONGEST - 40, 700, 0):
+            lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+            flash_attn_with_kvcache(
+                q, k=k, v=v, **given, cache_seqlens=lengths, causal=True, **turn
+            )
+    assert compiled == []
+
+
+@PLACES
+@pytest.mark.parametrize(("stored", "granularity"), STORED)
+def test_nothing_is_compiled_after_warmup_of_prompts(
+    stored: str, granularity: str | None, page_size: int | None, compiled: list[str]
+) -> None:
+    heads = PROMPTS["num_heads"]
+    calls = []
+    for tokens in ((2000, 48), (700, 333), (96, 1), (1, 16)):
+        total = sum(tokens)
+        cu = torch.tensor((0, tokens[0], total), dtype=torch.int32, device=DEVICE)
+        given: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": max(tokens)}
+        given |= cache_of(PROMPTS, stored, granularity, 2, page_size)
+        if page_size is not None:
+            given |= {"cu_seqlens_k": None, "max_seqlen_k": LONGEST, "cache_seqlens": cu.diff()}
+        else:
+            given |= {"cu_seqlens_k": cu, "max_seqlen_k": max(tokens)}
+            for name in ("k_cache", "v_cache"):
+                given[name] = given[name][0, :1].expand(total, -1, -1).contiguous()
+            if granularity == "token":
+                for name in ("k_scale", "v_scale"):
+                    given[name] = given[name][0, :1].expand(total, -1).contiguous()
+        k, v = given.pop("k_cache"), given.pop("v_cache")
+        q = torch.randn(total, heads, PROMPTS["head_dim"], device=DEVICE).bfloat16()
+        calls.append(partial(splitkv.attention_varlen, q, k, v, causal=True, **given))
+    plans = splitkv.warmup(
+        **PROMPTS,
+        max_seqlen_k=LONGEST,
+        max_seqlen_q=LONGEST,
+        page_size=page_size,
+        stored=stored,
+        granularity=granularity,
+        batch_sizes=(2,),
+    )
+    assert not {plan.kernel for plan in plans} & {"torch_math", "torch_sdpa"}
+    compiled.clear()
+    for call in calls:
+        call()
+    assert compiled == []
+
+
+@pytest.mark.parametrize(("stored", "granularity"), STORED[1:])
+def test_warmup_takes_no_memory_for_a_quantised_cache(stored: str, granularity: str) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    splitkv.warmup(**QUANTISED, max_seqlen_k=1 << 20, stored=stored, granularity=granularity)
     assert torch.cuda.max_memory_allocated() - before < 64 << 20
