@@ -239,8 +239,8 @@ def warmup(
     Tensors are taken to be contiguous, caches to have room for max_seqlen_k keys, and all to begin
     at multiples of 16 bytes. Not covered: `attention`, gradients, a q in 8 bits, scales of each
     sequence's heads where keys are appended, and cache_batch_idx, cache_leftpad, cu_seqlens_k_new
-    and rotary_seqlens of `flash_attn_with_kvcache`. `PagedKVCache` appends by slots: its `warmup`
-    is for it.
+    and rotary_seqlens of `flash_attn_with_kvcache`. `PagedKVCache` appends by slots: without
+    `append` this is for its `attend`, and `PagedKVCache.warmup` for its `append`.
 
     Returns the different plans. Needs no memory for a cache. Raises ValueError for malformed
     arguments, UnsupportedProblem where no kernel can.

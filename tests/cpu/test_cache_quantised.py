@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import splitkv
+from splitkv.append import append
 from splitkv.cache import PagedKVCache, SinkWindowCache, quantize_kv
 from splitkv.rounding import dequantize
 
@@ -228,3 +229,42 @@ def test_malformed(make: Any) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             wrong()
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@every
+def test_warmup_appends_to_every_layer_and_writes_nothing(
+    name: str, granularity: str, smooth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before scales are settled, or with tokens held."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        "splitkv.cache.paged.append", lambda call: (calls.append(call), append(call))
+    )
+    cache = paged(dtype=name, granularity=granularity, smooth_k=smooth)
+    for scale in (cache.k_scale, cache.v_scale):
+        assert scale is not None
+        scale.fill_(3)
+    for x in (cache.k, cache.v):
+        x.view(torch.uint8).fill_(5)
+    cache.warmup()
+    cache.warmup("fp16")
+    assert [call.k.dtype for call in calls] == [torch.bfloat16] * 4 + [torch.float16] * 4
+    assert [call.k.shape[0] for call in calls] == [1, cache.max_tokens] * 4
+    layers = [cache.k[layer].data_ptr() for layer in (0, 0, 1, 1)]
+    assert [call.k_cache.data_ptr() for call in calls] == layers * 2
+    for call in calls:
+        assert call.k_scale is not None and (call.k_mean is not None) == smooth
+    for x in (cache.k, cache.v):
+        assert bool((x.view(torch.uint8) == 5).all())
+    for scale in (cache.k_scale, cache.v_scale):
+        assert bool((scale == 3).all())
+    with pytest.raises(ValueError, match=r"^dtype: expected one of"):
+        cache.warmup(torch.int32)
+
+
+def test_warmup_is_for_the_type_that_a_cache_takes() -> None:
+    cache = paged(dtype="fp16")
+    cache.warmup()
+    with pytest.raises(ValueError, match=r"^k: expected dtype float16, got bfloat16$"):
+        cache.warmup("bf16")

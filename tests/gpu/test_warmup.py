@@ -14,6 +14,7 @@ from triton import knobs
 
 import splitkv
 from splitkv.ahead import GRANULARITIES
+from splitkv.cache import PagedKVCache
 from splitkv.flash_attn import flash_attn_with_kvcache
 
 # No other test compiles them.
@@ -26,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # Each of the tests below compiles its own: a head dimension, and options, that no other test has.
 QUANTISED = {"num_heads": 12, "num_kv_heads": 2, "head_dim": 192}
 APPENDING = {"num_heads": 20, "num_kv_heads": 4, "head_dim": 96}
+PAGES = {"num_kv_heads": 4, "head_dim": 80}
 PROMPTS = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 112}
 LONGEST = 2048
 STORED = [("as_is", None), *product(("int8", "fp8"), GRANULARITIES)]
@@ -244,3 +246,49 @@ def test_warmup_takes_no_memory_for_a_quantised_cache(stored: str, granularity: 
     before = torch.cuda.memory_allocated()
     splitkv.warmup(**QUANTISED, max_seqlen_k=1 << 20, stored=stored, granularity=granularity)
     assert torch.cuda.max_memory_allocated() - before < 64 << 20
+
+
+# the second layer's one scale does not begin at a multiple of 16 bytes, which warmup is not for
+@pytest.mark.parametrize(("stored", "granularity"), [p for p in STORED if p[1] != "tensor"])
+def test_nothing_is_compiled_after_warmup_of_a_paged_cache(
+    stored: str, granularity: str | None, compiled: list[str]
+) -> None:
+    heads, kv_heads, dim = 12, *PAGES.values()
+    cache = PagedKVCache(
+        num_pages=100,
+        page_size=16,
+        max_batch=2,
+        max_seqlen=512,
+        num_layers=2,
+        dtype="bf16" if stored == "as_is" else stored,
+        granularity=granularity,
+        device=DEVICE,
+        **PAGES,
+    )
+    q, k, v = (
+        torch.randn(300, n, dim, device=DEVICE).bfloat16() for n in (heads, kv_heads, kv_heads)
+    )
+    if granularity in ("tensor", "head"):
+        for layer in range(2):
+            cache.calibrate(layer, k, v)
+    cache.warmup()
+    plans = splitkv.warmup(
+        num_heads=heads,
+        **PAGES,
+        max_seqlen_k=512,
+        max_seqlen_q=512,
+        page_size=16,
+        batch_sizes=(1, 2),
+        stored=stored,
+        granularity=granularity,
+    )
+    assert not {plan.kernel for plan in plans} & {"torch_math", "torch_sdpa"}
+    sequences = cache.allocate(), cache.allocate()
+    compiled.clear()
+    for step, count in ((sequences[:1], 300), (sequences[1:], 77), (sequences, 1), (sequences, 1)):
+        cache.extend(step, count)
+        total = count * len(step)
+        for layer in range(2):
+            cache.append(layer, k[:total], v[:total])
+            cache.attend(layer, q[:total] if count > 1 else q[:total, None])
+    assert compiled == []

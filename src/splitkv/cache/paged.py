@@ -26,7 +26,7 @@ from torch import Tensor
 
 from splitkv.api import attention_varlen, decode
 from splitkv.append import append
-from splitkv.cache.storage import Layers, expect_sizes, unit_stride
+from splitkv.cache.storage import Layers, dtype_of, expect_sizes, unit_stride
 from splitkv.errors import (
     expect,
     expect_at_least,
@@ -354,6 +354,35 @@ class PagedKVCache:
             **self._layers.stored_by(layer),
         )
         append(call)
+
+    def warmup(self, dtype: torch.dtype | str | None = None) -> None:
+        """Compile what `append` launches for new keys and values of a type; nothing is written.
+
+        dtype   of the new ones, by default the cache's own, and bf16 where that has 8 bits
+
+        `splitkv.warmup` with the cache's page_size, max_seqlen, `stored` and granularity is for
+        what `attend` launches.
+        """
+        quantised = self.k_scale is not None
+        kind = dtype_of(dtype or ("bf16" if quantised else self.dtype))
+        for layer in range(self.k.shape[0]):
+            for total in (1, self.max_tokens):  # few and many tokens are other kernels
+                k, v = (
+                    torch.zeros(total, *x.shape[-2:], dtype=kind, device=x.device)
+                    for x in (self.k, self.v)
+                )
+                self._layers.check(layer, k, v, total=total)
+                mean = None if self.k_mean is None else self.k_mean[layer]
+                call = Append(
+                    k,
+                    v,
+                    self.k[layer],
+                    self.v[layer],
+                    slots=torch.full_like(self.slot_mapping[:total], -1),
+                    **self._layers.scales(layer),
+                    k_mean=mean,
+                )
+                append(call)
 
     def attend(self, layer: int, q: Tensor, **options: Any) -> Any:
         """Attention of the step's tokens to their sequences, causal unless told otherwise.
