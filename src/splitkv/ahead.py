@@ -337,7 +337,8 @@ def _expect_codec(stored: Any, granularity: Any, append: bool) -> Codec:
     if stored == AS_IS.name:
         expect_none_with("granularity", granularity, "a cache stored as_is")
         return AS_IS
-    granularity = granularity or ("head" if append else "token")
+    if granularity is None:
+        granularity = "head" if append else "token"
     expect_one_of("granularity", granularity, GRANULARITIES)
     one = not append or granularity != "token"
     expect(one, "granularity", "'tensor' or 'head' with append", granularity)

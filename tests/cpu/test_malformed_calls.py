@@ -830,6 +830,11 @@ WARMUPS: list[Row] = [
         "granularity: expected 'tensor', 'head' or 'token', got 'none'",
     ),
     (
+        WARMUP,
+        {"stored": "int8", "granularity": ""},
+        "granularity: expected 'tensor', 'head' or 'token', got ''",
+    ),
+    (
         WARMUP | {"append": True},
         {"stored": "fp8", "granularity": "token"},
         "granularity: expected 'tensor' or 'head' with append, got 'token'",
