@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from splitkv.kernels.hopper.numbered import wait
+from splitkv.kernels.hopper.numbered import meet
 from splitkv.kernels.hopper.ring import thread_barrier
 
 ALL_CLEARED = gl.constexpr(14)  # a barrier of the hardware: turns have 8 and on, Triton the first
@@ -41,4 +41,4 @@ def all_cleared(WARPGROUPS: gl.constexpr):
     if WARPGROUPS == 1:
         thread_barrier()
     else:
-        wait(ALL_CLEARED, 128 * WARPGROUPS)
+        meet(ALL_CLEARED, 128 * WARPGROUPS)

@@ -37,6 +37,7 @@ class Numbers(NamedTuple):
 
 
 WAIT = gl.constexpr("bar.sync $1, $2;")
+MEET = gl.constexpr("barrier.sync $1, $2;")
 ARRIVE = gl.constexpr("bar.arrive $1, $2;")
 # The first warps of a program are those that multiply.
 WAIT_FOR_STEP = gl.constexpr(f"""{{
@@ -97,6 +98,13 @@ def arrive(number, threads):
 def wait(number, threads):
     """Arrive, and wait for the others."""
     at_number(WAIT, number, threads)
+
+
+@gluon.jit
+def meet(number, threads):
+    """Arrive, and wait for others that do the same in roles of their own: `bar.sync` promises that
+    all who wait at a barrier do so by one instruction."""
+    at_number(MEET, number, threads)
 
 
 @gluon.jit
