@@ -272,14 +272,15 @@ def test_decode_of_many_tokens(place: Any, seqlen_q: int) -> None:
 
 
 MANY_TOKENS = replace(SHORT, kind="decode", seqlen_q=40, lengths="device", sink_logits=True)
-# Rows of several tiles, windows that leave parts without keys, lengths of the device.
+# Rows of several tiles, windows that leave parts without keys, lengths of the device; with sink
+# logits, and without, where some shapes look for no maximum.
 IN_PARTS = {
     f"{dim}-{mask}-{place}": replace(
-        MANY_TOKENS, head_dim=dim, head_dim_v=dim, mask=mask, place=place
+        MANY_TOKENS, head_dim=dim, head_dim_v=dim, mask=mask, place=place, sink_logits=mask.causal
     )
     for dim in (64, 128, 256)
-    for mask in (Mask(True, 700, -1, 5), Mask())
-    for place in (Contiguous(), Paged(16))
+    for mask, page_size in ((Mask(True, 700, -1, 5), 16), (Mask(), 64))
+    for place in (Contiguous(), Paged(page_size))
 }
 
 
