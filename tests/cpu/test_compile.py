@@ -17,11 +17,11 @@ import cases
 import pytest
 from compiling import ADDRESS, MODULES, Compiled, compile_plan, layouts, variants
 
+from splitkv import plans
 from splitkv.device import GPUS, Device
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kernels.hopper import decode_tiles
-from splitkv.kv import Codec, Contiguous, Paged
+from splitkv.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Plan
 from splitkv.policies import waves
@@ -90,6 +90,8 @@ ASKED_APART_AXES: cases.Axes = {
     "shape": ((8, 1), (4, 1), (1, 16), (8, 2)),
     "place": (Paged(16), Paged(48), Paged(32)),
     "schedule": ("whole", "even", "cluster of 2"),
+    "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token")),
+    "row_gap": (0, 16),
     "tile_n": (64,),
     "num_stages": (2, 3),
 }
@@ -326,8 +328,8 @@ def test_kernel_for_hopper(values: cases.Values) -> None:
 @variants(ASKED_APART_AXES, most=6, newest=2, valid=valid, ids=describe)
 def test_a_warp_that_asks_for_tiles(values: cases.Values, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long parts of large caches, here in short ones."""
-    monkeypatch.setattr(decode_tiles, "LARGE", 0)
-    monkeypatch.setattr(decode_tiles, "LONG", 0)
+    monkeypatch.setattr(plans, "LARGE", 0)
+    monkeypatch.setattr(plans, "LONG", 0)
     hold_to_budgets(values)
 
 

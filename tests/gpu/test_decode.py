@@ -32,7 +32,7 @@ from running import (
 
 import splitkv
 from splitkv import launch
-from splitkv.kernels.hopper import decode_tiles
+from splitkv import plans as rules
 from splitkv.masks import Mask
 from splitkv.plans import Config
 from splitkv.registry import kernel_named
@@ -293,6 +293,11 @@ SMALL_PAGES = {
     "page32": replace(SERVING, place=Paged(32), dtype="float16", score=Score(True, True)),
     "tokens": replace(SERVING, place=Paged(16), seqlen_q=2),
     "head_dim64": replace(SERVING, place=Paged(16), head_dim=64, head_dim_v=64),
+    "e4m3": replace(SERVING, place=Paged(16), codec=Codec("fp8", "head"), return_lse=True),
+    "int8, a scale a key": replace(SERVING, place=Paged(48), codec=Codec("int8", "token")),
+    "int8, head_dim64": replace(
+        SERVING, place=Paged(32), codec=Codec("int8", "head"), head_dim=64, head_dim_v=64
+    ),
 }
 
 
@@ -300,16 +305,16 @@ SMALL_PAGES = {
 def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long parts of large caches, here in short ones: in one part, in several and in a pair,
     of lengths that end anywhere or are 0."""
-    monkeypatch.setattr(decode_tiles, "LARGE", 0)
-    monkeypatch.setattr(decode_tiles, "LONG", 0)
+    monkeypatch.setattr(rules, "LARGE", 0)
+    monkeypatch.setattr(rules, "LONG", 0)
     problem = replace(SMALL_PAGES[name], seqlen_k=2130)
     plan = plan_with(HOPPER, problem)
     for cut in ({"num_splits": 1}, {"num_splits": 3}, {"num_splits": 2, "merge": "cluster"}):
         for tile_n, num_stages in ((64, 2), (64, 3), (32, 3), (128, 2)):
             shape = Config(1, 16, tile_n, 4, num_stages)
             asking = replace(plan, policy="asking", config=replace(shape, **cut))
-            if decode_tiles.box_rows(problem, tile_n) < tile_n:
-                assert decode_tiles.asked_apart(problem, asking.config)
+            if rules.box_rows(problem, tile_n) < tile_n:
+                assert rules.asked_apart(problem, asking.config)
             for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
                 check(problem, device=DEVICE, run=decode(plan=asking), lengths=lengths)
 

@@ -6,7 +6,7 @@ import functools
 
 import triton
 
-from splitkv.plans import Config, Traffic
+from splitkv.plans import Config, Traffic, visited
 from splitkv.problem import Problem
 
 
@@ -49,15 +49,6 @@ def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
         partial_bytes=2 * parts * rows * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
         flops=2 * rows * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
     )
-
-
-def visited(problem: Problem, tile_n: int) -> int:
-    """Tiles of a sequence as long as it may be: tile/band.py on the host."""
-    tiles = end = 0
-    for lo, hi in problem.span:
-        first, end = max(lo // tile_n, end), triton.cdiv(hi, tile_n)
-        tiles += end - first
-    return tiles
 
 
 def num_parts(problem: Problem, config: Config) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from splitkv.device import REGISTERS_PER_SM, Device, KiB, MiB
 from splitkv.kv import AS_IS, Paged
-from splitkv.plans import WIDE, Config, Kernel, gathers
+from splitkv.plans import WIDE, Config, Kernel, asked_apart, gathers
 from splitkv.policies import short_queries
 from splitkv.policies.shared import WHOLE_SEQUENCES, ceil_div, num_tiles, row_tiles, slowest
 from splitkv.problem import Problem
@@ -30,6 +30,7 @@ from splitkv.problem import Problem
 SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
 HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
+HOPPER_APART_SHAPES = ((64, 4, 3), (128, 4, 3))  # of 8 bits, where a warp asks for small pages
 
 HOPPER_DECODE = "hopper_decode_split"
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
@@ -107,12 +108,19 @@ class Constants:
     merge          launching the combine; merge_part: for each part of a row, besides its partial,
                    which is written and read
     cluster        merging in a cluster instead; cluster_row: for each row and part of head_dim_v
-                   128 that a program sends; crowded: of the time that memory takes, what clusters
+                   128 that a program sends; pair_widening: less of two parts whose elements of 8
+                   bits are widened; crowded: of the time that memory takes, what clusters
                    of four and eight lose of it
+    in_flight      most bytes that an SM has on their way where 8 bits are widened: with more it is
+                   slower. 128 keys x 2 in two programs took 128.2 us at 537 MB, in three 130.4;
+                   in_flight_apart: where a warp asks for small pages. 64 x 3 in two programs took
+                   129.3 us, in three 133.8, 128 x 2 in three 141.5; at 67 MB 128 x 3 in one 22.8,
+                   64 x 3 in two 23.8, in three 25.9; programs_apart: that it has registers for
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
-                   shapes_gathered: where keys are copied row by row
+                   shapes_gathered: where keys are copied row by row; shapes_apart: where a warp
+                   asks for keys of 8 bits
     """
 
     start: float = 1.68e-6
@@ -141,11 +149,16 @@ class Constants:
     merge_part: float = 0.508e-8
     cluster: float = 0.574e-6
     cluster_row: float = 0.367e-8
+    pair_widening: float = 0.0
     crowded: float = 0.062
+    in_flight: int = MiB  # more than an SM has room for
+    in_flight_apart: int = MiB
+    programs_apart: int = 0
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_gathered: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_apart: tuple[tuple[int, int, int], ...] = SHAPES
 
 
 H200 = Constants()
@@ -175,9 +188,14 @@ H200_HOPPER = Constants(
     wide_copy=40e-9,
     merge=1.06e-6,
     merge_part=0.571e-8,
+    pair_widening=0.5e-6,
+    in_flight=128 * KiB,
+    in_flight_apart=96 * KiB,
+    programs_apart=3,
     registers=hopper_registers,
     shapes=HOPPER_SHAPES,
     shapes_gathered=HOPPER_GATHERED_SHAPES,
+    shapes_apart=HOPPER_APART_SHAPES,
 )
 
 
@@ -209,7 +227,7 @@ class Shape:
         c, paged = constants, isinstance(problem.place, Paged)
         dims = problem.head_dim + problem.head_dim_v
         self.constants = c
-        self.batch = problem.batch
+        self.batch, self.widened = problem.batch, problem.codec != AS_IS
         self.num_sms = device.num_sms
         self.tiles = num_tiles(problem, config.tile_n)
         scaled = problem.codec.granularity == "token"
@@ -233,8 +251,10 @@ class Shape:
             step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
             step += c.step_paged_element * paged * a_warp
             step += c.step_scale * scaled * config.tile_n
-            copied = gathers(problem, config)
-            step += c.step_row * config.tile_n if copied else c.step_copy * 2 * pages
+            if gathers(problem, config):
+                step += c.step_row * config.tile_n
+            elif not widened_apart(problem, config, c):
+                step += c.step_copy * 2 * pages
         self.step, self.turn = step, (step + c.latency) / config.num_stages
         self.num_stages = config.num_stages
         # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
@@ -279,7 +299,9 @@ class Shape:
         merging = 0.0
         if merge == "cluster":
             merging = c.cluster + self.cluster_part * parts
-            if parts > 2:
+            if parts == 2:
+                merging -= c.pair_widening * self.widened
+            else:
                 units = self.batch * self.head_tiles * self.shared_reads
                 merging += c.crowded * units * self.tiles * self.tile_bytes / self.peak
         elif merge:
@@ -308,7 +330,10 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
     if device.kind == "cpu":
         return 1
     elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
-    smem = config.num_stages * elements * problem.kv_element_bytes + SMEM_RESERVED
+    ring = config.num_stages * elements * problem.kv_element_bytes
+    if widened_apart(problem, config, constants):
+        return max(1, min(constants.programs_apart, constants.in_flight_apart // ring))
+    smem = ring + SMEM_RESERVED
     if config.tile_m >= WIDE:  # q, and where values and, but for half int8, keys are widened to
         half = problem.codec.name == "int8" and problem.products != "widened"
         smem += (1 if half else 2) * config.tile_m * problem.head_dim
@@ -317,7 +342,10 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
     if config.merge == "cluster":  # each has a share of all parts
         smem += 4 * min(config.tile_m, problem.rows) * (problem.head_dim_v + 2 * config.num_splits)
     a_block = constants.registers(problem, config) * 32 * config.num_warps
-    return max(1, min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block)))
+    held = min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block))
+    if problem.codec != AS_IS and config.tile_m < WIDE:
+        held = min(held, constants.in_flight // ring)
+    return max(1, held)
 
 
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
@@ -332,6 +360,12 @@ def constants_of(
     if kernel.name != HOPPER_DECODE:
         return constants
     return hopper or (H200_HOPPER if constants is H200 else constants)
+
+
+def widened_apart(problem: Problem, config: Config, constants: Constants) -> bool:
+    """Whether a warp asks for keys of 8 bits in small pages, in a kernel that has one."""
+    widened = problem.codec != AS_IS
+    return widened and constants.programs_apart > 0 and asked_apart(problem, config)
 
 
 def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:

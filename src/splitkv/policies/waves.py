@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from splitkv.device import Device, MiB
 from splitkv.kv import AS_IS, Paged
-from splitkv.plans import WIDE, Choice, Config, Kernel, gathers
+from splitkv.plans import LONG, WIDE, Choice, Config, Kernel, gathers
 from splitkv.policies import short_queries
 from splitkv.policies.decode_cost import (
     H200,
@@ -34,6 +34,7 @@ from splitkv.policies.decode_cost import (
     model,
     occupancy,
     programs,
+    widened_apart,
 )
 from splitkv.policies.shared import (
     MAX_SPLITS,
@@ -170,12 +171,17 @@ def _worth(
     problem: Problem, device: Device, found: Sequence[Config], constants: Constants
 ) -> list[Config]:
     """The shapes worth weighing, in order of preference; all, where none of those is legal."""
-    gathered = gathers(problem, found[0])
-    wanted = constants.shapes_gathered if gathered else constants.shapes
+    units = problem.batch * problem.num_kv_heads
+    wanted = constants.shapes
+    if gathers(problem, found[0]):
+        wanted = constants.shapes_gathered
+    elif widened_apart(problem, found[0], constants):
+        first = Shape(problem, device, found[0], constants)
+        shared = least_splits(problem, first, constants) * units > first.slots
+        wanted = constants.shapes_gathered if shared else constants.shapes_apart
     by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
     worth = [by_shape[shape] for shape in wanted if shape in by_shape]
     # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.
-    units = problem.batch * problem.num_kv_heads
     in_a_wave = [
         c
         for c in worth
@@ -233,8 +239,11 @@ def _cheapest(
     most = max_splits(problem, found, config)
     a_wave = shape.slots / (shape.batch * shape.head_tiles)
     least = min(most, least_splits(problem, shape, constants))
+    even = most
+    if widened_apart(problem, config, constants):  # of shorter parts rows are gathered
+        even = max(least, min(most, shape.tiles // LONG))
     # of no more programs than their longest part asks for: one more may not fit into a wave
-    weighed = _splits_worth(shape.tiles, least, most, a_wave)
+    weighed = _splits_worth(shape.tiles, least, even, a_wave)
     worth = sorted({even_splits(shape.tiles, splits) for splits in weighed})
     best, splits = min(
         (

@@ -13,9 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from splitkv.kernels.hopper.cluster import arrive_running, arrive_written, wait_cluster
 from splitkv.kernels.hopper.decode_narrow import attend_narrow
 from splitkv.kernels.hopper.effect import act, act_alone
+from splitkv.kernels.hopper.pairs import ask_scales
 from splitkv.kernels.hopper.ring import (
     arrivals,
     async_load,
+    foresee,
     keys_of_box,
     next_slot,
     thread_barrier,
@@ -24,6 +26,14 @@ from splitkv.kernels.hopper.ring import (
 
 LANES = gl.constexpr(32)
 ASKING_REGISTERS = gl.constexpr(24)  # of each thread of a warp that does not multiply
+
+
+@gluon.constexpr_function
+def asking(gathered, scaled, apart, warps):
+    """How many threads arrive at a tile's barrier: one that asks for it, or all that gather it; and
+    those that copy scales, all or a warp of its own."""
+    every = 32 * warps
+    return (every if gathered else 1) + (0 if not scaled else 32 if apart else every)
 
 
 @gluon.jit
@@ -38,7 +48,7 @@ def attend(
     APART: gl.constexpr,
     CLUSTER: gl.constexpr,
 ):
-    """`attend_narrow`; APART: of keys as they are, while a warp of its own asks for tiles."""
+    """`attend_narrow`; APART: while a warp of its own asks for tiles, and another for scales."""
     ring, k_ring, v_ring, tiles, b, h, keys, bounds = given
     if APART:
         free = arrivals(k_ring.shape[0], 1)
@@ -46,9 +56,10 @@ def attend(
         TILE_N: gl.constexpr = k_ring.shape[1]
         acc, m, l = gl.warp_specialize(
             [
-                (attend_only, (rows, given, rest, free, S, PAGE_SIZE, DIM_V)),
+                (attend_only, (rows, given, rest, free, S, PAGE_SIZE, DIM_V, WIDEN)),
                 (ask_apart, (ring, free, b, h, tiles, keys, PAGE_SIZE, TILE_N, CLUSTER)),
-                (meet_cluster, (CLUSTER,)),  # three warps that Triton would add anyway
+                # three warps that Triton would add anyway
+                (scales_apart, (ring, rest[1], free, b, h, tiles, keys, PAGE_SIZE, CLUSTER)),
                 (meet_cluster, (CLUSTER,)),
             ],
             [1, 1, 2],
@@ -68,9 +79,10 @@ def attend_only(
     S: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     DIM_V: gl.constexpr,
+    WIDEN: gl.constexpr,
 ):
     """What the warps that multiply do."""
-    return attend_narrow(*rows, *given, *rest, free, S, PAGE_SIZE, DIM_V, None)
+    return attend_narrow(*rows, *given, *rest, free, S, PAGE_SIZE, DIM_V, WIDEN)
 
 
 @gluon.jit
@@ -111,6 +123,35 @@ def ask_apart(
                 async_load(pool.k, at, full, k_boxes.index(slot * BOXES + n))
                 async_load(pool.v, at, full, v_boxes.index(slot * BOXES + n))
             lane += BOXES
+            slot, phase = next_slot(slot, phase, SLOTS)
+    meet_cluster(CLUSTER)
+
+
+@gluon.jit
+def scales_apart(
+    ring,
+    of_keys,  # KeyScales
+    free,
+    b,
+    h,
+    tiles,
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    CLUSTER: gl.constexpr,
+):
+    """Have the scales of the tiles' keys copied where they have any; for another warp."""
+    if of_keys.scales is not None:
+        SLOTS: gl.constexpr = of_keys.k_ring.shape[0]
+        TILE_N: gl.constexpr = of_keys.k_ring.shape[1]
+        rings = of_keys.scales, of_keys.k_ring, of_keys.v_ring, ring[3], ring[0], b, h
+        strides = of_keys.stride_b, of_keys.stride_n
+        slot = tiles.first * 0
+        phase = slot + 1
+        for i in range(tiles.first, tiles.last, tiles.by):
+            mbarrier.wait(free.index(slot), phase)
+            ask_scales(*rings, *strides, slot, tile_at(tiles, i), keys, PAGE_SIZE, TILE_N)
+            after = gl.minimum(i + tiles.by, tiles.last - 1)
+            foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
             slot, phase = next_slot(slot, phase, SLOTS)
     meet_cluster(CLUSTER)
 

@@ -59,7 +59,7 @@ from splitkv.kernels.hopper.cluster import (
     exchange_bytes,
     merge_cluster,
 )
-from splitkv.kernels.hopper.decode_load import attend
+from splitkv.kernels.hopper.decode_load import asking, attend
 from splitkv.kernels.hopper.decode_narrow import Scoring
 from splitkv.kernels.hopper.decode_new import Turning, fill_and_write, turned_rows
 from splitkv.kernels.hopper.decode_rows import (
@@ -70,8 +70,6 @@ from splitkv.kernels.hopper.decode_rows import (
 )
 from splitkv.kernels.hopper.decode_tiles import (
     allocate_tiles,
-    asked_apart,
-    box_rows,
     boxes_of,
     layout_of,
     most_registers,
@@ -97,13 +95,23 @@ from splitkv.kernels.hopper.pairs import (
 )
 from splitkv.kernels.hopper.ring import Pool, arrivals, fill, foresee
 from splitkv.kernels.parts import num_parts as parts_of_problem
-from splitkv.kernels.parts import traffic_of_parts, visited
+from splitkv.kernels.parts import traffic_of_parts
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
 from splitkv.kernels.tile.codec import unfit as unfit_scales
 from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles, start_of
 from splitkv.kv import Paged
-from splitkv.plans import WIDE, Config, Kernel, Plan, Traffic, gathers
+from splitkv.plans import (
+    WIDE,
+    Config,
+    Kernel,
+    Plan,
+    Traffic,
+    asked_apart,
+    box_rows,
+    gathers,
+    visited,
+)
 from splitkv.problem import Operands, Problem
 
 HEAD_DIMS = 64, 128, 256
@@ -240,10 +248,7 @@ def hopper_decode_split(
         tl.extra.cuda.gdc_launch_dependents()
     k_boxes, k_ring = allocate_tiles(k_desc, SLOTS, TILE_N, DIM, GATHER, OF_K)
     v_boxes, v_ring = allocate_tiles(v_desc, SLOTS, TILE_N, DIM_V, GATHER, OF_K)
-    # one thread asks for a tile, or all of them gather it; all of them copy scales
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    ASKING: gl.constexpr = THREADS if GATHER else 1
-    arrived = arrivals(SLOTS, ASKING + (0 if key_scales is None else THREADS))
+    arrived = arrivals(SLOTS, asking(GATHER, key_scales is not None, APART, gl.num_warps()))
     ring = pool, k_boxes, v_boxes, arrived
     k_scales = None
     v_scales = None
@@ -284,7 +289,7 @@ def hopper_decode_split(
         fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
     elif not APART:
         fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
-    if key_scales is not None:
+    if key_scales is not None and not APART:
         asked = key_scales, k_scales, v_scales, arrived, pool, b, h, stride_sb, stride_sn
         fill_scales(*asked, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
 

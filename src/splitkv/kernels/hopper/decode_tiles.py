@@ -9,46 +9,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splitkv.device import REGISTERS_PER_SM, Device, MiB
+from splitkv.device import REGISTERS_PER_SM, Device
 from splitkv.kernels.hopper.cluster import exchange_bytes
 from splitkv.kernels.hopper.decode_wide import type_of_keys
 from splitkv.kernels.hopper.prefill_load import allocate
 from splitkv.kernels.hopper.ring import allocate_ring, tile_layout
-from splitkv.kernels.parts import visited
-from splitkv.kv import AS_IS, Paged
+from splitkv.kv import AS_IS
 from splitkv.plans import WIDE, Config
 from splitkv.problem import Problem
 
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
 RESERVED_BYTES = 1024  # of each program, by CUDA
-LARGE, LONG = 64 * MiB, 16  # bytes of keys and values, tiles of a part: see `asked_apart`
-
-
-def box_rows(problem: Problem, tile_n: int) -> int:
-    """Keys that arrive in one copy: a tile, or what of it lies in one page."""
-    if isinstance(problem.place, Paged):
-        page_size = problem.place.page_size
-        return min(tile_n, page_size & -page_size)
-    return tile_n
-
-
-def asked_apart(problem: Problem, config: Config) -> bool:
-    """Whether a warp that does not multiply asks for tiles: those of many boxes, in long parts.
-    With 16 tiles or more a part 0.3 to 11 % was gained, with 8 up to 4 % lost; clusters of four
-    were up to 13 % slower, as not all of them found room at once."""
-    boxes = config.tile_n // box_rows(problem, config.tile_n)
-    narrow = problem.codec == AS_IS and config.tile_m == 16 and config.num_stages > 1
-    large = problem.kv_bytes >= LARGE and not problem.early_kv and not config.appends
-    even = config.schedule == "even" and (config.merge == "combine" or config.num_splits == 2)
-    long = visited(problem, config.tile_n) >= LONG * config.num_splits
-    return boxes > 1 and narrow and large and even and long
 
 
 def most_registers(problem: Problem, config: Config, device: Device) -> int:
     """Of a thread, on average, where a warp asks for tiles: what as many programs as an SM has
-    shared memory for leave each. Triton fills its warps up to four."""
+    shared memory for leave each. Triton fills its warps up to four. Beside 8 bits a fourth program
+    would have threads spill."""
     held = device.smem_per_sm // (shared_bytes(problem, config) + RESERVED_BYTES)
-    return REGISTERS_PER_SM // (256 * max(1, min(held, 4))) // 8 * 8
+    most = 4 if problem.codec == AS_IS else 3
+    return REGISTERS_PER_SM // (256 * max(1, min(held, most))) // 8 * 8
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -84,7 +64,7 @@ def layout_of(x: Any, panels: bool) -> tuple[Sequence[int], Sequence[int]]:
     """
     shape, strides = x.shape, x.stride()
     if panels:
-        width = 128 // x.element_size()
+        width = min(x.shape[3], 128 // x.element_size())
         shape = shape[0], shape[2], shape[3] // width, shape[1], width
         strides = strides[0], strides[2], width, strides[1], 1
     return shape, strides

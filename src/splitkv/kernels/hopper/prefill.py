@@ -49,7 +49,6 @@ from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.combine import Final, combine
 from splitkv.kernels.direct import Sequences, TensorMaps, bind_to_descriptors, launch_of, observed
-from splitkv.kernels.hopper.decode_tiles import box_rows
 from splitkv.kernels.hopper.prefill_load import (
     ROWS_OF_WARP,
     Parts,
@@ -69,7 +68,7 @@ from splitkv.kernels.tile.merge import MOST_ARRIVALS
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import AS_IS, Paged
-from splitkv.plans import Config, Kernel, Plan, Traffic
+from splitkv.plans import Config, Kernel, Plan, Traffic, box_rows
 from splitkv.problem import Operands, Problem
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
