@@ -60,7 +60,7 @@ from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_shapes import ordered
 from splitkv.kernels.hopper.prefill_tile import consume, keeps_products
-from splitkv.kernels.hopper.prefill_write import Merging, Output
+from splitkv.kernels.hopper.prefill_write import Merging, Output, begin, merge
 from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.sequence_sizes import bounds_of, lse_strides, scoring_of
 from splitkv.kernels.tile.band import Bounds
@@ -181,8 +181,9 @@ def hopper_prefill(
     place = lane_heads, tiles, lanes, width, items
     scarce = None
     CAP_OR_SINK: gl.constexpr = softcap is not None or sink_ptr is not None
-    OTHERS: gl.constexpr = REST > 0 or CAP_OR_SINK or partial is not None
-    if keeps_products(WARPGROUPS, DIM, TILE_N, table_ptr is not None, OTHERS):
+    OTHERS: gl.constexpr = REST > 0 or CAP_OR_SINK
+    BOXES: gl.constexpr = TILE_N // k_desc.block_type.shape[1]
+    if keeps_products(WARPGROUPS, DIM, TILE_N, BOXES, OTHERS):
         scarce = WARPGROUPS
     sizes = seqlen_q, batch, total_q
     work = Work(cu_q_ptr, keys, bounds, scoring, cutting, *sizes, *place, scarce)
@@ -192,15 +193,17 @@ def hopper_prefill(
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     none = Strides(None, None, None)
     scales = Scales(None, None, None, none, none, none, None, None, None, None, None)
-    # the page numbers of a tile take registers
-    PRODUCER: gl.constexpr = 24 if table_ptr is None else 40
-    CONSUMER: gl.constexpr = 240 if table_ptr is None else 232
+    # the numbers of many pages take registers
+    FEW: gl.constexpr = table_ptr is None or scarce is not None
+    PRODUCER: gl.constexpr = 24 if FEW else 40
+    CONSUMER: gl.constexpr = 240 if FEW else 232
     whole = work, maps, boxes, shared, scales, signals, output
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
+    begin(output)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consume, (whole, 0, GROUP, PACK, 1, TILE_P, TILE_R)),
+                (consume, (whole, 0, GROUP, PACK, 1)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
             ],
             [1],
@@ -209,8 +212,8 @@ def hopper_prefill(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (whole, 0, GROUP, PACK, 2, TILE_P, TILE_R)),
-                (consume, (whole, 1, GROUP, PACK, 2, TILE_P, TILE_R)),
+                (consume, (whole, 0, GROUP, PACK, 2)),
+                (consume, (whole, 1, GROUP, PACK, 2)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
             ],
             [4, 1],
@@ -219,14 +222,16 @@ def hopper_prefill(
     else:
         gl.warp_specialize(
             [
-                (consume, (whole, 0, GROUP, PACK, 3, TILE_P, TILE_R)),
-                (consume, (whole, 1, GROUP, PACK, 3, TILE_P, TILE_R)),
-                (consume, (whole, 2, GROUP, PACK, 3, TILE_P, TILE_R)),
+                (consume, (whole, 0, GROUP, PACK, 3)),
+                (consume, (whole, 1, GROUP, PACK, 3)),
+                (consume, (whole, 2, GROUP, PACK, 3)),
                 (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 3, STAGES, PAGE_SIZE)),
             ],
             [4, 4, 1],
             [160, 160, 32],
         )
+    if count_ptr is not None:
+        merge(work, output, GROUP, PACK, DIM, TILE_P, TILE_R)
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -408,7 +413,7 @@ class Launcher(prefill.Launcher):
             cut = triton.cdiv(problem.cut_tokens * self.pack, config.tile_m)
             items += (parts - 1) * cut * problem.batch * problem.num_heads // self.pack
         self.grid = (min(items, config.programs or items),)
-        assert self.grid[0] * config.tile_m // ROWS.value <= MOST_ARRIVALS.value or not self.last
+        assert self.grid[0] <= MOST_ARRIVALS.value or not self.last
         lse, table, place = lse_strides(q), operands.page_table, problem.place
         warps = self.rows_at_a_time() // ROWS_OF_WARP.value
         self.tail = (
@@ -447,8 +452,8 @@ class Launcher(prefill.Launcher):
         rest, box, size = problem.head_dim - main, box_rows(problem, tile_n), x.k.element_size()
         paged, config = isinstance(problem.place, Paged), self.plan.config
         of_out = problem.codec == AS_IS and row_tiles(problem, config, self.device)[1]
-        others = rest > 0 or bool(x.softcap) or self.slots > 0 or x.sink_logits is not None
-        scarce = keeps_products(config.tile_m // ROWS.value, main, tile_n, paged, others)
+        others = rest > 0 or bool(x.softcap) or x.sink_logits is not None
+        scarce = keeps_products(config.tile_m // ROWS.value, main, tile_n, tile_n // box, others)
         out_panel = OUT_PANEL_BYTES if of_out and scarce else PANEL_BYTES
         length = None if paged else problem.seqlen_k
         widest = PANEL_BYTES // size if paged else max(main, rest)

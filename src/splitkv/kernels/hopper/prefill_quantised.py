@@ -54,7 +54,7 @@ from splitkv.kernels.hopper.prefill_prepare import Ring, as_made_ready, prepare
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_tile import consume
-from splitkv.kernels.hopper.prefill_write import Merging, Output
+from splitkv.kernels.hopper.prefill_write import Merging, Output, begin, merge
 from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import scale_strides
@@ -260,15 +260,18 @@ def hopper_prefill_quantised(
     rings = k_there, k_ring, v_ring
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
     REGISTERS: gl.constexpr = registers(WARPGROUPS, stored, OF_K, OF_V, table_ptr is not None)
+    begin(output)
     gl.warp_specialize(
         [
-            (consume, (whole, 0, GROUP, PACK, 1, TILE_P, TILE_R)),
+            (consume, (whole, 0, GROUP, PACK, 1)),
             (prepare, (work, rings, scales, numbers, GROUP, PACK, TILE_M, TILE_N, PAGE_SIZE)),
             (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
         ],
         [4, 1],
         [REGISTERS[0], REGISTERS[1]],
     )
+    if count_ptr is not None:
+        merge(work, output, GROUP, PACK, DIM, TILE_P, TILE_R)
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:

@@ -131,13 +131,15 @@ def own_item(work, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
             tile -= gl.load(work.cu_q_ptr + sequence) * PACK // TILE_M + sequence
     else:
         number = index - row_tiles
-        cut_tiles = (work.cutting.most_q * PACK + TILE_M - 1) // TILE_M
+        most_q = again(work.cutting.most_q, work.scarce)
+        heads, batch = again(lane_heads, work.scarce), again(work.batch, work.scarce)
+        cut_tiles = (most_q * PACK + TILE_M - 1) // TILE_M
         tile = number % cut_tiles
         number = number // cut_tiles
-        head = number % lane_heads * PACK
-        number = number // lane_heads
-        sequence = number % work.batch
-        part = number // work.batch + 1
+        head = number % heads * PACK
+        number = number // heads
+        sequence = number % batch
+        part = number // batch + 1
     b = sequence
     first_q = index * 0
     first_k = index * 0
@@ -175,8 +177,12 @@ def own_visit(work, own, PACK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.co
     parts = own.part * 0 + 1
     steps = gl.maximum(visit.count, 1)
     if work.cutting.parts is not None:
-        per = sequence_share(Share(work.cutting.parts, work.cutting.size, None), visit.count)
-        per = gl.where(own.len_q <= work.cutting.most_q, per, steps)
+        size = work.cutting.size
+        if size is not None:
+            size = again(size, work.scarce)
+        share = Share(again(work.cutting.parts, work.scarce), size, None)
+        per = sequence_share(share, visit.count)
+        per = gl.where(own.len_q <= again(work.cutting.most_q, work.scarce), per, steps)
         parts = parts_of(visit.count, per)
         visit = cut(visit, own.part, per)
         steps = gl.where(own.part < parts, gl.maximum(visit.count, 1), 0)

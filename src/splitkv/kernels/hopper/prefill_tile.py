@@ -56,9 +56,8 @@ from splitkv.kernels.hopper.prefill_sums import (
     sums_of_threads,
     wait_turn,
 )
-from splitkv.kernels.hopper.prefill_write import finish, mark, merge, write, write_part
+from splitkv.kernels.hopper.prefill_write import finish, mark, write, write_part
 from splitkv.kernels.hopper.scaled_steps import attend_scaled, finished
-from splitkv.kernels.tile.merge import Meeting, counter_in_use, say_running
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
 
@@ -97,16 +96,18 @@ def multiply_values(p, tiles, slot, acc):
 
 
 @gluon.constexpr_function
-def keeps_products(warpgroups, dim_v, tile_n, paged, others):
+def keeps_products(warpgroups, dim_v, tile_n, boxes, others):
     """Whether steps look for no maximum: a warpgroup then needs registers for the products of a
     tile until it is known that their weights are good, and has something to gain.
 
-    others   what else takes registers: a soft cap, columns that q and k have beside those of v,
-             parts of the keys; and sink logits: weights that are not relative to their row's
-             maximum are off by what they are rounded by, all columns of `out` alike, and the
-             gradient of a logit adds that up over all tokens
+    boxes    copies along the keys of a tile: the warp that asks for more than two, of pages, has
+             registers that a warpgroup with tiles of 128 keys then wants
+    others   what else takes registers: a soft cap, columns that q and k have beside those of v; and
+             sink logits: weights that are not relative to their row's maximum are off by what they
+             are rounded by, all columns of `out` alike, and the gradient of a logit adds that up
+             over all tokens
     """
-    shapes = ((3, 64),) if paged else ((3, 64), (2, 128))
+    shapes = ((3, 64), (2, 128)) if boxes <= 2 else ((3, 64),)
     return dim_v == 128 and (warpgroups, tile_n) in shapes and not others
 
 
@@ -317,8 +318,6 @@ def consume(
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     WARPGROUPS: gl.constexpr,
-    TILE_P: gl.constexpr,
-    TILE_R: gl.constexpr,
 ):
     """The rows of role W, of WARPGROUPS that share a row tile, in all items."""
     work, maps, boxes, tiles, scales, signals, output = whole
@@ -327,11 +326,6 @@ def consume(
     TILE_N: gl.constexpr = tiles.k.shape[1]
     n = gl.program_id(0) * 0
     done = n
-    meeting = Meeting(output.merging.count_ptr, gl.num_programs(0), WARPGROUPS)
-    if output.merging.count_ptr is not None:
-        which = counter_in_use(meeting)
-        if W == 0:
-            say_running(meeting, which)
     declare_any(W)
     if scales.k_ptr is not None:
         give_first_turn(signals.numbers)
@@ -393,9 +387,6 @@ def consume(
         if W == 0:  # the last turn is nobody's
             wait_turn(0)
     tma.store_wait(0)
-    if output.merging.count_ptr is not None:
-        DIM_V: gl.constexpr = tiles.q.shape[2]  # tiles of values may be transposed
-        merge(meeting, which, work, output, GROUP, PACK, DIM_V, TILE_P, TILE_R)
 
 
 @gluon.jit

@@ -13,7 +13,14 @@ from splitkv.kernels.combine import Final, write_absent
 from splitkv.kernels.hopper.known import again
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.ring import thread_barrier
-from splitkv.kernels.tile.merge import Merged, meet, merge_rows
+from splitkv.kernels.tile.merge import (
+    Meeting,
+    Merged,
+    counter_in_use,
+    meet,
+    merge_rows,
+    say_running,
+)
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.visit import Strides
 
@@ -175,13 +182,16 @@ def slots_of(
 ):
     """(rows of the partials [ROWS], which of them exist): as in kernels/prefill.py."""
     ROWS: gl.constexpr = like.shape[0]
-    rows = own.tile * TILE_M + W * ROWS + gl.arange(0, ROWS, layout=like.type.layout)
-    ok = (rows < own.len_q * PACK) & (own.len_q <= work.cutting.most_q)
+    rows = again(own.tile, work.scarce) * TILE_M + W * ROWS
+    rows += gl.arange(0, ROWS, layout=like.type.layout)
+    most_q = again(work.cutting.most_q, work.scarce)
+    ok = (rows < own.len_q * PACK) & (own.len_q <= most_q)
     ok &= own.sequence < work.batch
-    token = own.sequence.to(gl.int64) * work.cutting.most_q + rows // PACK
+    token = own.sequence.to(gl.int64) * most_q + rows // PACK
     head = own.head + rows % PACK
-    kv_heads = work.lane_heads * PACK // GROUP
-    slot = (token * kv_heads + head // GROUP) * work.cutting.parts + own.part
+    kv_heads = again(work.lane_heads, work.scarce) * PACK // GROUP
+    parts = again(work.cutting.parts, work.scarce)
+    slot = (token * kv_heads + head // GROUP) * parts + own.part
     return slot * GROUP + head % GROUP, ok
 
 
@@ -239,9 +249,15 @@ def layout_of_merge(rows, columns, warps):
 
 
 @gluon.jit
+def begin(output):
+    """Say that this program runs, where those that come last merge."""
+    if output.merging.count_ptr is not None:
+        meeting = Meeting(output.merging.count_ptr, gl.num_programs(0), 1)
+        say_running(meeting, counter_in_use(meeting))
+
+
+@gluon.jit
 def merge(
-    meeting,  # Meeting
-    which,
     work,  # Work
     output,  # Output
     GROUP: gl.constexpr,
@@ -250,7 +266,8 @@ def merge(
     TILE_P: gl.constexpr,
     TILE_R: gl.constexpr,
 ):
-    """Arrive, and merge a share of the rows of which all have made parts."""
+    """Arrive, and merge a share of the rows of which all have made parts: once all roles of this
+    program are done, so that none keeps registers for it."""
     L: gl.constexpr = layout_of_merge(TILE_R, DIM_V, gl.num_warps())
     RP: gl.constexpr = gl.SliceLayout(2, L)
     offs_r = gl.arange(0, TILE_R, layout=gl.SliceLayout(1, RP))
@@ -261,6 +278,8 @@ def merge(
     sizes = work.batch, work.cutting.most_q, work.cutting.parts, num_heads
     of = Merged(work.cu_q_ptr, *sizes, output.merging.out_strides, lse_strides)
     final = Final(output.out_ptr, output.lse_ptr)
+    meeting = Meeting(output.merging.count_ptr, gl.num_programs(0), 1)
+    which = counter_in_use(meeting)
     thread_barrier()
     place, merging = meet(meeting, which)
     if merging > 0:
