@@ -17,7 +17,16 @@ from unittest import mock
 import cases
 import pytest
 import torch
-from compiling import AnyGPU, Layout, Recorder, key_loops, measure, ptxas_said, variants
+from compiling import (
+    AnyGPU,
+    Layout,
+    Recorder,
+    key_loops,
+    measure,
+    overwritten_barriers,
+    ptxas_said,
+    variants,
+)
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
@@ -199,6 +208,37 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
         for first, last in pairwise(waits):
             under_product = sum("MUFU.EX2" in line for line in body[first:last])
             assert under_product >= prefill.ROWS.value * config.tile_n // 128  # a thread's weights
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size", "parts", "keeps"),
+    [
+        ((192, 64, 4), 64, (2, "last"), True),
+        ((192, 64, 4), 16, (2, "combine"), True),
+        ((128, 128, 2), 64, (1, "combine"), True),
+        ((128, 128, 2), 128, (4, "last"), True),
+        ((128, 128, 2), 16, (1, "combine"), False),
+    ],
+    ids=str,
+)
+def test_pages_and_parts_take_no_step_its_registers(
+    shape: tuple[int, int, int], page_size: int, parts: tuple[int, Any], keeps: bool
+) -> None:
+    """Steps look for no maximum where the warp that asks for pages has registers to give."""
+    values = {"kind": "varlen", "head_dims": (128, 128), "heads": (8, 2), "place": Paged(page_size)}
+    problem = problem_of(values)
+    found = (replace(config, programs=0) for config in prefill.configs(problem, H200))
+    config = next(c for c in found if (c.tile_m, c.tile_n, c.num_stages) == shape)
+    made = compiled(problem, replace(config, num_splits=parts[0], merge=parts[1]))
+    as_meant(problem, config, made)
+    assert overwritten_barriers(made.asm["ptx"]) == []
+    warpgroups, products = shape[0] // prefill.ROWS.value, (problem.head_dim + shape[1]) // 16
+    loops = key_loops(made.asm["cubin"], products, warpgroups)
+    assert len(loops) == warpgroups
+    for body in loops:
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
+        waits = sum("WARPGROUP.DEPBAR" in line for line in body)
+        assert waits == (3 if keeps else 2)
 
 
 @pytest.mark.parametrize("head_dims", prefill.HEAD_DIMS, ids=str)

@@ -198,7 +198,7 @@ def prefill(
     DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     bounds = Bounds(left, right, sink_tokens, chunk)
-    meeting = Meeting(count_ptr, tl.num_programs(0), 1)
+    meeting = Meeting(count_ptr, tl.num_programs(0))
     merged = Merged(
         *(cu_q_ptr, batch, most_q, parts, num_kv_heads * GROUP, out_strides, lse_strides)
     )

@@ -252,7 +252,7 @@ def layout_of_merge(rows, columns, warps):
 def begin(output):
     """Say that this program runs, where those that come last merge."""
     if output.merging.count_ptr is not None:
-        meeting = Meeting(output.merging.count_ptr, gl.num_programs(0), 1)
+        meeting = Meeting(output.merging.count_ptr, gl.num_programs(0))
         say_running(meeting, counter_in_use(meeting))
 
 
@@ -278,7 +278,7 @@ def merge(
     sizes = work.batch, work.cutting.most_q, work.cutting.parts, num_heads
     of = Merged(work.cu_q_ptr, *sizes, output.merging.out_strides, lse_strides)
     final = Final(output.out_ptr, output.lse_ptr)
-    meeting = Meeting(output.merging.count_ptr, gl.num_programs(0), 1)
+    meeting = Meeting(output.merging.count_ptr, gl.num_programs(0))
     which = counter_in_use(meeting)
     thread_barrier()
     place, merging = meet(meeting, which)

@@ -59,12 +59,11 @@ class Meeting(NamedTuple):
     count_ptr   two counters and which of them this launch uses, 64 bits each, all 0 at first. In a
                 counter, by 21 bits: arrivals, programs that run, arrivals before all ran. A launch
                 clears the one that the next will use
-    programs    of the grid, each of which arrives `units` times
+    programs    of the grid, each of which arrives once
     """
 
     count_ptr: Any
     programs: Any
-    units: Any
 
 
 MOST_ARRIVALS = tl.constexpr((1 << 21) - 1)  # of all programs of a launch
@@ -90,7 +89,7 @@ def meet(meeting, which):
     """Arrive, behind a barrier of all threads that stored: (which of those that merge, how many
     they are); none for those that leave."""
     counter_ptr = meeting.count_ptr + which
-    everybody = meeting.programs * meeting.units
+    everybody = meeting.programs
     place = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
     seen = place + 1
     place = place & MOST_ARRIVALS
