@@ -114,6 +114,14 @@ def test_chunks_of_prompts_on_hopper(place: Any) -> None:
     assert "hopper_prefill" in str(splitkv.explain(chunks, device=H200))
 
 
+@pytest.mark.parametrize("place", [Ragged(), Paged(64), Paged(256)], ids=str)
+def test_prompts_of_few_programs_take_the_shape_of_dense_ones(place: Any) -> None:
+    """Their keys stay whole, and the tiles in flight are weighed all the same."""
+    dense = replace(FEW, seqlen_q=512, seqlen_k=16384)
+    packed = replace(PACKED, place=place, seqlen_q=512, seqlen_k=16384)
+    assert replace(config(packed), programs=config(dense).programs) == config(dense)
+
+
 def test_groups_that_no_power_of_two_packs() -> None:
     """Seven heads would read their keys seven times."""
     packed = short_queries.H200_HOPPER.packed

@@ -194,13 +194,17 @@ def choose(
     kernel, rule = kernels[0], constants_of(kernels[0], constants, hopper)
     shape = _worth_weighing(kernel, problem, device)[0]
     whole = cost(problem, device, shape, rule)
+    few = decoding or units(problem, shape, rule) < whole.slots
     if problem.cut_tokens < problem.seqlen_q:
+        if few:
+            whole, choice = fastest(problem, device, kernel, constants, hopper)
+            shape = choice.config
         parts = min(_least_parts(problem, shape, rule), _most_parts(problem))
         if parts > 1 and isinstance(problem.place, Paged):
             why = f"waves: sequences of at most {count(problem.cut_tokens, 'token')} in up to "
             why += f"{count(parts, 'part')} of their keys, prompts in one"
             return Choice(kernel.name, replace(shape, num_splits=parts), why)
-    elif decoding or units(problem, shape, rule) < whole.slots:
+    elif few:
         of_each = (fastest(problem, device, k, constants, hopper) for k in kernels)
         # in one part a call of `prefill` takes the host longer than the GPU can gain
         weighed = [
@@ -227,7 +231,9 @@ def fastest(
     hopper: Constants = H200_HOPPER,
 ) -> tuple[Cost, Choice]:
     """The shape and number of parts of least seconds of a kernel for whole sequences."""
-    rule, most = constants_of(kernel, constants, hopper), _most_parts(problem)
+    rule = constants_of(kernel, constants, hopper)
+    prompts = problem.cut_tokens < problem.seqlen_q  # whose keys stay whole
+    most = 1 if prompts else _most_parts(problem)
     found = _worth_weighing(kernel, problem, device)
     weighed = [
         (cost(problem, device, config, rule), config)
