@@ -351,6 +351,20 @@ def instructions(cubin: bytes) -> list[tuple[int, str]]:
     return [(int(address, 16), line) for address, line in found]
 
 
+def meetings(cubin: bytes, number: int) -> list[bool]:
+    """Of each wait at a barrier of the hardware, whether the cubin lists it among those of which
+    several may be one meeting. Where roles meet at one that is not, synccheck reports it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-elf", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"EIATTR_COOP_GROUP_INSTR_OFFSETS\s.*\s+Value:((?:\s+0x[0-9a-f]+)*)", text)
+    listed = {int(at, 16) for at in found[1].split()} if found else set()
+    wait = re.compile(rf"BAR\.SYNC\S* {number:#x},")
+    return [at in listed for at, line in instructions(cubin) if wait.search(line)]
+
+
 def key_loops(cubin: bytes, products: int, warpgroups: int) -> list[list[str]]:
     """The loops over keys, one a warpgroup: of those with so many products, the shortest."""
     lines = instructions(cubin)

@@ -23,6 +23,7 @@ from compiling import (
     Recorder,
     key_loops,
     measure,
+    meetings,
     overwritten_barriers,
     ptxas_said,
     variants,
@@ -32,6 +33,7 @@ from triton.runtime.driver import driver
 from splitkv.device import GPUS
 from splitkv.kernels import workspace
 from splitkv.kernels.hopper import prefill
+from splitkv.kernels.hopper.clear import ALL_CLEARED
 from splitkv.kernels.hopper.prefill_tile import keeps_products
 from splitkv.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
@@ -232,6 +234,8 @@ def test_pages_and_parts_take_no_step_its_registers(
     made = compiled(problem, replace(config, num_splits=parts[0], merge=parts[1]))
     as_meant(problem, config, made)
     assert overwritten_barriers(made.asm["ptx"]) == []
+    met = meetings(made.asm["cubin"], ALL_CLEARED.value)
+    assert met and all(met)
     warpgroups, products = shape[0] // prefill.ROWS.value, (problem.head_dim + shape[1]) // 16
     loops = key_loops(made.asm["cubin"], products, warpgroups)
     assert len(loops) == warpgroups
