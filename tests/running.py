@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, product
 from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import Axes, Case, Values, pairs
 from torch import Tensor
 
 import splitkv
@@ -84,6 +86,63 @@ def each_config(problems: Mapping[str, Problem], *kernels: Kernel) -> list[Any]:
         if not kernel.unsupported(problem, HERE)
         for config in kernel.configs(problem, HERE)
     ]
+
+
+def in_pairs(axes: Axes) -> list[Any]:
+    """`pytest.param`s of the values of every axis: every pair of values of two axes."""
+    return [
+        pytest.param(*values.values(), id="-".join(map(str, values.values())))
+        for values in pairs(axes)
+    ]
+
+
+def each_shape(axes: Axes, problem_of: Callable[[Values], Problem], *kernels: Kernel) -> list[Any]:
+    """`pytest.param`s (values, kernel, configs): every config of those kernels with every value of
+    the first axis, every shape of tile with every value of the others, and every pair of values of
+    two axes, unless no problem has it.
+
+    Configs of one shape differ in their number of programs, which kernels mostly are told when they
+    run: they are in one test, or take turns.
+    """
+    combinations = [dict(zip(axes, each, strict=True)) for each in product(*axes.values())]
+    legal: list[dict[Any, list[Config]]] = []
+    for problem in map(problem_of, combinations):
+        found: dict[Any, list[Config]] = {}
+        for kernel in kernels:
+            if not kernel.unsupported(problem, HERE):
+                for config in kernel.configs(problem, HERE):
+                    found.setdefault((kernel.name, replace(config, programs=0)), []).append(config)
+        legal.append(found)
+
+    def valid(values: Values) -> bool:
+        rest = dict(values)
+        shape = rest.pop("shape", None)
+        return any(
+            rest.items() <= each.items() and (shape is None or shape in found)
+            for each, found in zip(combinations, legal, strict=True)
+            if found
+        )
+
+    params, met = [], set()
+    for values in pairs({"shape": list(dict.fromkeys(chain(*legal))), **axes}, valid):
+        kernel, shape = values.pop("shape")
+        configs = legal[combinations.index(values)][kernel, shape]
+        of_first = kernel, shape, next(iter(values.values()))
+        if of_first in met:
+            configs = [configs[len(params) % len(configs)]]
+        met.add(of_first)
+        name = "-".join(map(str, values.values()))
+        params.append(pytest.param(values, kernel, configs, id=f"{name}-{kernel}-{label(shape)}"))
+    return params
+
+
+@contextmanager
+def said(way: str) -> Iterator[None]:
+    """A failure says which of several ways of running it was."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{error}\n  under {way}") from error
 
 
 def label(config: Config) -> str:

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -244,19 +245,46 @@ def drawn_problem(of: Family, rng: random.Random, needs_grad: bool = False) -> P
     )
 
 
-def fuzz(name: str, problems: range, needs_grad: bool, device: str) -> None:
-    """These of a family's random problems; a failure ends with one line that repeats it."""
+def fuzz(name: str, plans: int, problems: int, needs_grad: bool, device: str) -> None:
+    """Random problems of a family; a failure ends with one line that repeats it.
+
+    Nearly all of the time would go into compiling. So a problem runs under the policy's plan, and
+    then others under its config, drawn to be alike in what the kernel is compiled for.
+    """
     rng = random.Random(f"{SEED}-{name}")
     of = family(rng)
-    for number in range(problems.stop):
-        problem = drawn_problem(of, rng, needs_grad)
-        options: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
-        if of.kind == "varlen" and problem.batch > 1 and rng.random() < 0.4:
-            options["zero_length"] = True
-        seed = rng.randrange(1 << 30)
-        if number not in problems:
-            continue
-        try:
-            check(problem, seed=seed, device=device, run=run, **options)
-        except Exception as error:
-            raise AssertionError(f"{error}\n  SPLITKV_FUZZ_SEED={SEED}, family {name}") from error
+    for _ in range(plans):
+        first = drawn_problem(of, rng, needs_grad)
+        heads = {"num_heads": first.num_heads, "num_kv_heads": first.num_kv_heads}
+        strided: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
+        plan = splitkv.plan(first)
+        for number in range(problems):
+            problem, given = first, dict[str, Any]()
+            if number:
+                while traits(problem := drawn_problem(of, rng, needs_grad)) != traits(first):
+                    pass
+                problem = replace(problem, **heads)
+                made = splitkv.plan(problem)
+                given["plan"] = replace(made, kernel=plan.kernel, config=plan.config)
+            options = dict(strided)
+            if of.kind == "varlen" and problem.batch > 1 and rng.random() < 0.4:
+                options["zero_length"] = True
+            seed = rng.randrange(1 << 30)
+            serve = partial(run_with, given)
+            try:
+                check(problem, seed=seed, device=device, run=serve, **options)
+            except Exception as error:
+                message = f"SPLITKV_FUZZ_SEED={SEED}, family {name}, under {plan.config}"
+                raise AssertionError(f"{error}\n  {message}") from error
+
+
+def traits(problem: Problem) -> tuple[Any, ...]:
+    """What a kernel is compiled for of lengths and mask: which bounds there are within the lengths,
+    and of slices of larger tensors how odd the distance between heads is."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    bounds = problem.mask.within(rows, keys).bounds
+    return *(bound is None for bound in bounds), rows % 2, keys % 2
+
+
+def run_with(given: dict[str, Any], problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
+    return run(problem, call | given)

@@ -12,7 +12,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import DEVICE, HERE
+from running import DEVICE, HERE, in_pairs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -35,7 +35,7 @@ from splitkv.kernels.hopper import backward_queries as hopper_queries
 from splitkv.kernels.hopper.backward_shapes import HEAD_DIMS, configs
 from splitkv.testing import Mask, Problem, Ragged, Score, check, make_operands
 
-FAMILIES, PROBLEMS, A_TEST = 6, 42, 14
+FAMILIES, PLANS, PROBLEMS = 8, 2, 16  # of a family; of a plan
 GRAD = replace(TRAINING, needs_grad=True)
 EVERYTHING = replace(
     GRAD, mask=Mask(True, 90, -1, 5), score=Score(True, True), sink_logits=True, seqlen_q=800
@@ -59,11 +59,9 @@ def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check(problem, device=DEVICE, run=run, **options)
 
 
-@pytest.mark.parametrize("start", range(0, PROBLEMS, A_TEST))
 @pytest.mark.parametrize("n", range(FAMILIES))
-def test_fuzz(n: int, start: int) -> None:
-    problems = range(start, start + A_TEST)
-    fuzz(f"backward-{n}", problems, needs_grad=True, device=DEVICE)
+def test_fuzz(n: int) -> None:
+    fuzz(f"backward-{n}", PLANS, PROBLEMS, needs_grad=True, device=DEVICE)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -82,15 +80,20 @@ def test_every_config(
 HOPPER = HERE.capability == (9, 0)
 
 
-@pytest.mark.parametrize("dims", HEAD_DIMS if HOPPER else [], ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("mask", [Mask(True), Mask()], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "varlen"])
+ON_HOPPER: cases.Axes = {
+    "dims": HEAD_DIMS if HOPPER else (),
+    "deterministic": (False, True),
+    "mask": (Mask(True), Mask()),
+    "kind": ("dense", "varlen"),
+}
+
+
+@pytest.mark.parametrize(tuple(ON_HOPPER), in_pairs(ON_HOPPER))
 def test_every_config_on_hopper(
-    kind: Any,
-    mask: Mask,
-    deterministic: bool,
     dims: tuple[int, int],
+    deterministic: bool,
+    mask: Mask,
+    kind: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = replace(GRAD, kind=kind, head_dim=dims[0], head_dim_v=dims[1])
@@ -146,11 +149,16 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
     check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
 
 
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-@pytest.mark.parametrize("kind", ["dense", "varlen"])
-@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 800, -1, 5)], ids=str)
+FEW_TILES: cases.Axes = {
+    "dims": HEAD_DIMS,
+    "mask": (Mask(), Mask(True), Mask(True, 800, -1, 5)),
+    "kind": ("dense", "varlen"),
+}
+
+
+@pytest.mark.parametrize(tuple(FEW_TILES), in_pairs(FEW_TILES))
 def test_few_tiles_in_parts(
-    mask: Mask, kind: Any, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    dims: tuple[int, int], mask: Mask, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So few tiles of keys that the rows that see each are cut into parts."""
     problem = replace(GRAD, kind=kind, mask=mask, seqlen_q=1100, seqlen_k=1200, sink_logits=True)

@@ -27,6 +27,7 @@ from running import (
     plan_with,
     plans,
     realistic,
+    said,
     same_bits,
 )
 
@@ -51,7 +52,7 @@ from splitkv.testing import (
     make_operands,
 )
 
-SPLITS = (1, 2, 3, 7, 64)
+SPLITS = {"one": (1,), "several": (2, 3, 7, 64)}  # which hardly differ in what is compiled
 HOPPER = "hopper_decode_split"
 ALIGNED = "k: expected strides and an address that are multiples of 16 bytes"
 INSTEAD = {HOPPER: f"decode_split: {ALIGNED}", "hopper_prefill": f"prefill: q{ALIGNED[1:]}"}
@@ -76,18 +77,21 @@ def test_edges(case: cases.Case, kernel: str) -> None:
     check(case.problem, device=DEVICE, run=decode(kernel), **case.options)
 
 
-@pytest.mark.parametrize("num_splits", SPLITS)
+@pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize(("case", "kernel"), SOME)
-def test_any_number_of_splits(case: cases.Case, kernel: str, num_splits: int) -> None:
-    run = decode(kernel, num_splits=num_splits)
-    check(realistic(case), device=DEVICE, run=run, **case.options)
+def test_any_number_of_splits(case: cases.Case, kernel: str, splits: str) -> None:
+    for num_splits in SPLITS[splits]:
+        run = decode(kernel, num_splits=num_splits)
+        with said(f"{num_splits} splits"):
+            check(realistic(case), device=DEVICE, run=run, **case.options)
 
 
 @pytest.mark.parametrize(("case", "kernel"), SOME)
 def test_every_schedule(case: cases.Case, kernel: str) -> None:
     problem = realistic(case)
-    for plan in plans(problem, kernel).values():
-        check(problem, device=DEVICE, run=decode(plan=plan), **case.options)
+    for name, plan in plans(problem, kernel).items():
+        with said(name):
+            check(problem, device=DEVICE, run=decode(plan=plan), **case.options)
 
 
 @pytest.mark.parametrize(("kernel", "name"), EVERY_PLAN)

@@ -1,24 +1,36 @@
 """Random problems by seed, SPLITKV_FUZZ_SEED or 0; a failure ends with one line that repeats it.
 
-What is compiled differs from family to family and hardly within one, so that a thousand problems
-need few kernels. Families are drawn for each kernel, within its limits.
+Nearly all of the time would go into compiling. So a family of problems has in common most of what a
+kernel is compiled for, a problem and its plan are drawn from it, and then others that the same
+compiled kernel serves. Families are drawn for each kernel, within its limits.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from running import DEVICE, SERVING, decode, fixed_plan, kernels
+from running import (
+    DEVICE,
+    HERE,
+    SERVING,
+    decode,
+    fixed_plan,
+    kernels,
+    plan_of_config,
+    plan_with,
+)
 
+import splitkv
+from splitkv.plans import Config, Plan
 from splitkv.testing import Contiguous, Mask, Paged, Problem, Score, check
 
 MAX_ROWS = 32  # of the kernel for Hopper
 SEED = int(os.environ.get("SPLITKV_FUZZ_SEED", "0"))
-FAMILIES, PROBLEMS = 12, 45
+FAMILIES, PLANS, PROBLEMS = 12, 4, 12  # of a kernel; of a family; of a plan
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,12 @@ def problem(of: Family, rng: random.Random) -> Problem:
     )
 
 
+def alike(first: Problem, of: Family, rng: random.Random) -> Problem:
+    """Other lengths, another batch and mask, for the kernel that is compiled for the first."""
+    sizes = {name: getattr(first, name) for name in ("num_heads", "num_kv_heads", "seqlen_q")}
+    return replace(problem(of, rng), **sizes)
+
+
 def how(of: Problem, kernel: str, rng: random.Random) -> dict[str, Any]:
     """The policy's plan, a number of splits, or a size of them."""
     kind = rng.choice(("policy", "policy", "splits", "fixed"))
@@ -124,20 +142,44 @@ def how(of: Problem, kernel: str, rng: random.Random) -> dict[str, Any]:
     return {"plan": fixed_plan(of, rng.randint(64, 900), kernel)} if kind == "fixed" else {}
 
 
+def config_of(of: Problem, kernel: str, asked: dict[str, Any]) -> Config:
+    """What `decode` runs it under."""
+    num_splits = asked.get("num_splits", 0)
+    made = asked.get("plan") or splitkv.plan(of, device=HERE, num_splits=num_splits)
+    return (made if made.kernel == kernel else plan_with(kernel, of, num_splits)).config
+
+
+def under(config: Config, of: Problem, kernel: str) -> Plan:
+    """A plan of the same shape and rule for another problem."""
+    if config.schedule == "fixed":
+        return fixed_plan(of, config.split_size, kernel)
+    if config.schedule == "batch":
+        config = replace(config, num_splits=config.programs - of.batch)
+    return plan_of_config(of, kernel, config)
+
+
 @pytest.mark.parametrize("n", range(FAMILIES))
 @pytest.mark.parametrize("kernel", [name for name in LIMITS if name in kernels(SERVING)])
 def test_fuzz(kernel: str, n: int) -> None:
     rng = random.Random(f"{SEED}-{kernel}-{n}")
     of = family(kernel, rng)
-    for _ in range(PROBLEMS):
-        drawn = problem(of, rng)
-        options: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
-        if drawn.lengths == "device" and rng.random() < 0.5:
-            options["lengths"] = tuple(rng.randint(0, drawn.seqlen_k) for _ in range(drawn.batch))
-        asked, seed = how(drawn, kernel, rng), rng.randrange(1 << 30)
-        try:
-            check(drawn, seed=seed, device=DEVICE, run=decode(kernel, **asked), **options)
-        except Exception as error:
-            config = asked["plan"].config if "plan" in asked else asked
-            message = f"SPLITKV_FUZZ_SEED={SEED}, {kernel}, family {n}, asked for {config}"
-            raise AssertionError(f"{error}\n  {message}") from error
+    for _ in range(PLANS):
+        first = problem(of, rng)
+        strided: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
+        asked = how(first, kernel, rng)
+        config = config_of(first, kernel, asked)
+        for number in range(PROBLEMS):
+            drawn = alike(first, of, rng) if number else first
+            options, seed = dict(strided), rng.randrange(1 << 30)
+            if drawn.lengths == "device" and rng.random() < 0.5:
+                options["lengths"] = tuple(
+                    rng.randint(0, drawn.seqlen_k) for _ in range(drawn.batch)
+                )
+            try:
+                run = (
+                    decode(plan=under(config, drawn, kernel)) if number else decode(kernel, **asked)
+                )
+                check(drawn, seed=seed, device=DEVICE, run=run, **options)
+            except Exception as error:
+                message = f"SPLITKV_FUZZ_SEED={SEED}, {kernel}, family {n}, under {config}"
+                raise AssertionError(f"{error}\n  {message}") from error

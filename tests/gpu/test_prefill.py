@@ -12,7 +12,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import DEVICE, HERE, each_config, only, plan_of_config, same_bits
+from running import DEVICE, HERE, each_shape, label, only, plan_of_config, said, same_bits
 from torch import Tensor
 from training import AXES, FUNCTION, TRAINING, fuzz, paged, problem_of, run
 
@@ -36,7 +36,7 @@ from splitkv.testing import (
 )
 
 BOTH = hopper_prefill.KERNEL, prefill.KERNEL
-FAMILIES, PROBLEMS, A_TEST = 6, 42, 14
+FAMILIES, PLANS, PROBLEMS = 8, 2, 16  # of a family; of a plan
 
 
 def under(plan: splitkv.Plan) -> Callable[[Problem, Call], tuple[Tensor, Tensor | None]]:
@@ -55,17 +55,24 @@ def test_pairs(number: int) -> None:
         check(problem, device=DEVICE, run=under(any_gpu), **options)
 
 
-PLAIN = {
-    f"{dtype}-{mask}-{dim}": replace(TRAINING, head_dim=dim, head_dim_v=dim, dtype=dtype, mask=mask)
-    for dtype in ("bfloat16", "float32")
-    for mask in (Mask(True), Mask(True, 60, -1, 5))
-    for dim in (64, 128, 256)
+PLAIN_AXES: cases.Axes = {
+    "head_dim": (64, 128, 256),
+    "dtype": ("bfloat16", "float32"),
+    "mask": (Mask(True), Mask(True, 60, -1, 5)),
 }
 
 
-@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(PLAIN, *BOTH))
-def test_every_config(problem: Problem, kernel: str, config: Config) -> None:
-    check(problem, device=DEVICE, run=under(plan_of_config(problem, kernel, config)))
+def plain(values: cases.Values) -> Problem:
+    sink_logits = values["mask"] == Mask(True)
+    return replace(TRAINING, head_dim_v=values["head_dim"], sink_logits=sink_logits, **values)
+
+
+@pytest.mark.parametrize(("values", "kernel", "configs"), each_shape(PLAIN_AXES, plain, *BOTH))
+def test_every_config(values: cases.Values, kernel: str, configs: list[Config]) -> None:
+    problem = plain(values)
+    for config in configs:
+        with said(label(config)):
+            check(problem, device=DEVICE, run=under(plan_of_config(problem, kernel, config)))
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
@@ -175,26 +182,30 @@ def kernels_for(problem: Problem) -> list[Kernel]:
     return [kernel for kernel in BOTH if not kernel.unsupported(problem, HERE)]
 
 
-def with_pages(head_dim: int, page_size: int) -> Problem:
-    dim_v = 256 if head_dim == 256 else min(head_dim, 128)
-    problem = replace(TRAINING, kind="varlen", head_dim=head_dim, head_dim_v=dim_v)
-    return replace(problem, place=Paged(page_size), lengths="device")
-
-
-ON_PAGES = {
-    f"{dim}-{page_size}": with_pages(dim, page_size)
-    for dim in (64, 128, 192, 256)
-    for page_size in (1, 16, 48, 64, 128)
+ON_PAGES: cases.Axes = {
+    "head_dim": (64, 128, 192, 256),
+    "page_size": (1, 16, 48, 64, 128),
+    "parts": (1, 3),
 }
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(("in_cache", "kernel", "config"), each_config(ON_PAGES, *BOTH))
-def test_every_config_on_pages(in_cache: Problem, kernel: str, config: Config, parts: int) -> None:
+def on_pages(values: cases.Values) -> Problem:
+    head_dim = values["head_dim"]
+    dim_v = 256 if head_dim == 256 else min(head_dim, 128)
+    problem = replace(TRAINING, kind="varlen", head_dim=head_dim, head_dim_v=dim_v)
+    return replace(problem, place=Paged(values["page_size"]), lengths="device")
+
+
+@pytest.mark.parametrize(("values", "kernel", "configs"), each_shape(ON_PAGES, on_pages, *BOTH))
+def test_every_config_on_pages(values: cases.Values, kernel: str, configs: list[Config]) -> None:
+    in_cache, parts = on_pages(values), values["parts"]
     merge = "last" if parts > 1 else "combine"
-    made = plan_of_config(in_cache, kernel, replace(config, num_splits=parts, merge=merge))
-    serve = in_pages(in_cache.place.page_size, under(made))
-    check(replace(in_cache, place=Ragged()), device=DEVICE, run=serve)
+    for config in configs:
+        with said(label(config)):
+            cut = replace(config, num_splits=parts, merge=merge)
+            serve = under(plan_of_config(in_cache, kernel, cut))
+            serve = in_pages(values["page_size"], serve)
+            check(replace(in_cache, place=Ragged()), device=DEVICE, run=serve)
 
 
 MIXED_Q = (512, 1, 1, 0, 300, 1, 17, 4, 1, 40)
@@ -271,24 +282,29 @@ def test_decode_of_many_tokens(place: Any, seqlen_q: int) -> None:
             check(problem, device=DEVICE, run=under(made), strided=True)
 
 
-MANY_TOKENS = replace(SHORT, kind="decode", seqlen_q=40, lengths="device", sink_logits=True)
+MANY_TOKENS = replace(SHORT, kind="decode", seqlen_q=40, lengths="device")
 # Rows of several tiles, windows that leave parts without keys, lengths of the device; with sink
 # logits, and without, where some shapes look for no maximum.
-IN_PARTS = {
-    f"{dim}-{mask}-{place}": replace(
-        MANY_TOKENS, head_dim=dim, head_dim_v=dim, mask=mask, place=place, sink_logits=mask.causal
-    )
-    for dim in (64, 128, 256)
-    for mask, page_size in ((Mask(True, 700, -1, 5), 16), (Mask(), 64))
-    for place in (Contiguous(), Paged(page_size))
+IN_PARTS: cases.Axes = {
+    "head_dim": (64, 128, 256),
+    "sink_logits": (False, True),
+    "mask": (Mask(True, 700, -1, 5), Mask()),
+    "place": (Contiguous(), Paged(16), Paged(64)),
 }
 
 
-@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(IN_PARTS, *BOTH))
-def test_every_config_in_parts(problem: Problem, kernel: str, config: Config) -> None:
+def in_parts(values: cases.Values) -> Problem:
+    return replace(MANY_TOKENS, head_dim_v=values["head_dim"], **values)
+
+
+@pytest.mark.parametrize(("values", "kernel", "configs"), each_shape(IN_PARTS, in_parts, *BOTH))
+def test_every_config_in_parts(values: cases.Values, kernel: str, configs: list[Config]) -> None:
+    problem = in_parts(values)
     merge = "last" if problem.place == Contiguous() else "combine"
-    made = plan_of_config(problem, kernel, replace(config, num_splits=9, merge=merge))
-    check(problem, device=DEVICE, run=under(made), zero_length=True)
+    for config in configs:
+        with said(label(config)):
+            made = plan_of_config(problem, kernel, replace(config, num_splits=9, merge=merge))
+            check(problem, device=DEVICE, run=under(made), zero_length=True)
 
 
 def test_tokens_after_the_last_sequence_beside_parts() -> None:
@@ -400,8 +416,6 @@ def test_a_graph_with_dropout_draws_anew() -> None:
     assert not torch.equal(*drawn)
 
 
-@pytest.mark.parametrize("start", range(0, PROBLEMS, A_TEST))
 @pytest.mark.parametrize("n", range(FAMILIES))
-def test_fuzz(n: int, start: int) -> None:
-    problems = range(start, start + A_TEST)
-    fuzz(f"prefill-{n}", problems, needs_grad=False, device=DEVICE)
+def test_fuzz(n: int) -> None:
+    fuzz(f"prefill-{n}", PLANS, PROBLEMS, needs_grad=False, device=DEVICE)

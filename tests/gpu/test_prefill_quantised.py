@@ -11,7 +11,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import DEVICE, HERE, each_config, only, plan_of_config, same_bits
+from running import DEVICE, HERE, each_shape, label, only, plan_of_config, said, same_bits
 from torch import Tensor
 from training import FUNCTION, QUANTISED_AXES, has_units, paged, problem_of
 
@@ -99,23 +99,33 @@ def test_caches(number: int) -> None:
 FEW_ROWS = Problem("decode", 3, 16, 1, 128, 128, seqlen_q=3, seqlen_k=2000, mask=Mask(True))
 FEW_ROWS = replace(FEW_ROWS, lengths="device")
 UNITS = [(name, products) for name in ("int8", "fp8") for products in ("widened", "half", "full")]
-OF_FEW_ROWS = {
-    f"{codec}-{products}-{place}-{dim}": replace(
-        FEW_ROWS, head_dim=dim, head_dim_v=dim, place=place, codec=codec, products=products
-    )
-    for name, products in UNITS
-    for codec in (Codec(name, "head"), Codec(name, "token"))
-    for place in (Contiguous(), Paged(16), Paged(64))
-    for dim in (64, 128)
+OF_FEW_ROWS: cases.Axes = {
+    "unit": UNITS,
+    "granularity": ("head", "token"),
+    "place": (Contiguous(), Paged(16), Paged(64)),
+    "head_dim": (64, 128),
 }
 
 
-@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(OF_FEW_ROWS, KERNEL))
-def test_every_config_of_few_rows(problem: Problem, kernel: str, config: Config) -> None:
+def of_few_rows(values: cases.Values) -> Problem:
+    values = dict(values)
+    name, products = values.pop("unit")
+    codec = Codec(name, values.pop("granularity"))
+    problem = replace(FEW_ROWS, head_dim_v=values["head_dim"], **values)
+    return replace(problem, codec=codec, products=products)
+
+
+@pytest.mark.parametrize(
+    ("values", "kernel", "configs"), each_shape(OF_FEW_ROWS, of_few_rows, KERNEL)
+)
+def test_every_config_of_few_rows(values: cases.Values, kernel: str, configs: list[Config]) -> None:
     """Parts merged in the launch that makes them, and of pages by another."""
+    problem = of_few_rows(values)
     merge = "combine" if isinstance(problem.place, Paged) else "last"
-    made = plan_of_config(problem, kernel, replace(config, num_splits=5, merge=merge))
-    check(problem, device=DEVICE, run=partial(run, plan=made), zero_length=True)
+    for config in configs:
+        with said(label(config)):
+            made = plan_of_config(problem, kernel, replace(config, num_splits=5, merge=merge))
+            check(problem, device=DEVICE, run=partial(run, plan=made), zero_length=True)
 
 
 @pytest.mark.parametrize(("name", "products"), UNITS)
@@ -157,19 +167,26 @@ def test_48_and_64_rows_are_served_here(problem: Problem) -> None:
 
 
 WITHOUT_LSE = replace(INT8, return_lse=False)
-OF_SEQUENCES = {
-    f"{name}-{products}-{dim}": replace(
-        WITHOUT_LSE, head_dim=dim, head_dim_v=dim, codec=Codec(name, "token"), products=products
-    )
-    for name, products in UNITS
-    for dim in (64, 128)
+OF_SEQUENCES: cases.Axes = {
+    "name, products, head_dim": [(*unit, d) for unit in UNITS for d in (64, 128)]
 }
 
 
-@pytest.mark.parametrize(("problem", "kernel", "config"), each_config(OF_SEQUENCES, KERNEL))
-def test_every_config(problem: Problem, kernel: str, config: Config) -> None:
-    made = plan_of_config(problem, kernel, config)
-    check(problem, device=DEVICE, run=partial(run, plan=made))
+def of_sequences(values: cases.Values) -> Problem:
+    name, products, dim = values["name, products, head_dim"]
+    problem = replace(WITHOUT_LSE, head_dim=dim, head_dim_v=dim, products=products)
+    return replace(problem, codec=Codec(name, "token"))
+
+
+@pytest.mark.parametrize(
+    ("values", "kernel", "configs"), each_shape(OF_SEQUENCES, of_sequences, KERNEL)
+)
+def test_every_config(values: cases.Values, kernel: str, configs: list[Config]) -> None:
+    problem = of_sequences(values)
+    for config in configs:
+        with said(label(config)):
+            made = plan_of_config(problem, kernel, config)
+            check(problem, device=DEVICE, run=partial(run, plan=made))
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8"])

@@ -77,12 +77,20 @@ def test_cache_holds_what_the_cpu_holds(name: str, granularity: str) -> None:
         torch.testing.assert_close(found.cpu(), wanted, rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("kind", ["dense", "varlen", "paged"])
-@pytest.mark.parametrize("products", ["widened", "half", "full"])
-@pytest.mark.parametrize("codec", cases.CODECS, ids=str)
-def test_prefill(codec: Codec, products: Any, kind: str) -> None:
+AXES: cases.Axes = {
+    "codec": cases.CODECS,
+    "products": ("widened", "half", "full"),
+    "kind": ("dense", "varlen", "paged"),
+}
+
+
+@pytest.mark.parametrize(
+    "values", cases.pairs(AXES), ids=lambda values: "-".join(map(str, values.values()))
+)
+def test_prefill(values: cases.Values) -> None:
     """The Triton kernel, in the shape that it takes first."""
-    problem = replace(DENSE, codec=codec, products=products)
+    kind = values["kind"]
+    problem = replace(DENSE, codec=values["codec"], products=values["products"])
     if kind != "dense":
         problem = replace(problem, kind="varlen", place=Ragged(), lengths="device")
 
