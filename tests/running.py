@@ -101,8 +101,8 @@ def each_shape(axes: Axes, problem_of: Callable[[Values], Problem], *kernels: Ke
     the first axis, every shape of tile with every value of the others, and every pair of values of
     two axes, unless no problem has it.
 
-    Configs of one shape differ in their number of programs, which kernels mostly are told when they
-    run: they are in one test, or take turns.
+    Configs of one shape differ in their number of programs and in whether heads share a tile: they
+    are in one test, or take turns.
     """
     combinations = [dict(zip(axes, each, strict=True)) for each in product(*axes.values())]
     legal: list[dict[Any, list[Config]]] = []
@@ -111,7 +111,8 @@ def each_shape(axes: Axes, problem_of: Callable[[Values], Problem], *kernels: Ke
         for kernel in kernels:
             if not kernel.unsupported(problem, HERE):
                 for config in kernel.configs(problem, HERE):
-                    found.setdefault((kernel.name, replace(config, programs=0)), []).append(config)
+                    shape = replace(config, programs=0, pack_gqa=True)
+                    found.setdefault((kernel.name, shape), []).append(config)
         legal.append(found)
 
     def valid(values: Values) -> bool:

@@ -6,12 +6,17 @@ import math
 import shlex
 from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import cases
 import pytest
 import torch
+from running import HERE, each_shape
 
 from splitkv import testing
+from splitkv.kernels import prefill
+from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.plans import Config
 from splitkv.testing import (
     Codec,
     Mask,
@@ -261,6 +266,41 @@ def test_the_leading_cases_hold_every_value_and_most_pairs() -> None:
         cases.leading(rows, 7)
     rest, _ = cases.leading(rows, every - 3, besides=chosen[:3])
     assert rest == chosen[3:every], "what is there already is not chosen again"
+
+
+def test_every_config_has_a_case_with_every_value_of_the_first_axis() -> None:
+    """And every shape of tile one with every other value, where some problem has it."""
+    axes: cases.Axes = {
+        "head_dim": (64, 128, 256),
+        "dtype": ("bfloat16", "float32"),
+        "seqlen": (7,),
+    }
+    kernels = {kernel.name: kernel for kernel in (hopper_prefill.KERNEL, prefill.KERNEL)}
+
+    def problem_of(values: cases.Values) -> Problem:
+        dim, seqlen = values["head_dim"], values["seqlen"]
+        return Problem("dense", 1, 4, 2, dim, dim, seqlen, seqlen, dtype=values["dtype"])
+
+    def held(values: cases.Values, name: str, config: Config) -> set[Any]:
+        shape = replace(config, programs=0, pack_gqa=True)
+        shapes = {(name, shape, axis, value) for axis, value in values.items()}
+        return {(name, config, values["head_dim"]), *shapes}
+
+    wanted, found = set[Any](), set[Any]()
+    for combination in product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        for name, kernel in kernels.items():
+            if not kernel.unsupported(problem_of(values), HERE):
+                for config in kernel.configs(problem_of(values), HERE):
+                    wanted |= held(values, name, config)
+    params = each_shape(axes, problem_of, *kernels.values())
+    for param in params:
+        values, name, configs = param.values
+        assert set(configs) <= set(kernels[name].configs(problem_of(values), HERE))
+        for config in configs:
+            found |= held(values, name, config)
+    assert found == wanted
+    assert len({param.id for param in params}) == len(params)
 
 
 def test_case_names_are_unique() -> None:

@@ -167,13 +167,12 @@ def test_48_and_64_rows_are_served_here(problem: Problem) -> None:
 
 
 WITHOUT_LSE = replace(INT8, return_lse=False)
-OF_SEQUENCES: cases.Axes = {
-    "name, products, head_dim": [(*unit, d) for unit in UNITS for d in (64, 128)]
-}
+OF_SEQUENCES: cases.Axes = {"unit": UNITS, "head_dim": (64, 128)}
 
 
 def of_sequences(values: cases.Values) -> Problem:
-    name, products, dim = values["name, products, head_dim"]
+    name, products = values["unit"]
+    dim = values["head_dim"]
     problem = replace(WITHOUT_LSE, head_dim=dim, head_dim_v=dim, products=products)
     return replace(problem, codec=Codec(name, "token"))
 
