@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import cases
@@ -35,7 +36,7 @@ import splitkv
 from splitkv import launch
 from splitkv import plans as rules
 from splitkv.masks import Mask
-from splitkv.plans import Config
+from splitkv.plans import Config, Plan
 from splitkv.registry import kernel_named
 from splitkv.scores import Score
 from splitkv.testing import (
@@ -86,12 +87,36 @@ def test_any_number_of_splits(case: cases.Case, kernel: str, splits: str) -> Non
             check(realistic(case), device=DEVICE, run=run, **case.options)
 
 
-@pytest.mark.parametrize(("case", "kernel"), SOME)
-def test_every_schedule(case: cases.Case, kernel: str) -> None:
-    problem = realistic(case)
-    for name, plan in plans(problem, kernel).items():
-        with said(name):
-            check(problem, device=DEVICE, run=decode(plan=plan), **case.options)
+SCHEDULED = {
+    (("case", str(case)), ("kernel", kernel), ("schedule", name)): (case, plan)
+    for case, kernel in (param.values for param in SOME)
+    for name, plan in plans(realistic(case), kernel).items()
+}
+SUBSETS = {
+    frozenset(some) for given in SCHEDULED for n in range(4) for some in combinations(given, n)
+}
+
+
+def each_schedule() -> list[Any]:
+    """`pytest.param`s (case, plan): every pair of a case, a kernel and a schedule that goes
+    together. Every number of even parts has a test of each case on each kernel, above."""
+    axes: dict[str, dict[str, None]] = {}
+    for given in SCHEDULED:
+        for name, value in given:
+            axes.setdefault(name, {})[value] = None
+    found = cases.pairs(
+        {name: tuple(values) for name, values in axes.items()},
+        lambda values: frozenset(values.items()) in SUBSETS,
+    )
+    return [
+        pytest.param(*SCHEDULED[tuple(values.items())], id="-".join(values.values()))
+        for values in found
+    ]
+
+
+@pytest.mark.parametrize(("case", "plan"), each_schedule())
+def test_every_schedule(case: cases.Case, plan: Plan) -> None:
+    check(realistic(case), device=DEVICE, run=decode(plan=plan), **case.options)
 
 
 @pytest.mark.parametrize(("kernel", "name"), EVERY_PLAN)
