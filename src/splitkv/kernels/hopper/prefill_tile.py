@@ -96,19 +96,17 @@ def multiply_values(p, tiles, slot, acc):
 
 
 @gluon.constexpr_function
-def keeps_products(warpgroups, dim_v, tile_n, boxes, others):
+def keeps_products(warpgroups, dim_v, tile_n, others):
     """Whether steps look for no maximum: a warpgroup then needs registers for the products of a
-    tile until it is known that their weights are good, and has something to gain.
+    tile until it is known that their weights are good, and has something to gain. With tiles of 128
+    keys it has them from the warp that asks for small pages, which spills some.
 
-    boxes    copies along the keys of a tile: the warp that asks for more than two, of pages, has
-             registers that a warpgroup with tiles of 128 keys then wants
-    others   what else takes registers: a soft cap, columns that q and k have beside those of v; and
-             sink logits: weights that are not relative to their row's maximum are off by what they
-             are rounded by, all columns of `out` alike, and the gradient of a logit adds that up
-             over all tokens
+    others   what else takes registers: a soft cap, columns that q and k have beside those of v,
+             parts with tiles from many small pages; and sink logits: weights that are not relative
+             to their row's maximum are off by what they are rounded by, all columns of `out` alike,
+             and the gradient of a logit adds that up over all tokens
     """
-    shapes = ((3, 64), (2, 128)) if boxes <= 2 else ((3, 64),)
-    return dim_v == 128 and (warpgroups, tile_n) in shapes and not others
+    return dim_v == 128 and (warpgroups, tile_n) in ((3, 64), (2, 128)) and not others
 
 
 @gluon.jit
