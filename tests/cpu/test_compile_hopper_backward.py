@@ -91,7 +91,9 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
         )
     )
     scale = p.head_dim**-0.5
-    return Operands(q=q, k=k, v=v, out=out, cu_seqlens_q=cu, cu_seqlens_k=cu, softmax_scale=scale)
+    cu_seqlens = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    sinks = Layout(torch.Size([p.num_heads]), torch.float32) if p.sink_logits else None
+    return Operands(q=q, k=k, v=v, out=out, **cu_seqlens, softmax_scale=scale, sink_logits=sinks)
 
 
 def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, list[Any]]:
@@ -108,7 +110,8 @@ def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, l
     }
     recorders = {n: Recorder(getattr(owner, n), listens=True) for n, owner in owners.items()}
     rows = Layout(torch.Size([3 * 4096 * problem.num_heads]), torch.float32)
-    stats = backward.Stats(rows, rows, None, None)
+    sinks = Layout(torch.Size([problem.num_heads, 1 << 20]), torch.float32)
+    stats = backward.Stats(rows, rows, None, None, sinks if problem.sink_logits else None)
     tensors = any_backward.Tensors(x.q, x.k, x.v, x.out, x.q, x.k, x.v)
     patches = [mock.patch.object(driver, "_active", AnyGPU(90))]
     patches += [mock.patch.object(owners[n], n, recorder) for n, recorder in recorders.items()]

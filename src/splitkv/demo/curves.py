@@ -3,9 +3,10 @@
     python -m splitkv.demo.curves --plot losses.svg
 
 Every run starts from the same weights and sees the same text. `float32` is plain PyTorch; the
-others multiply in bfloat16: `eager` is plain PyTorch, `reordered` the same with the head dimension
-in another order, so that the two differ by rounding alone, and `splitkv` calls
-`splitkv.attention`, forward and backward.
+others multiply in bfloat16: `eager` is plain PyTorch, and `splitkv` calls `splitkv.attention`,
+forward and backward. These two run several times, each time with the head dimension in another
+order, so that runs differ by rounding alone. Rounding grows from step to step, and how far a run
+wanders off is chance: what is compared is how far runs are from `float32` in the mean.
 """
 
 from __future__ import annotations
@@ -29,17 +30,23 @@ LEARNING_RATE, WARM_UP = 1e-3, 20
 SMOOTHING = 10  # steps whose mean is compared
 
 
-def reordered_attend(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`eager_attend` with products summed up in another order."""
-    return eager_attend(layer, q.flip(-1), k.flip(-1), v)
+ORDERS = 5  # of the head dimension: runs in bfloat16
 
-
-RUNS: dict[str, tuple[Attend, torch.dtype]] = {
-    "float32": (eager_attend, torch.float32),
-    "eager": (eager_attend, torch.bfloat16),
-    "reordered": (reordered_attend, torch.bfloat16),
-    "splitkv": (splitkv_attend, torch.bfloat16),
+RUNS: dict[str, tuple[Attend, torch.dtype, int]] = {
+    "float32": (eager_attend, torch.float32, 1),
+    "eager": (eager_attend, torch.bfloat16, ORDERS),
+    "splitkv": (splitkv_attend, torch.bfloat16, ORDERS),
 }
+
+
+def reordered(attend: Attend, order: Tensor) -> Attend:
+    """`attend` with the head dimension in this order: products are summed up in another."""
+    back = order.argsort()
+
+    def again(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(layer, *(x[..., order] for x in (q, k, v)))[..., back]
+
+    return again
 
 
 @cache
@@ -47,9 +54,14 @@ def corpus() -> Tensor:
     return text.encode(text.corpus())
 
 
-def losses(name: str, steps: int, device: str, shape: Shape = SHAPE, seed: int = 0) -> Tensor:
-    """[steps] nats a character of one of RUNS, float64, on the CPU."""
-    attend, dtype = RUNS[name]
+def losses(
+    name: str, steps: int, device: str, shape: Shape = SHAPE, seed: int = 0, number: int = 0
+) -> Tensor:
+    """[steps] nats a character of one of RUNS, float64, on the CPU; `number` of its orders."""
+    attend, dtype, _ = RUNS[name]
+    if number > 0:
+        g = torch.Generator().manual_seed(number)
+        attend = reordered(attend, torch.randperm(shape.head_dim, generator=g).to(device))
 
     def cast(layer: Layer, *qkv: Tensor) -> Tensor:
         return attend(layer, *(x.to(dtype) for x in qkv))
@@ -75,16 +87,24 @@ def losses(name: str, steps: int, device: str, shape: Shape = SHAPE, seed: int =
     return torch.stack(found).double().cpu()
 
 
-def smoothed(curve: Tensor) -> Tensor:
+def all_losses(steps: int, device: str) -> dict[str, Tensor]:
+    """[runs, steps] of each of RUNS."""
+    return {
+        name: torch.stack([losses(name, steps, device, number=n) for n in range(runs)])
+        for name, (*_, runs) in RUNS.items()
+    }
+
+
+def smoothed(curves: Tensor) -> Tensor:
     """The mean of each `SMOOTHING` steps in a row."""
-    return curve.unfold(0, SMOOTHING, 1).mean(-1)
+    return curves.unfold(-1, SMOOTHING, 1).mean(-1)
 
 
 def distances(curves: dict[str, Tensor]) -> dict[str, float]:
-    """How far each smoothed curve is from that of `float32`, at most."""
+    """How far each smoothed run of [runs, steps] is from that of `float32` at most, in the mean."""
     exact = smoothed(curves["float32"])
     rest = (name for name in curves if name != "float32")
-    return {name: (smoothed(curves[name]) - exact).abs().max().item() for name in rest}
+    return {name: (smoothed(curves[name]) - exact).abs().amax(1).mean().item() for name in rest}
 
 
 def draw(curves: dict[str, Tensor], path: Path) -> None:
@@ -92,11 +112,12 @@ def draw(curves: dict[str, Tensor], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    exact = smoothed(curves["float32"])
-    for name, curve in curves.items():
-        above.plot(curve, label=name, linewidth=1)
+    exact = smoothed(curves["float32"].mean(0))
+    for color, (name, runs) in enumerate(curves.items()):
+        above.plot(runs.mean(0), label=name, linewidth=1, color=f"C{color}")
         if name != "float32":
-            below.plot(smoothed(curve) - exact, label=name, linewidth=1)
+            below.plot(smoothed(runs.mean(0)) - exact, linewidth=1.5, color=f"C{color}")
+            below.plot((smoothed(runs) - exact).T, linewidth=0.4, color=f"C{color}")
     above.set_ylabel("nats a character")
     below.set_ylabel("minus float32")
     below.set_xlabel("step")
@@ -111,14 +132,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="the curves")
     parser.add_argument("--plot", type=Path, help="a picture of them; needs splitkv[lab]")
     options: Any = parser.parse_args(arguments)
-    curves = {name: losses(name, options.steps, options.device) for name in RUNS}
+    curves = all_losses(options.steps, options.device)
     print(f"{options.steps} steps of {BATCH} x {SHAPE.context} characters on {options.device}")
-    print(f"{'':10} {'first':>8} {'last':>8}   smoothed, from float32 at most")
+    print(f"{'':10} {'runs':>4} {'first':>8} {'last':>8}   smoothed, from float32 at most")
     away = distances(curves)
-    for name, curve in curves.items():
+    for name, runs in curves.items():
+        curve = runs.mean(0)
         last = smoothed(curve)[-1].item()
         beside = f"{away[name]:.4f}" if name in away else ""
-        print(f"{name:10} {curve[0].item():8.4f} {last:8.4f}   {beside}")
+        print(f"{name:10} {len(runs):4} {curve[0].item():8.4f} {last:8.4f}   {beside}")
     if options.json is not None:
         options.json.write_text(json.dumps({name: x.tolist() for name, x in curves.items()}))
     if options.plot is not None:

@@ -5,13 +5,18 @@ Computes, for each row, from out, lse and the gradients dout and dlse of both,
     total = log(exp(lse) + exp(sink))
     delta = dout . out - dlse exp(total - lse)
 
-and, for kernels that make no dsink, what the rows of a tile add to it. Memory for sums that the
-kernels after it add to is set to 0 beside, as a launch for it alone costs more than its bytes.
+and, for kernels that sum up ds by columns of keys, what the rows of a tile add to dsink. With
+p_sink = exp(sink - total), which is what p leaves of 1,
+
+    dsink = -sum_r p_sink sum_n p dp,    sum_n p dp = sum_n ds + delta (1 - p_sink)
+
+where the rounding of out that is in delta is in ds, too, and so not in dsink. Memory for sums that
+the kernels after it add to is set to 0 beside, as a launch for it alone costs more than its bytes.
 
 Shapes      out, lse: as in `prefill`; statistics: see Stats
 Grid        row tiles x KV heads x sequences, packed sequences being one
 Traffic     reads out, dout and lse once, writes 8 bytes a row and what is set to 0
-Numerics    fp32 throughout, total in base 2; the rounding of out is in delta and sums of dsink
+Numerics    fp32 throughout, total in base 2; the rounding of out is in delta
 Limits      those of `prefill`
 """
 
@@ -37,8 +42,8 @@ CLEARED = 8192  # fp32 numbers that are set to 0 at once
 class Stats(NamedTuple):
     """Pointers to rows [sequences, num_kv_heads, tokens, group] fp32: the total of the softmax in
     base 2, inf where a row sees no key; delta; a row's part of dsink and of dslope, or None; and
-    [sequences, num_heads, row tiles] fp32, what a tile's rows add to dsink where every head is a
-    group, or None.
+    [num_heads, columns] fp32, or None, the parts of dsink: where every head is a group, those of
+    row tiles of all sequences, then as many as the kernels after have.
 
     Packed sequences are one.
     """
@@ -50,7 +55,7 @@ class Stats(NamedTuple):
     sink_sums: Any = None
 
 
-@triton.jit(do_not_specialize=(*SIZES, "clear_blocks"))
+@triton.jit(do_not_specialize=(*SIZES, "clear_blocks", "sink_columns"))
 def backward_rows(
     out_ptr,
     grad_ptr,  # as out
@@ -64,6 +69,7 @@ def backward_rows(
     grad_strides,
     lse_strides,
     grad_lse_strides,
+    sink_columns,  # of stats.sink_sums
     tiles,  # row tiles of a lane
     clear_ptr,  # fp32 to set to 0, or None
     clear_blocks,  # of CLEARED numbers
@@ -98,13 +104,15 @@ def backward_rows(
         total = top + tl.log2(tl.exp2(lse - top) + tl.exp2(sink - top))
     if stats.slope is not None:
         tl.store(stats.slope + stat, product, mask=ok)
-    if stats.sink_sums is not None:
-        p_sink = tl.where(empty, 0.0, tl.exp2(sink - total))
-        tl.store(stats.sink_sums + tl.program_id(0), -tl.sum(p_sink * product, 0))
     delta = product
     if grad_lse_ptr is not None:
         grad_lse = tl.load(place(grad_lse_ptr, grad_lse_strides, b, t, head), mask=ok, other=0.0)
         delta -= grad_lse.to(tl.float32) * tl.exp2(tl.minimum(total - lse, 126.0))
+    if stats.sink_sums is not None:
+        p_sink = tl.where(empty, 0.0, tl.exp2(sink - total))
+        column = b * tiles + tl.program_id(0) % tiles
+        part = tl.sum(p_sink * (1 - p_sink) * delta, 0)
+        tl.store(stats.sink_sums + h.to(tl.int64) * sink_columns + column, -part)
     tl.store(stats.total + stat, tl.where(empty, float("inf"), total), mask=ok)
     tl.store(stats.delta + stat, tl.where(empty, 0.0, delta), mask=ok)
 
@@ -123,25 +131,26 @@ def statistics(
     grad: Tensor,
     grad_lse: Tensor | None,
     of_slopes: bool,
-    sum_sinks: bool = False,
+    sink_columns: int | None = None,
     clear: Tensor | None = None,
 ) -> Stats:
-    """Of a call; `of_slopes` where the gradient of ALiBi slopes is wanted. `sum_sinks`: sums of the
-    gradient of sink logits in place of room for its rows; every head is a group. `clear`: fp32,
-    a multiple of CLEARED, to set to 0."""
+    """Of a call; `of_slopes` where the gradient of ALiBi slopes is wanted. `sink_columns`: sums of
+    the gradient of sink logits in place of room for its rows, so many of other kernels beside;
+    every head is a group. `clear`: fp32, a multiple of CLEARED, to set to 0."""
     p = problem
     batch, length = (1, x.q.shape[0]) if p.kind == "varlen" else (p.batch, p.seqlen_q)
     shape = batch, p.num_kv_heads, length, p.group
     tiles = triton.cdiv(length * p.group, TILE)
     sinks = x.sink_logits is not None
-    wanted = (True, True, sinks and not sum_sinks, of_slopes)
+    wanted = (True, True, sinks and sink_columns is None, of_slopes)
     total, delta, sink, slope = (
         x.q.new_empty(shape, dtype=torch.float32) if want else None for want in wanted
     )
-    sums = None
-    if sinks and sum_sinks:
+    sums, columns = None, 0
+    if sinks and sink_columns is not None:
         assert p.group == 1, f"group: expected 1, got {p.group}"
-        sums = x.q.new_empty((batch, p.num_heads, tiles), dtype=torch.float32)
+        columns = batch * tiles + sink_columns
+        sums = x.q.new_empty((p.num_heads, columns), dtype=torch.float32)
     stats = Stats(total, delta, sink, slope, sums)
     lse_grad_strides = None
     if grad_lse is not None:
@@ -149,7 +158,8 @@ def statistics(
         lse_grad_strides = Strides(n[0], n[2], n[1]) if len(n) == 3 else Strides(0, n[1], n[0])
     backward_rows[(tiles * p.num_kv_heads * batch,)](
         *(out, grad, lse, grad_lse, x.sink_logits, stats, length, p.num_kv_heads),
-        *(strides_of(out), strides_of(grad), lse_strides(x.q), lse_grad_strides, tiles),
+        *(strides_of(out), strides_of(grad), lse_strides(x.q), lse_grad_strides),
+        *(columns, tiles),
         *(clear, 0 if clear is None else clear.numel() // CLEARED),
         *(p.group, p.head_dim_v, TILE, CLEARED),
         enable_fp_fusion=True,

@@ -27,10 +27,10 @@ Traffic     reads k, v, and for each tile of keys q, dout and 8 bytes of statist
             adds to them, `hopper_backward_round` reads them and writes dq; flops 5 products of
             2 * pairs * head_dim where the forward has 2
 Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product,
-            p with 64 keys also before it becomes ds.
+            p with 64 keys also before it becomes ds, with sink logits to fp16.
             Rows and keys behind the end of a packed sequence are cleared before they are multiplied
-            with zeros, as those of the next sequence may be NaN or infinite. dsink has the rounding
-            of out in it, as delta has
+            with zeros, as those of the next sequence may be NaN or infinite. Delta has the rounding
+            of out in it; dsink has not: threads sum up ds, each row's times p_sink, in fp32
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
             no soft cap, ALiBi or dropout; addresses and strides that are multiples of 16 bytes;
             otherwise those of kernels/prefill.py. Turns need programs to be started in the order of
@@ -77,7 +77,13 @@ from splitkv.kernels.hopper.backward_shapes import (
     pieces,
     tiling,
 )
-from splitkv.kernels.hopper.backward_sums import Exchange, add_up
+from splitkv.kernels.hopper.backward_sinks import put_no_sinks, threads_with_ds
+from splitkv.kernels.hopper.backward_sums import (
+    SUM_COLUMNS,
+    Exchange,
+    add_up,
+    allocate_exchange,
+)
 from splitkv.kernels.hopper.backward_wide import run_wide
 from splitkv.kernels.hopper.prefill import fits_tma
 from splitkv.kernels.hopper.ring import reinterpret
@@ -89,12 +95,11 @@ from splitkv.problem import Operands, Problem
 
 BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 SUMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-SUM_COLUMNS = gl.constexpr(256)  # of the sums of dq as TMA sees them: as many as it takes
 
 SIZES = (  # arguments whose values are no reason to compile again
     *("scale", "scale_log2", "left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "tiles", "lanes", "width", "sum_tiles", "near"),
-    "parts",
+    *("parts", "sink_columns", "sink_first"),
 )
 
 
@@ -114,13 +119,17 @@ def allocate(inputs, STAGES: gl.constexpr, TILE_N: gl.constexpr):
         gl.allocate_shared_memory(dtype, keys, inputs.k.layout),
         gl.allocate_shared_memory(dtype, keys, inputs.k.layout),
     )
+    less = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], ROW)
+    p_sink = less
+    if inputs.sink_ptr is not None:
+        p_sink = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], ROW)
     tiles = Tiles(
         reinterpret(boxes.q, dtype, [STAGES, TILE_M, DIM], WIDE),
         reinterpret(boxes.grad, dtype, [STAGES, TILE_M, DIM], WIDE),
         reinterpret(boxes.k, dtype, [TILE_N, DIM], WIDE),
         reinterpret(boxes.v, dtype, [TILE_N, DIM], WIDE),
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], ROW),
-        gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], ROW),
+        *(less, p_sink),
     )
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     bars = Barriers(
@@ -133,33 +142,6 @@ def allocate(inputs, STAGES: gl.constexpr, TILE_N: gl.constexpr):
         mbarrier.init(bars.rows.index(n), count=2)  # TMA, and the warp that copies statistics
         mbarrier.init(bars.rows_free.index(n), count=2)
     return boxes, tiles, bars
-
-
-@gluon.jit
-def allocate_exchange(inputs, sums_desc, TILE_N: gl.constexpr):
-    """The Exchange of a program."""
-    dtype: gl.constexpr = inputs.q.dtype
-    TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
-    DIM: gl.constexpr = inputs.q.block_type.shape[3]
-    ROWS: gl.constexpr = sums_desc.block_type.shape[0]
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    ds = gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], WIDE)
-    sums = gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout)
-    ds_bar = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-    sums_bar = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-    sums_free = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-    ds_free = ds_bar
-    if DIM == 64:
-        ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-        for n in gl.static_range(2):
-            mbarrier.init(ds_free.index(n), count=2)
-    exchange = Exchange(ds, sums, ds_bar, ds_free, sums_bar, sums_free)
-    for n in gl.static_range(2):
-        mbarrier.init(exchange.ds_bar.index(n), count=2)
-        mbarrier.init(exchange.sums_bar.index(n), count=1)
-        mbarrier.init(exchange.sums_free.index(n), count=1)
-    return exchange
 
 
 @gluon.jit
@@ -227,6 +209,8 @@ def hopper_backward(
     v_desc,
     total_ptr,  # Stats.total of heads without groups
     delta_ptr,
+    sink_ptr,  # [num_heads], or None
+    sink_sums_ptr,  # [num_heads, columns] fp32: see backward_sinks.py
     dk_ptr,  # as k
     dv_ptr,
     dk_strides,  # Strides
@@ -251,6 +235,8 @@ def hopper_backward(
     lanes,
     width,  # lanes that go together
     sum_tiles,  # of a head, and dense of a sequence
+    sink_columns,  # of sink_sums_ptr, and the first of these kernels
+    sink_first,
     near,  # tiles that come first
     parts,  # of the rows that see each of them
     GROUP: gl.constexpr,
@@ -270,15 +256,25 @@ def hopper_backward(
     cut = pid < before
     if cut:
         b, h, tile, first_k, len_k, first_q, len_q = cut_tile(pid, parts, *tokens, num_kv_heads)
+        place = (tile * batch + b) * parts + pid % parts
     else:
         tile, lane = tile_and_lane(pid - before, tiles, lanes, width)
+        place = near * batch * parts + tile
+        if cu_q_ptr is None:
+            place += lane // num_kv_heads * tiles
         b, h, tile, first_k, len_k, first_q, len_q = own_tokens(
             tile, lane, *tokens, total_k, num_kv_heads, TILE_N
         )
         # the first tiles are made above, but for those of what lies after the last sequence
         len_k = gl.where((tile < near) & (b < batch), 0, len_k)
+    if sink_ptr is not None:
+        sink_ptr += h * GROUP
+        sink_sums_ptr += (h * GROUP).to(gl.int64) * sink_columns
+        sink_sums_ptr += sink_first + place * threads_with_ds(KEY_DIM)
     if tile * TILE_N >= len_k:
         tl.extra.cuda.gdc_wait()  # this grid must not end before backward_rows does
+        if sink_ptr is not None:
+            put_no_sinks(sink_sums_ptr, sink_columns, GROUP, KEY_DIM)
         return
     shift = len_k - len_q
     last = gl.minimum(tile * TILE_N + TILE_N, len_k) - 1
@@ -293,6 +289,9 @@ def hopper_backward(
         first = gl.minimum(first + gl.where(cut, pid % parts * per, 0), end)
         end = gl.minimum(first + per, end)
     visit = RowTiles(end - first, middle - first, middle_end - first)
+    if sink_ptr is not None:
+        if visit.count == 0:
+            put_no_sinks(sink_sums_ptr, sink_columns, GROUP, KEY_DIM)
 
     # from here on keys count from the first of the tile and rows from the first that it visits
     t = first * TILE_M
@@ -325,8 +324,11 @@ def hopper_backward(
     if part_ptr is not None:
         slot = ((b * num_kv_heads + h) * near + tile) * parts + pid % parts
         part_ptr += slot.to(gl.int64) * (TILE_N * (KEY_DIM + DIM_V))
-    out = KeyGradients(dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, cut)
-    inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, total_ptr + stat_row, delta_ptr + stat_row)
+    own_sinks = sink_sums_ptr, sink_columns
+    of_keys = dk_ptr, dv_ptr, dk_strides.t, dv_strides.t, scale, part_ptr, cut
+    out = KeyGradients(*of_keys, *own_sinks)
+    own_stats = total_ptr + stat_row, delta_ptr + stat_row, sink_ptr
+    inputs = Inputs(q_desc, grad_desc, k_desc, v_desc, *own_stats)
     of_rows = work, visit, bounds, scale_log2, out
     if KEY_DIM > 128:
         run_wide(inputs, sums_desc, *of_rows, GROUP, STAGES, GRAD_STAGES, PACKED, KEY_DIM)
@@ -410,7 +412,8 @@ class Backward:
             grad_out = grad_out.contiguous()
         p = replace(self.problem, num_kv_heads=self.problem.num_heads)  # every head has its rows
         memory, sums, turns = self.sums_of(x)
-        stats = statistics(p, x, out, lse, grad_out, grad_lse, False, sum_sinks=True, clear=memory)
+        sinks = self.programs(x) // self.problem.num_kv_heads * threads_with_ds(p.head_dim)
+        stats = statistics(p, x, out, lse, grad_out, grad_lse, False, sinks, memory)
         found = (torch.empty_like(tensor) for tensor in (x.q, x.k, x.v))
         tensors = backward.Tensors(x.q, x.k, x.v, grad_out, *found)
         self.launch_keys(x, stats, tensors, sums, turns)
@@ -420,7 +423,7 @@ class Backward:
             self.round(x, sums, tensors.dq)
         dsink = None
         if x.sink_logits is not None:
-            dsink = stats.sink_sums.sum((0, 2)).to(x.sink_logits.dtype)
+            dsink = stats.sink_sums.sum(1).to(x.sink_logits.dtype)
         return tensors.dq, tensors.dk, tensors.dv, dsink, None
 
     def sums_of(self, x: Operands) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -442,6 +445,13 @@ class Backward:
         tiling_q = tiling(p, self.device, x.q.shape[:-2].numel(), p.num_heads, self.config.tile_m)
         return tiling_q[1], tiling_q[0]
 
+    def programs(self, x: Operands) -> int:
+        """Of `hopper_backward`, the same number for every KV head."""
+        p, c = self.problem, self.config
+        tiles, lanes, _ = tiling(p, self.device, x.k.shape[:-2].numel(), p.num_kv_heads, c.tile_n)
+        near, parts = cut_tiles(p, self.device, c)
+        return p.batch * p.num_kv_heads * near * parts + tiles * lanes
+
     def launch_keys(
         self,
         x: Operands,
@@ -456,17 +466,21 @@ class Backward:
         tiles, lanes, width = tiling(p, self.device, total, p.num_kv_heads, c.tile_n)
         near, parts = cut_tiles(p, self.device, c)
         cut = p.batch * p.num_kv_heads * near
+        programs, columns = self.programs(x), 0
+        if stats.sink_sums is not None:
+            columns = stats.sink_sums.shape[1]
+        first = columns - programs // p.num_kv_heads * threads_with_ds(p.head_dim)
         summed = None if sums is None else sums_descriptor(sums, pieces(p))
         part = None
         if parts > 1:
             shape = cut, parts, c.tile_n, p.head_dim + p.head_dim_v
             part = x.q.new_empty(shape, dtype=torch.float32)
-        hopper_backward[(cut * parts + tiles * lanes,)](
+        hopper_backward[(programs,)](
             descriptor(x.q, c.tile_m),
             descriptor(tensors.grad, c.tile_m),
             descriptor(x.k, c.tile_n),
             descriptor(x.v, c.tile_n),
-            *(stats.total, stats.delta),
+            *(stats.total, stats.delta, x.sink_logits, stats.sink_sums),
             *(tensors.dk, tensors.dv, strides_of(tensors.dk), strides_of(tensors.dv)),
             *(part, summed, turns, x.cu_seqlens_q, x.cu_seqlens_k),
             *(x.softmax_scale, x.softmax_scale * LOG2_E, *bounds_of(p)),
@@ -474,6 +488,8 @@ class Backward:
             *(x.q.shape[:-2].numel(), total, tiles, lanes, width),
             *(
                 self.sums_shape(x)[1],
+                columns,
+                first,
                 near,
                 parts,
                 p.group,

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from splitkv.kernels.hopper.backward_sinks import add_sinks, sink_weights, start_sinks
 from splitkv.kernels.hopper.backward_sums import put_sums, start_sums
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
@@ -35,7 +36,7 @@ HALF = gl.constexpr(64)  # keys of a consumer
 
 class Inputs(NamedTuple):
     """TMA descriptors of q, grad and k, v [batch, tokens, heads, dim]; pointers to total and delta
-    of the first row of a program."""
+    of the first row of a program, and to the sink logit of its first head, or None."""
 
     q: Any
     grad: Any
@@ -43,6 +44,7 @@ class Inputs(NamedTuple):
     v: Any
     total_ptr: Any
     delta_ptr: Any
+    sink_ptr: Any
 
 
 class Boxes(NamedTuple):
@@ -56,19 +58,21 @@ class Boxes(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The same as tiles: q and grad [STAGES, TILE_M, dim], k and v [128, dim]; total and delta
-    [STAGES, TILE_M]."""
+    """The same as tiles: q and grad [STAGES, TILE_M, dim], k and v [128, dim]; total, -delta, from
+    which products dp are summed up, and what the softmax gives a sink, if there is one, [STAGES,
+    TILE_M]."""
 
     q: Any
     grad: Any
     k: Any
     v: Any
     total: Any
-    delta: Any
+    less: Any
+    p_sink: Any
 
 
 class Barriers(NamedTuple):
-    """Arrival of k and v; of q, grad, total and delta [STAGES], and their release."""
+    """Arrival of k and v; of q, grad, total and -delta [STAGES], and their release."""
 
     kv: Any
     rows: Any
@@ -113,7 +117,8 @@ class Work(NamedTuple):
 
 class KeyGradients(NamedTuple):
     """Pointers to dk and dv of the first key; elements between tokens; scale of dk. Of tiles in
-    parts of rows, or None: this part [keys, dk and dv] fp32; and whether the program has one."""
+    parts of rows, or None: this part [keys, dk and dv] fp32; and whether the program has one. The
+    program's sums for dsink or None, as in `start_sinks`; and from a head to the next."""
 
     dk_ptr: Any
     dv_ptr: Any
@@ -122,6 +127,8 @@ class KeyGradients(NamedTuple):
     scale: Any
     part_ptr: Any
     in_part: Any
+    sink_ptr: Any
+    sink_head: Any
 
 
 @gluon.jit
@@ -163,8 +170,8 @@ def own_tokens(
 
 
 @gluon.jit
-def put_stats(tiles, slot, inputs, row, count):
-    """Copy total and delta of a row tile, of which `count` rows exist, to shared memory.
+def put_stats(tiles, slot, inputs, row, count, g):
+    """Copy total and -delta of a row tile of head g, of which `count` rows exist, to shared memory.
 
     TMA would have to start at a multiple of 16 bytes.
     """
@@ -174,7 +181,9 @@ def put_stats(tiles, slot, inputs, row, count):
     total = gl.load(inputs.total_ptr + row + rows, mask=rows < count, other=float("inf"))
     delta = gl.load(inputs.delta_ptr + row + rows, mask=rows < count, other=0.0)
     tiles.total.index(slot).store(total)
-    tiles.delta.index(slot).store(delta)
+    tiles.less.index(slot).store(-delta)
+    if inputs.sink_ptr is not None:
+        tiles.p_sink.index(slot).store(sink_weights(inputs, g, total))
 
 
 @gluon.jit
@@ -201,7 +210,7 @@ def produce(inputs, boxes, tiles, bars, work, visit, GROUP: gl.constexpr):
         async_load(inputs.q, at, bar, boxes.q.index(slot))
         async_load(inputs.grad, at, bar, boxes.grad.index(slot))
         count = gl.where(j < work.steps, work.len_q - t, 0)
-        put_stats(tiles, slot, inputs, g * work.stat_head + t, count)
+        put_stats(tiles, slot, inputs, g * work.stat_head + t, count, g)
         mbarrier.arrive(bar, count=1)
         slot += 1
         if slot == STAGES:
@@ -291,6 +300,7 @@ def consume(
     visit,  # RowTiles
     bounds,  # Bounds
     scale_log2,
+    out,  # KeyGradients
     PACKED: gl.constexpr,  # sequences: TMA does not know where they end
     W: gl.constexpr,  # which consumer
 ):
@@ -321,12 +331,14 @@ def consume(
     zero = gl.zeros([HALF, TILE_M], gl.float32, S)
     dk = gl.zeros([HALF, DIM], gl.float32, ACC)
     dv = gl.zeros([HALF, DIM], gl.float32, ACC)
+    sinks = start_sinks(out, zero, W)
     slot = work.h * 0
     phase = slot
     i = work.h * 0
     await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED, W)
     s = warpgroup_mma(k, tiles.q.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v, tiles.grad.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    less = tiles.less.index(0).load(ROW)[None, :].broadcast_to(zero.shape)
+    dp = warpgroup_mma(v, tiles.grad.index(0).permute((1, 0)), less, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     total = tiles.total.index(0).load(ROW)[None, :]
     p = weights(s, total, visit, i, *of_weights)
@@ -341,8 +353,8 @@ def consume(
         else:
             weight = gl.convert_layout(p.to(dtype), A)
         dv = warpgroup_mma(weight, tiles.grad.index(slot), dv, is_async=True)
-        delta = tiles.delta.index(slot).load(ROW)[None, :]
-        ds = (p * (dp - delta)).to(dtype)
+        of_scores = p * dp
+        ds = of_scores.to(dtype)
         if exchange.sums is not None:
             if LATE:
                 mbarrier.wait(exchange.ds_free.index(j & 1), ((j >> 1) & 1) ^ 1)
@@ -350,21 +362,25 @@ def consume(
             fence_async_shared()
             mbarrier.arrive(exchange.ds_bar.index(j & 1), count=1)
         last = j - 1
+        end = i + 1 == visit.count
         if LATE:
             # dq of the row tile before; of the first one, numbers that nobody uses
             dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-            mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
             dv = warpgroup_mma_wait(1, deps=[dv])  # registers of p are free for dq
+            sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), end)
+            mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
             dq = start_sums(exchange, tiles.k, last, DQ, W)
         elif exchange.sums is not None:
             mbarrier.wait(exchange.ds_bar.index(j & 1), (j >> 1) & 1)
             dv = warpgroup_mma_wait(0, deps=[dv])  # registers of p are free for dq
             dq = start_sums(exchange, tiles.k, j, DQ, W)
             dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+            sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), end)
             dq = warpgroup_mma_wait(1, deps=[dq])
             put_sums(exchange, dq, j, W)
         else:
             dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+            sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), end)
             dv = warpgroup_mma_wait(1, deps=[dv])
 
         # weights of the next row tile, under dk
@@ -389,7 +405,8 @@ def consume(
                 mbarrier.arrive(exchange.ds_free.index(last & 1), count=1)
                 put_sums(exchange, dq, last, W)
         grad_next = tiles.grad.index(slot).permute((1, 0))
-        dp = warpgroup_mma(v, grad_next, zero, use_acc=False, is_async=True)
+        less = tiles.less.index(slot).load(ROW)[None, :].broadcast_to(zero.shape)
+        dp = warpgroup_mma(v, grad_next, less, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         total = tiles.total.index(slot).load(ROW)[None, :]
         p = weights(s, total, visit, i, *of_weights)
@@ -443,7 +460,7 @@ def finish_keys(
 ):
     """A consumer from its first to its last instruction."""
     DIM: gl.constexpr = tiles.q.shape[2]
-    dk, dv = consume(tiles, exchange, bars, work, visit, bounds, scale_log2, PACKED, W)
+    dk, dv = consume(tiles, exchange, bars, work, visit, bounds, scale_log2, out, PACKED, W)
     dk *= out.scale
     first_n: gl.constexpr = W * HALF
     stage = tiles.v.slice(W * HALF, HALF)

@@ -42,7 +42,7 @@ SHAPES: dict[int, tuple[tuple[int, int], ...]] = {
     64: ((128, 4), (64, 8), (64, 4)),
     128: ((128, 4), (64, 8), (64, 4)),
     192: ((64, 3),),
-    256: ((64, 3), (32, 4)),
+    256: ((32, 4), (64, 3)),
 }
 SIZES = (  # arguments whose values are no reason to compile again
     *("scale", "scale_log2", "left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),

@@ -20,7 +20,7 @@ SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
     256: ((64, 64, 2),),
 }
 WIDE = 128  # from above this head_dim on backward_wide.py has the warps
-BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
+BARRIER_BYTES = 768, 1024  # of shared memory, the second above WIDE: barriers and alignment
 
 
 def in_turns(problem: Problem) -> bool:
@@ -47,10 +47,11 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     keys = config.tile_n * (dim + problem.head_dim_v)
     rows = config.tile_m * (config.num_stages * dim + stages * problem.head_dim_v)
     square = config.tile_m * config.tile_n  # p, ds
+    sinks = problem.sink_logits
     elements = keys + rows + (wide + 2 * adds) * square
-    stats = (config.num_stages + stages) * config.tile_m * 4
+    stats = (config.num_stages * (1 + sinks) + stages) * config.tile_m * 4
     sums = 2 * adds * config.tile_m * problem.head_dim * 4 // pieces(problem)
-    return elements * problem.element_bytes + stats + sums + BARRIER_BYTES
+    return elements * problem.element_bytes + stats + sums + BARRIER_BYTES[wide]
 
 
 def grad_stages(problem: Problem, config: Config) -> int:

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splitkv.kernels.hopper.backward_loop import HALF, store_rows, weights
+from splitkv.kernels.hopper.backward_sinks import add_sinks, start_sinks
 from splitkv.kernels.hopper.backward_sums import (
     Exchange,
     add_pieces,
@@ -36,6 +37,7 @@ from splitkv.kernels.hopper.backward_sums import (
     start_piece,
 )
 from splitkv.kernels.hopper.backward_wide_load import (
+    P_EXPONENT,
     allocate_ds,
     allocate_pieces,
     allocate_tiles,
@@ -43,7 +45,7 @@ from splitkv.kernels.hopper.backward_wide_load import (
     produce_tiles,
 )
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
-from splitkv.kernels.hopper.ring import next_slot
+from splitkv.kernels.hopper.ring import turn_of
 
 
 @gluon.jit
@@ -99,16 +101,14 @@ def finish_dv(
     await_keys(k, bars, work, PACKED)
     zero = gl.zeros([HALF, M], gl.float32, S)
     dv = gl.zeros([HALF, DIM_V], gl.float32, ACC)
-    slot = work.h * 0
-    phase = slot
-    grad_slot = slot
-    grad_phase = slot
-    i = slot
-    q = await_tile(tiles.q, tiles.q_strips, slot, bars.q.index(0), 0, work.len_q, PACKED)
+    i = work.h * 0
+    q = await_tile(tiles.q, tiles.q_strips, i, bars.q.index(0), 0, work.len_q, PACKED)
     s = scores(k, q, zero, KEY_DIM)
     s = warpgroup_mma_wait(0, deps=[s])
     for j in range(work.steps):
         last = j - 1
+        slot, phase = turn_of(j, STAGES)
+        grad_slot, grad_phase = turn_of(j, GRAD_STAGES)
         if exchange.ds is not None:
             await_ds(exchange, last)
             first = start_piece(exchange, tiles.k, last, 0, W)
@@ -124,7 +124,7 @@ def finish_dv(
         i += 1
         if i == visit.count:
             i = 0
-        slot, phase = next_slot(slot, phase, STAGES)
+        slot, phase = turn_of(j + 1, STAGES)
         next_q = tiles.q, tiles.q_strips, slot, bars.q.index(slot)
         if exchange.ds is not None:
             first = warpgroup_mma_wait(1, deps=[first])
@@ -146,13 +146,14 @@ def finish_dv(
             dv = warpgroup_mma_wait(SCORES, deps=[dv])
             mbarrier.arrive(bars.grad_free.index(grad_slot), count=1)
             s = warpgroup_mma_wait(0, deps=[s])
-        grad_slot, grad_phase = next_slot(grad_slot, grad_phase, GRAD_STAGES)
     if exchange.ds is not None:
         if work.steps > 0:
             last_pieces(exchange, tiles.k, work.steps - 1, COUNT, W)
     # of the tile of rows that follows only this consumer has read q
-    stage = tiles.q.index(slot).slice(0, DIM_V, dim=1)
+    stage = tiles.q.index(work.steps & (STAGES - 1)).slice(0, DIM_V, dim=1)
     part = KEY_DIM, KEY_DIM + DIM_V
+    if out.sink_ptr is not None:
+        dv *= 2.0**-P_EXPONENT
     store_keys(dv, stage, out.dv_ptr, out.dv_stride, out, *part, work.len_k, DIM_V)
 
 
@@ -183,28 +184,33 @@ def finish_dk(
     await_keys(v, bars, work, PACKED)
     zero = gl.zeros([HALF, M], gl.float32, S)
     dk = gl.zeros([HALF, DIM], gl.float32, ACC)
-    slot = work.h * 0
-    phase = slot
-    grad_slot = slot
-    grad_phase = slot
-    i = slot
-    first_grad = tiles.grad, tiles.grad_strips, slot, bars.grad.index(0)
+    sinks = start_sinks(out, zero, 0)
+    i = work.h * 0
+    first_grad = tiles.grad, tiles.grad_strips, i, bars.grad.index(0)
     grad = await_tile(*first_grad, 0, work.len_q, PACKED)
     dp = warpgroup_mma(v, grad.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for j in range(work.steps):
         last = j - 1
+        slot, phase = turn_of(j, STAGES)
+        grad_slot, grad_phase = turn_of(j, GRAD_STAGES)
         if exchange.ds is not None:
             await_ds(exchange, last)
             first = start_piece(exchange, tiles.k, last, 0, W)
         delta = tiles.delta.index(grad_slot).load(ROW)[None, :]
-        dp -= delta
+        if out.sink_ptr is None:
+            dp -= delta
+        else:  # for p that is scaled
+            dp = dp * 2.0**-P_EXPONENT - delta
         mbarrier.arrive(bars.grad_free.index(grad_slot), count=1)
         mbarrier.wait(bars.p.index(0), j & 1)
         ORDER: gl.constexpr = in_order(dp).type.layout
         p = out_of_order(tiles.p.load(ORDER), S).to(gl.float32)
         mbarrier.arrive(bars.p_free.index(0), count=1)
-        ds = (p * dp).to(dtype)
+        of_scores = p * dp
+        ds = of_scores.to(dtype)
+        # p was made after its tile's p_sink had come
+        sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), i + 1 == visit.count)
         if exchange.ds is not None:
             mbarrier.wait(exchange.ds_free.index(j & 1), ((j >> 1) & 1) ^ 1)
             exchange.ds.index(j & 1).store(ds)
@@ -216,7 +222,7 @@ def finish_dk(
         i += 1
         if i == visit.count:
             i = 0
-        grad_slot, grad_phase = next_slot(grad_slot, grad_phase, GRAD_STAGES)
+        grad_slot, grad_phase = turn_of(j + 1, GRAD_STAGES)
         next_grad = tiles.grad, tiles.grad_strips, grad_slot, bars.grad.index(grad_slot)
         if exchange.ds is not None:
             first = warpgroup_mma_wait(1, deps=[first])
@@ -242,12 +248,11 @@ def finish_dk(
             dk = warpgroup_mma_wait(1, deps=[dk])
             mbarrier.arrive(bars.q_free.index(slot), count=1)
             dp = warpgroup_mma_wait(0, deps=[dp])
-        slot, phase = next_slot(slot, phase, STAGES)
     if exchange.ds is not None:
         if work.steps > 0:
             last_pieces(exchange, tiles.k, work.steps - 1, COUNT, W)
     # nobody reads the last rows any more, and none came to their place
-    stage = tiles.q.index((slot + STAGES - 1) % STAGES)
+    stage = tiles.q.index((work.steps + STAGES - 1) % STAGES)
     part = 0, KEY_DIM + v.shape[1]
     dk *= out.scale
     store_keys(dk, stage, out.dk_ptr, out.dk_stride, out, *part, work.len_k, KEY_DIM)

@@ -14,14 +14,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.backward_loop import Boxes
+from splitkv.kernels.hopper.backward_sinks import sink_weights
 from splitkv.kernels.hopper.clear import all_cleared
 from splitkv.kernels.hopper.ring import arrivals, async_load, next_slot, reinterpret
 
+# With sink logits the first consumer has p times 2^15, so that in fp16 small p have as many bits as
+# large ones, three more than in bf16: the rounding of p would be in dsink.
+P_EXPONENT = gl.constexpr(15)
+
 
 class Tiles(NamedTuple):
-    """q and grad [stages, 64, dim], k and v [64, dim]; total as q, delta as grad [stages, 64]; p in
-    the order of registers; of q and grad also strips [strips, 16, 64], the columns of a tile 64 at
-    a time."""
+    """q and grad [stages, 64, dim], k and v [64, dim]; total and what the softmax gives a sink, if
+    there is one, as q, delta as grad [stages, 64]; p in the order of registers; of q and grad also
+    strips [strips, 16, 64], the columns of a tile 64 at a time."""
 
     q: Any
     grad: Any
@@ -29,6 +34,7 @@ class Tiles(NamedTuple):
     v: Any
     total: Any
     delta: Any
+    p_sink: Any
     p: Any
     q_strips: Any
     grad_strips: Any
@@ -64,14 +70,20 @@ def allocate_tiles(inputs, STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
         gl.allocate_shared_memory(dtype, [1, N, 1, DIM_V], inputs.k.layout),
     )
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    P_TYPE: gl.constexpr = dtype if inputs.sink_ptr is None else gl.float16
+    total = gl.allocate_shared_memory(gl.float32, [STAGES, M], ROW)
+    p_sink = total
+    if inputs.sink_ptr is not None:
+        p_sink = gl.allocate_shared_memory(gl.float32, [STAGES, M], ROW)
     tiles = Tiles(
         reinterpret(boxes.q, dtype, [STAGES, M, DIM], WIDE),
         reinterpret(boxes.grad, dtype, [GRAD_STAGES, M, DIM_V], WIDE),
         reinterpret(boxes.k, dtype, [N, DIM], WIDE),
         reinterpret(boxes.v, dtype, [N, DIM_V], WIDE),
-        gl.allocate_shared_memory(gl.float32, [STAGES, M], ROW),
+        total,
         gl.allocate_shared_memory(gl.float32, [GRAD_STAGES, M], ROW),
-        gl.allocate_shared_memory(dtype, [M * N // 256, 256], FLAT),
+        p_sink,
+        gl.allocate_shared_memory(P_TYPE, [M * N // 256, 256], FLAT),
         reinterpret(boxes.q, dtype, [STAGES * M * DIM // 1024, 16, 64], WIDE),
         reinterpret(boxes.grad, dtype, [GRAD_STAGES * M * DIM_V // 1024, 16, 64], WIDE),
     )
@@ -133,6 +145,10 @@ def produce_tiles(inputs, boxes, tiles, bars, work, visit, GROUP: gl.constexpr):
         mbarrier.wait(bars.q_free.index(slot), phase)
         mbarrier.expect(bar, inputs.q.block_type.nbytes)
         async_load(inputs.q, at, bar, boxes.q.index(slot))
+        if inputs.sink_ptr is not None:
+            tiles.p_sink.index(slot).store(sink_weights(inputs, g, total))
+            total -= P_EXPONENT
+            delta *= 2.0**-P_EXPONENT
         tiles.total.index(slot).store(total)
         mbarrier.arrive(bar, count=1)
         bar = bars.grad.index(grad_slot)

@@ -183,6 +183,13 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def turn_of(j, SLOTS: gl.constexpr):
+    """The slot of the j-th tile where there are one or two, and the phase of its barrier: worked
+    out, as a register for each is more than some loops have."""
+    return j & (SLOTS - 1), (j >> (SLOTS - 1)) & 1
+
+
+@gluon.jit
 def tile_at(tiles, i):
     return gl.where(i < tiles.near, i, i + tiles.skip)
 
