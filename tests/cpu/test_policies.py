@@ -453,6 +453,23 @@ def test_waves_shares_a_batch_out_on_hopper_too():
     assert (alone.kernel, alone.config.schedule) == ("hopper_decode_split", "even")
 
 
+@pytest.mark.parametrize(
+    "batch, heads, head_dim, seqlen_k", [(76, 2, 256, 5118), (64, 8, 128, 1 << 17)]
+)
+def test_sharing_a_batch_out_costs_little_where_lengths_are_equal_after_all(
+    batch: int, heads: int, head_dim: int, seqlen_k: int
+):
+    problem = decode(batch, heads, heads, seqlen_k, head_dim, 16, lengths="device")
+    own, equal = (
+        waves.choose(p, H200, ON_HOPPER).config for p in (problem, replace(problem, lengths="host"))
+    )
+    told = [waves.cost(problem, H200, c, waves.H200_HOPPER).seconds for c in (own, equal)]
+    assert told[0] <= waves.SHARING * waves.CLOSE * told[1]
+    assert own.schedule == ("even" if batch == 76 else "batch")
+    longest = seqlen_k / own.num_splits * 4 * head_dim
+    assert own.schedule == "batch" or longest <= waves.H200.longest_part
+
+
 def test_parts_are_a_cluster_where_all_can_run_at_once():
     seen = set()
     for batch, kv_heads, seqlen_k in product((1, 8, 64, 200), (1, 8), (512, 4096, 32768)):

@@ -103,7 +103,7 @@ def test_wide_rows_are_not_read_for_twice() -> None:
     problem = replace(problem, seqlen_k=8192, place=Paged(64))
     for dim in (128, 256):
         plan = splitkv.plan(replace(problem, head_dim=dim, head_dim_v=dim), device=H200)
-        assert plan.kernel == "hopper_decode_split" and plan.config.tile_m >= problem.rows
+        assert plan.kernel.startswith("hopper_") and plan.config.tile_m >= problem.rows
 
 
 @pytest.mark.parametrize("place", [Paged(16), Paged(256)], ids=str)

@@ -193,15 +193,15 @@ def decode_split(
 
     # whose keys, and which part of them
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
-    head_tile = tl.program_id(1)
+    AXIS: tl.constexpr = 0 if share.programs is None else 1
+    part, head_tile = tl.program_id(AXIS), tl.program_id(1 - AXIS)
     h, tile_m = head_tile // row_tiles, head_tile % row_tiles
     t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
-    part = tl.program_id(0)
     if share.programs is None:
         b = tl.program_id(2)
         slot = (b * tl.num_programs(1) + head_tile) * tl.num_programs(0) + part
     else:
-        slot = head_tile * tl.num_programs(0) + part
+        slot = head_tile * share.programs + part
         offs_b = tl.arange(0, BATCH_P2)
         keys_b = keys_of(lens_ptr, growth, offs_b, offs_b < batch, seqlen_new, capacity)
         rule = share, bounds, keys_b, batch, seqlen_q, t_first, t_last

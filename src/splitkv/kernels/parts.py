@@ -27,10 +27,13 @@ def packed_rows(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Programs along each axis of the launch."""
+    """Programs along each axis of the launch.
+
+    The heads of a part that is shared out run beside each other: their keys lie beside each other.
+    """
     heads = problem.num_kv_heads * packed_rows(problem, config)[0]
     if config.schedule == "batch":
-        return config.programs, heads, 1
+        return heads, config.programs, 1
     return config.num_splits, heads, problem.batch
 
 

@@ -32,6 +32,9 @@ HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (3
 HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
 HOPPER_APART_SHAPES = ((64, 4, 3), (128, 4, 3))  # of 8 bits, where a warp asks for small pages
 
+# Where lengths differ: of the longest one's keys, what others have in the mean. So it is of a
+# log-normal distribution with a median of 2 Ki keys and one sequence of 128 Ki.
+OTHERS = 1 / 40
 HOPPER_DECODE = "hopper_decode_split"
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
 SMEM_RESERVED = 6 * KiB
@@ -89,7 +92,8 @@ class Constants:
                    is there
     program        for each program that an SM runs, whether together or one after another;
                    program_widening: more where elements of 8 bits are widened, of the SM that
-                   runs most, as q's conversion is its own work; program_scales: with a scale a key
+                   runs most, as q's conversion is its own work; program_scales: with a scale a key;
+                   program_wide: of wide tiles whose elements are as they are, by head_dim up to
     latency        from asking for a tile to having it: a slot of the ring is busy that long and
                    while the tile is worked on, once more tiles are wanted than there are slots
     bandwidth_share   of the data sheet's bandwidth, and paged_share of it where paged
@@ -106,7 +110,8 @@ class Constants:
                    scores take as long whatever head_dim is; wide_widening: for each element of 8
                    bits a warp; wide_copy: asking for 128 bytes of every key in one page
     merge          launching the combine; merge_part: for each part of a row, besides its partial,
-                   which is written and read
+                   which is written and read; merge_shared: more for each element of the result
+                   where parts are shared out over the batch, merged 64 at once however few they are
     cluster        merging in a cluster instead; cluster_row: for each row and part of head_dim_v
                    128 that a program sends; pair_widening: less of two parts whose elements of 8
                    bits are widened; crowded: of the time that memory takes, what clusters
@@ -129,6 +134,7 @@ class Constants:
     program: float = 0.493e-6
     program_widening: float = 0.0
     program_scales: float = 0.0
+    program_wide: tuple[tuple[int, float], ...] = ()
     latency: float = 0.593e-6
     bandwidth_share: float = 0.927
     paged_share: float = 0.914
@@ -147,6 +153,7 @@ class Constants:
     wide_copy: float = 0.0
     merge: float = 1.08e-6
     merge_part: float = 0.508e-8
+    merge_shared: float = 7.7e-11
     cluster: float = 0.574e-6
     cluster_row: float = 0.367e-8
     pair_widening: float = 0.0
@@ -170,6 +177,7 @@ H200_HOPPER = Constants(
     program=0.685e-6,
     program_widening=0.993e-6,
     program_scales=0.3e-6,
+    program_wide=((64, 0.08e-6), (128, 0.6e-6), (256, 2.8e-6)),
     latency=0.39e-6,
     bandwidth_share=0.98,
     paged_share=0.93,
@@ -238,6 +246,9 @@ class Shape:
         rows, widened = problem.num_heads * problem.seqlen_q * problem.batch, problem.codec != AS_IS
         self.program = c.program / device.num_sms
         self.program_most = c.program_widening * widened + c.program_scales * scaled
+        if config.tile_m >= WIDE and not widened:
+            wider = max(problem.head_dim, problem.head_dim_v)
+            self.program_most += next((one for most, one in c.program_wide if wider <= most), 0.0)
         self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
         self.start += rows * dims * problem.element_bytes / self.peak  # q and the result
         a_warp = config.tile_n * dims / config.num_warps
@@ -262,6 +273,7 @@ class Shape:
         self.uneven = c.uneven_paged if paged else c.uneven
         partial_bytes = 2 * 4 * rows * (problem.head_dim_v + 2)  # written and read
         self.merge_part = c.merge_part + partial_bytes / self.peak
+        self.merge_shared = c.merge_shared * rows * problem.head_dim_v
         sent = min(config.tile_m, problem.rows) * problem.head_dim_v / 128
         self.cluster_part = c.cluster_row * sent
 
@@ -284,10 +296,22 @@ class Shape:
         return self.cost_of(self.batch * parts * self.head_tiles, per, parts, merge)
 
     def shared_out(self, full_parts: int) -> Cost:
-        """With the batch cut into so many parts and what rounding adds, half a part a sequence."""
-        per = max(1, ceil_div(self.tiles * self.batch, full_parts))
-        num_ctas = (full_parts + self.batch // 2) * self.head_tiles
-        return self.cost_of(num_ctas, per, ceil_div(self.tiles, per), "combine")
+        """With the batch cut into so many parts, rounded up to as many of every sequence."""
+        per = ceil_div(self.tiles, min(self.tiles, ceil_div(full_parts, self.batch)))
+        parts = ceil_div(self.tiles, per)
+        return self.found(self.cost_of(self.batch * parts * self.head_tiles, per, parts, "combine"))
+
+    def mixed(self, full_parts: int) -> Cost:
+        """The same with one sequence as long as it may be and the others `OTHERS` of that."""
+        tiles = math.ceil(self.tiles * (1 + OTHERS * (self.batch - 1)))
+        per = ceil_div(tiles, full_parts)
+        parts = ceil_div(tiles, per) + self.batch // 2  # what rounding adds
+        programs, each = parts * self.head_tiles, ceil_div(parts, self.batch)
+        return self.found(self.cost_of(programs, per, each, "combine"))
+
+    def found(self, cost: Cost) -> Cost:
+        """And what merging takes longer where every row finds its parts from the lengths."""
+        return replace(cost, merge_seconds=cost.merge_seconds + self.merge_shared)
 
     def cost_of(self, num_ctas: int, per: int, parts: int, merge: str | None) -> Cost:
         """Of programs of `per` tiles, and merging so many parts a row, in one of two ways."""

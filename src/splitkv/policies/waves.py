@@ -13,6 +13,7 @@ where that would take more than a wave of programs, the device shares one out by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -68,7 +69,7 @@ __all__ = [
     "with_constants",
 ]
 
-# Of shapes that the model cannot tell apart, the first.
+# Of shapes that the model cannot tell apart, the first, but for one that shares the batch out.
 CLOSE = 1.02
 # A cluster of four or eight needs as many places in one part of the GPU: with 256 programs for 264
 # places some waited for a second wave, 17.9 us beside 13.5, and so they did with 256 for 396: 28.2
@@ -76,6 +77,11 @@ CLOSE = 1.02
 # Pairs did not, with 128 for 132. So of the places, up to two an SM, this share.
 ROOM_FOR_CLUSTERS = 0.75
 
+# Sequences to share programs out over: with the parts they are one axis of a grid, not its first.
+MOST_SHARED = 65535 - MAX_SPLITS
+# times as long as in even parts that are short enough, for what is shared out where lengths are
+# equal after all
+SHARING = 1.05
 # How much less another kernel than the first has to promise: how far the models of kernels are off
 # differs by more than how far they are off on plans of one.
 OTHER = 1.05
@@ -151,6 +157,7 @@ def fastest(
         of_shape += [(cost(problem, device, c, constants), c) for c in together if c.shape == shape]
         weighed.append(min(of_shape, key=lambda pair: pair[0].seconds))
     least = min(cost.seconds for cost, _ in weighed)
+    weighed.sort(key=lambda pair: pair[1].schedule == "batch")
     best, config = next(pair for pair in weighed if pair[0].seconds <= least * CLOSE)
     why = _why(problem, device, config, best, constants)
     return best.seconds, Choice(kernel.name, config, why)
@@ -252,18 +259,30 @@ def _cheapest(
         ),
         key=lambda pair: (pair[0].seconds, pair[1]),
     )
-    if least == 1 or least <= a_wave:
+    if least == 1 or least <= a_wave or shape.batch > MOST_SHARED:
         return best, replace(config, num_splits=splits)
-    # A wave, with what rounding adds. Twice the batch leaves several parts to a long sequence.
-    full_parts = max(shape.slots // shape.head_tiles - shape.batch // 2, 2 * shape.batch)
-    full_parts = min(full_parts, shape.batch * shape.tiles, MAX_SPLITS)
+    # equal lengths and one long sequence among short ones count alike
+    alike = [
+        (math.sqrt(shape.shared_out(full).seconds * shape.mixed(full).seconds), full)
+        for full in _shares_worth(shape)
+    ]
+    least_seconds = min(seconds for seconds, _ in alike)
+    full = next(full for seconds, full in alike if seconds <= least_seconds * CLOSE)
     shared = replace(
-        config,
-        num_splits=min(most, full_parts),
-        schedule="batch",
-        programs=shape.batch + full_parts,
+        config, num_splits=min(most, full), schedule="batch", programs=shape.batch + full
     )
+    if shape.cut(shared).seconds > SHARING * best.seconds:
+        return best, replace(config, num_splits=splits)
     return shape.cut(shared), shared
+
+
+def _shares_worth(shape: Shape) -> list[int]:
+    """Numbers of parts to share the batch out in, the fewest first: what fills a wave with what
+    rounding adds, and several of every sequence, so that a long one has as many."""
+    a_wave = shape.slots // shape.head_tiles - shape.batch // 2
+    wanted = {a_wave, *(shape.batch * each for each in range(2, 9))}
+    most = min(shape.batch * shape.tiles, MAX_SPLITS)
+    return sorted({min(full, most) for full in wanted if full >= 2 * shape.batch})
 
 
 def _why(problem: Problem, device: Device, config: Config, best: Cost, constants: Constants) -> str:

@@ -226,6 +226,9 @@ def hopper_decode_split(
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
+    if programs is not None:
+        part, head_tile = head_tile, part
+        slot_id = head_tile * programs + part
     IN_ONE: gl.constexpr = 1 if WIDEN is None or OF_K is not None else 2  # elements of a column
     k_strides, v_strides = (stride_kb, stride_kn, stride_kh), (stride_vb, stride_vn, stride_vh)
     k_rows = None
