@@ -26,6 +26,7 @@ from splitkv.launch import (
     device_of,
     handle_of,
     is_plain,
+    needs_grad,
     run_decode,
     through_operator,
 )
@@ -217,12 +218,14 @@ def _attention(
     if isinstance(given["window_size"], list):
         given["window_size"] = tuple(given["window_size"])
     scales = (given[name] for name in ("q_scale", "k_scale", "v_scale"))
-    if is_plain(q, k, v, given["sink_logits"], given["alibi_slopes"], *scales):
+    leaves = q, k, v, given["sink_logits"], given["alibi_slopes"]
+    if is_plain(*leaves, *scales):
         out, lse = run_attention(q, k, v, plan, **given)
     else:
         expect_window(given["window_size"])
         expect_number("dropout_p", given["dropout_p"])
         given["window_left"], given["window_right"] = given.pop("window_size")
+        given["needs_grad"] = needs_grad(*leaves)  # inside an operator nothing seems to need one
         if given["dropout_p"] > 0:
             given["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
         optional = (given.get(name) for name in NAMES[3:-1])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splitkv.kernels import prefill
 from splitkv.kernels.backward import backward_for
-from splitkv.launch import Launcher, bind, needs_grad, operator_outputs, working_dtype
+from splitkv.launch import Launcher, bind, operator_outputs, working_dtype
 from splitkv.plans import plan_with_handle
 from splitkv.problem import Operands, describe_attention
 from splitkv.reference import WORKING
@@ -28,7 +28,8 @@ _ARGUMENTS = (
     "bool causal, SymInt window_left, SymInt window_right, SymInt sink_tokens, "
     "SymInt attention_chunk, Tensor? sink_logits, float? softmax_scale, "
     "float softcap, Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
-    "str? products, float dropout_p, bool deterministic, bool return_lse, Tensor? seed, str plan"
+    "str? products, float dropout_p, bool deterministic, bool return_lse, "
+    "bool needs_grad, Tensor? seed, str plan"
 )
 NAMES = tuple(argument.split()[-1] for argument in _ARGUMENTS.split(", "))
 _DIFFERENTIABLE = tuple(NAMES.index(name) for name in prefill.LEAVES)
@@ -42,8 +43,7 @@ def _bound(arguments: Sequence[Any]) -> tuple[Launcher, Operands]:
     del given["seed"]
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
     q, k, v = (given.pop(name) for name in ("q", "k", "v"))
-    grad = needs_grad(q, k, v, given["sink_logits"], given["alibi_slopes"])
-    problem, operands = describe_attention(q, k, v, needs_grad=grad, **given)
+    problem, operands = describe_attention(q, k, v, **given)
     return bind(problem, operands, plan_with_handle(plan) if plan else None), operands
 
 

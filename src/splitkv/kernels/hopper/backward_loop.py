@@ -292,6 +292,19 @@ def weights(s, total, visit, i, work, bounds, FIRST: gl.constexpr, scale_log2):
 
 
 @gluon.jit
+def start_dp(v, tiles, slot, zero, FROM_DELTA: gl.constexpr):
+    """Ask for dp of a row tile, or for dp - delta."""
+    grad = tiles.grad.index(slot).permute((1, 0))
+    if FROM_DELTA:
+        row: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
+        less = tiles.less.index(slot).load(row)[None, :].broadcast_to(zero.shape)
+        dp = warpgroup_mma(v, grad, less, is_async=True)
+    else:
+        dp = warpgroup_mma(v, grad, zero, use_acc=False, is_async=True)
+    return dp
+
+
+@gluon.jit
 def consume(
     tiles,  # Tiles
     exchange,  # Exchange
@@ -310,6 +323,8 @@ def consume(
     DIM: gl.constexpr = tiles.q.shape[2]
     HOLD: gl.constexpr = DIM == 64
     LATE: gl.constexpr = DIM == 64 and exchange.sums is not None  # dq
+    # delta is in dp from the start where reading it in between would hold up more
+    FROM_DELTA: gl.constexpr = DIM > 64 or out.sink_ptr is not None
     dtype: gl.constexpr = tiles.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -337,8 +352,7 @@ def consume(
     i = work.h * 0
     await_rows(tiles, bars, slot, phase, work.len_q - i * TILE_M, PACKED, W)
     s = warpgroup_mma(k, tiles.q.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    less = tiles.less.index(0).load(ROW)[None, :].broadcast_to(zero.shape)
-    dp = warpgroup_mma(v, tiles.grad.index(0).permute((1, 0)), less, is_async=True)
+    dp = start_dp(v, tiles, 0, zero, FROM_DELTA)
     s = warpgroup_mma_wait(1, deps=[s])
     total = tiles.total.index(0).load(ROW)[None, :]
     p = weights(s, total, visit, i, *of_weights)
@@ -353,6 +367,8 @@ def consume(
         else:
             weight = gl.convert_layout(p.to(dtype), A)
         dv = warpgroup_mma(weight, tiles.grad.index(slot), dv, is_async=True)
+        if not FROM_DELTA:
+            dp += tiles.less.index(slot).load(ROW)[None, :]
         of_scores = p * dp
         ds = of_scores.to(dtype)
         if exchange.sums is not None:
@@ -366,9 +382,13 @@ def consume(
         if LATE:
             # dq of the row tile before; of the first one, numbers that nobody uses
             dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-            dv = warpgroup_mma_wait(1, deps=[dv])  # registers of p are free for dq
-            sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), end)
-            mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
+            if sinks is None:
+                mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
+                dv = warpgroup_mma_wait(1, deps=[dv])  # registers of p are free for dq
+            else:
+                dv = warpgroup_mma_wait(1, deps=[dv])
+                sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), end)
+                mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
             dq = start_sums(exchange, tiles.k, last, DQ, W)
         elif exchange.sums is not None:
             mbarrier.wait(exchange.ds_bar.index(j & 1), (j >> 1) & 1)
@@ -404,9 +424,7 @@ def consume(
             if j > 0:
                 mbarrier.arrive(exchange.ds_free.index(last & 1), count=1)
                 put_sums(exchange, dq, last, W)
-        grad_next = tiles.grad.index(slot).permute((1, 0))
-        less = tiles.less.index(slot).load(ROW)[None, :].broadcast_to(zero.shape)
-        dp = warpgroup_mma(v, grad_next, less, is_async=True)
+        dp = start_dp(v, tiles, slot, zero, FROM_DELTA)
         s = warpgroup_mma_wait(1, deps=[s])
         total = tiles.total.index(slot).load(ROW)[None, :]
         p = weights(s, total, visit, i, *of_weights)
