@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splitkv.kernels.hopper.backward_sinks import add_sinks, sink_weights, start_sinks
-from splitkv.kernels.hopper.backward_sums import put_sums, start_sums
+from splitkv.kernels.hopper.backward_sums import finish_sums, put_sums, start_sums
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
 from splitkv.kernels.hopper.prefill_mask import choose, from_column
@@ -433,11 +433,7 @@ def consume(
         dp = warpgroup_mma_wait(0, deps=[dp])
     if LATE:
         if work.steps > 0:
-            last = work.steps - 1
-            mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
-            dq = start_sums(exchange, tiles.k, last, DQ, W)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            put_sums(exchange, dq, last, W)
+            finish_sums(exchange, tiles.k, work.steps - 1, DQ, W)
     return dk, dv
 
 

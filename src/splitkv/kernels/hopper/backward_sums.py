@@ -120,6 +120,14 @@ def put_sums(exchange, dq, j, W: gl.constexpr):
 
 
 @gluon.jit
+def finish_sums(exchange, k, j, DQ: gl.constexpr, W: gl.constexpr):
+    """Consumer W's half of tile j of dq, which is the last one."""
+    mbarrier.wait(exchange.ds_bar.index(j & 1), (j >> 1) & 1)
+    dq = start_sums(exchange, k, j, DQ, W)
+    put_sums(exchange, warpgroup_mma_wait(0, deps=[dq]), j, W)
+
+
+@gluon.jit
 def await_turn(ptr, number):
     """Wait until so many tiles of keys have had their turn; as `end_turn` says it."""
     gl.inline_asm_elementwise(
