@@ -382,13 +382,9 @@ def consume(
         if LATE:
             # dq of the row tile before; of the first one, numbers that nobody uses
             dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-            if sinks is None:
-                mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
-                dv = warpgroup_mma_wait(1, deps=[dv])  # registers of p are free for dq
-            else:
-                dv = warpgroup_mma_wait(1, deps=[dv])
-                sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), end)
-                mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
+            mbarrier.wait(exchange.ds_bar.index(last & 1), (last >> 1) & 1)
+            dv = warpgroup_mma_wait(1, deps=[dv])  # registers of p are free for dq
+            sinks = add_sinks(sinks, out, of_scores, tiles.p_sink.index(slot), end)
             dq = start_sums(exchange, tiles.k, last, DQ, W)
         elif exchange.sums is not None:
             mbarrier.wait(exchange.ds_bar.index(j & 1), (j >> 1) & 1)
