@@ -210,7 +210,7 @@ def produce(inputs, boxes, tiles, bars, work, visit, GROUP: gl.constexpr):
         async_load(inputs.q, at, bar, boxes.q.index(slot))
         async_load(inputs.grad, at, bar, boxes.grad.index(slot))
         count = gl.where(j < work.steps, work.len_q - t, 0)
-        put_stats(tiles, slot, inputs, g * work.stat_head + t, count, g)
+        put_stats(tiles, slot, inputs, g * work.stat_head + t, count, gl.minimum(g, GROUP - 1))
         mbarrier.arrive(bar, count=1)
         slot += 1
         if slot == STAGES:

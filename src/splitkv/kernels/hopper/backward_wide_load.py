@@ -146,7 +146,8 @@ def produce_tiles(inputs, boxes, tiles, bars, work, visit, GROUP: gl.constexpr):
         mbarrier.expect(bar, inputs.q.block_type.nbytes)
         async_load(inputs.q, at, bar, boxes.q.index(slot))
         if inputs.sink_ptr is not None:
-            tiles.p_sink.index(slot).store(sink_weights(inputs, g, total))
+            of_sink = sink_weights(inputs, gl.minimum(g, GROUP - 1), total)
+            tiles.p_sink.index(slot).store(of_sink)
             total -= P_EXPONENT
             delta *= 2.0**-P_EXPONENT
         tiles.total.index(slot).store(total)
