@@ -326,14 +326,19 @@ def overwritten_barriers(ptx: str) -> list[int]:
     return [at[bar] for bar in bars if not taken.isdisjoint(range(at[bar], at[bar] + 8))]
 
 
-@functools.cache
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread: spilled registers are in local memory."""
+def dumped(cubin: bytes, option: str) -> str:
+    """What cuobjdump says of machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [CUOBJDUMP, "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [CUOBJDUMP, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory of a thread: spilled registers are in local memory."""
+    told = dumped(cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
     assert found, f"cuobjdump: expected the use of resources, got {told}"
     registers, stack, local = map(int, found.groups())
@@ -342,11 +347,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def instructions(cubin: bytes) -> list[tuple[int, str]]:
     """(address, instruction) of the machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [CUOBJDUMP, "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = dumped(cubin, "-sass")
     found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
     return [(int(address, 16), line) for address, line in found]
 
@@ -354,11 +355,7 @@ def instructions(cubin: bytes) -> list[tuple[int, str]]:
 def meetings(cubin: bytes, number: int) -> list[bool]:
     """Of each wait at a barrier of the hardware, whether the cubin lists it among those of which
     several may be one meeting. Where roles meet at one that is not, synccheck reports it."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [CUOBJDUMP, "-elf", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = dumped(cubin, "-elf")
     found = re.search(r"EIATTR_COOP_GROUP_INSTR_OFFSETS\s.*\s+Value:((?:\s+0x[0-9a-f]+)*)", text)
     listed = {int(at, 16) for at in found[1].split()} if found else set()
     wait = re.compile(rf"BAR\.SYNC\S* {number:#x},")

@@ -243,10 +243,10 @@ class Shape:
         self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
         self.slots = device.num_sms * occupancy(problem, device, config, c)
         self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
-        rows, widened = problem.num_heads * problem.seqlen_q * problem.batch, problem.codec != AS_IS
+        rows = problem.num_heads * problem.seqlen_q * problem.batch
         self.program = c.program / device.num_sms
-        self.program_most = c.program_widening * widened + c.program_scales * scaled
-        if config.tile_m >= WIDE and not widened:
+        self.program_most = c.program_widening * self.widened + c.program_scales * scaled
+        if config.tile_m >= WIDE and not self.widened:
             wider = max(problem.head_dim, problem.head_dim_v)
             self.program_most += next((one for most, one in c.program_wide if wider <= most), 0.0)
         self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
@@ -257,7 +257,7 @@ class Shape:
         if config.tile_m >= WIDE and c.wide_step:
             panels = pages * dims * problem.kv_element_bytes / 128
             step = c.wide_step + c.wide_key * config.tile_n + c.wide_copy * paged * panels
-            step += c.wide_widening * a_warp * widened
+            step += c.wide_widening * a_warp * self.widened
         else:
             step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
             step += c.step_paged_element * paged * a_warp
