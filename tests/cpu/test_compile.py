@@ -24,7 +24,7 @@ from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Plan
-from splitkv.policies import waves
+from splitkv.policies import decode_cost
 from splitkv.policies.shared import clusters, shapes
 from splitkv.problem import Problem
 
@@ -410,5 +410,5 @@ def test_budget_of_wide_tiles(stored: dict[str, Any], programs: int) -> None:
     values = EVERYDAY | asked | stored | {"schedule": "even", "num_stages": 2}
     kernel, plan = compiled(values)["hopper_decode_split"], plan_of(values)
     assert programs_an_sm(kernel, plan.device) == programs
-    counted = waves.occupancy(plan.problem, plan.device, plan.config, waves.H200_HOPPER)
+    counted = decode_cost.occupancy(plan.problem, plan.device, plan.config, decode_cost.H200_HOPPER)
     assert counted == programs

@@ -32,6 +32,7 @@ from splitkv.plans import Choice, Config, Kernel, Plan, Traffic
 from splitkv.policies import (
     DEFAULT,
     POLICIES,
+    decode_cost,
     fixed,
     flash_attention_2,
     flash_attention_3,
@@ -292,7 +293,7 @@ def test_waves_reproduces_what_its_constants_come_from(shape: tuple[int, int, in
     batch, seqlen_k, heads, heads_kv = shape
     problem = decode(batch, heads, heads_kv, seqlen_k)
     config = waves.choose(problem, H200, [DECODE]).config
-    told = waves.cost(problem, H200, config).seconds * 1e6
+    told = decode_cost.cost(problem, H200, config).seconds * 1e6
     assert 0.8 <= told / MEASURED[shape] <= 1.2
 
 
@@ -319,7 +320,7 @@ def test_waves_bounds_the_longest_part_where_lengths_are_the_device_s():
     device = waves.choose(replace(problem, lengths="device"), H200, [DECODE]).config
     longest = [16384 / c.num_splits * 512 for c in (host, device)]  # bytes of K and V, bf16, D 128
     assert device.schedule == "even"
-    assert longest[0] > waves.H200.longest_part >= longest[1]
+    assert longest[0] > decode_cost.H200.longest_part >= longest[1]
 
 
 def test_waves_shares_one_wave_out_where_bounded_parts_would_be_too_many():
@@ -340,7 +341,7 @@ def test_a_long_sequence_among_short_ones_is_cut_whatever_the_batch(batch: int):
     config = waves.choose(problem, H200, [DECODE]).config
     tiles = [num_tiles(problem, config.tile_n)] + [1] * (batch - 1)
     if config.schedule == "even":
-        assert config.num_splits * waves.H200.longest_part >= (1 << 18) * 512
+        assert config.num_splits * decode_cost.H200.longest_part >= (1 << 18) * 512
         return
     # the batch rule: in proportion, rounded up
     full = config.programs - batch
@@ -354,11 +355,13 @@ def test_waves_weighs_enough_splits():
     """Against every number of splits of the shapes it weighs: never more than 2 % is missed."""
     for problem in (decode(1, 8, 1, 700), decode(3, 28, 4, 3000), decode(9, 32, 32, 200)):
         for gpu in (H200, GPUS["l4"]):
-            chosen = waves.cost(problem, gpu, waves.choose(problem, gpu, [DECODE]).config).seconds
+            chosen = decode_cost.cost(
+                problem, gpu, waves.choose(problem, gpu, [DECODE]).config
+            ).seconds
             best = min(
-                waves.cost(problem, gpu, config).seconds
+                decode_cost.cost(problem, gpu, config).seconds
                 for config in decode_space(problem, gpu)
-                if (config.tile_n, config.num_warps, config.num_stages) in waves.SHAPES
+                if (config.tile_n, config.num_warps, config.num_stages) in decode_cost.SHAPES
             )
             assert best <= chosen <= 1.02 * best
 
@@ -370,15 +373,17 @@ def test_waves_weighs_enough_splits_on_hopper(place: Contiguous | Paged):
         chosen = waves.choose(problem, H200, ON_HOPPER)
         assert chosen.kernel == HOPPER.name
         best = min(
-            waves.cost(problem, H200, replace(config, num_splits=splits), waves.H200_HOPPER).seconds
+            decode_cost.cost(
+                problem, H200, replace(config, num_splits=splits), decode_cost.H200_HOPPER
+            ).seconds
             for config in hopper_decode_split.configs(problem, H200)
-            if (config.tile_n, config.num_warps, config.num_stages) in waves.HOPPER_SHAPES
+            if (config.tile_n, config.num_warps, config.num_stages) in decode_cost.HOPPER_SHAPES
             and config.num_stages > 1
             and config.merge == "combine"
             and (config.tile_n < 128 or place == Contiguous())
             for splits in range(1, num_tiles(problem, config.tile_n) + 1)
         )
-        seconds = waves.cost(problem, H200, chosen.config, waves.H200_HOPPER).seconds
+        seconds = decode_cost.cost(problem, H200, chosen.config, decode_cost.H200_HOPPER).seconds
         assert seconds <= 1.02 * best
 
 
@@ -394,7 +399,7 @@ def test_waves_weighs_enough_splits_on_hopper(place: Contiguous | Paged):
 def test_waves_asks_for_enough_at_once(problem: Problem, programs: float):
     """With fewer an SM these took up to 1.35 times as long: a tile is not hidden behind another."""
     config = waves.choose(problem, H200, ON_HOPPER).config
-    told = waves.cost(problem, H200, config, waves.H200_HOPPER)
+    told = decode_cost.cost(problem, H200, config, decode_cost.H200_HOPPER)
     assert told.waves == 1
     assert told.num_ctas * config.tile_n / 64 >= programs * H200.num_sms
 
@@ -438,8 +443,8 @@ def test_waves_launches_the_programs_that_it_counts():
         problems.append(replace(decode(batch, 32, 8, seqlen_k), place=place))
     for problem, gpu in product(problems, (H200, GPUS["l4"])):
         choice = waves.choose(problem, gpu, ON_HOPPER if gpu is H200 else [decode_split.KERNEL])
-        own = waves.H200_HOPPER if gpu is H200 else waves.H200
-        told = waves.cost(problem, gpu, choice.config, own)
+        own = decode_cost.H200_HOPPER if gpu is H200 else decode_cost.H200
+        told = decode_cost.cost(problem, gpu, choice.config, own)
         assert told.num_ctas == math.prod(grid(problem, choice.config))
         if problem is quantised and gpu is H200:
             assert told.waves == 1
@@ -463,11 +468,13 @@ def test_sharing_a_batch_out_costs_little_where_lengths_are_equal_after_all(
     own, equal = (
         waves.choose(p, H200, ON_HOPPER).config for p in (problem, replace(problem, lengths="host"))
     )
-    told = [waves.cost(problem, H200, c, waves.H200_HOPPER).seconds for c in (own, equal)]
+    told = [
+        decode_cost.cost(problem, H200, c, decode_cost.H200_HOPPER).seconds for c in (own, equal)
+    ]
     assert told[0] <= waves.SHARING * waves.CLOSE * told[1]
     assert own.schedule == ("even" if batch == 76 else "batch")
     longest = seqlen_k / own.num_splits * 4 * head_dim
-    assert own.schedule == "batch" or longest <= waves.H200.longest_part
+    assert own.schedule == "batch" or longest <= decode_cost.H200.longest_part
 
 
 def test_parts_are_a_cluster_where_all_can_run_at_once():
@@ -476,7 +483,7 @@ def test_parts_are_a_cluster_where_all_can_run_at_once():
         problem = decode(batch, 4 * kv_heads, kv_heads, seqlen_k, lengths="device")
         config = waves.choose(problem, H200, ON_HOPPER).config
         if config.merge == "cluster":
-            told = waves.cost(problem, H200, config, waves.H200_HOPPER)
+            told = decode_cost.cost(problem, H200, config, decode_cost.H200_HOPPER)
             share = 1.0 if config.num_splits == 2 else waves.ROOM_FOR_CLUSTERS
             assert told.num_ctas == batch * kv_heads * config.num_splits <= told.slots * share
             assert config.schedule == "even" and config.num_splits in CLUSTERS
@@ -506,43 +513,48 @@ def test_a_cluster_takes_shared_memory_for_what_it_exchanges():
 
 def test_waves_constants_are_a_parameter():
     problem = decode(1, seqlen_k=32768)
-    dear = waves.Constants(merge=1.0, cluster=1.0)
+    dear = decode_cost.Constants(merge=1.0, cluster=1.0)
     assert waves.with_constants(dear)(problem, H200, [DECODE]).config.num_splits == 1
     assert waves.with_constants(dear)(problem, H200, [HOPPER]).config.num_splits == 1
-    of_hopper = waves.with_constants(waves.H200, hopper=dear)
+    of_hopper = waves.with_constants(decode_cost.H200, hopper=dear)
     assert of_hopper(problem, H200, [HOPPER]).config.num_splits == 1
     assert of_hopper(problem, H200, [DECODE]) == waves.choose(problem, H200, [DECODE])
 
 
 def test_each_kernel_has_its_own_constants():
-    own = waves.Constants(merge=1.0)
-    assert waves.constants_of(DECODE) is waves.H200
-    assert waves.constants_of(HOPPER) is waves.H200_HOPPER
-    assert waves.constants_of(DECODE, own) is waves.constants_of(HOPPER, own) is own
-    assert waves.constants_of(HOPPER, waves.H200, own) is own
+    own = decode_cost.Constants(merge=1.0)
+    assert decode_cost.constants_of(DECODE) is decode_cost.H200
+    assert decode_cost.constants_of(HOPPER) is decode_cost.H200_HOPPER
+    assert decode_cost.constants_of(DECODE, own) is decode_cost.constants_of(HOPPER, own) is own
+    assert decode_cost.constants_of(HOPPER, decode_cost.H200, own) is own
 
 
 def test_waves_cost_counts_ctas_and_waves():
     problem = decode(4, 32, 8, 4096)
     config = Config(num_splits=4, tile_n=64, num_stages=2)
-    told = waves.cost(problem, H200, config)
+    told = decode_cost.cost(problem, H200, config)
     assert told.num_ctas == 4 * 8 * 4
     assert told.slots == 132 * 3  # 2 stages of 32 KiB and 6 KiB: three programs in 228 KiB
     assert (told.waves, told.tiles_per_split) == (1, 16)
-    assert told.merge_seconds > waves.H200.merge
-    assert waves.cost(problem, H200, replace(config, num_splits=1)).merge_seconds == 0
+    assert told.merge_seconds > decode_cost.H200.merge
+    assert decode_cost.cost(problem, H200, replace(config, num_splits=1)).merge_seconds == 0
     tall = decode(4, 64, 8, 4096, seqlen_q=16)  # 128 rows: two tiles of 64
-    assert waves.cost(tall, H200, replace(config, tile_m=64)).num_ctas == 2 * 4 * 8 * 4
-    assert waves.cost(replace(problem, batch=64), H200, config).waves == 6
+    assert decode_cost.cost(tall, H200, replace(config, tile_m=64)).num_ctas == 2 * 4 * 8 * 4
+    assert decode_cost.cost(replace(problem, batch=64), H200, config).waves == 6
 
 
 def test_waves_never_gets_slower_with_a_faster_memory_or_fewer_keys():
     config = Config(num_splits=8)
-    seconds = [waves.cost(decode(seqlen_k=n), H200, config).seconds for n in range(64, 9000, 64)]
+    seconds = [
+        decode_cost.cost(decode(seqlen_k=n), H200, config).seconds for n in range(64, 9000, 64)
+    ]
     assert seconds == sorted(seconds)
     fast = replace(H200, bandwidth=2 * H200.bandwidth)
     problem = decode(32, 32, 8, 4096)
-    assert waves.cost(problem, fast, config).seconds < waves.cost(problem, H200, config).seconds
+    assert (
+        decode_cost.cost(problem, fast, config).seconds
+        < decode_cost.cost(problem, H200, config).seconds
+    )
 
 
 # --- every policy on everything ----------------------------------------------------------------

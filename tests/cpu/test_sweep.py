@@ -38,7 +38,7 @@ from splitkv.lab.studies import Effort
 from splitkv.lab.suites import CASES, SUITES
 from splitkv.lab.timing import Protocol, Timing, Variant
 from splitkv.plans import Config, Plan
-from splitkv.policies import POLICIES, fixed, tuned, waves
+from splitkv.policies import POLICIES, decode_cost, fixed, tuned, waves
 from splitkv.policies.shared import num_tiles, shapes
 from splitkv.problem import Problem
 
@@ -50,7 +50,7 @@ POLICY = {"waves": waves.choose, "one": fixed.with_splits(1)}
 
 def us_of(problem: Problem, config: Config) -> float:
     """What the fake GPU takes: wide tiles are better than the cost model thinks."""
-    seconds = waves.cost(problem, H200, config).seconds
+    seconds = decode_cost.cost(problem, H200, config).seconds
     return seconds * 1e6 * (0.5 if config.tile_n == 128 else 1.0)
 
 

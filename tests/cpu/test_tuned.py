@@ -21,7 +21,7 @@ from splitkv.lab import space, studies
 from splitkv.lab.tune import drawn
 from splitkv.masks import Mask
 from splitkv.plans import Choice, Config, Kernel
-from splitkv.policies import POLICIES, tuned, waves
+from splitkv.policies import POLICIES, decode_cost, tuned, waves
 from splitkv.policies.shared import num_tiles, shapes
 from splitkv.policies.tuned import Measured, Table, Timed
 from splitkv.problem import Problem
@@ -205,7 +205,7 @@ def test_what_was_fastest_is_chosen_for_what_was_measured(
         plans += [Timed(c.kernel, c.config, 50.0) for c in candidates if c != best]
         choose = tuned.with_table(table(Measured(case.problem, tuple(plans))))
         chosen = choose(case.problem, H200, ABLE).config
-        longest = waves.H200.longest_part  # where other sequences may be short
+        longest = decode_cost.H200.longest_part  # where other sequences may be short
         least = 1 if case.problem.batch == 1 else case.kv_bytes / longest
         least /= case.problem.batch * case.problem.num_kv_heads
         if chosen.schedule == "even" and best.config.num_splits >= least + 1:
@@ -303,7 +303,7 @@ def test_a_cluster_is_a_plan_like_others_and_its_parts_are_bounded(tmp_path: Pat
     assert choose(problem(8, 4096), H200, able).config == pair
     longer = choose(problem(2, 65536), H200, able).config
     assert longer == replace(pair.shape, num_splits=longer.num_splits)
-    longest = waves.H200.longest_part
+    longest = decode_cost.H200.longest_part
     assert longer.num_splits * longest >= 65536 * 512 > pair.num_splits * longest
 
 
@@ -314,7 +314,11 @@ def test_parts_are_bounded_where_only_the_device_knows_the_lengths() -> None:
         lengths: choose(replace(problem(32, 16384), lengths=lengths), H200, ABLE).config.num_splits
         for lengths in ("host", "device")
     }
-    assert splits["device"] * waves.H200.longest_part >= 16384 * 512 > waves.H200.longest_part
+    assert (
+        splits["device"] * decode_cost.H200.longest_part
+        >= 16384 * 512
+        > decode_cost.H200.longest_part
+    )
     for us, taken in ((5.2, True), (5.3, False)):  # timed with parts that are short enough
         short = timed(5, us, tile_n=32, num_stages=2)
         both = tuned.with_table(table(Measured(problem(32, 16384), (*measured.plans, short))))
@@ -396,7 +400,7 @@ def test_no_table_makes_it_choose_what_is_not_legal(
 
 # --- how good it is, where the truth is known ---------------------------------------------------
 
-TRUTH = waves.Constants(
+TRUTH = decode_cost.Constants(
     start=3e-6,
     merge=0.6e-6,
     merge_part=8e-9,
@@ -412,7 +416,7 @@ TRUTH = waves.Constants(
 def true_us(problem: Problem, config: Config) -> float:
     """Another GPU: the cost model with other constants, and shapes that it misjudges."""
     misjudged = 1 + 0.01 * ((config.tile_n * config.num_warps + config.num_stages) % 11 - 5)
-    return waves.cost(problem, H200, config, TRUTH).seconds * 1e6 * misjudged
+    return decode_cost.cost(problem, H200, config, TRUTH).seconds * 1e6 * misjudged
 
 
 def truly_timed(problem: Problem, others: Sequence[Choice] = ()) -> list[Timed]:

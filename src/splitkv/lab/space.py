@@ -9,7 +9,7 @@ from dataclasses import replace
 from splitkv import registry
 from splitkv.device import Device
 from splitkv.plans import Choice, Config, Kernel, Plan
-from splitkv.policies import waves
+from splitkv.policies import decode_cost, waves
 from splitkv.policies.shared import even_splits, num_tiles, shapes, splits_keys
 from splitkv.policies.tuned import cheapest_splits, most_splits
 from splitkv.problem import Problem
@@ -50,10 +50,10 @@ def _one_a_tile(found: Sequence[Config]) -> list[Config]:
 
 def _seconds(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> float:
     """By the cost model, with one split, or so many that they fill half a wave, one or two."""
-    programs, slots = waves.programs(problem, device, shape, kernel)
+    programs, slots = decode_cost.programs(problem, device, shape, kernel)
     most, a_wave = most_splits(problem, shape), slots / max(1, programs)
     some = {1, *(min(most, max(1, int(a_wave * filled))) for filled in (0.5, 1, 2))}
-    seconds = waves.model(problem, device, kernel)
+    seconds = decode_cost.model(problem, device, kernel)
     return min(seconds(replace(shape, num_splits=splits)) for splits in some)
 
 
@@ -78,10 +78,10 @@ def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
 
 def in_clusters(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
     """Plans whose parts are clusters, one a shape, those first that the model finds fastest."""
-    constants, equal = waves.constants_of(kernel), replace(problem, lengths="host")
+    constants, equal = decode_cost.constants_of(kernel), replace(problem, lengths="host")
     worth = (*constants.shapes, (128, 4, 1))
     best: dict[Config, tuple[float, Config]] = {}
-    model = waves.model(problem, device, kernel)
+    model = decode_cost.model(problem, device, kernel)
     for config in waves.in_clusters(kernel, equal, device):
         if (config.tile_n, config.num_warps, config.num_stages) in worth:
             seconds = model(config)

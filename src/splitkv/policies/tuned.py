@@ -52,7 +52,7 @@ from splitkv.errors import expect
 from splitkv.kv import AS_IS, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import WIDE, Choice, Config, Kernel
-from splitkv.policies import waves
+from splitkv.policies import decode_cost, waves
 from splitkv.policies.shared import (
     MAX_SPLITS,
     WHOLE_SEQUENCES,
@@ -245,8 +245,8 @@ def cheapest_splits(problem: Problem, device: Device, shape: Config, kernel: Ker
     Weighed are few splits, powers of 1.25, and what fills quarters of a wave of programs or gives
     every SM as many.
     """
-    most, seconds = most_splits(problem, shape), waves.model(problem, device, kernel)
-    programs, slots = waves.programs(problem, device, shape, kernel)
+    most, seconds = most_splits(problem, shape), decode_cost.model(problem, device, kernel)
+    programs, slots = decode_cost.programs(problem, device, shape, kernel)
     a_wave, tiles = slots / max(1, programs), num_tiles(problem, shape.tile_n)
     weighed = {*range(1, 9), *(round(1.25**i) for i in range(10, 32))}
     weighed |= {int(a_wave * i / 4) for i in range(1, 13)}
@@ -420,7 +420,8 @@ class _Local:
     def model(self, problem: Problem) -> Callable[[str, Config], float]:
         """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
         models = {
-            name: waves.model(problem, self.device, kernel) for name, kernel in self.kernels.items()
+            name: decode_cost.model(problem, self.device, kernel)
+            for name, kernel in self.kernels.items()
         }
         return lambda kernel, config: models[kernel](config)
 
@@ -484,7 +485,7 @@ def _least_splits(problem: Problem, shape: Config) -> int:
     if problem.lengths == "host" or problem.batch == 1:
         return 1
     a_tile = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
-    longest = int(waves.H200.longest_part // a_tile) or 1
+    longest = int(decode_cost.H200.longest_part // a_tile) or 1
     return ceil_div(num_tiles(problem, shape.tile_n), longest)
 
 

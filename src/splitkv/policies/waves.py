@@ -23,18 +23,13 @@ from splitkv.plans import LONG, WIDE, Choice, Config, Kernel, gathers
 from splitkv.policies import short_queries
 from splitkv.policies.decode_cost import (
     H200,
-    H200_HOPPER,
     HOPPER_DECODE,
-    HOPPER_SHAPES,
-    SHAPES,
     Constants,
     Cost,
     Shape,
     constants_of,
     cost,
-    model,
     occupancy,
-    programs,
     widened_apart,
 )
 from splitkv.policies.shared import (
@@ -51,23 +46,6 @@ from splitkv.policies.shared import (
     splits_keys,
 )
 from splitkv.problem import Problem
-
-__all__ = [
-    "H200",
-    "H200_HOPPER",
-    "HOPPER_SHAPES",
-    "SHAPES",
-    "Constants",
-    "Cost",
-    "choose",
-    "constants_of",
-    "cost",
-    "in_clusters",
-    "model",
-    "of_rows",
-    "programs",
-    "with_constants",
-]
 
 # Of shapes that the model cannot tell apart, the first, but for one that shares the batch out.
 CLOSE = 1.02

@@ -28,7 +28,7 @@ from splitkv.lab.reproduce import backends
 from splitkv.lab.reproduce.works import Work
 from splitkv.lab.studies import Contest
 from splitkv.plans import Choice
-from splitkv.policies import waves
+from splitkv.policies import decode_cost
 from splitkv.problem import Problem
 from splitkv.registry import kernel_named, make_plan
 
@@ -128,7 +128,7 @@ class Simulated(Ours):
         for option in options:
             assert option.plan is not None
             plan = option.plan
-            seconds = waves.model(case.problem, self.device, kernel_named(plan.kernel))
+            seconds = decode_cost.model(case.problem, self.device, kernel_named(plan.kernel))
             found[option.label] = seconds(plan.config) * 1e6
         return found
 
