@@ -201,7 +201,8 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
     warpgroups = config.tile_m // prefill.ROWS.value
     loops = key_loops(made.asm["cubin"], (problem.head_dim + config.tile_n) // 16, warpgroups)
     assert len(loops) == warpgroups
-    keeps = keeps_products(warpgroups, problem.head_dim_v, config.tile_n, False)
+    tile_n = config.tile_n
+    keeps = keeps_products(warpgroups, problem.head_dim_v, tile_n, tile_n, False, False)
     for body in loops:
         assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)
         # a wait for q . k, and one for p . v of steps that look for maxima and of those that do not

@@ -48,7 +48,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import Device
@@ -86,7 +85,7 @@ from splitkv.kernels.hopper.backward_sums import (
 )
 from splitkv.kernels.hopper.backward_wide import run_wide
 from splitkv.kernels.hopper.prefill import fits_tma
-from splitkv.kernels.hopper.ring import reinterpret
+from splitkv.kernels.hopper.ring import arrivals, reinterpret
 from splitkv.kernels.sequence_sizes import LOG2_E, bounds_of, strides_of
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import cut_tile, row_tiles_seen, tile_and_lane
@@ -131,16 +130,8 @@ def allocate(inputs, STAGES: gl.constexpr, TILE_N: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], ROW),
         *(less, p_sink),
     )
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    bars = Barriers(
-        gl.allocate_shared_memory(gl.int64, [1], layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout),
-    )
-    mbarrier.init(bars.kv, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(bars.rows.index(n), count=2)  # TMA, and the warp that copies statistics
-        mbarrier.init(bars.rows_free.index(n), count=2)
+    # rows: TMA, and the warp that copies statistics
+    bars = Barriers(arrivals(1, 1), arrivals(STAGES, 2), arrivals(STAGES, 2))
     return boxes, tiles, bars
 
 

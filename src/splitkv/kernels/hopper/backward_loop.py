@@ -194,9 +194,9 @@ def produce(inputs, boxes, tiles, bars, work, visit, GROUP: gl.constexpr):
     """
     TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
     STAGES: gl.constexpr = bars.rows.shape[0]
-    mbarrier.expect(bars.kv, inputs.k.block_type.nbytes + inputs.v.block_type.nbytes)
-    async_load(inputs.k, [work.b, work.first_k, work.h, 0], bars.kv, boxes.k)
-    async_load(inputs.v, [work.b, work.first_k, work.h, 0], bars.kv, boxes.v)
+    mbarrier.expect(bars.kv.index(0), inputs.k.block_type.nbytes + inputs.v.block_type.nbytes)
+    async_load(inputs.k, [work.b, work.first_k, work.h, 0], bars.kv.index(0), boxes.k)
+    async_load(inputs.v, [work.b, work.first_k, work.h, 0], bars.kv.index(0), boxes.v)
     slot = work.h * 0
     phase = slot + 1
     i = work.h * 0
@@ -334,7 +334,7 @@ def consume(
 
     k = tiles.k.slice(W * HALF, HALF)
     v = tiles.v.slice(W * HALF, HALF)
-    mbarrier.wait(bars.kv, 0)
+    mbarrier.wait(bars.kv.index(0), 0)
     if PACKED:
         count = work.len_k - W * HALF
         if count < HALF:

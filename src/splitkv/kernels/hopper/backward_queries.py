@@ -30,7 +30,7 @@ from splitkv.kernels.hopper.backward_loop import (
     store_rows,
 )
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
-from splitkv.kernels.hopper.ring import async_load, next_slot, reinterpret
+from splitkv.kernels.hopper.ring import arrivals, async_load, next_slot, reinterpret
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
 from splitkv.kernels.tile.visit import tile_and_lane
 from splitkv.plans import Config
@@ -116,9 +116,9 @@ def produce(desc, boxes, bars, work):
     STAGES: gl.constexpr = bars.ring.shape[0]
     V_STEP: gl.constexpr = boxes.v.shape[0] // STAGES
     at = [work.b, work.first_q + work.t, work.head, 0]
-    mbarrier.expect(bars.rows, desc.q.block_type.nbytes + desc.grad.block_type.nbytes)
-    async_load(desc.q, at, bars.rows, boxes.q)
-    async_load(desc.grad, at, bars.rows, boxes.grad)
+    mbarrier.expect(bars.rows.index(0), desc.q.block_type.nbytes + desc.grad.block_type.nbytes)
+    async_load(desc.q, at, bars.rows.index(0), boxes.q)
+    async_load(desc.grad, at, bars.rows.index(0), boxes.grad)
     slot = work.kv_head * 0
     phase = slot + 1
     for j in range(work.count + 1):
@@ -188,7 +188,7 @@ def consume(tiles, bars, work, bounds, out, scale_log2, KEY_DIM: gl.constexpr, W
     dq = gl.zeros([HALF, DIM], gl.float32, ACC)
     q = tiles.q.slice(W * HALF, HALF)
     grad = tiles.grad.slice(W * HALF, HALF)
-    mbarrier.wait(bars.rows, 0)
+    mbarrier.wait(bars.rows.index(0), 0)
     slot = work.kv_head * 0
     phase = slot
     start = gl.where(work.near > 0, 0, work.skip) * TILE_N
@@ -253,15 +253,7 @@ def allocate(desc, STAGES: gl.constexpr):
         reinterpret(ring, dtype, [STAGES, TILE_N, DIM], WIDE),
         reinterpret(ring, dtype, [V_SLOTS, TILE_N, DIM_V], WIDE),
     )
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    rows_bar = gl.allocate_shared_memory(gl.int64, [1], layout)
-    bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    mbarrier.init(rows_bar, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(bar.index(n), count=1)
-        mbarrier.init(free.index(n), count=2)
-    return boxes, tiles, Barriers(rows_bar, bar, free)
+    return boxes, tiles, Barriers(arrivals(1, 1), arrivals(STAGES, 1), arrivals(STAGES, 2))
 
 
 @gluon.jit(do_not_specialize=SIZES)

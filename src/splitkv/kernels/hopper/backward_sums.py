@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from splitkv.kernels.hopper.ring import arrivals
+
 SUM_COLUMNS = gl.constexpr(256)  # of the sums of dq as TMA sees them: as many as it takes
 
 
@@ -58,23 +60,13 @@ def allocate_exchange(inputs, sums_desc, TILE_N: gl.constexpr):
     DIM: gl.constexpr = inputs.q.block_type.shape[3]
     ROWS: gl.constexpr = sums_desc.block_type.shape[0]
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
     ds = gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], WIDE)
     sums = gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout)
-    ds_bar = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-    sums_bar = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-    sums_free = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    ds_bar = arrivals(2, 2)
     ds_free = ds_bar
     if DIM == 64:
-        ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
-        for n in gl.static_range(2):
-            mbarrier.init(ds_free.index(n), count=2)
-    exchange = Exchange(ds, sums, ds_bar, ds_free, sums_bar, sums_free)
-    for n in gl.static_range(2):
-        mbarrier.init(exchange.ds_bar.index(n), count=2)
-        mbarrier.init(exchange.sums_bar.index(n), count=1)
-        mbarrier.init(exchange.sums_free.index(n), count=1)
-    return exchange
+        ds_free = arrivals(2, 2)
+    return Exchange(ds, sums, ds_bar, ds_free, arrivals(2, 1), arrivals(2, 1))
 
 
 @gluon.jit

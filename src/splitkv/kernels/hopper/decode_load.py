@@ -40,7 +40,7 @@ def asking(gathered, scaled, apart, warps):
 def attend(
     rows,  # (q, q_odd) of attend_narrow
     given,  # its arguments from `ring` to `bounds`
-    rest,  # (Scoring, KeyScales)
+    rest,  # (RowScoring, KeyScales)
     S: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     DIM_V: gl.constexpr,

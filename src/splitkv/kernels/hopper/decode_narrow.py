@@ -43,7 +43,7 @@ def any_of_block(x, LIMIT: gl.constexpr):
     return any_among(x, ELEMENTS, LIMIT, 0, 32 * gl.num_warps())
 
 
-class Scoring(NamedTuple):
+class RowScoring(NamedTuple):
     """What scores of rows are worked out by: their positions [TILE_M, 1], and as in tile/score.py;
     softcap and slope may be None."""
 
@@ -65,7 +65,7 @@ def attend_narrow(
     h,
     keys,
     bounds,
-    scoring,  # Scoring
+    scoring,  # RowScoring
     of_keys,  # KeyScales
     free,  # a barrier for each slot: a warp of its own asks for tiles; None: these warps do
     S: gl.constexpr,

@@ -60,7 +60,7 @@ from splitkv.kernels.hopper.cluster import (
     merge_cluster,
 )
 from splitkv.kernels.hopper.decode_load import asking, attend
-from splitkv.kernels.hopper.decode_narrow import Scoring
+from splitkv.kernels.hopper.decode_narrow import RowScoring
 from splitkv.kernels.hopper.decode_new import Turning, fill_and_write, turned_rows
 from splitkv.kernels.hopper.decode_rows import (
     place_in_batch,
@@ -330,7 +330,7 @@ def hopper_decode_split(
 
     of_keys = KeyScales(key_scales, k_scales, v_scales, stride_sb, stride_sn)
     given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
-    rest = Scoring(pos, scale, softcap, slope), of_keys
+    rest = RowScoring(pos, scale, softcap, slope), of_keys
     if OF_K is None:
         acc, m, l = attend((q, q_odd), given, rest, S, PAGE_SIZE, DIM_V, WIDEN, APART, CLUSTER)
     else:

@@ -179,7 +179,7 @@ def attend_wide(
     h,
     keys,
     bounds,
-    scoring,  # Scoring
+    scoring,  # RowScoring
     of_keys,  # KeyScales
     S: gl.constexpr,
     PAGE_SIZE: gl.constexpr,

@@ -181,11 +181,9 @@ def hopper_prefill(
     place = lane_heads, tiles, lanes, width, items
     scarce = None
     CAP_OR_SINK: gl.constexpr = softcap is not None or sink_ptr is not None
-    BOXES: gl.constexpr = TILE_N // k_desc.block_type.shape[1]
-    # tiles of 128 keys from smaller pages, and parts: too much for the registers together
-    MANY: gl.constexpr = TILE_N == 128 and BOXES > 2 and partial is not None
-    OTHERS: gl.constexpr = REST > 0 or CAP_OR_SINK or MANY
-    if keeps_products(WARPGROUPS, DIM, TILE_N, OTHERS):
+    OTHERS: gl.constexpr = REST > 0 or CAP_OR_SINK
+    BOX: gl.constexpr = k_desc.block_type.shape[1]
+    if keeps_products(WARPGROUPS, DIM, TILE_N, BOX, partial is not None, OTHERS):
         scarce = WARPGROUPS
     sizes = seqlen_q, batch, total_q
     work = Work(cu_q_ptr, keys, bounds, scoring, cutting, *sizes, *place, scarce)
@@ -455,8 +453,8 @@ class Launcher(prefill.Launcher):
         paged, config = isinstance(problem.place, Paged), self.plan.config
         of_out = problem.codec == AS_IS and row_tiles(problem, config, self.device)[1]
         others = rest > 0 or bool(x.softcap) or x.sink_logits is not None
-        others |= tile_n == 128 and tile_n // box > 2 and self.slots > 0
-        scarce = keeps_products(config.tile_m // ROWS.value, main, tile_n, others)
+        cut = self.slots > 0
+        scarce = keeps_products(config.tile_m // ROWS.value, main, tile_n, box, cut, others)
         out_panel = OUT_PANEL_BYTES if of_out and scarce else PANEL_BYTES
         length = None if paged else problem.seqlen_k
         widest = PANEL_BYTES // size if paged else max(main, rest)

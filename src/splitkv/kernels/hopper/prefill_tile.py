@@ -96,17 +96,22 @@ def multiply_values(p, tiles, slot, acc):
 
 
 @gluon.constexpr_function
-def keeps_products(warpgroups, dim_v, tile_n, others):
+def keeps_products(warpgroups, dim_v, tile_n, box, cut, others):
     """Whether steps look for no maximum: a warpgroup then needs registers for the products of a
     tile until it is known that their weights are good, and has something to gain. With tiles of 128
-    keys it has them from the warp that asks for small pages, which spills some.
+    keys it has them from the warp that asks for small pages, which spills some; but not where keys
+    are cut into parts as well.
 
-    others   what else takes registers: a soft cap, columns that q and k have beside those of v,
-             parts with tiles from many small pages; and sink logits: weights that are not relative
-             to their row's maximum are off by what they are rounded by, all columns of `out` alike,
-             and the gradient of a logit adds that up over all tokens
+    box      keys that are copied at once, of one page
+    cut      keys are cut into parts
+    others   what else takes registers: a soft cap, columns that q and k have beside those of v; and
+             sink logits: weights that are not relative to their row's maximum are off by what they
+             are rounded by, all columns of `out` alike, and the gradient of a logit adds that up
+             over all tokens
     """
-    return dim_v == 128 and (warpgroups, tile_n) in ((3, 64), (2, 128)) and not others
+    shape = warpgroups, tile_n
+    fits = shape == (3, 64) or (shape == (2, 128) and not (cut and tile_n // box > 2))
+    return dim_v == 128 and fits and not others
 
 
 @gluon.jit
