@@ -1,0 +1,268 @@
+"""Keys and values in 8 bits, or queries, made a working type: each number times its scale.
+
+Computes, for the tokens that sequences have,
+
+    out = stored * scale      in fp32, rounded once to the type of out
+
+Keys in pages come out in order: those of sequence b are tokens [b * room, b * room + its keys) of
+out, and `first` says where each begins, as cu_seqlens_k does. What out has behind the last key of a
+sequence is not written, nor keys before the window of the first query, in whole tiles of `WHOLE`.
+
+Shapes      stored [batch or pages, tokens, heads, dim], or packed [tokens, heads, dim]; scale: see
+            scales.py; out [batch, room, heads, dim], contiguous; first [batch + 1] int32
+Grid        (row tiles of a sequence * batch, tensors); a row is a token and head
+Traffic     stored numbers and scales are read, out is written, once
+Numerics    fp32, which holds stored numbers exactly
+Limits      NVIDIA GPU, sm_80 or newer; int8, e4m3; bf16, fp16 or fp32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitkv.kernels import workspace
+from splitkv.kernels.direct import Launch, launch_of, observed
+from splitkv.kernels.tile.codec import widen
+from splitkv.kernels.tile.dequantize import bits_of
+from splitkv.kernels.tile.locate import locate
+from splitkv.kernels.tile.visit import load_tile, store_tile
+from splitkv.masks import Mask
+from splitkv.rounding import is_of_tokens
+
+TILE_ELEMENTS = 8192  # of a program
+NUM_WARPS = 4
+WHOLE = tl.constexpr(256)  # keys; tiles of keys of all kernels divide them
+SIZES = ["tiles", "room", "heads", "seqlen_q", "left", "sink_tokens"]
+
+
+class Steps(NamedTuple):
+    """Elements between sequences or pages, tokens and heads."""
+
+    slab: Any
+    token: Any
+    head: Any
+
+
+class Stored(NamedTuple):
+    """Addresses of stored numbers, of their scales, or None: 1, and of what they become."""
+
+    ptr: Any
+    scale_ptr: Any
+    out_ptr: Any
+
+
+@triton.jit
+def widen_tile(
+    x,  # Stored
+    steps,  # Steps of the stored numbers
+    scale_steps,  # and of their scales; of_sequences: between those of sequences
+    of_sequences,
+    table_ptr,  # of the sequence, or None
+    b,
+    tile,
+    count,  # tokens of the sequence
+    sink,  # of which those in [sink, lo) are skipped
+    lo,
+    room,
+    heads,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Widen a tile of rows."""
+    DIM_P2: tl.constexpr = triton.next_power_of_2(DIM)
+    ROWS: tl.constexpr = TILE // DIM_P2
+    row = tile * ROWS + tl.arange(0, ROWS)
+    t = row // heads
+    head = (row % heads).to(tl.int64)
+    ok = (t < count) & ((t < sink) | (t >= lo))
+    slab, inner = locate(table_ptr, b, t, ok, PAGE_SIZE)
+    rows = x.ptr + (slab * steps.slab + inner * steps.token + head * steps.head)
+    wide = widen(load_tile(rows, ok, DIM, DIM_P2), tl.float32)
+    if x.scale_ptr is not None:
+        at = slab * scale_steps.slab + inner * scale_steps.token + head * scale_steps.head
+        at += b.to(tl.int64) * of_sequences
+        wide *= tl.load(x.scale_ptr + at, mask=ok, other=0.0)[:, None]
+    first = b.to(tl.int64) * room * heads
+    store_tile(x.out_ptr + (first + row) * DIM, wide, ok, DIM)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def widen_rows(
+    x,  # Stored
+    y,  # Stored of as many tokens and heads, or None
+    lens_ptr,  # [batch] int32 keys of each sequence, or None: `room`
+    table_ptr,  # [batch, max_pages] int32, or None
+    cu_q_ptr,  # [batch + 1] int32, or None: `seqlen_q` queries a sequence
+    first_ptr,  # see above, or None
+    tiles,  # of a sequence
+    room,  # most tokens of a sequence
+    heads,
+    seqlen_q,
+    left,  # keys before its own that a query sees, or None: all
+    sink_tokens,  # the first ones, which all see, or None
+    stride_table,
+    x_steps,  # Steps
+    x_scale_steps,
+    x_of_sequences,
+    y_steps,
+    y_scale_steps,
+    y_of_sequences,
+    DIM: tl.constexpr,
+    DIM_Y: tl.constexpr,
+    TILE: tl.constexpr,  # elements
+    PAGE_SIZE: tl.constexpr,
+):
+    b = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    count = room
+    if lens_ptr is not None:
+        count = tl.load(lens_ptr + b)
+    lo = b * 0
+    sink = b * 0
+    if left is not None:
+        queries = seqlen_q
+        if cu_q_ptr is not None:
+            queries = tl.load(cu_q_ptr + b + 1) - tl.load(cu_q_ptr + b)
+        lo = tl.maximum(count - queries - left, 0) // WHOLE * WHOLE
+        if sink_tokens is not None:
+            sink = (sink_tokens + WHOLE - 1) // WHOLE * WHOLE
+    if first_ptr is not None:
+        if (tile == 0) & (tl.program_id(1) == 0):
+            tl.store(first_ptr + b, b * room)
+            tl.store(first_ptr + b + 1, (b + 1) * room)  # as the next sequence does
+    table = None
+    if table_ptr is not None:
+        table = table_ptr + b.to(tl.int64) * stride_table
+    where = b, tile, count, sink, lo, room, heads
+    if tl.program_id(1) == 0:
+        widen_tile(x, x_steps, x_scale_steps, x_of_sequences, table, *where, DIM, TILE, PAGE_SIZE)
+    elif y is not None:
+        widen_tile(y, y_steps, y_scale_steps, y_of_sequences, table, *where, DIM_Y, TILE, PAGE_SIZE)
+
+
+class Widening:
+    """`widen_rows` bound to tensors of one memory layout: keys and values, or one of them.
+
+    tensors   (stored numbers, scale or None) of each
+    dtype     that they become
+    batch     sequences: 1 where packed
+    room      most tokens of a sequence
+    mask      of `seqlen_q` queries a sequence; keys that it hides from all may stay as they are
+    table     of pages, which hold the tokens
+    packed    whether sequences of pages follow each other in what is made: [batch * room, heads,
+              dim], not [batch, room, heads, dim]
+    as_bits   for GPUs that do not know e4m3
+
+    A call gives the widened tensors, and `first` where sequences in pages are packed, in memory of
+    its own, which torch gives out.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[Tensor, Tensor | None]],
+        dtype: torch.dtype,
+        batch: int,
+        room: int,
+        *,
+        mask: Mask | None = None,
+        seqlen_q: int = 0,
+        table: Tensor | None = None,
+        packed: bool = False,
+        as_bits: bool = False,
+    ) -> None:
+        x = tensors[0][0]
+        heads, dims = x.shape[-2], [t.shape[-1] for t, _ in tensors]
+        lead = (batch * room,) if packed or x.dim() == 3 else (batch, room)
+        self.shapes = [((*lead, heads, dim), dtype) for dim in dims]
+        if packed:
+            self.shapes.append(((batch + 1,), torch.int32))
+        rows = (TILE_ELEMENTS // triton.next_power_of_2(dim) for dim in dims)
+        tiles = triton.cdiv(room * heads, min(rows))
+        left, sink_tokens = (None, None) if mask is None else (mask.bounds[0], mask.bounds[2])
+        steps = [steps_of(*one) for one in tensors]
+        paged = table is not None
+        self.tail = (
+            *(tiles, room, heads, seqlen_q, left, sink_tokens),
+            *(table.stride(0) if table is not None else 0, *steps[0], *steps[-1]),
+            *(dims[0], dims[-1], TILE_ELEMENTS, x.shape[1] if paged else 1),
+        )
+        self.grid = (tiles * batch, len(tensors), 1)
+        self.device, self.packed, self.as_bits = x.device, packed, as_bits
+        self.again: tuple[Launch, list[Any]] | None = None
+
+    def __call__(
+        self,
+        tensors: Sequence[tuple[Tensor, Tensor | None]],
+        lens: Tensor | None = None,
+        table: Tensor | None = None,
+        cu_q: Tensor | None = None,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """lens [batch] of the tokens of each sequence, cu_q [batch + 1] of packed queries."""
+        if self.again is not None and not observed():
+            launch, new = self.again
+            made = [allocate() for allocate in new]
+            given, bits = self.addresses(tensors, made, (lens, table, cu_q))
+            if not bits & 15:
+                launch(torch._C._cuda_getCurrentRawStream(self.device.index), *given)
+                return self.split(made)
+        x = tensors[0][0]
+        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes]
+        if self.grid[0] == 0:
+            return self.split(made)
+        stored: list[Any] = [
+            Stored(bits_of(x) if self.as_bits else x, scale, out)
+            for (x, scale), out in zip(tensors, made, strict=False)
+        ]
+        first = made[-1] if self.packed else None
+        stored += [None] * (2 - len(stored))
+        options: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
+        others = lens, table, cu_q, first
+        compiled = widen_rows[self.grid](*stored, *others, *self.tail, **options)
+        if compiled is None or self.device.type != "cuda":
+            return self.split(made)
+        if not self.addresses(tensors, made, (lens, table, cu_q))[1] & 15:
+            new = [workspace.allocation(*what, self.device) for what in self.shapes]
+            self.again = launch_of(compiled, self.grid, self.tail), new
+        return self.split(made)
+
+    def split(self, made: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        return (made[:-1], made[-1]) if self.packed else (made, None)
+
+    def addresses(
+        self,
+        tensors: Sequence[tuple[Tensor, Tensor | None]],
+        made: Sequence[Tensor],
+        others: Sequence[Tensor | None],
+    ) -> tuple[list[Any], int]:
+        """The first arguments of `widen_rows` as addresses, and all their bits."""
+        given: list[Any] = []
+        bits = 0
+        for (x, scale), out in zip(tensors, made, strict=False):
+            at = x.data_ptr(), None if scale is None else scale.data_ptr(), out.data_ptr()
+            bits |= at[0] | (at[1] or 0) | at[2]
+            given.append(at)
+        given += [None] * (2 - len(tensors))
+        for other in (*others, made[-1] if self.packed else None):
+            at_other = None if other is None else other.data_ptr()
+            bits |= at_other or 0
+            given.append(at_other)
+        return given, bits
+
+
+def steps_of(x: Tensor, scale: Tensor | None) -> tuple[Steps, Steps, int]:
+    """(Steps of x, those of its scales, elements between the scales of sequences)."""
+    of_x = Steps(*(x.stride()[:-1] if x.dim() == 4 else (0, *x.stride()[:-1])))
+    if scale is None or scale.numel() == 1:
+        return of_x, Steps(0, 0, 0), 0
+    *outer, head = scale.stride()
+    if is_of_tokens(scale, x):
+        slab, token = outer if len(outer) == 2 else (0, *outer)
+        return of_x, Steps(slab, token, head), 0
+    return of_x, Steps(0, 0, head), (outer[0] if outer else 0)
