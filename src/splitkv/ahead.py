@@ -40,7 +40,7 @@ from splitkv.registry import decided_lengths
 from splitkv.scales import DTYPE_BYTES, QUANTISED
 
 GRANULARITIES = [name for name in get_args(Granularity) if name != AS_IS.granularity]
-TOTALS = 16, 17, 1  # of packed prompts: the distance between heads in the LSE
+TOTAL = 16  # tokens of packed prompts
 
 
 class Call(NamedTuple):
@@ -73,6 +73,13 @@ class Model:
     num_splits: int
     device: torch.device
     arguments: dict[str, Any]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Of packed prompts, whose number of tokens is no reason to compile again, but for the one
+        scale of one token and head, which is taken for that of a tensor."""
+        of_tokens = self.page_size is None and self.codec.granularity == "token"
+        return (TOTAL, 1) if of_tokens and self.num_kv_heads == 1 else (TOTAL,)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -328,7 +335,7 @@ def _calls(
         for tokens in () if max_seqlen_q is None else decided_lengths(max_seqlen_q):
             if tokens:
                 keys = tokens if model.page_size is None else model.longest
-                for total in TOTALS:
+                for total in model.totals:
                     yield model.prompt(batch, tokens, keys, total)
 
 

@@ -93,6 +93,7 @@ from splitkv.kernels.tile.merge import (
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share
 from splitkv.kernels.tile.visit import (
     Keys,
+    Strides,
     cut,
     load_tile,
     own_part,
@@ -138,7 +139,7 @@ TENSORS = (*LEAVES, "cu_seqlens_q", "cu_seqlens_k")  # of Operands
 SIZES = (  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "chunk", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "stride_table", "stride_slope", "tiles", "lanes"),
-    *("width", "near", "parts", "size", "most_q"),
+    *("width", "near", "parts", "size", "most_q", "stride_lse_b", "stride_lse_h"),
 )
 
 
@@ -171,7 +172,8 @@ def prefill(
     k_strides,
     v_strides,
     out_strides,
-    lse_strides,  # its tokens are contiguous
+    stride_lse_b,  # its tokens are contiguous
+    stride_lse_h,
     stride_table,
     stride_slope,
     tiles,  # row tiles of a lane
@@ -199,6 +201,7 @@ def prefill(
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     bounds = Bounds(left, right, sink_tokens, chunk)
     meeting = Meeting(count_ptr, tl.num_programs(0))
+    lse_strides = Strides(stride_lse_b, 1, stride_lse_h)
     merged = Merged(
         *(cu_q_ptr, batch, most_q, parts, num_kv_heads * GROUP, out_strides, lse_strides)
     )
@@ -418,7 +421,7 @@ class Launcher:
         self.last = parts is not None and config.merge == "last"
         assert programs <= MOST_ARRIVALS.value or not self.last
         self.grid = (programs,)
-        table, place = operands.page_table, problem.place
+        lse, table, place = lse_strides(q), operands.page_table, problem.place
         units = units_of(problem, plan.device, config)
         self.bits = plan.device.capability < (8, 9)
         ahead = self.slots and not self.last and plan.device.capability >= (9, 0)
@@ -426,7 +429,7 @@ class Launcher:
         self.tail: tuple[Any, ...] = (
             *(*problem.mask.bounds, problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(problem.num_kv_heads, total, strides_of(q), strides_of(k), strides_of(v)),
-            *(self.out_strides, lse_strides(q), table.stride(0) if table is not None else 0),
+            *(self.out_strides, lse.b, lse.h, table.stride(0) if table is not None else 0),
             *(stride_slope(slopes), *tiling, parts, size if parts else None, cut),
             *(problem.group, problem.head_dim, problem.head_dim_v),
             *(place.page_size if isinstance(place, Paged) else 1, config.tile_m, config.tile_n),

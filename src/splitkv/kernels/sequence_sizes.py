@@ -39,8 +39,14 @@ def bounds_of(problem: Problem) -> tuple[int | None, int | None, int | None]:
 
 
 def strides_of(x: Tensor) -> Strides:
-    """Of an operand or its like; 0 along what has one element, as Triton knows 1 by its value."""
+    """Of an operand or its like.
+
+    Along what has one element any is right: not 1, as Triton knows that by its value, and of one
+    token that of more, for which a kernel may be compiled.
+    """
     steps = [0 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
+    if x.shape[-3] == 1 and x.stride(-3) != 1:
+        steps[-3] = x.stride(-3)
     return Strides(*(steps if x.dim() == 4 else [0, *steps])[:3])
 
 
