@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -53,13 +54,26 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+@pytest.hookimpl(trylast=True)  # after -m has left tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         raise pytest.UsageError("tests/gpu: expected a CUDA device, got none; try make test")
-    # Every process begins with a stretch of these: mixed, as what compiles longest is in one file.
-    items.sort(key=lambda item: crc32(item.nodeid.encode()))
+    # Mixed, as what shares kernels, which should be compiled once, is side by side in one file.
+    items.sort(key=lambda item: (not item.get_closest_marker("long"), crc32(item.nodeid.encode())))
     part, parts = shard(config)
-    items[:] = items[part - 1 :: parts]
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = dealt(items[part - 1 :: parts], workers)
+
+
+def dealt(items: list[Any], workers: int) -> list[Any]:
+    """In another order: of as many stretches as there are processes, which xdist gives one each,
+    all begin with what was first. Stretches differ by one in length, the longer ones are last."""
+    length, longer = divmod(len(items), workers)
+    starts = [n * length + max(0, n - (workers - longer)) for n in range(workers)]
+    stretches = pairwise([*starts, len(items)])
+    places = sorted((at - start, at) for start, end in stretches for at in range(start, end))
+    given = dict(zip((at for _, at in places), items, strict=True))
+    return [given[at] for at in range(len(items))]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -59,6 +59,7 @@ def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check(problem, device=DEVICE, run=run, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", range(FAMILIES))
 def test_fuzz(n: int) -> None:
     fuzz(f"backward-{n}", PLANS, PROBLEMS, needs_grad=True, device=DEVICE)
@@ -156,6 +157,7 @@ FEW_TILES: cases.Axes = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(tuple(FEW_TILES), in_pairs(FEW_TILES))
 def test_few_tiles_in_parts(
     dims: tuple[int, int], mask: Mask, kind: Any, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +175,7 @@ def test_few_tiles_in_parts(
     check(problem, device=DEVICE, run=run, zero_length=kind == "varlen")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 90, -1, 5)], ids=str)

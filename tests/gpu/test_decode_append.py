@@ -105,6 +105,7 @@ def compare(made: Step, plan: Plan) -> None:
     assert_close(out, expected(problem, call)[0], expected(problem, call, upcast=False)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("values", "kernel"), RUNS)
 def test_the_bits_of_two_launches(values: cases.Values, kernel: str) -> None:
     problem, number = problem_of(values), CASES.index(values)

@@ -227,6 +227,7 @@ def mixed(page_size: int, mask: Mask, **options: Any) -> tuple[Problem, Call, Ca
     return *paged(problem, call, page_size), call
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page_size", [16, 64, 100])
 @pytest.mark.parametrize("mask", [Mask(True), Mask(True, 700, -1, 5)], ids=str)
 def test_prompts_beside_single_tokens(mask: Mask, page_size: int) -> None:
@@ -269,6 +270,7 @@ def test_few_queries_and_many_keys(kind: str, seqlen_q: int) -> None:
     assert all(same_bits(run(problem, call), first) for _ in range(50))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seqlen_q", [17, 256])
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16), Paged(64), Paged(100)], ids=str)
 def test_decode_of_many_tokens(place: Any, seqlen_q: int) -> None:

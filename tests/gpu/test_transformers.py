@@ -62,6 +62,7 @@ def check_logits(model: Any, cache: str, padding: str) -> None:
     assert_close(ours, run(exactly(model, torch.float32)), eager, name="logits")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_gradients(name: str, padding: str) -> None:

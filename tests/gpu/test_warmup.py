@@ -18,6 +18,8 @@ from splitkv.ahead import GRANULARITIES
 from splitkv.cache import PagedKVCache
 from splitkv.flash_attn import flash_attn_with_kvcache
 
+pytestmark = pytest.mark.long
+
 # No other test compiles them.
 MODELS: dict[str, dict[str, Any]] = {
     "decode_split": {"num_heads": 16, "num_kv_heads": 2, "head_dim": 176},
