@@ -267,6 +267,39 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
     )
 
 
+def layouts_in_8_bits(problem: Problem) -> Operands:
+    """Operands of a problem of any kind with quantised keys, without memory."""
+    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[problem.codec.name]
+    p = problem
+    lead, keys, cu, table = (p.batch, p.seqlen_q), (p.batch, p.seqlen_k), None, None
+    if p.kind == "varlen":
+        lead, keys = (p.batch * p.seqlen_q,), (p.batch * p.seqlen_k,)
+        cu = Layout((p.batch + 1,), torch.int32)
+    if isinstance(p.place, Paged):
+        table = Layout((p.batch, -(-p.seqlen_k // p.place.page_size)), torch.int32)
+        keys = (table.shape[0] * table.shape[1], p.place.page_size)
+    cached = p.kind == "decode" or table is not None
+    shapes = {"tensor": (1,), "head": (p.num_kv_heads,), "token": (*keys, p.num_kv_heads)}
+    q_type, q_scale = getattr(torch, p.dtype), None
+    if p.q_granularity == "token":
+        q_type, q_scale = stored, Layout(torch.Size([*lead, p.num_heads]), torch.float32)
+    of_keys = Layout(torch.Size(shapes[p.codec.granularity]), torch.float32)
+    return Operands(
+        q=Layout(torch.Size([*lead, p.num_heads, p.head_dim]), q_type),
+        k=Layout(torch.Size([*keys, p.num_kv_heads, p.head_dim]), stored),
+        v=Layout(torch.Size([*keys, p.num_kv_heads, p.head_dim]), stored),
+        cache_seqlens=Layout((p.batch,), torch.int32) if cached else None,
+        page_table=table,
+        cu_seqlens_q=cu,
+        cu_seqlens_k=None if table is not None else cu,
+        q_scale=q_scale,
+        k_scale=of_keys,
+        v_scale=of_keys,
+        softmax_scale=p.head_dim**-0.5,
+        softcap=3.0 if p.score.softcap else 0.0,
+    )
+
+
 def compile_plan(
     plan: Plan,
     row_gap: int = 0,

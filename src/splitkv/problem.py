@@ -7,7 +7,7 @@ written by hand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from splitkv.errors import (
@@ -123,6 +123,16 @@ class Problem:
     @property
     def kv_element_bytes(self) -> int:
         return self.codec.element_bytes or self.element_bytes
+
+    @property
+    def widened(self) -> Problem:
+        """What is left of the problem when keys, values and queries have been made numbers of the
+        working type, and pages one after the other."""
+        place = self.place
+        if isinstance(place, Paged):
+            place = Ragged() if self.kind == "varlen" else Contiguous()
+        of_types: dict[str, Any] = {"codec": AS_IS, "products": "widened", "q_granularity": "none"}
+        return replace(self, place=place, **of_types)
 
     @property
     def span(self) -> tuple[tuple[int, int], ...]:

@@ -17,8 +17,9 @@ from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
+from splitkv.kernels.hopper import prefill_widened as hopper_prefill_widened
 from splitkv.plans import Choice, Kernel, Plan
-from splitkv.policies import DEFAULT, POLICIES, Policy, appending, fixed
+from splitkv.policies import DEFAULT, POLICIES, Policy, appending, fixed, widening
 from splitkv.policies.shared import MAX_SPLITS
 from splitkv.problem import Problem
 
@@ -27,6 +28,7 @@ KERNELS: tuple[Kernel, ...] = (
     decode_split.KERNEL,
     hopper_prefill.KERNEL,
     hopper_prefill_quantised.KERNEL,
+    hopper_prefill_widened.KERNEL,
     prefill.KERNEL,
     torch_sdpa.KERNEL,
     torch_math.KERNEL,
@@ -86,6 +88,7 @@ def make_plan(
     candidates = [k for k, (_, against) in zip(KERNELS, reasons, strict=True) if not against]
     if not candidates:
         raise UnsupportedProblem(problem, device, reasons)
+    candidates = widening.in_order(problem, device, candidates)
     kept: Hashable = None  # by what the choice is known again
     if isinstance(policy, str):
         expect_one_of("policy", policy, POLICIES)

@@ -22,7 +22,7 @@ from splitkv.ahead import Call, Model, standing_in
 from splitkv.cache.quantize import quantize_kv
 from splitkv.device import Device
 from splitkv.kernels import append as append_kernel
-from splitkv.kernels import decode_launch, prefill, workspace
+from splitkv.kernels import decode_launch, prefill, widen, workspace
 from splitkv.kernels.append_call import Append, Rotary
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
@@ -105,7 +105,7 @@ class Keys:
 def keys_of_kernels() -> Iterator[dict[str, Keys]]:
     """What decode and append compile for an H200 meanwhile."""
     places = [(module, name) for name, module in RUN.items()]
-    places += [(append_kernel, "append_kv")]
+    places += [(append_kernel, "append_kv"), (widen, "widen_rows")]
     merging = decode_launch, prefill, hopper_prefill
     keys = {name: Keys(getattr(module, name)) for module, name in places}
     keys["combine"] = Keys(decode_launch.combine)
@@ -129,7 +129,9 @@ def compiled_for(call: Call) -> dict[str, set[str]]:
     new = call.run.args[0] if isinstance(call.run.args[0], Append) else None  # type: ignore[attr-defined]
     with keys_of_kernels() as keys:
         for kernel in KERNELS:
-            if kernel.name not in RUN or kernel.unsupported(call.problem, H200):
+            if kernel.name not in (*RUN, "hopper_prefill_widened") or kernel.unsupported(
+                call.problem, H200
+            ):
                 continue
             made = make_plan(
                 call.problem, H200, unfit=lambda other, k=kernel: [""] if other is not k else []
@@ -173,6 +175,8 @@ def test_triton_compiles_for_a_real_cache_what_it_has(
             assert compiled_for(model.prompt(*shape, total)) == found[0]
         assert compiled_for(model.prompt(*shape, 1)) == found[-1]
         assert found[0]["prefill"]
+        widened = codec != AS_IS and options["head_dim"] in (64, 128)
+        assert bool(found[0]["widen_rows"]) == widened
     for_decode = "prefill" if options["head_dim"] % 16 else "decode_split"
     assert all(found[for_decode] for found in had)
     assert all(bool(found["append_kv"]) == options["append"] for found in had)

@@ -21,6 +21,7 @@ from compiling import (
     Recorder,
     compiling_up_to,
     key_loops,
+    layouts_in_8_bits,
     measure,
     ptxas_said,
     variants,
@@ -36,11 +37,10 @@ from splitkv.kernels.tile.merge import parts_a_step, rows_a_step
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
-from splitkv.problem import Operands, Problem
+from splitkv.problem import Problem
 from splitkv.scores import Score
 
 H200 = GPUS["h200"]
-STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 UNITS = {  # q . k and p . v
     ("int8", "widened"): {"f32.f16.f16"},
     ("int8", "half"): {"s32.s8.s8", "f32.f16.f16"},
@@ -105,44 +105,12 @@ def problem_of(values: cases.Values) -> Problem:
     )
 
 
-def operands_of(problem: Problem) -> Operands:
-    """Operands without memory."""
-    p, stored = problem, STORED[problem.codec.name]
-    lead, keys, cu, table = (p.batch, p.seqlen_q), (p.batch, p.seqlen_k), None, None
-    if p.kind == "varlen":
-        lead, keys = (p.batch * p.seqlen_q,), (p.batch * p.seqlen_k,)
-        cu = Layout((p.batch + 1,), torch.int32)
-    if isinstance(p.place, Paged):
-        table = Layout((p.batch, -(-p.seqlen_k // p.place.page_size)), torch.int32)
-        keys = (table.shape[0] * table.shape[1], p.place.page_size)
-    cached = p.kind == "decode" or table is not None
-    shapes = {"tensor": (1,), "head": (p.num_kv_heads,), "token": (*keys, p.num_kv_heads)}
-    q_type, q_scale = getattr(torch, p.dtype), None
-    if p.q_granularity == "token":
-        q_type, q_scale = stored, Layout(torch.Size([*lead, p.num_heads]), torch.float32)
-    of_keys = Layout(torch.Size(shapes[p.codec.granularity]), torch.float32)
-    return Operands(
-        q=Layout(torch.Size([*lead, p.num_heads, p.head_dim]), q_type),
-        k=Layout(torch.Size([*keys, p.num_kv_heads, p.head_dim]), stored),
-        v=Layout(torch.Size([*keys, p.num_kv_heads, p.head_dim]), stored),
-        cache_seqlens=Layout((p.batch,), torch.int32) if cached else None,
-        page_table=table,
-        cu_seqlens_q=cu,
-        cu_seqlens_k=None if table is not None else cu,
-        q_scale=q_scale,
-        k_scale=of_keys,
-        v_scale=of_keys,
-        softmax_scale=p.head_dim**-0.5,
-        softcap=3.0 if p.score.softcap else 0.0,
-    )
-
-
 def compiled(problem: Problem, config: Config) -> Any:
     """What the launcher would launch."""
     name = "hopper_prefill_quantised"
     plan = Plan(problem, H200, "fixed", name, config, "a test")
     kernel = prefill_quantised.hopper_prefill_quantised
-    x, recorder = operands_of(problem), Recorder(kernel, listens=True)
+    x, recorder = layouts_in_8_bits(problem), Recorder(kernel, listens=True)
     merge, partials = Recorder(prefill.combine), workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),

@@ -76,7 +76,7 @@ SEQUENCES: dict[str, Problem] = {
     "fp8": replace(STORED, products="full", codec=Codec("fp8", "head")),
 }
 PAGE_SIZE, PARTS = 16, 3
-WITH_ROLES = ("hopper_prefill", "hopper_prefill_quantised")
+WITH_ROLES = ("hopper_prefill", "hopper_prefill_quantised", "hopper_prefill_widened")
 
 
 def plan_of(problem: Problem, kernel: str, parts: int | str) -> Plan:

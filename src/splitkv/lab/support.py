@@ -18,6 +18,7 @@ from splitkv.kernels.hopper import backward as hopper_backward
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
+from splitkv.kernels.hopper import prefill_widened as hopper_prefill_widened
 from splitkv.kv import Codec, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.problem import Problem
@@ -89,6 +90,7 @@ TABLES: tuple[tuple[str, Problem, Features, dict[str, Reasons]], ...] = (
         EIGHT_BITS | SHARED | PACKED | {"gradient": {"needs_grad": True}},
         {
             "hopper_prefill_quantised": hopper_prefill_quantised.unsupported,
+            "hopper_prefill_widened": hopper_prefill_widened.unsupported,
             "prefill": prefill.unsupported,
         },
     ),

@@ -13,6 +13,7 @@ from splitkv.policies import (
     sequence_aware,
     tuned,
     waves,
+    widening,
 )
 from splitkv.policies.shared import Policy
 
@@ -40,4 +41,5 @@ __all__ = [
     "sequence_aware",
     "tuned",
     "waves",
+    "widening",
 ]

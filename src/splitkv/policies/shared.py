@@ -19,7 +19,8 @@ Policy = Callable[[Problem, Device, Sequence[Kernel]], Choice]
 """A policy: which of the kernels that can, in order of preference, with which config."""
 
 MAX_SPLITS = 1024  # the most parts a kernel of this package merges
-WHOLE_SEQUENCES = ("hopper_prefill", "hopper_prefill_quantised", "prefill")
+QUANTISED, WIDENED = "hopper_prefill_quantised", "hopper_prefill_widened"
+WHOLE_SEQUENCES = ("hopper_prefill", QUANTISED, WIDENED, "prefill")
 """The kernels that take any number of query tokens."""
 # Of what takes as long as the slowest, about 1.3 times as long is seen: with the maximum itself, as
 # the model was, one wave of few programs looked as good as one of many, and took up to 28 % longer.

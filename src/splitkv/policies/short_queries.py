@@ -25,9 +25,12 @@ from splitkv.device import REGISTERS_PER_SM, Device, MiB
 from splitkv.errors import expect
 from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel
+from splitkv.policies import widening
 from splitkv.policies.shared import (
     MAX_SPLITS,
+    QUANTISED,
     WHOLE_SEQUENCES,
+    WIDENED,
     Policy,
     ceil_div,
     count,
@@ -81,6 +84,8 @@ class Constants:
     packed       (group, config) -> heads of a group that share a program
     element_bytes  of a key, as it weighs on a program; what `prefill` widens as much as what it
                    would read
+    attended       what the kernel is given of a problem; before: (problem, device) -> seconds of a
+                   launch before it
     """
 
     start: float = 3.66e-6
@@ -101,6 +106,8 @@ class Constants:
     occupancy: Callable[[Problem, Device, Config], int] = occupancy
     packed: Callable[[int, Config], int] = lambda group, config: group
     element_bytes: Callable[[Problem], int] = lambda problem: problem.element_bytes
+    attended: Callable[[Problem], Problem] = lambda problem: problem
+    before: Callable[[Problem, Device], float] = lambda problem, device: 0.0
 
 
 H200 = Constants()
@@ -177,6 +184,8 @@ def units(problem: Problem, config: Config, constants: Constants = H200) -> int:
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
     """The model's answer for a config, every sequence at its upper bound."""
     c, dims = constants, problem.head_dim + problem.head_dim_v
+    before = c.before(problem, device)
+    problem = c.attended(problem)
     tiles = num_tiles(problem, config.tile_n)
     per = ceil_div(tiles, config.num_splits)
     parts = ceil_div(tiles, per)
@@ -203,7 +212,7 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
 
     full, rest = divmod(programs, slots)
     rows = problem.batch * problem.seqlen_q * problem.num_heads
-    seconds = c.start + c.program * programs / device.num_sms
+    seconds = before + c.start + c.program * programs / device.num_sms
     seconds += c.program_row * config.tile_m * dims * ceil_div(programs, device.num_sms)
     seconds += rows * dims * problem.element_bytes / bandwidth  # q and the result
     seconds += full * wave(slots) + (wave(rest) if rest else 0.0)
@@ -224,6 +233,10 @@ def choose(
     """The choice where one of `WHOLE_SEQUENCES` can cut the keys and is to do so, or is the first
     that can at all; else None."""
     kernels = [kernel for kernel in candidates if kernel.name in WHOLE_SEQUENCES]
+    names = [kernel.name for kernel in kernels]
+    if WIDENED in names:  # one of the two: see `widening`
+        drop = QUANTISED if names[0] == WIDENED else WIDENED
+        kernels = [kernel for kernel in kernels if kernel.name != drop]
     decoding = problem.kind == "decode"
     if not decoding and (constants, hopper) == (H200, H200_HOPPER):
         constants, hopper = PROMPTS, HOPPER_PROMPTS
@@ -293,6 +306,8 @@ def constants_of(
     kernel: Kernel, constants: Constants = H200, hopper: Constants = H200_HOPPER
 ) -> Constants:
     """The constants that a kernel for whole sequences goes by."""
+    if kernel.name == WIDENED:
+        return replace(hopper, attended=lambda problem: problem.widened, before=widening.seconds)
     return hopper if kernel.name.startswith("hopper_") else constants
 
 
