@@ -194,7 +194,8 @@ class Widening:
             *(dims[0], dims[-1], TILE_ELEMENTS, x.shape[1] if paged else 1),
         )
         self.grid = (tiles * batch, len(tensors), 1)
-        self.device, self.packed, self.as_bits = x.device, packed, as_bits
+        self.device, self.index = x.device, x.device.index
+        self.packed, self.as_bits = packed, as_bits
         self.again: tuple[Launch, list[Any]] | None = None
 
     def __call__(
@@ -208,52 +209,62 @@ class Widening:
         if self.again is not None and not observed():
             launch, new = self.again
             made = [allocate() for allocate in new]
-            given, bits = self.addresses(tensors, made, (lens, table, cu_q))
+            given, bits = addresses(tensors, made, lens, table, cu_q)
             if not bits & 15:
-                launch(torch._C._cuda_getCurrentRawStream(self.device.index), *given)
-                return self.split(made)
+                launch(torch._C._cuda_getCurrentRawStream(self.index), *given)
+                return (made[:-1], made[-1]) if self.packed else (made, None)
         x = tensors[0][0]
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes]
+        first = made[-1] if self.packed else None
+        outs = made[: len(tensors)]
         if self.grid[0] == 0:
-            return self.split(made)
+            return outs, first
         stored: list[Any] = [
             Stored(bits_of(x) if self.as_bits else x, scale, out)
-            for (x, scale), out in zip(tensors, made, strict=False)
+            for (x, scale), out in zip(tensors, outs, strict=True)
         ]
-        first = made[-1] if self.packed else None
         stored += [None] * (2 - len(stored))
         options: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
         others = lens, table, cu_q, first
         compiled = widen_rows[self.grid](*stored, *others, *self.tail, **options)
-        if compiled is None or self.device.type != "cuda":
-            return self.split(made)
-        if not self.addresses(tensors, made, (lens, table, cu_q))[1] & 15:
-            new = [workspace.allocation(*what, self.device) for what in self.shapes]
-            self.again = launch_of(compiled, self.grid, self.tail), new
-        return self.split(made)
+        if compiled is not None and self.device.type == "cuda":
+            if not addresses(tensors, made, lens, table, cu_q)[1] & 15:
+                new = [workspace.allocation(*what, self.device) for what in self.shapes]
+                self.again = launch_of(compiled, self.grid, self.tail), new
+        return outs, first
 
-    def split(self, made: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        return (made[:-1], made[-1]) if self.packed else (made, None)
 
-    def addresses(
-        self,
-        tensors: Sequence[tuple[Tensor, Tensor | None]],
-        made: Sequence[Tensor],
-        others: Sequence[Tensor | None],
-    ) -> tuple[list[Any], int]:
-        """The first arguments of `widen_rows` as addresses, and all their bits."""
-        given: list[Any] = []
-        bits = 0
-        for (x, scale), out in zip(tensors, made, strict=False):
-            at = x.data_ptr(), None if scale is None else scale.data_ptr(), out.data_ptr()
-            bits |= at[0] | (at[1] or 0) | at[2]
-            given.append(at)
-        given += [None] * (2 - len(tensors))
-        for other in (*others, made[-1] if self.packed else None):
-            at_other = None if other is None else other.data_ptr()
-            bits |= at_other or 0
-            given.append(at_other)
-        return given, bits
+def addresses(
+    tensors: Sequence[tuple[Tensor, Tensor | None]],
+    made: Sequence[Tensor],
+    lens: Tensor | None,
+    table: Tensor | None,
+    cu_q: Tensor | None,
+) -> tuple[tuple[Any, ...], int]:
+    """The first arguments of `widen_rows` as addresses, and all their bits."""
+    at_y = at_lens = at_table = at_cu_q = at_first = None
+    (x, scale), out = tensors[0], made[0]
+    at_scale = None if scale is None else scale.data_ptr()
+    at_x = x.data_ptr(), at_scale, out.data_ptr()
+    bits = at_x[0] | (at_scale or 0) | at_x[2]
+    if len(tensors) > 1:
+        (y, scale), out = tensors[1], made[1]
+        at_scale = None if scale is None else scale.data_ptr()
+        at_y = y.data_ptr(), at_scale, out.data_ptr()
+        bits |= at_y[0] | (at_scale or 0) | at_y[2]
+    if lens is not None:
+        at_lens = lens.data_ptr()
+        bits |= at_lens
+    if table is not None:
+        at_table = table.data_ptr()
+        bits |= at_table
+    if len(made) > len(tensors):
+        at_first = made[-1].data_ptr()
+        bits |= at_first
+    if cu_q is not None:
+        at_cu_q = cu_q.data_ptr()
+        bits |= at_cu_q
+    return (at_x, at_y, at_lens, at_table, at_cu_q, at_first), bits
 
 
 def steps_of(x: Tensor, scale: Tensor | None) -> tuple[Steps, Steps, int]:
