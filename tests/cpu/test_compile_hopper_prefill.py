@@ -70,6 +70,7 @@ EVERYDAY = tuple(
         *((64, (8, 8), Mask(True)), (64, (8, 2), Mask(True, 127))),
     )
 )
+WITH_SINK = EVERYDAY[2] | {"sink_logits": True}
 
 
 def problem_of(values: cases.Values) -> Problem:
@@ -160,6 +161,7 @@ def describe(values: cases.Values) -> str:
     heads = "x".join(map(str, values["heads"]))
     names = values["kind"], values.get("dtype", values.get("place")), dims, heads
     names += values.get("mask", values.get("parts")), values["shape"]
+    names += ("sink_logits",) if values.get("sink_logits") else ()
     return "-".join(str(name).replace(" ", "_") for name in names)
 
 
@@ -191,7 +193,7 @@ def test_caches(values: cases.Values) -> None:
         assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
 
 
-@pytest.mark.parametrize("values", EVERYDAY, ids=describe)
+@pytest.mark.parametrize("values", [*EVERYDAY, WITH_SINK], ids=describe)
 def test_loops_are_as_meant(values: cases.Values) -> None:
     problem = problem_of(values)
     config = chosen(problem, values["shape"])

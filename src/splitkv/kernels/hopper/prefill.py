@@ -180,8 +180,7 @@ def hopper_prefill(
     cutting = Cutting(parts, size, most_q)
     place = lane_heads, tiles, lanes, width, items
     scarce = None
-    CAP_OR_SINK: gl.constexpr = softcap is not None or sink_ptr is not None
-    OTHERS: gl.constexpr = REST > 0 or CAP_OR_SINK
+    OTHERS: gl.constexpr = REST > 0 or softcap is not None
     BOX: gl.constexpr = k_desc.block_type.shape[1]
     if keeps_products(WARPGROUPS, DIM, TILE_N, BOX, partial is not None, OTHERS):
         scarce = WARPGROUPS
@@ -452,7 +451,7 @@ class Launcher(prefill.Launcher):
         rest, box, size = problem.head_dim - main, box_rows(problem, tile_n), x.k.element_size()
         paged, config = isinstance(problem.place, Paged), self.plan.config
         of_out = problem.codec == AS_IS and row_tiles(problem, config, self.device)[1]
-        others = rest > 0 or bool(x.softcap) or x.sink_logits is not None
+        others = rest > 0 or bool(x.softcap)
         cut = self.slots > 0
         scarce = keeps_products(config.tile_m // ROWS.value, main, tile_n, box, cut, others)
         out_panel = OUT_PANEL_BYTES if of_out and scarce else PANEL_BYTES

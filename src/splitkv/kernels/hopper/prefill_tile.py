@@ -104,10 +104,7 @@ def keeps_products(warpgroups, dim_v, tile_n, box, cut, others):
 
     box      keys that are copied at once, of one page
     cut      keys are cut into parts
-    others   what else takes registers: a soft cap, columns that q and k have beside those of v; and
-             sink logits: weights that are not relative to their row's maximum are off by what they
-             are rounded by, all columns of `out` alike, and the gradient of a logit adds that up
-             over all tokens
+    others   what else takes registers: a soft cap, columns that q and k have beside those of v
     """
     shape = warpgroups, tile_n
     fits = shape == (3, 64) or (shape == (2, 128) and not (cut and tile_n // box > 2))
