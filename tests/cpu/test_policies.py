@@ -414,6 +414,22 @@ def test_kernels_are_weighed_against_each_other():
     assert make_plan(few, H200, policy="waves").kernel == "hopper_decode_split"
 
 
+@pytest.mark.parametrize(
+    "dims, place, best",
+    [
+        ((1, 128, 8, 8192, 256, 4), Paged(64), "hopper_prefill"),  # 25.8 us, 31.8 in wide tiles
+        ((32, 16, 1, 256, 256, 4), Contiguous(), "hopper_prefill"),  # 8.6 us, 10.5
+        ((1, 4, 1, 256, 256, 16), Paged(16), "hopper_decode_split"),  # 6.0 us, 6.9 by `prefill`
+    ],
+)
+def test_a_wide_tile_of_256_costs_more_at_the_beginning_of_a_part(
+    dims: tuple[int, ...], place: Contiguous | Paged, best: str
+):
+    problem = decode(*dims, lengths="device", place=place)
+    assert problem.rows == 64
+    assert make_plan(problem, H200, policy="waves").kernel == best
+
+
 def test_the_soft_maximum():
     assert slowest(2.0) == slowest(2.0, 0.0) == 2.0
     assert slowest(0.0, 0.0) == 0.0

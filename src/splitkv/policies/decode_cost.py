@@ -28,6 +28,7 @@ from splitkv.problem import Problem
 # (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
 # within 2 % of it. Of those that the model cannot tell apart, which is within `CLOSE`, the first.
 SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
+SHAPES_256 = ((64, 4, 2), (16, 2, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
 HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
 HOPPER_APART_SHAPES = ((64, 4, 3), (128, 4, 3))  # of 8 bits, where a warp asks for small pages
@@ -36,6 +37,8 @@ HOPPER_APART_SHAPES = ((64, 4, 3), (128, 4, 3))  # of 8 bits, where a warp asks 
 # log-normal distribution with a median of 2 Ki keys and one sequence of 128 Ki.
 OTHERS = 1 / 40
 HOPPER_DECODE = "hopper_decode_split"
+# Tiles of a part until what works on them and what brings them no longer wait for each other.
+BEGINNING = 8
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
 SMEM_RESERVED = 6 * KiB
 # Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
@@ -93,7 +96,8 @@ class Constants:
     program        for each program that an SM runs, whether together or one after another;
                    program_widening: more where elements of 8 bits are widened, of the SM that
                    runs most, as q's conversion is its own work; program_scales: with a scale a key;
-                   program_wide: of wide tiles whose elements are as they are, by head_dim up to
+                   program_wide: of wide tiles whose elements are as they are, by head_dim up to;
+                   tile_wide: for each of a part's first `BEGINNING` of these
     latency        from asking for a tile to having it: a slot of the ring is busy that long and
                    while the tile is worked on, once more tiles are wanted than there are slots
     bandwidth_share   of the data sheet's bandwidth, and paged_share of it where paged
@@ -124,8 +128,8 @@ class Constants:
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
-                   shapes_gathered: where keys are copied row by row; shapes_apart: where a warp
-                   asks for keys of 8 bits
+                   shapes_256: of heads of more than 128 in pages; shapes_gathered: where keys are
+                   copied row by row; shapes_apart: where a warp asks for keys of 8 bits
     """
 
     start: float = 1.68e-6
@@ -135,6 +139,7 @@ class Constants:
     program_widening: float = 0.0
     program_scales: float = 0.0
     program_wide: tuple[tuple[int, float], ...] = ()
+    tile_wide: tuple[tuple[int, float], ...] = ()
     latency: float = 0.593e-6
     bandwidth_share: float = 0.927
     paged_share: float = 0.914
@@ -164,6 +169,7 @@ class Constants:
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_256: tuple[tuple[int, int, int], ...] = SHAPES_256
     shapes_gathered: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_apart: tuple[tuple[int, int, int], ...] = SHAPES
 
@@ -177,7 +183,8 @@ H200_HOPPER = Constants(
     program=0.685e-6,
     program_widening=0.993e-6,
     program_scales=0.3e-6,
-    program_wide=((64, 0.08e-6), (128, 0.6e-6), (256, 1.4e-6)),
+    program_wide=((64, 0.0), (128, 0.64e-6), (256, 0.49e-6)),
+    tile_wide=((64, 0.07e-6), (128, 0.0), (256, 0.65e-6)),
     latency=0.39e-6,
     bandwidth_share=0.98,
     paged_share=0.93,
@@ -202,6 +209,7 @@ H200_HOPPER = Constants(
     programs_apart=3,
     registers=hopper_registers,
     shapes=HOPPER_SHAPES,
+    shapes_256=HOPPER_SHAPES,
     shapes_gathered=HOPPER_GATHERED_SHAPES,
     shapes_apart=HOPPER_APART_SHAPES,
 )
@@ -246,9 +254,11 @@ class Shape:
         rows = problem.num_heads * problem.seqlen_q * problem.batch
         self.program = c.program / device.num_sms
         self.program_most = c.program_widening * self.widened + c.program_scales * scaled
+        self.tile_most = 0.0
         if config.tile_m >= WIDE and not self.widened:
             wider = max(problem.head_dim, problem.head_dim_v)
-            self.program_most += next((one for most, one in c.program_wide if wider <= most), 0.0)
+            self.program_most += _by_dim(c.program_wide, wider)
+            self.tile_most = _by_dim(c.tile_wide, wider)
         self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
         self.start += rows * dims * problem.element_bytes / self.peak  # q and the result
         a_warp = config.tile_n * dims / config.num_warps
@@ -318,7 +328,8 @@ class Shape:
         full, rest = divmod(num_ctas, self.slots)
         c, seconds = self.constants, self.start
         seconds += self.program * num_ctas
-        seconds += self.program_most * ceil_div(num_ctas, self.num_sms)
+        each = self.program_most + self.tile_most * min(per, BEGINNING)
+        seconds += each * ceil_div(num_ctas, self.num_sms)
         seconds += full * self.wave(self.slots, per) + (self.wave(rest, per) if rest else 0.0)
         merging = 0.0
         if merge == "cluster":
@@ -341,6 +352,11 @@ class Shape:
         # else all its tiles are asked for at the start
         turn = self.turn if per > self.num_stages else 0.0
         return per * slowest(self.step, turn, on_one_sm * self.alone, memory)
+
+
+def _by_dim(known: tuple[tuple[int, float], ...], dim: int) -> float:
+    """The value up to the next dim that has one, else 0."""
+    return next((value for most, value in known if dim <= most), 0.0)
 
 
 def pages_of_tile(problem: Problem, tile_n: int) -> int:

@@ -158,6 +158,8 @@ def _worth(
     """The shapes worth weighing, in order of preference; all, where none of those is legal."""
     units = problem.batch * problem.num_kv_heads
     wanted = constants.shapes
+    if isinstance(problem.place, Paged) and max(problem.head_dim, problem.head_dim_v) > 128:
+        wanted = constants.shapes_256
     if gathers(problem, found[0]):
         wanted = constants.shapes_gathered
     elif widened_apart(problem, found[0], constants):
