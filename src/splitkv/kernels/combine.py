@@ -114,6 +114,52 @@ def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
     return step, min(columns, triton.next_power_of_2(head_dim_v)), warps
 
 
+# Where a batch is shared out: parts in the only step of a row of no more, parts a step of others,
+# columns a program, warps. Most sequences have few parts, but a long one is not to be waited for.
+SHARED_TILES = 4, 64, 32, 1
+
+
+@triton.jit
+def merged(
+    acc_ptr,  # of the first part of a row
+    m_ptr,
+    l_ptr,
+    offs_v,  # [TILE_V]
+    v_ok,
+    num_parts,
+    ROWS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_P: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """m [1], l [1] and acc [1, TILE_V] of all parts of a row, TILE_P a step."""
+    offs_p = tl.arange(0, TILE_P)
+    part_offs = offs_p * ROWS  # [TILE_P]
+    acc_offs = (part_offs * HEAD_DIM_V)[:, None] + offs_v[None, :]  # [TILE_P, TILE_V]
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, offs_v.shape[0]], tl.float32)
+    for first in range(0, num_parts, TILE_P):
+        p_ok = offs_p == offs_p
+        if not EXACT:
+            p_ok = offs_p < num_parts - first
+        m_p = tl.load(m_ptr + part_offs, mask=p_ok, other=float("-inf"))
+        l_p = tl.load(l_ptr + part_offs, mask=p_ok, other=0.0)
+        acc_p = tl.load(acc_ptr + acc_offs, mask=p_ok[:, None] & v_ok[None, :], other=0.0)
+        acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
+        m_new = tl.maximum(m, tl.max(m_p, 0))
+        top = finite_or_zero(m_new)
+        weight = tl.exp2(m_p - top)
+        shrink = tl.exp2(m - top)
+        l = l * shrink + tl.sum(weight * l_p, 0)
+        acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, None], 0)[None, :]
+        m = m_new
+        m_ptr += TILE_P * ROWS
+        l_ptr += TILE_P * ROWS
+        acc_ptr += TILE_P * ROWS * HEAD_DIM_V
+    return m, l, acc
+
+
 @triton.jit(
     do_not_specialize=[
         "batch",
@@ -158,6 +204,7 @@ def combine(
     TILE_M: tl.constexpr,  # of decode_split, as TILE_N
     TILE_N: tl.constexpr,
     TILE_P: tl.constexpr,  # parts a step
+    FEW: tl.constexpr,  # a row of no more parts takes one step of so many; 0: it does not
     TILE_V: tl.constexpr,
     EXACT: tl.constexpr,  # the parts of every sequence fill whole steps
     PDL: tl.constexpr,
@@ -217,33 +264,22 @@ def combine(
     if num_parts == 1:
         return
     merge = tl.load(l_ptr + tl.zeros([1], tl.int32)) >= 0.0  # else FINISHED
-    offs_p = tl.arange(0, TILE_P)
-    part_offs = offs_p * ROWS  # [TILE_P]
-    acc_offs = (part_offs * HEAD_DIM_V)[:, None] + offs_v[None, :]  # [TILE_P, TILE_V]
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, TILE_V], tl.float32)
     v_ok = offs_v == offs_v
     if HEAD_DIM_V % TILE_V:
         v_ok = offs_v < HEAD_DIM_V
-    for first in range(0, num_parts, TILE_P):
-        p_ok = offs_p == offs_p
-        if not EXACT:
-            p_ok = offs_p < num_parts - first
-        m_p = tl.load(m_ptr + part_offs, mask=p_ok, other=float("-inf"))
-        l_p = tl.load(l_ptr + part_offs, mask=p_ok, other=0.0)
-        acc_p = tl.load(acc_ptr + acc_offs, mask=p_ok[:, None] & v_ok[None, :], other=0.0)
-        acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
-        m_new = tl.maximum(m, tl.max(m_p, 0))
-        top = finite_or_zero(m_new)
-        weight = tl.exp2(m_p - top)
-        shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(weight * l_p, 0)
-        acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, None], 0)[None, :]
-        m = m_new
-        m_ptr += TILE_P * ROWS
-        l_ptr += TILE_P * ROWS
-        acc_ptr += TILE_P * ROWS * HEAD_DIM_V
+    if FEW:
+        if num_parts <= FEW:
+            m, l, acc = merged(
+                acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts, ROWS, HEAD_DIM_V, FEW, False
+            )
+        else:
+            m, l, acc = merged(
+                acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts, ROWS, HEAD_DIM_V, TILE_P, EXACT
+            )
+    else:
+        m, l, acc = merged(
+            acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts, ROWS, HEAD_DIM_V, TILE_P, EXACT
+        )
     out, lse = finish(acc, m, l, sink_log2)
 
     out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh

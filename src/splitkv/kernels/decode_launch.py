@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 
 from splitkv.kernels.appending import NOTHING_APPENDED, Appending
-from splitkv.kernels.combine import Final, combine, merge_tiles
+from splitkv.kernels.combine import SHARED_TILES, Final, combine, merge_tiles
 from splitkv.kernels.direct import Launch, Repeat, launch_of
 from splitkv.kernels.parts import grid, packed_rows
 from splitkv.kernels.tile.codec import Scales
@@ -89,10 +89,9 @@ class Launcher:
         self.options = {"num_warps": config.num_warps, **fused}
         self.repeat: Callable[..., Any] | None = None
 
-        # by the batch rule most sequences have few parts, but a long one is not to be waited for
-        tile_p, tile_v, merge_warps = merge_tiles(
-            min(max_parts, 64) if programs else max_parts, problem.head_dim_v
-        )
+        few, (tile_p, tile_v, merge_warps) = 0, merge_tiles(max_parts, problem.head_dim_v)
+        if programs:
+            few, tile_p, tile_v, merge_warps = SHARED_TILES
         self.merge_grid = (
             problem.num_kv_heads * problem.rows,
             problem.batch,
@@ -104,7 +103,7 @@ class Launcher:
             *(*self.appended.sizes[:2], None, None),
             *self.out_strides,
             *(problem.seqlen_q, problem.group, problem.head_dim_v, self.batch_p2),
-            *(config.tile_m, config.tile_n, tile_p, tile_v),
+            *(config.tile_m, config.tile_n, tile_p, few, tile_v),
             not programs and max_parts % tile_p == 0,
             self.pdl,
         )

@@ -448,7 +448,7 @@ class Launcher:
             *(None, tokens, problem.num_kv_heads, None, None, None, None, parts, None),
             *(None, None, cut, total),
             *(*self.out_strides, 1, problem.group, problem.head_dim_v),
-            *(1, problem.group, config.tile_n, tile_p, tile_v, parts % tile_p == 0, pdl),
+            *(1, problem.group, config.tile_n, tile_p, 0, tile_v, parts % tile_p == 0, pdl),
         )
         overlapping = {"launch_pdl": True} if pdl else {}
         self.merge_options = {"num_warps": merge_warps, **fused, **overlapping}

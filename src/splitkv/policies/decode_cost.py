@@ -32,6 +32,7 @@ SHAPES_256 = ((64, 4, 2), (16, 2, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
 HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
 HOPPER_APART_SHAPES = ((64, 4, 3), (128, 4, 3))  # of 8 bits, where a warp asks for small pages
+HOPPER_SCALES_SHAPES = (*HOPPER_APART_SHAPES, (128, 4, 2))  # and another for a scale a key
 
 # Where lengths differ: of the longest one's keys, what others have in the mean. So it is of a
 # log-normal distribution with a median of 2 Ki keys and one sequence of 128 Ki.
@@ -108,14 +109,15 @@ class Constants:
                    rows, step_paged_element: for each of them where paged; step_scale: for each
                    key that has a scale
     step_copy      asking for what of a tile lies in one page; where it is gathered row by row
-                   instead, step_row: for each key
+                   instead, step_row: for each key, and of the first tiles before any is waited for
     sm_flops       what an SM multiplies, rows that only fill a tile included
     wide_step      of tiles multiplied by wgmma, 0: as the others; wide_key: for each key, as their
                    scores take as long whatever head_dim is; wide_widening: for each element of 8
                    bits a warp; wide_copy: asking for 128 bytes of every key in one page
     merge          launching the combine; merge_part: for each part of a row, besides its partial,
                    which is written and read; merge_shared: more for each element of the result
-                   where parts are shared out over the batch, merged 64 at once however few they are
+                   where parts are shared out over the batch and rows find theirs; two thirds of it
+                   are from before `SHARED_TILES` of kernels/combine.py
     cluster        merging in a cluster instead; cluster_row: for each row and part of head_dim_v
                    128 that a program sends; pair_widening: less of two parts whose elements of 8
                    bits are widened; crowded: of the time that memory takes, what clusters
@@ -124,12 +126,15 @@ class Constants:
                    slower. 128 keys x 2 in two programs took 128.2 us at 537 MB, in three 130.4;
                    in_flight_apart: where a warp asks for small pages. 64 x 3 in two programs took
                    129.3 us, in three 133.8, 128 x 2 in three 141.5; at 67 MB 128 x 3 in one 22.8,
-                   64 x 3 in two 23.8, in three 25.9; programs_apart: that it has registers for
+                   64 x 3 in two 23.8, in three 25.9; in_flight_scales: and with a scale a key,
+                   128 x 2 in two 133.4 us, 64 x 3 in two 141.4; programs_apart: that it has
+                   registers for
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
                    shapes_256: of heads of more than 128 in pages; shapes_gathered: where keys are
-                   copied row by row; shapes_apart: where a warp asks for keys of 8 bits
+                   copied row by row; shapes_apart: where a warp asks for keys of 8 bits;
+                   shapes_scales: of which each has a scale
     """
 
     start: float = 1.68e-6
@@ -165,6 +170,7 @@ class Constants:
     crowded: float = 0.062
     in_flight: int = MiB  # more than an SM has room for
     in_flight_apart: int = MiB
+    in_flight_scales: int = MiB
     programs_apart: int = 0
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
@@ -172,6 +178,7 @@ class Constants:
     shapes_256: tuple[tuple[int, int, int], ...] = SHAPES_256
     shapes_gathered: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_apart: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_scales: tuple[tuple[int, int, int], ...] = SHAPES
 
 
 H200 = Constants()
@@ -183,8 +190,8 @@ H200_HOPPER = Constants(
     program=0.685e-6,
     program_widening=0.993e-6,
     program_scales=0.3e-6,
-    program_wide=((64, 0.0), (128, 0.64e-6), (256, 0.49e-6)),
-    tile_wide=((64, 0.07e-6), (128, 0.0), (256, 0.65e-6)),
+    program_wide=((64, 0.0), (128, 0.6e-6), (256, 0.6e-6)),
+    tile_wide=((64, 0.05e-6), (128, 0.0), (256, 0.55e-6)),
     latency=0.39e-6,
     bandwidth_share=0.98,
     paged_share=0.93,
@@ -206,12 +213,14 @@ H200_HOPPER = Constants(
     pair_widening=0.5e-6,
     in_flight=128 * KiB,
     in_flight_apart=96 * KiB,
+    in_flight_scales=128 * KiB,
     programs_apart=3,
     registers=hopper_registers,
     shapes=HOPPER_SHAPES,
     shapes_256=HOPPER_SHAPES,
     shapes_gathered=HOPPER_GATHERED_SHAPES,
     shapes_apart=HOPPER_APART_SHAPES,
+    shapes_scales=HOPPER_SCALES_SHAPES,
 )
 
 
@@ -254,7 +263,7 @@ class Shape:
         rows = problem.num_heads * problem.seqlen_q * problem.batch
         self.program = c.program / device.num_sms
         self.program_most = c.program_widening * self.widened + c.program_scales * scaled
-        self.tile_most = 0.0
+        self.tile_most = self.asking = 0.0
         if config.tile_m >= WIDE and not self.widened:
             wider = max(problem.head_dim, problem.head_dim_v)
             self.program_most += _by_dim(c.program_wide, wider)
@@ -274,6 +283,7 @@ class Shape:
             step += c.step_scale * scaled * config.tile_n
             if gathers(problem, config):
                 step += c.step_row * config.tile_n
+                self.asking = c.step_row * config.tile_n
             elif not widened_apart(problem, config, c):
                 step += c.step_copy * 2 * pages
         self.step, self.turn = step, (step + c.latency) / config.num_stages
@@ -327,7 +337,7 @@ class Shape:
         """Of programs of `per` tiles, and merging so many parts a row, in one of two ways."""
         full, rest = divmod(num_ctas, self.slots)
         c, seconds = self.constants, self.start
-        seconds += self.program * num_ctas
+        seconds += self.program * num_ctas + self.asking * min(per, self.num_stages)
         each = self.program_most + self.tile_most * min(per, BEGINNING)
         seconds += each * ceil_div(num_ctas, self.num_sms)
         seconds += full * self.wave(self.slots, per) + (self.wave(rest, per) if rest else 0.0)
@@ -372,7 +382,9 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
     elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
     ring = config.num_stages * elements * problem.kv_element_bytes
     if widened_apart(problem, config, constants):
-        return max(1, min(constants.programs_apart, constants.in_flight_apart // ring))
+        scaled = problem.codec.granularity == "token"
+        most = constants.in_flight_scales if scaled else constants.in_flight_apart
+        return max(1, min(constants.programs_apart, most // ring))
     smem = ring + SMEM_RESERVED
     if config.tile_m >= WIDE:  # q, and where values and, but for half int8, keys are widened to
         half = problem.codec.name == "int8" and problem.products != "widened"

@@ -70,6 +70,9 @@ MANY_ROWS, LARGE = 32, 16 * MiB
 # many bytes of keys and values on: 36.5 us beside 37.8 by mma at 134 MB, 41.7 beside 47.0 in pages
 # of 16.
 LARGE_OF_WIDE = 16 * MiB
+# Of head_dim 256 narrow ones have 16 rows, and two of them read the same keys: 10.9 us beside 12.4
+# and 10.9 beside 15.0 at 16 MiB, 7.1 beside 7.3 at 4, 6.3 beside 5.8 at 2.
+LARGE_OF_TWICE = 2 * MiB
 # In pages smaller than a tile a wide one takes 2 copies a page for keys, as for values, in 16 bits:
 # of 64 rows at 134 MB in pages of 16 `hopper_prefill` took 42.7 us, and that 44.2. Of 48 rows of
 # half int8 at 67 MB `hopper_prefill_quantised` took 24.5 to 29.1, and that 28.6 to 30.7.
@@ -147,7 +150,8 @@ def of_rows(problem: Problem, kernel: Kernel, found: Sequence[Config]) -> list[C
     if kernel.name != HOPPER_DECODE:
         return list(found)
     tiles = sorted({shape.tile_m for shape in found})
-    large = problem.kv_bytes > LARGE_OF_WIDE and problem.codec == AS_IS
+    enough = LARGE_OF_WIDE if problem.rows <= tiles[0] else LARGE_OF_TWICE
+    large = problem.kv_bytes > enough and problem.codec == AS_IS
     wanted = tiles[-1] if tiles[0] >= WIDE or large else tiles[0]
     return [shape for shape in found if shape.tile_m == wanted]
 
@@ -165,7 +169,9 @@ def _worth(
     elif widened_apart(problem, found[0], constants):
         first = Shape(problem, device, found[0], constants)
         shared = least_splits(problem, first, constants) * units > first.slots
-        wanted = constants.shapes_gathered if shared else constants.shapes_apart
+        scaled = problem.codec.granularity == "token"
+        wanted = constants.shapes_scales if scaled else constants.shapes_apart
+        wanted = constants.shapes_gathered if shared else wanted
     by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
     worth = [by_shape[shape] for shape in wanted if shape in by_shape]
     # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.
