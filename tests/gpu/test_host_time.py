@@ -82,10 +82,10 @@ def host_microseconds(
 
 
 def written(tensors: tuple[Any, ...], call: dict[str, Any]) -> Callable[[], Any]:
-    """decode with its keywords written out: to unpack a dict of them takes up to a microsecond."""
-    keywords = ", ".join(f"{name}={name}" for name in call)
-    names = {"decode": splitkv.decode, "tensors": tensors, **call}
-    made: Callable[[], Any] = eval(f"lambda: decode(*tensors, {keywords})", names)
+    """decode with its arguments written out: to unpack them takes up to a microsecond."""
+    arguments = ", ".join(("q, k, v", *(f"{name}={name}" for name in call)))
+    names = {"decode": splitkv.decode, **dict(zip("qkv", tensors, strict=True)), **call}
+    made: Callable[[], Any] = eval(f"lambda: decode({arguments})", names)
     return made
 
 
