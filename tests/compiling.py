@@ -267,6 +267,11 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
     )
 
 
+def tensor(*shape: int, of: torch.dtype = torch.float32, row_gap: int = 0) -> Any:
+    """For what takes tensors by themselves."""
+    return Layout(torch.Size(shape), of, row_gap)
+
+
 def layouts_in_8_bits(problem: Problem) -> Operands:
     """Operands of a problem of any kind with quantised keys, without memory."""
     stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[problem.codec.name]

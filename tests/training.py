@@ -13,9 +13,11 @@ from typing import Any
 
 import cases
 import torch
+from running import HERE, plan_with
 from torch import Tensor
 
 import splitkv
+from splitkv.plans import Kernel, Plan
 from splitkv.policies.shared import WHOLE_SEQUENCES
 from splitkv.testing import (
     DRAWS,
@@ -148,8 +150,20 @@ def run(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
     """`run=` of `check`: the public function, which has to take `prefill` or one for Hopper."""
     taken = splitkv.plan(problem).kernel
     assert taken in WHOLE_SEQUENCES, splitkv.explain(problem)
-    result = FUNCTION[problem.kind](**call)
+    return called(problem, call)
+
+
+def called(problem: Problem, call: Call, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of the public function."""
+    result = FUNCTION[problem.kind](**call, **options)
     return result if problem.return_lse else (result, None)
+
+
+def plan_on(kernel: Kernel, problem: Problem) -> Plan:
+    """The kernel's plan, however few the rows; on other GPUs of whatever serves."""
+    if kernel.unsupported(problem, HERE):
+        return splitkv.plan(problem, device=HERE)
+    return plan_with(kernel.name, problem)
 
 
 def gradients(call: Call, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:

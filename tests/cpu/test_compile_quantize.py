@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 from unittest import mock
 
 import cases
 import torch
-from compiling import AnyGPU, Layout, Recorder, measure, variants
+from compiling import AnyGPU, Recorder, measure, tensor, variants
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
@@ -25,10 +24,6 @@ AXES: cases.Axes = {
     "mean": (False, True),
     "row_gap": (0, 16),
 }
-
-
-def tensor(*shape: int, of: torch.dtype = torch.float32, row_gap: int = 0) -> Any:
-    return Layout(torch.Size(shape), of, row_gap)
 
 
 @variants(AXES, most=10, ids=lambda v: f"{v['gpu']}-{v['dim']}")

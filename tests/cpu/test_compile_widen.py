@@ -8,7 +8,7 @@ from unittest import mock
 
 import cases
 import torch
-from compiling import AnyGPU, Layout, Recorder, measure, variants
+from compiling import AnyGPU, Recorder, measure, tensor, variants
 from triton.runtime.driver import driver
 
 from splitkv.device import GPUS
@@ -27,10 +27,6 @@ AXES: cases.Axes = {
     "row_gap": (0, 16),
     "tensors": (2, 1),
 }
-
-
-def tensor(*shape: int, of: torch.dtype = torch.float32, row_gap: int = 0) -> Any:
-    return Layout(torch.Size(shape), of, row_gap)
 
 
 @variants(AXES, most=8, ids=lambda v: f"{v['gpu']}-{v['dims'][0]}")

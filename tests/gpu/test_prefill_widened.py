@@ -9,9 +9,9 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import DEVICE, HERE, only, same_bits
+from running import DEVICE, HERE, same_bits
 from torch import Tensor
-from training import FUNCTION, QUANTISED_AXES, has_units, paged, problem_of
+from training import QUANTISED_AXES, called, has_units, paged, plan_on, problem_of
 
 import splitkv
 from splitkv.kernels.hopper.prefill_widened import KERNEL
@@ -48,20 +48,13 @@ def valid(values: cases.Values) -> bool:
 
 
 PAIRS = cases.pairs(AXES, valid)
-
-
-def plan_of(problem: Problem) -> splitkv.Plan:
-    """This kernel's, however few the rows; on other GPUs whatever serves."""
-    if KERNEL.unsupported(problem, HERE):
-        return splitkv.plan(problem)
-    return splitkv.plan(problem, policy=only(KERNEL.name))
+plan_of = partial(plan_on, KERNEL)
 
 
 def run(
     problem: Problem, call: Call, plan: splitkv.Plan | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    result = FUNCTION[problem.kind](**call, plan=plan or plan_of(problem))
-    return result if problem.return_lse else (result, None)
+    return called(problem, call, plan=plan or plan_of(problem))
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS)))
