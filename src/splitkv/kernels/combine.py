@@ -267,19 +267,14 @@ def combine(
     v_ok = offs_v == offs_v
     if HEAD_DIM_V % TILE_V:
         v_ok = offs_v < HEAD_DIM_V
+    of_row = acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts
     if FEW:
         if num_parts <= FEW:
-            m, l, acc = merged(
-                acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts, ROWS, HEAD_DIM_V, FEW, False
-            )
+            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, FEW, False)
         else:
-            m, l, acc = merged(
-                acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts, ROWS, HEAD_DIM_V, TILE_P, EXACT
-            )
+            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, EXACT)
     else:
-        m, l, acc = merged(
-            acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts, ROWS, HEAD_DIM_V, TILE_P, EXACT
-        )
+        m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, EXACT)
     out, lse = finish(acc, m, l, sink_log2)
 
     out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh

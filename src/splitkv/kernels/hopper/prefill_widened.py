@@ -59,9 +59,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 def unfit(operands: Operands) -> list[str]:
     """What TMA cannot describe of the memory that is read as it is given."""
     x = operands
-    reasons = hopper_prefill.unfit(Operands(x.q, None, None, x.out))
-    if x.q_scale is not None:  # read by `widen_rows`
-        reasons = hopper_prefill.unfit(Operands(None, None, None, x.out))
+    q = x.q if x.q_scale is None else None  # else `widen_rows` reads it
+    reasons = hopper_prefill.unfit(Operands(q, None, None, x.out))
     for name in ("q", "k", "v"):
         shape = list(getattr(x, name).shape)
         if 0 in shape and (name != "q" or x.q_scale is not None):
