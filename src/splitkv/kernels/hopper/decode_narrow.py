@@ -18,7 +18,6 @@ from splitkv.kernels.hopper.pairs import (
     add_values,
     ask_with_scales,
     both_columns,
-    parts_of_scale,
     product,
     scales_of_tile,
 )
@@ -107,15 +106,13 @@ def attend_narrow(
         k = k_ring.index(slot).permute((1, 0)).load(B)
         qk = product(q, q_odd, k, gl.zeros([TILE_M, TILE_N], gl.float32, S), WIDEN)
         offs_n = first_n + inside
-        v_scale_n = None
+        inverse = None  # of the scales of values
         if of_keys.scales is not None:
-            k_scale_n, v_scale_n = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, S)
-            qk *= k_scale_n
-        s = score_log2(qk, scale, softcap, slope, pos, offs_n)
+            k_scale, log, inverse = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, S)
+            s = score_log2(qk * k_scale, scale, softcap, slope, pos, offs_n) + log
+        else:
+            s = score_log2(qk, scale, softcap, slope, pos, offs_n)
         s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
-        if v_scale_n is not None:
-            e, f, inverse = parts_of_scale(v_scale_n)
-            s += e
         y = s - m[:, None]
         # one slot is for parts of one tile, which has the first maxima
         if True if SLOTS == 1 else any_of_block(y, LIMIT[1]):
@@ -128,11 +125,7 @@ def attend_narrow(
             m = raised
             y = s - m[:, None]
         p = gl.exp2(y)
-        if v_scale_n is None:
-            sums += p
-        else:
-            sums += p * inverse
-            p *= f
+        sums += p if inverse is None else p * inverse
         p_tile.store(p.to(dtype))
         p = p_tile.load(A)
         acc, acc_odd = add_values(acc, acc_odd, p, v_ring.index(slot).load(B), WIDEN)

@@ -25,7 +25,6 @@ from splitkv.kernels.hopper.decode_rows import LOWEST, raised_maxima, true_or_no
 from splitkv.kernels.hopper.eight_bits import widening
 from splitkv.kernels.hopper.pairs import (
     ask_with_scales,
-    parts_of_scale,
     power_of_row,
     scales_of_tile,
 )
@@ -228,9 +227,9 @@ def attend_wide(
             v = v_wide
         qk = warpgroup_mma_wait(0, deps=[qk])
         s = qk.to(gl.float32)
-        v_scale_n = None
+        log = None  # of the scales of values
         if of_keys.scales is not None:
-            k_scale_n, v_scale_n = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, S)
+            k_scale, log, inverse = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, S)
         if WIDEN is not None:
             clear_last(v, keys - first_n)
             fence_async_shared()  # while a product is under way, ptxas 12.8 breaks on it
@@ -239,23 +238,18 @@ def attend_wide(
                 tile = tile_at(tiles, ahead)
                 ask_with_scales(ring, of_keys, slot, b, h, tile, None, keys, PAGE_SIZE, TILE_N)
         if of_keys.scales is not None:
-            s *= k_scale_n
+            s *= k_scale
         offs_n = first_n + inside
         s = score_log2(s, scale, softcap, slope, pos, offs_n)
+        if log is not None:
+            s += log
         s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
-        if v_scale_n is not None:
-            e, f, inverse = parts_of_scale(v_scale_n)
-            s += e
         raised = raised_maxima(m, s, WIDEN)
         shrink = gl.exp2(m - raised)
         m = raised
         p = gl.exp2(s - m[:, None])
         l *= along_rows(shrink, l)
-        if v_scale_n is None:
-            l += sums_of_threads(p)
-        else:
-            l += sums_of_threads(p * inverse)
-            p *= f
+        l += sums_of_threads(p if log is None else p * inverse)
         p = gl.convert_layout(p.to(dtype), P)
         acc = warpgroup_mma(p, v, shrunk(acc, shrink))
         if WIDEN is None:

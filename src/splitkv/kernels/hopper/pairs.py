@@ -24,9 +24,15 @@ from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, tile_at
 
 # p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
 # weight 2^SHIFT, and p is up to 8 times as large, so that what is 2^-24 of the largest is still a
-# normal number. A scale of values is 2^e * f: e joins the score that p is the power of, so that p
-# stays in its range whatever the scales are, and f joins p. It is 2^-60 at least.
-SHIFT, LEAST_SCALE = gl.constexpr(12.0), gl.constexpr(2.0**-60)
+# normal number. The logarithm of a scale of values joins the score that p is the power of, so that p
+# stays in its range whatever the scales are. A scale is 2^-60 at least.
+SHIFT = gl.constexpr(12.0)
+LOG_AND_INVERSE = gl.constexpr("""{
+    .reg .f32 scale;
+    max.NaN.f32 scale, $2, 0f21800000;
+    lg2.approx.ftz.f32 $0, scale;
+    rcp.approx.ftz.f32 $1, scale;
+    }""")
 
 E4M3_APART = gl.constexpr("""{
     .reg .b32 u;
@@ -120,18 +126,32 @@ def load_rows(
 
     Beside keys as they are (widen: None) the first is q, and the others mean nothing.
     """
-    rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, A))
-    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, A))
+    HEAD_DIM: gl.constexpr = DIM if widen is None else 2 * DIM
+    L: gl.constexpr = A if widen is None else fours_of_rows(TILE_M, HEAD_DIM, gl.num_warps())
+    rows = tile_m * TILE_M + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, L))
+    offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L))
     at = rows // GROUP * stride_t + (h * GROUP + rows % GROUP) * stride_h
-    columns = offs_d if widen is None else first_of_pairs(offs_d)
-    ptrs = q_ptr + at[:, None] + columns[None, :]
     ok = (rows < seqlen_q * GROUP)[:, None]
-    q = gl.load(ptrs, mask=ok, other=0.0)
+    q = gl.load(q_ptr + at[:, None] + offs_d[None, :], mask=ok, other=0.0)
     if widen is None:
         q_odd, unit = q, no_unit(TILE_M, A)
     else:
-        q, q_odd, unit = scaled_pairs(q, gl.load(ptrs + 2, mask=ok, other=0.0))
+        pairs = q.reshape([TILE_M, DIM // 2, 2, 2]).permute((0, 1, 3, 2))
+        q, q_odd = pairs.reshape([TILE_M, DIM, 2]).split()
+        q = gl.convert_layout(q, A, assert_trivial=True)
+        q, q_odd, unit = scaled_pairs(q, gl.convert_layout(q_odd, A, assert_trivial=True))
     return q, q_odd, unit
+
+
+@gluon.constexpr_function
+def fours_of_rows(rows, dim, warps):
+    """The layout of rows of q [rows, dim] in which each warp has all and a thread four neighbours
+    of a row: the pairs that it multiplies with pairs of keys."""
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    registers = [[0, 1], [0, 2], [8, 0]] + [[0, 1 << i] for i in range(4, dim.bit_length() - 1)]
+    registers += [[1 << i, 0] for i in range(4, rows.bit_length() - 1)]
+    of_warps = (warps.bit_length() - 1) * [[0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [rows, dim])
 
 
 @gluon.jit
@@ -196,20 +216,19 @@ def both_columns(even, odd):
 
 @gluon.jit
 def scales_of_tile(k_ring, v_ring, slot, S: gl.constexpr):
-    """(k, v) scales of the keys in a slot, as rows in the layout of scores."""
+    """Of the keys in a slot, as rows in the layout of scores: the scale of the key; the logarithm
+    to base 2 of that of its value, at least `LEAST_SCALE`, and one over it."""
     k_scale = k_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
     v_scale = v_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
-    return k_scale, gl.where(v_scale < LEAST_SCALE, LEAST_SCALE, v_scale)
-
-
-@gluon.jit
-def parts_of_scale(scale):
-    """(e, f, 2^-e) of scale = 2^e * f, 1 <= f < 2, by its bits alone; not finite: f is NaN."""
-    bits = scale.to(gl.int32, bitcast=True)
-    e = ((bits >> 23) | 0x4B000000).to(gl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
-    f = ((bits & 0x007FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
-    f = gl.where(scale < float("inf"), f, float("nan"))
-    return e, f, (0x7F000000 - (bits & 0x7F800000)).to(gl.float32, bitcast=True)
+    log, inverse = gl.inline_asm_elementwise(
+        LOG_AND_INVERSE,
+        "=r,=r,r",
+        [v_scale],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return k_scale, log, inverse
 
 
 @gluon.jit
