@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_rows import LOWEST, most_above, raised_maxima, true_or_none
+from splitkv.kernels.hopper.effect import act
 from splitkv.kernels.hopper.pairs import (
     add_values,
     ask_with_scales,
@@ -23,7 +24,7 @@ from splitkv.kernels.hopper.pairs import (
 )
 from splitkv.kernels.hopper.prefill_sums import any_among, declare_any
 from splitkv.kernels.hopper.ring import foresee, next_slot, pages_of, thread_barrier, tile_at
-from splitkv.kernels.tile.band import visible
+from splitkv.kernels.tile.band import all_visible, visible
 from splitkv.kernels.tile.score import score_log2
 
 
@@ -43,10 +44,12 @@ def any_of_block(x, LIMIT: gl.constexpr):
 
 
 class RowScoring(NamedTuple):
-    """What scores of rows are worked out by: their positions [TILE_M, 1], and as in tile/score.py;
-    softcap and slope may be None."""
+    """What scores of rows are worked out by: their positions [TILE_M, 1], those of the first row
+    and of the last, and as in tile/score.py; softcap and slope may be None."""
 
     pos: Any
+    first: Any
+    last: Any
     scale: Any
     softcap: Any
     slope: Any
@@ -80,7 +83,7 @@ def attend_narrow(
     B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = v_ring.dtype if WIDEN is None else gl.float16
-    pos, scale, softcap, slope = scoring
+    pos, _, _, scale, softcap, slope = scoring
     arrived = ring[3]
     inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
     SHARED: gl.constexpr = shared_weights(TILE_N)
@@ -112,7 +115,9 @@ def attend_narrow(
             s = score_log2(qk * k_scale, scale, softcap, slope, pos, offs_n) + log
         else:
             s = score_log2(qk, scale, softcap, slope, pos, offs_n)
-        s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
+        if not all_visible(bounds, scoring.first, scoring.last, keys, first_n, TILE_N):
+            act("bar.warp.sync 0xffffffff;", "r", (first_n,))  # else ptxas asks in every tile
+            s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
         y = s - m[:, None]
         # one slot is for parts of one tile, which has the first maxima
         if True if SLOTS == 1 else any_of_block(y, LIMIT[1]):

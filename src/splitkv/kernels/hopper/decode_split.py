@@ -330,7 +330,8 @@ def hopper_decode_split(
 
     of_keys = KeyScales(key_scales, k_scales, v_scales, stride_sb, stride_sn)
     given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
-    rest = RowScoring(pos, scale, softcap, slope), of_keys
+    at = first_pos + t_first, first_pos + t_last
+    rest = RowScoring(pos, *at, scale, softcap, slope), of_keys
     if OF_K is None:
         acc, m, l = attend((q, q_odd), given, rest, S, PAGE_SIZE, DIM_V, WIDEN, APART, CLUSTER)
     else:

@@ -185,7 +185,7 @@ def attend_wide(
     WIDEN: gl.constexpr,
 ):
     """(acc [TILE_M, DIM_V], m [TILE_M] in base 2, l [TILE_M]) of the rows over `tiles`."""
-    pos, scale, softcap, slope = scoring
+    pos, _, _, scale, softcap, slope = scoring
     TILE_M: gl.constexpr = q.shape[0]
     SLOTS: gl.constexpr = k_ring.shape[0]
     TILE_N: gl.constexpr = k_ring.shape[1]

@@ -95,3 +95,13 @@ def visible(bounds, pos, offs_n, keys):
             near = near | (offs_n < bounds.sink_tokens)
         seen = seen & near
     return seen
+
+
+@triton.jit
+def all_visible(bounds, pos_first, pos_last, keys, first_n, TILE_N: tl.constexpr):
+    """Whether rows at positions `pos_first..pos_last` see all keys of the tile from `first_n` on;
+    where sink tokens end in it, no."""
+    whole = first_n + TILE_N <= band_end(bounds, pos_first, keys)
+    if bounds.left is not None or bounds.chunk is not None:
+        whole = whole & (first_n >= band_start(bounds, pos_last))
+    return whole
