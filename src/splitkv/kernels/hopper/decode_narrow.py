@@ -19,8 +19,8 @@ from splitkv.kernels.hopper.pairs import (
     add_values,
     ask_with_scales,
     both_columns,
-    product,
     scales_of_tile,
+    scores_of_tile,
 )
 from splitkv.kernels.hopper.prefill_sums import any_among, declare_any
 from splitkv.kernels.hopper.ring import foresee, next_slot, pages_of, thread_barrier, tile_at
@@ -106,8 +106,7 @@ def attend_narrow(
         first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
             clear_behind(v_ring.index(slot), keys - first_n, TILE_N, 0, 1)
-        k = k_ring.index(slot).permute((1, 0)).load(B)
-        qk = product(q, q_odd, k, gl.zeros([TILE_M, TILE_N], gl.float32, S), WIDEN)
+        qk = scores_of_tile(q, q_odd, k_ring.index(slot), S, WIDEN)
         offs_n = first_n + inside
         inverse = None  # of the scales of values
         if of_keys.scales is not None:

@@ -8,7 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.effect import act
-from splitkv.kernels.hopper.pairs import first_of_pairs, no_unit, scaled_pairs
+from splitkv.kernels.hopper.pairs import (
+    first_of_pairs,
+    fours_of_rows,
+    no_unit,
+    rounded_rows,
+    scaled_pairs,
+)
 from splitkv.kernels.hopper.ring import fill, thread_barrier
 from splitkv.kernels.tile.new import has_new, rotated, write_new
 
@@ -124,16 +130,24 @@ def turned_rows(
     ROTARY_DIM: gl.constexpr,
     PAIR: gl.constexpr,
     WIDEN: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ):
     """As `load_rows`, of rows that are rotated: by all warps once, and not by each of them."""
     HEAD_DIM: gl.constexpr = DIM if WIDEN is None else 2 * DIM
-    ROW: gl.constexpr = a_row_a_warp(DIM, gl.num_warps())
-    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))
+    WHOLE: gl.constexpr = WIDEN is None or ROUNDED  # columns in their order
+    ROW: gl.constexpr = a_row_a_warp(HEAD_DIM if WHOLE else DIM, gl.num_warps())
+    offs_d = gl.arange(0, HEAD_DIM if WHOLE else DIM, layout=gl.SliceLayout(0, ROW))
     of_rows = q_ptr, h, tile_m, seqlen_q, stride_t, stride_h
-    if WIDEN is None:
-        even = columns_of_rows(*of_rows, turning, offs_d, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR)
-        even = gl.convert_layout(even, A)
-        odd, unit = even, no_unit(TILE_M, A)
+    if WHOLE:
+        even = columns_of_rows(
+            *of_rows, turning, offs_d, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
+        )
+        if ROUNDED:
+            FOURS: gl.constexpr = fours_of_rows(TILE_M, HEAD_DIM, gl.num_warps())
+            even, unit = rounded_rows(gl.convert_layout(even, FOURS), A)
+        else:
+            even, unit = gl.convert_layout(even, A), no_unit(TILE_M, A)
+        odd = even
     else:
         even = columns_of_rows(
             *of_rows, turning, first_of_pairs(offs_d), GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR

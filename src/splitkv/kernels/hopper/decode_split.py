@@ -80,6 +80,7 @@ from splitkv.kernels.hopper.decode_wide import (
     attend_wide,
     layout_of_scores,
     most_rows,
+    rounds_rows,
     rows_of_tile,
     type_of_keys,
     wide_rows,
@@ -223,6 +224,7 @@ def hopper_decode_split(
     GATHER: gl.constexpr,  # keys are copied row by row by all threads, not by TMA
     OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
     APART: gl.constexpr,  # a warp that does not multiply asks for tiles
+    ROUNDED: gl.constexpr,  # q is rounded to int8 and multiplied with int8 keys as they are
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
@@ -298,7 +300,7 @@ def hopper_decode_split(
 
     # the rows, while keys are on their way  [TILE_M]
     S: gl.constexpr = layout_of_scores(OF_K, TILE_N, gl.num_warps())
-    A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, S, 4 if ROUNDED else 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     of_rows = q_ptr + b.to(gl.int64) * stride_qb, h, tile_m, seqlen_q, stride_qt, stride_qh
     by = None
@@ -308,9 +310,11 @@ def hopper_decode_split(
     if OF_K is not None:
         q, unit = wide_rows(*of_rows, by, GROUP, DIM, TILE_M, M, OF_K, ROTARY_DIM, PAIR)
     elif ROTARY_DIM:
-        q, q_odd, unit = turned_rows(*of_rows, by, A, GROUP, DIM, TILE_M, ROTARY_DIM, PAIR, WIDEN)
+        q, q_odd, unit = turned_rows(
+            *of_rows, by, A, GROUP, DIM, TILE_M, ROTARY_DIM, PAIR, WIDEN, ROUNDED
+        )
     else:
-        q, q_odd, unit = load_rows(*of_rows, A, GROUP, DIM, TILE_M, WIDEN)  # [TILE_M, DIM]
+        q, q_odd, unit = load_rows(*of_rows, A, GROUP, DIM, TILE_M, WIDEN, ROUNDED)
     offs_m = gl.arange(0, TILE_M, layout=M)
     rows = tile_m * TILE_M + offs_m
     row_ok = rows < seqlen_q * GROUP
@@ -470,6 +474,7 @@ class Launcher(decode_launch.Launcher):
             self.gathered,
             self.of_k,
             self.asked_apart,
+            self.of_k is None and rounds_rows(problem),
         )
         if self.asked_apart:
             self.options["maxnreg"] = most_registers(problem, config, plan.device)

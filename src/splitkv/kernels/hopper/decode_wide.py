@@ -24,6 +24,7 @@ from splitkv.kernels.hopper.decode_new import columns_of_rows
 from splitkv.kernels.hopper.decode_rows import LOWEST, raised_maxima, true_or_none
 from splitkv.kernels.hopper.eight_bits import widening
 from splitkv.kernels.hopper.pairs import (
+    LEAST_UNIT,
     ask_with_scales,
     power_of_row,
     scales_of_tile,
@@ -41,7 +42,6 @@ from splitkv.plans import WIDE
 from splitkv.problem import Problem
 
 MAX_NARROW_ROWS = 32  # packed rows that are multiplied by mma
-LEAST_UNIT = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 
 
 def most_rows(problem: Problem) -> int:
@@ -65,8 +65,12 @@ def type_of_keys(problem: Problem) -> Any:
     """In which wide tiles multiply keys: int8 where q may be rounded to it, else of 16 bits."""
     if problem.codec == AS_IS:
         return {"bfloat16": gl.bfloat16, "float16": gl.float16}[problem.dtype]
-    whole = problem.codec.name == "int8" and problem.products != "widened"
-    return gl.int8 if whole else gl.float16
+    return gl.int8 if rounds_rows(problem) else gl.float16
+
+
+def rounds_rows(problem: Problem) -> bool:
+    """Whether q is rounded to int8, so that keys are multiplied as they are."""
+    return problem.codec.name == "int8" and problem.products != "widened"
 
 
 @gluon.constexpr_function

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from splitkv.kernels.hopper.eight_bits import E4M3_TO_FP16
-from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, tile_at
+from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, reinterpret, tile_at
 
 # p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
 # weight 2^SHIFT, and p is up to 8 times as large, so that what is 2^-24 of the largest is still a
@@ -41,6 +42,13 @@ E4M3_APART = gl.constexpr("""{
     mov.b32 {even, odd}, u;
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
+    }""")
+LEAST_UNIT = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
+LOW_BYTES = gl.constexpr("""{
+    .reg .b32 low, high;
+    prmt.b32 low, $1, $2, 0x0040;
+    prmt.b32 high, $3, $4, 0x0040;
+    prmt.b32 $0, low, high, 0x5410;
     }""")
 
 
@@ -120,11 +128,13 @@ def load_rows(
     DIM: gl.constexpr,
     TILE_M: gl.constexpr,
     widen: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ):
     """(q, q_odd, unit) of the rows of q of a KV head: q * unit and q_odd * unit [TILE_M, DIM] are
     its columns, in the order of those of keys.
 
-    Beside keys as they are (widen: None) the first is q, and the others mean nothing.
+    Beside keys as they are (widen: None) the first is q, and the others mean nothing. ROUNDED: the
+    first is q rounded to int8 [TILE_M, 2 * DIM], and the second means nothing.
     """
     HEAD_DIM: gl.constexpr = DIM if widen is None else 2 * DIM
     L: gl.constexpr = A if widen is None else fours_of_rows(TILE_M, HEAD_DIM, gl.num_warps())
@@ -135,6 +145,9 @@ def load_rows(
     q = gl.load(q_ptr + at[:, None] + offs_d[None, :], mask=ok, other=0.0)
     if widen is None:
         q_odd, unit = q, no_unit(TILE_M, A)
+    elif ROUNDED:
+        q, unit = rounded_rows(q, A)
+        q_odd = q
     else:
         pairs = q.reshape([TILE_M, DIM // 2, 2, 2]).permute((0, 1, 3, 2))
         q, q_odd = pairs.reshape([TILE_M, DIM, 2]).split()
@@ -174,6 +187,52 @@ def scaled_pairs(even, odd):
     unit, inverse = power_of_row(top)
     inverse = inverse[:, None]
     return (even * inverse).to(gl.float16), (odd * inverse).to(gl.float16), unit
+
+
+@gluon.jit
+def larger(x, y):
+    """NaN where one of both is."""
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def rounded_rows(q, A: gl.constexpr):
+    """(q / unit rounded to int8, unit), a scale a row; q: see `fours_of_rows`. What a row with NaN
+    or infinity has is to be multiplied by NaN."""
+    x = q.to(gl.float32)
+    top = gl.reduce(gl.abs(x), 1, larger)
+    unit = gl.maximum(top * (1.0 / 127.0), LEAST_UNIT, propagate_nan=tl.PropagateNan.ALL)
+    x = x * (1.0 / unit)[:, None] + 12582912.0  # 1.5 * 2 ** 23: the nearest integer is in low bits
+    q = gl.inline_asm_elementwise(
+        LOW_BYTES, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4
+    )
+    unit = gl.where(unit < float("inf"), unit, float("nan"))
+    rows: gl.constexpr = gl.SliceLayout(1, A)
+    return gl.convert_layout(q, A, assert_trivial=True), gl.convert_layout(unit, rows)
+
+
+@gluon.constexpr_function
+def of_bytes(layout):
+    """That of a tile of pairs, of the same tile of single bytes."""
+    bases = [[0, 1]] + [[row, 2 * column] for row, column in layout.offset_bases]
+    return gl.SharedLinearLayout(bases, [], layout.alignment)
+
+
+@gluon.jit
+def scores_of_tile(q, q_odd, k, S: gl.constexpr, widen: gl.constexpr):
+    """q @ k^T [TILE_M, TILE_N], k [TILE_N, DIM] in shared memory, as it is or as pairs."""
+    TILE_M: gl.constexpr = q.shape[0]
+    TILE_N: gl.constexpr = k.shape[0]
+    if q.dtype == gl.int8:
+        BYTES: gl.constexpr = of_bytes(k.layout)
+        k = reinterpret(k, gl.int8, [TILE_N, 2 * k.shape[1]], BYTES).permute((1, 0))
+        zeros = gl.zeros([TILE_M, TILE_N], gl.int32, S)
+        s = mma_v2(q, k.load(gl.DotOperandLayout(1, S, 4)), zeros).to(gl.float32)
+    else:
+        zeros = gl.zeros([TILE_M, TILE_N], gl.float32, S)
+        k = k.permute((1, 0)).load(gl.DotOperandLayout(1, S, 2))
+        s = product(q, q_odd, k, zeros, widen)
+    return s
 
 
 @gluon.jit
