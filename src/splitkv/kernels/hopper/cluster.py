@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.effect import act, act_alone
+from splitkv.kernels.hopper.halves import first_of, first_rows, layout_of_half
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 
 # Parts of a sequence that may be a cluster. Every GPU of sm_90 runs clusters of 8; of 16, which not
@@ -127,9 +128,15 @@ def merge_cluster(
     PARTS: gl.constexpr,
 ):
     """Merge the parts that the programs of a cluster have, and store the result."""
+    DIM_V: gl.constexpr = acc.shape[1]
+    acc = gl.convert_layout(acc, m.type.layout.parent)
+    if ROWS <= 8:
+        acc = first_rows(acc, layout_of_half(DIM_V, gl.num_warps()))
+        OF_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        m, l = first_of(m, OF_ROWS), first_of(l, OF_ROWS)
+        row_ok = first_of(row_ok.to(gl.int32), OF_ROWS) > 0
     S: gl.constexpr = acc.type.layout
     TILE_M: gl.constexpr = acc.shape[0]
-    DIM_V: gl.constexpr = acc.shape[1]
     SLICE: gl.constexpr = DIM_V // PARTS
     ROW_BYTES: gl.constexpr = 4 * SLICE
     PART_BYTES: gl.constexpr = ROWS * ROW_BYTES

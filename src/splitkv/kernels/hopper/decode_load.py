@@ -25,7 +25,8 @@ from splitkv.kernels.hopper.ring import (
 )
 
 LANES = gl.constexpr(32)
-ASKING_REGISTERS = gl.constexpr(24)  # of each thread of a warp that does not multiply
+# of each thread of a warp that does not multiply; where those that do have weights of eight rows
+ASKING_REGISTERS, ASKING_REGISTERS_HALF = gl.constexpr(24), gl.constexpr(32)
 
 
 @gluon.constexpr_function
@@ -45,6 +46,7 @@ def attend(
     PAGE_SIZE: gl.constexpr,
     DIM_V: gl.constexpr,
     WIDEN: gl.constexpr,
+    HALF: gl.constexpr,
     APART: gl.constexpr,
     CLUSTER: gl.constexpr,
 ):
@@ -54,19 +56,20 @@ def attend(
         free = arrivals(k_ring.shape[0], 1)
         thread_barrier()  # the warp that asks finds them ready
         TILE_N: gl.constexpr = k_ring.shape[1]
+        REGISTERS: gl.constexpr = ASKING_REGISTERS_HALF if HALF else ASKING_REGISTERS
         acc, m, l = gl.warp_specialize(
             [
-                (attend_only, (rows, given, rest, free, S, PAGE_SIZE, DIM_V, WIDEN)),
+                (attend_only, (rows, given, rest, free, S, PAGE_SIZE, DIM_V, WIDEN, HALF)),
                 (ask_apart, (ring, free, b, h, tiles, keys, PAGE_SIZE, TILE_N, CLUSTER)),
                 # three warps that Triton would add anyway
                 (scales_apart, (ring, rest[1], free, b, h, tiles, keys, PAGE_SIZE, CLUSTER)),
                 (meet_cluster, (CLUSTER,)),
             ],
             [1, 1, 2],
-            [ASKING_REGISTERS, ASKING_REGISTERS, ASKING_REGISTERS],
+            [REGISTERS, REGISTERS, REGISTERS],
         )
     else:
-        acc, m, l = attend_narrow(*rows, *given, *rest, None, S, PAGE_SIZE, DIM_V, WIDEN)
+        acc, m, l = attend_narrow(*rows, *given, *rest, None, S, PAGE_SIZE, DIM_V, WIDEN, HALF)
     return acc, m, l
 
 
@@ -80,9 +83,10 @@ def attend_only(
     PAGE_SIZE: gl.constexpr,
     DIM_V: gl.constexpr,
     WIDEN: gl.constexpr,
+    HALF: gl.constexpr,
 ):
     """What the warps that multiply do."""
-    return attend_narrow(*rows, *given, *rest, free, S, PAGE_SIZE, DIM_V, WIDEN)
+    return attend_narrow(*rows, *given, *rest, free, S, PAGE_SIZE, DIM_V, WIDEN, HALF)
 
 
 @gluon.jit

@@ -15,6 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_rows import LOWEST, most_above, raised_maxima, true_or_none
 from splitkv.kernels.hopper.effect import act
+from splitkv.kernels.hopper.halves import (
+    first_of,
+    first_rows,
+    layout_of_half,
+    with_rows,
+)
 from splitkv.kernels.hopper.pairs import (
     add_values,
     ask_with_scales,
@@ -74,24 +80,36 @@ def attend_narrow(
     PAGE_SIZE: gl.constexpr,
     DIM_V: gl.constexpr,
     WIDEN: gl.constexpr,
+    HALF: gl.constexpr,  # no more than 8 of 16 rows are somebody's
 ):
-    """(acc [TILE_M, columns of v], m [TILE_M] in base 2, l [TILE_M]) of the rows over `tiles`."""
+    """(acc [TILE_M, columns of v], m [TILE_M] in base 2, l [TILE_M]) of the rows over `tiles`; a
+    thread has the same rows of all, and of acc what it has summed up."""
     TILE_M: gl.constexpr = q.shape[0]
     SLOTS: gl.constexpr = k_ring.shape[0]
     TILE_N: gl.constexpr = k_ring.shape[1]
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
+    R: gl.constexpr = layout_of_half(TILE_N, gl.num_warps()) if HALF else S  # of weights
+    ROWS: gl.constexpr = 8 if HALF else TILE_M
     M: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = v_ring.dtype if WIDEN is None else gl.float16
     pos, _, _, scale, softcap, slope = scoring
     arrived = ring[3]
-    inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, S))[None, :]
+    inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, R))[None, :]
     SHARED: gl.constexpr = shared_weights(TILE_N)
     p_tile = gl.allocate_shared_memory(dtype, [TILE_M, TILE_N], SHARED)
     LIMIT: gl.constexpr = most_above(WIDEN)
     declare_any(0)
-    m = gl.full([TILE_M], LOWEST, gl.float32, M)
-    sums = gl.zeros([TILE_M, TILE_N], gl.float32, S)  # of l, added up across threads at the end
+    if HALF:
+        pos = first_of(pos, gl.SliceLayout(1, R))[:, None]
+        if WIDEN is not None:
+            scale = first_of(scale, gl.SliceLayout(1, R))[:, None]
+        if slope is not None:
+            slope = first_of(slope, gl.SliceLayout(1, R))[:, None]
+        p_tile.slice(8, 8).store(gl.zeros([8, TILE_N], dtype, R))
+    p_rows = p_tile.slice(0, ROWS)
+    m = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, R))
+    sums = gl.zeros([ROWS, TILE_N], gl.float32, R)  # of l, added up across threads at the end
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
     acc_odd = acc
     slot, phase = tiles.first * 0, tiles.first * 0
@@ -107,10 +125,12 @@ def attend_narrow(
         if first_n + TILE_N > keys:
             clear_behind(v_ring.index(slot), keys - first_n, TILE_N, 0, 1)
         qk = scores_of_tile(q, q_odd, k_ring.index(slot), S, WIDEN)
+        if HALF:
+            qk = first_rows(qk, R)
         offs_n = first_n + inside
         inverse = None  # of the scales of values
         if of_keys.scales is not None:
-            k_scale, log, inverse = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, S)
+            k_scale, log, inverse = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, R)
             s = score_log2(qk * k_scale, scale, softcap, slope, pos, offs_n) + log
         else:
             s = score_log2(qk, scale, softcap, slope, pos, offs_n)
@@ -121,16 +141,18 @@ def attend_narrow(
         # one slot is for parts of one tile, which has the first maxima
         if True if SLOTS == 1 else any_of_block(y, LIMIT[1]):
             raised = raised_maxima(m, s, WIDEN)
-            shrink = gl.exp2(m - raised)[:, None]
-            acc *= shrink
+            shrink = gl.exp2(m - raised)
+            sums *= shrink[:, None]
+            if HALF:
+                shrink = with_rows(shrink, shrink, M)
+            acc *= shrink[:, None]
             if WIDEN is not None:
-                acc_odd *= shrink
-            sums *= shrink
+                acc_odd *= shrink[:, None]
             m = raised
             y = s - m[:, None]
         p = gl.exp2(y)
         sums += p if inverse is None else p * inverse
-        p_tile.store(p.to(dtype))
+        p_rows.store(p.to(dtype))
         p = p_tile.load(A)
         acc, acc_odd = add_values(acc, acc_odd, p, v_ring.index(slot).load(B), WIDEN)
         if free is not None:
@@ -143,7 +165,9 @@ def attend_narrow(
                 after = gl.minimum(ahead + tiles.by, tiles.last - 1)
                 foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)
-    m = true_or_none(m)
+    m, l = true_or_none(m), gl.sum(sums, 1)
+    if HALF:
+        m, l = with_rows(m, m, M), with_rows(l, l, M)
     if WIDEN is not None:
-        acc = gl.convert_layout(both_columns(acc, acc_odd), S)
-    return acc, m, gl.sum(sums, 1)
+        acc = both_columns(acc, acc_odd)
+    return acc, m, l

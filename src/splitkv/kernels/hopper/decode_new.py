@@ -12,7 +12,7 @@ from splitkv.kernels.hopper.pairs import (
     first_of_pairs,
     fours_of_rows,
     no_unit,
-    rounded_rows,
+    operand_of_bytes,
     scaled_pairs,
 )
 from splitkv.kernels.hopper.ring import fill, thread_barrier
@@ -139,12 +139,10 @@ def turned_rows(
     offs_d = gl.arange(0, HEAD_DIM if WHOLE else DIM, layout=gl.SliceLayout(0, ROW))
     of_rows = q_ptr, h, tile_m, seqlen_q, stride_t, stride_h
     if WHOLE:
-        even = columns_of_rows(
-            *of_rows, turning, offs_d, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR
-        )
+        even = columns_of_rows(*of_rows, turning, offs_d, GROUP, HEAD_DIM, TILE_M, ROTARY_DIM, PAIR)
         if ROUNDED:
             FOURS: gl.constexpr = fours_of_rows(TILE_M, HEAD_DIM, gl.num_warps())
-            even, unit = rounded_rows(gl.convert_layout(even, FOURS), A)
+            even, unit = operand_of_bytes(gl.convert_layout(even, FOURS), A, False)
         else:
             even, unit = gl.convert_layout(even, A), no_unit(TILE_M, A)
         odd = even

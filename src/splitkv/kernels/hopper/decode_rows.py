@@ -92,6 +92,12 @@ def true_or_none(m):
 
 
 @gluon.jit
+def as_rows(x, LAYOUT: gl.constexpr):
+    """The same rows, of which a thread has the same."""
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def write_rows(
     final,
     partial,
@@ -113,6 +119,10 @@ def write_rows(
     GROUP: gl.constexpr,
 ):
     """The result of rows whose keys this program has all seen, else the partial."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    m, l = as_rows(m, ROWS), as_rows(l, ROWS)
+    ok, slot_rows = as_rows(ok, ROWS), as_rows(slot_rows, ROWS)
+    t, head = as_rows(t, ROWS), as_rows(head, ROWS)
     out_rows = b.to(gl.int64) * stride_ob + t.to(gl.int64) * stride_ot + head * stride_oh
     lse_rows = (b * num_kv_heads * GROUP + head).to(gl.int64) * seqlen_q + t
     offs_v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))

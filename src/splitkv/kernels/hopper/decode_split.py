@@ -15,16 +15,17 @@ them. Only the programs that have tiles with new tokens wait for that.
 
 Two, four or eight parts may be a cluster, which merges them itself: see cluster.py.
 
-Tiles of 16 and 32 packed rows are multiplied by mma, see decode_narrow.py; wide ones of 64 by
-wgmma, see decode_wide.py. int8 and e4m3 arrive as pairs of elements for the former: see pairs.py.
+Tiles of 16 and 32 packed rows are multiplied by mma, see decode_narrow.py, and where eight are all
+that there are, see halves.py; wide ones of 64 by wgmma, see decode_wide.py. int8 and e4m3 arrive as
+pairs of elements for the former: see pairs.py.
 
 Shapes      as kernels/decode_split.py
 Grid        as kernels/decode_split.py
 Traffic     as kernels/decode_split.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
             v; beside int8 and e4m3, which are widened to fp16 exactly, q and p are fp16, too, with
-            powers of two taken out of them; wide tiles of int8, products half or full: q is rounded
-            to int8 with a scale a row, and sums of q . k are exact
+            powers of two taken out of them; int8, products half or full: q is rounded to int8 with
+            a scale a row, and sums of q . k are exact
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
             64 packed rows, 32 beside new tokens or where head_dim is 256 in 8 bits; pages of a
             multiple of 16 keys; strides of K and V multiples of 16 bytes; otherwise those of
@@ -61,7 +62,8 @@ from splitkv.kernels.hopper.cluster import (
 )
 from splitkv.kernels.hopper.decode_load import asking, attend
 from splitkv.kernels.hopper.decode_narrow import RowScoring
-from splitkv.kernels.hopper.decode_new import Turning, fill_and_write, turned_rows
+from splitkv.kernels.hopper.decode_new import Turning, fill_and_write
+from splitkv.kernels.hopper.decode_query import rows_to_multiply
 from splitkv.kernels.hopper.decode_rows import (
     place_in_batch,
     slopes_of,
@@ -83,7 +85,6 @@ from splitkv.kernels.hopper.decode_wide import (
     rounds_rows,
     rows_of_tile,
     type_of_keys,
-    wide_rows,
 )
 from splitkv.kernels.hopper.pairs import (
     KeyScales,
@@ -91,7 +92,6 @@ from splitkv.kernels.hopper.pairs import (
     fill_scales,
     from_e4m3,
     from_int8,
-    load_rows,
     pairs_of,
 )
 from splitkv.kernels.hopper.ring import Pool, arrivals, fill, foresee
@@ -225,6 +225,7 @@ def hopper_decode_split(
     OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
     APART: gl.constexpr,  # a warp that does not multiply asks for tiles
     ROUNDED: gl.constexpr,  # q is rounded to int8 and multiplied with int8 keys as they are
+    HALF: gl.constexpr,  # of TILE_M, which is 16, no more than eight rows are somebody's
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
@@ -261,7 +262,7 @@ def hopper_decode_split(
         k_scales, v_scales = allocate_scales(SLOTS, TILE_N)
 
     # whose keys, and which part of them
-    row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
+    row_tiles = 1 if HALF else (seqlen_q * GROUP + TILE_M - 1) // TILE_M
     h, tile_m = head_tile // row_tiles, head_tile % row_tiles
     bounds = Bounds(left, right, sink_tokens)
     t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
@@ -300,21 +301,15 @@ def hopper_decode_split(
 
     # the rows, while keys are on their way  [TILE_M]
     S: gl.constexpr = layout_of_scores(OF_K, TILE_N, gl.num_warps())
-    A: gl.constexpr = gl.DotOperandLayout(0, S, 4 if ROUNDED else 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     of_rows = q_ptr + b.to(gl.int64) * stride_qb, h, tile_m, seqlen_q, stride_qt, stride_qh
     by = None
     if ROTARY_DIM:
         start = start_of(turn, length.before, b, True)
         by = Turning(turn, start, q_step, rotary_rows, stride_cos, stride_sin)
-    if OF_K is not None:
-        q, unit = wide_rows(*of_rows, by, GROUP, DIM, TILE_M, M, OF_K, ROTARY_DIM, PAIR)
-    elif ROTARY_DIM:
-        q, q_odd, unit = turned_rows(
-            *of_rows, by, A, GROUP, DIM, TILE_M, ROTARY_DIM, PAIR, WIDEN, ROUNDED
-        )
-    else:
-        q, q_odd, unit = load_rows(*of_rows, A, GROUP, DIM, TILE_M, WIDEN, ROUNDED)
+    q, unit = rows_to_multiply(
+        *of_rows, by, S, GROUP, DIM, TILE_M, OF_K, ROTARY_DIM, PAIR, WIDEN, ROUNDED, HALF
+    )
     offs_m = gl.arange(0, TILE_M, layout=M)
     rows = tile_m * TILE_M + offs_m
     row_ok = rows < seqlen_q * GROUP
@@ -324,7 +319,7 @@ def hopper_decode_split(
     k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
     scale *= k_scale
     if WIDEN is not None:
-        scale *= gl.convert_layout(unit, M)[:, None]
+        scale *= unit[:, None]
         scale *= row_scale(row, b, t, head, row_ok, stride_qsb, stride_qst, stride_qsh)
     slot_rows = slot_id.to(gl.int64) * gl.minimum(TILE_M, seqlen_q * GROUP) + offs_m
     if (part >= num_parts) & (not CLUSTER):  # in a cluster all take part in the merge
@@ -334,12 +329,11 @@ def hopper_decode_split(
 
     of_keys = KeyScales(key_scales, k_scales, v_scales, stride_sb, stride_sn)
     given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
-    at = first_pos + t_first, first_pos + t_last
-    rest = RowScoring(pos, *at, scale, softcap, slope), of_keys
+    rest = RowScoring(pos, first_pos + t_first, first_pos + t_last, scale, softcap, slope), of_keys
     if OF_K is None:
-        acc, m, l = attend((q, q_odd), given, rest, S, PAGE_SIZE, DIM_V, WIDEN, APART, CLUSTER)
+        acc, m, l = attend(q, given, rest, S, PAGE_SIZE, DIM_V, WIDEN, HALF, APART, CLUSTER)
     else:
-        acc, m, l = attend_wide(q, *given, *rest, S, PAGE_SIZE, WIDEN)
+        acc, m, l = attend_wide(q[0], *given, *rest, S, PAGE_SIZE, WIDEN)
     if WIDEN is not None:
         acc *= v_scale
     result = acc, m, l, row_ok
@@ -475,6 +469,7 @@ class Launcher(decode_launch.Launcher):
             self.of_k,
             self.asked_apart,
             self.of_k is None and rounds_rows(problem),
+            config.tile_m == 16 and problem.rows <= 8,
         )
         if self.asked_apart:
             self.options["maxnreg"] = most_registers(problem, config, plan.device)

@@ -21,12 +21,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from splitkv.kernels.hopper.eight_bits import E4M3_TO_FP16
+from splitkv.kernels.hopper.halves import above, both_halves
 from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, reinterpret, tile_at
 
 # p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
 # weight 2^SHIFT, and p is up to 8 times as large, so that what is 2^-24 of the largest is still a
-# normal number. The logarithm of a scale of values joins the score that p is the power of, so that p
-# stays in its range whatever the scales are. A scale is 2^-60 at least.
+# normal number. The logarithm of a scale of values joins the score that p is the power of, so that
+# p stays in its range whatever the scales are. Scales are 2^-60 at least; NaN stays NaN.
 SHIFT = gl.constexpr(12.0)
 LOG_AND_INVERSE = gl.constexpr("""{
     .reg .f32 scale;
@@ -129,12 +130,14 @@ def load_rows(
     TILE_M: gl.constexpr,
     widen: gl.constexpr,
     ROUNDED: gl.constexpr,
+    HALF: gl.constexpr,
 ):
     """(q, q_odd, unit) of the rows of q of a KV head: q * unit and q_odd * unit [TILE_M, DIM] are
     its columns, in the order of those of keys.
 
     Beside keys as they are (widen: None) the first is q, and the others mean nothing. ROUNDED: the
-    first is q rounded to int8 [TILE_M, 2 * DIM], and the second means nothing.
+    first is q rounded to int8 [TILE_M, 2 * DIM], and the second means nothing. HALF: of 16 rows
+    the last eight are nobody's, and nothing is worked out for them.
     """
     HEAD_DIM: gl.constexpr = DIM if widen is None else 2 * DIM
     L: gl.constexpr = A if widen is None else fours_of_rows(TILE_M, HEAD_DIM, gl.num_warps())
@@ -146,14 +149,46 @@ def load_rows(
     if widen is None:
         q_odd, unit = q, no_unit(TILE_M, A)
     elif ROUNDED:
-        q, unit = rounded_rows(q, A)
+        q, unit = operand_of_bytes(q, A, HALF)
         q_odd = q
+    elif HALF:
+        q, zeros = both_halves(q)
+        q, q_odd, unit = scaled_pairs(*pairs_apart(q))
+        zeros, zeros_odd = pairs_apart(zeros)
+        q = gl.convert_layout(above(q, zeros), A, assert_trivial=True)
+        q_odd = gl.convert_layout(above(q_odd, zeros_odd), A, assert_trivial=True)
     else:
-        pairs = q.reshape([TILE_M, DIM // 2, 2, 2]).permute((0, 1, 3, 2))
-        q, q_odd = pairs.reshape([TILE_M, DIM, 2]).split()
+        q, q_odd = pairs_apart(q)
         q = gl.convert_layout(q, A, assert_trivial=True)
         q, q_odd, unit = scaled_pairs(q, gl.convert_layout(q_odd, A, assert_trivial=True))
     return q, q_odd, unit
+
+
+@gluon.jit
+def pairs_apart(q):
+    """[rows, columns / 2]: the first two, and the last two of each four columns."""
+    pairs = q.reshape([q.shape[0], q.shape[1] // 4, 2, 2]).permute((0, 1, 3, 2))
+    return pairs.reshape([q.shape[0], q.shape[1] // 2, 2]).split()
+
+
+@gluon.jit
+def operand_of_bytes(q, A: gl.constexpr, HALF: gl.constexpr):
+    """`rounded_rows` as an operand of a product; HALF: of 16 rows with eight of zeros."""
+    if HALF:
+        q, zeros = both_halves(q)
+        q, unit = rounded_rows(q)
+        q = above(q, zeros)
+    else:
+        q, unit = rounded_rows(q)
+    return gl.convert_layout(q, A, assert_trivial=True), unit
+
+
+@gluon.jit
+def of_all_rows(unit, TILE_M: gl.constexpr, M: gl.constexpr):
+    """What is known of each row, or of the first eight of 16, as [TILE_M]."""
+    if unit.shape[0] < TILE_M:
+        unit = gl.join(unit, unit).permute((1, 0)).reshape([TILE_M])
+    return gl.convert_layout(unit, M)
 
 
 @gluon.constexpr_function
@@ -191,29 +226,29 @@ def scaled_pairs(even, odd):
 
 @gluon.jit
 def larger(x, y):
-    """NaN where one of both is."""
+    """The larger of both, NaN where one of them is."""
     return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
-def rounded_rows(q, A: gl.constexpr):
-    """(q / unit rounded to int8, unit), a scale a row; q: see `fours_of_rows`. What a row with NaN
-    or infinity has is to be multiplied by NaN."""
+def rounded_rows(q):
+    """(q / unit rounded to int8, unit) of rows in the layout of `fours_of_rows`, or half of it.
+    Where a row has NaN or infinity its unit is NaN."""
     x = q.to(gl.float32)
     top = gl.reduce(gl.abs(x), 1, larger)
     unit = gl.maximum(top * (1.0 / 127.0), LEAST_UNIT, propagate_nan=tl.PropagateNan.ALL)
-    x = x * (1.0 / unit)[:, None] + 12582912.0  # 1.5 * 2 ** 23: the nearest integer is in low bits
-    q = gl.inline_asm_elementwise(
-        LOW_BYTES, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [unit], dtype=gl.float32, is_pure=True, pack=1
     )
+    x = x * inverse[:, None] + 12582912.0  # 1.5 * 2 ** 23: the nearest integer is in low bits
+    q = gl.inline_asm_elementwise(LOW_BYTES, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4)
     unit = gl.where(unit < float("inf"), unit, float("nan"))
-    rows: gl.constexpr = gl.SliceLayout(1, A)
-    return gl.convert_layout(q, A, assert_trivial=True), gl.convert_layout(unit, rows)
+    return q, unit
 
 
 @gluon.constexpr_function
 def of_bytes(layout):
-    """That of a tile of pairs, of the same tile of single bytes."""
+    """The layout of a tile of pairs, for the same tile of single bytes."""
     bases = [[0, 1]] + [[row, 2 * column] for row, column in layout.offset_bases]
     return gl.SharedLinearLayout(bases, [], layout.alignment)
 
@@ -276,7 +311,7 @@ def both_columns(even, odd):
 @gluon.jit
 def scales_of_tile(k_ring, v_ring, slot, S: gl.constexpr):
     """Of the keys in a slot, as rows in the layout of scores: the scale of the key; the logarithm
-    to base 2 of that of its value, at least `LEAST_SCALE`, and one over it."""
+    to base 2 of that of its value, and one over that scale."""
     k_scale = k_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
     v_scale = v_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
     log, inverse = gl.inline_asm_elementwise(
