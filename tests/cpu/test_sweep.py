@@ -684,7 +684,9 @@ def test_plans_that_differ_in_run_time_numbers_share_their_kernels() -> None:
     same = [plan(3), plan(4), plan(4, problem=wide)]
     assert len({compiler.key(p) for p in same}) == 1
     grouped = replace(CASE.problem, num_heads=16)
+    tokens = [replace(CASE.problem, num_heads=4, seqlen_q=n) for n in (2, 4)]  # 8 and 16 rows
     other = [plan(1), plan(2), plan(5), plan(4, 32), plan(problem=grouped)]
+    other += [plan(problem=problem) for problem in tokens]
     assert len({compiler.key(p) for p in (*same, *other)}) == 1 + len(other)
 
 

@@ -389,6 +389,28 @@ def test_quantised_caches_of_any_size(size: float, granularity: Any, kernel: str
     assert_lse_close(lse, ref_lse)
 
 
+@pytest.mark.parametrize("kernel", [name for name in QUANTIZING if name.endswith("decode_split")])
+@pytest.mark.parametrize("products", ["half", "widened"])
+def test_what_is_not_finite_stays_with_its_rows(products: str, kernel: str) -> None:
+    """Scales of infinity, of what has NaN, and NaN in a row of q; a scale of 0 is one of zeros."""
+    problem = replace(SERVING, codec=Codec("int8", "token"), seqlen_k=700, products=products)
+    problem = replace(problem, batch=3, return_lse=False)
+    call = make_operands(problem, device=DEVICE, lengths=(700, 650, 600), poison=False)
+    for name, b, key, h in (("v", 0, 333, 1), ("k", 1, 222, 0)):
+        call[f"{name}_scale"][b, key, h] = math.inf
+        call[f"{name}_cache"][b, key, h] = 0  # as `quantize_kv` stores what has no finite scale
+    call["v_scale"][1, 640:, 1] = 0.0
+    call["q"][2, 0, 3, 7] = math.nan
+    finite = torch.ones(problem.batch, problem.num_heads, dtype=torch.bool, device=DEVICE)
+    finite[0, 4:] = finite[1, :4] = finite[2, 3] = False
+    clean = call | {n: call[n].nan_to_num(0.0, posinf=1.0) for n in ("q", "k_scale", "v_scale")}
+    ref, pt = (expected(problem, clean, upcast=x)[0][:, 0][finite] for x in (True, False))
+    for num_splits in (1, 3):
+        out = decode(kernel, num_splits=num_splits)(problem, call)[0][:, 0]
+        assert torch.equal(out.isnan().any(-1), ~finite)
+        assert_close(out[finite], ref, pt)
+
+
 def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_warned", set())
     problem = replace(SERVING, head_dim=272, head_dim_v=272)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from math import ceil
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from splitkv.kernels.tile.band import Bounds, visited_tiles
+from splitkv.kernels.tile.band import Bounds, all_visible, visited_tiles
 from splitkv.kernels.tile.product import add_product_compensated, empty_sum
 from splitkv.kernels.tile.score import tanh
 from splitkv.kernels.tile.share import Share, batch_share
@@ -50,6 +51,29 @@ def test_visited_tiles_are_those_with_a_visible_key(mask: Mask) -> None:
         assert visited == sorted(set(visited)), (seqlen_q, keys)
         assert tiles <= set(visited), (seqlen_q, keys)
         assert len(visited) <= len(tiles) + (not tiles), (seqlen_q, keys)
+
+
+@triton.jit
+def say_visible(out_ptr, left, right, sink_tokens, chunk, seqlen_q, keys, TILE_N: tl.constexpr):
+    pos, bounds = keys - seqlen_q, Bounds(left, right, sink_tokens, chunk)
+    for i in range((keys + TILE_N - 1) // TILE_N):
+        said = all_visible(bounds, pos, pos + seqlen_q - 1, keys, i * TILE_N, TILE_N)
+        tl.store(out_ptr + i, tl.cast(said, tl.int32))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_tiles_whose_keys_all_rows_see_are_told(mask: Mask) -> None:
+    """But for those that only sink tokens make so."""
+    tile_n = 16
+    banded = replace(mask, sink_tokens=0)
+    for seqlen_q, keys in product((1, 3, 16), (1, 15, 16, 17, 48, 70)):
+        tiles = range(ceil(keys / tile_n))
+        out = torch.full((len(tiles),), -1, dtype=torch.int32)
+        say_visible[(1,)](out, *mask.bounds, seqlen_q, keys, tile_n)
+        rows = banded.materialize(seqlen_q, keys)
+        ends = [(i * tile_n, (i + 1) * tile_n) for i in tiles]
+        seen = [b <= keys and all(all(row[a:b]) for row in rows) for a, b in ends]
+        assert out.tolist() == [int(x) for x in seen], (seqlen_q, keys)
 
 
 @triton.jit

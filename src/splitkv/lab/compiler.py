@@ -86,7 +86,8 @@ def key(plan: Plan) -> tuple[Any, ...]:
     alike = replace(
         p, batch=1, num_heads=p.group, num_kv_heads=1, seqlen_q=min(p.seqlen_q, 2), seqlen_k=0
     )
-    return plan.kernel, powers, alike
+    few = p.rows <= 8  # which decode on Hopper has code for
+    return plan.kernel, powers, alike, few
 
 
 def in_order_of_readiness(
