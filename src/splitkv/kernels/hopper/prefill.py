@@ -346,18 +346,20 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     return prefill.traffic(problem, config)
 
 
-def tiling(problem: Problem, device: Device, config: Config, tokens: int) -> tuple[int, int, int]:
+def tiling(
+    problem: Problem, device: Device, config: Config, tokens: int, kv_bytes: int
+) -> tuple[int, int, int]:
     """(row tiles of a lane, lanes, lanes together) for so many tokens of q in all.
 
-    Together: as many lanes as have their keys and values in half of the L2, which is in two halves
-    that hold the same.
+    Together: as many lanes as have their keys and values, of all `kv_bytes`, in half of the L2,
+    which is in two halves that hold the same.
     """
     pack = packed_heads(problem, config)
     heads = problem.num_heads // pack
     if problem.kind == "varlen":
         return tokens * pack // config.tile_m + problem.batch + 1, heads, heads
     kv_lanes = problem.batch * problem.num_kv_heads
-    together = device.l2_bytes // 2 * kv_lanes // max(problem.kv_bytes, 1)
+    together = device.l2_bytes // 2 * kv_lanes // max(kv_bytes, 1)
     lanes = problem.batch * heads
     width = max(1, min(together * (problem.group // pack), lanes))
     return triton.cdiv(problem.seqlen_q * pack, config.tile_m), lanes, width
@@ -404,7 +406,7 @@ class Launcher(prefill.Launcher):
         problem, config, q = plan.problem, plan.config, operands.q
         self.pack = packed_heads(problem, config)
         tokens = q.shape[:-2].numel()
-        tiles, lanes, width = tiling(problem, plan.device, config, tokens)
+        tiles, lanes, width = tiling(problem, plan.device, config, tokens, self.kv_bytes())
         items, parts, size = tiles * lanes, None, None
         if config.num_splits > 1:
             parts = config.num_splits
@@ -428,6 +430,10 @@ class Launcher(prefill.Launcher):
         # of the first role; the others are the kernel's own
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
 
+    def kv_bytes(self) -> int:
+        """Of keys and values as they are multiplied."""
+        return self.problem.kv_bytes
+
     def own_tail(self, operands: Operands) -> tuple[Any, ...]:
         """The last arguments of this kernel."""
         problem, config = self.problem, self.plan.config
@@ -444,26 +450,34 @@ class Launcher(prefill.Launcher):
         """Rows of q that are copied, and multiplied by one role of warps."""
         return ROWS.value
 
+    def values_in_pages(self) -> bool:
+        """Whether values are in pages where keys are."""
+        return True
+
+    def out_has_place(self) -> bool:
+        """Whether every warpgroup has shared memory of its own for the output."""
+        return row_tiles(self.problem, self.plan.config, self.device)[1] > 0
+
     def descriptors(self, x: Operands, out: Any) -> list[TensorDescriptor | None]:
         """Of q, its rest, k, its rest, v and out."""
         problem, tile_n = self.problem, self.plan.config.tile_n
         rows, main = (self.rows_at_a_time() // self.pack, self.pack), problem.head_dim_v
         rest, box, size = problem.head_dim - main, box_rows(problem, tile_n), x.k.element_size()
         paged, config = isinstance(problem.place, Paged), self.plan.config
-        of_out = problem.codec == AS_IS and row_tiles(problem, config, self.device)[1]
         others = rest > 0 or bool(x.softcap)
         cut = self.slots > 0
         scarce = keeps_products(config.tile_m // ROWS.value, main, tile_n, box, cut, others)
-        out_panel = OUT_PANEL_BYTES if of_out and scarce else PANEL_BYTES
+        out_panel = OUT_PANEL_BYTES if self.out_has_place() and scarce else PANEL_BYTES
         length = None if paged else problem.seqlen_k
         widest = PANEL_BYTES // size if paged else max(main, rest)
         keys = box, 1, min(main, widest), length
+        values = keys if self.values_in_pages() else (tile_n, 1, main)
         return [
             descriptor(x.q, *rows, main),
             descriptor(x.q, *rows, rest) if rest else None,
             descriptor(x.k, *keys),
             descriptor(x.k, box, 1, min(rest, widest), length) if rest else None,
-            descriptor(x.v, *keys),
+            descriptor(x.v, *values),
             descriptor(out, *rows, main, panel_bytes=out_panel),
         ]
 
@@ -516,14 +530,16 @@ class Launcher(prefill.Launcher):
     def without_tma(self, operands: Operands) -> prefill.Launcher:
         """The kernel for any GPU, for addresses of which `unfit` did not know."""
         if self.any_address is None:
-            why = f"this call runs on {prefill.KERNEL.name}: {unfit(operands)[0]}"
-            warnings.warn(why, stacklevel=2)
-            config = next(prefill.configs(self.problem, self.device))
-            own = self.plan.config
-            config = replace(config, num_splits=own.num_splits, merge=own.merge)
-            plan = replace(self.plan, kernel=prefill.KERNEL.name, config=config)
-            self.any_address = prefill.Launcher(plan, operands)
+            self.any_address = for_any_address(self.plan, operands, unfit(operands)[0])
         return self.any_address
+
+
+def for_any_address(plan: Plan, operands: Operands, reason: str) -> prefill.Launcher:
+    """The kernel for any GPU in the place of one of this package's own, and a warning why."""
+    warnings.warn(f"this call runs on {prefill.KERNEL.name}: {reason}", stacklevel=2)
+    config = next(prefill.configs(plan.problem, plan.device))
+    config = replace(config, num_splits=plan.config.num_splits, merge=plan.config.merge)
+    return prefill.Launcher(replace(plan, kernel=prefill.KERNEL.name, config=config), operands)
 
 
 KERNEL = Kernel(

@@ -118,10 +118,12 @@ def ask_keys(
     own,  # Own
     tile,
     h,
+    apart,  # not None: in order, whatever keys are
     FIRST: gl.constexpr,  # column
     PAGE_SIZE: gl.constexpr,
 ):
     """Have a tile of keys copied."""
+    PAGES: gl.constexpr = work.keys.table_ptr is not None and apart is None
     TILE_N: gl.constexpr = tiles.shape[1]
     BOX: gl.constexpr = desc.block_type.shape[1]
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
@@ -130,16 +132,18 @@ def ask_keys(
     AHEAD: gl.constexpr = min(BOXES, 4)  # look-ups at a time, which else wait for copies
     for first in gl.static_range(0, BOXES, AHEAD):
         pages = ()
-        if work.keys.table_ptr is not None:
+        if PAGES:
             for n in gl.static_range(AHEAD):
                 page = page_of(work, own, tile * TILE_N + (first + n) * BOX, PAGE_SIZE)
                 pages += (page,)  # type: ignore[assignment]
         for n in gl.static_range(AHEAD):
             outer = own.b
             inner = own.first_k + tile * TILE_N + (first + n) * BOX
-            if work.keys.table_ptr is not None:
+            if PAGES:
                 outer = pages[n]
                 inner %= PAGE_SIZE
+            if apart is not None:
+                outer = own.sequence
             for panel in gl.static_range(PANELS):
                 at = [outer, inner, h, FIRST + panel * COLUMNS]
                 box = boxes.index((slot * PANELS + panel) * BOXES + first + n)
@@ -163,7 +167,8 @@ def produce(
     TILE_M: gl.constexpr = WARPGROUPS * maps.q.block_type.shape[1] * PACK
     TILE_N: gl.constexpr = tiles.k.shape[1]
     DIM: gl.constexpr = tiles.k.shape[2]
-    BYTES: gl.constexpr = TILE_N * DIM * tiles.k.dtype.primitive_bitwidth // 8
+    K_BYTES: gl.constexpr = TILE_N * DIM * tiles.k.dtype.primitive_bitwidth // 8
+    V_BYTES: gl.constexpr = TILE_N * DIM * tiles.v.dtype.primitive_bitwidth // 8
     n = gl.program_id(0) * 0
     done = n
     for r in range(round_count(work)):
@@ -184,20 +189,21 @@ def produce(
                         wait(signals.numbers.k_free + slot, signals.numbers.k_threads)
                     full = signals.k_full.index(slot)
                     if maps.k_rest is None:
-                        mbarrier.expect(full, BYTES)
+                        mbarrier.expect(full, K_BYTES)
                     else:
-                        mbarrier.expect(full, BYTES + TILE_N * tiles.k_rest.shape[2] * 2)
+                        mbarrier.expect(full, K_BYTES + TILE_N * tiles.k_rest.shape[2] * 2)
                         rest = maps.k_rest, boxes.k_rest, tiles.k_rest, full
-                        ask_keys(*rest, *what, DIM, PAGE_SIZE)
-                    ask_keys(maps.k, boxes.k, tiles.k, full, *what, 0, PAGE_SIZE)
+                        ask_keys(*rest, *what, None, DIM, PAGE_SIZE)
+                    ask_keys(maps.k, boxes.k, tiles.k, full, *what, None, 0, PAGE_SIZE)
                     if i == 0:
                         ask_rows(maps, boxes, signals, own, done, PACK, WARPGROUPS)
                     after = tile_of_step(visit, gl.minimum(i + 1, steps - 1), asking)
                     foresee(work.keys, own.sequence, after, PAGE_SIZE, TILE_N)
                     mbarrier.wait(signals.v_free.index(slot), free)
                     full = signals.v_full.index(slot)
-                    mbarrier.expect(full, BYTES)
-                    ask_keys(maps.v, boxes.v, tiles.v, full, *what, 0, PAGE_SIZE)
+                    mbarrier.expect(full, V_BYTES)
+                    of_v = work.keys.apart
+                    ask_keys(maps.v, boxes.v, tiles.v, full, *what, of_v, 0, PAGE_SIZE)
                     n += 1
                 if steps > 0:
                     done += 1

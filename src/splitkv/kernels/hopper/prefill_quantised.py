@@ -356,6 +356,9 @@ class Launcher(hopper_prefill.Launcher):
     def rows_at_a_time(self) -> int:
         return self.plan.config.tile_m
 
+    def out_has_place(self) -> bool:
+        return False
+
     def start(self, *args: Any) -> Any:
         return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)
 

@@ -25,6 +25,7 @@ class Keys(NamedTuple):
     table_ptr [batch, max_pages] int32, or None; stride_table between sequences
     behind    not None: behind the last key of a sequence memory may hold anything
     seqlen_k  keys of each sequence where nothing else says
+    apart     not None: keys are in pages and values are not, [batch, keys, heads, dim]
     """
 
     cu_ptr: Any
@@ -33,6 +34,7 @@ class Keys(NamedTuple):
     stride_table: Any
     behind: Any
     seqlen_k: Any
+    apart: Any = None
 
 
 class Cutting(NamedTuple):

@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from splitkv.kernels.hopper.prefill_load import wait_rows
+from splitkv.kernels.hopper.prefill_sums import along_rows
+from splitkv.kernels.hopper.ring import reinterpret
 
 LEAST_SCALE = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
 # What integers are added to by the tensor cores: as bits of fp32 the sum is a number, 1.5 * 2 ** 23
@@ -24,7 +26,7 @@ MIDDLE, MIDDLE_BITS = gl.constexpr(1.5 * 2**23), gl.constexpr(0x4B400000)
 class Scales(NamedTuple):
     """Scales of q, k and v, and of each the elements between sequences or pages, tokens and heads:
     0 along what has one scale. q_ptr: None where q has none. `wide` are rows that are still to be
-    rounded, as they came, in shared memory [1, ROWS, dim], or None.
+    rounded, as they came, in shared memory [roles, ROWS, dim], or None.
 
     Where every key has scales of its own, also those of a step, in shared memory. With values in 8
     bits: of_k [slots, TILE_N, 2], that of a key and the logarithm of that of its value, and
@@ -47,27 +49,98 @@ class Scales(NamedTuple):
     wide: Any
 
 
+@gluon.constexpr_function
+def words_layout(words, warps):
+    """Of [rows, words] words of 32 bits, two numbers each: a thread has four neighbours, and rows
+    as those of the scores."""
+    far = [[0, 16 << i] for i in range(words.bit_length() - 5)]
+    registers = [[0, 1], [0, 2], *far, [8, 0]]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    of_warps = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [16 * warps, words])
+
+
 @gluon.jit
-def round_rows(wide, rows, M: gl.constexpr):
-    """Write the rows `wide` in the type of `rows`, and give the scale of each."""
+def larger_halves(a, b):
+    """Of each half of two words the larger, as integers."""
+    return gl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def largest_of_rows(x, dtype: gl.constexpr):
+    """[rows]: the largest absolute value of each row of words x, in fp32; of NaN infinity."""
+    # without their signs numbers are in the order of their bits, NaN above infinity
+    most = gl.reduce(x & 0x7FFF7FFF, 1, larger_halves)
+    most = gl.maximum(most & 0xFFFF, most >> 16)
+    if dtype == gl.bfloat16:
+        size = gl.minimum(most << 16, 0x7F800000).to(gl.float32, bitcast=True)
+    else:
+        size = gl.minimum(most, 0x7C00).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return size
+
+
+@gluon.constexpr_function
+def rounding(dtype, of_rows):
+    """Instructions that make four numbers of a type, two words, a word of four bytes: times $3,
+    and 0 of int8 where $4 is 0 and not -1."""
+    unpack = "prmt.b32 {0}, {2}, 0, 0x1044; and.b32 {1}, {2}, 0xFFFF0000;"
+    if dtype.name == "fp16":
+        unpack = "{{ .reg .b16 low, high; mov.b32 {{low, high}}, {2};"
+        unpack += "cvt.f32.f16 {0}, low; cvt.f32.f16 {1}, high; }}"
+    code = "{ .reg .b32 a, b, c, d;\n"
+    if of_rows.name == "int8":
+        code += ".reg .b32 x, y; and.b32 x, $1, $4; and.b32 y, $2, $4;\n"
+        code += unpack.format("a", "b", "x") + unpack.format("c", "d", "y")
+        code += "".join(f"fma.rn.f32 {n}, {n}, $3, 0f4B400000;" for n in "abcd")
+        code += "prmt.b32 a, a, b, 0x0040; prmt.b32 c, c, d, 0x0040; prmt.b32 $0, a, c, 0x5410;"
+    else:
+        code += unpack.format("a", "b", "$1") + unpack.format("c", "d", "$2")
+        code += "".join(f"mul.rn.f32 {n}, {n}, $3;" for n in "abcd")
+        code += ".reg .b16 e, f; cvt.rn.satfinite.e4m3x2.f32 e, b, a;"
+        code += "cvt.rn.satfinite.e4m3x2.f32 f, d, c; mov.b32 $0, {e, f};"
+    return code + "}"
+
+
+@gluon.jit
+def round_rows(wide, rows, dtype: gl.constexpr, M: gl.constexpr):
+    """Write the rows `wide`, of this type, in the type of `rows`, and give the scale of each."""
+    ROWS: gl.constexpr = wide.shape[0]
     DIM: gl.constexpr = wide.shape[1]
-    MOST: gl.constexpr = 127.0 if rows.dtype == gl.int8 else 448.0
-    # rows lie as those of the scores
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, 32])
-    x = wide.load(layout).to(gl.float32)
-    size = gl.max(gl.where(x == x, gl.abs(x), float("inf")), 1)
-    if rows.dtype == gl.float16:  # the power of two below the largest, and its inverse
+    if rows.dtype == gl.float16:
+        # rows lie as those of the scores
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, 32])
+        x = wide.load(layout).to(gl.float32)
+        size = gl.max(gl.where(x == x, gl.abs(x), float("inf")), 1)
+        # the power of two below the largest, and its inverse
         bits = size.to(gl.int32, bitcast=True) & 0x7F800000
         bits = gl.minimum(gl.maximum(bits, 1 << 23), 253 << 23)
         scale = bits.to(gl.float32, bitcast=True)
         y = x * (0x7F000000 - bits).to(gl.float32, bitcast=True)[:, None]
+        rows.store(y.to(rows.dtype))
     else:
+        MOST: gl.constexpr = 127.0 if rows.dtype == gl.int8 else 448.0
+        CODE: gl.constexpr = rounding(dtype, rows.dtype)
+        pairs: gl.constexpr = gl.NVMMASharedLayout(wide.layout.swizzle_byte_width, 32, rank=2)
+        fours: gl.constexpr = gl.NVMMASharedLayout(rows.layout.swizzle_byte_width, 32, rank=2)
+        x = reinterpret(wide, gl.int32, [ROWS, DIM // 2], pairs)
+        x = x.load(words_layout(DIM // 2, gl.num_warps()))
+        size = largest_of_rows(x, dtype)
         scale = gl.maximum(size / MOST, LEAST_SCALE)
-        y = x * (1.0 / scale)[:, None]
-    if rows.dtype == gl.int8:
-        y = (y + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: no room for a fraction
-        y = gl.where(y == y, y, 0.0)
-    rows.store(y.to(rows.dtype))
+        finite = gl.where(size < float("inf"), -1, 0)
+        one, other = x.reshape([ROWS, DIM // 4, 2]).split()
+        inverse = along_rows(1.0 / scale, one).broadcast_to(one.shape)
+        finite = along_rows(finite, one).broadcast_to(one.shape)
+        y = gl.inline_asm_elementwise(
+            CODE,
+            "=r,r,r,r,r",
+            [one, other, inverse, finite],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        reinterpret(rows, gl.int32, [ROWS, DIM // 4], fours).store(y)
     fence_async_shared()
     return gl.convert_layout(scale, M, assert_trivial=True)
 
@@ -82,6 +155,7 @@ def rows_layout(columns, inner, warps):
 @gluon.jit
 def scales_of_item(
     own,  # Own
+    first,  # of its rows, which a role has
     scales,  # Scales
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
@@ -91,7 +165,7 @@ def scales_of_item(
     """(those that rows of q came with [ROWS], k's that all keys share); 1 where there are none."""
     of_rows = gl.full([ROWS], 1.0, gl.float32, M)
     if scales.q_ptr is not None:
-        rows = own.tile * ROWS + gl.arange(0, ROWS, layout=M)
+        rows = first + gl.arange(0, ROWS, layout=M)
         ok = rows < own.len_q * PACK
         t = own.first_q + rows // PACK
         head = own.head + rows % PACK
@@ -105,7 +179,9 @@ def shared_scale(own, scales, ptr, strides, GROUP: gl.constexpr):
     """That of k or v that all keys of an item share; 1 where they have their own."""
     scale = 1.0
     if scales.of_k is None:
-        scale = gl.load(ptr + own.b.to(gl.int64) * strides.b + own.head // GROUP * strides.h)
+        # an item after the last sequence has no keys
+        sequence = gl.where(own.len_k > 0, own.sequence, 0).to(gl.int64)
+        scale = gl.load(ptr + sequence * strides.b + own.head // GROUP * strides.h)
     return scale
 
 
@@ -117,13 +193,14 @@ def factor_of_rows(
     tiles,  # Parts
     scales,  # Scales
     signals,  # Signals
+    W: gl.constexpr,  # whose rows they are
     M: gl.constexpr,
 ):
     """By what products are multiplied to be scores, as far as rows tell, once these are there."""
     wait_rows(signals, done)
     factor = of_item[0] * of_item[1]
     if scales.wide is not None:
-        factor *= round_rows(scales.wide.index(0), tiles.q.index(0), M)
+        factor *= round_rows(scales.wide.index(W), tiles.q.index(W), tiles.out.dtype, M)
         mbarrier.arrive(signals.q_free.index(0), count=1)
     if work.scoring.softcap is None:
         factor *= work.scoring.scale

@@ -13,8 +13,9 @@ of the others.
 Where registers allow it, `with_last_maximum`, weights are relative to a maximum of tiles before, so
 that a step has no maximum of its own to find unless a weight is too large or the mask is asked.
 
-Keys and values in 8 bits have `scales`, which are all None of others, and steps of their own: see
-scaled_steps.py.
+Keys in 8 bits have `scales`, which are all None of others. Beside values of 16 bits that are there
+as they are multiplied, rows have a factor from products to scores and steps are the same; where
+tiles are made ready beside the steps, and `signals.numbers` say so, steps are of scaled_steps.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ from splitkv.kernels.hopper.prefill_rows import (
     round_count,
     tile_of_step,
 )
-from splitkv.kernels.hopper.prefill_scaled import rows_layout, scales_of_item
+from splitkv.kernels.hopper.prefill_scaled import (
+    MIDDLE,
+    factor_of_rows,
+    rows_layout,
+    scales_of_item,
+)
 from splitkv.kernels.hopper.prefill_sums import (
     TOO_LARGE,
     along_rows,
@@ -57,7 +63,8 @@ from splitkv.kernels.hopper.prefill_sums import (
     wait_turn,
 )
 from splitkv.kernels.hopper.prefill_write import finish, mark, write, write_part
-from splitkv.kernels.hopper.scaled_steps import attend_scaled, finished
+from splitkv.kernels.hopper.scaled_steps import attend_scaled, finished, multiply_keys
+from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
 
@@ -72,20 +79,6 @@ def clear_last(tiles, signals, own, tile, n, W: gl.constexpr, WARPGROUPS: gl.con
         mbarrier.wait(signals.v_full.index(slot), n // SLOTS & 1)
         clear_behind(tiles.v.index(slot), count, 16, W, WARPGROUPS)
         all_cleared(WARPGROUPS)
-
-
-@gluon.jit
-def multiply_keys(tiles, q_slot, slot, S: gl.constexpr):
-    """Start q @ k.T of the rows of a warpgroup."""
-    TILE_N: gl.constexpr = tiles.k.shape[1]
-    SUM: gl.constexpr = gl.int32 if tiles.k.dtype == gl.int8 else gl.float32
-    start = gl.zeros([ROWS, TILE_N], SUM, S)
-    k = tiles.k.index(slot).permute((1, 0))
-    qk = warpgroup_mma(tiles.q.index(q_slot), k, start, use_acc=False, is_async=True)
-    if tiles.q_rest is not None:
-        k_rest = tiles.k_rest.index(slot).permute((1, 0))
-        qk = warpgroup_mma(tiles.q_rest.index(q_slot), k_rest, qk, is_async=True)
-    return qk
 
 
 @gluon.jit
@@ -120,9 +113,42 @@ def positions(like, work, own, W: gl.constexpr, PACK: gl.constexpr, WARPGROUPS: 
 
 
 @gluon.jit
+def scores_of(qk, factor, work):
+    """(s, unit) of products: s * unit are the scores in base 2, unit one number or, where rows have
+    a factor, [ROWS]. Sums of integers are numbers MIDDLE more, and so is s but with a soft cap."""
+    if factor is None:
+        s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
+    else:
+        s = qk
+        if qk.dtype == gl.int32:
+            s = qk.to(gl.float32, bitcast=True)
+        unit = factor
+        if work.scoring.softcap is not None:
+            if qk.dtype == gl.int32:
+                s = s - MIDDLE
+            s = s * factor[:, None]
+            s = score_log2(s, work.scoring.scale, work.scoring.softcap, None, None, None)
+            unit = gl.full_like(factor, 1.0)
+    return s, unit
+
+
+@gluon.jit
+def exponentials(s, unit, m, factor, MORE: gl.constexpr):
+    """Weights of the scores of `scores_of`, of which s is MIDDLE more if MORE, relative to m."""
+    if factor is None:
+        y = s * unit - m[:, None]
+    else:
+        if MORE:
+            m = gl.fma(unit, gl.full_like(unit, MIDDLE), m)
+        y = s * unit[:, None] - m[:, None]
+    return gl.exp2(y)
+
+
+@gluon.jit
 def with_maximum(
     qk,
     m,
+    factor,  # [ROWS], or None
     work,
     own,
     tile,
@@ -133,16 +159,20 @@ def with_maximum(
 ):
     """(p in fp32, its sums by thread, m, by how much shrinks what came before) after the products
     of one more tile, where the maximum of each row is looked for."""
-    s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
+    MORE: gl.constexpr = qk.dtype == gl.int32 and work.scoring.softcap is None
+    s, unit = scores_of(qk, factor, work)
     if work.scarce is not None:
         # else scores would be worked out before it is known whether a maximum is wanted
         unit = known_now(unit)
     if asks:
         pos = positions(m, work, own, W, PACK, WARPGROUPS)
         s = choose(s, seen_keys(qk, work, own, tile, pos), MINUS_INFINITY)
-    m_new = grown(m, max_of_rows(s) * unit)
+    highest = max_of_rows(s)
+    if MORE:
+        highest = highest - MIDDLE
+    m_new = grown(m, highest * unit)
     top = finite_or_zero(m_new)
-    x = gl.exp2(s * unit - top[:, None])
+    x = exponentials(s, unit, top, factor, MORE)
     return x, sums_of_threads(x), m_new, gl.exp2(m - top)
 
 
@@ -153,6 +183,7 @@ def with_last_maximum(
     product,
     qk,
     m,
+    factor,  # [ROWS], or None
     work,
     own,
     tile,
@@ -171,13 +202,15 @@ def with_last_maximum(
     looks = asks
     sums = l
     if not asks:
-        s, unit = scores(qk, work.scoring, Queries(None, None, None, None), None)
-        x = gl.exp2(s * unit - m[:, None])
+        MORE: gl.constexpr = qk.dtype == gl.int32 and work.scoring.softcap is None
+        s, unit = scores_of(qk, factor, work)
+        x = exponentials(s, unit, m, factor, MORE)
         sums = sums_of_threads(x)
         p = words_of_pairs(x, tiles.v.dtype)
         looks = any_above(sums, TOO_LARGE, W)
     if looks:
-        x, sums, m, shrink = with_maximum(qk, m, work, own, tile, asks, W, PACK, WARPGROUPS)
+        of_keys = work, own, tile, asks
+        x, sums, m, shrink = with_maximum(qk, m, factor, *of_keys, W, PACK, WARPGROUPS)
         p = words_of_pairs(x, tiles.v.dtype)
         l = before_wait(l * along_rows(shrink, l) + sums, 0)
         acc = shrunk(warpgroup_mma_wait(0, deps=[product]), shrink)
@@ -198,6 +231,7 @@ def step(
     n,
     tile,  # of keys
     asks,  # whether a row may see a part of the tile
+    factor,  # [ROWS], from products to scores, or None
     work,  # Work
     own,  # Own
     tiles,  # Parts
@@ -228,10 +262,11 @@ def step(
             clear_last(tiles, signals, own, tile, n, W, WARPGROUPS)
     of_keys = work, own, tile, asks
     if work.scarce is not None:
-        p, l, m, acc = with_last_maximum(p, l, product, qk, m, *of_keys, tiles, W, PACK, WARPGROUPS)
+        sums = p, l, product, qk, m
+        p, l, m, acc = with_last_maximum(*sums, factor, *of_keys, tiles, W, PACK, WARPGROUPS)
         mbarrier.arrive(signals.v_free.index(last_slot), count=1)
     else:
-        x, sums, m, shrink = with_maximum(qk, m, *of_keys, W, PACK, WARPGROUPS)
+        x, sums, m, shrink = with_maximum(qk, m, factor, *of_keys, W, PACK, WARPGROUPS)
         sums = before_wait(sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(signals.v_free.index(last_slot), count=1)
@@ -251,6 +286,8 @@ def attend(
     n,  # steps before
     done,  # items before
     tiles,  # Parts
+    of_item,  # see `known_of_item`
+    scales,  # Scales
     signals,  # Signals
     W: gl.constexpr,
     PACK: gl.constexpr,
@@ -267,7 +304,11 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, K_INNER])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, V_INNER])
     M: gl.constexpr = gl.SliceLayout(1, S)
-    wait_rows(signals, done)
+    factor = None
+    if scales.k_ptr is None:
+        wait_rows(signals, done)
+    else:
+        factor = factor_of_rows(work, of_item, done, tiles, scales, signals, W, M)
     q_slot = done % Q_SLOTS * WARPGROUPS + W
     if signals.turn is not None:
         wait_turn(W)
@@ -280,7 +321,7 @@ def attend(
     mbarrier.arrive(signals.k_free.index(slot), count=1)
     m = gl.full([ROWS], float("-inf"), gl.float32, M)
     tile = tile_of_step(visit, 0, asking)
-    x, l, m, _ = with_maximum(qk, m, work, own, tile, True, W, PACK, WARPGROUPS)
+    x, l, m, _ = with_maximum(qk, m, factor, work, own, tile, True, W, PACK, WARPGROUPS)
     acc = gl.zeros([ROWS, DIM_V], gl.float32, O)
     p = words_of_pairs(x, tiles.v.dtype)
     if work.keys.behind is not None:
@@ -288,9 +329,11 @@ def attend(
     rest = work, own, tiles, signals, q_slot
     for i in range(1, steps):
         tile = tile_of_step(visit, i, asking)
-        acc, l, m, p = step(acc, l, m, p, n + i, tile, i < asking, *rest, W, PACK, WARPGROUPS)
+        sums, now = (acc, l, m, p), (n + i, tile, i < asking)
+        acc, l, m, p = step(*sums, *now, factor, *rest, W, PACK, WARPGROUPS)
     if tiles.out is not None:
-        mbarrier.arrive(signals.q_free.index(done % Q_SLOTS), count=1)
+        if scales.wide is None:
+            mbarrier.arrive(signals.q_free.index(done % Q_SLOTS), count=1)
     last = n + steps - 1
     slot = last % V_SLOTS
     mbarrier.wait(signals.v_full.index(slot), last // V_SLOTS & 1)
@@ -299,11 +342,11 @@ def attend(
 
 
 @gluon.jit
-def last_sums(acc, product, shrink, v_scale, last, tiles, scales, signals):
+def last_sums(acc, product, shrink, v_scale, last, tiles, signals):
     """The sums [ROWS, DIM_V] of an item, of which step `last` is the last."""
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
     product = warpgroup_mma_wait(0, deps=[product])
-    if scales.k_ptr is None:
+    if signals.k_free is not None:
         mbarrier.arrive(signals.v_free.index(last % V_SLOTS), count=1)
     else:
         arrive(signals.numbers.v_free + last % V_SLOTS, signals.numbers.v_threads)
@@ -327,10 +370,10 @@ def consume(
     n = gl.program_id(0) * 0
     done = n
     declare_any(W)
-    if scales.k_ptr is not None:
+    if signals.k_free is None:
         give_first_turn(signals.numbers)
     own = next_item(work, n, PACK, TILE_M)
-    of_item = known_of_item(own, tiles, scales, GROUP, PACK)
+    of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, TILE_M)
     if signals.turn is not None:
         if W == WARPGROUPS - 1:
             pass_turn(0)
@@ -341,8 +384,8 @@ def consume(
         where = own, work, output, W, GROUP, PACK, TILE_M
         if ours & (own.part < parts):
             item = work, own, visit, steps, asking, n, done, tiles
-            if scales.k_ptr is None:
-                product, l, m = attend(*item, signals, W, PACK, WARPGROUPS)
+            if signals.k_free is not None:
+                product, l, m = attend(*item, of_item, scales, signals, W, PACK, WARPGROUPS)
                 acc = product
                 shrink = m, m
                 v_scale = 1.0
@@ -356,8 +399,8 @@ def consume(
             if output.partial is None:
                 factor = known(finish(l, m, *where))
                 after = next_item(work, r + 1, PACK, TILE_M)
-                after_item = known_of_item(after, tiles, scales, GROUP, PACK)
-            acc = last_sums(acc, product, shrink, v_scale, n - 1, tiles, scales, signals)
+                after_item = known_of_item(after, tiles, scales, W, GROUP, PACK, TILE_M)
+            acc = last_sums(acc, product, shrink, v_scale, n - 1, tiles, signals)
             if output.partial is None:
                 write(acc, l, factor, maps, boxes, tiles, *where)
             elif parts == 1:
@@ -371,7 +414,7 @@ def consume(
         else:
             if output.partial is None:
                 after = next_item(work, r + 1, PACK, TILE_M)
-                after_item = known_of_item(after, tiles, scales, GROUP, PACK)
+                after_item = known_of_item(after, tiles, scales, W, GROUP, PACK, TILE_M)
             elif ours:
                 layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
                 nothing = gl.zeros([ROWS], gl.float32, layout)
@@ -382,7 +425,7 @@ def consume(
             of_item = after_item
         elif r < round_count(work):  # parts are mostly one a program
             own = next_item(work, r, PACK, TILE_M)
-            of_item = known_of_item(own, tiles, scales, GROUP, PACK)
+            of_item = known_of_item(own, tiles, scales, W, GROUP, PACK, TILE_M)
     if signals.turn is not None:
         if W == 0:  # the last turn is nobody's
             wait_turn(0)
@@ -390,14 +433,23 @@ def consume(
 
 
 @gluon.jit
-def known_of_item(own, tiles, scales, GROUP: gl.constexpr, PACK: gl.constexpr):
+def known_of_item(
+    own,
+    tiles,
+    scales,
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
     """What is read of an item besides, before it begins."""
     if scales.k_ptr is None:
         of_item = own.tile, own.tile
     else:
         K_INNER: gl.constexpr = 256 // tiles.k.dtype.primitive_bitwidth
         M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER, gl.num_warps())
-        of_item = scales_of_item(own, scales, GROUP, PACK, tiles.q.shape[1], M)
+        first = own.tile * TILE_M + W * tiles.q.shape[1]
+        of_item = scales_of_item(own, first, scales, GROUP, PACK, tiles.q.shape[1], M)
     return of_item
 
 

@@ -103,6 +103,9 @@ def multiply_keys(tiles, q_slot, slot, S: gl.constexpr):
     else:
         start = gl.zeros([ROWS, TILE_N], gl.float32, S)
         qk = warpgroup_mma(q, k, start, use_acc=False, is_async=True)
+    if tiles.q_rest is not None:
+        k_rest = tiles.k_rest.index(slot).permute((1, 0))
+        qk = warpgroup_mma(tiles.q_rest.index(q_slot), k_rest, qk, is_async=True)
     return qk
 
 
@@ -418,7 +421,7 @@ def attend_scaled(
     q_slot = done % Q_SLOTS
     rows = own.tile * ROWS + gl.arange(0, ROWS, layout=M)
     pos = own.len_k - own.len_q + rows // PACK
-    factor = factor_of_rows(work, of_item, done, tiles, scales, signals, M)
+    factor = factor_of_rows(work, of_item, done, tiles, scales, signals, 0, M)
     slot = n % K_SLOTS
     numbers = signals.numbers
     wait_for_step(n, numbers)
