@@ -16,6 +16,7 @@ from splitkv.errors import (
 from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper import prefill_half as hopper_prefill_half
 from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
 from splitkv.kernels.hopper import prefill_widened as hopper_prefill_widened
 from splitkv.plans import Choice, Kernel, Plan
@@ -28,6 +29,7 @@ KERNELS: tuple[Kernel, ...] = (
     decode_split.KERNEL,
     hopper_prefill.KERNEL,
     hopper_prefill_quantised.KERNEL,
+    hopper_prefill_half.KERNEL,
     hopper_prefill_widened.KERNEL,
     prefill.KERNEL,
     torch_sdpa.KERNEL,

@@ -26,6 +26,7 @@ from splitkv.kernels import decode_launch, prefill, widen, workspace
 from splitkv.kernels.append_call import Append, Rotary
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper import prefill_half as hopper_prefill_half
 from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
 from splitkv.kv import AS_IS, Codec
 from splitkv.registry import KERNELS, kernel_named, make_plan
@@ -35,6 +36,7 @@ RUN: dict[str, Any] = {
     "prefill": prefill,
     "hopper_prefill": hopper_prefill,
     "hopper_prefill_quantised": hopper_prefill_quantised,
+    "hopper_prefill_half": hopper_prefill_half,
 }
 CPU = torch.device("cpu")
 H200 = Device.named("h200")

@@ -1142,7 +1142,7 @@ def test_plan_of_an_unknown_kernel() -> None:
     made = replace(splitkv.plan(*POSITIONAL_DECODE), kernel="magic")
     known = (
         "'hopper_decode_split', 'decode_split', 'hopper_prefill', 'hopper_prefill_quantised', "
-        "'hopper_prefill_widened', 'prefill', 'torch_sdpa' or 'torch_math'"
+        "'hopper_prefill_half', 'hopper_prefill_widened', 'prefill', 'torch_sdpa' or 'torch_math'"
     )
     with refused(f"kernel: expected {known}, got 'magic'"):
         splitkv.decode(**CONTIGUOUS, plan=made)

@@ -19,7 +19,7 @@ from splitkv.device import GPUS
 from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kernels.hopper import prefill_quantised, prefill_widened
+from splitkv.kernels.hopper import prefill_half, prefill_quantised, prefill_widened
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Kernel, Traffic
@@ -173,12 +173,20 @@ def count_prefill_widened(problem: Problem, config: Config) -> Traffic:
     return replace(wide, kv_bytes=stored + 2 * wide.kv_bytes)
 
 
+def count_prefill_half(problem: Problem, config: Config) -> Traffic:
+    """As above, of values alone."""
+    stored = count_prefill(problem, config)
+    values = count_prefill(problem.widened, config).kv_bytes // 2  # as many bytes as keys
+    return replace(stored, kv_bytes=stored.kv_bytes + 2 * values)
+
+
 COUNTS: dict[str, Callable[[Problem, Config], Traffic]] = {
     "hopper_decode_split": count_hopper_decode_split,
     "decode_split": count_decode_split,
     "hopper_prefill": count_prefill,
     "prefill": count_prefill,
     "hopper_prefill_quantised": count_prefill,
+    "hopper_prefill_half": count_prefill_half,
     "hopper_prefill_widened": count_prefill_widened,
     "torch_math": count_torch_math,
     "torch_sdpa": count_torch_sdpa,
@@ -265,7 +273,9 @@ def test_prefill_on_hopper() -> None:
 def test_prefill_of_quantised_keys_on_hopper(granularity: Any) -> None:
     problem = replace(SMALL, kind="dense", dtype="bfloat16", head_dim=64, head_dim_v=64)
     problem = replace(problem, codec=Codec("int8", granularity), products="half")
-    for kernel in (prefill_quantised.KERNEL, prefill_widened.KERNEL):
+    kernels = [prefill_quantised.KERNEL, prefill_widened.KERNEL]
+    kernels += [prefill_half.KERNEL] if granularity == "head" else []
+    for kernel in kernels:
         assert kernel.unsupported(problem, H200) == []
         for config in kernel.configs(problem, H200):
             assert kernel.traffic(problem, config) == COUNTS[kernel.name](problem, config)

@@ -11,7 +11,7 @@ from splitkv.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Kernel
 from splitkv.policies import widening
-from splitkv.policies.shared import QUANTISED, WHOLE_SEQUENCES, WIDENED
+from splitkv.policies.shared import HALF, QUANTISED, READY_BEFORE, WHOLE_SEQUENCES, WIDENED
 from splitkv.problem import Problem
 from splitkv.registry import KERNELS, make_plan
 
@@ -44,12 +44,16 @@ def test_prompts_are_widened_first(problem: Problem) -> None:
 def test_more_rows_are_widened_sooner(codec: Codec, products: str) -> None:
     """Where a number of rows pays for the launch, more do."""
     chunks = [replace(CHUNK, codec=codec, products=products, seqlen_q=1 << n) for n in range(13)]
-    taken = [first_of(chunk) == WIDENED for chunk in chunks]
+    first = [first_of(chunk) for chunk in chunks]
+    taken = [name in READY_BEFORE for name in first]
     assert taken == sorted(taken) and not taken[0]
-    assert taken[-1] == (widening.rate_of(chunks[-1]) < 1)
-    for chunk, widens in zip(chunks, taken, strict=True):
+    halves = products != "widened" and codec.granularity == "head"
+    best = widening.RATES_OF_HALF[codec.name] if halves else 1
+    assert taken[-1] == (widening.rate_of(chunks[-1]) < best)
+    assert first[-1] == ((HALF if best > 1 else WIDENED) if taken[-1] else QUANTISED)
+    for chunk, name in zip(chunks, first, strict=True):
         if chunk.rows > 64:  # else decode's own kernels are weighed
-            assert (make_plan(chunk, H200).kernel == WIDENED) == widens
+            assert make_plan(chunk, H200).kernel == name
 
 
 def test_of_packed_pages_only_the_longest_is_known() -> None:
@@ -71,13 +75,13 @@ def test_memory_is_bounded() -> None:
     assert make_plan(served, H200).kernel == QUANTISED
 
 
-def test_e4m3_units_are_faster_of_many_keys() -> None:
-    """With a scale a head and p in e4m3 too."""
-    e4m3 = replace(PROMPTS, codec=Codec("fp8", "head"), products="full")
-    assert first_of(e4m3) == WIDENED
-    long = {"seqlen_q": widening.LONG, "seqlen_k": widening.LONG}
-    assert first_of(replace(e4m3, **long)) == QUANTISED
-    assert first_of(replace(e4m3, codec=Codec("fp8", "token"), **long)) == WIDENED
+def test_values_alone_are_widened() -> None:
+    """With a scale a head, where keys may be multiplied in 8 bits."""
+    e4m3 = replace(PROMPTS, codec=Codec("fp8", "head"))
+    for products, name in (("widened", WIDENED), ("half", HALF), ("full", HALF)):
+        assert first_of(replace(e4m3, products=products)) == name
+        assert first_of(replace(e4m3, products=products, codec=Codec("fp8", "token"))) == WIDENED
+    assert first_of(replace(e4m3, products="half", codec=Codec("int8", "tensor"))) == HALF
 
 
 def test_what_units_cannot_say_of_an_lse() -> None:

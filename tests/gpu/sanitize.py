@@ -73,10 +73,14 @@ SEQUENCES: dict[str, Problem] = {
     "window_and_sinks": replace(WIDE, mask=Mask(True, 40, -1, 5), sink_logits=True),
     "packed": replace(PACKED, deterministic=True),
     "int8": STORED,
+    "int8_a_head": replace(STORED, codec=Codec("int8", "head")),
     "fp8": replace(STORED, products="full", codec=Codec("fp8", "head")),
 }
 PAGE_SIZE, PARTS = 16, 3
-WITH_ROLES = ("hopper_prefill", "hopper_prefill_quantised", "hopper_prefill_widened")
+WITH_ROLES = (
+    *("hopper_prefill", "hopper_prefill_quantised"),
+    *("hopper_prefill_half", "hopper_prefill_widened"),
+)
 
 
 def plan_of(problem: Problem, kernel: str, parts: int | str) -> Plan:

@@ -17,6 +17,7 @@ from splitkv.kernels import decode_split, prefill
 from splitkv.kernels.hopper import backward as hopper_backward
 from splitkv.kernels.hopper import decode_split as hopper_decode_split
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper import prefill_half as hopper_prefill_half
 from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
 from splitkv.kernels.hopper import prefill_widened as hopper_prefill_widened
 from splitkv.kv import Codec, Paged, Ragged
@@ -90,6 +91,7 @@ TABLES: tuple[tuple[str, Problem, Features, dict[str, Reasons]], ...] = (
         EIGHT_BITS | SHARED | PACKED | {"gradient": {"needs_grad": True}},
         {
             "hopper_prefill_quantised": hopper_prefill_quantised.unsupported,
+            "hopper_prefill_half": hopper_prefill_half.unsupported,
             "hopper_prefill_widened": hopper_prefill_widened.unsupported,
             "prefill": prefill.unsupported,
         },

@@ -19,8 +19,11 @@ Policy = Callable[[Problem, Device, Sequence[Kernel]], Choice]
 """A policy: which of the kernels that can, in order of preference, with which config."""
 
 MAX_SPLITS = 1024  # the most parts a kernel of this package merges
-QUANTISED, WIDENED = "hopper_prefill_quantised", "hopper_prefill_widened"
-WHOLE_SEQUENCES = ("hopper_prefill", QUANTISED, WIDENED, "prefill")
+QUANTISED = "hopper_prefill_quantised"
+HALF, WIDENED = "hopper_prefill_half", "hopper_prefill_widened"
+READY_BEFORE = (HALF, WIDENED)
+"""The kernels of a launch that makes values, or keys too, a working type before another."""
+WHOLE_SEQUENCES = ("hopper_prefill", QUANTISED, *READY_BEFORE, "prefill")
 """The kernels that take any number of query tokens."""
 # Of what takes as long as the slowest, about 1.3 times as long is seen: with the maximum itself, as
 # the model was, one wave of few programs looked as good as one of many, and took up to 28 % longer.

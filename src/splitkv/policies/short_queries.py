@@ -27,8 +27,10 @@ from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel
 from splitkv.policies import widening
 from splitkv.policies.shared import (
+    HALF,
     MAX_SPLITS,
     QUANTISED,
+    READY_BEFORE,
     WHOLE_SEQUENCES,
     WIDENED,
     Policy,
@@ -234,9 +236,10 @@ def choose(
     that can at all; else None."""
     kernels = [kernel for kernel in candidates if kernel.name in WHOLE_SEQUENCES]
     names = [kernel.name for kernel in kernels]
-    if WIDENED in names:  # one of the two: see `widening`
-        drop = QUANTISED if names[0] == WIDENED else WIDENED
-        kernels = [kernel for kernel in kernels if kernel.name != drop]
+    if any(name in READY_BEFORE for name in names):  # one of all three: see `widening`
+        first = names[0] if names[0] in READY_BEFORE else QUANTISED
+        drop = {QUANTISED, *READY_BEFORE} - {first}
+        kernels = [kernel for kernel in kernels if kernel.name not in drop]
     decoding = problem.kind == "decode"
     if not decoding and (constants, hopper) == (H200, H200_HOPPER):
         constants, hopper = PROMPTS, HOPPER_PROMPTS
@@ -308,6 +311,9 @@ def constants_of(
     """The constants that a kernel for whole sequences goes by."""
     if kernel.name == WIDENED:
         return replace(hopper, attended=lambda problem: problem.widened, before=widening.seconds)
+    if kernel.name == HALF:
+        before = widening.seconds_of_values
+        return replace(hopper, attended=lambda problem: problem.widened, before=before)
     return hopper if kernel.name.startswith("hopper_") else constants
 
 
