@@ -81,7 +81,11 @@ def test_values_alone_are_widened() -> None:
     for products, name in (("widened", WIDENED), ("half", HALF), ("full", HALF)):
         assert first_of(replace(e4m3, products=products)) == name
         assert first_of(replace(e4m3, products=products, codec=Codec("fp8", "token"))) == WIDENED
-    assert first_of(replace(e4m3, products="half", codec=Codec("int8", "tensor"))) == HALF
+
+    int8 = replace(PROMPTS, codec=Codec("int8", "tensor"), products="half")
+    assert first_of(int8) == WIDENED  # rounding q takes what its products save
+    assert first_of(replace(int8, mask=Mask())) == HALF
+    assert first_of(replace(int8, q_granularity="token")) == HALF
 
 
 def test_what_units_cannot_say_of_an_lse() -> None:

@@ -96,7 +96,7 @@ PROMPTS = Problem("dense", 2, 16, 1, 128, 128, 2048, 2048, mask=Mask(True))
 CHUNKS = Problem("decode", 1, 32, 4, 128, 128, 2048, 8192, mask=Mask(True), lengths="device")
 SMALL = replace(PROMPTS, seqlen_q=300, codec=Codec("int8", "head"), products="half")
 SERVED = {
-    "int8": replace(PROMPTS, codec=Codec("int8", "head"), products="half"),
+    "int8": replace(PROMPTS, codec=Codec("int8", "head"), products="half", q_granularity="token"),
     "e4m3": replace(PROMPTS, codec=Codec("fp8", "head"), products="full"),
     "chunk": replace(CHUNKS, codec=Codec("fp8", "head"), place=Paged(16), products="half"),
 }
