@@ -10,8 +10,8 @@ pages     134 MB of keys and values and more, in pages of 1 to 256, beside conti
 mixed     64 sequences of log-normal lengths and one of 128K, beside as many bytes in equal lengths
 tokens    4 and 16 query tokens beside one, at 67, 134 and 268 MB
 gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
-quant     the shapes of `records` with int8 (scales of each key and head) and e4m3 (of each head);
-          the largest also with int8 and scales of each head, for what those of each key cost
+quant     the shapes of `records` with e4m3 and scales of each head, and with int8 and scales of
+          each head and of each key and head, for what these cost
 rows48    3 query tokens of 16 heads on one KV head beside one token, 67 MB of int8 and of e4m3 and
           134 MB of bf16
 seed000   table 1 of the sequence-aware split heuristic; seed003  the ten shapes of paged attention
@@ -161,18 +161,18 @@ def gpt_oss() -> Iterator[Case]:
 
 
 def quant() -> Iterator[Case]:
-    large = {(name, *shape) for name, shapes in LARGE.items() for shape in shapes}
     for situation, shapes in RECORDS.items():
         heads = SITUATIONS[situation]
         # the scale of the only head is one of the whole tensor
         shared: Granularity = "head" if heads[1] > 1 else "tensor"
         for (batch, keys), place in product(shapes, PLACES.values()):
-            each, of_heads = Codec("int8", "token"), Codec("int8", shared)
-            beside = None
-            codecs = {"int8": each, "fp8": Codec("fp8", shared)}
-            if (situation, batch, keys) in large:
-                beside = _placed(f"{situation}_b{batch}_{keys}_int8_{shared}", place)
-                codecs = {f"int8_{shared}": of_heads, **codecs}
+            each = Codec("int8", "token")
+            codecs = {
+                f"int8_{shared}": Codec("int8", shared),
+                "int8": each,
+                "fp8": Codec("fp8", shared),
+            }
+            beside = _placed(f"{situation}_b{batch}_{keys}_int8_{shared}", place)
             for name, codec in codecs.items():
                 options: dict[str, Any] = {"codec": codec}
                 options["products"] = DEFAULT_PRODUCTS[codec.name]
