@@ -43,9 +43,10 @@ RATES = {
 FULL = "fp8", "full", False
 RATES_IN_PAGES = {("int8", "half", False): 0.94, ("fp8", "half", False): 1.06, FULL: 1.12}
 LONG, RATE_OF_LONG = 8192, 1.08  # of `FULL` from so many keys on
-# With q in 8 bits: 0.99 to 1.15 in int8, less once the GPU is hot, and 1.07 to 1.16 in e4m3.
+# With q in 8 bits: 0.99 to 1.15 in int8, whose rates are not steady, and 1.07 to 1.16 in e4m3.
 RATES_OF_HALF = {"int8": 1.03, "fp8": 1.12}
-# Seconds that rounding rows of q, so many, takes besides: 1.5 to 2.2 us, and 0.3 to 1.6.
+# Seconds that so many rows of q take more where they come in 16 bits: 1.5 to 2.8 us, and 0.3 to
+# 2.9 in e4m3.
 ROUNDING, ROWS = {"int8": 2e-6, "fp8": 1e-6}, 192
 RATE_OF_OTHERS = 0.4  # of `prefill`
 FLOPS_OF_SM = 5.7e12  # a second, of bf16
