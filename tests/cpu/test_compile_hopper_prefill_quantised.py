@@ -37,6 +37,7 @@ from splitkv.kernels.tile.merge import parts_a_step, rows_a_step
 from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
+from splitkv.policies.shared import clusters
 from splitkv.problem import Problem
 from splitkv.scores import Score
 
@@ -118,6 +119,8 @@ def compiled(problem: Problem, config: Config) -> Any:
         mock.patch.object(prefill, "combine", merge),
         mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
         mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
+        mock.patch.object(prefill_quantised, "in_clusters", mock.MagicMock()),
+        mock.patch.object(prefill_quantised.Launcher, "repeated", mock.Mock(return_value=None)),
     ):
         prefill_quantised.Launcher(plan, x).forward(x, None)
     assert len(merge.compiled) == (config.num_splits > 1 and config.merge == "combine")
@@ -184,6 +187,24 @@ def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> N
     found = (c for c in prefill_quantised.configs(problem, H200) if c.tile_m == 64)
     config = replace(next(found), num_splits=66)
     maxima_are_exceptions(problem, config, compiled(problem, config))
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+@pytest.mark.parametrize("units", [("int8", "half"), ("fp8", "widened")], ids=str)
+def test_pairs_of_parts_meet(units: tuple[str, str], place: Any) -> None:
+    """In a cluster, of which all warps are told: once that they run and once that sums are sent."""
+    values = {"kind": "decode", "units": units, "granularity": "head", "place": place}
+    problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
+    for config in clusters(prefill_quantised.KERNEL, problem, H200):
+        made = compiled(problem, config)
+        ptx = made.asm["ptx"]
+        # those that multiply, that make ready, that ask, and two roles of what is left of 12 warps
+        assert ptx.count("barrier.cluster.arrive.relaxed") == 5
+        assert ptx.count("barrier.cluster.arrive.release") == 5
+        assert ptx.count("barrier.cluster.wait") == 6
+        sums = ROWS.value * problem.head_dim // 128
+        assert ptx.count("st.v2.f32") == sums // 2
+        maxima_are_exceptions(problem, config, made)
 
 
 def maxima_are_exceptions(problem: Problem, config: Config, made: Any) -> None:

@@ -11,7 +11,7 @@ import splitkv
 from splitkv.device import GPUS
 from splitkv.kernels import decode_split, prefill, torch_math
 from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kv import Contiguous, Paged, Ragged
+from splitkv.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.masks import Mask
 from splitkv.policies import short_queries, waves
 from splitkv.problem import Problem
@@ -95,6 +95,23 @@ def test_decode_of_many_rows_is_weighed_however_many_heads_there_are() -> None:
     problem = replace(problem, head_dim=64, head_dim_v=64, seqlen_k=16384)
     choice = short_queries.choose(problem, H200, [hopper_prefill.KERNEL])
     assert choice is not None and choice.config.tile_m in (64, 128)
+
+
+def test_two_parts_are_a_cluster_where_all_run_at_once() -> None:
+    rows48 = Problem("decode", 64, 16, 1, 128, 128, 3, 4096, mask=Mask(True), lengths="device")
+    rows48 = replace(rows48, codec=Codec("int8", "head"), products="half")
+    plan = splitkv.plan(rows48, device=H200)
+    assert (plan.config.merge, plan.config.num_splits) == ("cluster", 2)
+    assert "us to merge in a cluster" in plan.why
+    kernel = kernel_named(plan.kernel)
+    assert plan.config in kernel.configs(rows48, H200)
+    assert kernel.traffic(rows48, plan.config).partial_bytes == 0
+    others: tuple[dict[str, Any], ...] = (
+        *({"batch": 67}, {"seqlen_k": 65536}, {"seqlen_q": 5}, {"products": "full"}),
+        *({"place": Paged(16)}, {"place": Paged(64)}),
+    )
+    for changes in others:
+        assert config(replace(rows48, **changes)).merge == "combine", changes
 
 
 def test_wide_rows_are_not_read_for_twice() -> None:

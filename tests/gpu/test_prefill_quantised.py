@@ -19,6 +19,8 @@ import splitkv
 from splitkv.kernels.hopper.prefill_quantised import KERNEL
 from splitkv.kv import Codec
 from splitkv.plans import Config
+from splitkv.policies.shared import clusters, shapes
+from splitkv.scores import Score
 from splitkv.testing import (
     Call,
     Contiguous,
@@ -112,13 +114,55 @@ def of_few_rows(values: cases.Values) -> Problem:
     ("values", "kernel", "configs"), each_shape(OF_FEW_ROWS, of_few_rows, KERNEL)
 )
 def test_every_config_of_few_rows(values: cases.Values, kernel: str, configs: list[Config]) -> None:
-    """Parts merged in the launch that makes them, and of pages by another."""
+    """Parts merged in the launch that makes them, by a cluster if they are one, and of pages by
+    another."""
     problem = of_few_rows(values)
     merge = "combine" if isinstance(problem.place, Paged) else "last"
     for config in configs:
+        if config.merge != "cluster":
+            config = replace(config, num_splits=5, merge=merge)
         with said(label(config)):
-            made = plan_of_config(problem, kernel, replace(config, num_splits=5, merge=merge))
+            made = plan_of_config(problem, kernel, config)
             check(problem, device=DEVICE, run=partial(run, plan=made), zero_length=True)
+
+
+OF_PAIRS = {
+    "int8": {},
+    "lse": {"return_lse": True},
+    "sink_window": {"mask": Mask(True, 300, -1, 4), "sink_logits": True},
+    "softcap": {"score": Score(True, False)},
+    "heads_12_2": {"num_heads": 12, "num_kv_heads": 2},
+    "heads_32_4": {"num_heads": 32, "num_kv_heads": 4, "seqlen_q": 2},
+    "64_rows": {"seqlen_q": 4},
+    "long": {"seqlen_k": 30000},
+    "q_int8": {"q_granularity": "token"},
+    "many": {"batch": 300, "seqlen_k": 700},
+}
+
+
+@pytest.mark.parametrize("changes", OF_PAIRS.values(), ids=OF_PAIRS)
+@pytest.mark.parametrize("parts", ["pair", 1, 5])
+def test_programs_by_their_place(parts: int | str, changes: Mapping[str, Any]) -> None:
+    """One item each: two parts as a cluster, one part, and several that another launch merges;
+    three times the same bits."""
+    problem = replace(FEW_ROWS, codec=Codec("int8", "head"), products="half", **changes)
+    if KERNEL.unsupported(problem, HERE):
+        found = [plan_of(problem).config]
+    elif parts == "pair":
+        found = clusters(KERNEL, problem, HERE)
+    else:
+        found = [c for c in shapes(KERNEL, problem, HERE) if c.tile_m == 64 and c.pack_gqa]
+        found = [replace(config, num_splits=parts) for config in found if config.programs]
+    for config in found:
+        made = replace(plan_of(problem), config=config)
+
+        def thrice(problem: Problem, call: Call, plan: Any = made) -> tuple[Tensor, Tensor | None]:
+            first = run(problem, call, plan)
+            assert all(same_bits(run(problem, call, plan), first) for _ in range(2))
+            return first
+
+        with said(label(config)):
+            check(problem, device=DEVICE, run=thrice, zero_length=True)
 
 
 @pytest.mark.parametrize(("name", "products"), UNITS)

@@ -43,6 +43,7 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -417,10 +418,11 @@ class Launcher:
         if parts is not None:
             row_tiles = triton.cdiv(cut * problem.group, config.tile_m)
             programs += (parts - 1) * row_tiles * problem.batch * problem.num_kv_heads
-            self.slots = problem.batch * cut * problem.num_heads * parts
+            if config.merge != "cluster":
+                self.slots = problem.batch * cut * problem.num_heads * parts
         self.last = parts is not None and config.merge == "last"
         assert programs <= MOST_ARRIVALS.value or not self.last
-        self.grid = (programs,)
+        self.grid = programs, 1, 1
         lse, table, place = lse_strides(q), operands.page_table, problem.place
         units = units_of(problem, plan.device, config)
         self.bits = plan.device.capability < (8, 9)
@@ -439,7 +441,7 @@ class Launcher:
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         fused = {"enable_fp_fusion": True}
         self.options = {"num_warps": config.num_warps, **fused}
-        if parts is None or self.last:
+        if parts is None or not self.slots or self.last:
             return
         tile_p, tile_v, merge_warps = merge_tiles(parts, problem.head_dim_v)
         tokens = problem.batch * cut
@@ -497,6 +499,15 @@ class Launcher:
                 **self.merge_options,
             )
         return out, lse
+
+
+def for_any_address(plan: Plan, operands: Operands, reason: str) -> Launcher:
+    """This kernel in the place of one that cannot read from everywhere, and a warning why."""
+    warnings.warn(f"this call runs on {KERNEL.name}: {reason}", stacklevel=2)
+    own = plan.config if plan.config.merge != "cluster" else replace(plan.config, merge="combine")
+    config = next(configs(plan.problem, plan.device))
+    config = replace(config, num_splits=own.num_splits, merge=own.merge)
+    return Launcher(replace(plan, kernel=KERNEL.name, config=config), operands)
 
 
 class Attention(torch.autograd.Function):

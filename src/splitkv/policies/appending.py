@@ -24,7 +24,7 @@ FEW = 4
 def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:
     """(config, why), why empty where nothing is appended."""
     merged = config.num_splits > 1 and config.merge != "cluster"
-    if "last" in kernel.merges:
+    if "last" in kernel.merges and config.merge != "cluster":
         packed_pages = problem.kind == "varlen" and isinstance(problem.place, Paged)
         after = merged and (problem.appends or packed_pages)
         config = replace(config, merge="last" if after else "combine")

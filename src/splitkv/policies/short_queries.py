@@ -24,7 +24,7 @@ from functools import partial
 from splitkv.device import REGISTERS_PER_SM, Device, MiB
 from splitkv.errors import expect
 from splitkv.kv import Paged
-from splitkv.plans import Choice, Config, Kernel
+from splitkv.plans import Choice, Config, Kernel, box_rows
 from splitkv.policies import widening
 from splitkv.policies.shared import (
     HALF,
@@ -35,6 +35,7 @@ from splitkv.policies.shared import (
     WIDENED,
     Policy,
     ceil_div,
+    clusters,
     count,
     num_tiles,
     shapes,
@@ -79,7 +80,7 @@ class Constants:
     sm_flops     what an SM multiplies, in 16 bits; sm_flops_fp32: without matrix units
     bandwidth_share   of the data sheet's, what the memory gives
     merge        launching the combine; merge_part: for each part of a row, besides its partial,
-                 which is written and read
+                 which is written and read; cluster: merging two parts by the programs of a cluster
     longest_part most bytes of keys and values in one part, where lengths are the device's
     worth        of the time in one part that cutting has to save
     occupancy    (problem, device, config) -> programs that an SM holds at once
@@ -103,6 +104,7 @@ class Constants:
     bandwidth_share: float = 0.932
     merge: float = 0.863e-6
     merge_part: float = 0.838e-8
+    cluster: float = 0.94e-6
     longest_part: float = 4.25 * MiB
     worth: float = 0.05
     occupancy: Callable[[Problem, Device, Config], int] = occupancy
@@ -219,7 +221,9 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     seconds += rows * dims * problem.element_bytes / bandwidth  # q and the result
     seconds += full * wave(slots) + (wave(rest) if rest else 0.0)
     merge = 0.0
-    if parts > 1:
+    if parts > 1 and config.merge == "cluster":
+        merge = c.cluster
+    elif parts > 1:
         partial_bytes = 2 * parts * rows * (problem.head_dim_v + 2) * 4  # written and read
         merge = c.merge + c.merge_part * parts + partial_bytes / bandwidth
     return Cost(programs, slots, parts, per, seconds + merge, merge)
@@ -294,6 +298,9 @@ def fastest(
         for shape in found
         for config in _cut(problem, device, shape, most, rule)
     ]
+    if most > 1:
+        together = _in_clusters(problem, device, kernel, rule)
+        weighed += [(cost(problem, device, config, rule), config) for config in together]
 
     def rank(one: tuple[Cost, Config]) -> tuple[int, int, float, int]:
         return one[1].tile_m, -one[1].tile_n, one[0].seconds, one[1].num_splits
@@ -381,6 +388,26 @@ def _cut(
     return [replace(shape, num_splits=n) for n in parts if least <= n <= most]
 
 
+def _in_clusters(
+    problem: Problem, device: Device, kernel: Kernel, constants: Constants
+) -> list[Config]:
+    """The configs whose parts are a cluster and can all run at once, none of them too long.
+
+    In the longest tiles alone, and not where those are in several pages: 48 rows of int8 at 67 MB
+    took 23.1 us in pairs of tiles of 128 keys, 27.6 of 64, and in pages of 16 32.8, where merged by
+    a kernel they took 27.2.
+    """
+    found = clusters(kernel, problem, device)
+    longest = max((config.tile_n for config in found), default=0)
+    return [
+        config
+        for config in found
+        if units(problem, config, constants) * config.num_splits <= device.num_sms
+        and _least_parts(problem, config, constants) <= config.num_splits
+        and box_rows(problem, config.tile_n) == config.tile_n == longest
+    ]
+
+
 def _why(problem: Problem, device: Device, config: Config, best: Cost, whole: Cost) -> str:
     queries = count(problem.seqlen_q, "query token")
     text = (
@@ -390,5 +417,6 @@ def _why(problem: Problem, device: Device, config: Config, best: Cost, whole: Co
         f"{(best.seconds - best.merge) * 1e6:.1f} us"
     )
     if best.merge:
-        text += f" + {best.merge * 1e6:.1f} us to merge; in one part {whole.seconds * 1e6:.1f} us"
+        how = "merge in a cluster" if config.merge == "cluster" else "merge"
+        text += f" + {best.merge * 1e6:.1f} us to {how}; in one part {whole.seconds * 1e6:.1f} us"
     return text

@@ -87,8 +87,9 @@ def widened(stored, ready):
 
 @gluon.jit
 def widen(stored, ready, scales, count):
-    """Widen [PART, dim], times `scales` [PART] unless None; keys from `count` on become 0: there
+    """Widen [keys, dim], times `scales` [keys] unless None; keys from `count` on become 0: there
     may be NaN in e4m3."""
+    KEYS: gl.constexpr = stored.shape[0]
     wide = widened(stored, ready)
     rows: gl.constexpr = gl.SliceLayout(1, wide.type.layout)
     if scales is not None:
@@ -97,8 +98,8 @@ def widen(stored, ready, scales, count):
         wide = gl.inline_asm_elementwise(
             CODE, "=r,r,r", [wide, by], dtype=ready.dtype, is_pure=True, pack=2
         )
-    if count < PART:
-        wide = gl.where((gl.arange(0, PART, layout=rows) < count)[:, None], wide, 0.0)
+    if count < KEYS:
+        wide = gl.where((gl.arange(0, KEYS, layout=rows) < count)[:, None], wide, 0.0)
     ready.store(wide)
 
 

@@ -31,7 +31,6 @@ Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 25
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -178,16 +177,14 @@ def hopper_prefill(
         behind = table_ptr
     keys = Keys(cu_k_ptr, lens_ptr, table_ptr, stride_table, behind, seqlen_k)
     cutting = Cutting(parts, size, most_q)
-    place = lane_heads, tiles, lanes, width, items
+    place = seqlen_q, batch, total_q, lane_heads, tiles, lanes, width, items
     scarce = None
     OTHERS: gl.constexpr = REST > 0 or softcap is not None
     BOX: gl.constexpr = k_desc.block_type.shape[1]
     if keeps_products(WARPGROUPS, DIM, TILE_N, BOX, partial is not None, OTHERS):
         scarce = WARPGROUPS
-    sizes = seqlen_q, batch, total_q
-    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, *sizes, *place, scarce)
-    of_out = Strides(stride_ob, stride_ot, stride_oh)
-    merging = Merging(count_ptr, of_out)
+    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, *place, scarce)
+    merging = Merging(count_ptr, Strides(stride_ob, stride_ot, stride_oh))
     strides = lane_heads * PACK * DIM, stride_lse_b, stride_lse_h
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     none = Strides(None, None, None)
@@ -199,11 +196,12 @@ def hopper_prefill(
     whole = work, maps, boxes, shared, scales, signals, output
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
     begin(output)
+    to_copy = work, maps, boxes, shared, signals
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
                 (consume, (whole, 0, GROUP, PACK, 1)),
-                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
+                (produce, (to_copy, GROUP, PACK, 1, STAGES, PAGE_SIZE, 0, False)),
             ],
             [1],
             [64],
@@ -213,7 +211,7 @@ def hopper_prefill(
             [
                 (consume, (whole, 0, GROUP, PACK, 2)),
                 (consume, (whole, 1, GROUP, PACK, 2)),
-                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
+                (produce, (to_copy, GROUP, PACK, 2, STAGES, PAGE_SIZE, 0, False)),
             ],
             [4, 1],
             [CONSUMER, PRODUCER],
@@ -224,7 +222,7 @@ def hopper_prefill(
                 (consume, (whole, 0, GROUP, PACK, 3)),
                 (consume, (whole, 1, GROUP, PACK, 3)),
                 (consume, (whole, 2, GROUP, PACK, 3)),
-                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 3, STAGES, PAGE_SIZE)),
+                (produce, (to_copy, GROUP, PACK, 3, STAGES, PAGE_SIZE, 0, False)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -413,14 +411,14 @@ class Launcher(prefill.Launcher):
             size = config.split_size // config.tile_n if config.schedule == "fixed" else None
             cut = triton.cdiv(problem.cut_tokens * self.pack, config.tile_m)
             items += (parts - 1) * cut * problem.batch * problem.num_heads // self.pack
-        self.grid = (min(items, config.programs or items),)
+        self.grid, numbered = self.own_grid(tiles, items)
         assert self.grid[0] <= MOST_ARRIVALS.value or not self.last
         lse, table, place = lse_strides(q), operands.page_table, problem.place
         warps = self.rows_at_a_time() // ROWS_OF_WARP.value
         self.tail = (
             *(*bounds_of(problem), problem.seqlen_q, problem.seqlen_k, problem.batch),
             *(tokens, problem.num_heads // self.pack, lse.b, lse.h),
-            *(table.stride(0) if table is not None else 0, tiles, lanes, width, items),
+            *(table.stride(0) if table is not None else 0, tiles, lanes, width, numbered),
             *(parts, size, problem.cut_tokens, *self.out_strides, problem.group, self.pack),
             *(place.page_size if isinstance(place, Paged) else 1, problem.head_dim_v),
             *(config.tile_n, config.tile_m // ROWS.value, config.num_stages),
@@ -433,6 +431,10 @@ class Launcher(prefill.Launcher):
     def kv_bytes(self) -> int:
         """Of keys and values as they are multiplied."""
         return self.problem.kv_bytes
+
+    def own_grid(self, tiles: int, items: int) -> tuple[tuple[int, int, int], int | None]:
+        """(grid, `Work.items`) of so many items, of lanes of so many row tiles."""
+        return (min(items, self.plan.config.programs or items), 1, 1), items
 
     def own_tail(self, operands: Operands) -> tuple[Any, ...]:
         """The last arguments of this kernel."""
@@ -517,7 +519,7 @@ class Launcher(prefill.Launcher):
         given = [made for made in descriptors if made is not None]
         maps = iter([TensorMaps(split, n, x.shape, x.strides) for n, x in enumerate(given)])
         each = [None if made is None else next(maps) for made in descriptors]
-        launch = bind_to_descriptors(split, (*self.grid, 1, 1), self.tail, each)
+        launch = bind_to_descriptors(split, self.grid, self.tail, each)
         if launch is None:
             return None
         return Sequences(
@@ -530,16 +532,9 @@ class Launcher(prefill.Launcher):
     def without_tma(self, operands: Operands) -> prefill.Launcher:
         """The kernel for any GPU, for addresses of which `unfit` did not know."""
         if self.any_address is None:
-            self.any_address = for_any_address(self.plan, operands, unfit(operands)[0])
+            why = unfit(operands)[0]
+            self.any_address = prefill.for_any_address(self.plan, operands, why)
         return self.any_address
-
-
-def for_any_address(plan: Plan, operands: Operands, reason: str) -> prefill.Launcher:
-    """The kernel for any GPU in the place of one of this package's own, and a warning why."""
-    warnings.warn(f"this call runs on {prefill.KERNEL.name}: {reason}", stacklevel=2)
-    config = next(prefill.configs(plan.problem, plan.device))
-    config = replace(config, num_splits=plan.config.num_splits, merge=plan.config.merge)
-    return prefill.Launcher(replace(plan, kernel=prefill.KERNEL.name, config=config), operands)
 
 
 KERNEL = Kernel(

@@ -40,7 +40,7 @@ from triton.experimental.gluon import language as gl
 from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting, for_any_address
+from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting
 from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, produce
 from splitkv.kernels.hopper.prefill_quantised import SIZES
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
@@ -171,11 +171,12 @@ def hopper_prefill_half(
     PRODUCER: gl.constexpr = 24 if FEW else 40
     CONSUMER: gl.constexpr = 240 if FEW else 232
     begin(output)
+    to_copy = work, maps, boxes, shared, signals
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
                 (consume, (whole, 0, GROUP, PACK, 1)),
-                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
+                (produce, (to_copy, GROUP, PACK, 1, STAGES, PAGE_SIZE, 0, False)),
             ],
             [1],
             [64],
@@ -185,7 +186,7 @@ def hopper_prefill_half(
             [
                 (consume, (whole, 0, GROUP, PACK, 2)),
                 (consume, (whole, 1, GROUP, PACK, 2)),
-                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 2, STAGES, PAGE_SIZE)),
+                (produce, (to_copy, GROUP, PACK, 2, STAGES, PAGE_SIZE, 0, False)),
             ],
             [4, 1],
             [CONSUMER, PRODUCER],
@@ -196,7 +197,7 @@ def hopper_prefill_half(
                 (consume, (whole, 0, GROUP, PACK, 3)),
                 (consume, (whole, 1, GROUP, PACK, 3)),
                 (consume, (whole, 2, GROUP, PACK, 3)),
-                (produce, (work, maps, boxes, shared, signals, GROUP, PACK, 3, STAGES, PAGE_SIZE)),
+                (produce, (to_copy, GROUP, PACK, 3, STAGES, PAGE_SIZE, 0, False)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -324,7 +325,7 @@ class Launcher:
         x = operands
         if any(tensor.data_ptr() & 15 for tensor in (x.q, x.k, x.out) if tensor is not None):
             if self.any_address is None:
-                self.any_address = for_any_address(self.plan, x, unfit(x)[0])
+                self.any_address = prefill.for_any_address(self.plan, x, unfit(x)[0])
             return self.any_address(x)
         values = [(x.v, x.v_scale)]
         (v,), _ = self.widen(values, x.cache_seqlens, x.page_table, x.cu_seqlens_q)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.numbered import wait
 from splitkv.kernels.hopper.prefill_rows import (
+    has_number,
     index_in_round,
     own_item,
     own_visit,
@@ -71,11 +73,17 @@ def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_room(signals, done):
+    """Wait until the row tile of q is used up, of `done` before, that had the place of the next."""
+    SLOTS: gl.constexpr = signals.q_full.shape[0]
+    mbarrier.wait(signals.q_free.index(done % SLOTS), (done // SLOTS & 1) ^ 1)
+
+
+@gluon.jit
 def ask_rows(maps, boxes, signals, own, done, PACK: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Have q of a row tile copied, once that is used up which had its slot, of `done` before."""
+    """Have q of a row tile copied, the one after `done`."""
     SLOTS: gl.constexpr = signals.q_full.shape[0]
     slot = done % SLOTS
-    mbarrier.wait(signals.q_free.index(slot), (done // SLOTS & 1) ^ 1)
     full = signals.q_full.index(slot)
     BYTES: gl.constexpr = WARPGROUPS * maps.q.block_type.nbytes
     if maps.q_rest is None:
@@ -151,19 +159,51 @@ def ask_keys(
 
 
 @gluon.jit
-def produce(
+def ask_first(
     work,  # Work
+    own,  # Own
     maps,  # Parts
     boxes,  # Parts
     tiles,  # Parts
     signals,  # Signals
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
+    ASKED: gl.constexpr,  # at most as many as there are places
+    PAGE_SIZE: gl.constexpr,
+):
+    """Have q and the first ASKED tiles of an item copied, before there is a warp for that."""
+    TILE_M: gl.constexpr = maps.q.block_type.shape[1] * PACK
+    TILE_N: gl.constexpr = tiles.k.shape[1]
+    DIM: gl.constexpr = tiles.k.shape[2]
+    BYTES: gl.constexpr = TILE_N * DIM * tiles.k.dtype.primitive_bitwidth // 8
+    visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
+    h = own.head // GROUP
+    for i in gl.static_range(ASKED):
+        if i < steps:
+            tile = tile_of_step(visit, i, asking)
+            full = signals.k_full.index(i)
+            mbarrier.expect(full, BYTES)
+            ask_keys(maps.k, boxes.k, tiles.k, full, i, work, own, tile, h, None, 0, PAGE_SIZE)
+            if i == 0:
+                ask_rows(maps, boxes, signals, own, 0, PACK, 1)
+            full = signals.v_full.index(i)
+            mbarrier.expect(full, BYTES)
+            ask_keys(maps.v, boxes.v, tiles.v, full, i, work, own, tile, h, None, 0, PAGE_SIZE)
+
+
+@gluon.jit
+def produce(
+    to_copy,  # Work, of Parts maps, boxes and tiles, Signals
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    ASKED: gl.constexpr,  # steps of the first item that `ask_first` has asked for, and q; or 0
+    PDL: gl.constexpr,  # then `combine` may start, which waits for this grid to be done
 ):
     """Have q, keys and values of all items copied, each as soon as there is room."""
+    work, maps, boxes, tiles, signals = to_copy
     TILE_M: gl.constexpr = WARPGROUPS * maps.q.block_type.shape[1] * PACK
     TILE_N: gl.constexpr = tiles.k.shape[1]
     DIM: gl.constexpr = tiles.k.shape[2]
@@ -173,12 +213,16 @@ def produce(
     done = n
     for r in range(round_count(work)):
         index = index_in_round(work, r)
-        if index < work.items:
+        if has_number(work, index):
             own = own_item(work, index, PACK, TILE_M)
             if own.tile * TILE_M < own.len_q * PACK:
                 visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)
                 h = own.head // GROUP
-                for i in range(0, steps):
+                asked = n * 0
+                if ASKED:
+                    asked = gl.where(r == 0, gl.minimum(ASKED, steps), 0)
+                    n += asked
+                for i in range(asked, steps):
                     tile = tile_of_step(visit, i, asking)
                     slot = n % STAGES
                     free = (n // STAGES & 1) ^ 1
@@ -196,6 +240,7 @@ def produce(
                         ask_keys(*rest, *what, None, DIM, PAGE_SIZE)
                     ask_keys(maps.k, boxes.k, tiles.k, full, *what, None, 0, PAGE_SIZE)
                     if i == 0:
+                        wait_for_room(signals, done)
                         ask_rows(maps, boxes, signals, own, done, PACK, WARPGROUPS)
                     after = tile_of_step(visit, gl.minimum(i + 1, steps - 1), asking)
                     foresee(work.keys, own.sequence, after, PAGE_SIZE, TILE_N)
@@ -207,3 +252,5 @@ def produce(
                     n += 1
                 if steps > 0:
                     done += 1
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from splitkv.kernels.hopper.eight_bits import PART, transpose, widen
 from splitkv.kernels.hopper.numbered import READY, begin_step, wait
 from splitkv.kernels.hopper.prefill_rows import (
+    has_number,
     index_in_round,
     own_item,
     own_visit,
@@ -28,8 +29,8 @@ from splitkv.kernels.hopper.ring import reinterpret, thread_barrier
 class Ring(NamedTuple):
     """Tiles as they arrive, and those made of them.
 
-    stored       [slots * parts of a tile, PART, columns]: where tiles arrive, of 16 bits for
-                 `transpose`
+    stored       [slots * parts of a tile, keys, columns]: where tiles arrive, of 16 bits and PART
+                 keys for `transpose`
     ready        what is made of them: tiles to be widened into, or [slots * parts, dim, PART // 2]
                  of 16 bits for `transpose`
     full, free   of `stored`; ready_full: of `ready`, or None
@@ -43,12 +44,13 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def as_made_ready(tiles, ready):
+def as_made_ready(tiles, ready, WIDENED: gl.constexpr):
     """`stored` and `ready` of a Ring, of tiles [slots, TILE_N, dim] as they arrive and tiles
-    `ready`: [slots, TILE_N, dim] to be widened into, or [slots, dim, TILE_N] of the same 8 bits."""
-    PARTS: gl.constexpr = tiles.shape[1] // PART
+    `ready`: [slots, TILE_N, dim] to be widened into, WIDENED keys at a time, or [slots, dim,
+    TILE_N] of the same 8 bits."""
     DIM: gl.constexpr = tiles.shape[2]
     if ready.dtype == tiles.dtype:
+        PARTS: gl.constexpr = tiles.shape[1] // PART
         SLOTS: gl.constexpr = ready.shape[0] * PARTS
         SWIZZLE: gl.constexpr = tiles.layout.swizzle_byte_width
         pairs: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, 16, rank=2)
@@ -57,7 +59,8 @@ def as_made_ready(tiles, ready):
         narrow: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2)
         ready = reinterpret(ready, gl.int16, [SLOTS, DIM, PART // 2], narrow)
     else:
-        stored = reinterpret(tiles, tiles.dtype, [tiles.shape[0] * PARTS, PART, DIM], tiles.layout)
+        SOME: gl.constexpr = tiles.shape[0] * tiles.shape[1] // WIDENED
+        stored = reinterpret(tiles, tiles.dtype, [SOME, WIDENED, DIM], tiles.layout)
     return stored, ready
 
 
@@ -65,7 +68,8 @@ def as_made_ready(tiles, ready):
 def make_ready(ring, n, count, of_keys, number, threads, TILE_N: gl.constexpr):
     """Turn the tile of step n, of which `count` keys exist, into what a product takes.
     Barriers from `number` on, of so many threads, say that places are free again."""
-    PARTS: gl.constexpr = TILE_N // PART
+    KEYS: gl.constexpr = PART if ring.stored.dtype == gl.int16 else ring.stored.shape[1]
+    PARTS: gl.constexpr = TILE_N // KEYS
     SLOTS: gl.constexpr = ring.full.shape[0]
     slot = n % SLOTS
     ready = n % READY
@@ -75,13 +79,13 @@ def make_ready(ring, n, count, of_keys, number, threads, TILE_N: gl.constexpr):
     for i in gl.static_range(PARTS):
         some = ring.stored.index(slot * PARTS + i)
         if ring.stored.dtype == gl.int16:
-            transpose(some, ring.ready.index(ready * PARTS + i), count - i * PART)
+            transpose(some, ring.ready.index(ready * PARTS + i), count - i * KEYS)
         else:
-            wide = ring.ready.index(ready).slice(i * PART, PART)
+            wide = ring.ready.index(ready).slice(i * KEYS, KEYS)
             by = None
             if of_keys is not None:
-                by = of_keys.index(n % of_keys.shape[0]).slice(i * PART, PART)
-            widen(some, wide, by, count - i * PART)
+                by = of_keys.index(n % of_keys.shape[0]).slice(i * KEYS, KEYS)
+            widen(some, wide, by, count - i * KEYS)
     fence_async_shared()
     thread_barrier()  # all threads have read the one and written the other
     mbarrier.arrive(ring.free.index(slot), count=1)
@@ -147,7 +151,7 @@ def prepare(
         places = key_at(places)
     for r in range(round_count(work)):
         index = index_in_round(work, r)
-        if index < work.items:
+        if has_number(work, index):
             own = own_item(work, index, PACK, TILE_M)
             if own.tile * TILE_M < own.len_q * PACK:
                 visit, steps, asking, _ = own_visit(work, own, PACK, TILE_M, TILE_N)

@@ -16,10 +16,15 @@ tile, and hand tiles over by barriers of the hardware (numbered.py). Rows of q a
 their first product: see prefill_scaled.py. Steps are in scaled_steps.py; warpgroups take turns at
 issuing products where int8 keys have scales of their own.
 
+Of few rows the start and the end count. Programs that know their item by their place in the grid
+ask for its first tile before warps have their roles (prefill_roles.py).
+
 Shapes      as kernels/prefill.py, out in the working type; q_scale one number, [num_heads] or one a
             token and head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a token
             and head
-Grid        as kernels/hopper/prefill.py
+Grid        as kernels/hopper/prefill.py; where a sequence and its packed heads have one row tile:
+            parts x packed heads x sequences, of which a program may take several in turn. Two parts
+            may be a cluster, which merges them: prefill_cluster.py
 Traffic     as kernels/prefill.py, one byte an element of k and v, and the scales
 Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials.
             widened: q, keys and p in fp16, which holds stored numbers exactly, with a power of two
@@ -40,20 +45,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import triton.language as tl
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.device import Device
 from splitkv.kernels import prefill
+from splitkv.kernels.direct import in_clusters
 from splitkv.kernels.hopper import prefill as hopper_prefill
+from splitkv.kernels.hopper.cluster import arrive_running
+from splitkv.kernels.hopper.eight_bits import PART
 from splitkv.kernels.hopper.numbered import FIRST, PHASES, READY, Numbers
-from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting
-from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, produce
-from splitkv.kernels.hopper.prefill_prepare import Ring, as_made_ready, prepare
-from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
+from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting, packed_heads
+from splitkv.kernels.hopper.prefill_cluster import exchange_bytes
+from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, ask_first
+from splitkv.kernels.hopper.prefill_prepare import Ring, as_made_ready
+from splitkv.kernels.hopper.prefill_roles import give_roles
+from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work, first_item
 from splitkv.kernels.hopper.prefill_scaled import Scales
-from splitkv.kernels.hopper.prefill_tile import consume
 from splitkv.kernels.hopper.prefill_write import Merging, Output, begin, merge
 from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.tile.band import Bounds
@@ -71,20 +80,15 @@ SHAPES: dict[str, tuple[tuple[int, int, int], ...]] = {
     "half": ((128, 128, 2), (128, 64, 3), (64, 128, 3), (64, 64, 6)),
     "full": ((128, 128, 2), (128, 128, 3), (128, 64, 3), (64, 128, 4)),
 }
+# Steps of which keys and values are asked for before roles are given: with all that there is room
+# for 3 query tokens of int8 took 25.1 us where one took 24.2 (64 x 4096), 23.2 and 22.3 (128 x
+# 2048): a warp's first instructions come from the same memory.
+ASKED_FIRST = 1
+MOST_ALONG_AN_AXIS = 65535  # programs, of an axis of a grid that is not its first
 SIZES = [  # arguments whose values are no reason to compile again
     *hopper_prefill.SIZES,
     *(f"stride_{name}s_{axis}" for name in "qkv" for axis in "bth"),
 ]
-
-
-@gluon.constexpr_function
-def registers(warpgroups, stored, of_k, of_v, paged):
-    """Of a thread that makes tiles ready and of one that has them copied; those that multiply get
-    what is left of 512 in all with two warpgroups of them. Widening takes some, of two rings more,
-    and so do the page numbers of a tile."""
-    if warpgroups == 1:
-        return 128, 64
-    return 24 if of_v == stored else 40 if of_k == stored else 56, 40 if paged else 24
 
 
 @gluon.jit
@@ -173,11 +177,23 @@ def hopper_prefill_quantised(
     OF_K: gl.constexpr,  # the type that keys are multiplied in, as q
     OF_V: gl.constexpr,  # that of values, as p
     Q_SLOTS: gl.constexpr,  # row tiles of q in shared memory
+    ASKED: gl.constexpr,  # a program has one item: see `placed_item`; steps asked for at once, or 0
+    CLUSTER: gl.constexpr,  # parts are programs of a cluster of so many, which merges them; or 0
+    KEPT: gl.constexpr,  # rows that a sequence may have, of those of a cluster
 ):
-    if PDL:  # combine waits for this grid before it reads partials
-        tl.extra.cuda.gdc_launch_dependents()
+    arrive_running(CLUSTER)
     stored: gl.constexpr = k_desc.dtype
     TILE_M: gl.constexpr = WARPGROUPS * ROWS
+    bounds, scoring = Bounds(left, right, sink_tokens), Scoring(scale, softcap, None, None, None)
+    keys = Keys(cu_k_ptr, lens_ptr, table_ptr, stride_table, None, seqlen_k)
+    cutting = Cutting(parts, size, most_q)
+    place = lane_heads, tiles, lanes, width, items
+    placed = None
+    if ASKED:
+        placed = ASKED
+    sizes = seqlen_q, batch, total_q
+    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, *sizes, *place, None, placed)
+    own = first_item(work, PACK)  # whose length arrives while barriers are set up
     q_boxes, q = allocate(q_desc, Q_SLOTS, TILE_M, DIM)
     k_boxes, k_stored = allocate(k_desc, STAGES, TILE_N, DIM)
     v_boxes, v_stored = allocate(v_desc, STAGES, TILE_N, DIM)
@@ -192,7 +208,8 @@ def hopper_prefill_quantised(
     v_there, v_taken = arrivals(STAGES, 1), arrivals(STAGES, 1)
     v_full = arrivals(READY, 1)
     v = allocate_ready(v_stored, OF_V)
-    v_tiles = as_made_ready(v_stored, v)
+    WIDENED: gl.constexpr = TILE_N if WARPGROUPS == 1 else PART  # keys at a time
+    v_tiles = as_made_ready(v_stored, v, WIDENED)
     v_ring = Ring(v_tiles[0], v_tiles[1], v_there, v_taken, v_full)
     k_there = arrivals(STAGES, 1)
     k = k_stored
@@ -212,7 +229,7 @@ def hopper_prefill_quantised(
     else:
         k_taken = arrivals(STAGES, 1)
         k = allocate_ready(k_stored, OF_K)
-        k_tiles = as_made_ready(k_stored, k)
+        k_tiles = as_made_ready(k_stored, k, WIDENED)
         k_ring = Ring(k_tiles[0], k_tiles[1], k_there, k_taken, None)
         taken_numbers = None
     of_k = None
@@ -234,11 +251,6 @@ def hopper_prefill_quantised(
     boxes = Parts(q_boxes, None, k_boxes, None, v_boxes, out_boxes)
     arriving = Parts(None, None, k_stored, None, v_stored, None)
     ready = Parts(q, None, k, None, v, out)
-    bounds, scoring = Bounds(left, right, sink_tokens), Scoring(scale, softcap, None, None, None)
-    keys = Keys(cu_k_ptr, lens_ptr, table_ptr, stride_table, None, seqlen_k)
-    cutting = Cutting(parts, size, most_q)
-    place = lane_heads, tiles, lanes, width, items
-    work = Work(cu_q_ptr, keys, bounds, scoring, cutting, seqlen_q, batch, total_q, *place, None)
     of_out = Strides(stride_ob, stride_ot, stride_oh)
     merging = Merging(count_ptr, of_out)
     strides = lane_heads * PACK * DIM, stride_lse_b, stride_lse_h
@@ -258,18 +270,10 @@ def hopper_prefill_quantised(
     )
     whole = work, maps, boxes, ready, scales, signals, output
     rings = k_there, k_ring, v_ring
-    # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
-    REGISTERS: gl.constexpr = registers(WARPGROUPS, stored, OF_K, OF_V, table_ptr is not None)
     begin(output)
-    gl.warp_specialize(
-        [
-            (consume, (whole, 0, GROUP, PACK, 1)),
-            (prepare, (work, rings, scales, numbers, GROUP, PACK, TILE_M, TILE_N, PAGE_SIZE)),
-            (produce, (work, maps, boxes, arriving, coming, GROUP, PACK, 1, STAGES, PAGE_SIZE)),
-        ],
-        [4, 1],
-        [REGISTERS[0], REGISTERS[1]],
-    )
+    if ASKED:
+        ask_first(work, own, maps, boxes, arriving, coming, GROUP, PACK, ASKED, PAGE_SIZE)
+    give_roles(whole, rings, arriving, coming, GROUP, PACK, PAGE_SIZE, PDL, ASKED, CLUSTER, KEPT)
     if count_ptr is not None:
         merge(work, output, GROUP, PACK, DIM, TILE_P, TILE_R)
 
@@ -314,15 +318,32 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     columns = 0
     if problem.codec.granularity == "token":
         columns = (READY.value + 1) * (12 * n if of_v == stored else 6 * n + 8)
-    return (config.tile_m * a_row + n * a_key) * dim + columns + BARRIER_BYTES
+    exchanged = 0
+    if config.merge == "cluster":  # no tile of results
+        a_row -= problem.element_bytes
+        rows = min(config.tile_m, problem.seqlen_q * packed_heads(problem, config))
+        exchanged = exchange_bytes(rows, problem.head_dim_v, config.num_splits)
+    return (config.tile_m * a_row + n * a_key) * dim + columns + exchanged + BARRIER_BYTES
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """As of `hopper_prefill`, with shapes of its own."""
-    return fitting(problem, device, SHAPES[problem.products], shared_bytes)
+    """As of `hopper_prefill`, with shapes of its own. Then those whose two parts are a cluster,
+    where a sequence and the packed heads have one row tile."""
+    found = list(fitting(problem, device, SHAPES[problem.products], shared_bytes))
+    yield from found
+    if problem.kind == "varlen" or problem.products == "full":
+        return
+    for config in found:
+        packed = config.tile_m == ROWS.value and config.pack_gqa and config.programs
+        if packed and problem.seqlen_q * packed_heads(problem, config) <= config.tile_m:
+            pair = replace(config, num_splits=2, merge="cluster")
+            if shared_bytes(problem, pair) <= device.smem_per_block:
+                yield pair
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:
+    if config.merge == "cluster":  # what is exchanged stays on the SMs
+        config = config.shape
     return prefill.traffic(problem, config)
 
 
@@ -342,6 +363,25 @@ def size_of(dtype: Any) -> int:
 class Launcher(hopper_prefill.Launcher):
     """`hopper_prefill_quantised` and `combine` bound to one plan and one memory layout."""
 
+    def own_grid(self, tiles: int, items: int) -> tuple[tuple[int, int, int], int | None]:
+        """By part, lane of a sequence and sequence where a lane has one row tile: see `Work`."""
+        problem, config = self.problem, self.plan.config
+        self.cluster = config.merge == "cluster"
+        self.kept = min(config.tile_m, problem.seqlen_q * self.pack)
+        programs = config.programs if not self.cluster else 0
+        across = self.parts * (problem.num_heads // self.pack)
+        fits = across <= (programs or across)
+        self.placed = problem.kind != "varlen" and tiles == 1 and fits and not self.last
+        assert self.placed or not self.cluster, "a cluster has the parts of one row tile"
+        if not self.placed:
+            return super().own_grid(tiles, items)
+        at_once = min(problem.batch, programs // across if programs else MOST_ALONG_AN_AXIS)
+        rounds = triton.cdiv(problem.batch, at_once)
+        parts = 1 if self.cluster else self.parts
+        assert rounds == 1 or not self.cluster, "a cluster has parts of one sequence"
+        grid = parts, problem.num_heads // self.pack, triton.cdiv(problem.batch, rounds)
+        return grid, None if rounds == 1 else rounds
+
     def own_tail(self, operands: Operands) -> tuple[Any, ...]:
         x = operands
         pairs = (x.q_scale, x.q), (x.k_scale, x.k), (x.v_scale, x.v)
@@ -351,7 +391,10 @@ class Launcher(hopper_prefill.Launcher):
         # rows that are rounded first leave their place early
         tile_bytes = self.plan.config.tile_m * self.problem.head_dim * size_of(of_q)
         q_slots = 2 if self.plan.config.programs and of_q == of_k and tile_bytes <= room else 1
-        return *strides, self.problem.codec.granularity == "token", of_k, of_v, q_slots
+        asked = ASKED_FIRST if self.placed else 0
+        cluster = self.plan.config.num_splits if self.cluster else 0
+        per_key = self.problem.codec.granularity == "token"
+        return *strides, per_key, of_k, of_v, q_slots, asked, cluster, self.kept if cluster else 0
 
     def rows_at_a_time(self) -> int:
         return self.plan.config.tile_m
@@ -360,11 +403,19 @@ class Launcher(hopper_prefill.Launcher):
         return False
 
     def start(self, *args: Any) -> Any:
-        return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)
+        if not self.cluster:
+            return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)
+        given = *args, *self.tail
+        made = hopper_prefill_quantised.warmup(*given, grid=self.grid, **self.options)
+        parts = self.plan.config.num_splits
+        exchanged = exchange_bytes(self.kept, self.problem.head_dim_v, parts)
+        clustered = in_clusters(made, parts, exchanged)
+        clustered[self.grid](*given)
+        return clustered
 
 
 KERNEL = Kernel(
     *("hopper_prefill_quantised", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "fixed"),
-    merges=("combine", "last"),
+    merges=("combine", "last", "cluster"),
 )

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.known import again, programs
 from splitkv.kernels.tile.band import Bounds, token_range
-from splitkv.kernels.tile.share import Share, parts_of, sequence_share
+from splitkv.kernels.tile.share import Share, sequence_share
 from splitkv.kernels.tile.visit import cut, tile_and_lane, tile_at, tiles_seen
 
 
@@ -58,6 +58,9 @@ class Work(NamedTuple):
     tiles, lanes, width   see `tile_and_lane`
     items                 row tiles of all lanes, and further parts
     scarce                None, or: steps want all registers
+    placed                None, or: the place of a program in the grid says which item it has, as
+                          part, lane of a sequence, sequence; dense, a lane has one row tile, and
+                          `items` is how many sequences a program goes through, None: one
     """
 
     cu_q_ptr: Any
@@ -74,6 +77,7 @@ class Work(NamedTuple):
     width: Any
     items: Any
     scarce: Any
+    placed: Any = None
 
 
 class Own(NamedTuple):
@@ -110,8 +114,48 @@ def sequence_at(cu_ptr, tile, batch, PACK: gl.constexpr, TILE_M: gl.constexpr):
 
 
 @gluon.jit
+def placed_item(work, r, PACK: gl.constexpr):
+    """The Own of item r of this program: no division stands before the first request."""
+    sequence = gl.program_id(2)
+    zero = sequence * 0
+    len_q = zero + work.seqlen_q
+    len_k = zero + work.keys.seqlen_k
+    known = None
+    if work.items is not None:
+        sequence += r * gl.num_programs(2)
+        known = sequence < work.batch
+        len_q = gl.where(known, len_q, 0)
+    if work.keys.lens_ptr is not None:
+        if known is None:
+            len_k = gl.load(work.keys.lens_ptr + sequence)
+        else:
+            len_k = gl.load(work.keys.lens_ptr + sequence, mask=known, other=0)
+    place = sequence, sequence, gl.program_id(0), gl.program_id(1) * PACK, zero
+    return Own(*place, zero, len_q, zero, len_k)
+
+
+@gluon.jit
+def first_item(work, PACK: gl.constexpr):
+    """The Own of the first item of this program, None where places do not say it."""
+    own = None
+    if work.placed is not None:
+        own = placed_item(work, 0, PACK)
+    return own
+
+
+@gluon.jit
 def own_item(work, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
-    """The Own of item `index`.
+    """The Own of item `index`, of all or, where programs have places, of this one's."""
+    if work.placed is None:
+        own = numbered_item(work, index, PACK, TILE_M)
+    else:
+        own = placed_item(work, index, PACK)
+    return own
+
+
+@gluon.jit
+def numbered_item(work, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
+    """The Own of item `index` of all.
 
     The last row tiles of sequences are the heaviest. They come first among the last lanes that go
     together, and last, first, .. among those before, so that neighbours always weigh alike. After
@@ -165,7 +209,8 @@ def own_item(work, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
 
 @gluon.jit
 def own_visit(work, own, PACK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """(Visit, steps, those of them that ask the mask, which come first, parts of the row tile).
+    """(Visit, steps, those of them that ask the mask, which come first, whether this is all of the
+    row tile).
 
     At least one step, and none of a part that the row tile does not have.
     """
@@ -176,7 +221,7 @@ def own_visit(work, own, PACK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.co
         right = again(right, work.scarce)
     bounds = Bounds(work.bounds.left, right, work.bounds.sink_tokens)
     visit = tiles_seen(bounds, shift + t_first, shift + t_last, own.len_k, TILE_N)
-    parts = own.part * 0 + 1
+    whole = own.part == own.part
     steps = gl.maximum(visit.count, 1)
     if work.cutting.parts is not None:
         size = work.cutting.size
@@ -185,11 +230,12 @@ def own_visit(work, own, PACK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.co
         share = Share(again(work.cutting.parts, work.scarce), size, None)
         per = sequence_share(share, visit.count)
         per = gl.where(own.len_q <= again(work.cutting.most_q, work.scarce), per, steps)
-        parts = parts_of(visit.count, per)
+        whole = visit.count <= per
+        exists = (own.part == 0) | (own.part * per < visit.count)
         visit = cut(visit, own.part, per)
-        steps = gl.where(own.part < parts, gl.maximum(visit.count, 1), 0)
+        steps = gl.where(exists, gl.maximum(visit.count, 1), 0)
     asking = visit.count - (visit.middle_last - visit.middle_first)
-    return visit, steps, asking, parts
+    return visit, steps, asking, whole
 
 
 @gluon.jit
@@ -202,13 +248,37 @@ def tile_of_step(visit, i, asking):
 @gluon.jit
 def round_count(work):
     """How often the programs take an item each."""
-    count = programs(work.scarce)
-    return (again(work.items, work.scarce) + count - 1) // count
+    if work.placed is None:
+        count = programs(work.scarce)
+        rounds = (again(work.items, work.scarce) + count - 1) // count
+    else:
+        rounds = gl.program_id(0) * 0 + (1 if work.items is None else work.items)
+    return rounds
 
 
 @gluon.jit
 def index_in_round(work, r):
     """The item of this program: rounds go forth and back, which spreads the heavy ones."""
-    last = programs(work.scarce) - 1
-    pid = gl.program_id(0)
-    return r * (last + 1) + gl.where(r % 2 == 0, pid, last - pid)
+    if work.placed is None:
+        last = programs(work.scarce) - 1
+        pid = gl.program_id(0)
+        index = r * (last + 1) + gl.where(r % 2 == 0, pid, last - pid)
+    else:
+        index = gl.program_id(0) * 0 + r
+    return index
+
+
+@gluon.jit
+def has_number(work, index):
+    """Whether there is an item of that number."""
+    if work.placed is None:
+        ok = index < work.items
+    else:
+        ok = index == index
+    return ok
+
+
+@gluon.jit
+def is_item(work, own, index, PACK: gl.constexpr, TILE_M: gl.constexpr):
+    """Whether there is an item of that number, and it has rows."""
+    return has_number(work, index) & (own.tile * TILE_M < own.len_q * PACK)

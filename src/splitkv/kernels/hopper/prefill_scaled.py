@@ -146,8 +146,9 @@ def round_rows(wide, rows, dtype: gl.constexpr, M: gl.constexpr):
 
 
 @gluon.constexpr_function
-def rows_layout(columns, inner, warps):
-    """The layout of numbers of rows beside the scores of tiles of keys."""
+def rows_layout(columns, dtype, warps):
+    """The layout of numbers of rows beside the scores of tiles of keys of this type."""
+    inner = 256 // dtype.primitive_bitwidth
     scores = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, inner])
     return gl.SliceLayout(1, scores)
 

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from splitkv.kernels.combine import FINISHED
 from splitkv.kernels.hopper.clear import all_cleared, clear_behind
 from splitkv.kernels.hopper.eight_bits import halves_of_words, words_of_pairs
 from splitkv.kernels.hopper.known import again, before_wait, known, known_now
@@ -39,6 +38,7 @@ from splitkv.kernels.hopper.prefill_mask import MINUS_INFINITY, choose, seen_key
 from splitkv.kernels.hopper.prefill_rows import (
     Own,
     index_in_round,
+    is_item,
     own_item,
     own_visit,
     round_count,
@@ -62,8 +62,12 @@ from splitkv.kernels.hopper.prefill_sums import (
     sums_of_threads,
     wait_turn,
 )
-from splitkv.kernels.hopper.prefill_write import finish, mark, write, write_part
-from splitkv.kernels.hopper.scaled_steps import attend_scaled, finished, multiply_keys
+from splitkv.kernels.hopper.prefill_write import finish, mark_absent, write, write_part_or_all
+from splitkv.kernels.hopper.scaled_steps import (
+    attend_scaled,
+    finished,
+    multiply_keys,
+)
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
@@ -379,10 +383,10 @@ def consume(
             pass_turn(0)
     r = n
     while r < round_count(work):
-        visit, steps, asking, parts = own_visit(work, own, PACK, TILE_M, TILE_N)
-        ours = (index_in_round(work, r) < work.items) & (own.tile * TILE_M < own.len_q * PACK)
+        visit, steps, asking, alone = own_visit(work, own, PACK, TILE_M, TILE_N)
+        ours = is_item(work, own, index_in_round(work, r), PACK, TILE_M)
         where = own, work, output, W, GROUP, PACK, TILE_M
-        if ours & (own.part < parts):
+        if ours & (steps > 0):
             item = work, own, visit, steps, asking, n, done, tiles
             if signals.k_free is not None:
                 product, l, m = attend(*item, of_item, scales, signals, W, PACK, WARPGROUPS)
@@ -403,11 +407,8 @@ def consume(
             acc = last_sums(acc, product, shrink, v_scale, n - 1, tiles, signals)
             if output.partial is None:
                 write(acc, l, factor, maps, boxes, tiles, *where)
-            elif parts == 1:
-                write(acc, l, finish(l, m, *where), maps, boxes, tiles, *where)
-                mark(m, FINISHED, *where)
             else:
-                write_part(acc, l, m, *where)
+                write_part_or_all(acc, l, m, alone, maps, boxes, tiles, *where)
             if tiles.out is None:
                 tma.store_wait(0)
                 mbarrier.arrive(signals.q_free.index(0), count=1)
@@ -416,9 +417,7 @@ def consume(
                 after = next_item(work, r + 1, PACK, TILE_M)
                 after_item = known_of_item(after, tiles, scales, W, GROUP, PACK, TILE_M)
             elif ours:
-                layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-                nothing = gl.zeros([ROWS], gl.float32, layout)
-                mark(nothing, 0.0, *where)
+                mark_absent(ROWS, *where)
         r += 1
         if output.partial is None:
             own = after
@@ -446,8 +445,7 @@ def known_of_item(
     if scales.k_ptr is None:
         of_item = own.tile, own.tile
     else:
-        K_INNER: gl.constexpr = 256 // tiles.k.dtype.primitive_bitwidth
-        M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER, gl.num_warps())
+        M: gl.constexpr = rows_layout(tiles.k.shape[1], tiles.k.dtype, gl.num_warps())
         first = own.tile * TILE_M + W * tiles.q.shape[1]
         of_item = scales_of_item(own, first, scales, GROUP, PACK, tiles.q.shape[1], M)
     return of_item
@@ -456,7 +454,9 @@ def known_of_item(
 @gluon.jit
 def next_item(work, r, PACK: gl.constexpr, TILE_M: gl.constexpr):
     """The Own of round r, the last item after all; known before the next wait for a product."""
-    index = gl.minimum(index_in_round(work, r), again(work.items, work.scarce) - 1)
+    index = index_in_round(work, r)
+    if work.placed is None:
+        index = gl.minimum(index, again(work.items, work.scarce) - 1)
     own = own_item(work, index, PACK, TILE_M)
     return Own(
         own.b,

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from splitkv.kernels.combine import Final, write_absent
+from splitkv.kernels.combine import FINISHED, Final, write_absent
 from splitkv.kernels.hopper.known import again
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.ring import thread_barrier
@@ -234,6 +234,49 @@ def write_part(
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
     acc_ptrs = partial.acc_ptr + along_rows(at * DIM_V, acc) + offs_v[None, :]
     gl.store(acc_ptrs, acc, mask=along_rows(ok, acc))
+
+
+@gluon.jit
+def write_part_or_all(
+    acc,  # [ROWS, DIM_V]
+    l,  # [ROWS]
+    m,  # [ROWS] in base 2
+    alone,  # whether the row tile has no other part
+    maps,  # Parts
+    boxes,  # Parts
+    tiles,  # Parts
+    own,  # Own
+    work,  # Work
+    output,  # Output
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
+    """Store the partial of a part, or the result where there is no other."""
+    where = own, work, output, W, GROUP, PACK, TILE_M
+    if alone:
+        write(acc, l, finish(l, m, *where), maps, boxes, tiles, *where)
+        mark(m, FINISHED, *where)
+    else:
+        write_part(acc, l, m, *where)
+
+
+@gluon.jit
+def mark_absent(
+    ROWS: gl.constexpr,
+    own,  # Own
+    work,  # Work
+    output,  # Output
+    W: gl.constexpr,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    TILE_M: gl.constexpr,
+):
+    """Mark a part that the row tile does not have."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    nothing = gl.zeros([ROWS], gl.float32, layout)
+    mark(nothing, 0.0, own, work, output, W, GROUP, PACK, TILE_M)
 
 
 @gluon.constexpr_function

@@ -389,6 +389,12 @@ def step(
     return acc, l, m, top, settle, shrink, p
 
 
+@gluon.constexpr_function
+def sums_layout(dim, dtype, warps):
+    """The layout of sums [rows, dim] of weighted values of this type."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, dim, 256 // dtype.primitive_bitwidth])
+
+
 @gluon.jit
 def attend_scaled(
     work,  # Work
@@ -413,11 +419,12 @@ def attend_scaled(
     K_SLOTS: gl.constexpr = tiles.k.shape[0]
     V_SLOTS: gl.constexpr = tiles.v.shape[0]
     Q_SLOTS: gl.constexpr = signals.q_full.shape[0]
-    V_INNER: gl.constexpr = 256 // tiles.v.dtype.primitive_bitwidth
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, V_INNER])
-    K_INNER: gl.constexpr = 256 // tiles.k.dtype.primitive_bitwidth
-    M: gl.constexpr = rows_layout(tiles.k.shape[1], K_INNER, gl.num_warps())
+    O: gl.constexpr = sums_layout(DIM, tiles.v.dtype, gl.num_warps())
+    M: gl.constexpr = rows_layout(tiles.k.shape[1], tiles.k.dtype, gl.num_warps())
     S: gl.constexpr = M.parent
+    v_scale = 1.0
+    if work.placed is not None:  # else a register of all steps
+        v_scale = shared_scale(own, scales, scales.v_ptr, scales.v, GROUP)
     q_slot = done % Q_SLOTS
     rows = own.tile * ROWS + gl.arange(0, ROWS, layout=M)
     pos = own.len_k - own.len_q + rows // PACK
@@ -443,7 +450,8 @@ def attend_scaled(
     if tiles.out is not None:
         if scales.wide is None:
             mbarrier.arrive(signals.q_free.index(done % Q_SLOTS), count=1)
-    v_scale = shared_scale(own, scales, scales.v_ptr, scales.v, GROUP)
+    if work.placed is None:
+        v_scale = shared_scale(own, scales, scales.v_ptr, scales.v, GROUP)
     last = n + steps - 1
     slot = last % V_SLOTS
     mbarrier.wait(signals.v_full.index(slot), last // V_SLOTS & 1)
