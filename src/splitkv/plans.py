@@ -93,6 +93,16 @@ def gathers(problem: Problem, config: Config) -> bool:
     return small and alike and narrow and not asked_apart(problem, config)
 
 
+def scales_at_once(problem: Problem, config: Config) -> bool:
+    """Whether decode on Hopper loads scales of keys before it asks for the tiles, which is for all
+    of a part at once: up to 11 % faster. Where tiles follow, whose scales are waited for, it was up
+    to 4 % slower."""
+    token = problem.codec.granularity == "token" and config.tile_m < WIDE
+    even = config.schedule == "even" and not problem.early_kv and not config.appends
+    short = visited(problem, config.tile_n) <= config.num_splits * config.num_stages
+    return token and even and short and not asked_apart(problem, config)
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes and operations a kernel and config cost on a problem."""

@@ -274,6 +274,7 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
         wide = plan.config.tile_m >= hopper_decode_split.WIDE
         assert used[wide] and not used[not wide]
         scales = plan.problem.codec.granularity == "token"
+        scales &= not hopper_decode_split.scales_at_once(plan.problem, plan.config)
         assert ("cp.async.c" in split.ptx) == (scales or gathered), "else by TMA alone"
         in_rows = re.search(r"cp\.async\.cg\.shared\.global .*, 0x10, 0x10;", split.ptx)
         assert bool(in_rows) == gathered, "16 bytes a thread"

@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.cluster import arrive_running, arrive_written, wait_cluster
 from splitkv.kernels.hopper.decode_narrow import attend_narrow
+from splitkv.kernels.hopper.decode_scales import ask_scales
 from splitkv.kernels.hopper.effect import act, act_alone
-from splitkv.kernels.hopper.pairs import ask_scales
 from splitkv.kernels.hopper.ring import (
     arrivals,
     async_load,
@@ -30,11 +30,12 @@ ASKING_REGISTERS, ASKING_REGISTERS_HALF = gl.constexpr(24), gl.constexpr(32)
 
 
 @gluon.constexpr_function
-def asking(gathered, scaled, apart, warps):
+def asking(gathered, scaled, ready, apart, warps):
     """How many threads arrive at a tile's barrier: one that asks for it, or all that gather it; and
-    those that copy scales, all or a warp of its own."""
+    those that copy scales, all or a warp of its own, or one for all that make them ready."""
     every = 32 * warps
-    return (every if gathered else 1) + (0 if not scaled else 32 if apart else every)
+    scales = 1 if ready else 32 if apart else every
+    return (every if gathered else 1) + (scales if scaled else 0)
 
 
 @gluon.jit
@@ -145,15 +146,14 @@ def scales_apart(
 ):
     """Have the scales of the tiles' keys copied where they have any; for another warp."""
     if of_keys.scales is not None:
-        SLOTS: gl.constexpr = of_keys.k_ring.shape[0]
-        TILE_N: gl.constexpr = of_keys.k_ring.shape[1]
-        rings = of_keys.scales, of_keys.k_ring, of_keys.v_ring, ring[3], ring[0], b, h
-        strides = of_keys.stride_b, of_keys.stride_n
+        SLOTS: gl.constexpr = of_keys.ring.shape[0]
+        TILE_N: gl.constexpr = of_keys.ring.shape[1] // 2
+        asked = of_keys, ring[3], ring[0], b, h
         slot = tiles.first * 0
         phase = slot + 1
         for i in range(tiles.first, tiles.last, tiles.by):
             mbarrier.wait(free.index(slot), phase)
-            ask_scales(*rings, *strides, slot, tile_at(tiles, i), keys, PAGE_SIZE, TILE_N)
+            ask_scales(*asked, slot, tile_at(tiles, i), keys, PAGE_SIZE, TILE_N)
             after = gl.minimum(i + tiles.by, tiles.last - 1)
             foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
             slot, phase = next_slot(slot, phase, SLOTS)

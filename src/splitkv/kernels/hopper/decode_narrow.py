@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_rows import LOWEST, most_above, raised_maxima, true_or_none
+from splitkv.kernels.hopper.decode_scales import ask_with_scales, scales_of_tile
 from splitkv.kernels.hopper.effect import act
 from splitkv.kernels.hopper.halves import (
     first_of,
@@ -23,9 +24,7 @@ from splitkv.kernels.hopper.halves import (
 )
 from splitkv.kernels.hopper.pairs import (
     add_values,
-    ask_with_scales,
     both_columns,
-    scales_of_tile,
     scores_of_tile,
 )
 from splitkv.kernels.hopper.prefill_sums import any_among, declare_any
@@ -130,7 +129,7 @@ def attend_narrow(
         offs_n = first_n + inside
         inverse = None  # of the scales of values
         if of_keys.scales is not None:
-            k_scale, log, inverse = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, R)
+            k_scale, log, inverse = scales_of_tile(of_keys, slot, TILE_N, R)
             s = score_log2(qk * k_scale, scale, softcap, slope, pos, offs_n) + log
         else:
             s = score_log2(qk, scale, softcap, slope, pos, offs_n)

@@ -47,13 +47,7 @@ from triton.experimental.gluon import language as gl
 from splitkv.device import Device
 from splitkv.kernels import decode_launch, decode_split
 from splitkv.kernels.combine import write_absent
-from splitkv.kernels.direct import (
-    JUST_ADDRESSES,
-    Launch,
-    TensorMaps,
-    bind_to_maps,
-    in_clusters,
-)
+from splitkv.kernels.direct import JUST_ADDRESSES, Launch, TensorMaps, bind_to_maps, in_clusters
 from splitkv.kernels.hopper.cluster import (
     CLUSTERS,
     arrive_running,
@@ -69,6 +63,13 @@ from splitkv.kernels.hopper.decode_rows import (
     slopes_of,
     tiles_of_part,
     write_rows,
+)
+from splitkv.kernels.hopper.decode_scales import (
+    KeyScales,
+    allocate_scales,
+    fill_scales,
+    load_first_scales,
+    store_first_scales,
 )
 from splitkv.kernels.hopper.decode_tiles import (
     allocate_tiles,
@@ -86,14 +87,7 @@ from splitkv.kernels.hopper.decode_wide import (
     rows_of_tile,
     type_of_keys,
 )
-from splitkv.kernels.hopper.pairs import (
-    KeyScales,
-    allocate_scales,
-    fill_scales,
-    from_e4m3,
-    from_int8,
-    pairs_of,
-)
+from splitkv.kernels.hopper.pairs import from_e4m3, from_int8, pairs_of
 from splitkv.kernels.hopper.ring import Pool, arrivals, fill, foresee
 from splitkv.kernels.parts import num_parts as parts_of_problem
 from splitkv.kernels.parts import traffic_of_parts
@@ -111,6 +105,7 @@ from splitkv.plans import (
     asked_apart,
     box_rows,
     gathers,
+    scales_at_once,
     visited,
 )
 from splitkv.problem import Operands, Problem
@@ -225,6 +220,7 @@ def hopper_decode_split(
     OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
     APART: gl.constexpr,  # a warp that does not multiply asks for tiles
     ROUNDED: gl.constexpr,  # q is rounded to int8 and multiplied with int8 keys as they are
+    READY: gl.constexpr,  # threads load scales of keys and make them ready
     HALF: gl.constexpr,  # of TILE_M, which is 16, no more than eight rows are somebody's
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -254,12 +250,12 @@ def hopper_decode_split(
         tl.extra.cuda.gdc_launch_dependents()
     k_boxes, k_ring = allocate_tiles(k_desc, SLOTS, TILE_N, DIM, GATHER, OF_K)
     v_boxes, v_ring = allocate_tiles(v_desc, SLOTS, TILE_N, DIM_V, GATHER, OF_K)
-    arrived = arrivals(SLOTS, asking(GATHER, key_scales is not None, APART, gl.num_warps()))
+    arrived = arrivals(SLOTS, asking(GATHER, key_scales is not None, READY, APART, gl.num_warps()))
     ring = pool, k_boxes, v_boxes, arrived
-    k_scales = None
-    v_scales = None
+    ring_of_scales = None
     if key_scales is not None:
-        k_scales, v_scales = allocate_scales(SLOTS, TILE_N)
+        ring_of_scales = allocate_scales(SLOTS, TILE_N, READY)
+    of_keys = KeyScales(key_scales, ring_of_scales, stride_sb, stride_sn)
 
     # whose keys, and which part of them
     row_tiles = 1 if HALF else (seqlen_q * GROUP + TILE_M - 1) // TILE_M
@@ -294,10 +290,11 @@ def hopper_decode_split(
         tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
         fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
     elif not APART:
+        if READY:
+            loaded = load_first_scales(of_keys, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
         fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
-    if key_scales is not None and not APART:
-        asked = key_scales, k_scales, v_scales, arrived, pool, b, h, stride_sb, stride_sn
-        fill_scales(*asked, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+    if key_scales is not None and not APART and not READY:
+        fill_scales(of_keys, arrived, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
 
     # the rows, while keys are on their way  [TILE_M]
     S: gl.constexpr = layout_of_scores(OF_K, TILE_N, gl.num_warps())
@@ -327,7 +324,8 @@ def hopper_decode_split(
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
         return
 
-    of_keys = KeyScales(key_scales, k_scales, v_scales, stride_sb, stride_sn)
+    if READY:
+        store_first_scales(of_keys, arrived, loaded, TILE_N, SLOTS)
     given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
     rest = RowScoring(pos, first_pos + t_first, first_pos + t_last, scale, softcap, slope), of_keys
     if OF_K is None:
@@ -469,6 +467,7 @@ class Launcher(decode_launch.Launcher):
             self.of_k,
             self.asked_apart,
             self.of_k is None and rounds_rows(problem),
+            scales_at_once(problem, config),
             config.tile_m == 16 and problem.rows <= 8,
         )
         if self.asked_apart:

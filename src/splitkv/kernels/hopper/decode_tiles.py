@@ -15,7 +15,7 @@ from splitkv.kernels.hopper.decode_wide import type_of_keys
 from splitkv.kernels.hopper.prefill_load import allocate
 from splitkv.kernels.hopper.ring import allocate_ring, tile_layout
 from splitkv.kv import AS_IS
-from splitkv.plans import WIDE, Config
+from splitkv.plans import WIDE, Config, scales_at_once
 from splitkv.problem import Problem
 
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
@@ -37,7 +37,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     a_key = problem.head_dim + problem.head_dim_v
     tile = config.tile_n * a_key * problem.kv_element_bytes
     if problem.codec.granularity == "token":
-        tile += 8 * config.tile_n
+        tile += (16 if scales_at_once(problem, config) else 8) * config.tile_n
     total = config.num_stages * (tile + BARRIER_BYTES) + 1024
     if config.merge == "cluster":
         rows = min(config.tile_m, problem.rows)

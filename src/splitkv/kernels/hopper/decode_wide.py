@@ -22,12 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_new import columns_of_rows
 from splitkv.kernels.hopper.decode_rows import LOWEST, raised_maxima, true_or_none
+from splitkv.kernels.hopper.decode_scales import ask_with_scales, scales_of_tile
 from splitkv.kernels.hopper.eight_bits import widening
 from splitkv.kernels.hopper.pairs import (
     LEAST_UNIT,
-    ask_with_scales,
     power_of_row,
-    scales_of_tile,
 )
 from splitkv.kernels.hopper.prefill_sums import (
     along_rows,
@@ -233,7 +232,7 @@ def attend_wide(
         s = qk.to(gl.float32)
         log = None  # of the scales of values
         if of_keys.scales is not None:
-            k_scale, log, inverse = scales_of_tile(of_keys.k_ring, of_keys.v_ring, slot, S)
+            k_scale, log, inverse = scales_of_tile(of_keys, slot, TILE_N, S)
         if WIDEN is not None:
             clear_last(v, keys - first_n)
             fence_async_shared()  # while a product is under way, ptxas 12.8 breaks on it

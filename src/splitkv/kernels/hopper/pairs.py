@@ -12,29 +12,21 @@ of the row's largest element may lose its last bits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from splitkv.kernels.hopper.eight_bits import E4M3_TO_FP16
 from splitkv.kernels.hopper.halves import above, both_halves
-from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, reinterpret, tile_at
+from splitkv.kernels.hopper.ring import reinterpret
 
 # p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
 # weight 2^SHIFT, and p is up to 8 times as large, so that what is 2^-24 of the largest is still a
-# normal number. The logarithm of a scale of values joins the score that p is the power of, so that
-# p stays in its range whatever the scales are. Scales are 2^-60 at least; NaN stays NaN.
+# normal number. See decode_scales.py for what scales of values do to that.
 SHIFT = gl.constexpr(12.0)
-LOG_AND_INVERSE = gl.constexpr("""{
-    .reg .f32 scale;
-    max.NaN.f32 scale, $2, 0f21800000;
-    lg2.approx.ftz.f32 $0, scale;
-    rcp.approx.ftz.f32 $1, scale;
-    }""")
 
 E4M3_APART = gl.constexpr("""{
     .reg .b32 u;
@@ -51,17 +43,6 @@ LOW_BYTES = gl.constexpr("""{
     prmt.b32 high, $3, $4, 0x0040;
     prmt.b32 $0, low, high, 0x5410;
     }""")
-
-
-class KeyScales(NamedTuple):
-    """Scales of each key: pointers (None: there are none), room for those of K and of V in flight
-    [SLOTS, TILE_N], the elements between sequences or pages, and between keys."""
-
-    scales: Any
-    k_ring: Any
-    v_ring: Any
-    stride_b: Any
-    stride_n: Any
 
 
 def pairs_of(x: Any) -> Any:
@@ -306,111 +287,3 @@ def add_values(acc, acc_odd, p, v, widen: gl.constexpr):
 def both_columns(even, odd):
     """[rows, 2 * columns] of the even and the odd columns."""
     return gl.join(even, odd).reshape([even.shape[0], 2 * even.shape[1]])
-
-
-@gluon.jit
-def scales_of_tile(k_ring, v_ring, slot, S: gl.constexpr):
-    """Of the keys in a slot, as rows in the layout of scores: the scale of the key; the logarithm
-    to base 2 of that of its value, and one over that scale."""
-    k_scale = k_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
-    v_scale = v_ring.index(slot).load(gl.SliceLayout(0, S))[None, :]
-    log, inverse = gl.inline_asm_elementwise(
-        LOG_AND_INVERSE,
-        "=r,=r,r",
-        [v_scale],
-        dtype=(gl.float32, gl.float32),
-        is_pure=True,
-        pack=1,
-    )
-    return k_scale, log, inverse
-
-
-@gluon.jit
-def allocate_scales(SLOTS: gl.constexpr, TILE_N: gl.constexpr):
-    """Shared memory for a scale of K and one of V of each key in flight, [SLOTS, TILE_N] each."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE_N], plain)
-    v_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE_N], plain)
-    return k_ring, v_ring
-
-
-@gluon.jit
-def fill_scales(
-    scales,
-    k_ring,
-    v_ring,
-    arrived,
-    pool,
-    b,
-    h,
-    stride_b,
-    stride_n,
-    tiles,  # Tiles
-    keys,
-    PAGE_SIZE: gl.constexpr,
-    TILE_N: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
-    """Have the scales of the tiles copied that `fill` asks for."""
-    of_keys = scales, k_ring, v_ring, arrived, pool, b, h, stride_b, stride_n
-    for n in gl.static_range(SLOTS):
-        i = tiles.first + n * tiles.by
-        if i < tiles.last:
-            ask_scales(*of_keys, n, tile_at(tiles, i), keys, PAGE_SIZE, TILE_N)
-
-
-@gluon.jit
-def ask_scales(
-    scales,  # Scales
-    k_ring,  # [SLOTS, TILE_N] fp32, as v_ring
-    v_ring,
-    arrived,
-    pool,  # Pool
-    b,
-    h,
-    stride_b,
-    stride_n,
-    slot,
-    tile,
-    keys,
-    PAGE_SIZE: gl.constexpr,
-    TILE_N: gl.constexpr,
-):
-    """Have the scales of a tile's keys copied to its slot; every thread arrives once."""
-    warps: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    offs_n = tile * TILE_N + gl.arange(0, TILE_N, layout=warps)
-    ok = offs_n < keys
-    outer = offs_n * 0 + b
-    inner = offs_n
-    if pool.table_ptr is not None:
-        row = pool.table_ptr + b.to(gl.int64) * pool.stride_table
-        outer = gl.load(row + offs_n // PAGE_SIZE, mask=ok, other=0)
-        inner = offs_n % PAGE_SIZE
-    at = outer.to(gl.int64) * stride_b + inner.to(gl.int64) * stride_n + h
-    async_gather(k_ring.index(slot), scales.k_ptr + at, mask=ok)
-    async_gather(v_ring.index(slot), scales.v_ptr + at, mask=ok)
-    async_copy.mbarrier_arrive(arrived.index(slot), increment_count=False)
-
-
-@gluon.jit
-def ask_with_scales(
-    ring,  # Pool, boxes of keys, of values, barriers
-    of_keys,  # KeyScales
-    slot,
-    b,
-    h,
-    tile,
-    pages,  # of `pages_of`
-    keys,
-    PAGE_SIZE: gl.constexpr,
-    TILE_N: gl.constexpr,
-):
-    """`ask`, and for the scales of the tile's keys where they have any."""
-    if ring[0].k_steps is None:
-        ask(*ring, slot, b, h, tile, keys, PAGE_SIZE, TILE_N)
-    else:
-        gather_tile(*ring, slot, h, tile, pages, PAGE_SIZE)
-    if of_keys.scales is not None:
-        asked = of_keys.scales, of_keys.k_ring, of_keys.v_ring, ring[3], ring[0], b, h
-        strides = of_keys.stride_b, of_keys.stride_n
-        ask_scales(*asked, *strides, slot, tile, keys, PAGE_SIZE, TILE_N)
