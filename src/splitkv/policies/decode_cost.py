@@ -30,14 +30,16 @@ from splitkv.problem import Problem
 SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 SHAPES_256 = ((64, 4, 2), (16, 2, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
-HOPPER_GATHERED_SHAPES = ((64, 4, 1), (64, 4, 2), (128, 4, 2), (64, 4, 3))
-HOPPER_APART_SHAPES = ((64, 4, 3), (128, 4, 3))  # of 8 bits, where a warp asks for small pages
+HOPPER_WIDENED_SHAPES = ((64, 4, 1), (128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 2))
+HOPPER_GATHERED_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 2), (64, 4, 3))
+HOPPER_APART_SHAPES = ((128, 4, 3), (64, 4, 3))  # of 8 bits, where a warp asks for small pages
 HOPPER_SCALES_SHAPES = (*HOPPER_APART_SHAPES, (128, 4, 2))  # and another for a scale a key
 
 # Where lengths differ: of the longest one's keys, what others have in the mean. So it is of a
 # log-normal distribution with a median of 2 Ki keys and one sequence of 128 Ki.
 OTHERS = 1 / 40
 HOPPER_DECODE = "hopper_decode_split"
+FEW_ROWS = 8  # of which the kernel for Hopper works out no more
 # Tiles of a part until what works on them and what brings them no longer wait for each other.
 BEGINNING = 8
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
@@ -89,16 +91,18 @@ class Constants:
     keys (H200, calls apart from each other, keys cold, torch 2.11, Triton 3.6, 2026-11-22). In the
     median the model is 5.4 % off over 1407 plans of the Triton kernel, 3.8 % over 2228 of the one
     for Hopper and 4.6 % over 287 of it in 8 bits. Of a problem's timed plans it picks one that is
-    2.9, 2.0 and 1.2 % behind that kernel's best in the mean, in one of ten 8, 6.5 and 4.3 %.
+    2.9, 2.0 and 1.2 % behind that kernel's best in the mean, in one of ten 8, 6.5 and 4.3 %. What
+    is of few rows and of scales a key is fitted to 100 plans of 58 problems of 8 bits timed at
+    e935618 (2026-11-23): 4.1 % off in the mean, and 0.04 % behind the best.
 
     start          launch, first address to first tile, epilogue; start_paged: more where a page
                    table has to be read first; start_byte: for each byte of a tile, until the first
                    is there
     program        for each program that an SM runs, whether together or one after another;
                    program_widening: more where elements of 8 bits are widened, of the SM that
-                   runs most, as q's conversion is its own work; program_scales: with a scale a key;
-                   program_wide: of wide tiles whose elements are as they are, by head_dim up to;
-                   tile_wide: for each of a part's first `BEGINNING` of these
+                   runs most, as q's conversion is its own work; program_few: instead, of up to
+                   `FEW_ROWS` rows; program_wide: of wide tiles whose elements are as they are, by
+                   head_dim up to; tile_wide: for each of a part's first `BEGINNING` of these
     latency        from asking for a tile to having it: a slot of the ring is busy that long and
                    while the tile is worked on, once more tiles are wanted than there are slots
     bandwidth_share   of the data sheet's bandwidth, and paged_share of it where paged
@@ -106,8 +110,10 @@ class Constants:
                    the others cannot take off it; uneven_paged: the same where paged
     step           one tile, however small: two products and a softmax that wait for each other;
                    step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp and 16
-                   rows, step_paged_element: for each of them where paged; step_scale: for each
-                   key that has a scale
+                   rows, step_paged_element: for each of them where paged; step_few: of both, times
+                   so much where elements of 8 bits are widened for few rows; step_scale: for each
+                   key that has a scale; scale_bytes: what memory is as busy with;
+                   step_scale_apart: instead of both, where warps ask for keys and scales
     step_copy      asking for what of a tile lies in one page; where it is gathered row by row
                    instead, step_row: for each key, and of the first tiles before any is waited for
     sm_flops       what an SM multiplies, rows that only fill a tile included
@@ -132,9 +138,9 @@ class Constants:
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
-                   shapes_256: of heads of more than 128 in pages; shapes_gathered: where keys are
-                   copied row by row; shapes_apart: where a warp asks for keys of 8 bits;
-                   shapes_scales: of which each has a scale
+                   shapes_256: of heads of more than 128 in pages; shapes_widened: of 8 bits;
+                   shapes_gathered: where keys are copied row by row; shapes_apart: where a warp
+                   asks for keys of 8 bits; shapes_scales: of which each has a scale
     """
 
     start: float = 1.68e-6
@@ -142,7 +148,7 @@ class Constants:
     start_byte: float = 5.05e-11
     program: float = 0.493e-6
     program_widening: float = 0.0
-    program_scales: float = 0.0
+    program_few: float = 0.0
     program_wide: tuple[tuple[int, float], ...] = ()
     tile_wide: tuple[tuple[int, float], ...] = ()
     latency: float = 0.593e-6
@@ -152,8 +158,11 @@ class Constants:
     uneven_paged: float = 0.413
     step: float = 0.509e-6
     step_element: float = 0.0
+    step_few: float = 1.0
     step_paged_element: float = 4.3e-11
     step_scale: float = 0.0
+    step_scale_apart: float = 0.0
+    scale_bytes: float = 8.0
     step_copy: float = 0.0
     step_row: float = 0.0
     sm_flops: float = 2.27e12
@@ -176,6 +185,7 @@ class Constants:
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_256: tuple[tuple[int, int, int], ...] = SHAPES_256
+    shapes_widened: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_gathered: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_apart: tuple[tuple[int, int, int], ...] = SHAPES
     shapes_scales: tuple[tuple[int, int, int], ...] = SHAPES
@@ -189,7 +199,7 @@ H200_HOPPER = Constants(
     start_byte=1.14e-11,
     program=0.685e-6,
     program_widening=0.993e-6,
-    program_scales=0.3e-6,
+    program_few=0.1e-6,
     program_wide=((64, 0.0), (128, 0.6e-6), (256, 0.6e-6)),
     tile_wide=((64, 0.05e-6), (128, 0.0), (256, 0.55e-6)),
     latency=0.39e-6,
@@ -199,10 +209,13 @@ H200_HOPPER = Constants(
     uneven_paged=0.048,
     step=0.348e-6,
     step_element=3.83e-11,
+    step_few=0.85,
     step_paged_element=0.0,
-    step_scale=2e-9,
+    step_scale=0.5e-9,
+    step_scale_apart=2e-9,
+    scale_bytes=32.0,
     step_copy=52.5e-9,
-    step_row=4.87e-9,
+    step_row=4e-9,
     sm_flops=math.inf,
     wide_step=0.299e-6,
     wide_key=6e-9,
@@ -210,7 +223,7 @@ H200_HOPPER = Constants(
     wide_copy=40e-9,
     merge=1.06e-6,
     merge_part=0.571e-8,
-    pair_widening=0.5e-6,
+    pair_widening=0.65e-6,
     in_flight=128 * KiB,
     in_flight_apart=96 * KiB,
     in_flight_scales=128 * KiB,
@@ -218,6 +231,7 @@ H200_HOPPER = Constants(
     registers=hopper_registers,
     shapes=HOPPER_SHAPES,
     shapes_256=HOPPER_SHAPES,
+    shapes_widened=HOPPER_WIDENED_SHAPES,
     shapes_gathered=HOPPER_GATHERED_SHAPES,
     shapes_apart=HOPPER_APART_SHAPES,
     shapes_scales=HOPPER_SCALES_SHAPES,
@@ -257,12 +271,16 @@ class Shape:
         self.tiles = num_tiles(problem, config.tile_n)
         scaled = problem.codec.granularity == "token"
         self.tile_bytes = config.tile_n * (dims * problem.kv_element_bytes + 8 * scaled)
+        apart = widened_apart(problem, config, c)
+        more = 0.0 if apart else c.scale_bytes - 8
+        self.read_bytes = self.tile_bytes + config.tile_n * more * scaled
         self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
         self.slots = device.num_sms * occupancy(problem, device, config, c)
         self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
         rows = problem.num_heads * problem.seqlen_q * problem.batch
         self.program = c.program / device.num_sms
-        self.program_most = c.program_widening * self.widened + c.program_scales * scaled
+        few = self.widened and problem.rows <= FEW_ROWS
+        self.program_most = (c.program_few if few else c.program_widening) * self.widened
         self.tile_most = self.asking = 0.0
         if config.tile_m >= WIDE and not self.widened:
             wider = max(problem.head_dim, problem.head_dim_v)
@@ -279,12 +297,13 @@ class Shape:
             step += c.wide_widening * a_warp * self.widened
         else:
             step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
+            step *= c.step_few if few else 1.0
             step += c.step_paged_element * paged * a_warp
-            step += c.step_scale * scaled * config.tile_n
+            step += (c.step_scale_apart if apart else c.step_scale) * scaled * config.tile_n
             if gathers(problem, config):
                 step += c.step_row * config.tile_n
                 self.asking = c.step_row * config.tile_n
-            elif not widened_apart(problem, config, c):
+            elif not apart:
                 step += c.step_copy * 2 * pages
         self.step, self.turn = step, (step + c.latency) / config.num_stages
         self.num_stages = config.num_stages
@@ -358,7 +377,7 @@ class Shape:
         on_one_sm, felt = ceil_div(ctas, self.num_sms), float(ctas)
         if on_one_sm > 1:
             felt += self.uneven * (on_one_sm * self.num_sms - ctas)
-        memory = felt * self.tile_bytes * self.shared_reads / self.peak
+        memory = felt * self.read_bytes * self.shared_reads / self.peak
         # else all its tiles are asked for at the start
         turn = self.turn if per > self.num_stages else 0.0
         return per * slowest(self.step, turn, on_one_sm * self.alone, memory)

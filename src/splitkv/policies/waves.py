@@ -161,7 +161,7 @@ def _worth(
 ) -> list[Config]:
     """The shapes worth weighing, in order of preference; all, where none of those is legal."""
     units = problem.batch * problem.num_kv_heads
-    wanted = constants.shapes
+    wanted = constants.shapes if problem.codec == AS_IS else constants.shapes_widened
     if isinstance(problem.place, Paged) and max(problem.head_dim, problem.head_dim_v) > 128:
         wanted = constants.shapes_256
     if gathers(problem, found[0]):
