@@ -181,6 +181,9 @@ class Plan:
     handle: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        parts = self.config.num_splits
+        merges = self.config.merge != "cluster" or parts > 1
+        expect(merges, "merge", "parts for a cluster to merge", parts)
         object.__setattr__(self, "handle", f"plan-{next(_handles)}")
         _plans[self.handle] = self
 

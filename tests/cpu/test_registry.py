@@ -43,6 +43,12 @@ every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 every_device = pytest.mark.parametrize("gpu", DEVICES)
 
 
+def test_a_cluster_has_parts_to_merge() -> None:
+    plan = make_plan(DECODE, H200)
+    with pytest.raises(ValueError, match="^merge: expected parts for a cluster to merge, got 1$"):
+        replace(plan, config=Config(merge="cluster"))
+
+
 def test_names_are_unique() -> None:
     assert len({k.name for k in KERNELS}) == len(KERNELS)
     assert DEFAULT in POLICIES

@@ -338,7 +338,7 @@ def asked_for(*, parts: bool, packed: bool) -> Policy:
         choice = choose(problem, device, kernels)
         expect(choice is not None, "packed", "a kernel that can", packed)
         assert choice is not None
-        config = choice.config if parts else replace(choice.config, num_splits=1)
+        config = choice.config if parts else choice.config.shape
         return replace(choice, config=config, why=f"as asked; {choice.why}")
 
     return choose_asked
