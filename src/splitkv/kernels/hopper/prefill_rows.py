@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.known import again, programs
 from splitkv.kernels.tile.band import Bounds, token_range
-from splitkv.kernels.tile.share import Share, sequence_share
+from splitkv.kernels.tile.share import Share, parts_of, sequence_share
 from splitkv.kernels.tile.visit import cut, tile_and_lane, tile_at, tiles_seen
 
 
@@ -230,8 +230,13 @@ def own_visit(work, own, PACK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.co
         share = Share(again(work.cutting.parts, work.scarce), size, None)
         per = sequence_share(share, visit.count)
         per = gl.where(own.len_q <= again(work.cutting.most_q, work.scarce), per, steps)
-        whole = visit.count <= per
-        exists = (own.part == 0) | (own.part * per < visit.count)
+        if work.placed is None:
+            parts = parts_of(visit.count, per)
+            whole = parts == 1
+            exists = own.part < parts
+        else:  # no division before the first request
+            whole = visit.count <= per
+            exists = (own.part == 0) | (own.part * per < visit.count)
         visit = cut(visit, own.part, per)
         steps = gl.where(exists, gl.maximum(visit.count, 1), 0)
     asking = visit.count - (visit.middle_last - visit.middle_first)
