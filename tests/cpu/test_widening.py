@@ -66,7 +66,7 @@ def test_of_packed_pages_only_the_longest_is_known() -> None:
 def test_memory_is_bounded() -> None:
     """A key of 8 heads of 128 takes 4096 bytes: 1 GiB holds 262144."""
     long = replace(PROMPTS, batch=1, seqlen_q=1 << 18, seqlen_k=1 << 18)
-    assert widening.workspace_bytes(long) == widening.MOST_BYTES
+    assert widening.workspace_bytes(WIDENED, long) == widening.MOST_BYTES
     assert first_of(long) == WIDENED
     for more in ({"batch": 2}, {"seqlen_k": (1 << 18) + 1}):
         assert first_of(replace(long, **more)) == QUANTISED

@@ -27,12 +27,10 @@ from splitkv.kv import Paged
 from splitkv.plans import Choice, Config, Kernel, box_rows
 from splitkv.policies import widening
 from splitkv.policies.shared import (
-    HALF,
     MAX_SPLITS,
     QUANTISED,
     READY_BEFORE,
     WHOLE_SEQUENCES,
-    WIDENED,
     Policy,
     ceil_div,
     clusters,
@@ -316,10 +314,8 @@ def constants_of(
     kernel: Kernel, constants: Constants = H200, hopper: Constants = H200_HOPPER
 ) -> Constants:
     """The constants that a kernel for whole sequences goes by."""
-    if kernel.name == WIDENED:
-        return replace(hopper, attended=lambda problem: problem.widened, before=widening.seconds)
-    if kernel.name == HALF:
-        before = widening.seconds_of_values
+    if kernel.name in READY_BEFORE:
+        before = partial(widening.seconds, kernel.name)
         return replace(hopper, attended=lambda problem: problem.widened, before=before)
     return hopper if kernel.name.startswith("hopper_") else constants
 

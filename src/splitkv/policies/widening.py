@@ -63,29 +63,22 @@ def rate_of(problem: Problem) -> float:
     return RATE_OF_LONG if kind == FULL and problem.seqlen_k >= LONG else RATES[kind]
 
 
-def seconds(problem: Problem, device: Device) -> float:
-    """What making keys and values a working type takes."""
-    moved = problem.kv_bytes + problem.widened.kv_bytes
+def columns_made_ready(name: str, problem: Problem) -> int:
+    """Of a key and its value, those that a kernel of `READY_BEFORE` makes a working type."""
+    return problem.head_dim_v if name == HALF else problem.head_dim + problem.head_dim_v
+
+
+def seconds(name: str, problem: Problem, device: Device) -> float:
+    """What a kernel of `READY_BEFORE` takes to make keys and values, or values, a working type."""
+    columns, dims = columns_made_ready(name, problem), problem.head_dim + problem.head_dim_v
+    moved = (problem.kv_bytes + problem.widened.kv_bytes) * columns // dims
     return LAUNCH + moved / (BANDWIDTH_SHARE * device.bandwidth)
 
 
-def seconds_of_values(problem: Problem, device: Device) -> float:
-    """What making values a working type takes."""
-    dims = problem.head_dim, problem.head_dim_v
-    moved = (problem.kv_bytes + problem.widened.kv_bytes) * dims[1] // sum(dims)
-    return LAUNCH + moved / (BANDWIDTH_SHARE * device.bandwidth)
-
-
-def workspace_bytes(problem: Problem) -> int:
-    """Of keys and values of a working type."""
+def workspace_bytes(name: str, problem: Problem) -> int:
+    """Of what it makes."""
     keys = problem.batch * problem.seqlen_k * problem.num_kv_heads
-    return keys * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
-
-
-def workspace_of_values(problem: Problem) -> int:
-    """Of values of a working type."""
-    keys = problem.batch * problem.seqlen_k * problem.num_kv_heads
-    return keys * problem.head_dim_v * problem.element_bytes
+    return keys * columns_made_ready(name, problem) * problem.element_bytes
 
 
 def multiplying(problem: Problem, device: Device) -> float:
@@ -105,10 +98,8 @@ def time_of(name: str, problem: Problem, device: Device) -> float:
         if problem.q_granularity == "none":
             rows = problem.batch * problem.seqlen_q * problem.num_heads
             once += rows / ROWS / device.num_sms * ROUNDING[problem.codec.name]
-        spent, room = seconds_of_values(problem, device), workspace_of_values(problem)
-    else:
-        spent, room = seconds(problem, device), workspace_bytes(problem)
-    return once + spent if room <= MOST_BYTES else float("inf")
+    room = workspace_bytes(name, problem)
+    return once + seconds(name, problem, device) if room <= MOST_BYTES else float("inf")
 
 
 def in_order(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> list[Kernel]:

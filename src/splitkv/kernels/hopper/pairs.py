@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from splitkv.kernels.hopper.eight_bits import E4M3_TO_FP16
 from splitkv.kernels.hopper.halves import above, both_halves
 from splitkv.kernels.hopper.ring import reinterpret
+from splitkv.rounding import MIN_SCALE
 
 # p and what it is multiplied with are fp16: the maximum that a row's weights are relative to has
 # weight 2^SHIFT, and p is up to 8 times as large, so that what is 2^-24 of the largest is still a
@@ -36,7 +37,7 @@ E4M3_APART = gl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
     }""")
-LEAST_UNIT = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
+LEAST_UNIT = gl.constexpr(MIN_SCALE)
 LOW_BYTES = gl.constexpr("""{
     .reg .b32 low, high;
     prmt.b32 low, $1, $2, 0x0040;

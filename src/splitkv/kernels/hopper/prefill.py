@@ -53,12 +53,12 @@ from splitkv.kernels.hopper.prefill_load import (
     Parts,
     Signals,
     allocate,
-    produce,
 )
+from splitkv.kernels.hopper.prefill_roles import give_roles_to_warpgroups
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_shapes import ordered
-from splitkv.kernels.hopper.prefill_tile import consume, keeps_products
+from splitkv.kernels.hopper.prefill_tile import keeps_products
 from splitkv.kernels.hopper.prefill_write import Merging, Output, begin, merge
 from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.sequence_sizes import bounds_of, lse_strides, scoring_of
@@ -189,44 +189,9 @@ def hopper_prefill(
     output = Output(out_ptr, lse_ptr, sink_ptr, partial, merging, *strides)
     none = Strides(None, None, None)
     scales = Scales(None, None, None, none, none, none, None, None, None, None, None)
-    # the numbers of many pages take registers
-    FEW: gl.constexpr = table_ptr is None or scarce is not None
-    PRODUCER: gl.constexpr = 24 if FEW else 40
-    CONSUMER: gl.constexpr = 240 if FEW else 232
     whole = work, maps, boxes, shared, scales, signals, output
-    # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
     begin(output)
-    to_copy = work, maps, boxes, shared, signals
-    if WARPGROUPS == 1:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 1)),
-                (produce, (to_copy, GROUP, PACK, 1, STAGES, PAGE_SIZE, 0, False)),
-            ],
-            [1],
-            [64],
-        )
-    elif WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 2)),
-                (consume, (whole, 1, GROUP, PACK, 2)),
-                (produce, (to_copy, GROUP, PACK, 2, STAGES, PAGE_SIZE, 0, False)),
-            ],
-            [4, 1],
-            [CONSUMER, PRODUCER],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 3)),
-                (consume, (whole, 1, GROUP, PACK, 3)),
-                (consume, (whole, 2, GROUP, PACK, 3)),
-                (produce, (to_copy, GROUP, PACK, 3, STAGES, PAGE_SIZE, 0, False)),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+    give_roles_to_warpgroups(whole, GROUP, PACK, WARPGROUPS, STAGES, PAGE_SIZE)
     if count_ptr is not None:
         merge(work, output, GROUP, PACK, DIM, TILE_P, TILE_R)
 

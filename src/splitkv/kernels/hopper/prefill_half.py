@@ -41,12 +41,13 @@ from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting
-from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, produce
+from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate
 from splitkv.kernels.hopper.prefill_quantised import SIZES
+from splitkv.kernels.hopper.prefill_roles import give_roles_to_warpgroups
 from splitkv.kernels.hopper.prefill_rows import Cutting, Keys, Work
 from splitkv.kernels.hopper.prefill_scaled import Scales
 from splitkv.kernels.hopper.prefill_shapes import ordered
-from splitkv.kernels.hopper.prefill_tile import consume, keeps_products
+from splitkv.kernels.hopper.prefill_tile import keeps_products
 from splitkv.kernels.hopper.prefill_write import Merging, Output, begin, merge
 from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.tile.band import Bounds
@@ -166,42 +167,8 @@ def hopper_prefill_half(
     none = Strides(None, None, None)
     scales = Scales(q_scale_ptr, k_scale_ptr, None, of_q, of_k, none, None, None, None, None, wide)
     whole = work, maps, boxes, shared, scales, signals, output
-    # registers: as in hopper_prefill
-    FEW: gl.constexpr = table_ptr is None or scarce is not None
-    PRODUCER: gl.constexpr = 24 if FEW else 40
-    CONSUMER: gl.constexpr = 240 if FEW else 232
     begin(output)
-    to_copy = work, maps, boxes, shared, signals
-    if WARPGROUPS == 1:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 1)),
-                (produce, (to_copy, GROUP, PACK, 1, STAGES, PAGE_SIZE, 0, False)),
-            ],
-            [1],
-            [64],
-        )
-    elif WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 2)),
-                (consume, (whole, 1, GROUP, PACK, 2)),
-                (produce, (to_copy, GROUP, PACK, 2, STAGES, PAGE_SIZE, 0, False)),
-            ],
-            [4, 1],
-            [CONSUMER, PRODUCER],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (whole, 0, GROUP, PACK, 3)),
-                (consume, (whole, 1, GROUP, PACK, 3)),
-                (consume, (whole, 2, GROUP, PACK, 3)),
-                (produce, (to_copy, GROUP, PACK, 3, STAGES, PAGE_SIZE, 0, False)),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+    give_roles_to_warpgroups(whole, GROUP, PACK, WARPGROUPS, STAGES, PAGE_SIZE)
     if count_ptr is not None:
         merge(work, output, GROUP, PACK, DIM, TILE_P, TILE_R)
 

@@ -1,4 +1,8 @@
-"""The roles of the warps of `hopper_prefill_quantised`: multiply, make ready, have copied."""
+"""The roles of the warps of kernels for whole sequences: multiply, make ready, have copied.
+
+`give_roles_to_warpgroups` is of `hopper_prefill` and `hopper_prefill_half`, all else of
+`hopper_prefill_quantised`.
+"""
 
 from __future__ import annotations
 
@@ -173,4 +177,54 @@ def give_roles(
             ],
             [4, 1],
             [of[0], of[1]],
+        )
+
+
+@gluon.jit
+def give_roles_to_warpgroups(
+    whole,  # see `consume`
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """Do the work of a program whose warpgroups each multiply 64 rows of a row tile by themselves,
+    with tiles as they are copied."""
+    work, maps, boxes, tiles, _, signals, _ = whole
+    to_copy = work, maps, boxes, tiles, signals
+    # the numbers of many pages take registers
+    FEW: gl.constexpr = work.keys.table_ptr is None or work.scarce is not None
+    PRODUCER: gl.constexpr = 24 if FEW else 40
+    CONSUMER: gl.constexpr = 240 if FEW else 232
+    # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (whole, 0, GROUP, PACK, 1)),
+                (produce, (to_copy, GROUP, PACK, 1, STAGES, PAGE_SIZE, 0, False)),
+            ],
+            [1],
+            [64],
+        )
+    elif WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (whole, 0, GROUP, PACK, 2)),
+                (consume, (whole, 1, GROUP, PACK, 2)),
+                (produce, (to_copy, GROUP, PACK, 2, STAGES, PAGE_SIZE, 0, False)),
+            ],
+            [4, 1],
+            [CONSUMER, PRODUCER],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (whole, 0, GROUP, PACK, 3)),
+                (consume, (whole, 1, GROUP, PACK, 3)),
+                (consume, (whole, 2, GROUP, PACK, 3)),
+                (produce, (to_copy, GROUP, PACK, 3, STAGES, PAGE_SIZE, 0, False)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
         )

@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from splitkv.kernels.hopper.prefill_load import wait_rows
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.ring import reinterpret
+from splitkv.rounding import MIN_SCALE
 
-LEAST_SCALE = gl.constexpr(2.0**-100)  # a scale of 0 is that of a row of zeros
+LEAST_SCALE = gl.constexpr(MIN_SCALE)
 # What integers are added to by the tensor cores: as bits of fp32 the sum is a number, 1.5 * 2 ** 23
 # more than the integer, and so needs no conversion.
 MIDDLE, MIDDLE_BITS = gl.constexpr(1.5 * 2**23), gl.constexpr(0x4B400000)
