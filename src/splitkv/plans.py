@@ -14,6 +14,7 @@ from splitkv.kv import AS_IS, Paged
 from splitkv.problem import Operands, Problem
 
 WIDE = 64  # packed rows of a tile of decode on Hopper that a warpgroup multiplies by wgmma
+MOST_IN_BULK = 8  # KV heads: see `scales_in_bulk`
 LARGE, LONG = 32 << 20, 16  # elements of keys and values, tiles of a part: see `asked_apart`
 
 
@@ -101,6 +102,19 @@ def scales_at_once(problem: Problem, config: Config) -> bool:
     even = config.schedule == "even" and not problem.early_kv and not config.appends
     short = visited(problem, config.tile_n) <= config.num_splits * config.num_stages
     return token and even and short and not asked_apart(problem, config)
+
+
+def scales_in_bulk(problem: Problem, config: Config) -> bool:
+    """Whether decode on Hopper has scales of keys copied as they lie, those of all KV heads, of
+    which a program keeps few: not where all are loaded at once, nor beside new tokens, which would
+    have to be fenced off once more. Of several heads parts of four tiles were up to 4 % slower so,
+    longer ones up to 12 % faster."""
+    token = problem.codec.granularity == "token" and config.tile_m < WIDE
+    whole = box_rows(problem, config.tile_n) == config.tile_n and not gathers(problem, config)
+    heads, most = problem.num_kv_heads, 2 * config.num_stages * config.num_splits
+    long = heads == 1 or (heads <= MOST_IN_BULK and visited(problem, config.tile_n) > most)
+    apart = scales_at_once(problem, config) or problem.early_kv or config.appends
+    return token and whole and long and not apart
 
 
 @dataclass(frozen=True, slots=True)

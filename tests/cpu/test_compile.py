@@ -275,6 +275,10 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
         assert used[wide] and not used[not wide]
         scales = plan.problem.codec.granularity == "token"
         scales &= not hopper_decode_split.scales_at_once(plan.problem, plan.config)
+        stored = layouts(plan.problem).k_scale
+        bulk = scales and hopper_decode_split.in_one_piece(plan.problem, plan.config, stored) > 0
+        assert ("cp.async.bulk.shared::cluster.global.mbarrier" in split.ptx) == bulk
+        scales &= not bulk
         assert ("cp.async.c" in split.ptx) == (scales or gathered), "else by TMA alone"
         in_rows = re.search(r"cp\.async\.cg\.shared\.global .*, 0x10, 0x10;", split.ptx)
         assert bool(in_rows) == gathered, "16 bytes a thread"
@@ -354,8 +358,7 @@ def test_codecs_on_hopper(values: cases.Values) -> None:
 def test_the_plan_for_an_address_that_tma_cannot_take(values: cases.Values) -> None:
     """The same parts by the kernel for any GPU, in tiles of its own."""
     plan = plan_of(values)
-    launcher = hopper_decode_split.Launcher(plan, layouts(plan.problem))
-    instead = launcher.plan_without_tma()
+    instead = hopper_decode_split.without_tma(plan)
     assert decode_split.unsupported(plan.problem, plan.device) == []
     cut = ("schedule", "num_splits", "split_size", "programs", "tile_n")
     assert [getattr(instead.config, n) for n in cut] == [getattr(plan.config, n) for n in cut]

@@ -348,6 +348,38 @@ def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) 
                 check(problem, device=DEVICE, run=decode(plan=asking), lengths=lengths)
 
 
+TOKENS = replace(SERVING, codec=Codec("int8", "token"), products="half", seqlen_k=2132)
+IN_BULK = {
+    "lse": replace(TOKENS, return_lse=True),
+    "one head": replace(TOKENS, num_heads=8, num_kv_heads=1, mask=Mask(True, 700, -1, 70)),
+    "eight heads": replace(TOKENS, num_heads=16, num_kv_heads=8, codec=Codec("fp8", "token")),
+    "pages": replace(TOKENS, place=Paged(128), sink_logits=True),
+    "16 rows": replace(TOKENS, seqlen_q=4, score=Score(True, True)),
+    "widened": replace(TOKENS, products="widened", head_dim=64, head_dim_v=64),
+}
+
+
+@pytest.mark.parametrize("name", IN_BULK)
+def test_scales_copied_in_bulk(name: str) -> None:
+    """Those of all heads, of lengths that end anywhere or are 0; at an address that is no multiple
+    of 16 bytes by themselves."""
+    problem = IN_BULK[name]
+    plan = plan_with(HOPPER, problem)
+    for cut in ({"num_splits": 1}, {"num_splits": 3}, {"num_splits": 2, "merge": "cluster"}):
+        for tile_n, num_stages in ((64, 2), (64, 3), (128, 2)):
+            shape = Config(1, plan.config.tile_m, tile_n, 4, num_stages)
+            copying = replace(plan, policy="copying", config=replace(shape, **cut))
+            assert rules.scales_in_bulk(problem, copying.config)
+            for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
+                check(problem, device=DEVICE, run=decode(plan=copying), lengths=lengths)
+
+    def move(call: Call) -> Call:
+        return call | misaligned({name: call[name] for name in ("k_scale", "v_scale")})
+
+    for moved in (dict, move, dict):
+        check_moved(problem, moved, plan=copying)
+
+
 @pytest.mark.parametrize("kernel", [name for name in QUANTIZING if name.endswith("decode_split")])
 @pytest.mark.parametrize("falling", [False, True])
 @pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)

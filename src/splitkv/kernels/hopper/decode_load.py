@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.cluster import arrive_running, arrive_written, wait_cluster
 from splitkv.kernels.hopper.decode_narrow import attend_narrow
-from splitkv.kernels.hopper.decode_scales import ask_scales
+from splitkv.kernels.hopper.decode_scales import copy_scales, pages_of_scales
 from splitkv.kernels.hopper.effect import act, act_alone
 from splitkv.kernels.hopper.ring import (
     arrivals,
@@ -50,6 +50,7 @@ def attend(
     HALF: gl.constexpr,
     APART: gl.constexpr,
     CLUSTER: gl.constexpr,
+    BULK: gl.constexpr,
 ):
     """`attend_narrow`; APART: while a warp of its own asks for tiles, and another for scales."""
     ring, k_ring, v_ring, tiles, b, h, keys, bounds = given
@@ -70,7 +71,9 @@ def attend(
             [REGISTERS, REGISTERS, REGISTERS],
         )
     else:
-        acc, m, l = attend_narrow(*rows, *given, *rest, None, S, PAGE_SIZE, DIM_V, WIDEN, HALF)
+        acc, m, l = attend_narrow(
+            *rows, *given, *rest, None, S, PAGE_SIZE, DIM_V, WIDEN, HALF, BULK
+        )
     return acc, m, l
 
 
@@ -87,7 +90,7 @@ def attend_only(
     HALF: gl.constexpr,
 ):
     """What the warps that multiply do."""
-    return attend_narrow(*rows, *given, *rest, free, S, PAGE_SIZE, DIM_V, WIDEN, HALF)
+    return attend_narrow(*rows, *given, *rest, free, S, PAGE_SIZE, DIM_V, WIDEN, HALF, 0)
 
 
 @gluon.jit
@@ -146,14 +149,16 @@ def scales_apart(
 ):
     """Have the scales of the tiles' keys copied where they have any; for another warp."""
     if of_keys.scales is not None:
-        SLOTS: gl.constexpr = of_keys.ring.shape[0]
-        TILE_N: gl.constexpr = of_keys.ring.shape[1] // 2
-        asked = of_keys, ring[3], ring[0], b, h
+        SLOTS: gl.constexpr = of_keys.place.shape[0]
+        TILE_N: gl.constexpr = of_keys.place.shape[1] // 2
+        asked = of_keys, ring[3], b, h
         slot = tiles.first * 0
         phase = slot + 1
         for i in range(tiles.first, tiles.last, tiles.by):
+            tile = tile_at(tiles, i)
+            pages = pages_of_scales(ring[0], b, tile, keys, PAGE_SIZE, TILE_N)
             mbarrier.wait(free.index(slot), phase)
-            ask_scales(*asked, slot, tile_at(tiles, i), keys, PAGE_SIZE, TILE_N)
+            copy_scales(*asked, slot, tile, pages, keys, PAGE_SIZE, TILE_N)
             after = gl.minimum(i + tiles.by, tiles.last - 1)
             foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
             slot, phase = next_slot(slot, phase, SLOTS)

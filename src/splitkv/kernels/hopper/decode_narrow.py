@@ -14,7 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_rows import LOWEST, most_above, raised_maxima, true_or_none
-from splitkv.kernels.hopper.decode_scales import ask_with_scales, scales_of_tile
+from splitkv.kernels.hopper.decode_scales import (
+    ask_with_scales,
+    pages_of_scales,
+    scales_of_tile,
+    weighted,
+)
 from splitkv.kernels.hopper.effect import act
 from splitkv.kernels.hopper.halves import (
     first_of,
@@ -80,6 +85,7 @@ def attend_narrow(
     DIM_V: gl.constexpr,
     WIDEN: gl.constexpr,
     HALF: gl.constexpr,  # no more than 8 of 16 rows are somebody's
+    BULK: gl.constexpr,  # of `hopper_decode_split`
 ):
     """(acc [TILE_M, columns of v], m [TILE_M] in base 2, l [TILE_M]) of the rows over `tiles`; a
     thread has the same rows of all, and of acc what it has summed up."""
@@ -117,8 +123,12 @@ def attend_narrow(
         # page numbers come while this tile is worked on
         coming = gl.minimum(ahead, tiles.last - 1)
         pages = None
+        of_scales = None
         if free is None:
             pages = pages_of(ring[0], ring[1], b, tile_at(tiles, coming), keys, PAGE_SIZE, TILE_N)
+            if of_keys.scales is not None and of_keys.loaded is None and not BULK:
+                tile = tile_at(tiles, coming)
+                of_scales = pages_of_scales(ring[0], b, tile, keys, PAGE_SIZE, TILE_N)
         mbarrier.wait(arrived.index(slot), phase)
         first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
@@ -127,19 +137,26 @@ def attend_narrow(
         if HALF:
             qk = first_rows(qk, R)
         offs_n = first_n + inside
-        inverse = None  # of the scales of values
+        v_scale = None
         if of_keys.scales is not None:
-            k_scale, log, inverse = scales_of_tile(of_keys, slot, TILE_N, R)
-            s = score_log2(qk * k_scale, scale, softcap, slope, pos, offs_n) + log
-        else:
-            s = score_log2(qk, scale, softcap, slope, pos, offs_n)
+            k_scale, v_scale = scales_of_tile(of_keys, slot, phase, h, R, SLOTS, TILE_N, BULK)
+            qk *= k_scale
+        y = score_log2(qk, scale, softcap, slope, pos, offs_n) - m[:, None]
         if not all_visible(bounds, scoring.first, scoring.last, keys, first_n, TILE_N):
             act("bar.warp.sync 0xffffffff;", "r", (first_n,))  # else ptxas asks in every tile
-            s = gl.where(visible(bounds, pos, offs_n, keys), s, float("-inf"))
-        y = s - m[:, None]
-        # one slot is for parts of one tile, which has the first maxima
-        if True if SLOTS == 1 else any_of_block(y, LIMIT[1]):
-            raised = raised_maxima(m, s, WIDEN)
+            y = gl.where(visible(bounds, pos, offs_n, keys), y, float("-inf"))
+            if v_scale is not None:
+                v_scale = gl.where(offs_n < keys, v_scale, 1.0)  # there may be NaN
+        if v_scale is not None:
+            p = gl.exp2(y)
+            w = p * v_scale
+            above = any_of_block(w, LIMIT[2]) if SLOTS > 1 else True
+        else:
+            above = any_of_block(y, LIMIT[1]) if SLOTS > 1 else True
+        if above:  # one slot is for parts of one tile, which has the first maxima
+            s = score_log2(qk, scale, softcap, slope, pos, offs_n)
+            s = gl.where(y == float("-inf"), y, s)
+            raised = raised_maxima(m, weighted(s, v_scale), WIDEN)
             shrink = gl.exp2(m - raised)
             sums *= shrink[:, None]
             if HALF:
@@ -149,9 +166,14 @@ def attend_narrow(
                 acc_odd *= shrink[:, None]
             m = raised
             y = s - m[:, None]
-        p = gl.exp2(y)
-        sums += p if inverse is None else p * inverse
-        p_rows.store(p.to(dtype))
+            if v_scale is not None:
+                p = gl.exp2(y)
+                w = p * v_scale
+        if v_scale is None:
+            p = gl.exp2(y)
+            w = p
+        sums += p
+        p_rows.store(w.to(dtype))
         p = p_tile.load(A)
         acc, acc_odd = add_values(acc, acc_odd, p, v_ring.index(slot).load(B), WIDEN)
         if free is not None:
@@ -160,7 +182,20 @@ def attend_narrow(
             thread_barrier()  # all warps have read the slot and p
             if ahead < tiles.last:
                 tile = tile_at(tiles, ahead)
-                ask_with_scales(ring, of_keys, slot, b, h, tile, pages, keys, PAGE_SIZE, TILE_N)
+                ask_with_scales(
+                    ring,
+                    of_keys,
+                    slot,
+                    b,
+                    h,
+                    tile,
+                    pages,
+                    of_scales,
+                    keys,
+                    PAGE_SIZE,
+                    TILE_N,
+                    BULK,
+                )
                 after = gl.minimum(ahead + tiles.by, tiles.last - 1)
                 foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)

@@ -15,9 +15,10 @@ from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_
 
 # Weights of a row are relative to a maximum that is let be as long as no score is more than 3 above
 # it, in base 2: until then nothing that was summed up has to shrink. Beside widened values they are
-# relative to what is 12 below, see `pairs.SHIFT`. (how far scores may be above that, its bits)
+# relative to what is 12 below, see `pairs.SHIFT`. (how far scores may be above that, its bits,
+# those of such a weight)
 MOST = (3.0, 0x40400000)
-MOST_WIDENED = (15.0, 0x41700000)
+MOST_WIDENED = (15.0, 0x41700000, 0x47000000)
 LOWEST = gl.constexpr(-(2.0**100))  # where a row has seen no key
 
 

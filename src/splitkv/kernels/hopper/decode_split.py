@@ -54,6 +54,11 @@ from splitkv.kernels.hopper.cluster import (
     exchange_bytes,
     merge_cluster,
 )
+from splitkv.kernels.hopper.decode_bulk import (
+    bytes_in_bulk,
+    fill_in_bulk,
+    in_one_piece,
+)
 from splitkv.kernels.hopper.decode_load import asking, attend
 from splitkv.kernels.hopper.decode_narrow import RowScoring
 from splitkv.kernels.hopper.decode_new import Turning, fill_and_write
@@ -66,9 +71,9 @@ from splitkv.kernels.hopper.decode_rows import (
 )
 from splitkv.kernels.hopper.decode_scales import (
     KeyScales,
-    allocate_scales,
     fill_scales,
     load_first_scales,
+    place_of_scales,
     store_first_scales,
 )
 from splitkv.kernels.hopper.decode_tiles import (
@@ -78,6 +83,8 @@ from splitkv.kernels.hopper.decode_tiles import (
     most_registers,
     shared_bytes,
     steps_of,
+    unfit,
+    without_tma,
 )
 from splitkv.kernels.hopper.decode_wide import (
     attend_wide,
@@ -93,7 +100,6 @@ from splitkv.kernels.parts import num_parts as parts_of_problem
 from splitkv.kernels.parts import traffic_of_parts
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
-from splitkv.kernels.tile.codec import unfit as unfit_scales
 from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles, start_of
 from splitkv.kv import Paged
 from splitkv.plans import (
@@ -220,8 +226,9 @@ def hopper_decode_split(
     OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
     APART: gl.constexpr,  # a warp that does not multiply asks for tiles
     ROUNDED: gl.constexpr,  # q is rounded to int8 and multiplied with int8 keys as they are
-    READY: gl.constexpr,  # threads load scales of keys and make them ready
+    LOADED: gl.constexpr,  # threads load scales of keys
     HALF: gl.constexpr,  # of TILE_M, which is 16, no more than eight rows are somebody's
+    BULK: gl.constexpr,  # KV heads, whose scales of keys are copied in bulk; 0: of each by itself
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     slot_id = (b * gl.num_programs(1) + head_tile) * gl.num_programs(0) + part
@@ -250,12 +257,12 @@ def hopper_decode_split(
         tl.extra.cuda.gdc_launch_dependents()
     k_boxes, k_ring = allocate_tiles(k_desc, SLOTS, TILE_N, DIM, GATHER, OF_K)
     v_boxes, v_ring = allocate_tiles(v_desc, SLOTS, TILE_N, DIM_V, GATHER, OF_K)
-    arrived = arrivals(SLOTS, asking(GATHER, key_scales is not None, READY, APART, gl.num_warps()))
+    EXCHANGED: gl.constexpr = 4 * ROWS * (IN_ONE * DIM_V + 2 * CLUSTER) if CLUSTER else 0
+    of_tiles = place_of_scales(key_scales, SLOTS, TILE_N, BULK, EXCHANGED)
+    COPIED: gl.constexpr = key_scales is not None and BULK == 0
+    arrived = arrivals(SLOTS, asking(GATHER, COPIED, LOADED, APART, gl.num_warps()))
     ring = pool, k_boxes, v_boxes, arrived
-    ring_of_scales = None
-    if key_scales is not None:
-        ring_of_scales = allocate_scales(SLOTS, TILE_N, READY)
-    of_keys = KeyScales(key_scales, ring_of_scales, stride_sb, stride_sn)
+    of_keys = KeyScales(key_scales, of_tiles, stride_sb, stride_sn, part if LOADED else None)
 
     # whose keys, and which part of them
     row_tiles = 1 if HALF else (seqlen_q * GROUP + TILE_M - 1) // TILE_M
@@ -290,10 +297,12 @@ def hopper_decode_split(
         tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
         fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
     elif not APART:
-        if READY:
+        if LOADED:
             loaded = load_first_scales(of_keys, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+        if BULK:
+            fill_in_bulk(of_keys, pool, b, tiles, keys, PAGE_SIZE, TILE_N, SLOTS, BULK)
         fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
-    if key_scales is not None and not APART and not READY:
+    if COPIED and not APART and not LOADED:
         fill_scales(of_keys, arrived, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
 
     # the rows, while keys are on their way  [TILE_M]
@@ -324,12 +333,12 @@ def hopper_decode_split(
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
         return
 
-    if READY:
+    if LOADED:
         store_first_scales(of_keys, arrived, loaded, TILE_N, SLOTS)
     given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
     rest = RowScoring(pos, first_pos + t_first, first_pos + t_last, scale, softcap, slope), of_keys
     if OF_K is None:
-        acc, m, l = attend(q, given, rest, S, PAGE_SIZE, DIM_V, WIDEN, HALF, APART, CLUSTER)
+        acc, m, l = attend(q, given, rest, S, PAGE_SIZE, DIM_V, WIDEN, HALF, APART, CLUSTER, BULK)
     else:
         acc, m, l = attend_wide(q[0], *given, *rest, S, PAGE_SIZE, WIDEN)
     if WIDEN is not None:
@@ -365,20 +374,6 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         page_size = problem.place.page_size
         expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
     expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
-    return reasons
-
-
-def unfit(operands: Operands) -> list[str]:
-    """What of a memory layout TMA cannot describe."""
-    reasons = unfit_scales(operands)
-    for name, x in (("k", operands.k), ("v", operands.v)):
-        if 0 in x.shape:
-            reasons.append(f"{name}: expected a cache with room for a key, got {list(x.shape)}")
-        gaps = [stride for stride in x.stride()[:3] if stride * x.element_size() % 16]
-        if gaps or x.data_ptr() % 16:
-            reasons.append(
-                f"{name}: expected strides and an address that are multiples of 16 bytes"
-            )
     return reasons
 
 
@@ -428,6 +423,7 @@ class Launcher(decode_launch.Launcher):
         self.launched, self.rows = self.grid, min(config.tile_m, problem.rows)
         if self.cluster:  # all parts of a sequence: the first axis has one
             self.launched = (1, *self.grid[1:])
+        self.bulk = in_one_piece(problem, config, operands.k_scale)
         caches: tuple[int | None, ...] = (None,) * 6
         if self.appending or self.gathered:
             caches = *operands.k.stride()[:3], *operands.v.stride()[:3]
@@ -469,6 +465,7 @@ class Launcher(decode_launch.Launcher):
             self.of_k is None and rounds_rows(problem),
             scales_at_once(problem, config),
             config.tile_m == 16 and problem.rows <= 8,
+            self.bulk,
         )
         if self.asked_apart:
             self.options["maxnreg"] = most_registers(problem, config, plan.device)
@@ -498,28 +495,26 @@ class Launcher(decode_launch.Launcher):
             )
             why = f"this call runs on {decode_split.KERNEL.name}: {unfit(operands)[0]}"
             warnings.warn(why, stacklevel=2)
-            self.any_address = decode_split.Launcher(self.plan_without_tma(), operands)
+            self.any_address = decode_split.Launcher(without_tma(self.plan), operands)
         return self.any_address.dispatch(tensors, scale, softcap, new)
-
-    def plan_without_tma(self) -> Plan:
-        """The same parts of the keys, by the kernel for any GPU."""
-        config = self.plan.config
-        shapes = decode_split.configs(self.plan.problem, self.plan.device)
-        shape = min(shapes, key=lambda shape: abs(shape.tile_n - config.tile_n))
-        rule = ("num_splits", "schedule", "split_size", "programs", "appends")
-        cut = {name: getattr(config, name) for name in rule}
-        return replace(self.plan, kernel=decode_split.KERNEL.name, config=replace(shape, **cut))
 
     def first_split(self, q: Any, kv: Any, *rest: Any) -> Any:
         descriptors = (self.descriptor(kv.k_ptr), self.descriptor(kv.v_ptr))
-        args = q, *descriptors, kv.table_ptr, *rest, *self.tail
-        if not self.cluster:
+        bulk, config, key_scales = self.bulk, self.plan.config, rest[5]
+        if bulk and any(x.data_ptr() & 15 for x in key_scales):
+            bulk = 0
+        args = q, *descriptors, kv.table_ptr, *rest, *self.tail[:-1], bulk
+        behind = 0
+        if self.cluster:
+            behind += exchange_bytes(self.rows, self.plan.problem.head_dim_v, self.cluster)
+        if bulk:
+            behind += bytes_in_bulk(config.num_stages, config.tile_n, bulk)
+        if not behind:
             return hopper_decode_split[self.grid](*args, **self.options)
         compiled = hopper_decode_split.warmup(*args, grid=self.grid, **self.options)
-        exchanged = exchange_bytes(self.rows, self.plan.problem.head_dim_v, self.cluster)
-        clustered = in_clusters(compiled, self.cluster, exchanged)
-        clustered[self.launched](*args)
-        return clustered
+        widened = in_clusters(compiled, self.cluster or 1, behind)
+        widened[self.launched](*args)
+        return widened
 
     def seen(self, x: Any) -> Any:
         """K or V as TMA sees them."""

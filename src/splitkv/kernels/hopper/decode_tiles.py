@@ -1,8 +1,10 @@
-"""How tiles of keys and values of `hopper_decode_split` arrive, and where they lie."""
+"""How tiles of keys and values of `hopper_decode_split` arrive, and where they lie; what runs where
+TMA cannot bring them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from triton.experimental import gluon
@@ -10,13 +12,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.device import REGISTERS_PER_SM, Device
+from splitkv.kernels import decode_split
 from splitkv.kernels.hopper.cluster import exchange_bytes
+from splitkv.kernels.hopper.decode_bulk import bytes_in_bulk
 from splitkv.kernels.hopper.decode_wide import type_of_keys
 from splitkv.kernels.hopper.prefill_load import allocate
 from splitkv.kernels.hopper.ring import allocate_ring, tile_layout
+from splitkv.kernels.tile.codec import unfit as unfit_scales
 from splitkv.kv import AS_IS
-from splitkv.plans import WIDE, Config, scales_at_once
-from splitkv.problem import Problem
+from splitkv.plans import WIDE, Config, Plan, scales_in_bulk
+from splitkv.problem import Operands, Problem
 
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a ring slot; sums across warps
 RESERVED_BYTES = 1024  # of each program, by CUDA
@@ -36,9 +41,12 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     where tiles are wide, q, and what keys and values are widened to, in the place of p."""
     a_key = problem.head_dim + problem.head_dim_v
     tile = config.tile_n * a_key * problem.kv_element_bytes
-    if problem.codec.granularity == "token":
-        tile += (16 if scales_at_once(problem, config) else 8) * config.tile_n
-    total = config.num_stages * (tile + BARRIER_BYTES) + 1024
+    total = 1024
+    if scales_in_bulk(problem, config):
+        total += bytes_in_bulk(config.num_stages, config.tile_n, problem.num_kv_heads)
+    elif problem.codec.granularity == "token":
+        tile += 8 * config.tile_n
+    total += config.num_stages * (tile + BARRIER_BYTES)
     if config.merge == "cluster":
         rows = min(config.tile_m, problem.rows)
         total += exchange_bytes(rows, problem.head_dim_v, config.num_splits)
@@ -54,6 +62,30 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     if problem.rotary:
         moved = max(moved, config.tile_m * problem.head_dim * problem.element_bytes)
     return total + max(moved, SCRATCH_BYTES)
+
+
+def unfit(operands: Operands) -> list[str]:
+    """What of a memory layout TMA cannot describe."""
+    reasons = unfit_scales(operands)
+    for name, x in (("k", operands.k), ("v", operands.v)):
+        if 0 in x.shape:
+            reasons.append(f"{name}: expected a cache with room for a key, got {list(x.shape)}")
+        gaps = [stride for stride in x.stride()[:3] if stride * x.element_size() % 16]
+        if gaps or x.data_ptr() % 16:
+            reasons.append(
+                f"{name}: expected strides and an address that are multiples of 16 bytes"
+            )
+    return reasons
+
+
+def without_tma(plan: Plan) -> Plan:
+    """The same parts of the keys, by the kernel for any GPU."""
+    config = plan.config
+    shapes = decode_split.configs(plan.problem, plan.device)
+    shape = min(shapes, key=lambda shape: abs(shape.tile_n - config.tile_n))
+    rule = ("num_splits", "schedule", "split_size", "programs", "appends")
+    cut = {name: getattr(config, name) for name in rule}
+    return replace(plan, kernel=decode_split.KERNEL.name, config=replace(shape, **cut))
 
 
 def layout_of(x: Any, panels: bool) -> tuple[Sequence[int], Sequence[int]]:

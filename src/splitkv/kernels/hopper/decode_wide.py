@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from splitkv.kernels.hopper.clear import clear_behind
 from splitkv.kernels.hopper.decode_new import columns_of_rows
 from splitkv.kernels.hopper.decode_rows import LOWEST, raised_maxima, true_or_none
-from splitkv.kernels.hopper.decode_scales import ask_with_scales, scales_of_tile
+from splitkv.kernels.hopper.decode_scales import ask_with_scales, log_and_inverse, scales_of_tile
 from splitkv.kernels.hopper.eight_bits import widening
 from splitkv.kernels.hopper.pairs import (
     LEAST_UNIT,
@@ -232,14 +232,28 @@ def attend_wide(
         s = qk.to(gl.float32)
         log = None  # of the scales of values
         if of_keys.scales is not None:
-            k_scale, log, inverse = scales_of_tile(of_keys, slot, TILE_N, S)
+            k_scale, v_scale = scales_of_tile(of_keys, slot, phase, h, S, SLOTS, TILE_N, 0)
+            log, inverse = log_and_inverse(v_scale)
         if WIDEN is not None:
             clear_last(v, keys - first_n)
             fence_async_shared()  # while a product is under way, ptxas 12.8 breaks on it
             thread_barrier()  # all warps have read the slot, and widened its values
             if ahead < tiles.last:
                 tile = tile_at(tiles, ahead)
-                ask_with_scales(ring, of_keys, slot, b, h, tile, None, keys, PAGE_SIZE, TILE_N)
+                ask_with_scales(
+                    ring,
+                    of_keys,
+                    slot,
+                    b,
+                    h,
+                    tile,
+                    None,
+                    None,
+                    keys,
+                    PAGE_SIZE,
+                    TILE_N,
+                    0,
+                )
         if of_keys.scales is not None:
             s *= k_scale
         offs_n = first_n + inside
