@@ -366,7 +366,7 @@ def test_scales_copied_in_bulk(name: str) -> None:
     problem = IN_BULK[name]
     plan = plan_with(HOPPER, problem)
     for cut in ({"num_splits": 1}, {"num_splits": 3}, {"num_splits": 2, "merge": "cluster"}):
-        for tile_n, num_stages in ((64, 2), (64, 3), (128, 2)):
+        for tile_n, num_stages in ((64, 3), (128, 2)):
             shape = Config(1, plan.config.tile_m, tile_n, 4, num_stages)
             copying = replace(plan, policy="copying", config=replace(shape, **cut))
             assert rules.scales_in_bulk(problem, copying.config)

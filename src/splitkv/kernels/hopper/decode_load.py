@@ -12,12 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.cluster import arrive_running, arrive_written, wait_cluster
 from splitkv.kernels.hopper.decode_narrow import attend_narrow
-from splitkv.kernels.hopper.decode_scales import copy_scales, pages_of_scales
+from splitkv.kernels.hopper.decode_scales import copy_scales, keys_of_threads
 from splitkv.kernels.hopper.effect import act, act_alone
 from splitkv.kernels.hopper.ring import (
     arrivals,
     async_load,
-    foresee,
     keys_of_box,
     next_slot,
     thread_barrier,
@@ -114,10 +113,10 @@ def ask_apart(
     A_ROUND: gl.constexpr = LANES // BOXES  # tiles
     slot = tiles.first * 0
     phase = slot + 1  # nobody has a slot yet
-    declare_page()
+    declare_page(0)
     coming = pages_of_round(pool, b, tiles, tiles.first, keys, PAGE_SIZE, TILE_N)
     for some in range(tiles.first, tiles.last, A_ROUND * tiles.by):
-        keep_pages(coming)
+        keep_pages(coming, 0)
         behind = some + A_ROUND * tiles.by
         coming = pages_of_round(pool, b, tiles, behind, keys, PAGE_SIZE, TILE_N)
         lane = some * 0
@@ -127,7 +126,7 @@ def ask_apart(
             full = arrived.index(slot)
             mbarrier.expect(full, BYTES)
             for n in gl.static_range(BOXES):
-                at = [page_of_lane(lane + n), h, 0, (inner + n * BOX) % PAGE_SIZE, 0]
+                at = [page_of_lane(lane + n, 0), h, 0, (inner + n * BOX) % PAGE_SIZE, 0]
                 async_load(pool.k, at, full, k_boxes.index(slot * BOXES + n))
                 async_load(pool.v, at, full, v_boxes.index(slot * BOXES + n))
             lane += BOXES
@@ -152,16 +151,25 @@ def scales_apart(
         SLOTS: gl.constexpr = of_keys.place.shape[0]
         TILE_N: gl.constexpr = of_keys.place.shape[1] // 2
         asked = of_keys, ring[3], b, h
+        BOX: gl.constexpr = keys_of_box(ring[0].k.block_type.shape)
+        BOXES: gl.constexpr = TILE_N // BOX
+        A_ROUND: gl.constexpr = LANES // BOXES  # tiles
+        boxes = keys_of_threads(0, TILE_N) // BOX
         slot = tiles.first * 0
         phase = slot + 1
-        for i in range(tiles.first, tiles.last, tiles.by):
-            tile = tile_at(tiles, i)
-            pages = pages_of_scales(ring[0], b, tile, keys, PAGE_SIZE, TILE_N)
-            mbarrier.wait(free.index(slot), phase)
-            copy_scales(*asked, slot, tile, pages, keys, PAGE_SIZE, TILE_N)
-            after = gl.minimum(i + tiles.by, tiles.last - 1)
-            foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
-            slot, phase = next_slot(slot, phase, SLOTS)
+        declare_page(1)
+        coming = pages_of_round(ring[0], b, tiles, tiles.first, keys, PAGE_SIZE, TILE_N)
+        for some in range(tiles.first, tiles.last, A_ROUND * tiles.by):
+            keep_pages(coming, 1)
+            behind = some + A_ROUND * tiles.by
+            coming = pages_of_round(ring[0], b, tiles, behind, keys, PAGE_SIZE, TILE_N)
+            lane = some * 0
+            for i in range(some, gl.minimum(behind, tiles.last), tiles.by):
+                pages = page_of_lane(lane + boxes, 1)
+                mbarrier.wait(free.index(slot), phase)
+                copy_scales(*asked, slot, tile_at(tiles, i), pages, keys, PAGE_SIZE, TILE_N)
+                lane += BOXES
+                slot, phase = next_slot(slot, phase, SLOTS)
     meet_cluster(CLUSTER)
 
 
@@ -187,26 +195,32 @@ def pages_of_round(pool, b, tiles, first, keys, PAGE_SIZE: gl.constexpr, TILE_N:
     return gl.load(row + inner // PAGE_SIZE, mask=(i < tiles.last) & (inner < keys), other=0)
 
 
-@gluon.jit
-def declare_page():
-    """The register of `page_of_lane`. PTX knows it and LLVM does not, so that a number of one lane
-    can become one of all without shared memory."""
-    act_alone(".reg .b32 page_of_lane;")
+@gluon.constexpr_function
+def code_of_pages(role, what):
+    """Instructions on the register of `page_of_lane`. PTX knows it and LLVM does not, so that a
+    number of one lane can become one of others without shared memory. Each role has one."""
+    name = f"page_of_lane_{role}"
+    return {
+        "declare": f".reg .b32 {name};",
+        "keep": f"mov.b32 {name}, $1;",
+        "give": f"shfl.sync.idx.b32 $0, {name}, $1, 31, 0xffffffff;",
+    }[what]
 
 
 @gluon.jit
-def keep_pages(pages):
+def declare_page(ROLE: gl.constexpr):
+    CODE: gl.constexpr = code_of_pages(ROLE, "declare")
+    act_alone(CODE)
+
+
+@gluon.jit
+def keep_pages(pages, ROLE: gl.constexpr):
     """Have them given out by `page_of_lane` from here on."""
-    act("mov.b32 page_of_lane, $1;", "r", (pages,))
+    CODE: gl.constexpr = code_of_pages(ROLE, "keep")
+    act(CODE, "r", (pages,))
 
 
 @gluon.jit
-def page_of_lane(lane):
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, page_of_lane, $1, 31, 0xffffffff;",
-        "=r,r",
-        [lane],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def page_of_lane(lane, ROLE: gl.constexpr):
+    CODE: gl.constexpr = code_of_pages(ROLE, "give")
+    return gl.inline_asm_elementwise(CODE, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
