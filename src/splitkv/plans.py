@@ -104,17 +104,22 @@ def scales_at_once(problem: Problem, config: Config) -> bool:
     return token and even and short and not asked_apart(problem, config)
 
 
-def scales_in_bulk(problem: Problem, config: Config) -> bool:
-    """Whether decode on Hopper has scales of keys copied as they lie, those of all KV heads, of
-    which a program keeps few: not where all are loaded at once, nor beside new tokens, which would
-    have to be fenced off once more. Of several heads parts of four tiles were up to 4 % slower so,
-    longer ones up to 12 % faster."""
+def may_be_in_bulk(problem: Problem, config: Config) -> bool:
+    """Whether decode on Hopper has scales of keys copied as they lie in long parts: those of all KV
+    heads, of which a program keeps few."""
     token = problem.codec.granularity == "token" and config.tile_m < WIDE
     whole = box_rows(problem, config.tile_n) == config.tile_n and not gathers(problem, config)
+    return token and whole and problem.num_kv_heads <= MOST_IN_BULK
+
+
+def scales_in_bulk(problem: Problem, config: Config) -> bool:
+    """Whether it does: not where all are loaded at once, nor beside new tokens, which would have to
+    be fenced off once more. Of several heads parts of four tiles were up to 4 % slower so, longer
+    ones up to 12 % faster."""
     heads, most = problem.num_kv_heads, 2 * config.num_stages * config.num_splits
-    long = heads == 1 or (heads <= MOST_IN_BULK and visited(problem, config.tile_n) > most)
+    long = heads == 1 or visited(problem, config.tile_n) > most
     apart = scales_at_once(problem, config) or problem.early_kv or config.appends
-    return token and whole and long and not apart
+    return may_be_in_bulk(problem, config) and long and not apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from splitkv.device import REGISTERS_PER_SM, Device, KiB, MiB
 from splitkv.kv import AS_IS, Paged
-from splitkv.plans import WIDE, Config, Kernel, asked_apart, gathers
+from splitkv.plans import WIDE, Config, Kernel, asked_apart, gathers, may_be_in_bulk
 from splitkv.policies import short_queries
 from splitkv.policies.shared import WHOLE_SEQUENCES, ceil_div, num_tiles, row_tiles, slowest
 from splitkv.problem import Problem
@@ -113,7 +113,9 @@ class Constants:
                    rows, step_paged_element: for each of them where paged; step_few: of both, times
                    so much where elements of 8 bits are widened for few rows; step_scale: for each
                    key that has a scale; scale_bytes: what memory is as busy with;
-                   step_scale_apart: instead of both, where warps ask for keys and scales
+                   step_scale_apart: instead of both, where warps ask for keys and scales;
+                   step_scale_bulk, bulk_bytes: instead of both, where scales are copied in bulk;
+                   bulk_latency: how much longer a slot is busy in long parts, for each KV head
     step_copy      asking for what of a tile lies in one page; where it is gathered row by row
                    instead, step_row: for each key, and of the first tiles before any is waited for
     sm_flops       what an SM multiplies, rows that only fill a tile included
@@ -163,6 +165,9 @@ class Constants:
     step_scale: float = 0.0
     step_scale_apart: float = 0.0
     scale_bytes: float = 8.0
+    step_scale_bulk: float = 0.0
+    bulk_bytes: float = 8.0
+    bulk_latency: float = 0.0
     step_copy: float = 0.0
     step_row: float = 0.0
     sm_flops: float = 2.27e12
@@ -214,6 +219,9 @@ H200_HOPPER = Constants(
     step_scale=0.5e-9,
     step_scale_apart=2e-9,
     scale_bytes=32.0,
+    step_scale_bulk=0.25e-9,
+    bulk_bytes=18.0,
+    bulk_latency=0.06e-6,
     step_copy=52.5e-9,
     step_row=4e-9,
     sm_flops=math.inf,
@@ -272,7 +280,8 @@ class Shape:
         scaled = problem.codec.granularity == "token"
         self.tile_bytes = config.tile_n * (dims * problem.kv_element_bytes + 8 * scaled)
         apart = widened_apart(problem, config, c)
-        more = 0.0 if apart else c.scale_bytes - 8
+        bulk = may_be_in_bulk(problem, config)
+        more = 0.0 if apart else (c.bulk_bytes if bulk else c.scale_bytes) - 8
         self.read_bytes = self.tile_bytes + config.tile_n * more * scaled
         self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
         self.slots = device.num_sms * occupancy(problem, device, config, c)
@@ -299,13 +308,15 @@ class Shape:
             step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
             step *= c.step_few if few else 1.0
             step += c.step_paged_element * paged * a_warp
-            step += (c.step_scale_apart if apart else c.step_scale) * scaled * config.tile_n
+            a_scale = c.step_scale_bulk if bulk else c.step_scale
+            step += (c.step_scale_apart if apart else a_scale) * scaled * config.tile_n
             if gathers(problem, config):
                 step += c.step_row * config.tile_n
                 self.asking = c.step_row * config.tile_n
             elif not apart:
                 step += c.step_copy * 2 * pages
         self.step, self.turn = step, (step + c.latency) / config.num_stages
+        self.late = bulk * c.bulk_latency * problem.num_kv_heads / config.num_stages
         self.num_stages = config.num_stages
         # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
         self.shared_reads = problem.num_kv_heads / self.head_tiles
@@ -380,6 +391,7 @@ class Shape:
         memory = felt * self.read_bytes * self.shared_reads / self.peak
         # else all its tiles are asked for at the start
         turn = self.turn if per > self.num_stages else 0.0
+        turn += self.late if per > 2 * self.num_stages else 0.0
         return per * slowest(self.step, turn, on_one_sm * self.alone, memory)
 
 
@@ -415,6 +427,8 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
     a_block = constants.registers(problem, config) * 32 * config.num_warps
     held = min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block))
     if problem.codec != AS_IS and config.tile_m < WIDE:
+        if may_be_in_bulk(problem, config):  # scales of other heads are on their way, too
+            ring += config.num_stages * config.tile_n * 8 * (problem.num_kv_heads - 1)
         held = min(held, constants.in_flight // ring)
     return max(1, held)
 
