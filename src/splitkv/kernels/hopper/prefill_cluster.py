@@ -1,9 +1,14 @@
-"""Merging the parts of a row tile inside one launch, whose programs are a cluster.
+"""Merging two parts of a row tile inside one launch, whose programs are a cluster.
 
-As cluster.py has it, for sums in the layout of wgmma.
+As cluster.py has it, for sums in the layout of wgmma: each program sends the other one half of its
+columns, and merges the half that it is sent. What a thread has of a half is what the same thread of
+the other program merges it with. So sums go from thread to thread, 16 bytes at a time, in an order
+in which those of a warp lie beside each other.
 
-What runs once costs more to fetch than to run, so there is little of it: rows are stored with a few
-addresses and fixed distances from those.
+What is sent tells a barrier in the shared memory that it goes to, and a program waits for that: a
+barrier of the cluster would have all stores of a program be everywhere first.
+
+What runs once costs more to fetch than to run, so there is little of it.
 """
 
 from __future__ import annotations
@@ -12,56 +17,85 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.cluster import (
-    arrive_written,
-    exchange_at,
-    received,
-    wait_cluster,
-)
-from splitkv.kernels.hopper.effect import act
+from splitkv.kernels.hopper.cluster import arrive_running, exchange_at, wait_cluster
+from splitkv.kernels.hopper.effect import act, act_alone
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.prefill_write import cleared
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
-# Bytes between rows, besides what they have: eight threads that store 32 bytes of a row each meet
-# in no bank.
-GAP = gl.constexpr(32)
-
-
-def exchange_bytes(rows: int, head_dim_v: int, parts: int) -> int:
-    """acc [parts, rows, head_dim_v / parts], with gaps, m and l [parts, rows] in fp32."""
-    return rows * (4 * head_dim_v + parts * GAP.value + 8 * parts)
+PAIR = gl.constexpr(2)
+THREADS = gl.constexpr(128)  # that multiply
+ROWS_OF_WARP = gl.constexpr(16)
+BARRIER = gl.constexpr(16)  # bytes
 
 
 @gluon.constexpr_function
-def sending(elements, first, columns):
-    """Instructions that store so many columns of a thread's sums, from one on, and constraints.
+def exchange_bytes(head_dim_v):
+    """16 bytes of each thread at a time: half of its sums, then m and l of its two rows. Behind
+    them the barrier that they arrive at."""
+    return THREADS.value * (head_dim_v + 16) + BARRIER.value
 
-    A thread has two columns of a row, two of the row 8 below, then those of 8 columns further on.
-    Where a row goes is an address, 0 of one that does not exist.
-    """
-    outputs = elements // 4
-    code = "{ .reg .pred ok0, ok1;"
-    for row in range(2):
-        code += f"setp.ne.u64 ok{row}, ${outputs + elements + 2 * row}, 0;"
-    for i in range(0, elements, 2):
-        column, row = i // 4 * 8, i % 4 // 2
-        if first <= column < first + columns:
-            to = f"[${outputs + elements + 2 * row} + {4 * (column - first)}]"
-            code += f"@ok{row} st.v2.f32 {to}, {{${outputs + i}, ${outputs + i + 1}}};"
-    code += "".join(f"mov.b32 ${i}, 0;" for i in range(outputs)) + "}"
-    return code, ",".join(["=r"] * outputs + ["r"] * elements + ["l"] * elements)
+
+@gluon.constexpr_function
+def barrier_in(register, scratch):
+    """Instructions that put where the barrier is into a register."""
+    code = f"mov.u32 {register}, %dynamic_smem_size; mov.u32 {scratch}, global_smem;"
+    return code + f"add.u32 {register}, {register}, {scratch}; sub.u32 {register}, {register}, 16;"
+
+
+@gluon.constexpr_function
+def opening(rows, head_dim_v):
+    """Instructions by which one thread sets up the barrier of what a program is sent."""
+    sent = -(-rows // ROWS_OF_WARP.value) * 32 * (head_dim_v + 16)
+    return f"""{{ .reg .u32 t, at; .reg .pred first; {barrier_in("at", "t")}
+    mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;
+    @first mbarrier.init.shared::cta.b64 [at], 1;
+    @first fence.mbarrier_init.release.cluster;
+    @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {sent}; }}"""
 
 
 @gluon.jit
-def send_rows(acc, to, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """Store COLUMNS columns of acc, the first ones at `to` [ROWS, 1]: see `sending`."""
+def open_exchange(CLUSTER: gl.constexpr, KEPT: gl.constexpr, DIM_V: gl.constexpr):
+    """Be ready for what the other program of a cluster sends, if there is one, and tell it."""
+    if CLUSTER:
+        CODE: gl.constexpr = opening(KEPT, DIM_V)
+        act_alone(CODE)
+        arrive_running(CLUSTER)
+
+
+@gluon.constexpr_function
+def sending(elements, rows):
+    """Instructions that send so many sums of a thread, m and l of its two rows to program `to` of
+    the cluster, but for warps that have no row; and constraints.
+
+    A thread has two columns of a row, two of the row 8 below, then those of 8 columns further on.
+    """
+    x, m, l, to = (elements // 4 + n * elements for n in range(4))
+    send = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+    step = 16 * THREADS.value
+    warps = -(-rows // ROWS_OF_WARP.value)
+    code = f"{{ .reg .u32 t, a, b; .reg .pred none; {barrier_in('b', 't')} mov.u32 t, %tid.x;"
+    code += f"setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING; shl.b32 t, t, 4;"
+    code += f"sub.u32 a, b, {step * (elements // 4 + 1)}; add.u32 a, a, t;"
+    code += f"mapa.shared::cluster.u32 a, a, ${to}; mapa.shared::cluster.u32 b, b, ${to};"
+    fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)]
+    for n, four in enumerate([*fours, (m, l, m + 2, l + 2)]):
+        code += f"{send} [a + {n * step}], {{{', '.join(f'${i}' for i in four)}}}, [b];"
+    code += "NOTHING:" + "".join(f"mov.b32 ${i}, 0;" for i in range(elements // 4)) + "}"
+    return code, ",".join(["=r"] * (elements // 4) + ["r"] * 4 * elements)
+
+
+@gluon.jit
+def send_half(acc, l, m, to, KEPT: gl.constexpr):
+    """Send sums [ROWS, half of DIM_V], and m and l [ROWS], to program `to` of the cluster."""
     ELEMENTS: gl.constexpr = acc.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = sending(ELEMENTS, FIRST, COLUMNS)
+    INSTRUCTIONS: gl.constexpr = sending(ELEMENTS, KEPT)
+    m = along_rows(m, acc).broadcast_to(acc.shape)
+    l = along_rows(l, acc).broadcast_to(acc.shape)
     gl.inline_asm_elementwise(
         INSTRUCTIONS[0],
         INSTRUCTIONS[1],
-        [acc, to.broadcast_to(acc.shape)],
+        [acc, m, l, to],
         dtype=gl.int8,
         is_pure=False,
         pack=ELEMENTS,
@@ -69,36 +103,53 @@ def send_rows(acc, to, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def of_program(at, number):
-    """An address of shared memory as that of the same place in a program of the cluster."""
+def wait_received(at):
+    """Wait for all that this program is sent, at the barrier behind it."""
+    CODE: gl.constexpr = (
+        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], 0;"
+        "@!done bra AGAIN; }"
+    )
+    act(CODE, "r", (at,))
+
+
+@gluon.constexpr_function
+def receiving(elements):
+    """Instructions that load the sums that a thread was sent, and constraints."""
+    code = f"{{ .reg .u32 t; mov.u32 t, %tid.x; shl.b32 t, t, 4; add.u32 t, t, ${elements};"
+    for i in range(0, elements, 4):
+        four = ", ".join(f"${n}" for n in range(i, i + 4))
+        code += f"ld.shared.v4.b32 {{{four}}}, [t + {4 * i * THREADS.value}];"
+    return code + "}", ",".join(["=r"] * elements + ["r"] * elements)
+
+
+@gluon.jit
+def received_half(at, like):
+    """The sums that this program was sent, as `like` [ROWS, half of DIM_V]."""
+    ELEMENTS: gl.constexpr = like.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = receiving(ELEMENTS)
+    zero = gl.full(like.shape, 0, gl.int32, like.type.layout)
     return gl.inline_asm_elementwise(
-        "{ .reg .u32 a; mapa.shared::cluster.u32 a, $1, $2; cvt.u64.u32 $0, a;"
-        "cvta.shared::cluster.u64 $0, $0; }",
-        "=l,r,r",
-        [at, number],
-        dtype=gl.int64,
-        is_pure=True,
-        pack=1,
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [zero + at],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=ELEMENTS,
     )
 
 
 @gluon.jit
-def send_one(at, x, ok):
-    """Store single numbers."""
-    CODE: gl.constexpr = "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.f32 [$1], $2; }"
-    act(CODE, "l,r,r", (at, x, ok.to(gl.int32)))
-
-
-@gluon.jit
-def received_fours(at):
-    """What was sent to four neighbours, of which the first says where they are."""
+def received_of_rows(at, like):
+    """What a thread was sent of its two rows, 8 bytes apart, as `like` [ROWS]."""
+    zero = gl.full(like.shape, 0, gl.int32, like.type.layout)
     return gl.inline_asm_elementwise(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
-        "=f,=f,=f,=f,r,r,r,r",
-        [at],
+        "{ .reg .u32 t; mov.u32 t, %tid.x; shl.b32 t, t, 4; add.u32 t, t, $2;"
+        "ld.shared.f32 $0, [t]; ld.shared.f32 $1, [t + 8]; }",
+        "=f,=f,r,r",
+        [zero + at],
         dtype=gl.float32,
         is_pure=False,
-        pack=4,
+        pack=2,
     )
 
 
@@ -109,83 +160,81 @@ def quickly(CODE: gl.constexpr, x):
 
 
 @gluon.jit
-def merge_parts(
+def merge_pair(
     acc,  # [ROWS, DIM_V]
     l,  # [ROWS]
     m,  # [ROWS] in base 2
     own,  # Own
-    work,  # Work
     output,  # Output
     PACK: gl.constexpr,
-    PARTS: gl.constexpr,
     KEPT: gl.constexpr,  # rows that a sequence may have, of ROWS
 ):
-    """Merge the parts of the only row tile of a lane, and store the result."""
+    """Merge the two parts of the only row tile of a lane, and store the result."""
     ROWS: gl.constexpr = acc.shape[0]
-    DIM_V: gl.constexpr = acc.shape[1]
-    SLICE: gl.constexpr = DIM_V // PARTS
-    ROW: gl.constexpr = 4 * SLICE + GAP
-    STATISTICS: gl.constexpr = PARTS * KEPT * ROW  # m, then l
-    base = exchange_at(STATISTICS + 8 * PARTS * KEPT)
-    kept = own.len_q * PACK
-
-    acc = cleared(acc, l)
-    rows = gl.arange(0, ROWS, layout=m.type.layout)
-    ok = rows < kept
-    at = own.part * KEPT + rows
-    offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
-    pair = (offs_v % 8 // 2 * 8)[None, :]  # of a thread, in bytes
-    wait_cluster()  # all of them run
-    for p in gl.static_range(PARTS):
-        there = of_program(base, own.part * 0 + p)
-        send_one(there + STATISTICS + at * 4, m, ok)
-        send_one(there + (STATISTICS + 4 * PARTS * KEPT) + at * 4, l, ok)
-        to = along_rows(gl.where(ok, there + at * ROW, 0), acc)
-        to = gl.where(to == 0, to, to + pair)
-        send_rows(acc, to, p * SLICE, SLICE)
-    arrive_written()
-
-    COLUMNS: gl.constexpr = min(SLICE // 4, 32)
-    L: gl.constexpr = gl.BlockedLayout(
-        [1, 4], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0]
-    )
+    HALF: gl.constexpr = acc.shape[1] // 2
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
     M: gl.constexpr = gl.SliceLayout(1, L)
-    rows = gl.arange(0, ROWS, layout=M)
-    columns = gl.arange(0, SLICE, layout=gl.SliceLayout(0, L))[None, :]
-    ok = rows < kept
+    halves = cleared(acc, l).reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+    first = gl.convert_layout(halves[0], L, assert_trivial=True)
+    second = gl.convert_layout(halves[1], L, assert_trivial=True)
+    l = gl.convert_layout(l, M, assert_trivial=True)
+    m = gl.convert_layout(m, M, assert_trivial=True)
+    wait_cluster()  # both run
+    if own.part == 0:  # with a number that is known nothing has to be chosen from registers
+        merge_half(first, second, l, m, own, output, 0, PACK, KEPT)
+    else:
+        merge_half(second, first, l, m, own, output, 1, PACK, KEPT)
+
+
+@gluon.jit
+def merge_half(
+    acc,  # [ROWS, half of DIM_V]: the half that this program stores
+    rest,  # and the other
+    l,  # [ROWS]
+    m,  # [ROWS] in base 2
+    own,  # Own
+    output,  # Output
+    PART: gl.constexpr,  # whose parts and half these are
+    PACK: gl.constexpr,
+    KEPT: gl.constexpr,
+):
+    """Send one half, and merge and store the other."""
+    ROWS: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = acc.shape[1]
+    BYTES: gl.constexpr = exchange_bytes(2 * HALF)
+    send_half(rest, l, m, gl.full(rest.shape, 1 - PART, gl.int32, rest.type.layout), KEPT)
+    rows = gl.arange(0, ROWS, layout=m.type.layout)
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout))[None, :]
+    ok = rows < KEPT
     t = rows // PACK
     head = own.head + rows % PACK
     steps = output.merging.out_strides
     out_rows = own.b.to(gl.int64) * steps.b + t.to(gl.int64) * steps.t + head * steps.h
     # TMA takes no other strides
-    out_rows = tl.multiple_of(out_rows + own.part * SLICE, 8)
-    out_ptrs = output.out_ptr + (out_rows[:, None] + columns)
-    lse_rows = own.b.to(gl.int64) * output.stride_lse_b
-    lse_rows += head.to(gl.int64) * output.stride_lse_h + t
+    out_rows = tl.multiple_of(out_rows, 8)
+    out_ptrs = output.out_ptr + PART * HALF + (along_rows(out_rows, acc) + columns)
     sink_log2 = None
     if output.sink_ptr is not None:
         sink_log2 = gl.load(output.sink_ptr + head, mask=ok, other=0.0).to(gl.float32)
         sink_log2 *= 1.4426950408889634
-    there = gl.minimum(rows, KEPT - 1)
-    mine = base + there[:, None] * ROW + columns * 4
-    of_rows = base + STATISTICS + there * 4
-    wait_cluster()
-    m = gl.full([ROWS], float("-inf"), gl.float32, M)
-    for p in gl.static_range(PARTS):
-        m = gl.maximum(m, received(of_rows + p * KEPT * 4))
-    top = finite_or_zero(m)
-    l = gl.zeros([ROWS], gl.float32, M)
-    acc = gl.zeros([ROWS, SLICE], gl.float32, L)
-    for p in gl.static_range(PARTS):
-        weight = gl.exp2(received(of_rows + p * KEPT * 4) - top)
-        l += weight * received(of_rows + (PARTS + p) * KEPT * 4)
-        acc += weight[:, None] * received_fours(mine + p * KEPT * ROW)
+    base = exchange_at(BYTES)
+    wait_received(base + (BYTES - BARRIER))
+    of_rows = base + (BYTES - BARRIER - 16 * THREADS)
+    m_other = received_of_rows(of_rows, m)
+    l_other = received_of_rows(of_rows + 4, l)
+    highest = gl.maximum(m, m_other)
+    top = finite_or_zero(highest)
+    weight, weight_other = gl.exp2(m - top), gl.exp2(m_other - top)
+    l = l * weight + l_other * weight_other
     if sink_log2 is None:
         factor = quickly("rcp.approx.ftz.f32 $0, $1;", gl.where(l == 0.0, 1.0, l))
     else:
-        factor = factor_beside_sink(m, l, sink_log2)
-    out = acc * factor[:, None]
-    gl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=ok[:, None])
-    if own.part == 0:
-        lse = (m + quickly("lg2.approx.ftz.f32 $0, $1;", l)) * 0.6931471805599453
+        factor = factor_beside_sink(highest, l, sink_log2)
+    out = acc * along_rows(weight * factor, acc)
+    out += received_half(base, acc) * along_rows(weight_other * factor, acc)
+    gl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=along_rows(ok, acc))
+    if PART == 0:
+        lse_rows = own.b.to(gl.int64) * output.stride_lse_b
+        lse_rows += head.to(gl.int64) * output.stride_lse_h + t
+        lse = (highest + quickly("lg2.approx.ftz.f32 $0, $1;", l)) * 0.6931471805599453
         gl.store(output.lse_ptr + lse_rows, lse, mask=ok)

@@ -53,11 +53,10 @@ from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.direct import in_clusters
 from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kernels.hopper.cluster import arrive_running
 from splitkv.kernels.hopper.eight_bits import PART
 from splitkv.kernels.hopper.numbered import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting, packed_heads
-from splitkv.kernels.hopper.prefill_cluster import exchange_bytes
+from splitkv.kernels.hopper.prefill_cluster import PAIR, exchange_bytes, open_exchange
 from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, ask_first
 from splitkv.kernels.hopper.prefill_prepare import Ring, as_made_ready
 from splitkv.kernels.hopper.prefill_roles import give_roles
@@ -181,7 +180,6 @@ def hopper_prefill_quantised(
     CLUSTER: gl.constexpr,  # parts are programs of a cluster of so many, which merges them; or 0
     KEPT: gl.constexpr,  # rows that a sequence may have, of those of a cluster
 ):
-    arrive_running(CLUSTER)
     stored: gl.constexpr = k_desc.dtype
     TILE_M: gl.constexpr = WARPGROUPS * ROWS
     bounds, scoring = Bounds(left, right, sink_tokens), Scoring(scale, softcap, None, None, None)
@@ -273,6 +271,7 @@ def hopper_prefill_quantised(
     begin(output)
     if ASKED:
         ask_first(work, own, maps, boxes, arriving, coming, GROUP, PACK, ASKED, PAGE_SIZE)
+    open_exchange(CLUSTER, KEPT, DIM)
     give_roles(whole, rings, arriving, coming, GROUP, PACK, PAGE_SIZE, PDL, ASKED, CLUSTER, KEPT)
     if count_ptr is not None:
         merge(work, output, GROUP, PACK, DIM, TILE_P, TILE_R)
@@ -321,8 +320,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     exchanged = 0
     if config.merge == "cluster":  # no tile of results
         a_row -= problem.element_bytes
-        rows = min(config.tile_m, problem.seqlen_q * packed_heads(problem, config))
-        exchanged = exchange_bytes(rows, problem.head_dim_v, config.num_splits)
+        exchanged = exchange_bytes(problem.head_dim_v)
     return (config.tile_m * a_row + n * a_key) * dim + columns + exchanged + BARRIER_BYTES
 
 
@@ -336,7 +334,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
     for config in found:
         packed = config.tile_m == ROWS.value and config.pack_gqa and config.programs
         if packed and problem.seqlen_q * packed_heads(problem, config) <= config.tile_m:
-            pair = replace(config, num_splits=2, merge="cluster")
+            pair = replace(config, num_splits=PAIR.value, merge="cluster")
             if shared_bytes(problem, pair) <= device.smem_per_block:
                 yield pair
 
@@ -407,9 +405,7 @@ class Launcher(hopper_prefill.Launcher):
             return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)
         given = *args, *self.tail
         made = hopper_prefill_quantised.warmup(*given, grid=self.grid, **self.options)
-        parts = self.plan.config.num_splits
-        exchanged = exchange_bytes(self.kept, self.problem.head_dim_v, parts)
-        clustered = in_clusters(made, parts, exchanged)
+        clustered = in_clusters(made, PAIR.value, exchange_bytes(self.problem.head_dim_v))
         clustered[self.grid](*given)
         return clustered
 

@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from splitkv.kernels.hopper.decode_load import meet_cluster
+from splitkv.kernels.hopper.cluster import arrive_running
 from splitkv.kernels.hopper.known import known
 from splitkv.kernels.hopper.numbered import give_first_turn
-from splitkv.kernels.hopper.prefill_cluster import merge_parts
+from splitkv.kernels.hopper.prefill_cluster import merge_pair
 from splitkv.kernels.hopper.prefill_load import ROWS, produce
 from splitkv.kernels.hopper.prefill_prepare import prepare
 from splitkv.kernels.hopper.prefill_rows import own_item, own_visit
@@ -64,7 +64,7 @@ def consume_placed(
         if steps > 0:
             acc, product, l, m, shrink, v_scale = attend_scaled(*item, 0, GROUP, PACK)
             acc = last_sums(acc, product, shrink, v_scale, steps - 1, tiles, signals)
-        merge_parts(acc, l, m, own, work, output, PACK, CLUSTER, KEPT)
+        merge_pair(acc, l, m, own, output, PACK, KEPT)
     elif steps > 0:
         acc, product, l, m, shrink, v_scale = attend_scaled(*item, 0, GROUP, PACK)
         if output.partial is None:
@@ -108,9 +108,8 @@ def prepare_items(
     CLUSTER: gl.constexpr,
 ):
     """`prepare`, and what all threads of a cluster do."""
+    arrive_running(CLUSTER)
     prepare(*to_ready, GROUP, PACK, TILE_M, TILE_N, PAGE_SIZE)
-    if CLUSTER:
-        meet_cluster(CLUSTER)
 
 
 @gluon.jit
@@ -125,9 +124,8 @@ def produce_items(
     CLUSTER: gl.constexpr,
 ):
     """`produce`, and what all threads of a cluster do."""
+    arrive_running(CLUSTER)
     produce(to_copy, GROUP, PACK, 1, STAGES, PAGE_SIZE, ASKED, PDL)
-    if CLUSTER:
-        meet_cluster(CLUSTER)
 
 
 @gluon.jit
@@ -162,8 +160,8 @@ def give_roles(
                 (prepare_items, (to_ready, GROUP, PACK, TILE_M, TILE_N, PAGE_SIZE, CLUSTER)),
                 (produce_items, (to_copy, GROUP, PACK, STAGES, PAGE_SIZE, ASKED, PDL, CLUSTER)),
                 # three warps that Triton would add anyway
-                (meet_cluster, (CLUSTER,)),
-                (meet_cluster, (CLUSTER,)),
+                (arrive_running, (CLUSTER,)),
+                (arrive_running, (CLUSTER,)),
             ],
             [4, 1, 1, 2],
             [of[0], of[1], of[1], of[1]],
