@@ -217,7 +217,11 @@ def _splits(config: Config) -> str:
     if config.schedule == "batch":
         return f"up to {config.num_splits}, by length"
     splits = f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")
-    how = {"cluster": ", a cluster", "last": ", merged by the programs that come last"}
+    how = {
+        "cluster": ", a cluster",
+        "pairs": ", clusters of two",
+        "last": ", merged by the programs that come last",
+    }
     return splits + how.get(config.merge, "")
 
 

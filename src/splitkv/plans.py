@@ -33,7 +33,8 @@ class Config:
     num_stages   tiles of keys and values that a program has in flight
     pack_gqa     the query heads of a KV head share one program
     merge        combine: the parts of a row are merged by a second kernel; cluster: by the programs
-                 that made them, which run together; last: by those that come last, in one launch
+                 that made them, which run together; last: by those that come last, in one launch;
+                 pairs: two and two by their programs, and then by the pair that comes last
     appends      the kernel writes new tokens itself; without it `append` runs before the kernel
     """
 
@@ -46,8 +47,13 @@ class Config:
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
-    merge: Literal["combine", "cluster", "last"] = "combine"
+    merge: Literal["combine", "cluster", "last", "pairs"] = "combine"
     appends: bool = False
+
+    @property
+    def clustered(self) -> bool:
+        """Whether programs are clusters, which merge."""
+        return self.merge in ("cluster", "pairs")
 
     @property
     def shape(self) -> Config:

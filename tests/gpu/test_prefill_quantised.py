@@ -141,15 +141,18 @@ OF_PAIRS = {
 
 
 @pytest.mark.parametrize("changes", OF_PAIRS.values(), ids=OF_PAIRS)
-@pytest.mark.parametrize("parts", ["pair", 1, 5])
+@pytest.mark.parametrize("parts", ["pair", "4 in pairs", "16 in pairs", 1, 5])
 def test_programs_by_their_place(parts: int | str, changes: Mapping[str, Any]) -> None:
-    """One item each: two parts as a cluster, one part, and several that another launch merges;
-    three times the same bits."""
+    """One item each: two parts as a cluster, more of which the last pair merges, one part, and
+    several that another launch merges; three times the same bits."""
     problem = replace(FEW_ROWS, codec=Codec("int8", "head"), products="half", **changes)
     if KERNEL.unsupported(problem, HERE):
         found = [plan_of(problem).config]
-    elif parts == "pair":
+    elif isinstance(parts, str):
         found = clusters(KERNEL, problem, HERE)
+        if parts != "pair":
+            problem = replace(problem, batch=min(problem.batch, 33))  # that many have tickets
+            found = [replace(c, num_splits=int(parts.split()[0]), merge="pairs") for c in found]
     else:
         found = [c for c in shapes(KERNEL, problem, HERE) if c.tile_m == 64 and c.pack_gqa]
         found = [replace(config, num_splits=parts) for config in found if config.programs]

@@ -420,7 +420,8 @@ class Launcher:
             programs += (parts - 1) * row_tiles * problem.batch * problem.num_kv_heads
             if config.merge != "cluster":
                 self.slots = problem.batch * cut * problem.num_heads * parts
-        self.last = parts is not None and config.merge == "last"
+        self.last = parts is not None and config.merge in ("last", "pairs")
+        self.pairs = config.merge == "pairs"
         assert programs <= MOST_ARRIVALS.value or not self.last
         self.grid = programs, 1, 1
         lse, table, place = lse_strides(q), operands.page_table, problem.place
@@ -457,7 +458,7 @@ class Launcher:
 
     def merged_a_step(self, num_warps: int) -> tuple[int, int]:
         """Parts, and rows, that so many warps merge together; 0 where `combine` merges."""
-        if not self.last:
+        if not self.last or self.pairs:
             return 0, 0
         dim = self.problem.head_dim_v
         step = parts_a_step(self.parts, dim)
@@ -504,7 +505,7 @@ class Launcher:
 def for_any_address(plan: Plan, operands: Operands, reason: str) -> Launcher:
     """This kernel in the place of one that cannot read from everywhere, and a warning why."""
     warnings.warn(f"this call runs on {KERNEL.name}: {reason}", stacklevel=2)
-    own = plan.config if plan.config.merge != "cluster" else replace(plan.config, merge="combine")
+    own = replace(plan.config, merge="combine") if plan.config.clustered else plan.config
     config = next(configs(plan.problem, plan.device))
     config = replace(config, num_splits=own.num_splits, merge=own.merge)
     return Launcher(replace(plan, kernel=KERNEL.name, config=config), operands)

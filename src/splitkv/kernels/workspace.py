@@ -29,7 +29,9 @@ from splitkv.kernels.combine import Partial
 Buffer = tuple[int, int, torch.Tensor]
 """Address, number of fp32 elements, and the memory itself."""
 
-MAX_COUNTERS, WIDTH = 1 << 14, 4  # of a device, before more are made; elements of each
+MAX_COUNTERS = 1 << 11  # of a device, before more are made
+TICKETS = 264  # of 32 bits: a warp of a pair of programs each, where there are pairs on 132 SMs
+WIDTH = 4 + TICKETS // 2  # elements of each: those of tile/merge.py, then tickets
 _buffers: dict[int, dict[int, Buffer]] = {}  # by device, then by stream
 _counters: dict[int, Iterator[torch.Tensor]] = {}  # by device: those that nobody has yet
 _all_counters: list[torch.Tensor] = []  # kept, as graphs know only addresses

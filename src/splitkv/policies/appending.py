@@ -23,8 +23,8 @@ FEW = 4
 
 def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:
     """(config, why), why empty where nothing is appended."""
-    merged = config.num_splits > 1 and config.merge != "cluster"
-    if "last" in kernel.merges and config.merge != "cluster":
+    merged = config.num_splits > 1 and not config.clustered
+    if "last" in kernel.merges and not config.clustered:
         packed_pages = problem.kind == "varlen" and isinstance(problem.place, Paged)
         after = merged and (problem.appends or packed_pages)
         config = replace(config, merge="last" if after else "combine")

@@ -24,7 +24,7 @@ from splitkv.kernels.hopper.prefill_write import cleared
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
 PAIR = gl.constexpr(2)
-THREADS = gl.constexpr(128)  # that multiply
+WARPS, THREADS = gl.constexpr(4), gl.constexpr(128)  # that multiply
 ROWS_OF_WARP = gl.constexpr(16)
 BARRIER = gl.constexpr(16)  # bytes
 
@@ -153,6 +153,98 @@ def received_of_rows(at, like):
     )
 
 
+@gluon.constexpr_function
+def leaving(elements, rows):
+    """Instructions that store so many sums of a thread, m and l of its two rows in memory, in the
+    order in which they are sent; and constraints."""
+    x, m, l, at = (elements // 4 + n * elements for n in range(4))
+    warps = -(-rows // ROWS_OF_WARP.value)
+    code = "{ .reg .u32 t; .reg .u64 a; .reg .pred none; mov.u32 t, %tid.x;"
+    code += f"setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING; mad.wide.u32 a, t, 16, ${at};"
+    fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)]
+    for n, four in enumerate([*fours, (m, l, m + 2, l + 2)]):
+        four = ", ".join(f"${i}" for i in four)
+        code += f"st.global.v4.b32 [a + {16 * THREADS.value * n}], {{{four}}};"
+    code += "NOTHING:" + "".join(f"mov.b32 ${i}, 0;" for i in range(elements // 4)) + "}"
+    return code, ",".join(["=r"] * (elements // 4) + ["r"] * 3 * elements + ["l"] * elements)
+
+
+@gluon.jit
+def leave_half(acc, l, m, at, KEPT: gl.constexpr):
+    """Store sums [ROWS, half of DIM_V], and m and l [ROWS], in memory."""
+    ELEMENTS: gl.constexpr = acc.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = leaving(ELEMENTS, KEPT)
+    m = along_rows(m, acc).broadcast_to(acc.shape)
+    l = along_rows(l, acc).broadcast_to(acc.shape)
+    gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [acc, m, l, gl.full(acc.shape, 0, gl.int64, acc.type.layout) + at],
+        dtype=gl.int8,
+        is_pure=False,
+        pack=ELEMENTS,
+    )
+
+
+@gluon.constexpr_function
+def finding(elements):
+    """Instructions that load what a thread left of a half, from the L2; and constraints."""
+    code = f"{{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, ${elements};"
+    for i in range(0, elements, 4):
+        four = ", ".join(f"${n}" for n in range(i, i + 4))
+        code += f"ld.global.cg.v4.b32 {{{four}}}, [a + {4 * i * THREADS.value}];"
+    return code + "}", ",".join(["=r"] * elements + ["l"] * elements)
+
+
+@gluon.jit
+def left_half(at, like):
+    """The sums that were left in memory, as `like` [ROWS, half of DIM_V]."""
+    ELEMENTS: gl.constexpr = like.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = finding(ELEMENTS)
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [gl.full(like.shape, 0, gl.int64, like.type.layout) + at],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=ELEMENTS,
+    )
+
+
+@gluon.jit
+def left_of_rows(at, like):
+    """m and l that were left behind sums, as `like` [ROWS]."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $4;"
+        "ld.global.cg.v4.f32 {$0, $2, $1, $3}, [a]; }",
+        "=f,=f,=f,=f,l,l",
+        [gl.full(like.shape, 0, gl.int64, like.type.layout) + at],
+        dtype=(gl.float32, gl.float32),
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.constexpr_function
+def arriving(count):
+    """Instructions by which a warp says that what it left is there, and learns whether it is the
+    last of so many. The last puts the ticket back to 0."""
+    return f"""{{ .reg .u32 t, n; .reg .u64 at; .reg .pred one;
+    bar.warp.sync 0xffffffff; mov.u32 t, %tid.x; and.b32 n, t, 31; setp.eq.u32 one, n, 0;
+    shr.u32 t, t, 5; mad.wide.u32 at, t, 4, $1; mov.u32 n, 0;
+    @one atom.acq_rel.gpu.global.inc.u32 n, [at], {count - 1};
+    bar.warp.sync 0xffffffff; shfl.sync.idx.b32 n, n, 0, 31, 0xffffffff;
+    setp.eq.u32 one, n, {count - 1}; selp.b32 $0, 1, 0, one; }}"""
+
+
+@gluon.jit
+def comes_last(at, COUNT: gl.constexpr):
+    """Whether this warp is the last of COUNT that have the tickets at this address."""
+    CODE: gl.constexpr = arriving(COUNT)
+    last = gl.inline_asm_elementwise(CODE, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+    return last != 0
+
+
 @gluon.jit
 def quickly(CODE: gl.constexpr, x):
     """An instruction that is right but for the last bits."""
@@ -165,11 +257,13 @@ def merge_pair(
     l,  # [ROWS]
     m,  # [ROWS] in base 2
     own,  # Own
+    work,  # Work
     output,  # Output
     PACK: gl.constexpr,
     KEPT: gl.constexpr,  # rows that a sequence may have, of ROWS
+    LEFT: gl.constexpr,  # pairs of parts of the row tile
 ):
-    """Merge the two parts of the only row tile of a lane, and store the result."""
+    """Merge two parts of the only row tile of a lane, and all pairs, and store the result."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1] // 2
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
@@ -180,28 +274,31 @@ def merge_pair(
     l = gl.convert_layout(l, M, assert_trivial=True)
     m = gl.convert_layout(m, M, assert_trivial=True)
     wait_cluster()  # both run
-    if own.part == 0:  # with a number that is known nothing has to be chosen from registers
-        merge_half(first, second, l, m, own, output, 0, PACK, KEPT)
+    if own.part % PAIR == 0:  # with a number that is known nothing is chosen from registers
+        merge_half(first, second, l, m, own, work, output, 0, PACK, KEPT, LEFT)
     else:
-        merge_half(second, first, l, m, own, output, 1, PACK, KEPT)
+        merge_half(second, first, l, m, own, work, output, 1, PACK, KEPT, LEFT)
 
 
 @gluon.jit
 def merge_half(
-    acc,  # [ROWS, half of DIM_V]: the half that this program stores
+    acc,  # [ROWS, half of DIM_V]: the half that this program merges
     rest,  # and the other
     l,  # [ROWS]
     m,  # [ROWS] in base 2
     own,  # Own
+    work,  # Work
     output,  # Output
-    PART: gl.constexpr,  # whose parts and half these are
+    PART: gl.constexpr,  # of the pair: whose half it is
     PACK: gl.constexpr,
     KEPT: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     """Send one half, and merge and store the other."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1]
-    BYTES: gl.constexpr = exchange_bytes(2 * HALF)
+    BYTES: gl.constexpr = exchange_bytes(2 * HALF) - BARRIER
+    OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
     send_half(rest, l, m, gl.full(rest.shape, 1 - PART, gl.int32, rest.type.layout), KEPT)
     rows = gl.arange(0, ROWS, layout=m.type.layout)
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout))[None, :]
@@ -213,28 +310,75 @@ def merge_half(
     # TMA takes no other strides
     out_rows = tl.multiple_of(out_rows, 8)
     out_ptrs = output.out_ptr + PART * HALF + (along_rows(out_rows, acc) + columns)
+    lse_rows = own.b.to(gl.int64) * output.stride_lse_b
+    lse_rows += head.to(gl.int64) * output.stride_lse_h + t
     sink_log2 = None
     if output.sink_ptr is not None:
         sink_log2 = gl.load(output.sink_ptr + head, mask=ok, other=0.0).to(gl.float32)
         sink_log2 *= 1.4426950408889634
-    base = exchange_at(BYTES)
-    wait_received(base + (BYTES - BARRIER))
-    of_rows = base + (BYTES - BARRIER - 16 * THREADS)
-    m_other = received_of_rows(of_rows, m)
-    l_other = received_of_rows(of_rows + 4, l)
+    base = exchange_at(exchange_bytes(2 * HALF))
+    wait_received(base + BYTES)
+    m_other = received_of_rows(base + OF_ROWS, m)
+    l_other = received_of_rows(base + (OF_ROWS + 4), l)
     highest = gl.maximum(m, m_other)
     top = finite_or_zero(highest)
     weight, weight_other = gl.exp2(m - top), gl.exp2(m_other - top)
     l = l * weight + l_other * weight_other
+    if LEFT == 1:
+        factor = factor_of(l, highest, sink_log2)
+        out = acc * along_rows(weight * factor, acc)
+        out += received_half(base, acc) * along_rows(weight_other * factor, acc)
+        gl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=along_rows(ok, acc))
+        if PART == 0:
+            gl.store(output.lse_ptr + lse_rows, lse_of(l, highest), mask=ok)
+    else:
+        acc *= along_rows(weight, acc)
+        acc += received_half(base, acc) * along_rows(weight_other, acc)
+        number = (own.sequence * work.lane_heads + own.head // PACK) * PAIR + PART
+        at = output.partial.acc_ptr.to(gl.int64) + number.to(gl.int64) * (LEFT * BYTES)
+        leave_half(acc, l, highest, at + own.part // PAIR * BYTES, KEPT)
+        # behind what tile/merge.py counts with
+        tickets = output.merging.count_ptr.to(gl.int64) + (32 + number * (4 * gl.num_warps()))
+        if comes_last(tickets, LEFT):
+            whole, l_all, m_all = all_left(at, acc, m, LEFT)
+            out = whole * along_rows(factor_of(l_all, m_all, sink_log2), acc)
+            gl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=along_rows(ok, acc))
+            if PART == 0:
+                gl.store(output.lse_ptr + lse_rows, lse_of(l_all, m_all), mask=ok)
+
+
+@gluon.jit
+def all_left(at, like, m, LEFT: gl.constexpr):
+    """(sums as `like`, l and m as `m`) of all that was left, in order."""
+    BYTES: gl.constexpr = exchange_bytes(2 * like.shape[1]) - BARRIER
+    OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
+    of_rows = ()
+    for n in gl.static_range(LEFT):
+        of_rows += (left_of_rows(at + (n * BYTES + OF_ROWS), m),)  # type: ignore[assignment]
+    highest = of_rows[0][0]
+    for n in gl.static_range(1, LEFT):
+        highest = gl.maximum(highest, of_rows[n][0])
+    top = finite_or_zero(highest)
+    weight = gl.exp2(of_rows[0][0] - top)
+    l = of_rows[0][1] * weight
+    acc = left_half(at, like) * along_rows(weight, like)
+    for n in gl.static_range(1, LEFT):
+        weight = gl.exp2(of_rows[n][0] - top)
+        l += of_rows[n][1] * weight
+        acc += left_half(at + n * BYTES, like) * along_rows(weight, like)
+    return acc, l, highest
+
+
+@gluon.jit
+def factor_of(l, m, sink_log2):
+    """What sums are multiplied by at the end."""
     if sink_log2 is None:
         factor = quickly("rcp.approx.ftz.f32 $0, $1;", gl.where(l == 0.0, 1.0, l))
     else:
-        factor = factor_beside_sink(highest, l, sink_log2)
-    out = acc * along_rows(weight * factor, acc)
-    out += received_half(base, acc) * along_rows(weight_other * factor, acc)
-    gl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=along_rows(ok, acc))
-    if PART == 0:
-        lse_rows = own.b.to(gl.int64) * output.stride_lse_b
-        lse_rows += head.to(gl.int64) * output.stride_lse_h + t
-        lse = (highest + quickly("lg2.approx.ftz.f32 $0, $1;", l)) * 0.6931471805599453
-        gl.store(output.lse_ptr + lse_rows, lse, mask=ok)
+        factor = factor_beside_sink(m, l, sink_log2)
+    return factor
+
+
+@gluon.jit
+def lse_of(l, m):
+    return (m + quickly("lg2.approx.ftz.f32 $0, $1;", l)) * 0.6931471805599453

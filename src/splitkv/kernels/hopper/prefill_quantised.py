@@ -56,7 +56,13 @@ from splitkv.kernels.hopper import prefill as hopper_prefill
 from splitkv.kernels.hopper.eight_bits import PART
 from splitkv.kernels.hopper.numbered import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting, packed_heads
-from splitkv.kernels.hopper.prefill_cluster import PAIR, exchange_bytes, open_exchange
+from splitkv.kernels.hopper.prefill_cluster import (
+    BARRIER,
+    PAIR,
+    WARPS,
+    exchange_bytes,
+    open_exchange,
+)
 from splitkv.kernels.hopper.prefill_load import ROWS, Parts, Signals, allocate, ask_first
 from splitkv.kernels.hopper.prefill_prepare import Ring, as_made_ready
 from splitkv.kernels.hopper.prefill_roles import give_roles
@@ -68,6 +74,7 @@ from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
+from splitkv.kernels.workspace import TICKETS
 from splitkv.kv import AS_IS
 from splitkv.plans import Config, Kernel, Traffic
 from splitkv.problem import Operands, Problem
@@ -179,6 +186,7 @@ def hopper_prefill_quantised(
     ASKED: gl.constexpr,  # a program has one item: see `placed_item`; steps asked for at once, or 0
     CLUSTER: gl.constexpr,  # parts are programs of a cluster of so many, which merges them; or 0
     KEPT: gl.constexpr,  # rows that a sequence may have, of those of a cluster
+    LEFT: gl.constexpr,  # clusters of a row tile
 ):
     stored: gl.constexpr = k_desc.dtype
     TILE_M: gl.constexpr = WARPGROUPS * ROWS
@@ -268,12 +276,14 @@ def hopper_prefill_quantised(
     )
     whole = work, maps, boxes, ready, scales, signals, output
     rings = k_there, k_ring, v_ring
-    begin(output)
+    if CLUSTER == 0:
+        begin(output)
     if ASKED:
         ask_first(work, own, maps, boxes, arriving, coming, GROUP, PACK, ASKED, PAGE_SIZE)
     open_exchange(CLUSTER, KEPT, DIM)
-    give_roles(whole, rings, arriving, coming, GROUP, PACK, PAGE_SIZE, PDL, ASKED, CLUSTER, KEPT)
-    if count_ptr is not None:
+    roles = whole, rings, arriving, coming
+    give_roles(*roles, GROUP, PACK, PAGE_SIZE, PDL, ASKED, CLUSTER, KEPT, LEFT)
+    if count_ptr is not None and CLUSTER == 0:
         merge(work, output, GROUP, PACK, DIM, TILE_P, TILE_R)
 
 
@@ -318,7 +328,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     if problem.codec.granularity == "token":
         columns = (READY.value + 1) * (12 * n if of_v == stored else 6 * n + 8)
     exchanged = 0
-    if config.merge == "cluster":  # no tile of results
+    if config.clustered:  # no tile of results
         a_row -= problem.element_bytes
         exchanged = exchange_bytes(problem.head_dim_v)
     return (config.tile_m * a_row + n * a_key) * dim + columns + exchanged + BARRIER_BYTES
@@ -340,8 +350,8 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:
-    if config.merge == "cluster":  # what is exchanged stays on the SMs
-        config = config.shape
+    if config.clustered:  # what is exchanged stays on the SMs
+        config = replace(config, num_splits=config.num_splits // PAIR.value)
     return prefill.traffic(problem, config)
 
 
@@ -364,20 +374,25 @@ class Launcher(hopper_prefill.Launcher):
     def own_grid(self, tiles: int, items: int) -> tuple[tuple[int, int, int], int | None]:
         """By part, lane of a sequence and sequence where a lane has one row tile: see `Work`."""
         problem, config = self.problem, self.plan.config
-        self.cluster = config.merge == "cluster"
+        self.cluster = PAIR.value if config.clustered else 0
         self.kept = min(config.tile_m, problem.seqlen_q * self.pack)
-        programs = config.programs if not self.cluster else 0
+        programs = 0 if self.cluster else config.programs
         across = self.parts * (problem.num_heads // self.pack)
         fits = across <= (programs or across)
-        self.placed = problem.kind != "varlen" and tiles == 1 and fits and not self.last
+        self.placed = problem.kind != "varlen" and tiles == 1 and fits and config.merge != "last"
         assert self.placed or not self.cluster, "a cluster has the parts of one row tile"
         if not self.placed:
             return super().own_grid(tiles, items)
         at_once = min(problem.batch, programs // across if programs else MOST_ALONG_AN_AXIS)
         rounds = triton.cdiv(problem.batch, at_once)
-        parts = 1 if self.cluster else self.parts
         assert rounds == 1 or not self.cluster, "a cluster has parts of one sequence"
-        grid = parts, problem.num_heads // self.pack, triton.cdiv(problem.batch, rounds)
+        lanes = problem.num_heads // self.pack
+        if self.pairs:
+            pairs = PAIR.value * lanes * problem.batch
+            assert pairs * WARPS.value <= TICKETS, "every pair and part of it has a ticket"
+            left = exchange_bytes(problem.head_dim_v) - BARRIER.value
+            self.slots = self.parts * lanes * problem.batch * left // (4 * problem.head_dim_v)
+        grid = self.parts // (self.cluster or 1), lanes, triton.cdiv(problem.batch, rounds)
         return grid, None if rounds == 1 else rounds
 
     def own_tail(self, operands: Operands) -> tuple[Any, ...]:
@@ -390,9 +405,11 @@ class Launcher(hopper_prefill.Launcher):
         tile_bytes = self.plan.config.tile_m * self.problem.head_dim * size_of(of_q)
         q_slots = 2 if self.plan.config.programs and of_q == of_k and tile_bytes <= room else 1
         asked = ASKED_FIRST if self.placed else 0
-        cluster = self.plan.config.num_splits if self.cluster else 0
+        merged = 0, 0, 1
+        if self.cluster:
+            merged = self.cluster, self.kept, self.parts // self.cluster
         per_key = self.problem.codec.granularity == "token"
-        return *strides, per_key, of_k, of_v, q_slots, asked, cluster, self.kept if cluster else 0
+        return *strides, per_key, of_k, of_v, q_slots, asked, *merged
 
     def rows_at_a_time(self) -> int:
         return self.plan.config.tile_m
@@ -405,7 +422,7 @@ class Launcher(hopper_prefill.Launcher):
             return hopper_prefill_quantised[self.grid](*args, *self.tail, **self.options)
         given = *args, *self.tail
         made = hopper_prefill_quantised.warmup(*given, grid=self.grid, **self.options)
-        clustered = in_clusters(made, PAIR.value, exchange_bytes(self.problem.head_dim_v))
+        clustered = in_clusters(made, self.cluster, exchange_bytes(self.problem.head_dim_v))
         clustered[self.grid](*given)
         return clustered
 
@@ -413,5 +430,5 @@ class Launcher(hopper_prefill.Launcher):
 KERNEL = Kernel(
     *("hopper_prefill_quantised", unsupported, configs, traffic, Launcher, unfit),
     schedules=("even", "fixed"),
-    merges=("combine", "last", "cluster"),
+    merges=("combine", "last", "cluster", "pairs"),
 )

@@ -41,6 +41,7 @@ def consume_placed(
     PACK: gl.constexpr,
     CLUSTER: gl.constexpr,  # parts that the programs of a cluster merge, or 0
     KEPT: gl.constexpr,  # rows that a sequence may have
+    LEFT: gl.constexpr,  # clusters of a row tile
 ):
     """The rows of the only item of a program, with keys and values in 8 bits."""
     work, maps, boxes, tiles, scales, signals, output = whole
@@ -64,7 +65,7 @@ def consume_placed(
         if steps > 0:
             acc, product, l, m, shrink, v_scale = attend_scaled(*item, 0, GROUP, PACK)
             acc = last_sums(acc, product, shrink, v_scale, steps - 1, tiles, signals)
-        merge_pair(acc, l, m, own, output, PACK, KEPT)
+        merge_pair(acc, l, m, own, work, output, PACK, KEPT, LEFT)
     elif steps > 0:
         acc, product, l, m, shrink, v_scale = attend_scaled(*item, 0, GROUP, PACK)
         if output.partial is None:
@@ -86,13 +87,14 @@ def consume_items(
     PACK: gl.constexpr,
     CLUSTER: gl.constexpr,
     KEPT: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     """`consume`, or its like where a program has one item."""
     work = whole[0]
     if work.placed is None:
         consume(whole, 0, GROUP, PACK, 1)
     elif work.items is None:
-        consume_placed(whole, GROUP, PACK, CLUSTER, KEPT)
+        consume_placed(whole, GROUP, PACK, CLUSTER, KEPT, LEFT)
     else:
         consume(whole, 0, GROUP, PACK, 1)
 
@@ -141,6 +143,7 @@ def give_roles(
     ASKED: gl.constexpr,
     CLUSTER: gl.constexpr,
     KEPT: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     """Do the work of a program."""
     work, maps, boxes, ready, scales, signals, _ = whole
@@ -156,7 +159,7 @@ def give_roles(
     if CLUSTER:
         gl.warp_specialize(
             [
-                (consume_items, (whole, GROUP, PACK, CLUSTER, KEPT)),
+                (consume_items, (whole, GROUP, PACK, CLUSTER, KEPT, LEFT)),
                 (prepare_items, (to_ready, GROUP, PACK, TILE_M, TILE_N, PAGE_SIZE, CLUSTER)),
                 (produce_items, (to_copy, GROUP, PACK, STAGES, PAGE_SIZE, ASKED, PDL, CLUSTER)),
                 # three warps that Triton would add anyway
@@ -169,7 +172,7 @@ def give_roles(
     else:
         gl.warp_specialize(
             [
-                (consume_items, (whole, GROUP, PACK, CLUSTER, KEPT)),
+                (consume_items, (whole, GROUP, PACK, CLUSTER, KEPT, LEFT)),
                 (prepare_items, (to_ready, GROUP, PACK, TILE_M, TILE_N, PAGE_SIZE, CLUSTER)),
                 (produce_items, (to_copy, GROUP, PACK, STAGES, PAGE_SIZE, ASKED, PDL, CLUSTER)),
             ],
