@@ -193,8 +193,8 @@ def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> N
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 @pytest.mark.parametrize("units", [("int8", "half"), ("fp8", "widened")], ids=str)
 def test_pairs_of_parts(units: tuple[str, str], place: Any) -> None:
-    """Clusters, of which all warps are told that they run. No barrier of the cluster waits for sums:
-    they tell one of the program that they are sent to, from both branches."""
+    """Clusters, of which all warps are told that they run. No barrier of the cluster waits for
+    sums: they tell one of the program that they are sent to, from both branches."""
     values = {"kind": "decode", "units": units, "granularity": "head", "place": place}
     problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
     for config in clusters(prefill_quantised.KERNEL, problem, H200):

@@ -97,21 +97,39 @@ def test_decode_of_many_rows_is_weighed_however_many_heads_there_are() -> None:
     assert choice is not None and choice.config.tile_m in (64, 128)
 
 
+ROWS48 = Problem("decode", 64, 16, 1, 128, 128, 3, 4096, mask=Mask(True), lengths="device")
+ROWS48 = replace(ROWS48, codec=Codec("int8", "head"), products="half")
+
+
 def test_two_parts_are_a_cluster_where_all_run_at_once() -> None:
-    rows48 = Problem("decode", 64, 16, 1, 128, 128, 3, 4096, mask=Mask(True), lengths="device")
-    rows48 = replace(rows48, codec=Codec("int8", "head"), products="half")
+    for place in (Contiguous(), Paged(16), Paged(64)):
+        rows48 = replace(ROWS48, place=place)
+        plan = splitkv.plan(rows48, device=H200)
+        assert (plan.config.merge, plan.config.num_splits) == ("cluster", 2)
+        assert "us to merge in a cluster" in plan.why
+        kernel = kernel_named(plan.kernel)
+        assert plan.config in kernel.configs(rows48, H200)
+        assert kernel.traffic(rows48, plan.config).partial_bytes == 0
+        others: tuple[dict[str, Any], ...] = (
+            *({"batch": 67}, {"seqlen_k": 65536}, {"seqlen_q": 5}, {"products": "full"}),
+        )
+        for changes in others:
+            assert config(replace(rows48, **changes)).merge == "combine", changes
+    fp8 = replace(ROWS48, codec=Codec("fp8", "head"), products="widened", place=Paged(16))
+    assert config(fp8).merge == "combine"  # in tiles of 64 keys
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(32, 4), (16, 8), (8, 16)])
+def test_more_parts_are_pairs_where_all_run_at_once(batch: int, parts: int) -> None:
+    rows48 = replace(ROWS48, batch=batch, seqlen_k=ROWS48.batch * ROWS48.seqlen_k // batch)
     plan = splitkv.plan(rows48, device=H200)
-    assert (plan.config.merge, plan.config.num_splits) == ("cluster", 2)
-    assert "us to merge in a cluster" in plan.why
-    kernel = kernel_named(plan.kernel)
-    assert plan.config in kernel.configs(rows48, H200)
-    assert kernel.traffic(rows48, plan.config).partial_bytes == 0
-    others: tuple[dict[str, Any], ...] = (
-        *({"batch": 67}, {"seqlen_k": 65536}, {"seqlen_q": 5}, {"products": "full"}),
-        *({"place": Paged(16)}, {"place": Paged(64)}),
-    )
-    for changes in others:
-        assert config(replace(rows48, **changes)).merge == "combine", changes
+    assert (plan.config.merge, plan.config.num_splits) == ("pairs", parts)
+    assert "us to merge in clusters and by the last of them" in plan.why
+    assert ", clusters of two" in str(splitkv.explain(rows48, device=H200))
+    # half of what all parts would leave
+    kernel, apart = kernel_named(plan.kernel), replace(plan.config, merge="combine")
+    bytes_of = (kernel.traffic(rows48, c).partial_bytes for c in (plan.config, apart))
+    assert 2 * next(bytes_of) == next(bytes_of)
 
 
 def test_wide_rows_are_not_read_for_twice() -> None:

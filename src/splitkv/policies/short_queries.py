@@ -42,6 +42,8 @@ from splitkv.policies.shared import (
 from splitkv.problem import Problem
 
 MOST_PARTIAL_BYTES = 256 * MiB
+# Tiles in several pages whose parts are clusters; and how many of these the last one merges.
+LONG_TILE, MOST_PAIRS = 128, (2, 4, 8)
 # The model does not tell apart what is so close: then fewer rows, which read no keys twice where
 # they are enough, and longer tiles.
 CLOSE = 1.03
@@ -78,7 +80,9 @@ class Constants:
     sm_flops     what an SM multiplies, in 16 bits; sm_flops_fp32: without matrix units
     bandwidth_share   of the data sheet's, what the memory gives
     merge        launching the combine; merge_part: for each part of a row, besides its partial,
-                 which is written and read; cluster: merging two parts by the programs of a cluster
+                 which is written and read; cluster: merging two parts by the programs of a cluster;
+                 pairs: what two or more of those leave by the one that comes last; pairs_part: for
+                 each part
     longest_part most bytes of keys and values in one part, where lengths are the device's
     worth        of the time in one part that cutting has to save
     occupancy    (problem, device, config) -> programs that an SM holds at once
@@ -103,6 +107,8 @@ class Constants:
     merge: float = 0.863e-6
     merge_part: float = 0.838e-8
     cluster: float = 0.94e-6
+    pairs: float = 0.8e-6
+    pairs_part: float = 0.05e-6
     longest_part: float = 4.25 * MiB
     worth: float = 0.05
     occupancy: Callable[[Problem, Device, Config], int] = occupancy
@@ -219,8 +225,10 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     seconds += rows * dims * problem.element_bytes / bandwidth  # q and the result
     seconds += full * wave(slots) + (wave(rest) if rest else 0.0)
     merge = 0.0
-    if parts > 1 and config.merge == "cluster":
+    if parts > 1 and config.clustered:
         merge = c.cluster
+        if config.merge == "pairs":
+            merge += c.pairs + c.pairs_part * parts
     elif parts > 1:
         partial_bytes = 2 * parts * rows * (problem.head_dim_v + 2) * 4  # written and read
         merge = c.merge + c.merge_part * parts + partial_bytes / bandwidth
@@ -387,20 +395,25 @@ def _cut(
 def _in_clusters(
     problem: Problem, device: Device, kernel: Kernel, constants: Constants
 ) -> list[Config]:
-    """The configs whose parts are a cluster and can all run at once, none of them too long.
+    """The configs whose parts are a cluster, or several, and can all run at once, none of them too
+    long.
 
-    In the longest tiles alone, and not where those are in several pages: 48 rows of int8 at 67 MB
-    took 23.1 us in pairs of tiles of 128 keys, 27.6 of 64, and in pages of 16 32.8, where merged by
-    a kernel they took 27.2.
+    In the longest tiles alone, which where they are in several pages have 128 keys: 48 rows of int8
+    at 67 MB took 23.1 us in pairs of tiles of 128 keys and 27.6 of 64.
     """
     found = clusters(kernel, problem, device)
     longest = max((config.tile_n for config in found), default=0)
+    if found and box_rows(problem, longest) < longest < LONG_TILE:
+        return []
+    several = (2 * n for n in MOST_PAIRS if "pairs" in kernel.merges)
+    made = [c for c in found if c.tile_n == longest]
+    made += [replace(c, num_splits=parts, merge="pairs") for parts in several for c in made]
     return [
         config
-        for config in found
+        for config in made
         if units(problem, config, constants) * config.num_splits <= device.num_sms
         and _least_parts(problem, config, constants) <= config.num_splits
-        and box_rows(problem, config.tile_n) == config.tile_n == longest
+        and config.num_splits <= num_tiles(problem, config.tile_n)
     ]
 
 
@@ -413,6 +426,7 @@ def _why(problem: Problem, device: Device, config: Config, best: Cost, whole: Co
         f"{(best.seconds - best.merge) * 1e6:.1f} us"
     )
     if best.merge:
-        how = "merge in a cluster" if config.merge == "cluster" else "merge"
+        ways = {"cluster": "in a cluster", "pairs": "in clusters and by the last of them"}
+        how = f"merge {ways.get(config.merge, '')}".rstrip()
         text += f" + {best.merge * 1e6:.1f} us to {how}; in one part {whole.seconds * 1e6:.1f} us"
     return text
