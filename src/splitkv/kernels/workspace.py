@@ -11,7 +11,7 @@ them: the second finds none and makes its own. While a graph is being captured t
 from the graph's own pool instead, so that a replay cannot meet a call of another stream.
 
 A launch that merges parts itself counts arrivals. Each stream has counters for that, as launches on
-it follow each other, and so has each launch that a graph captured: 32 bytes, which are not given
+it follow each other, and so has each launch that a graph captured: a kilobyte, which is not given
 back.
 """
 

@@ -1,4 +1,4 @@
-"""Merging two parts of a row tile inside one launch, whose programs are a cluster.
+"""Merging the parts of a row tile inside one launch, two and two by programs that are a cluster.
 
 As cluster.py has it, for sums in the layout of wgmma: each program sends the other one half of its
 columns, and merges the half that it is sent. What a thread has of a half is what the same thread of
@@ -7,6 +7,10 @@ in which those of a warp lie beside each other.
 
 What is sent tells a barrier in the shared memory that it goes to, and a program waits for that: a
 barrier of the cluster would have all stores of a program be everywhere first.
+
+Where there are more parts, each pair leaves what it has merged in memory, likewise from thread to
+thread. A warp takes a ticket when that is there, and the last of those that have the same rows and
+columns merges what all have left, in order, so that bits do not vary. Nobody waits.
 
 What runs once costs more to fetch than to run, so there is little of it.
 """

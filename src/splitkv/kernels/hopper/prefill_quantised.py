@@ -24,7 +24,8 @@ Shapes      as kernels/prefill.py, out in the working type; q_scale one number, 
             and head
 Grid        as kernels/hopper/prefill.py; where a sequence and its packed heads have one row tile:
             parts x packed heads x sequences, of which a program may take several in turn. Two parts
-            may be a cluster, which merges them: prefill_cluster.py
+            may be a cluster, which merges them, and more parts several, of which the last to come
+            merges what all leave: prefill_cluster.py
 Traffic     as kernels/prefill.py, one byte an element of k and v, and the scales
 Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials.
             widened: q, keys and p in fp16, which holds stored numbers exactly, with a power of two
