@@ -209,6 +209,8 @@ class Plan:
         parts = self.config.num_splits
         merges = self.config.merge != "cluster" or parts > 1
         expect(merges, "merge", "parts for a cluster to merge", parts)
+        even = self.config.merge != "pairs" or (parts > 2 and parts % 2 == 0)
+        expect(even, "merge", "several pairs of parts", parts)
         object.__setattr__(self, "handle", f"plan-{next(_handles)}")
         _plans[self.handle] = self
 

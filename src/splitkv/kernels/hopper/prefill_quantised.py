@@ -387,6 +387,7 @@ class Launcher(hopper_prefill.Launcher):
         at_once = min(problem.batch, programs // across if programs else MOST_ALONG_AN_AXIS)
         rounds = triton.cdiv(problem.batch, at_once)
         assert rounds == 1 or not self.cluster, "a cluster has parts of one sequence"
+        assert config.merge != "cluster" or self.parts == PAIR.value, "a cluster is a pair"
         lanes = problem.num_heads // self.pack
         if self.pairs:
             pairs = PAIR.value * lanes * problem.batch
