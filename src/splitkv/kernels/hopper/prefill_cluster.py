@@ -356,8 +356,8 @@ def all_left(at, like, m, LEFT: gl.constexpr):
     """(sums as `like`, l and m as `m`) of all that was left, in order."""
     BYTES: gl.constexpr = exchange_bytes(2 * like.shape[1]) - BARRIER
     OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
-    of_rows = ()
-    for n in gl.static_range(LEFT):
+    of_rows = (left_of_rows(at + OF_ROWS, m),)
+    for n in gl.static_range(1, LEFT):
         of_rows += (left_of_rows(at + (n * BYTES + OF_ROWS), m),)  # type: ignore[assignment]
     highest = of_rows[0][0]
     for n in gl.static_range(1, LEFT):
