@@ -42,8 +42,10 @@ from splitkv.policies.shared import (
 from splitkv.problem import Problem
 
 MOST_PARTIAL_BYTES = 256 * MiB
-# Tiles in several pages whose parts are clusters; and how many of these the last one merges.
-LONG_TILE, MOST_PAIRS = 128, (2, 4, 8)
+# Tiles in several pages whose parts are clusters; and how many of these the last one merges: 48
+# rows of int8 at 67 MB took 24.3 us with two, where a kernel that merges took 25.0, and 24.8 with
+# four, where it took 25.0.
+LONG_TILE, PAIRS = 128, (2, 4)
 # The model does not tell apart what is so close: then fewer rows, which read no keys twice where
 # they are enough, and longer tiles.
 CLOSE = 1.03
@@ -106,9 +108,9 @@ class Constants:
     bandwidth_share: float = 0.932
     merge: float = 0.863e-6
     merge_part: float = 0.838e-8
-    cluster: float = 0.94e-6
-    pairs: float = 0.8e-6
-    pairs_part: float = 0.05e-6
+    cluster: float = 0.3e-6
+    pairs: float = 1.32e-6
+    pairs_part: float = 0.12e-6
     longest_part: float = 4.25 * MiB
     worth: float = 0.05
     occupancy: Callable[[Problem, Device, Config], int] = occupancy
@@ -398,16 +400,17 @@ def _in_clusters(
     """The configs whose parts are a cluster, or several, and can all run at once, none of them too
     long.
 
-    In the longest tiles alone, which where they are in several pages have 128 keys: 48 rows of int8
-    at 67 MB took 23.1 us in pairs of tiles of 128 keys and 27.6 of 64.
+    In the longest tiles alone, which where they are in several pages have 128 keys and one cluster:
+    48 rows of int8 at 67 MB took 23.1 us in pairs of tiles of 128 keys and 27.6 of 64.
     """
     found = clusters(kernel, problem, device)
     longest = max((config.tile_n for config in found), default=0)
-    if found and box_rows(problem, longest) < longest < LONG_TILE:
-        return []
-    several = (2 * n for n in MOST_PAIRS if "pairs" in kernel.merges)
-    made = [c for c in found if c.tile_n == longest]
-    made += [replace(c, num_splits=parts, merge="pairs") for parts in several for c in made]
+    made = [config for config in found if config.tile_n == longest]
+    if box_rows(problem, longest) == longest:
+        several = [2 * pairs for pairs in PAIRS if "pairs" in kernel.merges]
+        made += [replace(c, num_splits=parts, merge="pairs") for c in made for parts in several]
+    elif longest < LONG_TILE:
+        made = []
     return [
         config
         for config in made
