@@ -120,6 +120,8 @@ def keys_of_kernels() -> Iterator[dict[str, Keys]]:
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
             mock.patch.object(driver, "_active", AnyGPU(90)),
             mock.patch.object(hopper_decode_split, "in_clusters", mock.MagicMock()),
+            mock.patch.object(hopper_prefill_quantised, "in_clusters", mock.MagicMock()),
+            mock.patch.object(hopper_prefill_quantised.Launcher, "repeated", lambda *_: None),
             mock.patch.object(hopper_decode_split.Launcher, "later_splits", lambda *_: None),
         ):
             patches.enter_context(patch)

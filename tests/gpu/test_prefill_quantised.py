@@ -136,6 +136,7 @@ OF_PAIRS = {
     "64_rows": {"seqlen_q": 4},
     "long": {"seqlen_k": 30000},
     "q_int8": {"q_granularity": "token"},
+    "pages_256": {"place": Paged(256)},
     "many": {"batch": 300, "seqlen_k": 700},
 }
 
