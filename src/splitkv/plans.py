@@ -15,7 +15,8 @@ from splitkv.problem import Operands, Problem
 
 WIDE = 64  # packed rows of a tile of decode on Hopper that a warpgroup multiplies by wgmma
 MOST_IN_BULK = 8  # KV heads: see `scales_in_bulk`
-LARGE, LONG = 32 << 20, 16  # elements of keys and values, tiles of a part: see `asked_apart`
+# Elements of keys and values, tiles of a part, see `asked_apart`; where that is `eased`.
+LARGE, LONG = (32 << 20, 16 << 20), (16, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +79,33 @@ def visited(problem: Problem, tile_n: int) -> int:
     return tiles
 
 
+def eased(problem: Problem) -> bool:
+    """Whether `asked_apart` is so of smaller caches and shorter parts: of 8 bits, where rows are
+    gathered instead, but where each key has a scale, which was not timed."""
+    return problem.codec != AS_IS and problem.codec.granularity != "token"
+
+
 def asked_apart(problem: Problem, config: Config) -> bool:
     """Whether a warp of decode on Hopper that does not multiply asks for tiles: those of many
-    boxes, in long parts. With 16 tiles or more a part it gained 0.3 to 12 %, with 8 lost up to 4 %;
-    clusters of four were up to 13 % slower, as not all of them found room at once."""
+    boxes, in long parts of large caches. Of 16 bits, with 16 tiles or more a part it gained 0.3 to
+    12 %, with 8 lost up to 4 %. Of 8 bits, where rows are gathered instead, it gained 4 to 10 %
+    with 4 to 8 tiles of 17 and 34 MB and lost 1 to 9 % with one and two of 8 MB. Clusters of four
+    were up to 13 % slower, as not all of them found room at once."""
     boxes = config.tile_n // box_rows(problem, config.tile_n)
     narrow = config.tile_m == 16 and config.num_stages > 1
-    large = problem.kv_bytes >= LARGE * problem.kv_element_bytes
+    large = problem.kv_bytes >= LARGE[eased(problem)] * problem.kv_element_bytes
     even = config.schedule == "even" and (config.merge == "combine" or config.num_splits == 2)
     alone = even and not problem.early_kv and not config.appends
-    long = visited(problem, config.tile_n) >= LONG * config.num_splits
+    long = visited(problem, config.tile_n) >= LONG[eased(problem)] * config.num_splits
     return boxes > 1 and narrow and large and alone and long
+
+
+def asked_early(problem: Problem, config: Config) -> bool:
+    """Whether that warp begins before q is read: 1 to 10 % faster, but with several KV heads and 64
+    tiles or more a part 1 % slower. Where each key has a scale it was not timed beside scales whose
+    page numbers come a round ahead."""
+    alone = problem.num_kv_heads == 1 or visited(problem, config.tile_n) < 32 * config.num_splits
+    return problem.codec.granularity != "token" and alone
 
 
 def gathers(problem: Problem, config: Config) -> bool:
@@ -98,6 +115,14 @@ def gathers(problem: Problem, config: Config) -> bool:
     alike = problem.head_dim == problem.head_dim_v
     narrow = problem.codec != AS_IS and config.tile_m < WIDE
     return small and alike and narrow and not asked_apart(problem, config)
+
+
+def ring_holds_all(problem: Problem, config: Config) -> bool:
+    """Whether the tiles of every part are as many as slots at most, whatever the lengths are, so
+    that decode on Hopper asks for all of them before the first is worked on."""
+    even = config.schedule == "even" and not problem.early_kv and not config.appends
+    few = visited(problem, config.tile_n) <= config.num_splits * config.num_stages
+    return even and few and problem.mask.left is None
 
 
 def scales_at_once(problem: Problem, config: Config) -> bool:

@@ -332,13 +332,14 @@ SMALL_PAGES = {
 
 @pytest.mark.parametrize("name", SMALL_PAGES)
 def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in long parts of large caches, here in short ones: in one part, in several and in a pair,
-    of lengths that end anywhere or are 0."""
-    monkeypatch.setattr(rules, "LARGE", 0)
-    monkeypatch.setattr(rules, "LONG", 0)
+    """As in long parts of large caches, here in short ones: in one part, in several, in so many
+    that the ring holds all tiles, and in a pair, of lengths that end anywhere or are 0."""
+    monkeypatch.setattr(rules, "LARGE", (0, 0))
+    monkeypatch.setattr(rules, "LONG", (0, 0))
     problem = replace(SMALL_PAGES[name], seqlen_k=2130)
     plan = plan_with(HOPPER, problem)
-    for cut in ({"num_splits": 1}, {"num_splits": 3}, {"num_splits": 2, "merge": "cluster"}):
+    cuts = *({"num_splits": n} for n in (1, 3, 34)), {"num_splits": 2, "merge": "cluster"}
+    for cut in cuts:
         for tile_n, num_stages in ((64, 2), (64, 3), (32, 3), (128, 2)):
             shape = Config(1, 16, tile_n, 4, num_stages)
             asking = replace(plan, policy="asking", config=replace(shape, **cut))

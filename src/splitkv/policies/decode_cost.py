@@ -117,7 +117,8 @@ class Constants:
                    step_scale_bulk, bulk_bytes: instead of both, where scales are copied in bulk;
                    bulk_latency: how much longer a slot is busy in long parts, for each KV head
     step_copy      asking for what of a tile lies in one page; where it is gathered row by row
-                   instead, step_row: for each key, and of the first tiles before any is waited for
+                   instead, step_row: for each key, and row_more: for each of further tiles that are
+                   asked for before the first is waited for
     sm_flops       what an SM multiplies, rows that only fill a tile included
     wide_step      of tiles multiplied by wgmma, 0: as the others; wide_key: for each key, as their
                    scores take as long whatever head_dim is; wide_widening: for each element of 8
@@ -170,6 +171,7 @@ class Constants:
     bulk_latency: float = 0.0
     step_copy: float = 0.0
     step_row: float = 0.0
+    row_more: float = 0.0
     sm_flops: float = 2.27e12
     wide_step: float = 0.0
     wide_key: float = 0.0
@@ -223,7 +225,8 @@ H200_HOPPER = Constants(
     bulk_bytes=18.0,
     bulk_latency=0.06e-6,
     step_copy=52.5e-9,
-    step_row=4e-9,
+    step_row=1.5e-9,
+    row_more=7e-9,
     sm_flops=math.inf,
     wide_step=0.299e-6,
     wide_key=6e-9,
@@ -312,7 +315,7 @@ class Shape:
             step += (c.step_scale_apart if apart else a_scale) * scaled * config.tile_n
             if gathers(problem, config):
                 step += c.step_row * config.tile_n
-                self.asking = c.step_row * config.tile_n
+                self.asking = c.row_more * config.tile_n
             elif not apart:
                 step += c.step_copy * 2 * pages
         self.step, self.turn = step, (step + c.latency) / config.num_stages
@@ -367,7 +370,7 @@ class Shape:
         """Of programs of `per` tiles, and merging so many parts a row, in one of two ways."""
         full, rest = divmod(num_ctas, self.slots)
         c, seconds = self.constants, self.start
-        seconds += self.program * num_ctas + self.asking * min(per, self.num_stages)
+        seconds += self.program * num_ctas + self.asking * (min(per, self.num_stages) - 1)
         each = self.program_most + self.tile_most * min(per, BEGINNING)
         seconds += each * ceil_div(num_ctas, self.num_sms)
         seconds += full * self.wave(self.slots, per) + (self.wave(rest, per) if rest else 0.0)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from splitkv.device import Device, MiB
 from splitkv.kv import AS_IS, Paged
-from splitkv.plans import LONG, WIDE, Choice, Config, Kernel, gathers
+from splitkv.plans import LONG, WIDE, Choice, Config, Kernel, eased, gathers
 from splitkv.policies import short_queries
 from splitkv.policies.decode_cost import (
     H200,
@@ -234,7 +234,7 @@ def _cheapest(
     least = min(most, least_splits(problem, shape, constants))
     even = most
     if widened_apart(problem, config, constants):  # of shorter parts rows are gathered
-        even = max(least, min(most, shape.tiles // LONG))
+        even = max(least, min(most, shape.tiles // LONG[eased(problem)]))
     # of no more programs than their longest part asks for: one more may not fit into a wave
     weighed = _splits_worth(shape.tiles, least, even, a_wave)
     worth = sorted({even_splits(shape.tiles, splits) for splits in weighed})

@@ -85,6 +85,7 @@ def attend_narrow(
     DIM_V: gl.constexpr,
     WIDEN: gl.constexpr,
     HALF: gl.constexpr,  # no more than 8 of 16 rows are somebody's
+    MORE: gl.constexpr,  # tiles may follow those that `fill` asks for
     BULK: gl.constexpr,  # of `hopper_decode_split`
 ):
     """(acc [TILE_M, columns of v], m [TILE_M] in base 2, l [TILE_M]) of the rows over `tiles`; a
@@ -124,7 +125,7 @@ def attend_narrow(
         coming = gl.minimum(ahead, tiles.last - 1)
         pages = None
         of_scales = None
-        if free is None:
+        if free is None and MORE:
             pages = pages_of(ring[0], ring[1], b, tile_at(tiles, coming), keys, PAGE_SIZE, TILE_N)
             if of_keys.scales is not None and of_keys.loaded is None and not BULK:
                 tile = tile_at(tiles, coming)
@@ -180,24 +181,25 @@ def attend_narrow(
             mbarrier.arrive(free.index(slot))  # all warps meet: they have read the slot and p
         else:
             thread_barrier()  # all warps have read the slot and p
-            if ahead < tiles.last:
-                tile = tile_at(tiles, ahead)
-                ask_with_scales(
-                    ring,
-                    of_keys,
-                    slot,
-                    b,
-                    h,
-                    tile,
-                    pages,
-                    of_scales,
-                    keys,
-                    PAGE_SIZE,
-                    TILE_N,
-                    BULK,
-                )
-                after = gl.minimum(ahead + tiles.by, tiles.last - 1)
-                foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
+            if MORE:
+                if ahead < tiles.last:
+                    tile = tile_at(tiles, ahead)
+                    ask_with_scales(
+                        ring,
+                        of_keys,
+                        slot,
+                        b,
+                        h,
+                        tile,
+                        pages,
+                        of_scales,
+                        keys,
+                        PAGE_SIZE,
+                        TILE_N,
+                        BULK,
+                    )
+                    after = gl.minimum(ahead + tiles.by, tiles.last - 1)
+                    foresee(ring[0], b, tile_at(tiles, after), PAGE_SIZE, TILE_N)
         slot, phase = next_slot(slot, phase, SLOTS)
     m, l = true_or_none(m), gl.sum(sums, 1)
     if HALF:

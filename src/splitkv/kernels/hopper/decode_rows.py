@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.combine import write_part
 from splitkv.kernels.hopper.pairs import SHIFT
+from splitkv.kernels.tile.band import visited_tiles
 from splitkv.kernels.tile.new import Tiles, keys_of
 from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of
 
@@ -60,6 +61,28 @@ def tiles_of_part(part, parts, size, count, near, skip):
         tiles = Tiles(part * size, gl.minimum(part * size + size, count), 1, near, skip)
         num_parts = parts_of(count, size)
     return tiles, num_parts
+
+
+@gluon.jit
+def tiles_within(of_part, keys, TILE_N: gl.constexpr):
+    """`tiles_of_part` of a program, see `own_tiles`, whose sequence has so many keys."""
+    _, _, seqlen_q, _, part, parts, size, bounds, t_first, t_last = of_part
+    first_pos = keys - seqlen_q
+    seen = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
+    return tiles_of_part(part, parts, size, *seen)
+
+
+@gluon.jit
+def own_tiles(of_part, TILE_N: gl.constexpr):
+    """(keys of the sequence, Tiles, number of parts) of a program, for a role of its own.
+
+    of_part   lens_ptr, seqlen_k, seqlen_q, b, part, parts, size, Bounds, first and last token
+    """
+    lens_ptr, keys, _, b, _, _, _, _, _, _ = of_part
+    if lens_ptr is not None:
+        keys = gl.load(lens_ptr + b)
+    tiles, num_parts = tiles_within(of_part, keys, TILE_N)
+    return keys, tiles, num_parts
 
 
 @gluon.jit

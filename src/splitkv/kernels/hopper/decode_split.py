@@ -48,27 +48,17 @@ from splitkv.device import Device
 from splitkv.kernels import decode_launch, decode_split
 from splitkv.kernels.combine import write_absent
 from splitkv.kernels.direct import JUST_ADDRESSES, Launch, TensorMaps, bind_to_maps, in_clusters
-from splitkv.kernels.hopper.cluster import (
-    CLUSTERS,
-    arrive_running,
-    exchange_bytes,
-    merge_cluster,
+from splitkv.kernels.hopper.cluster import CLUSTERS, arrive_running, exchange_bytes, merge_cluster
+from splitkv.kernels.hopper.decode_bulk import bytes_in_bulk, fill_in_bulk, in_one_piece
+from splitkv.kernels.hopper.decode_load import (
+    asking,
+    attend_beside,
+    attend_rows,
+    foresee_part,
 )
-from splitkv.kernels.hopper.decode_bulk import (
-    bytes_in_bulk,
-    fill_in_bulk,
-    in_one_piece,
-)
-from splitkv.kernels.hopper.decode_load import asking, attend
-from splitkv.kernels.hopper.decode_narrow import RowScoring
 from splitkv.kernels.hopper.decode_new import Turning, fill_and_write
-from splitkv.kernels.hopper.decode_query import rows_to_multiply
-from splitkv.kernels.hopper.decode_rows import (
-    place_in_batch,
-    slopes_of,
-    tiles_of_part,
-    write_rows,
-)
+from splitkv.kernels.hopper.decode_query import places_of_rows, rows_to_multiply
+from splitkv.kernels.hopper.decode_rows import place_in_batch, tiles_within, write_rows
 from splitkv.kernels.hopper.decode_scales import (
     KeyScales,
     fill_scales,
@@ -87,7 +77,6 @@ from splitkv.kernels.hopper.decode_tiles import (
     without_tma,
 )
 from splitkv.kernels.hopper.decode_wide import (
-    attend_wide,
     layout_of_scores,
     most_rows,
     rounds_rows,
@@ -95,11 +84,11 @@ from splitkv.kernels.hopper.decode_wide import (
     type_of_keys,
 )
 from splitkv.kernels.hopper.pairs import from_e4m3, from_int8, pairs_of
-from splitkv.kernels.hopper.ring import Pool, arrivals, fill, foresee
+from splitkv.kernels.hopper.ring import Pool, arrivals, fill, fill_from, first_pages
 from splitkv.kernels.parts import num_parts as parts_of_problem
 from splitkv.kernels.parts import traffic_of_parts
-from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
-from splitkv.kernels.tile.codec import row_scale, scale_of_head, scale_strides
+from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles, start_of
 from splitkv.kv import Paged
 from splitkv.plans import (
@@ -109,8 +98,10 @@ from splitkv.plans import (
     Plan,
     Traffic,
     asked_apart,
+    asked_early,
     box_rows,
     gathers,
+    ring_holds_all,
     scales_at_once,
     visited,
 )
@@ -224,10 +215,11 @@ def hopper_decode_split(
     DIM_V: gl.constexpr,
     GATHER: gl.constexpr,  # keys are copied row by row by all threads, not by TMA
     OF_K: gl.constexpr,  # the type in which wide tiles multiply keys; None: tiles are not wide
-    APART: gl.constexpr,  # a warp that does not multiply asks for tiles
+    APART: gl.constexpr,  # a warp that does not multiply asks for tiles, 1: before q is read
     ROUNDED: gl.constexpr,  # q is rounded to int8 and multiplied with int8 keys as they are
     LOADED: gl.constexpr,  # threads load scales of keys
     HALF: gl.constexpr,  # of TILE_M, which is 16, no more than eight rows are somebody's
+    MORE: gl.constexpr,  # a part may have more tiles than the ring has slots
     BULK: gl.constexpr,  # KV heads, whose scales of keys are copied in bulk; 0: of each by itself
 ):
     part, head_tile, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -242,33 +234,39 @@ def hopper_decode_split(
     if GATHER:
         k_rows, v_rows = steps_of(k_strides, IN_ONE), steps_of(v_strides, IN_ONE)
     pool = Pool(k_desc, v_desc, table_ptr, stride_table, k_rows, v_rows)
-    if left is None and programs is None:  # then where the part starts needs no length
-        start = part if size is None else part * size
-        foresee(pool, b, gl.minimum(start, (seqlen_k - 1) // TILE_N), PAGE_SIZE, TILE_N)
+    # page numbers of the tiles that are asked for first are loaded beside the length
+    EARLY: gl.constexpr = APART == 1
+    EARLIER: gl.constexpr = EARLY_KV or seqlen_new is not None
+    AT_ONCE: gl.constexpr = GATHER and left is None and programs is None and not EARLIER
+    if left is None and programs is None and not AT_ONCE:  # where the part starts needs no length
+        foresee_part(pool, lens_ptr, seqlen_k, b, part, parts, size, PAGE_SIZE, TILE_N, EARLY)
     keys = seqlen_k
-    if programs is None:
+    if programs is None and not EARLY:
         if seqlen_new is not None:
             length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
             keys = length.keys
         elif lens_ptr is not None:
             keys = gl.load(lens_ptr + b)
+    k_boxes, k_ring = allocate_tiles(k_desc, SLOTS, TILE_N, DIM, GATHER, OF_K)
+    v_boxes, v_ring = allocate_tiles(v_desc, SLOTS, TILE_N, DIM_V, GATHER, OF_K)
+    row_tiles = 1 if HALF else (seqlen_q * GROUP + TILE_M - 1) // TILE_M
+    h, tile_m = head_tile // row_tiles, head_tile % row_tiles
+    bounds = Bounds(left, right, sink_tokens)
+    t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
+    pages = None
+    if AT_ONCE:
+        of_part = lens_ptr, seqlen_k, seqlen_q, b, part, parts, size, bounds, t_first, t_last
+        tiles, _ = tiles_within(of_part, seqlen_k, TILE_N)  # at most
+        pages = first_pages(pool, k_boxes, b, tiles, seqlen_k, PAGE_SIZE, TILE_N, SLOTS)
     arrive_running(CLUSTER)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    k_boxes, k_ring = allocate_tiles(k_desc, SLOTS, TILE_N, DIM, GATHER, OF_K)
-    v_boxes, v_ring = allocate_tiles(v_desc, SLOTS, TILE_N, DIM_V, GATHER, OF_K)
     EXCHANGED: gl.constexpr = 4 * ROWS * (IN_ONE * DIM_V + 2 * CLUSTER) if CLUSTER else 0
     of_tiles = place_of_scales(key_scales, SLOTS, TILE_N, BULK, EXCHANGED)
     COPIED: gl.constexpr = key_scales is not None and BULK == 0
     arrived = arrivals(SLOTS, asking(GATHER, COPIED, LOADED, APART, gl.num_warps()))
     ring = pool, k_boxes, v_boxes, arrived
     of_keys = KeyScales(key_scales, of_tiles, stride_sb, stride_sn, part if LOADED else None)
-
-    # whose keys, and which part of them
-    row_tiles = 1 if HALF else (seqlen_q * GROUP + TILE_M - 1) // TILE_M
-    h, tile_m = head_tile // row_tiles, head_tile % row_tiles
-    bounds = Bounds(left, right, sink_tokens)
-    t_first, t_last = token_range(tile_m, seqlen_q, GROUP, TILE_M)
     if programs is not None:
         rule = programs, bounds, lens_ptr, growth, seqlen_new, capacity, batch, seqlen_q
         b, part, parts = place_in_batch(*rule, t_first, t_last, part, BATCH_P2, TILE_N)
@@ -279,9 +277,10 @@ def hopper_decode_split(
         else:
             length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
             keys = length.keys
-    first_pos = keys - seqlen_q
-    seen = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
-    tiles, num_parts = tiles_of_part(part, parts, size, *seen)
+    of_part = lens_ptr, seqlen_k, seqlen_q, b, part, parts, size, bounds, t_first, t_last
+    if not EARLY:
+        first_pos = keys - seqlen_q
+        tiles, num_parts = tiles_within(of_part, keys, TILE_N)
     if seqlen_new is not None:
         k_steps = (stride_nkb, stride_nkt, stride_nkh), k_strides
         v_steps = (stride_nvb, stride_nvt, stride_nvh), v_strides
@@ -301,48 +300,41 @@ def hopper_decode_split(
             loaded = load_first_scales(of_keys, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
         if BULK:
             fill_in_bulk(of_keys, pool, b, tiles, keys, PAGE_SIZE, TILE_N, SLOTS, BULK)
-        fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
+        fill_from(*ring, pages, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
     if COPIED and not APART and not LOADED:
         fill_scales(of_keys, arrived, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
-
-    # the rows, while keys are on their way  [TILE_M]
     S: gl.constexpr = layout_of_scores(OF_K, TILE_N, gl.num_warps())
     M: gl.constexpr = gl.SliceLayout(1, S)
-    of_rows = q_ptr + b.to(gl.int64) * stride_qb, h, tile_m, seqlen_q, stride_qt, stride_qh
     by = None
     if ROTARY_DIM:
         start = start_of(turn, length.before, b, True)
         by = Turning(turn, start, q_step, rotary_rows, stride_cos, stride_sin)
-    q, unit = rows_to_multiply(
-        *of_rows, by, S, GROUP, DIM, TILE_M, OF_K, ROTARY_DIM, PAIR, WIDEN, ROUNDED, HALF
-    )
-    offs_m = gl.arange(0, TILE_M, layout=M)
-    rows = tile_m * TILE_M + offs_m
-    row_ok = rows < seqlen_q * GROUP
-    t, head = rows // GROUP, h * GROUP + rows % GROUP
-    pos = (first_pos + t)[:, None]
-    slope = slopes_of(row, b * stride_slope + head, row_ok)
-    k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
-    scale *= k_scale
-    if WIDEN is not None:
-        scale *= unit[:, None]
-        scale *= row_scale(row, b, t, head, row_ok, stride_qsb, stride_qst, stride_qsh)
-    slot_rows = slot_id.to(gl.int64) * gl.minimum(TILE_M, seqlen_q * GROUP) + offs_m
+    q_rows = q_ptr + b.to(gl.int64) * stride_qb, h, tile_m, seqlen_q, stride_qt, stride_qh
+    strides = stride_slope, stride_sb, stride_sh, stride_qsb, stride_qst, stride_qsh
+    of_rows = of_part, h, tile_m, (row, head_scales), strides, (scale, softcap), of_keys
+    rings = ring, k_ring, v_ring
+    if EARLY:
+        acc, m, l, num_parts = attend_beside(
+            *(q_rows, of_rows, rings, S, GROUP, PAGE_SIZE, DIM_V, TILE_M, WIDEN, HALF),
+            *(DIM, ROUNDED, CLUSTER, MORE),
+        )
+    row_ok, t, head = places_of_rows(h, tile_m, seqlen_q, M, GROUP, TILE_M)
+    slot_rows = slot_id.to(gl.int64) * gl.minimum(TILE_M, seqlen_q * GROUP)
+    slot_rows += gl.arange(0, TILE_M, layout=M)
     if (part >= num_parts) & (not CLUSTER):  # in a cluster all take part in the merge
         if partial is not None:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, row_ok, 0.0)
         return
-
-    if LOADED:
-        store_first_scales(of_keys, arrived, loaded, TILE_N, SLOTS)
-    given = ring, k_ring, v_ring, tiles, b, h, keys, bounds
-    rest = RowScoring(pos, first_pos + t_first, first_pos + t_last, scale, softcap, slope), of_keys
-    if OF_K is None:
-        acc, m, l = attend(q, given, rest, S, PAGE_SIZE, DIM_V, WIDEN, HALF, APART, CLUSTER, BULK)
-    else:
-        acc, m, l = attend_wide(q[0], *given, *rest, S, PAGE_SIZE, WIDEN)
-    if WIDEN is not None:
-        acc *= v_scale
+    if not EARLY:
+        q, unit = rows_to_multiply(
+            *q_rows, by, S, GROUP, DIM, TILE_M, OF_K, ROTARY_DIM, PAIR, WIDEN, ROUNDED, HALF
+        )
+        if LOADED:
+            store_first_scales(of_keys, arrived, loaded, TILE_N, SLOTS)
+        acc, m, l = attend_rows(
+            *(q, unit, of_rows, rings, tiles, keys, None, APART > 0, CLUSTER),
+            *(S, GROUP, PAGE_SIZE, DIM_V, TILE_M, WIDEN, HALF, OF_K, MORE, BULK),
+        )
     result = acc, m, l, row_ok
     sizes = seqlen_q, num_kv_heads, stride_ob, stride_ot, stride_oh
     if CLUSTER:
@@ -420,9 +412,8 @@ class Launcher(decode_launch.Launcher):
         between = max(operands.k.stride(0), operands.v.stride(0))  # pages; `gather` has 32 bits
         self.gathered = gathers(problem, config) and between < 1 << 32
         self.cluster = config.num_splits if config.merge == "cluster" else 0
-        self.launched, self.rows = self.grid, min(config.tile_m, problem.rows)
-        if self.cluster:  # all parts of a sequence: the first axis has one
-            self.launched = (1, *self.grid[1:])
+        self.rows = min(config.tile_m, problem.rows)  # of a cluster the first axis has one program
+        self.launched = (1, *self.grid[1:]) if self.cluster else self.grid
         self.bulk = in_one_piece(problem, config, operands.k_scale)
         caches: tuple[int | None, ...] = (None,) * 6
         if self.appending or self.gathered:
@@ -461,10 +452,11 @@ class Launcher(decode_launch.Launcher):
             self.seen(operands.v).shape[3],
             self.gathered,
             self.of_k,
-            self.asked_apart,
+            (1 if asked_early(problem, config) else 2) if self.asked_apart else 0,
             self.of_k is None and rounds_rows(problem),
             scales_at_once(problem, config),
             config.tile_m == 16 and problem.rows <= 8,
+            not ring_holds_all(problem, config),
             self.bulk,
         )
         if self.asked_apart:

@@ -87,9 +87,10 @@ def rows_of_threads(dim, warps):
 
 @gluon.jit
 def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
-    """A barrier for each slot of a ring, which opens when it has been arrived at so often."""
+    """A barrier for each slot of a ring, which opens when it has been arrived at so often; 0: they
+    are not set up."""
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SLOTS):
+    for n in gl.static_range(SLOTS if COUNT else 0):
         mbarrier.init(arrived.index(n), count=COUNT)
     return arrived
 
@@ -99,11 +100,75 @@ def pages_of(pool, tiles, b, tile, keys, PAGE_SIZE: gl.constexpr, TILE_N: gl.con
     """The page of each key of a tile, for those who gather rows; else None."""
     pages = None
     if pool.k_steps is not None:
-        L: gl.constexpr = rows_of_threads(tiles.shape[2], gl.num_warps())
-        inner = tile * TILE_N + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, L))
         row = pool.table_ptr + b.to(gl.int64) * pool.stride_table
-        pages = gl.load(row + inner // PAGE_SIZE, mask=inner < keys, other=0)
+        inside = keys_of_threads(tiles, PAGE_SIZE, TILE_N)
+        if TILE_N % PAGE_SIZE == 0:
+            entries = row + tile * (TILE_N // PAGE_SIZE) + inside // PAGE_SIZE
+        else:
+            entries = row + (tile * TILE_N + inside) // PAGE_SIZE
+        pages = gl.load(entries, mask=inside < keys - tile * TILE_N, other=0)
     return pages
+
+
+@gluon.jit
+def keys_of_threads(tiles, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """Of each row of a tile that is gathered, its place in the tile; where a tile has whole pages,
+    that of its page's first row, which is known when it is compiled."""
+    L: gl.constexpr = rows_of_threads(tiles.shape[2], gl.num_warps())
+    inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, L))
+    if TILE_N % PAGE_SIZE == 0:
+        inside = inside // PAGE_SIZE * PAGE_SIZE
+    return inside
+
+
+@gluon.jit
+def first_pages(
+    pool,
+    tiles_at_slots,
+    b,
+    tiles,
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """`pages_of` the tiles that `fill` asks for."""
+    pages = ()
+    for n in gl.static_range(SLOTS):
+        tile = tile_at(tiles, tiles.first + n * tiles.by)
+        of_tile = pages_of(pool, tiles_at_slots, b, tile, keys, PAGE_SIZE, TILE_N)
+        pages += (of_tile,)  # type: ignore[assignment]
+    return pages
+
+
+@gluon.jit
+def fill_from(
+    pool,
+    k_tiles,
+    v_tiles,
+    arrived,
+    pages,  # of `first_pages`, loaded for the most keys that there may be; None: not yet
+    b,
+    h,
+    tiles,  # Tiles
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """`fill`, where page numbers may be there."""
+    ring = pool, k_tiles, v_tiles, arrived
+    if pages is None:
+        fill(*ring, b, h, tiles, keys, None, False, PAGE_SIZE, TILE_N, SLOTS)
+    else:
+        inside = keys_of_threads(k_tiles, PAGE_SIZE, TILE_N)
+        for n in gl.static_range(SLOTS):
+            i = tiles.first + n * tiles.by
+            tile = tile_at(tiles, i)
+            if i < tiles.last:
+                # behind the last key there may be any number
+                of_tile = gl.where(inside < keys - tile * TILE_N, pages[n], 0)
+                gather_tile(*ring, n, h, tile, of_tile, PAGE_SIZE)
 
 
 @gluon.jit
