@@ -127,6 +127,21 @@ DECODE = Problem(
 )
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+@pytest.mark.parametrize("schedule", ["even 1", "even 3", "fixed", "batch"])
+def test_a_row_that_is_not_finite_is_written(schedule: str) -> None:
+    """As NaN, whatever was there; others are as they were."""
+    problem = replace(DECODE, return_lse=False)
+    call = make_operands(problem)
+    launch = run(plan_of(problem, schedule))
+    clean, _ = launch(problem, call)
+    call["q"][1, 0, 2, 3], call["out"] = math.nan, torch.zeros_like(clean)
+    out, _ = launch(problem, call)
+    assert out[1, 0, 2].isnan().all()
+    out[1, 0, 2] = clean[1, 0, 2]
+    assert torch.equal(out, clean)
+
+
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_same_plan_same_bits(schedule: str, place: Any) -> None:

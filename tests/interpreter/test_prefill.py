@@ -217,6 +217,19 @@ def test_decode_of_many_tokens(values: cases.Values) -> None:
     check(problem, run=launch, strided=parts > 1, **options)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+@pytest.mark.parametrize("merge", MERGES)
+def test_a_row_that_is_not_finite_is_written(merge: str) -> None:
+    """As NaN, whatever was there; others are as they were."""
+    call, launch = make_operands(DECODE), run(num_splits=3, merge=merge)
+    clean, _ = launch(DECODE, call)
+    call["q"][1, 7, 2, 3], call["out"] = math.nan, torch.zeros_like(clean)
+    out, _ = launch(DECODE, call)
+    assert out[1, 7, 2].isnan().all()
+    out[1, 7, 2] = clean[1, 7, 2]
+    assert torch.equal(out, clean)
+
+
 def test_decode_writes_where_it_is_told() -> None:
     problem = replace(DECODE, head_dim_v=16)
     call = make_operands(problem)

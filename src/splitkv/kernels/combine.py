@@ -263,7 +263,7 @@ def combine(
             length = total_q
     if num_parts == 1:
         return
-    merge = tl.load(l_ptr + tl.zeros([1], tl.int32)) >= 0.0  # else FINISHED
+    merge = tl.load(l_ptr + tl.zeros([1], tl.int32)) != FINISHED  # NaN has to be written
     v_ok = offs_v == offs_v
     if HEAD_DIM_V % TILE_V:
         v_ok = offs_v < HEAD_DIM_V

@@ -136,7 +136,7 @@ def merge_rows(
         ok = ok & (length <= of.most_q) & (t < length)
     kv_head = token.to(tl.int64) * (of.num_heads // GROUP) + head // GROUP
     row = kv_head * of.parts * GROUP + head % GROUP
-    ok = ok & (tl.load(partial.l_ptr + row, mask=ok, other=-1.0) >= 0.0)  # else FINISHED
+    ok = ok & (tl.load(partial.l_ptr + row, mask=ok, other=-1.0) != -1.0)  # else FINISHED
     columns = offs_v[None, :][None, :, :]
     v_ok = columns < HEAD_DIM_V
 
