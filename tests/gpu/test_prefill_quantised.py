@@ -78,7 +78,7 @@ def test_caches(number: int) -> None:
     asked = replace(problem_of(values), place=place, lengths="device")
     plan = plan_of(asked)
     if plan.kernel == KERNEL.name:
-        plan = replace(plan, config=replace(plan.config, num_splits=parts))
+        plan = replace(plan, config=replace(plan.config, num_splits=parts, merge="combine"))
 
     def twice(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
         if packed and page_size:
