@@ -102,6 +102,8 @@ ROWS48 = replace(ROWS48, codec=Codec("int8", "head"), products="half")
 
 
 def test_two_parts_are_a_cluster_where_all_run_at_once() -> None:
+    otherwise: tuple[dict[str, Any], ...]
+    otherwise = {"batch": 67}, {"seqlen_k": 65536}, {"seqlen_q": 5}, {"products": "full"}
     for place in (Contiguous(), Paged(16), Paged(64)):
         rows48 = replace(ROWS48, place=place)
         plan = splitkv.plan(rows48, device=H200)
@@ -110,10 +112,7 @@ def test_two_parts_are_a_cluster_where_all_run_at_once() -> None:
         kernel = kernel_named(plan.kernel)
         assert plan.config in kernel.configs(rows48, H200)
         assert kernel.traffic(rows48, plan.config).partial_bytes == 0
-        others: tuple[dict[str, Any], ...] = (
-            *({"batch": 67}, {"seqlen_k": 65536}, {"seqlen_q": 5}, {"products": "full"}),
-        )
-        for changes in others:
+        for changes in otherwise:
             assert config(replace(rows48, **changes)).merge == "combine", changes
     fp8 = replace(ROWS48, codec=Codec("fp8", "head"), products="widened", place=Paged(16))
     assert config(fp8).merge == "combine"  # in tiles of 64 keys
