@@ -22,7 +22,8 @@ from splitkv.kernels.tile.softmax import finish, finite_or_zero
 CLUSTERS = (2, 4, 8)
 
 
-def exchange_bytes(rows: int, head_dim_v: int, parts: int) -> int:
+@gluon.constexpr_function
+def exchange_bytes(rows, head_dim_v, parts):
     """acc [parts, rows, head_dim_v / parts], m and l [parts, rows] in fp32."""
     return 4 * rows * (head_dim_v + 2 * parts)
 
@@ -58,6 +59,18 @@ def exchange_at(BYTES: gl.constexpr):
         pack=1,
     )
     return end - BYTES
+
+
+@gluon.jit
+def wait_at(barrier, phase):
+    """Wait for a barrier by its address in this program's shared memory."""
+    CODE: gl.constexpr = """{
+        .reg .pred done;
+        AGAIN:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
+        @!done bra.uni AGAIN;
+        }"""
+    act(CODE, "r,r", (barrier, phase))
 
 
 @gluon.jit
@@ -141,7 +154,7 @@ def merge_cluster(
     ROW_BYTES: gl.constexpr = 4 * SLICE
     PART_BYTES: gl.constexpr = ROWS * ROW_BYTES
     STATISTICS: gl.constexpr = ROWS * 4 * DIM_V  # m, then l
-    base = exchange_at(ROWS * 4 * (DIM_V + 2 * PARTS))
+    base = exchange_at(exchange_bytes(ROWS, DIM_V, PARTS))
 
     offs_m = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, S))[:, None]
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, S))[None, :]

@@ -15,18 +15,11 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.cluster import exchange_at
+from splitkv.kernels.hopper.cluster import exchange_at, wait_at
 from splitkv.kernels.hopper.effect import act
 from splitkv.kernels.hopper.ring import tile_at
 from splitkv.plans import Config, scales_in_bulk
 from splitkv.problem import Problem
-
-WAIT = gl.constexpr("""{
-    .reg .pred done;
-    AGAIN:
-    mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
-    @!done bra.uni AGAIN;
-    }""")
 
 
 def in_one_piece(problem: Problem, config: Config, scales: Any) -> int:
@@ -157,7 +150,7 @@ def read_in_bulk(
 ):
     """(of keys, of values) in a slot, once they are there, for a KV head; behind the last key there
     may be anything."""
-    act(WAIT, "r,r", (barrier_at(of_keys.place, slot, TILE_N, SLOTS, HEADS), phase))
+    wait_at(barrier_at(of_keys.place, slot, TILE_N, SLOTS, HEADS), phase)
     at = of_keys.place + slot * (8 * TILE_N * HEADS) + h * 4
     at += gl.arange(0, TILE_N, layout=KEYS) * (4 * HEADS)
     return read(at, 0, HEADS), read(at, 4 * TILE_N * HEADS, HEADS)

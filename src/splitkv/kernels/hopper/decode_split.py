@@ -261,7 +261,7 @@ def hopper_decode_split(
     arrive_running(CLUSTER)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    EXCHANGED: gl.constexpr = 4 * ROWS * (IN_ONE * DIM_V + 2 * CLUSTER) if CLUSTER else 0
+    EXCHANGED: gl.constexpr = exchange_bytes(ROWS, IN_ONE * DIM_V, CLUSTER) if CLUSTER else 0
     of_tiles = place_of_scales(key_scales, SLOTS, TILE_N, BULK, EXCHANGED)
     COPIED: gl.constexpr = key_scales is not None and BULK == 0
     arrived = arrivals(SLOTS, asking(GATHER, COPIED, LOADED, APART, gl.num_warps()))

@@ -21,8 +21,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.cluster import arrive_running, exchange_at, wait_cluster
-from splitkv.kernels.hopper.effect import act, act_alone
+from splitkv.kernels.hopper.cluster import arrive_running, exchange_at, wait_at, wait_cluster
+from splitkv.kernels.hopper.effect import act_alone
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.prefill_write import cleared
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
@@ -31,6 +31,7 @@ PAIR = gl.constexpr(2)
 WARPS, THREADS = gl.constexpr(4), gl.constexpr(128)  # that multiply
 ROWS_OF_WARP = gl.constexpr(16)
 BARRIER = gl.constexpr(16)  # bytes
+OF_BITS = gl.constexpr({32: "r", 64: "l"})  # constraint of an operand
 
 
 @gluon.constexpr_function
@@ -68,74 +69,79 @@ def open_exchange(CLUSTER: gl.constexpr, KEPT: gl.constexpr, DIM_V: gl.constexpr
 
 
 @gluon.constexpr_function
-def sending(elements, rows):
-    """Instructions that send so many sums of a thread, m and l of its two rows to program `to` of
-    the cluster, but for warps that have no row; and constraints.
+def place_of_thread(base, bits):
+    """Instructions that put where the 16 bytes of thread t are, behind a base, into a. An address
+    of shared memory has 32 bits, one of memory 64."""
+    return f"mad.{'lo' if bits == 32 else 'wide'}.u32 a, t, 16, {base};"
+
+
+@gluon.constexpr_function
+def storing(elements, rows, bits):
+    """Instructions that store so many sums of a thread, then m and l of its two rows, but for warps
+    that have no row; and constraints. To memory behind an address of 64 bits, or to the exchange of
+    a program of the cluster whose number has 32, and whose barrier is told.
 
     A thread has two columns of a row, two of the row 8 below, then those of 8 columns further on.
     """
     x, m, l, to = (elements // 4 + n * elements for n in range(4))
-    send = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
-    step = 16 * THREADS.value
-    warps = -(-rows // ROWS_OF_WARP.value)
-    code = f"{{ .reg .u32 t, a, b; .reg .pred none; {barrier_in('b', 't')} mov.u32 t, %tid.x;"
-    code += f"setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING; shl.b32 t, t, 4;"
-    code += f"sub.u32 a, b, {step * (elements // 4 + 1)}; add.u32 a, a, t;"
-    code += f"mapa.shared::cluster.u32 a, a, ${to}; mapa.shared::cluster.u32 b, b, ${to};"
-    fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)]
-    for n, four in enumerate([*fours, (m, l, m + 2, l + 2)]):
-        code += f"{send} [a + {n * step}], {{{', '.join(f'${i}' for i in four)}}}, [b];"
+    fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)] + [(m, l, m + 2, l + 2)]
+    step, warps = 16 * THREADS.value, -(-rows // ROWS_OF_WARP.value)
+    code = f"mov.u32 t, %tid.x; setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING;"
+    if bits == 64:
+        store, told = "st.global.v4.b32", ""
+        code += place_of_thread(f"${to}", bits)
+    else:
+        store, told = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32", ", [b]"
+        code = barrier_in("b", "t") + code + f"sub.u32 a, b, {step * len(fours)};"
+        code += place_of_thread("a", bits)
+        code += "".join(f"mapa.shared::cluster.u32 {at}, {at}, ${to};" for at in "ab")
+    code = f"{{ .reg .u32 t, b; .reg .u{bits} a; .reg .pred none; {code}"
+    for n, four in enumerate(fours):
+        code += f"{store} [a + {n * step}], {{{', '.join(f'${i}' for i in four)}}}{told};"
     code += "NOTHING:" + "".join(f"mov.b32 ${i}, 0;" for i in range(elements // 4)) + "}"
-    return code, ",".join(["=r"] * (elements // 4) + ["r"] * 4 * elements)
+    kinds = ["r"] * 3 * elements + [OF_BITS[bits]] * elements
+    return code, ",".join(["=r"] * (elements // 4) + kinds)
 
 
 @gluon.jit
-def send_half(acc, l, m, to, KEPT: gl.constexpr):
-    """Send sums [ROWS, half of DIM_V], and m and l [ROWS], to program `to` of the cluster."""
+def store_half(acc, l, m, to, KEPT: gl.constexpr):
+    """Store sums [ROWS, half of DIM_V], and m and l [ROWS]: see `storing`."""
     ELEMENTS: gl.constexpr = acc.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = sending(ELEMENTS, KEPT)
+    INSTRUCTIONS: gl.constexpr = storing(ELEMENTS, KEPT, to.dtype.primitive_bitwidth)
     m = along_rows(m, acc).broadcast_to(acc.shape)
     l = along_rows(l, acc).broadcast_to(acc.shape)
     gl.inline_asm_elementwise(
         INSTRUCTIONS[0],
         INSTRUCTIONS[1],
-        [acc, m, l, to],
+        [acc, m, l, gl.full(acc.shape, 0, to.dtype, acc.type.layout) + to],
         dtype=gl.int8,
         is_pure=False,
         pack=ELEMENTS,
     )
 
 
-@gluon.jit
-def wait_received(at):
-    """Wait for all that this program is sent, at the barrier behind it."""
-    CODE: gl.constexpr = (
-        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], 0;"
-        "@!done bra AGAIN; }"
-    )
-    act(CODE, "r", (at,))
-
-
 @gluon.constexpr_function
-def receiving(elements):
-    """Instructions that load the sums that a thread was sent, and constraints."""
-    code = f"{{ .reg .u32 t; mov.u32 t, %tid.x; shl.b32 t, t, 4; add.u32 t, t, ${elements};"
+def loading(elements, bits):
+    """Instructions that load so many sums of a thread, from shared memory or the L2; and
+    constraints."""
+    load = {32: "ld.shared.v4.b32", 64: "ld.global.cg.v4.b32"}[bits]
+    code = f"{{ .reg .u32 t; .reg .u{bits} a; mov.u32 t, %tid.x;"
+    code += place_of_thread(f"${elements}", bits)
     for i in range(0, elements, 4):
         four = ", ".join(f"${n}" for n in range(i, i + 4))
-        code += f"ld.shared.v4.b32 {{{four}}}, [t + {4 * i * THREADS.value}];"
-    return code + "}", ",".join(["=r"] * elements + ["r"] * elements)
+        code += f"{load} {{{four}}}, [a + {4 * i * THREADS.value}];"
+    return code + "}", ",".join(["=r"] * elements + [OF_BITS[bits]] * elements)
 
 
 @gluon.jit
-def received_half(at, like):
-    """The sums that this program was sent, as `like` [ROWS, half of DIM_V]."""
+def load_half(at, like):
+    """Sums as `like` [ROWS, half of DIM_V]: those sent, at an address of shared memory, or left."""
     ELEMENTS: gl.constexpr = like.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = receiving(ELEMENTS)
-    zero = gl.full(like.shape, 0, gl.int32, like.type.layout)
+    INSTRUCTIONS: gl.constexpr = loading(ELEMENTS, at.dtype.primitive_bitwidth)
     return gl.inline_asm_elementwise(
         INSTRUCTIONS[0],
         INSTRUCTIONS[1],
-        [zero + at],
+        [gl.full(like.shape, 0, at.dtype, like.type.layout) + at],
         dtype=gl.float32,
         is_pure=False,
         pack=ELEMENTS,
@@ -154,64 +160,6 @@ def received_of_rows(at, like):
         dtype=gl.float32,
         is_pure=False,
         pack=2,
-    )
-
-
-@gluon.constexpr_function
-def leaving(elements, rows):
-    """Instructions that store so many sums of a thread, m and l of its two rows in memory, in the
-    order in which they are sent; and constraints."""
-    x, m, l, at = (elements // 4 + n * elements for n in range(4))
-    warps = -(-rows // ROWS_OF_WARP.value)
-    code = "{ .reg .u32 t; .reg .u64 a; .reg .pred none; mov.u32 t, %tid.x;"
-    code += f"setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING; mad.wide.u32 a, t, 16, ${at};"
-    fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)]
-    for n, four in enumerate([*fours, (m, l, m + 2, l + 2)]):
-        four = ", ".join(f"${i}" for i in four)
-        code += f"st.global.v4.b32 [a + {16 * THREADS.value * n}], {{{four}}};"
-    code += "NOTHING:" + "".join(f"mov.b32 ${i}, 0;" for i in range(elements // 4)) + "}"
-    return code, ",".join(["=r"] * (elements // 4) + ["r"] * 3 * elements + ["l"] * elements)
-
-
-@gluon.jit
-def leave_half(acc, l, m, at, KEPT: gl.constexpr):
-    """Store sums [ROWS, half of DIM_V], and m and l [ROWS], in memory."""
-    ELEMENTS: gl.constexpr = acc.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = leaving(ELEMENTS, KEPT)
-    m = along_rows(m, acc).broadcast_to(acc.shape)
-    l = along_rows(l, acc).broadcast_to(acc.shape)
-    gl.inline_asm_elementwise(
-        INSTRUCTIONS[0],
-        INSTRUCTIONS[1],
-        [acc, m, l, gl.full(acc.shape, 0, gl.int64, acc.type.layout) + at],
-        dtype=gl.int8,
-        is_pure=False,
-        pack=ELEMENTS,
-    )
-
-
-@gluon.constexpr_function
-def finding(elements):
-    """Instructions that load what a thread left of a half, from the L2; and constraints."""
-    code = f"{{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, ${elements};"
-    for i in range(0, elements, 4):
-        four = ", ".join(f"${n}" for n in range(i, i + 4))
-        code += f"ld.global.cg.v4.b32 {{{four}}}, [a + {4 * i * THREADS.value}];"
-    return code + "}", ",".join(["=r"] * elements + ["l"] * elements)
-
-
-@gluon.jit
-def left_half(at, like):
-    """The sums that were left in memory, as `like` [ROWS, half of DIM_V]."""
-    ELEMENTS: gl.constexpr = like.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = finding(ELEMENTS)
-    return gl.inline_asm_elementwise(
-        INSTRUCTIONS[0],
-        INSTRUCTIONS[1],
-        [gl.full(like.shape, 0, gl.int64, like.type.layout) + at],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=ELEMENTS,
     )
 
 
@@ -303,7 +251,7 @@ def merge_half(
     HALF: gl.constexpr = acc.shape[1]
     BYTES: gl.constexpr = exchange_bytes(2 * HALF) - BARRIER
     OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
-    send_half(rest, l, m, gl.full(rest.shape, 1 - PART, gl.int32, rest.type.layout), KEPT)
+    store_half(rest, l, m, gl.to_tensor(1 - PART), KEPT)
     rows = gl.arange(0, ROWS, layout=m.type.layout)
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout))[None, :]
     ok = rows < KEPT
@@ -321,7 +269,7 @@ def merge_half(
         sink_log2 = gl.load(output.sink_ptr + head, mask=ok, other=0.0).to(gl.float32)
         sink_log2 *= 1.4426950408889634
     base = exchange_at(exchange_bytes(2 * HALF))
-    wait_received(base + BYTES)
+    wait_at(base + BYTES, 0)
     m_other = received_of_rows(base + OF_ROWS, m)
     l_other = received_of_rows(base + (OF_ROWS + 4), l)
     highest = gl.maximum(m, m_other)
@@ -331,16 +279,16 @@ def merge_half(
     if LEFT == 1:
         factor = factor_of(l, highest, sink_log2)
         out = acc * along_rows(weight * factor, acc)
-        out += received_half(base, acc) * along_rows(weight_other * factor, acc)
+        out += load_half(base, acc) * along_rows(weight_other * factor, acc)
         gl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=along_rows(ok, acc))
         if PART == 0:
             gl.store(output.lse_ptr + lse_rows, lse_of(l, highest), mask=ok)
     else:
         acc *= along_rows(weight, acc)
-        acc += received_half(base, acc) * along_rows(weight_other, acc)
+        acc += load_half(base, acc) * along_rows(weight_other, acc)
         number = (own.sequence * work.lane_heads + own.head // PACK) * PAIR + PART
         at = output.partial.acc_ptr.to(gl.int64) + number.to(gl.int64) * (LEFT * BYTES)
-        leave_half(acc, l, highest, at + own.part // PAIR * BYTES, KEPT)
+        store_half(acc, l, highest, at + own.part // PAIR * BYTES, KEPT)
         # behind what tile/merge.py counts with
         tickets = output.merging.count_ptr.to(gl.int64) + (32 + number * (4 * gl.num_warps()))
         if comes_last(tickets, LEFT):
@@ -365,11 +313,11 @@ def all_left(at, like, m, LEFT: gl.constexpr):
     top = finite_or_zero(highest)
     weight = gl.exp2(of_rows[0][0] - top)
     l = of_rows[0][1] * weight
-    acc = left_half(at, like) * along_rows(weight, like)
+    acc = load_half(at, like) * along_rows(weight, like)
     for n in gl.static_range(1, LEFT):
         weight = gl.exp2(of_rows[n][0] - top)
         l += of_rows[n][1] * weight
-        acc += left_half(at + n * BYTES, like) * along_rows(weight, like)
+        acc += load_half(at + n * BYTES, like) * along_rows(weight, like)
     return acc, l, highest
 
 
