@@ -117,12 +117,17 @@ def gathers(problem: Problem, config: Config) -> bool:
     return small and alike and narrow and not asked_apart(problem, config)
 
 
-def ring_holds_all(problem: Problem, config: Config) -> bool:
-    """Whether the tiles of every part are as many as slots at most, whatever the lengths are, so
-    that decode on Hopper asks for all of them before the first is worked on."""
+def asked_at_once(problem: Problem, config: Config) -> bool:
+    """Whether decode on Hopper asks for all tiles of a part before the first is worked on: as many
+    as slots at most, where sequences are as long as they may be."""
     even = config.schedule == "even" and not problem.early_kv and not config.appends
-    few = visited(problem, config.tile_n) <= config.num_splits * config.num_stages
-    return even and few and problem.mask.left is None
+    return even and visited(problem, config.tile_n) <= config.num_splits * config.num_stages
+
+
+def ring_holds_all(problem: Problem, config: Config) -> bool:
+    """Whether it does whatever the lengths are: a window of a shorter sequence may have a tile
+    more."""
+    return asked_at_once(problem, config) and problem.mask.left is None
 
 
 def scales_at_once(problem: Problem, config: Config) -> bool:
@@ -130,9 +135,7 @@ def scales_at_once(problem: Problem, config: Config) -> bool:
     of a part at once: up to 11 % faster. Where tiles follow, whose scales are waited for, it was up
     to 4 % slower."""
     token = problem.codec.granularity == "token" and config.tile_m < WIDE
-    even = config.schedule == "even" and not problem.early_kv and not config.appends
-    short = visited(problem, config.tile_n) <= config.num_splits * config.num_stages
-    return token and even and short and not asked_apart(problem, config)
+    return token and asked_at_once(problem, config) and not asked_apart(problem, config)
 
 
 def may_be_in_bulk(problem: Problem, config: Config) -> bool:
