@@ -17,6 +17,7 @@ from splitkv.kernels import decode_split
 from splitkv.kv import Contiguous, Paged
 from splitkv.masks import Mask
 from splitkv.plans import Config, Plan
+from splitkv.policies import fixed
 from splitkv.problem import Problem
 from splitkv.testing import (
     Call,
@@ -189,6 +190,16 @@ def test_one_launcher_serves_any_lengths(schedule: str) -> None:
         operands = bind(problem, call)
         launcher = launcher or decode_split.KERNEL.bind(plan_of(problem, schedule), operands)
         compare(problem, call, *launcher(operands))
+
+
+def test_parts_of_a_size_for_shorter_sequences() -> None:
+    """Their window starts inside a tile: a tile more than the longest has."""
+    problem = replace(DECODE, lengths="host", seqlen_k=128, mask=Mask(True, 62))
+    choice = fixed.with_split_size(64)(problem, GPUS["h200"], [decode_split.KERNEL])
+    plan = replace(plan_of(problem, "fixed"), config=choice.config)
+    for seqlen_k in (128, 127, 65, 64):
+        shorter = replace(problem, seqlen_k=seqlen_k)
+        check(shorter, run=run(replace(plan, problem=shorter)))
 
 
 @pytest.mark.parametrize("schedule", ["even 1", "even 3", "batch"])

@@ -54,7 +54,9 @@ def with_split_size(keys: int) -> Policy:
         if not splits_keys(problem, found):
             return Choice(kernel.name, found[0], f"{kernel.name} does not split its keys")
         size = ceil_div(keys, shape.tile_n) * shape.tile_n
-        splits = ceil_div(num_tiles(problem, shape.tile_n), size // shape.tile_n)
+        # the plan may serve shorter sequences, whose window starts inside a tile
+        tiles = num_tiles(replace(problem, lengths="device"), shape.tile_n)
+        splits = ceil_div(tiles, size // shape.tile_n)
         if splits > MAX_SPLITS:
             least = ceil_div(problem.visible_keys, MAX_SPLITS)
             raise ValueError(f"split_size: expected at least {least} keys, got {keys}")
