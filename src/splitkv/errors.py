@@ -131,10 +131,10 @@ def expect_divides(argument: str, value: int, /, **divisor: int) -> None:
         expect(size > 0 and value % size == 0, argument, f"a multiple of {name}={size}", value)
 
 
-def expect_one_of(argument: str, value: object, options: Iterable[object]) -> None:
+def expect_one_of(argument: str, value: object, options: Iterable[object], hint: str = "") -> None:
     """One of a closed list."""
     known = tuple(options)
-    expect(value in known, argument, _either([repr(option) for option in known]), value)
+    expect(value in known, argument, _either([repr(option) for option in known]), value, hint)
 
 
 def expect_none_with(argument: str, value: object, other: str) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from splitkv.device import Device, cpu, current
 from splitkv.errors import dtype_name, expect, expect_one_of, expect_tensor
 from splitkv.kv import AS_IS, Paged
+from splitkv.legality import expect_config
 from splitkv.plans import Config, Kernel, Plan, plan_with_handle
 from splitkv.problem import (
     Operands,
@@ -170,8 +171,7 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
     kernel = kernel_named(plan.kernel)
     against = kernel.unsupported(problem, device)
     expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
-    expect_one_of("plan.config.schedule", plan.config.schedule, kernel.schedules)
-    expect_one_of("plan.config.merge", plan.config.merge, kernel.merges)
+    expect_config(kernel, problem, device, plan.config)
     return replace(plan, problem=problem)
 
 

@@ -20,7 +20,7 @@ LAYERS = (
     "plans reference",
     "policies kernels",
     "registry",
-    "explanation testing",
+    "explanation legality testing",
     "launch",
     "sequences",
     "autograd append",

@@ -23,6 +23,7 @@ from splitkv.errors import (
 from splitkv.flash_attn.options import expect_hints, window_of
 from splitkv.kv import Contiguous, Paged
 from splitkv.launch import device_of
+from splitkv.legality import is_legal
 from splitkv.masks import Mask
 from splitkv.plans import Plan
 from splitkv.policies import appending
@@ -138,7 +139,8 @@ def _plan(problem: Problem, device: Device, num_splits: int) -> Plan:
 def fitted(plan: Plan, problem: Problem) -> Plan:
     """The plan, with what metadata cannot know of a call taken from the call's problem.
 
-    Where its kernel cannot run that, the decision is made again, for the plan's own device.
+    Where its kernel cannot run that, or not with the plan's config, the decision is made again, for
+    the plan's own device.
     """
     of_call = replace(
         plan.problem,
@@ -153,10 +155,11 @@ def fitted(plan: Plan, problem: Problem) -> Plan:
         rotary=problem.rotary,
     )
     kernel = kernel_named(plan.kernel)
-    if kernel.unsupported(of_call, plan.device):
+    config, _ = appending.decide(of_call, kernel, plan.config)
+    unsupported = kernel.unsupported(of_call, plan.device)
+    if unsupported or not is_legal(kernel, of_call, plan.device, config):
         forced = plan.config.num_splits if plan.policy == "fixed" else 0
         return make_plan(of_call, plan.device, num_splits=forced)
-    config, _ = appending.decide(of_call, kernel, plan.config)
     return replace(plan, problem=of_call, config=config)
 
 

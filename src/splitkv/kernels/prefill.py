@@ -53,6 +53,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitkv import errors
 from splitkv.device import Device
 from splitkv.kernels import workspace
 from splitkv.kernels.combine import FINISHED, Final, Partial, combine, merge_tiles, write_absent
@@ -422,7 +423,7 @@ class Launcher:
                 self.slots = problem.batch * cut * problem.num_heads * parts
         self.last = parts is not None and config.merge in ("last", "pairs")
         self.pairs = config.merge == "pairs"
-        assert programs <= MOST_ARRIVALS.value or not self.last
+        self.expect_arrivals(programs)
         self.grid = programs, 1, 1
         lse, table, place = lse_strides(q), operands.page_table, problem.place
         units = units_of(problem, plan.device, config)
@@ -455,6 +456,10 @@ class Launcher:
         )
         overlapping = {"launch_pdl": True} if pdl else {}
         self.merge_options = {"num_warps": merge_warps, **fused, **overlapping}
+
+    def expect_arrivals(self, programs: int) -> None:
+        few = programs <= MOST_ARRIVALS.value or not self.last
+        errors.expect(few, "plan.config.merge", f"'combine' of {programs} programs", "last")
 
     def merged_a_step(self, num_warps: int) -> tuple[int, int]:
         """Parts, and rows, that so many warps merge together; 0 where `combine` merges."""

@@ -63,7 +63,6 @@ from splitkv.kernels.hopper.prefill_write import Merging, Output, begin, merge
 from splitkv.kernels.hopper.ring import arrivals
 from splitkv.kernels.sequence_sizes import bounds_of, lse_strides, scoring_of
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.merge import MOST_ARRIVALS
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kv import AS_IS, Paged
@@ -377,7 +376,7 @@ class Launcher(prefill.Launcher):
             cut = triton.cdiv(problem.cut_tokens * self.pack, config.tile_m)
             items += (parts - 1) * cut * problem.batch * problem.num_heads // self.pack
         self.grid, numbered = self.own_grid(tiles, items)
-        assert self.grid[0] <= MOST_ARRIVALS.value or not self.last
+        self.expect_arrivals(self.grid[0])
         lse, table, place = lse_strides(q), operands.page_table, problem.place
         warps = self.rows_at_a_time() // ROWS_OF_WARP.value
         self.tail = (

@@ -50,6 +50,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from splitkv import errors
 from splitkv.device import Device
 from splitkv.kernels import prefill
 from splitkv.kernels.direct import in_clusters
@@ -386,12 +387,15 @@ class Launcher(hopper_prefill.Launcher):
             return super().own_grid(tiles, items)
         at_once = min(problem.batch, programs // across if programs else MOST_ALONG_AN_AXIS)
         rounds = triton.cdiv(problem.batch, at_once)
-        assert rounds == 1 or not self.cluster, "a cluster has parts of one sequence"
         assert config.merge != "cluster" or self.parts == PAIR.value, "a cluster is a pair"
+        if self.cluster:
+            one = f"'combine' or 'last' beside more than {MOST_ALONG_AN_AXIS} sequences"
+            errors.expect(rounds == 1, "plan.config.merge", one, config.merge)
         lanes = problem.num_heads // self.pack
         if self.pairs:
-            pairs = PAIR.value * lanes * problem.batch
-            assert pairs * WARPS.value <= TICKETS, "every pair and part of it has a ticket"
+            most = TICKETS // (PAIR.value * WARPS.value)
+            few = f"'combine' or 'last' beside more than {most} sequences times lanes of each"
+            errors.expect(lanes * problem.batch <= most, "plan.config.merge", few, config.merge)
             left = exchange_bytes(problem.head_dim_v) - BARRIER.value
             self.slots = self.parts * lanes * problem.batch * left // (4 * problem.head_dim_v)
         grid = self.parts // (self.cluster or 1), lanes, triton.cdiv(problem.batch, rounds)

@@ -1,0 +1,197 @@
+"""Plans made by hand: what a kernel cannot be launched with is refused before it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+from compiling import layouts_in_8_bits
+
+from splitkv.device import CPU, GPUS
+from splitkv.kernels import prefill
+from splitkv.kernels.hopper import prefill_quantised
+from splitkv.kernels.workspace import TICKETS
+from splitkv.kv import Codec
+from splitkv.launch import fit_plan
+from splitkv.legality import is_legal
+from splitkv.masks import Mask
+from splitkv.plans import Kernel, Plan
+from splitkv.policies import fixed
+from splitkv.policies.shared import MAX_SPLITS
+from splitkv.problem import Problem
+from splitkv.registry import KERNELS, POLICIES, kernel_named, make_plan
+
+H200 = GPUS["h200"]
+DECODE = Problem("decode", 2, 8, 2, 128, 128, 1, 4096, mask=Mask(causal=True), lengths="device")
+ON_HOST = replace(DECODE, lengths="host")
+INT8 = replace(DECODE, num_heads=16, num_kv_heads=1, seqlen_q=3, codec=Codec("int8", "head"))
+INT8 = replace(INT8, products="half")
+DENSE = Problem("dense", 2, 8, 2, 128, 128, 512, 512)
+SOME = [*cases.DECODE[::9], *cases.HOPPER[::9], *cases.QUANTIZED[::9], *cases.HOPPER_QUANTIZED[::9]]
+PROBLEMS = [DECODE, ON_HOST, INT8, DENSE, *(case.problem for case in SOME)]
+OF_KERNEL = {
+    "hopper_decode_split": DECODE,
+    "decode_split": DECODE,
+    "hopper_prefill": DENSE,
+    "hopper_prefill_quantised": INT8,
+    "hopper_prefill_half": INT8,
+    "hopper_prefill_widened": INT8,
+    "prefill": DENSE,
+    "torch_sdpa": DENSE,
+    "torch_math": DECODE,
+}
+HOPPER, QUANTISED = "hopper_decode_split", "hopper_prefill_quantised"
+
+
+def plan_of(problem: Problem, kernel: str, **changes: Any) -> Plan:
+    """The kernel's first config, of clusters if these are asked for, with changes."""
+    clustered = changes.get("merge") in ("cluster", "pairs")
+    found = kernel_named(kernel).configs(problem, H200)
+    config = next(c for c in found if c.clustered == clustered)
+    return Plan(problem, H200, "mine", kernel, replace(config, **changes), "made by hand")
+
+
+def refused(message: str, problem: Problem, kernel: str, **changes: Any) -> None:
+    """With this message, whatever is said about it besides."""
+    with pytest.raises(ValueError) as caught:
+        fit_plan(plan_of(problem, kernel, **changes), problem, H200)
+    assert str(caught.value).partition("; ")[0] == f"plan.config.{message}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_numbers_that_a_kernel_lacks(kernel: Kernel) -> None:
+    problem = OF_KERNEL[kernel.name]
+    assert kernel.unsupported(problem, H200) == []
+    for name in ("tile_m", "tile_n", "num_warps", "num_stages"):
+        for value in (0, -4, 5, 48, 1 << 20):
+            plan = plan_of(problem, kernel.name, **{name: value})
+            with pytest.raises(ValueError, match=rf"^plan.config.{name}: expected .*, got {value}"):
+                fit_plan(plan, problem, H200)
+        said = f"{name}: expected an integer, got 2.0"
+        refused(said, problem, kernel.name, **{name: 2.0})
+    for parts in (0, -1, MAX_SPLITS + 1):
+        said = f"num_splits: expected 1 to {MAX_SPLITS}, got {parts}"
+        refused(said, problem, kernel.name, num_splits=parts)
+    refused("programs: expected at least 0, got -1", problem, kernel.name, programs=-1)
+    refused("appends: expected False, got True", problem, kernel.name, appends=True)
+
+
+def test_the_numbers_that_others_go_with_are_said() -> None:
+    said = "num_stages: expected 1, 2 or 3, got 4; decode_split has these with pack_gqa True, "
+    said += "tile_m 16, tile_n 128, num_warps 4"
+    plan = plan_of(DECODE, "decode_split", tile_n=128, num_stages=4)
+    with pytest.raises(ValueError, match=f"^plan.config.{said}$"):
+        fit_plan(plan, DECODE, H200)
+
+
+@pytest.mark.parametrize("parts", [3, 4, 8])
+def test_clusters_of_so_many_parts(parts: int) -> None:
+    said = f"num_splits: expected 2, got {parts}"
+    refused(said, INT8, QUANTISED, merge="cluster", num_splits=parts)
+    if parts == 3:
+        said = "num_splits: expected 2, 4 or 8, got 3"
+        refused(said, DECODE, HOPPER, merge="cluster", num_splits=parts)
+    else:
+        fit_plan(plan_of(INT8, QUANTISED, merge="pairs", num_splits=parts), INT8, H200)
+
+
+def test_clusters_of_other_shapes_and_schedules() -> None:
+    two = {"merge": "cluster", "num_splits": 2}
+    refused("tile_m: expected 64, got 128", INT8, QUANTISED, **two, tile_m=128)
+    refused("programs: expected more than 0, got 0", INT8, QUANTISED, **two, programs=0)
+    for cut in ({"schedule": "fixed", "split_size": 2048}, {"schedule": "batch", "programs": 9}):
+        said = f"schedule: expected 'even', got '{cut['schedule']}'"
+        refused(said, DECODE, HOPPER, **two, **cut)
+
+
+@pytest.mark.parametrize("merge", ["cluster", "pairs"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"products": "full"}, {"seqlen_q": 5}, {"num_heads": 15}],
+    ids=["no 16 bits", "two row tiles", "heads apart"],
+)
+def test_problems_without_clusters(changes: dict[str, Any], merge: Any) -> None:
+    problem = replace(INT8, **changes)
+    config = plan_of(INT8, QUANTISED, merge=merge, num_splits=2 if merge == "cluster" else 4).config
+    plan = Plan(problem, H200, "mine", QUANTISED, config, "made by hand")
+    said = f"merge: expected 'combine' or 'last', got '{merge}'; {QUANTISED} has no tile here whose"
+    with pytest.raises(ValueError, match=f"^plan.config.{said} parts are clusters$"):
+        fit_plan(plan, problem, H200)
+
+
+def test_what_is_counted_where_a_launcher_is_bound() -> None:
+    """Tickets of pairs; programs of a launch that merges."""
+    lanes = TICKETS // 8
+    plan = plan_of(replace(INT8, batch=lanes), QUANTISED, merge="pairs", num_splits=4)
+    prefill_quantised.Launcher(plan, layouts_in_8_bits(plan.problem))
+    plan = plan_of(replace(INT8, batch=lanes + 1), QUANTISED, merge="pairs", num_splits=4)
+    said = rf"^plan.config.merge: expected .* {lanes} sequences times lanes of each, got 'pairs'$"
+    with pytest.raises(ValueError, match=said):
+        prefill_quantised.Launcher(plan, layouts_in_8_bits(plan.problem))
+    plan = plan_of(replace(INT8, batch=2200), "prefill", merge="last", num_splits=MAX_SPLITS)
+    said = "^plan.config.merge: expected 'combine' of 2252800 programs, got 'last'$"
+    with pytest.raises(ValueError, match=said):
+        prefill.Launcher(plan, layouts_in_8_bits(plan.problem))
+
+
+@pytest.mark.parametrize("kernel", ["decode_split", HOPPER])
+def test_parts_that_leave_keys_out(kernel: str) -> None:
+    fixed_parts = {"schedule": "fixed", "num_splits": 4}
+    said = "split_size: expected more than 0, got 0"
+    refused(said, DECODE, kernel, **fixed_parts)
+    said = "split_size: expected a multiple of tile_n=64, got 1000"
+    refused(said, DECODE, kernel, **fixed_parts, split_size=1000)
+    said = "num_splits: expected at least 5, got 4"
+    refused(said, DECODE, kernel, **fixed_parts, split_size=960)
+    fit_plan(plan_of(DECODE, kernel, **fixed_parts, split_size=1024), DECODE, H200)
+
+
+@pytest.mark.parametrize("kernel", ["decode_split", HOPPER])
+def test_programs_that_share_a_batch(kernel: str) -> None:
+    for programs in (0, 1, 65536):
+        said = f"programs: expected 2 to 65535, got {programs}"
+        refused(said, DECODE, kernel, schedule="batch", programs=programs)
+    said = "schedule: expected 'even' or 'fixed', got 'batch'"
+    refused(said, ON_HOST, kernel, schedule="batch", programs=9)
+    refused("programs: expected 0, got 9", DECODE, kernel, programs=9)
+
+
+def test_new_tokens_that_a_kernel_leaves_to_append() -> None:
+    problem = replace(DECODE, seqlen_new=1)
+    fit_plan(plan_of(problem, HOPPER, appends=True), problem, H200)
+    for other, kernel, why in (
+        (problem, "prefill", "it writes no new tokens"),
+        (replace(problem, lengths="host"), HOPPER, "lengths host: expected device"),
+    ):
+        with pytest.raises(ValueError, match=f"^plan.config.appends: .*, got True; {why}$"):
+            fit_plan(plan_of(other, kernel, appends=True), other, H200)
+
+
+@pytest.mark.parametrize("device", [H200, GPUS["a100"], CPU], ids=str)
+def test_every_config_is_legal(device: Any) -> None:
+    for problem in PROBLEMS:
+        for kernel in KERNELS:
+            if not kernel.unsupported(problem, device):
+                for config in kernel.configs(problem, device):
+                    assert is_legal(kernel, problem, device, config)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, fixed.with_split_size(100)], ids=str)
+def test_every_plan_of_a_policy_is_legal(policy: Any) -> None:
+    """For shorter caches, too."""
+    for problem in PROBLEMS:
+        made = make_plan(problem, H200, policy=policy)
+        for seqlen_k in {problem.seqlen_k, max(1, problem.seqlen_k - 1), 1}:
+            mask = problem.mask.within(problem.seqlen_q, seqlen_k)
+            fit_plan(made, replace(problem, seqlen_k=seqlen_k, mask=mask), H200)
+
+
+@pytest.mark.parametrize("problem", [DECODE, ON_HOST], ids=str)
+def test_parts_of_a_size_hold_the_keys_of_shorter_caches(problem: Problem) -> None:
+    """Whose window may start inside a tile where that of the longest does not."""
+    problem = replace(problem, mask=Mask(True, 127, -1, 4))
+    made = make_plan(problem, H200, policy=fixed.with_split_size(64))
+    for seqlen_k in range(3968, 4097):
+        fit_plan(made, replace(problem, seqlen_k=seqlen_k), H200)
