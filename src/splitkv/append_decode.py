@@ -124,7 +124,7 @@ def _as_known(known: Known, step: Step) -> Result:
     operands = Operands(q, k_cache, v_cache, cache_seqlens=call.before, new=call)
     for name in OF_DECODE:
         setattr(operands, name, given[name])
-    operands.softmax_scale, operands.softcap = known.softmax_scale, given["softcap"]
+    operands.softmax_scale, operands.softcap = known.softmax_scale, float(given["softcap"])
     result: Result
     if known.device == _current_device():
         result = known.launcher(operands)

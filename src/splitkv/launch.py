@@ -385,7 +385,7 @@ def run_decode(
         k_scale,
         v_scale,
         scale,
-        softcap,
+        float(softcap),
     )
     if device is not None and device != _current_device():
         with torch.cuda.device(device):

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 UNBOUNDED = -1
+FAR = 1 << 30  # keys: no sequence is as long, and kernels add edges to positions in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,12 @@ class Mask:
         """left, right, sink tokens and chunk, each None where it bounds nothing."""
         sink_tokens = self.sink_tokens if self.num_bands == 2 else None
         return self.left, self.right, sink_tokens, self.chunk or None
+
+    def within_reach(self) -> Mask:
+        """The same mask without edges that are `FAR`."""
+        left, right = (UNBOUNDED if x >= FAR else x for x in (self.window_left, self.window_right))
+        chunk = 0 if self.chunk >= FAR else self.chunk
+        return Mask(self.causal, left, right, min(self.sink_tokens, FAR), chunk)
 
     def within(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """The same mask for at most so many queries and keys, without edges that none of them

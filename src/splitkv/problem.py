@@ -520,7 +520,7 @@ def _describe_mask(
         expect_int(name, keys)
         expect_at_least(name, keys, 0)
     left, right = map(int, window_size)
-    return Mask(causal, left, right, int(sink_tokens), int(attention_chunk))
+    return Mask(causal, left, right, int(sink_tokens), int(attention_chunk)).within_reach()
 
 
 def _describe_scores(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from splitkv.errors import expect_shape
 from splitkv.masks import Mask
 from splitkv.rounding import Rounding, dequantize, is_of_tokens
 
@@ -438,7 +439,17 @@ def merge_states(
     out [B, S, H, D] with lse [B, H, S], or out [total, H, D] with lse [H, total]; no sink logits
     in either: `apply_sink_logits` adds them after the last merge. Returns out in the dtype of
     `out_a` and the merged lse.
+
+    Raises ValueError where the shapes are not these.
     """
+    packed = getattr(out_a, "ndim", 4) == 3
+    names = *(("total",) if packed else ("batch", "seqlen_q")), "num_heads", "head_dim_v"
+    sizes = dict(zip(names, expect_shape("out_a", out_a, **dict.fromkeys(names)), strict=True))
+    expect_shape("out_b", out_b, **sizes)
+    *batch, tokens, heads, _ = names
+    rows = {name: sizes[name] for name in (*batch, heads, tokens)}
+    expect_shape("lse_a", lse_a, **rows)
+    expect_shape("lse_b", lse_b, **rows)
     wide = torch.promote_types(lse_a.dtype, torch.float32)
     lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
     m = torch.maximum(lse_a, lse_b).detach()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
 import cases
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from training import paged
 import splitkv
 from splitkv import Device, UnsupportedProblem, launch, reference
 from splitkv.policies import POLICIES, fixed
+from splitkv.problem import Operands
 from splitkv.testing import (
     Call,
     Mask,
@@ -336,6 +340,24 @@ def test_merge_states_of_no_keys() -> None:
         assert torch.equal(out, state[0]) and torch.equal(lse, state[1])
 
 
+OF_STATE = {"out": (2, 1, 4, 8), "lse": (2, 4, 1)}
+WRONG_STATES = [
+    ("lse_a", "lse", (2, 1, 4), "[batch=2, num_heads=4, seqlen_q=1], got [2, 1, 4]"),
+    ("lse_b", "lse", (), "[batch=2, num_heads=4, seqlen_q=1], got []"),
+    ("out_a", "out", (8,), "[batch, seqlen_q, num_heads, head_dim_v], got [8]"),
+    ("out_b", "out", (2, 1, 4, 4), "[batch=2, seqlen_q=1, num_heads=4, head_dim_v=8], got "),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "shape", "message"), WRONG_STATES, ids=lambda x: str(x))
+def test_merge_states_of_other_shapes(
+    name: str, kind: str, shape: tuple[int, ...], message: str
+) -> None:
+    state = {f"{x}_{i}": torch.zeros(n) for i in "ab" for x, n in OF_STATE.items()}
+    with pytest.raises(ValueError, match=f"^{name}: expected {re.escape(message)}"):
+        splitkv.merge_states(**state | {name: torch.zeros(shape)})
+
+
 PLANNED: dict[str, tuple[Problem, Callable[..., Any]]] = {
     "decode": (DECODE, splitkv.decode),
     "paged": (replace(DECODE, place=Paged(5), return_lse=True), splitkv.decode),
@@ -467,6 +489,43 @@ def test_windows_may_be_lists() -> None:
         results = function(**call), function(**listed)
         for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("far", [1 << 30, (1 << 31) - 1, 1 << 31, sys.maxsize])
+def test_edges_past_every_key(far: int) -> None:
+    """A kernel adds them to a position in 32 bits."""
+    q, k, v = caches(make_operands(replace(DECODE, lengths="host")))
+    windows: dict[str, Any] = {"window_size": (far, far), "attention_chunk": far}
+    assert splitkv.plan(q, k, v, causal=False, **windows).problem.mask == Mask()
+    made = splitkv.plan(q, k, v, window_size=(3, -1), sink_tokens=far)
+    assert made.problem.mask == Mask(True, 3, sink_tokens=1 << 30)
+    full = splitkv.decode(q, k, v, causal=False)
+    assert torch.equal(splitkv.decode(q, k, v, causal=False, **windows), full)
+    assert torch.equal(splitkv.attention(q, k, v, **windows), full)
+
+
+def test_lengths_are_bounds_that_may_be_loose() -> None:
+    call = make_operands(VARLEN)
+    loose = splitkv.attention_varlen(**call | {"max_seqlen_q": 1 << 24, "max_seqlen_k": 1 << 24})
+    torch.testing.assert_close(loose, splitkv.attention_varlen(**call))
+
+
+@pytest.mark.parametrize("given", [30, numpy.float64(30), numpy.float32(30)], ids=repr)
+def test_kernels_are_given_a_float(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles another kernel for an integer, which no float can be given to later."""
+    found: list[Any] = []
+
+    def launcher(operands: Operands) -> tuple[Tensor, None]:
+        found.extend((operands.softcap, operands.softmax_scale))
+        return operands.q, None
+
+    monkeypatch.setattr(launch, "_calls", {})
+    monkeypatch.setattr(launch, "bind", lambda *described: launcher)
+    tensors = caches(make_operands(DECODE))
+    for _ in range(2):
+        splitkv.decode(*tensors, softcap=given, softmax_scale=given)
+        splitkv.attention(*tensors, softcap=given, softmax_scale=given)
+    assert found == [30.0] * 8 and {type(x) for x in found} == {float}
 
 
 def test_out() -> None:

@@ -2,7 +2,8 @@
 
 Computes    the definition in reference.py, on any device that PyTorch has, for every feature
 Shapes      q [batch, seqlen_q, heads, head_dim], k, v [batch, seqlen_k, kv_heads, head_dim]; caches
-            are first gathered and dequantised, packed sequences padded to their planned maximum
+            are first gathered and dequantised, packed sequences padded to their planned maximum,
+            or to as many tokens as there are
 Grid        none: three PyTorch operators, the heads of a group as rows against the same keys
 Traffic     keys+values  batch * kv_heads * seqlen_k * (head_dim + head_dim_v) * kv_bytes
             copies       the same elements, written and read, where they change place or type
@@ -118,14 +119,15 @@ def padded_inputs(
     x, seqlens_q, seqlens_k = operands, None, operands.cache_seqlens
     q = dequantize(x.q, x.q_scale, dtype)
     if problem.kind == "varlen":
-        q = reference.pad_sequences(q, x.cu_seqlens_q, problem.seqlen_q)
+        q = reference.pad_sequences(q, x.cu_seqlens_q, min(problem.seqlen_q, x.q.shape[0]))
         seqlens_q = x.cu_seqlens_q.diff()
     if problem.kind == "dense":
         k, v = (dequantize(*t, dtype) for t in ((x.k, x.k_scale), (x.v, x.v_scale)))
     elif problem.kind == "varlen" and x.page_table is None:
         seqlens_k = x.cu_seqlens_k.diff()
+        longest = min(problem.seqlen_k, x.k.shape[0])
         k, v = (
-            reference.pad_sequences(dequantize(*t, dtype), x.cu_seqlens_k, problem.seqlen_k)
+            reference.pad_sequences(dequantize(*t, dtype), x.cu_seqlens_k, longest)
             for t in ((x.k, x.k_scale), (x.v, x.v_scale))
         )
     else:
