@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -95,8 +96,9 @@ def expect_last_dim_contiguous(argument: str, tensor: Any) -> None:
 
 def expect_int(argument: str, value: Any) -> None:
     """An integer, and not a bool."""
-    ok = hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
-    expect(ok, argument, "an integer", value)
+    ok = isinstance(value, int | Integral)  # first: of a traced value no attribute is known
+    ok = ok or (hasattr(value, "__index__") and not hasattr(value, "shape"))
+    expect(ok and not isinstance(value, bool), argument, "an integer", value)
 
 
 def expect_bool(argument: str, value: Any) -> None:
@@ -105,9 +107,11 @@ def expect_bool(argument: str, value: Any) -> None:
 
 
 def expect_number(argument: str, value: Any) -> None:
-    """A finite number on the host."""
-    ok = hasattr(value, "__float__") and not hasattr(value, "shape")
-    expect(ok and math.isfinite(value), argument, "a finite number", value)
+    """A finite number on the host, and not a bool."""
+    ok = isinstance(value, int | float | Real)
+    ok = ok or (hasattr(value, "__float__") and not hasattr(value, "shape"))
+    ok = ok and not isinstance(value, bool) and -math.inf < value < math.inf
+    expect(ok, argument, "a finite number", value)
 
 
 def expect_positive(argument: str, value: Any) -> None:
@@ -117,18 +121,21 @@ def expect_positive(argument: str, value: Any) -> None:
 
 def expect_at_least(argument: str, value: Any, low: float) -> None:
     """`low` or more."""
-    expect(value >= low, argument, f"at least {low}", value)
+    if not value >= low:  # a traced number that is written out is a constant from then on
+        expect(False, argument, f"at least {low}", value)
 
 
 def expect_in_range(argument: str, value: Any, low: float, high: float) -> None:
     """From `low` to `high`, both included."""
-    expect(low <= value <= high, argument, f"{low} to {high}", value)
+    if not low <= value <= high:
+        expect(False, argument, f"{low} to {high}", value)
 
 
 def expect_divides(argument: str, value: int, /, **divisor: int) -> None:
     """A multiple of a named size: `expect_divides("num_heads", 28, num_kv_heads=4)`."""
     for name, size in divisor.items():
-        expect(size > 0 and value % size == 0, argument, f"a multiple of {name}={size}", value)
+        if not (size > 0 and value % size == 0):
+            expect(False, argument, f"a multiple of {name}={size}", value)
 
 
 def expect_one_of(argument: str, value: object, options: Iterable[object], hint: str = "") -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from appending import AXES, Step, step, valid
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
 from splitkv import append_decode
@@ -119,6 +120,29 @@ def test_flash_attn_with_kvcache_compiles_whole(seqlen_q: int, rows: bool) -> No
     assert torch.equal(function(**a), flash_attn_with_kvcache(**b))
     assert torch.equal(a["k_cache"], b["k_cache"])
     assert found == ["splitkv.append_decode.default"]
+
+
+def test_padding_on_the_left_compiles_whole() -> None:
+    a, b = flash_call(1, False), flash_call(1, False)
+    for call in (a, b):
+        call["cache_leftpad"] = torch.tensor([2, 5], dtype=torch.int32)
+        call["k_cache"] = torch.randn(9, 64, 2, 16, generator=torch.Generator().manual_seed(1))[4:]
+    function, found = compiled(flash_attn_with_kvcache)
+    assert torch.equal(function(**a), flash_attn_with_kvcache(**b))
+    assert torch.equal(a["k_cache"], b["k_cache"])
+    assert found == ["splitkv.append.default", "splitkv.decode.default"]
+
+
+def test_one_graph_for_any_capacity() -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    function = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend=graphs, dynamic=True)
+    for capacity in (64, 48, 40):
+        a, b = flash_call(1, False), flash_call(1, False)
+        for call in (a, b):
+            call |= {n: call[n][:, :capacity].clone() for n in ("k_cache", "v_cache")}
+        assert torch.equal(function(**a), flash_attn_with_kvcache(**b))
+    assert graphs.frame_count <= 2
 
 
 def test_compiled_once_whatever_eager_calls_were_made() -> None:

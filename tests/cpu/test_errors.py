@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 
@@ -58,6 +59,15 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
         "softcap: expected a finite number, got nan",
     ),
     (lambda: errors.expect_number("softcap", "1"), "softcap: expected a finite number, got '1'"),
+    (lambda: errors.expect_number("softcap", True), "softcap: expected a finite number, got True"),
+    (
+        lambda: errors.expect_number("softcap", torch.tensor(1.0)),
+        "softcap: expected a finite number, got a tensor of shape []",
+    ),
+    (
+        lambda: errors.expect_int("num_splits", numpy.zeros(1, int)),
+        "num_splits: expected an integer, got a tensor of shape [1]",
+    ),
     (lambda: errors.expect_positive("batch", 0), "batch: expected more than 0, got 0"),
     (
         lambda: errors.expect_positive("scale", float("nan")),
@@ -109,7 +119,10 @@ def test_what_is_right_passes() -> None:
     errors.expect_last_dim_contiguous("k", ZEROS.transpose(1, 2))
     errors.expect_last_dim_contiguous("k", torch.zeros(3, 1).expand(3, 1))
     errors.expect_int("n", 0)
+    errors.expect_int("n", numpy.int64(3))
     errors.expect_number("softcap", 30)
+    errors.expect_number("softmax_scale", 1 / numpy.sqrt(64))
+    errors.expect_number("softmax_scale", numpy.float32(0.125))
     errors.expect_in_range("p", 0.0, 0, 1)
     errors.expect_divides("num_heads", 28, num_kv_heads=4)
 

@@ -139,6 +139,8 @@ OF_COMBINE: dict[str, list[Any]] = {
     "out": [floats(2, 5, 4, 8), floats(2, 5, 4, 16).int()],
     "out_dtype": [torch.int8, torch.float64, "bf16"],
 }
+ROTARY = {"rotary_cos": floats(8, 8), "rotary_sin": floats(8, 8)}
+MASKS = ("causal", "window_size", "attention_chunk")
 TOGETHER: dict[str, list[Wrong]] = {
     "flash_attn_func": [
         ("return_softmax_lse", {"return_attn_probs": True, "return_softmax_lse": True}),
@@ -152,6 +154,7 @@ TOGETHER: dict[str, list[Wrong]] = {
         ("v", {"v": floats(2, 5, 4, 16).half()}),
         ("num_heads", {"k": floats(2, 5, 3, 16), "v": floats(2, 5, 3, 16)}),
         ("q", {"q": None}),
+        ("v", {"v": floats()}),
         ("k", {"k": [1.0]}),
     ],
     "flash_attn_kvpacked_func": [
@@ -205,6 +208,7 @@ TOGETHER: dict[str, list[Wrong]] = {
         ("qkv", {"qkv": floats(5, 2, 4, 16)}),
         ("cu_seqlens", {"cu_seqlens": CU.long()}),
         ("cu_seqlens", {"cu_seqlens": None}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor(1, dtype=torch.int32)}),
         ("max_seqlen", {"max_seqlen": 0.5}),
     ],
     "flash_attn_with_kvcache": [
@@ -221,6 +225,8 @@ TOGETHER: dict[str, list[Wrong]] = {
             "rotary_seqlens",
             {"rotary_cos": floats(8, 8), "rotary_sin": floats(8, 8), "rotary_seqlens": ints(1)},
         ),
+        *((n, ROTARY | {n: x}) for n in MASKS for x in (*VALUES[n], floats(2), [])),
+        ("return_softmax_lse", {"return_softmax_lse": floats(2)}),
         ("block_table", {"page_table": ints(0, 1)[:, None], "block_table": ints(0, 1)[:, None]}),
         ("leftpad_k", {"cache_leftpad": ints(0, 1), "leftpad_k": ints(0, 1)}),
         ("max_seqlen_q", {"q": floats(2, 4, 16), "cu_seqlens_q": ints(0, 1, 2)}),

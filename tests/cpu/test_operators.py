@@ -201,6 +201,17 @@ def test_one_graph_for_any_batch_and_length() -> None:
     assert graphs.frame_count <= 2
 
 
+@pytest.mark.parametrize("name", ATTENTION_PROBLEMS)
+def test_attention_in_one_graph_for_any_batch_and_length(name: str) -> None:
+    problem, graphs = ATTENTION_PROBLEMS[name], CompileCounter()
+    function = FUNCTION[problem.kind]
+    compiled = traced(function, graphs, dynamic=True)
+    for batch, seqlen in ((2, 7), (3, 9), (5, 12)):
+        call = make_operands(replace(problem, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen))
+        assert_same(run(compiled, call), run(function, call))
+    assert graphs.frame_count <= 2
+
+
 def test_lengths_are_not_baked_into_a_graph() -> None:
     call = make_operands(DECODE, poison=False)
     compiled = traced(splitkv.decode)

@@ -111,7 +111,7 @@ def _kind_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     known = (
         absent.count(None) == len(absent)
         and values[3] is not None  # k
-        and not given["return_softmax_lse"]
+        and given["return_softmax_lse"] is False
         and (rows is None or tables == (None, None))
         and type(given["window_size"]) is tuple
     )

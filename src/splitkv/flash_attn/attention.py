@@ -314,7 +314,7 @@ def _varlen(
     with named({"cache_seqlens": "seqused_k"} | options.names | names):
         q, k, v = _checked(q, k, v, options)
         cu_seqlens_q, cu_seqlens_k = lengths[:2]
-        expect_tensor("cu_seqlens_q", cu_seqlens_q)
+        expect_shape("cu_seqlens_q", cu_seqlens_q, **{"batch + 1": None})
         packed = None if used.page_table is not None else cu_seqlens_k
         if k.dtype in QUANTISED and packed is not None:
             expect_shape("k", k, total_k=None, num_kv_heads=None, head_dim=None)
@@ -327,6 +327,7 @@ def _varlen(
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Any, ...]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
+        expect(len(x.shape) > 0, name, "a tensor of tokens, heads and numbers", x)
     options.check(q)
     return tuple(map(rows_contiguous, (q, k, v)))
 

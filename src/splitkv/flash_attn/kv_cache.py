@@ -35,7 +35,7 @@ from splitkv.flash_attn.scheduler import fitted
 from splitkv.kernels.append_call import Append, Rotary
 from splitkv.launch import describe, device_of, fit_plan, layout
 from splitkv.plans import Plan
-from splitkv.problem import Problem
+from splitkv.problem import Problem, expect_window
 
 MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
 _problems: dict[Any, Problem] = {}
@@ -264,8 +264,8 @@ def _expect_cache(
     if leftpad is not None:
         _expect_index("cache_leftpad", leftpad, q, batch=batch)
     if page_table is None:
-        enough = rows is not None or shape[0] >= batch
-        expect(enough, "k_cache", f"at least {batch} sequences", shape[0])
+        if rows is None and shape[0] < batch:
+            expect(False, "k_cache", f"at least {batch} sequences", shape[0])
         return Cache(k_cache, v_cache, None, rows, leftpad, batch, shape[1])
     expect_at_least("k_cache.shape[1] (page_size)", shape[1], 1)
     _expect_index(
@@ -314,6 +314,9 @@ def _expect_rotary(
     expect_in_range("rotary_cos.shape[1] (rotary_dim / 2)", half, 1, q.shape[-1] // 2)
     if seqlens is None:
         expect_at_least("rotary_cos.shape[0] (seqlen_ro)", rows, cache.capacity)
+    expect_bool("causal", options.causal)
+    expect_window(options.window_size)
+    expect_int("attention_chunk", options.attention_chunk)
     whole = tuple(options.window_size) == (-1, -1) and not options.attention_chunk
     stays = not options.causal and whole
     if cos.dtype in QUANTISED:

@@ -82,4 +82,4 @@ def _as_single_keys(cache: Tensor, pitch: int) -> Tensor:
     slab, key, head, _ = cache.stride()
     step = slab if keys == 1 else key
     pages = (slabs - 1) * pitch + keys
-    return cache.as_strided((pages, 1, heads, dim), (step, step, head, 1), cache.storage_offset())
+    return cache.as_strided((pages, 1, heads, dim), (step, step, head, 1))  # from its own offset
