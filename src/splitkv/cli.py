@@ -33,7 +33,7 @@ from splitkv.masks import Mask
 from splitkv.problem import Problem
 from splitkv.scales import DEFAULT_PRODUCTS, DTYPE_BYTES
 from splitkv.scores import Score
-from splitkv.terminal import Lengths, console, one_line_errors
+from splitkv.terminal import Lengths, console, expect_here, one_line_errors
 
 if TYPE_CHECKING:
     from splitkv.explanation import Explanation
@@ -61,6 +61,8 @@ def demo(
         if steps is not None:
             expect_positive("steps", steps)
         expect_positive("seconds", seconds)
+        if device is not None:
+            expect_here(device)
         from splitkv.demo import run
 
         raise typer.Exit(run(steps=steps, seconds=seconds, device=device, seed=seed))

@@ -11,12 +11,22 @@ from enum import Enum
 import typer
 from rich.console import Console
 
+from splitkv.device import current
+from splitkv.errors import expect, expect_one_of
+
 console = Console()
 
 
 def say(console: Console, text: str) -> None:
     """A line as it is, however wide."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def expect_here(device: str) -> None:
+    """cpu, or cuda where there is a GPU."""
+    expect_one_of("device", device, ("cpu", "cuda"))
+    here = current()
+    expect(device in ("cpu", here.kind), "device", "a CUDA GPU for cuda", here.name)
 
 
 class Lengths(str, Enum):

@@ -18,7 +18,7 @@ from splitkv.errors import (
     expect_one_of,
     expect_positive,
 )
-from splitkv.terminal import Lengths, console, one_line_errors, say
+from splitkv.terminal import Lengths, console, expect_here, one_line_errors, say
 
 if TYPE_CHECKING:
     from splitkv.lab.studies import Effort
@@ -300,7 +300,7 @@ def accuracy(
         from splitkv.lab import accuracy as lab
 
         expect_at_least("keys", keys, 2 * lab.QUERIES)
-        expect_one_of("device", device, ("cpu", "cuda"))
+        expect_here(device)
         expect_one_of("through", through, lab.THROUGH)
         lab.accuracy(
             keys=keys,
