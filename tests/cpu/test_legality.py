@@ -10,6 +10,7 @@ import pytest
 from compiling import layouts_in_8_bits
 
 from splitkv.device import CPU, GPUS
+from splitkv.flash_attn import scheduler
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper import prefill_quantised
 from splitkv.kernels.workspace import TICKETS
@@ -167,6 +168,17 @@ def test_new_tokens_that_a_kernel_leaves_to_append() -> None:
     ):
         with pytest.raises(ValueError, match=f"^plan.config.appends: .*, got True; {why}$"):
             fit_plan(plan_of(other, kernel, appends=True), other, H200)
+
+
+def test_metadata_of_a_tile_that_does_not_suit_the_call() -> None:
+    """Beside new tokens no tile is wide, which metadata does not know of: it is decided again."""
+    problem = replace(DECODE, num_heads=16, num_kv_heads=1, head_dim=256, head_dim_v=256)
+    made = plan_of(replace(problem, seqlen_q=2), HOPPER, tile_m=64, num_stages=2)
+    assert fit_plan(made, made.problem, H200) == made
+    call = replace(made.problem, codec=INT8.codec, products="half", seqlen_new=1)
+    fitted = scheduler.fitted(made, call)
+    assert fitted.config.tile_m < 64
+    assert fit_plan(fitted, call, H200) == fitted
 
 
 @pytest.mark.parametrize("device", [H200, GPUS["a100"], CPU], ids=str)
