@@ -171,11 +171,12 @@ def test_new_tokens_that_a_kernel_leaves_to_append() -> None:
 
 
 def test_metadata_of_a_tile_that_does_not_suit_the_call() -> None:
-    """Beside new tokens no tile is wide, which metadata does not know of: it is decided again."""
+    """Of 256 columns in 8 bits no tile is wide, and metadata does not know of 8 bits: it is decided
+    again."""
     problem = replace(DECODE, num_heads=16, num_kv_heads=1, head_dim=256, head_dim_v=256)
     made = plan_of(replace(problem, seqlen_q=2), HOPPER, tile_m=64, num_stages=2)
     assert fit_plan(made, made.problem, H200) == made
-    call = replace(made.problem, codec=INT8.codec, products="half", seqlen_new=1)
+    call = replace(made.problem, codec=INT8.codec, products="half")
     fitted = scheduler.fitted(made, call)
     assert fitted.config.tile_m < 64
     assert fit_plan(fitted, call, H200) == fitted

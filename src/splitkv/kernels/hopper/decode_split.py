@@ -27,9 +27,8 @@ Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the va
             powers of two taken out of them; int8, products half or full: q is rounded to int8 with
             a scale a row, and sums of q . k are exact
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
-            64 packed rows, 32 beside new tokens or where head_dim is 256 in 8 bits; pages of a
-            multiple of 16 keys; strides of K and V multiples of 16 bytes; otherwise those of
-            kernels/decode_split.py
+            64 packed rows, 32 where head_dim is 256 in 8 bits; pages of a multiple of 16 keys;
+            strides of K and V multiples of 16 bytes; otherwise those of kernels/decode_split.py
 """
 
 from __future__ import annotations

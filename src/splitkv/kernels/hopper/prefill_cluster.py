@@ -23,22 +23,27 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.cluster import arrive_running, exchange_at, wait_at, wait_cluster
 from splitkv.kernels.hopper.effect import act_alone
+from splitkv.kernels.hopper.prefill_load import ROWS_OF_WARP
 from splitkv.kernels.hopper.prefill_sums import along_rows
 from splitkv.kernels.hopper.prefill_write import cleared
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
 PAIR = gl.constexpr(2)
 WARPS, THREADS = gl.constexpr(4), gl.constexpr(128)  # that multiply
-ROWS_OF_WARP = gl.constexpr(16)
 BARRIER = gl.constexpr(16)  # bytes
 OF_BITS = gl.constexpr({32: "r", 64: "l"})  # constraint of an operand
 
 
 @gluon.constexpr_function
+def bytes_of_half(head_dim_v):
+    """16 of each thread at a time: half of its sums, then m and l of its two rows."""
+    return THREADS.value * (head_dim_v + 16)
+
+
+@gluon.constexpr_function
 def exchange_bytes(head_dim_v):
-    """16 bytes of each thread at a time: half of its sums, then m and l of its two rows. Behind
-    them the barrier that they arrive at."""
-    return THREADS.value * (head_dim_v + 16) + BARRIER.value
+    """A half, and behind it the barrier that it arrives at."""
+    return bytes_of_half(head_dim_v) + BARRIER.value
 
 
 @gluon.constexpr_function
@@ -249,7 +254,7 @@ def merge_half(
     """Send one half, and merge and store the other."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1]
-    BYTES: gl.constexpr = exchange_bytes(2 * HALF) - BARRIER
+    BYTES: gl.constexpr = bytes_of_half(2 * HALF)
     OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
     store_half(rest, l, m, gl.to_tensor(1 - PART), KEPT)
     rows = gl.arange(0, ROWS, layout=m.type.layout)
@@ -302,7 +307,7 @@ def merge_half(
 @gluon.jit
 def all_left(at, like, m, LEFT: gl.constexpr):
     """(sums as `like`, l and m as `m`) of all that was left, in order."""
-    BYTES: gl.constexpr = exchange_bytes(2 * like.shape[1]) - BARRIER
+    BYTES: gl.constexpr = bytes_of_half(2 * like.shape[1])
     OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
     of_rows = (left_of_rows(at + OF_ROWS, m),)
     for n in gl.static_range(1, LEFT):

@@ -59,9 +59,9 @@ from splitkv.kernels.hopper.eight_bits import PART
 from splitkv.kernels.hopper.numbered import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.prefill import BARRIER_BYTES, fitting, packed_heads
 from splitkv.kernels.hopper.prefill_cluster import (
-    BARRIER,
     PAIR,
     WARPS,
+    bytes_of_half,
     exchange_bytes,
     open_exchange,
 )
@@ -396,7 +396,7 @@ class Launcher(hopper_prefill.Launcher):
             most = TICKETS // (PAIR.value * WARPS.value)
             few = f"'combine' or 'last' beside more than {most} sequences times lanes of each"
             errors.expect(lanes * problem.batch <= most, "plan.config.merge", few, config.merge)
-            left = exchange_bytes(problem.head_dim_v) - BARRIER.value
+            left = bytes_of_half(problem.head_dim_v)
             self.slots = self.parts * lanes * problem.batch * left // (4 * problem.head_dim_v)
         grid = self.parts // (self.cluster or 1), lanes, triton.cdiv(problem.batch, rounds)
         return grid, None if rounds == 1 else rounds
