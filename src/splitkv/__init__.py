@@ -14,6 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from splitkv import cache as cache
+    from splitkv import flash_attn as flash_attn
+    from splitkv import integrations as integrations
+    from splitkv import reference as reference
     from splitkv.ahead import warmup
     from splitkv.api import (
         attention,
@@ -46,6 +50,8 @@ _HOMES = {
     "warmup": "ahead",
 }
 
+_MODULES = ("cache", "flash_attn", "integrations", "reference")
+
 __all__ = [
     "Device",
     "Plan",
@@ -63,6 +69,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"splitkv.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'splitkv' has no attribute {name!r}")
     value = getattr(import_module(f"splitkv.{_HOMES[name]}"), name)
@@ -71,4 +79,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -52,6 +52,19 @@ def test_import_leaves_the_heavy_modules_alone() -> None:
     assert heavy == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cache.PagedKVCache",
+        "flash_attn.flash_attn_func",
+        "integrations.torch_sdpa.register",
+        "reference.apply_sink_logits",
+    ],
+)
+def test_modules_are_there_when_asked_for(name: str) -> None:
+    assert run(f"import splitkv\nprint(callable(splitkv.{name}))") == "True\n"
+
+
 @pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
 def test_public_functions(name: str) -> None:
     assert callable(getattr(splitkv, name))

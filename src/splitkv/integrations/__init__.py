@@ -1,1 +1,18 @@
 """splitkv inside other libraries: one module each, imported only on request."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+_MODULES = ("continuous_batching", "sink_window_cache", "torch_sdpa", "transformers")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'splitkv.integrations' has no attribute {name!r}")
+    return import_module(f"splitkv.integrations.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
