@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -38,9 +38,41 @@ from splitkv.registry import make_plan
 from splitkv.scales import DTYPE_BYTES
 from splitkv.sequences import run_attention
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from splitkv.arguments import AttentionOptions, DecodeOptions, VarlenOptions
+
 __all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan"]
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -129,6 +161,45 @@ def attention(
     )
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -233,6 +304,33 @@ def _attention(
     return (out, lse) if given["return_lse"] else out
 
 
+@overload
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DecodeOptions],
+) -> Tensor: ...
+@overload
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[DecodeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def decode(
     q: Tensor,
     k_cache: Tensor,

@@ -20,6 +20,7 @@ from training import paged
 
 import splitkv
 from splitkv import Device, UnsupportedProblem, launch, reference
+from splitkv.arguments import AttentionOptions, DecodeOptions, VarlenOptions
 from splitkv.policies import POLICIES, fixed
 from splitkv.problem import Operands
 from splitkv.testing import (
@@ -526,6 +527,23 @@ def test_kernels_are_given_a_float(given: Any, monkeypatch: pytest.MonkeyPatch) 
         splitkv.decode(*tensors, softcap=given, softmax_scale=given)
         splitkv.attention(*tensors, softcap=given, softmax_scale=given)
     assert found == [30.0] * 8 and {type(x) for x in found} == {float}
+
+
+OPTIONS = {
+    splitkv.attention: AttentionOptions,
+    splitkv.attention_varlen: VarlenOptions,
+    splitkv.decode: DecodeOptions,
+}
+
+
+@pytest.mark.parametrize("function", OPTIONS, ids=lambda f: f.__name__)
+def test_options_are_those_of_the_signature(function: Callable[..., Any]) -> None:
+    """What a type checker is told, and what the function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    by_name = {x.name: x.annotation for x in parameters if x.kind is x.KEYWORD_ONLY}
+    assert by_name.pop("return_lse") == "bool"
+    told = {name: x.__forward_arg__ for name, x in OPTIONS[function].__annotations__.items()}
+    assert told == by_name
 
 
 def test_out() -> None:

@@ -20,7 +20,7 @@ LAYERS = (
     "plans reference",
     "policies kernels",
     "registry",
-    "explanation legality testing",
+    "arguments explanation legality testing",
     "launch",
     "sequences",
     "autograd append",
