@@ -38,7 +38,7 @@ from splitkv.rounding import is_of_tokens
 TILE_ELEMENTS = 4096  # of a program: 1 to 8 % faster than 8192, and no slower than others
 NUM_WARPS = 4
 WHOLE = tl.constexpr(256)  # keys; tiles of keys of all kernels divide them
-SIZES = ["tiles", "room", "heads", "seqlen_q", "left", "sink_tokens"]
+SIZES = ["tiles", "room", "seqlen_q", "left", "sink_tokens"]
 
 
 class Steps(NamedTuple):
@@ -70,7 +70,7 @@ def widen_tile(
     sink,  # of which those in [sink, lo) are skipped
     lo,
     room,
-    heads,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -79,8 +79,8 @@ def widen_tile(
     DIM_P2: tl.constexpr = triton.next_power_of_2(DIM)
     ROWS: tl.constexpr = TILE // DIM_P2
     row = tile * ROWS + tl.arange(0, ROWS)
-    t = row // heads
-    head = (row % heads).to(tl.int64)
+    t = row // HEADS
+    head = (row % HEADS).to(tl.int64)
     ok = (t < count) & ((t < sink) | (t >= lo))
     slab, inner = locate(table_ptr, b, t, ok, PAGE_SIZE)
     rows = x.ptr + (slab * steps.slab + inner * steps.token + head * steps.head)
@@ -89,7 +89,7 @@ def widen_tile(
         at = slab * scale_steps.slab + inner * scale_steps.token + head * scale_steps.head
         at += b.to(tl.int64) * of_sequences
         wide *= tl.load(x.scale_ptr + at, mask=ok, other=0.0)[:, None]
-    first = b.to(tl.int64) * room * heads
+    first = b.to(tl.int64) * room * HEADS
     store_tile(x.out_ptr + (first + row) * DIM, wide, ok, DIM)
 
 
@@ -103,7 +103,6 @@ def widen_rows(
     first_ptr,  # see above, or None
     tiles,  # of a sequence
     room,  # most tokens of a sequence
-    heads,
     seqlen_q,
     left,  # keys before its own that a query sees, or None: all
     sink_tokens,  # the first ones, which all see, or None
@@ -114,6 +113,7 @@ def widen_rows(
     y_steps,
     y_scale_steps,
     y_of_sequences,
+    HEADS: tl.constexpr,  # rows are divided by it
     DIM: tl.constexpr,
     DIM_Y: tl.constexpr,
     TILE: tl.constexpr,  # elements
@@ -140,7 +140,7 @@ def widen_rows(
     table = None
     if table_ptr is not None:
         table = table_ptr + b.to(tl.int64) * stride_table
-    where = b, tile, count, sink, lo, room, heads
+    where = b, tile, count, sink, lo, room, HEADS
     if tl.program_id(1) == 0:
         widen_tile(x, x_steps, x_scale_steps, x_of_sequences, table, *where, DIM, TILE, PAGE_SIZE)
     elif y is not None:
@@ -189,9 +189,9 @@ class Widening:
         steps = [steps_of(*one) for one in tensors]
         paged = table is not None
         self.tail = (
-            *(tiles, room, heads, seqlen_q, left, sink_tokens),
+            *(tiles, room, seqlen_q, left, sink_tokens),
             *(table.stride(0) if table is not None else 0, *steps[0], *steps[-1]),
-            *(dims[0], dims[-1], TILE_ELEMENTS, x.shape[1] if paged else 1),
+            *(heads, dims[0], dims[-1], TILE_ELEMENTS, x.shape[1] if paged else 1),
         )
         self.grid = (tiles * batch, len(tensors), 1)
         self.device, self.index = x.device, x.device.index
