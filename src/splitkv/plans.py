@@ -81,8 +81,8 @@ def visited(problem: Problem, tile_n: int) -> int:
 
 def eased(problem: Problem) -> bool:
     """Whether `asked_apart` is so of smaller caches and shorter parts: of 8 bits, where rows are
-    gathered instead, but where each key has a scale, which was not timed."""
-    return problem.codec != AS_IS and problem.codec.granularity != "token"
+    gathered instead."""
+    return problem.codec != AS_IS
 
 
 def asked_apart(problem: Problem, config: Config) -> bool:
@@ -101,11 +101,11 @@ def asked_apart(problem: Problem, config: Config) -> bool:
 
 
 def asked_early(problem: Problem, config: Config) -> bool:
-    """Whether that warp begins before q is read: 1 to 10 % faster, but with several KV heads and 64
-    tiles or more a part 1 % slower. Where each key has a scale it was not timed beside scales whose
-    page numbers come a round ahead."""
-    alone = problem.num_kv_heads == 1 or visited(problem, config.tile_n) < 32 * config.num_splits
-    return problem.codec.granularity != "token" and alone
+    """Whether that warp begins before q is read: 1 to 10 % faster, but with several KV heads and 32
+    tiles or more a part 1 % slower, and 1 to 4 % with 16 of 16 bits or with a scale a key."""
+    shared = problem.codec != AS_IS and problem.codec.granularity != "token"
+    few = 32 if shared else 16
+    return problem.num_kv_heads == 1 or visited(problem, config.tile_n) < few * config.num_splits
 
 
 def gathers(problem: Problem, config: Config) -> bool:

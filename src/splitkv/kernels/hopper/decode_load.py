@@ -140,7 +140,8 @@ def attend_beside(
                 ),
             ),
             (ask_apart, (asked, PAGE_SIZE, TILE_N, CLUSTER, MORE)),
-            (meet_cluster, (CLUSTER,)),  # three warps that Triton would add anyway
+            # three warps that Triton would add anyway
+            (scales_apart, (asked, of_rows[6], PAGE_SIZE, CLUSTER, MORE)),
             (meet_cluster, (CLUSTER,)),
             (meet_cluster, (CLUSTER,)),
         ],
@@ -194,16 +195,25 @@ def ask_apart(
     """Have the tiles copied; for one warp."""
     ring, free, h, of_part = asked
     pool = ring[0]
-    _, most, _, b, _, _, _, bounds, _, _ = of_part
+    b, bounds = of_part[3], of_part[7]
     declare_page(0)
-    if bounds.left is None:  # then the first tiles are known before the length is
-        tiles, _ = tiles_within(of_part, most, TILE_N)
-        coming = pages_of_round(pool, b, tiles, tiles.first, most, PAGE_SIZE, TILE_N)
+    coming = first_round(pool, of_part, PAGE_SIZE, TILE_N)
     keys, tiles, _ = own_tiles(of_part, TILE_N)
     if bounds.left is not None:
         coming = pages_of_round(pool, b, tiles, tiles.first, keys, PAGE_SIZE, TILE_N)
     ask_rounds(ring, free, b, h, tiles, keys, coming, PAGE_SIZE, TILE_N, MORE)
     meet_cluster(CLUSTER)
+
+
+@gluon.jit
+def first_round(pool, of_part, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """`pages_of_round` of the first tiles, which with no window are known before the length is."""
+    _, most, _, b, _, _, _, bounds, _, _ = of_part
+    coming = None
+    if bounds.left is None:
+        tiles, _ = tiles_within(of_part, most, TILE_N)
+        coming = pages_of_round(pool, b, tiles, tiles.first, most, PAGE_SIZE, TILE_N)
+    return coming
 
 
 @gluon.jit
@@ -328,29 +338,70 @@ def scales_late(
 ):
     """Have the scales of the tiles' keys copied where they have any; for another warp."""
     if of_keys.scales is not None:
-        SLOTS: gl.constexpr = of_keys.place.shape[0]
         TILE_N: gl.constexpr = of_keys.place.shape[1] // 2
-        asked = of_keys, ring[3], b, h
-        BOX: gl.constexpr = keys_of_box(ring[0].k.block_type.shape)
-        BOXES: gl.constexpr = TILE_N // BOX
-        A_ROUND: gl.constexpr = LANES // BOXES  # tiles
-        boxes = keys_of_threads(0, TILE_N) // BOX
-        slot = tiles.first * 0
-        phase = slot + 1
         declare_page(1)
         coming = pages_of_round(ring[0], b, tiles, tiles.first, keys, PAGE_SIZE, TILE_N)
-        for some in range(tiles.first, tiles.last, A_ROUND * tiles.by):
-            keep_pages(coming, 1)
-            behind = some + A_ROUND * tiles.by
-            coming = pages_of_round(ring[0], b, tiles, behind, keys, PAGE_SIZE, TILE_N)
-            lane = some * 0
-            for i in range(some, gl.minimum(behind, tiles.last), tiles.by):
-                pages = page_of_lane(lane + boxes, 1)
-                mbarrier.wait(free.index(slot), phase)
-                copy_scales(*asked, slot, tile_at(tiles, i), pages, keys, PAGE_SIZE, TILE_N)
-                lane += BOXES
-                slot, phase = next_slot(slot, phase, SLOTS)
+        copy_rounds(ring, of_keys, free, b, h, tiles, keys, coming, PAGE_SIZE, True)
     meet_cluster(CLUSTER)
+
+
+@gluon.jit
+def scales_apart(
+    asked,  # as `ask_apart`
+    of_keys,
+    PAGE_SIZE: gl.constexpr,
+    CLUSTER: gl.constexpr,
+    MORE: gl.constexpr,
+):
+    """`scales_late` before the length is known."""
+    if of_keys.scales is not None:
+        TILE_N: gl.constexpr = of_keys.place.shape[1] // 2
+        ring, free, h, of_part = asked
+        pool, b, bounds = ring[0], of_part[3], of_part[7]
+        declare_page(1)
+        coming = first_round(pool, of_part, PAGE_SIZE, TILE_N)
+        keys, tiles, _ = own_tiles(of_part, TILE_N)
+        if bounds.left is not None:
+            coming = pages_of_round(pool, b, tiles, tiles.first, keys, PAGE_SIZE, TILE_N)
+        copy_rounds(ring, of_keys, free, b, h, tiles, keys, coming, PAGE_SIZE, MORE)
+    meet_cluster(CLUSTER)
+
+
+@gluon.jit
+def copy_rounds(
+    ring,
+    of_keys,
+    free,
+    b,
+    h,
+    tiles,
+    keys,
+    coming,  # of `pages_of_round`
+    PAGE_SIZE: gl.constexpr,
+    MORE: gl.constexpr,
+):
+    """Have scales of tiles copied, a round of pages after the other."""
+    SLOTS: gl.constexpr = of_keys.place.shape[0]
+    TILE_N: gl.constexpr = of_keys.place.shape[1] // 2
+    asked = of_keys, ring[3], b, h
+    BOX: gl.constexpr = keys_of_box(ring[0].k.block_type.shape)
+    BOXES: gl.constexpr = TILE_N // BOX
+    A_ROUND: gl.constexpr = LANES // BOXES  # tiles
+    boxes = keys_of_threads(0, TILE_N) // BOX
+    slot = tiles.first * 0
+    phase = slot + 1
+    for some in range(tiles.first, tiles.last, A_ROUND * tiles.by):
+        keep_pages(coming, 1)
+        behind = some + A_ROUND * tiles.by
+        coming = pages_of_round(ring[0], b, tiles, behind, keys, PAGE_SIZE, TILE_N)
+        lane = some * 0
+        for i in range(some, gl.minimum(behind, tiles.last), tiles.by):
+            pages = page_of_lane(lane + boxes, 1)
+            if MORE:
+                mbarrier.wait(free.index(slot), phase)
+            copy_scales(*asked, slot, tile_at(tiles, i), pages, keys, PAGE_SIZE, TILE_N)
+            lane += BOXES
+            slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
