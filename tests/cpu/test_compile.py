@@ -122,6 +122,17 @@ HOPPER_CODEC_AXES: cases.Axes = {
     "num_stages": (1, 2, 3),
 }
 
+# Scales a key in parts of no more tiles than slots, loaded before the tiles or behind them.
+AT_ONCE_AXES: cases.Axes = {
+    **HOPPER_CODEC_AXES,
+    "codec": (Codec("int8", "token"), Codec("fp8", "token")),
+    "shape": ((8, 1), (8, 2)),
+    "schedule": ("even", "cluster of 2"),
+    "place": (Contiguous(), Paged(16), Paged(64)),
+    "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
+    "tile_n": (128,),
+}
+
 EVERYDAY = {
     "dtype": "bfloat16",
     "head_dims": (128, 128),
@@ -351,6 +362,13 @@ def test_codecs(values: cases.Values) -> None:
 
 @variants(HOPPER_CODEC_AXES, most=8, valid=valid, newest=2, ids=describe)
 def test_codecs_on_hopper(values: cases.Values) -> None:
+    hold_to_budgets(values)
+
+
+@variants(AT_ONCE_AXES, most=4, valid=valid, newest=1, ids=describe)
+def test_scales_that_are_loaded_at_once(values: cases.Values) -> None:
+    plan = plan_of(values)
+    assert plans.scales_at_once(plan.problem, plan.config)
     hold_to_budgets(values)
 
 

@@ -30,8 +30,8 @@ from splitkv.problem import Problem
 SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 SHAPES_256 = ((64, 4, 2), (16, 2, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
-HOPPER_WIDENED_SHAPES = ((64, 4, 1), (128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 2))
-HOPPER_GATHERED_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 2), (64, 4, 3))
+HOPPER_WIDENED_SHAPES = ((64, 4, 1), (128, 4, 1), (128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 2))
+HOPPER_GATHERED_SHAPES = ((64, 4, 1), (128, 4, 1), (128, 4, 2), (64, 4, 2), (64, 4, 3))
 HOPPER_APART_SHAPES = ((128, 4, 3), (64, 4, 3))  # of 8 bits, where a warp asks for small pages
 HOPPER_SCALES_SHAPES = (*HOPPER_APART_SHAPES, (128, 4, 2))  # and another for a scale a key
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.decode_bulk import ask_in_bulk, read_in_bulk, room_in_bulk
 from splitkv.kernels.hopper.pairs import larger
-from splitkv.kernels.hopper.ring import ask, async_gather, gather_tile, tile_at
+from splitkv.kernels.hopper.ring import ask, async_gather, fill_from, gather_tile, tile_at
 
 LEAST = gl.constexpr(2.0**-60)  # of a scale of values, so that sums of weights over it are finite
 LOG = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
@@ -227,6 +227,33 @@ def load_first_scales(
         tile = tile_at(tiles, tiles.first + n * tiles.by)
         of_tile = load_scales(of_keys, pool, b, h, tile, keys, PAGE_SIZE, TILE_N)
         loaded += (of_tile,)  # type: ignore[assignment]
+    return loaded
+
+
+@gluon.jit
+def fill_beside_scales(
+    ring,  # Pool, boxes of keys, of values, barriers
+    of_keys,
+    pages,  # of `first_pages`, or None
+    b,
+    h,
+    tiles,
+    keys,
+    PAGE_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """`fill_from`, and `load_first_scales` where threads load them, or None: before the tiles, or
+    behind rows that are gathered, whose page numbers are there sooner than those of scales."""
+    loaded = None
+    if of_keys.loaded is None:
+        fill_from(*ring, pages, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+    elif ring[0].k_steps is None:
+        loaded = load_first_scales(of_keys, ring[0], b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+        fill_from(*ring, pages, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+    else:
+        fill_from(*ring, pages, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+        loaded = load_first_scales(of_keys, ring[0], b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
     return loaded
 
 

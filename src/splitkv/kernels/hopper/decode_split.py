@@ -60,8 +60,8 @@ from splitkv.kernels.hopper.decode_query import places_of_rows, rows_to_multiply
 from splitkv.kernels.hopper.decode_rows import place_in_batch, tiles_within, write_rows
 from splitkv.kernels.hopper.decode_scales import (
     KeyScales,
+    fill_beside_scales,
     fill_scales,
-    load_first_scales,
     place_of_scales,
     store_first_scales,
 )
@@ -83,7 +83,7 @@ from splitkv.kernels.hopper.decode_wide import (
     type_of_keys,
 )
 from splitkv.kernels.hopper.pairs import from_e4m3, from_int8, pairs_of
-from splitkv.kernels.hopper.ring import Pool, arrivals, fill, fill_from, first_pages
+from splitkv.kernels.hopper.ring import Pool, arrivals, fill, first_pages
 from splitkv.kernels.parts import num_parts as parts_of_problem
 from splitkv.kernels.parts import traffic_of_parts
 from splitkv.kernels.tile.band import Bounds, token_range
@@ -295,11 +295,10 @@ def hopper_decode_split(
         tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
         fill(*ring, b, h, tiles, keys, first_pos, True, PAGE_SIZE, TILE_N, SLOTS)
     elif not APART:
-        if LOADED:
-            loaded = load_first_scales(of_keys, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
         if BULK:
             fill_in_bulk(of_keys, pool, b, tiles, keys, PAGE_SIZE, TILE_N, SLOTS, BULK)
-        fill_from(*ring, pages, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
+        first = b, h, tiles, keys
+        loaded = fill_beside_scales(ring, of_keys, pages, *first, PAGE_SIZE, TILE_N, SLOTS)
     if COPIED and not APART and not LOADED:
         fill_scales(of_keys, arrived, pool, b, h, tiles, keys, PAGE_SIZE, TILE_N, SLOTS)
     S: gl.constexpr = layout_of_scores(OF_K, TILE_N, gl.num_warps())
