@@ -444,6 +444,20 @@ def test_what_is_not_finite_stays_with_its_rows(products: str, kernel: str) -> N
         assert_close(out[finite], ref, pt)
 
 
+@pytest.mark.parametrize(("kernel", "name"), EVERY_PLAN)
+def test_a_row_that_is_not_finite_is_written(kernel: str, name: str) -> None:
+    """As NaN, whatever was there; the other rows are right."""
+    problem = replace(SERVING, return_lse=False)
+    call = make_operands(problem, device=DEVICE, poison=False)
+    ref, pt = (expected(problem, call, upcast=x)[0] for x in (True, False))
+    call["q"][1, 0, 3, 7] = math.nan
+    out = torch.zeros_like(pt)
+    splitkv.decode(**call, out=out, plan=plans(problem, kernel)[name])
+    assert out[1, 0, 3].isnan().all()
+    out[1, 0, 3] = pt[1, 0, 3]
+    assert_close(out, ref, pt)
+
+
 def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_warned", set())
     problem = replace(SERVING, head_dim=272, head_dim_v=272)
