@@ -427,7 +427,7 @@ def describe_attention(
         sink_logits=sink_logits is not None,
         lengths="device" if kind == "varlen" else "host",
         return_lse=return_lse,
-        dropout=dropout_p > 0,
+        dropout=float(dropout_p) > 0,
         deterministic=deterministic,
         needs_grad=needs_grad,
     )
@@ -547,4 +547,4 @@ def _describe_scores(
         expect_device("alibi_slopes", alibi_slopes, device)
         expect_last_dim_contiguous("alibi_slopes", alibi_slopes)
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    return Score(softcap > 0, alibi_slopes is not None), scale
+    return Score(float(softcap) > 0, alibi_slopes is not None), scale

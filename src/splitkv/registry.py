@@ -100,7 +100,7 @@ def make_plan(
         expect(callable(policy), "policy", "a name or a function", policy)
         name, choose = getattr(policy, "__module__", "policy").rpartition(".")[2], policy
     if num_splits or not problem.batch * problem.rows:  # with no rows there is nothing to weigh
-        splits = max(1, num_splits)
+        splits = max(1, int(num_splits))
         name, choose, kept = "fixed", fixed.with_splits(splits), splits
     asked, keys = problem, rounded_up(problem.seqlen_k)
     if keys != problem.seqlen_k and name in BY_TIME and problem.kind == "decode":

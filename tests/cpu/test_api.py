@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor
 from training import paged
 
 import splitkv
-from splitkv import Device, UnsupportedProblem, launch, reference
+from splitkv import Device, UnsupportedProblem, flash_attn, launch, reference
 from splitkv.arguments import AttentionOptions, DecodeOptions, VarlenOptions
 from splitkv.policies import POLICIES, fixed
 from splitkv.problem import Operands
@@ -503,6 +504,11 @@ def test_edges_past_every_key(far: int) -> None:
     full = splitkv.decode(q, k, v, causal=False)
     assert torch.equal(splitkv.decode(q, k, v, causal=False, **windows), full)
     assert torch.equal(splitkv.attention(q, k, v, **windows), full)
+    lengths = torch.full((2,), 24, dtype=torch.int32)
+    metadata = flash_attn.get_scheduler_metadata(2, 2, 24, 8, 2, 32, lengths, q.dtype, **windows)
+    assert metadata.problem.mask == Mask()
+    call = {"cache_seqlens": lengths, "scheduler_metadata": metadata, **windows}
+    assert torch.equal(flash_attn.flash_attn_with_kvcache(q, k, v, **call), full)
 
 
 def test_lengths_are_bounds_that_may_be_loose() -> None:
@@ -527,6 +533,23 @@ def test_kernels_are_given_a_float(given: Any, monkeypatch: pytest.MonkeyPatch) 
         splitkv.decode(*tensors, softcap=given, softmax_scale=given)
         splitkv.attention(*tensors, softcap=given, softmax_scale=given)
     assert found == [30.0] * 8 and {type(x) for x in found} == {float}
+
+
+def test_numbers_of_numpy_are_plain_in_a_plan() -> None:
+    q, k, v = caches(make_operands(DECODE))
+    options = {"softmax_scale": 1 / numpy.sqrt(32), "softcap": numpy.float32(30)}
+    edges = {"window_size": (numpy.int64(9), numpy.int32(-1)), "sink_tokens": numpy.int8(2)}
+    n = numpy.int64(8)
+    made = splitkv.plan(q, k, v, max_seqlen_k=n, num_splits=numpy.int64(2), **options, **edges)
+    plain = {"window_size": (9, -1), "sink_tokens": 2, "softcap": 30.0}
+    same = splitkv.plan(q, k, v, max_seqlen_k=8, num_splits=2, **plain)
+    assert json.dumps(made.as_dict()) == json.dumps(same.as_dict())
+    new = {"cache_seqlens": n, "num_splits": numpy.int64(2)}
+    flash_attn.flash_attn_with_kvcache(q, k.clone(), v.clone(), k[:, :2], v[:, :2], **new)
+    sizes = map(numpy.int64, (2, 1, 24, 8, 2, 32))
+    of_lengths = torch.zeros(2, dtype=torch.int32)
+    metadata = flash_attn.get_scheduler_metadata(*sizes, of_lengths, page_size=n, num_splits=n)
+    json.dumps(metadata.as_dict())
 
 
 OPTIONS = {

@@ -141,6 +141,7 @@ class PagedKVCache:
         length = parent.length if num_tokens is None else num_tokens
         expect_int("num_tokens", length)
         expect_in_range("num_tokens", length, 0, parent.length)
+        length = int(length)
         pages = parent.pages[: -(-length // self.page_size)]
         for page in pages:
             self._users[page] += 1
@@ -159,7 +160,7 @@ class PagedKVCache:
         kept = -(-num_tokens // self.page_size)
         self._release(held.pages[kept:])
         del held.pages[kept:]
-        held.length, held.written = num_tokens, min(held.written, kept)
+        held.length, held.written = int(num_tokens), min(held.written, kept)
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""

@@ -92,7 +92,8 @@ class SinkWindowCache:
         expect_sizes(batch=batch, window=window)
         expect_int("sink_tokens", sink_tokens)
         expect_at_least("sink_tokens", sink_tokens, 0)
-        self.sink_tokens, self.window, self.capacity = sink_tokens, window, sink_tokens + window
+        self.sink_tokens, self.window = int(sink_tokens), int(window)
+        self.capacity = self.sink_tokens + self.window
         shape = num_layers, batch, self.capacity, num_kv_heads, head_dim, head_dim_v
         self._layers = held = Layers(*shape, dtype, device, granularity, smooth_k)
         self.k, self.v, self.dtype = held.k, held.v, held.dtype

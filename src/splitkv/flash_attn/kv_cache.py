@@ -277,7 +277,7 @@ def _expect_cache(
 
 def _expect_seqlens(cache_seqlens: Any, cache: Cache, q: Tensor) -> Tensor | None:
     """[batch] int32, or None: the whole cache."""
-    if cache_seqlens is None or hasattr(cache_seqlens, "shape"):
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         if cache_seqlens is not None:
             _expect_index("cache_seqlens", cache_seqlens, q, batch=cache.batch)
         elif cache.leftpad is not None:

@@ -109,24 +109,27 @@ def get_scheduler_metadata(
     expect_hints(num_splits, pack_gqa, sm_margin)
     device = device_of(cache_seqlens)
     expect(sm_margin < device.num_sms, "sm_margin", f"less than {device.num_sms}", sm_margin)
+    left, right = map(int, window_size)
     paged = page_size is not None or cache_leftpad is not None
     problem = Problem(
         kind="decode",
-        batch=batch_size,
-        num_heads=num_heads_q,
-        num_kv_heads=num_heads_kv,
-        head_dim=headdim,
-        head_dim_v=sizes["headdim_v"],
-        seqlen_q=max_seqlen_q,
-        seqlen_k=max_seqlen_k + max_seqlen_k_new,
+        batch=int(batch_size),
+        num_heads=int(num_heads_q),
+        num_kv_heads=int(num_heads_kv),
+        head_dim=int(headdim),
+        head_dim_v=int(sizes["headdim_v"]),
+        seqlen_q=int(max_seqlen_q),
+        seqlen_k=int(max_seqlen_k + max_seqlen_k_new),
         dtype=DTYPES[qkv_dtype],
-        mask=Mask(causal, *window_size, chunk=attention_chunk),
-        place=Paged(sizes["page_size"] if cache_leftpad is None else 1) if paged else Contiguous(),
+        mask=Mask(causal, left, right, chunk=int(attention_chunk)).within_reach(),
+        place=Paged(int(sizes["page_size"]) if cache_leftpad is None else 1)
+        if paged
+        else Contiguous(),
         score=Score(softcap=has_softcap),
         lengths="device",
-        seqlen_new=max_seqlen_k_new,
+        seqlen_new=int(max_seqlen_k_new),
     )
-    return _plan(problem, replace(device, num_sms=device.num_sms - sm_margin), num_splits)
+    return _plan(problem, replace(device, num_sms=device.num_sms - int(sm_margin)), int(num_splits))
 
 
 @lru_cache(maxsize=1024)
