@@ -352,3 +352,11 @@ def test_every_argument_of_torch_s_schema_has_a_place(operator: str) -> None:
     assert positional == [a.name for a in schema.arguments if not a.kwarg_only]
     missing = {a.name for a in schema.arguments} - {*parameters}
     assert takes_more or not missing
+
+
+def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    before = torch._C._get_sdp_priority_order()
+    with pytest.raises(RuntimeError, match="^torch: expected one that is built with CUDA"):
+        torch_sdpa.activate()
+    assert torch._C._get_sdp_priority_order() == before

@@ -72,6 +72,11 @@ class Active:
 
 def activate(dispatch_key: str = "CUDA") -> Active:
     """Replace torch's kernels; what `activate_flash_attention_impl` calls."""
+    if dispatch_key == "CUDA" and not torch.backends.cuda.is_built():
+        raise RuntimeError(
+            "torch: expected one that is built with CUDA, whose FlashAttention is replaced, got "
+            f"{torch.__version__}; splitkv.attention runs on a CPU"
+        )
     if torch.cuda.is_available():  # torch sets its own order the first time that it asks for it
         tiny = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
         torch._fused_sdp_choice(tiny, tiny, tiny)
