@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from splitkv.autograd import NAMES, attention_op
+from splitkv.decoding import decode
 from splitkv.device import Device, current
 from splitkv.errors import (
     expect,
@@ -21,15 +21,7 @@ from splitkv.errors import (
 )
 from splitkv.explanation import Explanation
 from splitkv.explanation import explain as explain_problem
-from splitkv.launch import (
-    describe,
-    device_of,
-    handle_of,
-    is_plain,
-    needs_grad,
-    run_decode,
-    through_operator,
-)
+from splitkv.launch import describe, device_of, handle_of, is_plain, needs_grad
 from splitkv.plans import Plan
 from splitkv.policies import DEFAULT, Policy
 from splitkv.problem import Kind, Problem, expect_heads, expect_window
@@ -41,7 +33,7 @@ from splitkv.sequences import run_attention
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from splitkv.arguments import AttentionOptions, DecodeOptions, VarlenOptions
+    from splitkv.arguments import AttentionOptions, VarlenOptions
 
 __all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan"]
 
@@ -302,147 +294,6 @@ def _attention(
         optional = (given.get(name) for name in NAMES[3:-1])
         out, lse = attention_op(q, k, v, *optional, handle_of(plan))
     return (out, lse) if given["return_lse"] else out
-
-
-@overload
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[DecodeOptions],
-) -> Tensor: ...
-@overload
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[DecodeOptions],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    return_lse: bool,
-    **options: Unpack[DecodeOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor | None = None,
-    page_table: Tensor | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    sink_tokens: int = 0,
-    attention_chunk: int = 0,
-    sink_logits: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    products: str | None = None,
-    num_splits: int = 0,
-    out: Tensor | None = None,
-    return_lse: bool = False,
-    early_kv: bool = False,
-    plan: Plan | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a few new tokens against a KV cache that already holds their keys and values.
-
-    q              [batch, seqlen_q, num_heads, head_dim]; the queries are the last seqlen_q keys
-    k_cache        [batch, capacity, num_kv_heads, head_dim], or with a page table
-                   [num_pages, page_size, num_kv_heads, head_dim], any page size; v_cache likewise
-    cache_seqlens  [batch] int32 on the device: keys of each sequence, those of q included; None:
-                   all max_seqlen_k. Never read by the host: it may change between graph replays
-    page_table     [batch, max_pages] int32 on the device; entries past a length may hold anything
-    max_seqlen_k   upper bound of the lengths, default the capacity; longer ones are undefined
-    q_scale        a scale of a quantised q: one, [num_heads], [batch, num_heads] or one a token
-                   and head
-    k_scale        scales of an int8 or float8_e4m3fn cache, fp32: one, [num_kv_heads],
-                   [batch, num_kv_heads], or as the cache without its last dimension; v_scale
-                   likewise, of the same granularity
-    products       what may be multiplied in 8 bits, as in `attention`
-    num_splits     parts that the keys of each sequence are cut into; 0: the policy decides
-    out            where to write the result, of its shape and type; any strides but the last
-    early_kv       a promise: the kernel before this one on the stream writes nothing of
-                   cache_seqlens, page_table and the keys and values of all but the last seqlen_q
-                   tokens of each sequence (it may write q and those of the last tokens). Then
-                   `hopper_decode_split` starts to read before that kernel has ended; the other
-                   kernels have no use for it
-    plan           a Plan of `splitkv.plan`, to skip deciding
-
-    The mask and score arguments are those of `attention`. Nothing synchronises with the host; a
-    call can be captured in a CUDA graph. Not differentiable on a GPU kernel: tensors that need a
-    gradient are served by plain torch, with a warning.
-
-    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural LSE
-    without the sink, [batch, num_heads, seqlen_q] fp32. Equivalent PyTorch: `attention` of each
-    sequence of q against the first cache_seqlens[b] keys and values of its cache, times their
-    scales. Raises as `attention`.
-    """
-    if is_dynamo_compiling():
-        result, lse = through_operator(
-            q,
-            k_cache,
-            v_cache,
-            num_splits,
-            plan,
-            cache_seqlens=cache_seqlens,
-            page_table=page_table,
-            max_seqlen_k=max_seqlen_k,
-            causal=causal,
-            window_size=window_size,
-            sink_tokens=sink_tokens,
-            attention_chunk=attention_chunk,
-            sink_logits=sink_logits,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            products=products,
-            out=out,
-            return_lse=return_lse,
-            early_kv=early_kv,
-        )
-    else:
-        result, lse = run_decode(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            page_table,
-            max_seqlen_k,
-            causal,
-            window_size,
-            sink_tokens,
-            attention_chunk,
-            sink_logits,
-            softmax_scale,
-            softcap,
-            alibi_slopes,
-            q_scale,
-            k_scale,
-            v_scale,
-            products,
-            out,
-            return_lse,
-            early_kv,
-            num_splits,
-            plan,
-        )
-    return (result, lse) if return_lse else result
 
 
 def plan(

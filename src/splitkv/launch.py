@@ -1,14 +1,16 @@
-"""From a call to a running kernel: the cache of bound launchers, and the torch.library operators.
+"""From a call to a running kernel: the cache of bound launchers.
 
 A call is described, planned and bound once for each memory layout and set of options; later calls
 of the same kind go straight to the launcher. `decode` finds it in two steps. Its options alone lead
 to the last few layouts they came with, each with a check of all tensors in C++, the one that guards
-torch's compiled graphs: Python and element types, shapes, strides, devices and gradients. Where
-none of those fits, or torch has no such check, a key of shapes, strides, types and devices decides.
-Lengths and page tables live on the device and are in no key.
+torch's compiled graphs: Python and element types, shapes, strides, devices and gradients. The
+public function takes this step itself, as a call of another would show in the time. Where none of
+those fits, or torch has no such check, a key of shapes, strides, types and devices decides. Lengths
+and page tables live on the device and are in no key.
 
 Plain tensors run the launcher directly. Under torch.compile, torch.export, FakeTensorMode and for
-tensor subclasses the same function runs as the operator `splitkv::decode` or `splitkv::attention`.
+tensor subclasses the same function runs as the operator `splitkv::decode` (in `decoding.py`) or
+`splitkv::attention` (in `autograd.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +25,15 @@ import torch
 from torch import Tensor
 
 from splitkv.device import Device, cpu, current
-from splitkv.errors import dtype_name, expect, expect_one_of, expect_tensor
+from splitkv.errors import expect, expect_one_of, expect_tensor
 from splitkv.kv import AS_IS, Paged
 from splitkv.legality import expect_config
-from splitkv.plans import Config, Kernel, Plan, plan_with_handle
+from splitkv.plans import Config, Kernel, Plan
 from splitkv.problem import (
     Operands,
     Problem,
     describe_attention,
     describe_decode,
-    expect_out,
-    expect_window,
 )
 from splitkv.registry import kernel_named, make_plan
 
@@ -51,7 +51,7 @@ class Known(NamedTuple):
                None where torch has no such check
     grad_mode  what torch.is_grad_enabled() has to be, where a tensor requires a gradient; else None
     repeats    the launcher may have a `repeat`
-    device     the index that has to be current; None on a CPU
+    device     the index that has to be current; None on a CPU and where no other GPU is
     plan       stays alive here, so that its id stays its own
     """
 
@@ -68,7 +68,7 @@ MAX_CALLS = 8192  # entries kept; past it the cache starts afresh
 MAX_RECENT = 8  # layouts tried for the same options
 _calls: dict[Any, Any] = {}  # options -> the last few Known; options and layouts -> Known
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # int: no CUDA
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _warned: set[tuple[str, ...]] = set()
 
@@ -92,6 +92,10 @@ ATTENTION_DEFAULTS: dict[str, Any] = {
     "deterministic": False,
 }
 _PAGES = {"page_table": None, "cache_seqlens": None}
+_OF_OPERANDS = (
+    *("out", "cache_seqlens", "page_table", "sink_logits", "alibi_slopes"),
+    *("q_scale", "k_scale", "v_scale"),
+)
 DECODE_DEFAULTS: dict[str, Any] = {
     "cache_seqlens": None,
     "page_table": None,
@@ -116,7 +120,7 @@ def layout(x: Tensor | None) -> Any:
 
 def is_plain(*arguments: Any) -> bool:
     """Whether no tensor is a subclass and nothing is tracing: the operators may be skipped."""
-    if torch.compiler.is_compiling() or _dispatch_modes():
+    if torch.compiler.is_compiling() or dispatch_modes():
         return False
     for x in arguments:
         kind = type(x)
@@ -251,146 +255,50 @@ def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Pr
 
 
 def run_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor | None,
-    page_table: Tensor | None,
-    max_seqlen_k: int | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    sink_tokens: int,
-    attention_chunk: int,
-    sink_logits: Tensor | None,
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    products: str | None,
-    out: Tensor | None,
-    return_lse: bool,
-    early_kv: bool,
+    tensors: list[Tensor],
+    arguments: dict[str, Any],
     num_splits: int,
     plan: Plan | None,
-    in_operator: bool = False,
-) -> Result:
-    """Describe, plan and bind on the first call of a kind; then only launch."""
-    if isinstance(window_size, list):
-        window_size = tuple(window_size)
-    tensors, given = [q, k_cache, v_cache], 0  # a bit for each of the optional ones
-    if cache_seqlens is not None:
-        tensors.append(cache_seqlens)
-        given = 1
-    if page_table is not None:
-        tensors.append(page_table)
-        given |= 2
-    if sink_logits is not None:
-        tensors.append(sink_logits)
-        given |= 4
-    if alibi_slopes is not None:
-        tensors.append(alibi_slopes)
-        given |= 8
-    if q_scale is not None:
-        tensors.append(q_scale)
-        given |= 16
-    if k_scale is not None:
-        tensors.append(k_scale)
-        given |= 32
-    if v_scale is not None:
-        tensors.append(v_scale)
-        given |= 64
-    if out is not None:
-        tensors.append(out)
-        given |= 128
-    options = (
-        max_seqlen_k,
-        causal,
-        window_size,
-        sink_tokens,
-        attention_chunk,
-        softmax_scale,
-        softcap,
-        products,
-        return_lse,
-        early_kv,
-        num_splits,
-        plan and id(plan),
-        given,
-    )
-    try:
-        recent = () if _dispatch_modes() else _calls.get(options, ())
-    except TypeError:  # some option is not what it should be: describing says which
-        recent = ()
-    for fits, grad_mode, launcher, repeats, device, scale, _ in recent:
-        if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
-            repeat = launcher.repeat if repeats else None
-            if repeat is not None and device == _current_device():
-                done = repeat(
-                    q,
-                    k_cache,
-                    v_cache,
-                    out,
-                    cache_seqlens,
-                    page_table,
-                    sink_logits,
-                    alibi_slopes,
-                    q_scale,
-                    k_scale,
-                    v_scale,
-                    scale,
-                    softcap,
-                )
-                if done is not None:
-                    return done
-            break
-    else:
-        arguments: dict[str, Any] = {
-            "cache_seqlens": cache_seqlens,
-            "page_table": page_table,
-            "max_seqlen_k": max_seqlen_k,
-            "causal": causal,
-            "window_size": window_size,
-            "sink_tokens": sink_tokens,
-            "attention_chunk": attention_chunk,
-            "sink_logits": sink_logits,
-            "softmax_scale": softmax_scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "q_scale": q_scale,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "products": products,
-            "out": out,
-            "return_lse": return_lse,
-            "early_kv": early_kv,
-        }
+    options: tuple[Any, ...],
+    in_operator: bool,
+) -> Result | None:
+    """A call of decode that is not repeated: described, planned and bound on the first of a kind.
+    None where it has to go through the operator.
+
+    tensors    q, k_cache, v_cache, and of the optional ones those that are given
+    arguments  all but q, k_cache, v_cache, num_splits and plan
+    options    what it is known by beside the layouts of the tensors; the window comes first
+    """
+    if isinstance(arguments["window_size"], list):
+        arguments["window_size"] = tuple(arguments["window_size"])
+        options = arguments["window_size"], *options[1:]
+    known = _recent(options, tensors)
+    if known is None:
         if not in_operator and not is_plain(*tensors):
-            return through_operator(q, k_cache, v_cache, num_splits, plan, **arguments)
+            return None
         known = _known(options, tensors, arguments, num_splits, plan)
-        launcher, device, scale = known.launcher, known.device, known.softmax_scale
-    operands = Operands(
-        q,
-        k_cache,
-        v_cache,
-        out,
-        cache_seqlens,
-        page_table,
-        None,
-        None,
-        sink_logits,
-        alibi_slopes,
-        q_scale,
-        k_scale,
-        v_scale,
-        scale,
-        float(softcap),
-    )
-    if device is not None and device != _current_device():
-        with torch.cuda.device(device):
-            return launcher(operands)
-    return launcher(operands)
+    q, k_cache, v_cache = tensors[:3]
+    operands = Operands(q, k_cache, v_cache, softmax_scale=known.softmax_scale)
+    for name in _OF_OPERANDS:
+        setattr(operands, name, arguments[name])
+    operands.softcap = float(arguments["softcap"])
+    if known.device is not None and known.device != _current_device():
+        with torch.cuda.device(known.device):
+            return known.launcher(operands)
+    return known.launcher(operands)
+
+
+def _recent(options: Any, tensors: list[Tensor]) -> Known | None:
+    """The one of the latest with these options that the tensors fit."""
+    try:
+        recent: tuple[Known, ...] = () if dispatch_modes() else _calls.get(options, ())
+    except TypeError:  # some option is not what it should be: describing says which
+        return None
+    for known in recent:
+        recorded = known.grad_mode is None or known.grad_mode is torch.is_grad_enabled()
+        if known.fits is not None and known.fits(*tensors) and recorded:
+            return known
+    return None
 
 
 def _known(
@@ -418,45 +326,13 @@ def _known(
             grad_mode=None,
             launcher=launcher,
             repeats=hasattr(launcher, "repeat"),
-            device=q.device.index if q.is_cuda else None,
+            device=q.device.index if q.is_cuda and torch.cuda.device_count() > 1 else None,
             softmax_scale=operands.softmax_scale,
             plan=plan,
         )
     elif _TensorGuards is None:
         return known
     return known if key is None else remember(options, key, tensors, known)
-
-
-def through_operator(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_splits: int,
-    plan: Plan | None,
-    *,
-    window_size: tuple[int, int],
-    out: Tensor | None,
-    return_lse: bool,
-    **arguments: Any,
-) -> Result:
-    """The call as `splitkv::decode`, for what traces it or looks into it."""
-    expect_window(window_size)
-    left, right = window_size
-    result, lse = decode_op(
-        q,
-        k_cache,
-        v_cache,
-        window_left=left,
-        window_right=right,
-        return_lse=return_lse,
-        num_splits=num_splits,
-        plan=handle_of(plan),
-        **arguments,
-    )
-    if out is not None:
-        expect_out(out, tuple(result.shape), dtype_name(result), q.device)
-        result = out.copy_(result)
-    return result, lse
 
 
 def working_dtype(q: Tensor) -> torch.dtype:
@@ -468,75 +344,3 @@ def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     """What an operator returns: always two tensors, in the strides that its fake promises."""
     absent = out.new_empty(0, dtype=torch.float32)
     return out.contiguous(), absent if lse is None else lse.contiguous()
-
-
-@torch.library.custom_op(
-    "splitkv::decode",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, "
-    "SymInt? max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, "
-    "SymInt sink_tokens, SymInt attention_chunk, Tensor? sink_logits, float? softmax_scale, "
-    "float softcap, "
-    "Tensor? alibi_slopes, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, str? products, "
-    "bool return_lse, bool early_kv, SymInt num_splits, str plan) -> (Tensor, Tensor)",
-)
-def decode_op(
-    q,
-    k_cache,
-    v_cache,
-    cache_seqlens,
-    page_table,
-    max_seqlen_k,
-    causal,
-    window_left,
-    window_right,
-    sink_tokens,
-    attention_chunk,
-    sink_logits,
-    softmax_scale,
-    softcap,
-    alibi_slopes,
-    q_scale,
-    k_scale,
-    v_scale,
-    products,
-    return_lse,
-    early_kv,
-    num_splits,
-    plan,
-):
-    out, lse = run_decode(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens,
-        page_table,
-        max_seqlen_k,
-        causal,
-        (window_left, window_right),
-        sink_tokens,
-        attention_chunk,
-        sink_logits,
-        softmax_scale,
-        softcap,
-        alibi_slopes,
-        q_scale,
-        k_scale,
-        v_scale,
-        products,
-        None,
-        return_lse,
-        early_kv,
-        num_splits,
-        plan_with_handle(plan) if plan else None,
-        in_operator=True,
-    )
-    return operator_outputs(out, lse)
-
-
-@decode_op.register_fake
-def _(q, k_cache, v_cache, *rest):
-    return_lse = rest[-4]
-    out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=working_dtype(q))
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)
-    return out, q.new_empty(lse_shape, dtype=torch.float32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -459,8 +460,9 @@ def test_an_address_off_by_a_few_bytes_is_another_kernel(gpu: SimpleNamespace, n
     assert launched.calls == []
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_call_again_goes_through_triton_while_a_hook_is_set(
-    gpu: SimpleNamespace, hooks: Any
+    name: str, gpu: SimpleNamespace, hooks: Any
 ) -> None:
     launched = Launched()
     repeat = repeat_of(launched)
@@ -468,9 +470,15 @@ def test_a_call_again_goes_through_triton_while_a_hook_is_set(
     def hook(metadata: Any) -> None:
         raise AssertionError("nothing is launched")
 
-    hooks.launch_enter_hook.add(hook)
+    chain = getattr(hooks, name)
+    chain.add(hook)
     assert repeat.call(*tensors().values(), 0.5, 0.0) is None and launched.calls == []
-    hooks.launch_enter_hook.remove(hook)
+    chain.remove(hook)
+    assert repeat.call(*tensors().values(), 0.5, 0.0) is not None
+    launched.calls.clear()
+    setattr(hooks, name, hook)
+    assert repeat.call(*tensors().values(), 0.5, 0.0) is None and launched.calls == []
+    setattr(hooks, name, None)
     assert repeat.call(*tensors().values(), 0.5, 0.0) is not None
 
 
@@ -594,6 +602,14 @@ def test_a_graph_has_partials_of_its_own(gpu: SimpleNamespace) -> None:
     eager, graph, again = (call[5][0] for call in launched.calls[::2])
     assert eager == again != graph
     assert workspace.held_bytes() == held
+
+
+def test_the_default_stream_is_not_asked_whether_it_is_captured(gpu: SimpleNamespace) -> None:
+    """No graph can be of it."""
+    launched = Launched()
+    gpu.stream, gpu.captured = 0, None
+    repeat_of(launched).call(*tensors().values(), 0.5, 0.0)
+    assert list(workspace.buffers(0)) == [0]
 
 
 def test_a_call_between_the_launches_of_another_has_its_own_partials(gpu: SimpleNamespace) -> None:
@@ -959,7 +975,6 @@ def test_a_launcher_repeats_a_call_where_it_can(monkeypatch: pytest.MonkeyPatch)
     kernel = replace(sdpa, unsupported=lambda problem, device: [], bind=Sooner)
     monkeypatch.setattr(registry, "KERNELS", (kernel,))
     monkeypatch.setattr(launch, "_calls", {})
-    monkeypatch.setattr(launch, "_current_device", lambda: None)  # that of a tensor on the CPU
     call = make_operands(DECODE, poison=False) | {"sink_logits": sink(), "softcap": 3.0}
     splitkv.decode(**call)
     (launcher,) = LAUNCHERS
@@ -972,9 +987,17 @@ def test_a_launcher_repeats_a_call_where_it_can(monkeypatch: pytest.MonkeyPatch)
     launcher.answer = None
     assert splitkv.decode(**call)[0] is call["q"]
     assert (len(launcher.slow), len(launcher.fast)) == (2, 2)
-    monkeypatch.setattr(launch, "_current_device", lambda: 1)
-    assert splitkv.decode(**call)[0] is call["q"]
-    assert (len(launcher.slow), len(launcher.fast)) == (3, 2)
+    # as on the first of several GPUs
+    for key, kept in launch._calls.items():
+        if not isinstance(kept, launch.Known):
+            launch._calls[key] = tuple(known._replace(device=0) for known in kept)
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda n: nullcontext(entered.append(n)))
+    for current, counts in ((0, (3, 3)), (1, (4, 3))):
+        monkeypatch.setattr(launch, "_current_device", lambda current=current: current)
+        assert splitkv.decode(**call)[0] is call["q"]
+        assert (len(launcher.slow), len(launcher.fast)) == counts
+    assert entered == [0]
 
 
 # --- lengths decided for -----------------------------------------------------------------------

@@ -22,7 +22,7 @@ LAYERS = (
     "registry",
     "arguments explanation legality testing",
     "launch",
-    "sequences",
+    "decoding sequences",
     "autograd append",
     "api",
     "append_decode",

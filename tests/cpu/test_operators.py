@@ -16,7 +16,7 @@ from training import paged
 
 import splitkv
 from splitkv.autograd import attention_op
-from splitkv.launch import decode_op
+from splitkv.decoding import decode_op
 from splitkv.reference import WORKING
 from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, make_operands
 

@@ -33,6 +33,11 @@ tensors, and for a tensor descriptor the items of its `TensorMaps`, unpacked."""
 
 MAX_MAPS = 4096  # tensor maps kept, of about 400 bytes each; past it the cache starts afresh
 _runtime = triton.knobs.runtime
+# The hooks in its own two chains, and what has been set in place of its own: without any of these
+# none is `observed`. Lists and a dict are asked sooner.
+_set = vars(_runtime)
+_entered = getattr(_runtime.launch_enter_hook, "calls", ())
+_left = getattr(_runtime.launch_exit_hook, "calls", ())
 
 
 def observed() -> Any:
@@ -311,6 +316,7 @@ class Repeat(_Again):
     ) -> None:
         super().__init__(merge, *rest)
         self.split, self.key_scales = split, key_scales
+        self.partial: tuple[int, int, int] = (0, 0, 0)  # of the last call
 
     def call(
         self,
@@ -332,7 +338,7 @@ class Repeat(_Again):
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = None
-        scales: tuple[Any, Any] = None, None
+        of_heads = of_keys = None
         if out is not None:
             at_out = out.data_ptr()
             given |= at_out
@@ -351,15 +357,14 @@ class Repeat(_Again):
         if k_scale is not None:
             of_cache = k_scale.data_ptr(), v_scale.data_ptr()
             given |= of_cache[0] | of_cache[1]
-            scales = (None, of_cache) if self.key_scales else (of_cache, None)
+            of_heads, of_keys = (None, of_cache) if self.key_scales else (of_cache, None)
             if q_scale is not None:
                 at_q_scale = q_scale.data_ptr()
                 given |= at_q_scale
-        appended: tuple[Any, ...] = ()
         if new is not None:
             appended, bits = addresses_of(new, at_k, at_v)
             given |= bits
-        if given & 15 or observed():
+        if given & 15 or _entered or _left or (_set and observed()):
             return None
         if out is None:
             out = self.new_out()
@@ -372,21 +377,29 @@ class Repeat(_Again):
             scale /= softcap
         else:
             scale, softcap = scale * 1.4426950408889634, None
-        stream, final = self.current_stream(self.device), (at_out, at_lse)
-        kv, row, merge = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale), self.merge
-        if merge is None:
-            rest = (row, *scales, scale, softcap, *appended)
-            self.split(stream, at_q, kv, at_lens, final, None, *rest)
-            return out, lse
-        captured = self.capturing()
-        buffer = None if captured else self.buffers.pop(stream, None)
-        if buffer is None or buffer[1] < self.numel:
-            buffer = self.make_buffer(self.device, self.numel, captured)
-        at = buffer[0]
-        partial = at, at + self.m_at, at + self.l_at
-        rest = (row, *scales, scale, softcap, *appended)
-        self.split(stream, at_q, kv, at_lens, final, partial, *rest)
-        merge(stream, partial, final, at_lens, at_sink, *appended[:1])
+        stream, split, merge = self.current_stream(self.device), self.split, self.merge
+        kv, final, row = (at_k, at_v, at_table), (at_out, at_lse), (at_sink, at_slopes, at_q_scale)
+        partial: tuple[int, int, int] | None = None
+        if merge is not None:
+            captured = stream and self.capturing()  # stream 0, the default, cannot be
+            buffer: Any = None if captured else self.buffers.pop(stream, None)
+            if buffer is None or buffer[1] < self.numel:
+                buffer = self.make_buffer(self.device, self.numel, captured)
+            at, kept = buffer[0], self.partial
+            if kept[0] != at:
+                kept = self.partial = at, at + self.m_at, at + self.l_at
+            partial = kept
+        if new is None:  # written out, as unpacking takes longer than the call
+            split(stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap)
+            if merge is None:
+                return out, lse
+            merge(stream, partial, final, at_lens, at_sink)
+        else:
+            scales = of_heads, of_keys, scale, softcap
+            split(stream, at_q, kv, at_lens, final, partial, row, *scales, *appended)
+            if merge is None:
+                return out, lse
+            merge(stream, partial, final, at_lens, at_sink, appended[0])
         if not captured:
             self.buffers[stream] = buffer
         return out, lse
@@ -460,7 +473,7 @@ class Sequences(_Again):
         if not self.numel:
             self.launch(stream, maps, at_out, at_lse, None, None, *rest)
             return out, lse
-        captured = self.capturing()
+        captured = stream and self.capturing()
         buffer = None if captured else self.buffers.pop(stream, None)
         if buffer is None or buffer[1] < self.numel:
             buffer = self.make_buffer(self.device, self.numel, captured)
