@@ -80,7 +80,7 @@ def wait_for_room(signals, done):
 
 
 @gluon.jit
-def ask_rows(maps, boxes, signals, own, done, PACK: gl.constexpr, WARPGROUPS: gl.constexpr):
+def ask_rows(maps, boxes, signals, own, done, WARPGROUPS: gl.constexpr):
     """Have q of a row tile copied, the one after `done`."""
     SLOTS: gl.constexpr = signals.q_full.shape[0]
     slot = done % SLOTS
@@ -185,7 +185,7 @@ def ask_first(
             mbarrier.expect(full, BYTES)
             ask_keys(maps.k, boxes.k, tiles.k, full, i, work, own, tile, h, None, 0, PAGE_SIZE)
             if i == 0:
-                ask_rows(maps, boxes, signals, own, 0, PACK, 1)
+                ask_rows(maps, boxes, signals, own, 0, 1)
             full = signals.v_full.index(i)
             mbarrier.expect(full, BYTES)
             ask_keys(maps.v, boxes.v, tiles.v, full, i, work, own, tile, h, None, 0, PAGE_SIZE)
@@ -241,7 +241,7 @@ def produce(
                     ask_keys(maps.k, boxes.k, tiles.k, full, *what, None, 0, PAGE_SIZE)
                     if i == 0:
                         wait_for_room(signals, done)
-                        ask_rows(maps, boxes, signals, own, done, PACK, WARPGROUPS)
+                        ask_rows(maps, boxes, signals, own, done, WARPGROUPS)
                     after = tile_of_step(visit, gl.minimum(i + 1, steps - 1), asking)
                     foresee(work.keys, own.sequence, after, PAGE_SIZE, TILE_N)
                     mbarrier.wait(signals.v_free.index(slot), free)
