@@ -109,6 +109,7 @@ def make_plan(
     choice = _choices.get(key) if kept is not None else None
     if choice is None:
         choice = choose(asked, device, candidates)
+        expect(isinstance(choice, Choice), "policy", "one that returns a Choice", choice)
         if kept is not None:
             _keep(key, choice)
     choice = appending.with_new_tokens(problem, kernel_named(choice.kernel), choice)

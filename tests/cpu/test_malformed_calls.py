@@ -1083,6 +1083,8 @@ def test_policy() -> None:
         splitkv.plan(PROBLEM, device=H200, policy="best")
     with refused("policy: expected a name or a function, got 3"):
         splitkv.plan(PROBLEM, device=H200, policy=3)
+    with refused("policy: expected one that returns a Choice, got None"):
+        splitkv.plan(PROBLEM, device=H200, policy=lambda *described: None)  # type: ignore[arg-type]
     with refused(f"policy: expected {POLICIES}, got 'best'"):
         splitkv.explain(PROBLEM, device=H200, policies=("waves", "best"))
     with refused("policies: expected names of policies, got 'waves'"):
