@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -17,8 +17,10 @@ from running import HERE, plan_with
 from torch import Tensor
 
 import splitkv
+from splitkv.legality import is_legal
 from splitkv.plans import Kernel, Plan
 from splitkv.policies.shared import WHOLE_SEQUENCES
+from splitkv.registry import kernel_named
 from splitkv.testing import (
     DRAWS,
     Call,
@@ -269,15 +271,12 @@ def fuzz(name: str, plans: int, problems: int, needs_grad: bool, device: str) ->
     of = family(rng)
     for _ in range(plans):
         first = drawn_problem(of, rng, needs_grad)
-        heads = {"num_heads": first.num_heads, "num_kv_heads": first.num_kv_heads}
         strided: dict[str, Any] = {"strided": True} if rng.random() < 0.2 else {}
         plan = splitkv.plan(first)
         for number in range(problems):
             problem, given = first, dict[str, Any]()
             if number:
-                while traits(problem := drawn_problem(of, rng, needs_grad)) != traits(first):
-                    pass
-                problem = replace(problem, **heads)
+                problem = alike(first, plan, partial(drawn_problem, of, rng, needs_grad))
                 made = splitkv.plan(problem)
                 given["plan"] = replace(made, kernel=plan.kernel, config=plan.config)
             options = dict(strided)
@@ -290,6 +289,17 @@ def fuzz(name: str, plans: int, problems: int, needs_grad: bool, device: str) ->
             except Exception as error:
                 message = f"SPLITKV_FUZZ_SEED={SEED}, family {name}, under {plan.config}"
                 raise AssertionError(f"{error}\n  {message}") from error
+
+
+def alike(first: Problem, plan: splitkv.Plan, draw: Callable[[], Problem]) -> Problem:
+    """A drawn problem that the kernel of a plan of another is compiled for alike, and for which it
+    has the plan's config."""
+    kernel = kernel_named(plan.kernel)
+    while True:
+        problem = replace(draw(), num_heads=first.num_heads, num_kv_heads=first.num_kv_heads)
+        same = traits(problem) == traits(first)
+        if same and is_legal(kernel, problem, plan.device, plan.config):
+            return problem
 
 
 def traits(problem: Problem) -> tuple[Any, ...]:
