@@ -191,7 +191,9 @@ def test_every_config_is_legal(device: Any) -> None:
                     assert is_legal(kernel, problem, device, config)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, fixed.with_split_size(100)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [*POLICIES, fixed.with_split_size(100)], ids=[*POLICIES, "parts of 100 keys"]
+)
 def test_every_plan_of_a_policy_is_legal(policy: Any) -> None:
     """For shorter caches, too."""
     for problem in PROBLEMS:
