@@ -351,7 +351,7 @@ WRONG_STATES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "shape", "message"), WRONG_STATES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("name", "kind", "shape", "message"), WRONG_STATES, ids=str)
 def test_merge_states_of_other_shapes(
     name: str, kind: str, shape: tuple[int, ...], message: str
 ) -> None:
