@@ -1,17 +1,27 @@
 # make demo      train a small model, run it through splitkv, print every decision
-# make test      lint, types, every test that needs no GPU, kernels compiled on two Tritons
+# make test      lint, types, every test that needs no GPU, kernels compiled on two Tritons; all
+#                parts run, whatever becomes of those before, and the last lines say what did
+# make codegen   whether every kernel compiles to the PTX that is listed; UPDATE=1 rewrites the list,
+#                KERNEL=hopper_decode_split takes the cases of one: see tests/codegen.py
 # make test-gpu  the tests that need an NVIDIA GPU; writes tests/gpu/last_run.json. GPU_SHARD=1/2
 #                and then 2/2: the same in two goes
+# make test-models  every model type of transformers against its eager attention, with a list of what
+#                is equal and what is refused; make test runs a sample of them
+# make fuzz      random calls of everything for SECONDS, 600, on the CPU and in Triton's interpreter,
+#                drawn from SEED, 0; each failure with a line that repeats it. make fuzz-gpu: the
+#                same on a GPU by GPU_WORKERS processes, or as many as WORKERS says
 # make sanitize  a few GPU calls under every tool of compute-sanitizer, which comes with CUDA
 # make bench     the benchmarks, which need an NVIDIA GPU; results in RESULTS, options in BENCH:
 #                make bench BENCH="--place page16 --peers none"
+# make docs      the documentation as a site, with the API reference, in build/site
 #
-# demo and test set up .venv first. test-gpu, sanitize and bench use PYTHON as it is where its torch
-# sees a GPU, and .venv elsewhere.
+# demo, test, codegen and docs set up .venv first. test-gpu, sanitize and bench use PYTHON as it is
+# where its torch sees a GPU, and .venv elsewhere.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.docs-installed
 NEWEST := .triton-newest
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -23,14 +33,27 @@ BENCH ?=
 # Processes import the same files many times: what Python compiles of them is kept.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint types test-cpu test-interpreter test-newest test-gpu sanitize bench clean
+SEED ?= 0
+# of a run of fuzz: bash counts in a variable of this name, so only one that was given counts here
+FUZZ_SECONDS := $(if $(filter command line environment,$(origin SECONDS)),$(SECONDS),600)
+FUZZ = python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
+
+PARTS := lint types test-newest test-cpu test-baseline test-interpreter
+
+.PHONY: demo test $(PARTS) codegen test-models test-gpu fuzz fuzz-gpu sanitize bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/splitkv demo
 
+# The newest Triton is fetched beside the first parts, and asked for again by the part that needs it.
 test: $(INSTALLED)
-	$(MAKE) -j 2 lint types $(NEWEST)/.installed
-	$(MAKE) test-newest test-cpu test-interpreter
+	@$(MAKE) $(NEWEST)/.installed & passed=; failed=; \
+	for part in $(PARTS); do \
+		[ $$part != test-newest ] || wait; \
+		if $(MAKE) $$part; then passed="$$passed $$part"; else failed="$$failed $$part"; fi; \
+	done; \
+	echo "make test: passed:$${passed:- none}; failed:$${failed:- none}"; \
+	[ -z "$$failed" ]
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -42,15 +65,32 @@ types: $(INSTALLED)
 test-cpu: $(INSTALLED)
 	$(BIN)/python -m pytest $(SHARED) tests/cpu tests/integrations
 
+# The files that compare numbers once more, by the instructions that every CPU has: bits may differ
+# there, results may not.
+test-baseline: $(INSTALLED)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) \
+		$$(grep -lE 'assert_close|gradcheck|torch\.equal' tests/cpu/*.py tests/integrations/*.py)
+
 # The kernels run as Python, which takes processes in which nothing compiles them.
 test-interpreter: $(INSTALLED)
 	$(BIN)/python -m pytest $(SHARED) tests/interpreter
+
+test-models: $(INSTALLED)
+	$(BIN)/python -m pytest $(SHARED) tests/models_sweep
 
 # Variants of every kernel once more, compiled by the newest Triton in place of the pinned one.
 test-newest: $(NEWEST)/.installed
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(SHARED) -m newest tests/cpu/test_compile*.py
 
-test-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
+# Both Tritons, one after the other, whatever the first one says.
+codegen: GATE = --codegen $(if $(UPDATE),update,check) \
+	$(if $(KERNEL),--codegen-kernel $(KERNEL)) $(if $(DUMP),--codegen-dump $(DUMP))
+codegen: $(NEWEST)/.installed
+	$(BIN)/python -m pytest -q $(SHARED) $(GATE) tests/cpu/test_compile*.py; pinned=$$?; \
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -q $(SHARED) -m newest $(GATE) \
+		tests/cpu/test_compile*.py && exit $$pinned
+
+test-gpu fuzz-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 	"import torch, triton; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
 	&& echo $(PYTHON) || { $(MAKE) $(INSTALLED) >&2; echo $(BIN)/python; })
 
@@ -62,6 +102,13 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -m alone --shard $(GPU_SHARD) tests/gpu \
 		&& exit $$shared
 
+fuzz: $(INSTALLED)
+	PYTHONPATH=src:tests $(BIN)/$(FUZZ) --where cpu interpret --workers $(WORKERS)
+
+fuzz-gpu: WORKERS := $(if $(filter command,$(firstword $(origin WORKERS))),$(WORKERS),$(GPU_WORKERS))
+fuzz-gpu:
+	PYTHONPATH=src:tests $(GPU_PYTHON) $(FUZZ:python%=%) --where cuda --workers $(WORKERS)
+
 sanitize:
 	set -e; for tool in memcheck racecheck synccheck; do \
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) tests/gpu/sanitize.py \
@@ -71,6 +118,10 @@ sanitize:
 bench:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m splitkv bench decode --json $(RESULTS) $(BENCH)
 
+# Material advertises its successor; that is no warning about these pages.
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # torch before the rest, so that the wheel chosen for it is the one that the rest builds on. pip
 # would compile what it installs on one core. A file of torch's is for newer Pythons only.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -79,6 +130,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --no-compile --constraint constraints.txt torch numpy
 	$(PIP) --no-compile --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(PIP) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 $(NEWEST)/.installed: constraints-newest.txt $(INSTALLED)

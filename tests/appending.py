@@ -13,8 +13,8 @@ import cases
 import torch
 from torch import Tensor
 
-from splitkv.kernels.append_call import Append, Rotary
-from splitkv.problem import Operands, Problem
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.testing import Call, bind, make_operands
 
 ROTARY_ROWS = 400

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from splitkv.kv import Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.problem import Problem
-from splitkv.scores import Score
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
 
 Values = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]

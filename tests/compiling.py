@@ -35,6 +35,7 @@ from typing import Any
 from unittest import mock
 
 import cases
+import codegen
 import pytest
 import torch
 import triton
@@ -42,11 +43,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
-from splitkv.kernels import decode_launch, decode_split, workspace
-from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kv import Paged
-from splitkv.plans import Plan
-from splitkv.problem import Operands, Problem
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels import decode_split
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels.host import launcher, workspace
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ADDRESS = 1 << 20
@@ -121,6 +123,10 @@ class Recorder:
     compiled: list[Any] = field(default_factory=list)
     listens: bool = False
 
+    @property
+    def arg_names(self) -> list[str]:
+        return list(self.kernel.arg_names)
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             self.warmup(*args, grid=grid, **options)
@@ -128,18 +134,27 @@ class Recorder:
         return launch
 
     def warmup(self, *args: Any, **options: Any) -> Any:
-        with listening() if self.listens else nullcontext() as said:
+        with watched(), listening() if self.listens else nullcontext() as said:
             made = self.kernel.warmup(*args, **options)
-        if said is not None and not keeps_words(made, said.getvalue()):
+        if said is not None and made.asm["cubin"] and not keeps_words(made, said.getvalue()):
             self.kernel.device_caches.clear()  # compiled before, by who did not listen
             with listening(again=True) as said:
                 made = self.kernel.warmup(*args, **options)
             keeps_words(made, said.getvalue())
         self.compiled.append(made)
+        codegen.record(made)
         return made
 
 
 WORDS = "ptxas.txt"
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Somebody watches what Triton compiles, as profilers do: it writes every argument as JSON."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_post_compile_hook = lambda **compiled: False
+        yield
 
 
 @contextmanager
@@ -166,6 +181,8 @@ def keeps_words(compiled: Any, said: str) -> bool:
 
 def ptxas_said(compiled: Any) -> str:
     """On a kernel of a recorder that listens: for one, that it has to wait for every wgmma."""
+    if not compiled.asm["cubin"]:
+        raise codegen.NoMachineCode
     said = Path(str(get_cache_manager(compiled.hash).get_file(WORDS))).read_text()
     assert re.search(r"Used \d+ registers", said), f"ptxas: expected its words, got {said!r}"
     return said
@@ -248,11 +265,15 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
         table = Layout((p.batch, -(-p.seqlen_k // p.place.page_size)), torch.int32)
         slabs, slab = math.prod(table.shape), p.place.page_size
     scales = {"tensor": (1,), "head": (p.num_kv_heads,), "token": (slabs, slab, p.num_kv_heads)}
-    scale = None
+    scale = q_scale = None
     if p.codec.granularity in scales:
         scale = Layout(scales[p.codec.granularity], torch.float32)
+    of_q = {"tensor": (1,), "head": (p.num_heads,), "token": (p.batch, p.seqlen_q, p.num_heads)}
+    if p.q_granularity in of_q:
+        q_scale = Layout(of_q[p.q_granularity], torch.float32)
+    q_type = dtype if q_scale is None else stored
     return Operands(
-        q=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim), dtype, row_gap),
+        q=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim), q_type, row_gap),
         k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), stored, row_gap, address),
         v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), stored, row_gap, address),
         out=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), dtype),
@@ -260,6 +281,7 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
         cache_seqlens=Layout((p.batch,), torch.int32) if p.lengths == "device" else None,
         sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
         alibi_slopes=Layout((p.num_heads,), torch.float32) if p.score.alibi else None,
+        q_scale=q_scale,
         k_scale=scale,
         v_scale=scale,
         softmax_scale=p.head_dim**-0.5,
@@ -316,25 +338,30 @@ def compile_plan(
     new   of the operands, the call of `append` that the kernel does
     """
     major, minor = plan.device.capability
-    recorders = {name: Recorder(getattr(module, name)) for name, module in MODULES.items()}
-    recorders["combine"] = Recorder(decode_launch.combine)
+    recorders = {
+        "decode_split": Recorder(decode_split.decode_split),
+        "combine": Recorder(launcher.combine),
+    }
+    entries = {name: Recorder(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
     operands, on_host = layouts(plan.problem, row_gap, address), torch.empty(0)
     operands.new = new(operands)
     partials = workspace.partials  # slices of a buffer: theirs is real
     with ExitStack() as patches:
         for name, recorder in recorders.items():
-            module = MODULES.get(name, decode_launch)
+            module = MODULES.get(name, launcher)
             patches.enter_context(mock.patch.object(module, name, recorder))
+        patches.enter_context(mock.patch.object(hopper_decode_split, "ENTRIES", entries))
         for patch in (
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
             mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
             mock.patch.object(hopper_decode_split, "in_clusters", mock.MagicMock()),
-            mock.patch.object(hopper_decode_split.Launcher, "later_splits", mock.Mock()),
+            mock.patch.object(launcher.Launcher, "keep", mock.Mock()),
         ):
             patches.enter_context(patch)
-        MODULES[plan.kernel].Launcher(plan, operands)(operands)
-    return {name: measure(made) for name, r in recorders.items() for made in r.compiled}
+        MODULES[plan.kernel].KERNEL.bind(plan, operands)(operands)
+    every = [*recorders.items(), *(("hopper_decode_split", entry) for entry in entries.values())]
+    return {name: measure(made) for name, recorder in every for made in recorder.compiled}
 
 
 def measure(compiled: Any) -> Compiled:
@@ -366,6 +393,8 @@ def overwritten_barriers(ptx: str) -> list[int]:
 
 def dumped(cubin: bytes, option: str) -> str:
     """What cuobjdump says of machine code."""
+    if not cubin:
+        raise codegen.NoMachineCode
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

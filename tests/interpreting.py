@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
@@ -34,6 +35,30 @@ class WhenAsked:
 
     def __set_name__(self, kind: type, name: str) -> None:
         self.name = name
+
+
+def bfloat16_as_on_a_gpu(patch: Patch) -> None:
+    """The interpreter keeps bf16 as raw bits, rounds towards zero and multiplies the bits."""
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        types = src.dtype.scalar, dst_type.scalar
+        if types == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(src.data).bfloat16().view(torch.uint16)
+            return interpreter.TensorHandle(rounded.numpy(), tl.bfloat16)
+        if types == (tl.bfloat16, tl.float32):
+            data = (src.data.astype("uint32") << 16).view("float32")
+            return interpreter.TensorHandle(data, tl.float32)
+        return cast(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (cast_impl(self, x, tl.float32) for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    patch.setattr(builder, "cast_impl", cast_impl)
+    patch.setattr(builder, "create_dot", create_dot)
 
 
 def without_waste(patch: Patch) -> None:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 import splitkv
 from splitkv import Plan
-from splitkv.device import GPUS, Device, current
-from splitkv.plans import Choice, Config, Kernel
-from splitkv.policies import Policy, fixed, waves
-from splitkv.policies.shared import clusters
-from splitkv.registry import KERNELS, kernel_named
+from splitkv.core.device import GPUS, Device, current
+from splitkv.core.plan import Choice, Config, Kernel
+from splitkv.planner.policies import Policy, fixed, waves
+from splitkv.planner.policies.shared import clusters
+from splitkv.planner.registry import KERNELS, kernel_named
+from splitkv.runtime import dispatch
+from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import Call, Mask, Problem
 
 DEVICE = "cuda"
@@ -204,6 +206,23 @@ def into_poison(problem: Problem, call: Call, **how: Any) -> Result:
     written, lse = result if problem.return_lse else (result, None)
     assert written is out
     return out, lse
+
+
+def run_by(kernels: Sequence[Any], patch: pytest.MonkeyPatch) -> list[str]:
+    """The names, in order, of those of these modules of kernels that run from now on."""
+    ran: list[str] = []
+
+    def spy(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any) -> Any:
+            ran.append(module.KERNEL.name)
+            return run(*args)
+
+        return told
+
+    for module in kernels:
+        patch.setattr(module, "launch", spy(module, module.launch))
+    patch.setattr(dispatch, "calls", CallCache())
+    return ran
 
 
 def same_bits(a: Result, b: Result) -> bool:

@@ -18,28 +18,21 @@ if TYPE_CHECKING:
     from splitkv import flash_attn as flash_attn
     from splitkv import integrations as integrations
     from splitkv import reference as reference
-    from splitkv.ahead import warmup
-    from splitkv.api import (
-        attention,
-        attention_varlen,
-        decode,
-        explain,
-        merge_states,
-        plan,
-    )
+    from splitkv.api import attention, attention_varlen, decode, explain, merge_states, plan
     from splitkv.cache.quantize import quantize_kv
-    from splitkv.device import Device
-    from splitkv.errors import UnsupportedProblem
-    from splitkv.plans import Plan
-    from splitkv.problem import Problem
+    from splitkv.core.device import Device
+    from splitkv.core.errors import UnsupportedProblem
+    from splitkv.core.plan import Plan
+    from splitkv.core.problem import Problem
+    from splitkv.runtime.warmup import warmup
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Device": "device",
-    "Plan": "plans",
-    "Problem": "problem",
-    "UnsupportedProblem": "errors",
+    "Device": "core.device",
+    "Plan": "core.plan",
+    "Problem": "core.problem",
+    "UnsupportedProblem": "core.errors",
     "attention": "api",
     "attention_varlen": "api",
     "decode": "api",
@@ -47,7 +40,7 @@ _HOMES = {
     "merge_states": "api",
     "plan": "api",
     "quantize_kv": "cache.quantize",
-    "warmup": "ahead",
+    "warmup": "runtime.warmup",
 }
 
 _MODULES = ("cache", "flash_attn", "integrations", "reference")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from splitkv import __version__
+
 
 def main() -> None:
-    """Run the command line, which needs the packages of the extra `lab`."""
+    """Run the command line, which needs the packages of the extra `lab` but for `--version`."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"splitkv {__version__}")
+        return
     try:
         from splitkv.cli import app
     except ModuleNotFoundError as error:

@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from rich.console import Group
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 
 from splitkv import __version__
-from splitkv.device import Device, cpu, current
-from splitkv.errors import (
+from splitkv.core.device import Device, cpu, current
+from splitkv.core.errors import (
     expect_at_least,
     expect_divides,
     expect_none_with,
     expect_one_of,
     expect_positive,
 )
-from splitkv.kv import AS_IS, Codec, CodecName, Contiguous, Granularity, Paged, Products
+from splitkv.core.kv import AS_IS, Codec, CodecName, Contiguous, Granularity, Paged, Products
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.core.scales import DEFAULT_PRODUCTS, DTYPE_BYTES
+from splitkv.core.scores import Score
 from splitkv.lab import commands
-from splitkv.masks import Mask
-from splitkv.problem import Problem
-from splitkv.scales import DEFAULT_PRODUCTS, DTYPE_BYTES
-from splitkv.scores import Score
-from splitkv.terminal import Lengths, console, expect_here, one_line_errors
+from splitkv.lab.terminal import Lengths, console, expect_here, one_line_errors
 
 if TYPE_CHECKING:
-    from splitkv.explanation import Explanation
+    from splitkv.planner.explanation import Explanation
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(commands.app)
@@ -44,8 +44,19 @@ app.add_typer(commands.app)
 TYPICAL = Problem("decode", 1, 32, 8, 128, 128, 1, 4096, mask=Mask(causal=True))
 
 
+def print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"splitkv {__version__}")
+        raise typer.Exit
+
+
+VersionOption = typer.Option(
+    "--version", help="Print the version.", is_eager=True, callback=print_version
+)
+
+
 @app.callback()
-def splitkv() -> None:
+def splitkv(version: Annotated[bool, VersionOption] = False) -> None:
     """Attention that shows its decisions: which kernel, how many splits of the keys, and why."""
 
 
@@ -145,8 +156,8 @@ def explain(
             rotary=rotary,
         )
         device = find_device(gpu)
-        from splitkv.explanation import explain as explain_problem
-        from splitkv.registry import POLICIES
+        from splitkv.planner.explanation import explain as explain_problem
+        from splitkv.planner.registry import POLICIES
 
         names = policy or ["waves"]
         for name in names:
@@ -178,8 +189,8 @@ def doctor(
     check: Annotated[bool, typer.Option(help="Answers and bandwidth, in 20 seconds.")] = True,
 ) -> None:
     """Say what is installed, which GPU is here, which kernels can run, and if they are right."""
-    from splitkv.explanation import explain as explain_problem
-    from splitkv.policies import DEFAULT
+    from splitkv.planner.explanation import explain as explain_problem
+    from splitkv.planner.policies import DEFAULT
 
     for name, value in versions().items():
         typer.echo(f"{name:<8} {value}")
@@ -246,19 +257,24 @@ def show(explanation: Explanation) -> None:
         typer.echo(str(explanation))
 
 
+def folded(*header: str, **style: Any) -> Table:
+    """A table whose cells are never cut short, as two policies might look alike then."""
+    return Table(*(Column(name, overflow="fold") for name in header), **style)
+
+
 def render(explanation: Explanation) -> Group:
     """The explanation as rich tables: the question, the kernels, the plans, the reasons."""
-    kernels = Table("kernel", "", box=None, pad_edge=False)
+    kernels = folded("kernel", "", box=None, pad_edge=False)
     for name, reason in explanation.kernel_rows():
         kernels.add_row(f"[bold]{name}[/]", reason)
     question = Panel(f"{explanation.problem}\non {explanation.device}", title="problem")
     if not explanation.plans:
         return Group(question, kernels, "[red]no kernel can run this problem here[/]")
     header, *rows = explanation.plan_rows()
-    plans = Table(*header)
+    plans = folded(*header)
     for row in rows:
         plans.add_row(*row)
-    why = Table("policy", "why", box=None, pad_edge=False)
+    why = folded("policy", "why", box=None, pad_edge=False)
     for name, reason in explanation.why_rows():
         why.add_row(f"[bold]{name}[/]", reason)
     return Group(question, kernels, plans, why)

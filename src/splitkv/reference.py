@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from splitkv.errors import expect_shape
-from splitkv.masks import Mask
+from splitkv.core.errors import expect_device, expect_dtype, expect_shape
+from splitkv.core.masks import Mask
+from splitkv.core.scales import DTYPE_BYTES
 from splitkv.rounding import Rounding, dequantize, is_of_tokens
 
 FULL, CAUSAL = Mask(), Mask(causal=True)
@@ -64,13 +65,15 @@ def attention(
     v_scale: Tensor | None = None,
     products: str = "widened",
     dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
     upcast: bool | torch.dtype = True,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Dense attention.
 
     q [B, S_q, H, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]; alibi_slopes [H] or [B, H];
-    sink_logits [H]. For scales see `dequantize`. Returns out [B, S_q, H, D_v] and lse [B, H, S_q],
+    sink_logits [H]. For scales see `dequantize`.
+    generator: what dropout draws from. Returns out [B, S_q, H, D_v] and lse [B, H, S_q],
     None unless `return_lse`.
     """
     dtype = compute_dtype(q.dtype, upcast)
@@ -90,6 +93,7 @@ def attention(
         slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
         sink_logits=sink_logits,
         dropout_p=dropout_p,
+        generator=generator,
         products=rounding.of_products,
         weights=rounding.of_weights,
         return_lse=return_lse,
@@ -277,6 +281,7 @@ def attend(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
     products: Callable[[Tensor, Tensor], Tensor] | None = None,
     weights: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = True,
@@ -284,6 +289,7 @@ def attend(
     """The definition, on `[B, S, H, D]` tensors of one dtype.
 
     visible   [B or 1, S_q, S_k] booleans; None: all keys
+    generator what dropout draws from; None: torch's own
     distance  [B or 1, S_q, S_k], |pos - j|;  slopes  [B or 1, H, S_q or 1]: ALiBi
     products  rows [B, H_kv, R, D] times the transpose of keys [B, H_kv, S_k, D]; None: exactly
     weights   rounds the softmax's weights [B, H_kv, H / H_kv, S_q, S_k]; None: they stay
@@ -291,7 +297,8 @@ def attend(
     batch, seqlen_q, num_heads, head_dim = q.shape
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-        visible, slopes = q.new_zeros(1, seqlen_q, 1, dtype=torch.bool), None
+        visible = q.new_zeros(1, seqlen_q, 1, dtype=torch.bool)
+        distance, weights = q.new_zeros(1, seqlen_q, 1), None  # with no scale of its own
     seqlen_k, num_kv_heads = k.shape[1:3]
     group = num_heads // num_kv_heads
     stat = torch.promote_types(q.dtype, torch.float32)
@@ -320,7 +327,7 @@ def attend(
         sink = sink_logits.to(stat).view(num_kv_heads, group, 1, 1)
         s = torch.cat([s, sink.expand(*s.shape[:-1], 1)], -1)
         v = F.pad(v, (0, 0, 0, 0, 0, 1))
-    p = F.dropout(torch.softmax(s, -1), dropout_p)
+    p = _dropped(torch.softmax(s, -1), dropout_p, generator)
     if weights is not None:  # of keys, not of the sink, whose value is 0
         p = F.pad(weights(p[..., :seqlen_k]), (0, s.shape[-1] - seqlen_k))
     p = p.to(v.dtype)
@@ -329,8 +336,15 @@ def attend(
     if sees_any is not None:
         out = torch.where(sees_any, out, 0.0)
         lse = None if lse is None else torch.where(sees_any, lse, float("-inf"))
-    out = out.permute(0, 3, 1, 2, 4).reshape(batch, seqlen_q, num_heads, v.shape[-1])
+    out = out.permute(0, 3, 1, 2, 4).reshape(batch, seqlen_q, num_heads, v.shape[-1]).contiguous()
     return out, None if lse is None else lse.view(batch, num_heads, seqlen_q)
+
+
+def _dropped(p: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor:
+    if generator is None or dropout_p == 0:
+        return F.dropout(p, dropout_p)
+    keep = torch.empty_like(p).bernoulli_(1 - dropout_p, generator=generator)
+    return p * keep / (1 - dropout_p) if dropout_p < 1 else p * keep
 
 
 def _matmul(rows: Tensor, keys: Tensor) -> Tensor:
@@ -377,10 +391,10 @@ def pad_sequences(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 def pack_sequences(x: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0) -> Tensor:
     """[B, max_seqlen, ...] -> [total, ...], `fill` after the last sequence."""
-    if x.shape[0] * x.shape[1] == 0:
-        return x.new_full((total, *x.shape[2:]), fill)
+    if x.shape[0] * x.shape[1] == 0:  # a token that is used nowhere: the graph goes on through it
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, x.shape[1] == 0, 0, x.shape[0] == 0))
     sequence, i = sequence_of_token(cu_seqlens, total)
-    used = (sequence < x.shape[0]).view(total, *[1] * (x.dim() - 2))
+    used = (sequence < cu_seqlens.numel() - 1).view(total, *[1] * (x.dim() - 2))
     rows = x[sequence.clamp(max=x.shape[0] - 1), i.clamp(0, x.shape[1] - 1)]
     return rows.masked_fill(~used, fill)
 
@@ -427,8 +441,9 @@ def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
     sinks out.
     """
     finite = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(-1, -2)  # [..., S, H]
-    share = torch.sigmoid(finite - sink_logits.to(lse.dtype))
-    return (out * share.unsqueeze(-1)).to(out.dtype)
+    # sigmoid(lse - sink), whose gradient is exact, too, where next to nothing goes to the sink
+    share = torch.exp(-F.softplus(sink_logits.to(lse.dtype) - finite))
+    return (out * share.unsqueeze(-1)).to(out.dtype).contiguous()
 
 
 def merge_states(
@@ -440,7 +455,7 @@ def merge_states(
     in either: `apply_sink_logits` adds them after the last merge. Returns out in the dtype of
     `out_a` and the merged lse.
 
-    Raises ValueError where the shapes are not these.
+    Raises ValueError where shapes, dtypes or devices are not these: all on one device, floating.
     """
     packed = getattr(out_a, "ndim", 4) == 3
     names = *(("total",) if packed else ("batch", "seqlen_q")), "num_heads", "head_dim_v"
@@ -450,6 +465,9 @@ def merge_states(
     rows = {name: sizes[name] for name in (*batch, heads, tokens)}
     expect_shape("lse_a", lse_a, **rows)
     expect_shape("lse_b", lse_b, **rows)
+    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        expect_dtype(name, x, *DTYPE_BYTES)
+        expect_device(name, x, out_a.device)
     wide = torch.promote_types(lse_a.dtype, torch.float32)
     lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
     m = torch.maximum(lse_a, lse_b).detach()
@@ -460,4 +478,4 @@ def merge_states(
     lse = torch.where(sees_any, m + torch.log(total), float("-inf"))
     weight_a, weight_b = ((x / total).transpose(-1, -2).unsqueeze(-1) for x in (a, b))
     out = weight_a * out_a.to(wide) + weight_b * out_b.to(wide)
-    return out.to(out_a.dtype), lse
+    return out.to(out_a.dtype).contiguous(), lse.contiguous()

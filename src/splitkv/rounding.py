@@ -17,7 +17,7 @@ UNIT_DIMS, UNIT_BITS = 32, 13  # of e4m3 units: products of a step, bits kept be
 
 def is_of_tokens(scale: Tensor | None, x: Tensor) -> bool:
     """Whether a scale of x [.., heads, dim] is one a token and head."""
-    return scale is not None and scale.numel() > 1 and scale.dim() == x.dim() - 1
+    return scale is not None and scale.shape == x.shape[:-1]
 
 
 def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

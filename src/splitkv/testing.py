@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from splitkv import reference, rounding
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.problem import Operands, Problem
-from splitkv.scores import PLAIN, Score
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.scores import PLAIN, Score
 
 __all__ = [
     "AS_IS",

@@ -17,19 +17,21 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 import splitkv
-from splitkv import ahead
-from splitkv.ahead import Call, Model, standing_in
 from splitkv.cache.quantize import quantize_kv
-from splitkv.device import Device
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS, Codec
 from splitkv.kernels import append as append_kernel
-from splitkv.kernels import decode_launch, prefill, widen, workspace
-from splitkv.kernels.append_call import Append, Rotary
-from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kernels.hopper import prefill_half as hopper_prefill_half
-from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
-from splitkv.kv import AS_IS, Codec
-from splitkv.registry import KERNELS, kernel_named, make_plan
+from splitkv.kernels import prefill, widen
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels.hopper.prefill import half as hopper_prefill_half
+from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.kernels.hopper.prefill import launch as hopper_launch
+from splitkv.kernels.hopper.prefill import quantised as hopper_prefill_quantised
+from splitkv.kernels.host import launcher, sequences, workspace
+from splitkv.kernels.host.append_call import Append, Rotary
+from splitkv.planner.registry import KERNELS, kernel_named, make_plan
+from splitkv.runtime import warmup as ahead
+from splitkv.runtime.warmup import Call, Model, standing_in
 
 RUN: dict[str, Any] = {
     **MODULES,
@@ -94,23 +96,31 @@ class Keys:
     kernel: Any
     found: set[str] = field(default_factory=set)
 
+    @property
+    def arg_names(self) -> list[str]:
+        return list(self.kernel.arg_names)
+
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **options: self.warmup(*args, grid=grid, **options)
 
     def warmup(self, *args: Any, grid: Any, **options: Any) -> None:
         binder = self.kernel.device_caches[90][-1]
         _, specialization, options = binder(*args, debug=False, **options)
-        self.found.add(f"{specialization} {options}")
+        self.found.add(f"{self.kernel.__name__} {specialization} {options}")
 
 
 @contextmanager
 def keys_of_kernels() -> Iterator[dict[str, Keys]]:
     """What decode and append compile for an H200 meanwhile."""
-    places = [(module, name) for name, module in RUN.items()]
+    places = [(module, name) for name, module in RUN.items() if name != "hopper_decode_split"]
     places += [(append_kernel, "append_kv"), (widen, "widen_rows")]
-    merging = decode_launch, prefill, hopper_prefill
+    merging = launcher, sequences
     keys = {name: Keys(getattr(module, name)) for module, name in places}
-    keys["combine"] = Keys(decode_launch.combine)
+    keys["combine"] = Keys(launcher.combine)
+    entries = {name: Keys(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
+    for entry in entries.values():
+        entry.found = entries["all_warps"].found
+    keys["hopper_decode_split"] = entries["all_warps"]
     places += [(module, "combine") for module in merging]
     on_host, partials = torch.empty(0), workspace.partials
     with ExitStack() as patches:
@@ -120,9 +130,10 @@ def keys_of_kernels() -> Iterator[dict[str, Keys]]:
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
             mock.patch.object(driver, "_active", AnyGPU(90)),
             mock.patch.object(hopper_decode_split, "in_clusters", mock.MagicMock()),
-            mock.patch.object(hopper_prefill_quantised, "in_clusters", mock.MagicMock()),
-            mock.patch.object(hopper_prefill_quantised.Launcher, "repeated", lambda *_: None),
-            mock.patch.object(hopper_decode_split.Launcher, "later_splits", lambda *_: None),
+            mock.patch.object(hopper_launch, "in_clusters", mock.MagicMock()),
+            mock.patch.object(hopper_launch.HopperLauncher, "keep", lambda *_: None),
+            mock.patch.object(launcher.Launcher, "keep", lambda *_: None),
+            mock.patch.object(hopper_decode_split, "ENTRIES", entries),
         ):
             patches.enter_context(patch)
         yield keys

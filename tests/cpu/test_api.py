@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -16,14 +17,18 @@ import cases
 import numpy
 import pytest
 import torch
+from running import run_by
 from torch import Tensor
 from training import paged
 
 import splitkv
-from splitkv import Device, UnsupportedProblem, flash_attn, launch, reference
-from splitkv.arguments import AttentionOptions, DecodeOptions, VarlenOptions
-from splitkv.policies import POLICIES, fixed
-from splitkv.problem import Operands
+from splitkv import Device, UnsupportedProblem, flash_attn, reference
+from splitkv.core.problem import Operands
+from splitkv.kernels import torch_math, torch_sdpa
+from splitkv.planner.policies import POLICIES, fixed
+from splitkv.runtime import dispatch
+from splitkv.runtime.arguments import AttentionOptions, DecodeOptions, VarlenOptions
+from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import (
     Call,
     Mask,
@@ -433,12 +438,12 @@ def test_a_plan_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, by_name = positional(DECODE, call)
     made = splitkv.plan(*tensors, **by_name)
     assert made.kernel == "torch_sdpa"
-    other = replace(made, kernel="torch_math")
-    with_sdpa, with_math = (splitkv.decode(**call, plan=p) for p in (made, other))
-    assert not torch.equal(with_sdpa, with_math)
-    torch.testing.assert_close(with_sdpa, with_math)
-    monkeypatch.setattr(launch, "make_plan", lambda *a, **k: pytest.fail("decided again"))
-    monkeypatch.setattr(launch, "_calls", {})
+    ran = run_by((torch_sdpa, torch_math), monkeypatch)
+    for plan in (made, replace(made, kernel="torch_math")):
+        check(DECODE, run=lambda _, call, plan=plan: (splitkv.decode(**call, plan=plan), None))
+    assert ran == ["torch_sdpa", "torch_math"]
+    monkeypatch.setattr(dispatch, "make_plan", lambda *a, **k: pytest.fail("decided again"))
+    monkeypatch.setattr(dispatch, "calls", CallCache())
     splitkv.decode(**call, plan=made)
 
 
@@ -468,7 +473,7 @@ def test_plans_for_nothing(nothing: str, policy: str) -> None:
 
 
 def test_what_nobody_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from splitkv import registry
+    from splitkv.planner import registry
 
     monkeypatch.setattr(registry, "KERNELS", registry.KERNELS[:2])
     with pytest.raises(UnsupportedProblem) as error:
@@ -496,19 +501,23 @@ def test_windows_may_be_lists() -> None:
 @pytest.mark.parametrize("far", [1 << 30, (1 << 31) - 1, 1 << 31, sys.maxsize])
 def test_edges_past_every_key(far: int) -> None:
     """A kernel adds them to a position in 32 bits."""
-    q, k, v = caches(make_operands(replace(DECODE, lengths="host")))
+    problem = replace(DECODE, lengths="host", mask=Mask())
+    q, k, v = caches(make_operands(problem))
     windows: dict[str, Any] = {"window_size": (far, far), "attention_chunk": far}
     assert splitkv.plan(q, k, v, causal=False, **windows).problem.mask == Mask()
     made = splitkv.plan(q, k, v, window_size=(3, -1), sink_tokens=far)
     assert made.problem.mask == Mask(True, 3, sink_tokens=1 << 30)
     full = splitkv.decode(q, k, v, causal=False)
     assert torch.equal(splitkv.decode(q, k, v, causal=False, **windows), full)
-    assert torch.equal(splitkv.attention(q, k, v, **windows), full)
     lengths = torch.full((2,), 24, dtype=torch.int32)
     metadata = flash_attn.get_scheduler_metadata(2, 2, 24, 8, 2, 32, lengths, q.dtype, **windows)
     assert metadata.problem.mask == Mask()
     call = {"cache_seqlens": lengths, "scheduler_metadata": metadata, **windows}
-    assert torch.equal(flash_attn.flash_attn_with_kvcache(q, k, v, **call), full)
+    for function in (
+        partial(splitkv.attention, **windows),
+        partial(flash_attn.flash_attn_with_kvcache, **call),
+    ):
+        check(problem, run=lambda _, call, function=function: (function(*caches(call)), None))
 
 
 def test_lengths_are_bounds_that_may_be_loose() -> None:
@@ -526,8 +535,8 @@ def test_kernels_are_given_a_float(given: Any, monkeypatch: pytest.MonkeyPatch) 
         found.extend((operands.softcap, operands.softmax_scale))
         return operands.q, None
 
-    monkeypatch.setattr(launch, "_calls", {})
-    monkeypatch.setattr(launch, "bind", lambda *described: launcher)
+    monkeypatch.setattr(dispatch, "calls", CallCache())
+    monkeypatch.setattr(dispatch, "bind", lambda *described: launcher)
     tensors = caches(make_operands(DECODE))
     for _ in range(2):
         splitkv.decode(*tensors, softcap=given, softmax_scale=given)
@@ -597,7 +606,7 @@ def test_the_lse_leaves_the_sink_out() -> None:
         call = make_operands(replace(problem, return_lse=True, sink_logits=True))
         with_sink = function(**call)
         without = function(**call | {"sink_logits": None})
-        assert torch.equal(with_sink[1], without[1])
+        assert_lse_close(with_sink[1], without[1])
         assert not torch.equal(with_sink[0], without[0])
 
 
@@ -616,12 +625,11 @@ def test_values_that_change_between_calls_are_read_again() -> None:
 
 
 def test_remembered_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_calls", {})
-    monkeypatch.setattr(launch, "MAX_CALLS", 5)
+    monkeypatch.setattr(dispatch, "calls", CallCache(max_calls=5))
     call = make_operands(DECODE)
     for scale in range(1, 30):
         splitkv.decode(**call | {"softmax_scale": float(scale)})
-        assert 0 < len(launch._calls) <= 5
+        assert 0 < len(dispatch.calls) <= 5
 
 
 @pytest.mark.parametrize(

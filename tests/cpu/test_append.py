@@ -13,11 +13,12 @@ from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitkv import append as module
-from splitkv.append import append, append_op
 from splitkv.kernels import append as kernel
-from splitkv.kernels import direct
-from splitkv.kernels.append_call import Append, Result, Rotary, append_in_torch
+from splitkv.kernels.host import relaunch
+from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
+from splitkv.runtime import append as module
+from splitkv.runtime.append import append, append_op
+from splitkv.runtime.call_cache import MAX_RECENT, CallCache
 
 STREAM = 5
 PLACES = ("contiguous", "rows", "paged", "packed", "slots")
@@ -174,7 +175,7 @@ def test_a_launcher_keeps_what_it_compiled(
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **options: through_triton.append((grid, args)) or "compiled"
 
-    def launch_of(compiled: str, grid: Any, tail: Any) -> direct.Launch:
+    def launch_of(compiled: str, grid: Any, tail: Any) -> relaunch.Launch:
         assert compiled == "compiled" and grid == through_triton[0][0]
         return lambda *args: launched.append((*args, *tail))
 
@@ -214,9 +215,8 @@ class Bound:
 def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bound]]:
     """The launchers that were made; tensors of a CPU are taken for a GPU's."""
     made: list[Bound] = []
-    monkeypatch.setattr(module, "_calls", {})
+    monkeypatch.setattr(module, "calls", CallCache())
     monkeypatch.setattr(module, "Launcher", lambda call: made.append(Bound(call)) or made[-1])
-    monkeypatch.setattr(module, "_current_device", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     yield made
 
@@ -260,7 +260,7 @@ def test_a_tensor_given_twice_is_found_by_its_layout(bound: list[Bound]) -> None
 def test_layouts_in_turns_are_all_known(bound: list[Bound]) -> None:
     """More of them than are tried one by one."""
     for _ in range(2):
-        for tokens in range(1, 2 * module.MAX_RECENT):
+        for tokens in range(1, 2 * MAX_RECENT):
             k, v = torch.randn(2, tokens, 2, 16), torch.randn(2, tokens, 2, 8)
             append(call_of("contiguous", k=k, v=v))
     assert [len(x.served) for x in bound] == [2] * len(bound)
@@ -269,11 +269,11 @@ def test_layouts_in_turns_are_all_known(bound: list[Bound]) -> None:
 def test_calls_that_are_kept_are_bounded(
     bound: list[Bound], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CALLS", 6)
+    monkeypatch.setattr(module, "calls", CallCache(max_calls=6))
     for tokens in range(1, 20):
         k, v = torch.randn(2, tokens, 2, 16), torch.randn(2, tokens, 2, 8)
         append(call_of("contiguous", k=k, v=v))
-        assert len(module._calls) <= 6
+        assert len(module.calls) <= 6
 
 
 class Watch(TorchDispatchMode):

@@ -12,12 +12,13 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
-from splitkv import append_decode
-from splitkv.append_decode import append_and_decode, append_decode_op
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.flash_attn import flash_attn_with_kvcache, kv_cache
-from splitkv.kv import Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.problem import Problem
+from splitkv.runtime import append_decode
+from splitkv.runtime.append_decode import append_and_decode, append_decode_op
+from splitkv.runtime.call_cache import CallCache
 
 NAMES = ("q", "k_cache", "v_cache")
 VALUES = [v for v in cases.pairs(AXES, valid) if not v["leftpad"]]
@@ -64,7 +65,7 @@ def test_it_is_registered_right(
 
     monkeypatch.setattr(append_decode, "append_decode_op", recorder)
     monkeypatch.setattr(append_decode, "is_plain", lambda *tensors: False)
-    monkeypatch.setattr(append_decode, "_calls", {})
+    monkeypatch.setattr(append_decode, "calls", CallCache())
     run(x)
     (arguments,) = given
     opcheck(append_decode_op, arguments)

@@ -23,14 +23,16 @@ SIZES: dict[str, Any] = {
 }
 PAGED = {"num_pages": 6, "page_size": 4, "max_batch": 2, "max_seqlen": 16, "max_tokens": 12}
 BOUNDED = {"batch": 2, "sink_tokens": 2, "window": 4}
-SIZE: list[Any] = [0, -1, 1.5, "3", True, torch.ones(1)]
+HUGE = [1 << 30, 1 << 70]
+SIZE: list[Any] = [0, -1, 1.5, "3", True, torch.ones(1), *HUGE]
 COMMON: dict[str, list[Any]] = {
     **dict.fromkeys(("num_layers", "num_kv_heads", "head_dim", "head_dim_v"), SIZE),
     "dtype": ["int4", torch.float64, torch.float8_e5m2, 3, None],
     "granularity": ["head", "page", 1],
     "smooth_k": [True, 1, None],
+    "device": ["sideways", b"x", 1.5, 99, "cuda:99", True, object()],
 }
-LAYER: list[Any] = [2, -3, 0.5, "0", None, True]
+LAYER: list[Any] = [2, -3, 1 << 70, 0.5, "0", None, True]
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -97,7 +99,7 @@ OF_PAGED: dict[str, tuple[Good, Table]] = {
         {"sequences": [0, 1], "num_tokens": 1},
         {
             "sequences": [[0, 0], [7], [0, 1, 2], None, 3, [[0], 1]],
-            "num_tokens": [-1, [1], [1, -1], 1.5, "1", None, [1, 1, 1], [0.5, 1], True],
+            "num_tokens": [-1, [1], [1, -1], 1.5, "1", None, [1, 1, 1], [0.5, 1], True, *HUGE],
         },
     ),
     "fork": (
@@ -106,7 +108,7 @@ OF_PAGED: dict[str, tuple[Good, Table]] = {
     ),
     "truncate": (
         {"sequence": 0, "num_tokens": 1},
-        {"sequence": [5, None], "num_tokens": [4, *INDEX]},
+        {"sequence": [5, None], "num_tokens": [4, *INDEX, *HUGE]},
     ),
     "free": ({"sequence": 0}, {"sequence": [5, -1, None]}),
     "length": ({"sequence": 0}, {"sequence": [5, "0"]}),
@@ -125,7 +127,7 @@ OF_BOUNDED: dict[str, tuple[Good, Table]] = {
     ),
     "extend": (
         {"num_tokens": 1},
-        {"num_tokens": [0, -1, *INDEX], "leftpad": [1, floats(2), floats(3).int(), [0, 0]]},
+        {"num_tokens": [0, -1, *INDEX, *HUGE], "leftpad": [1, floats(2), floats(3).int(), [0, 0]]},
     ),
 }
 QUANTIZE: dict[str, list[Any]] = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import splitkv
-from splitkv.append import append
 from splitkv.cache import PagedKVCache, SinkWindowCache, quantize_kv
 from splitkv.rounding import dequantize
+from splitkv.runtime.append import append
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 32, 2
 NAMES, GRANULARITIES = ("int8", "fp8"), ("tensor", "head", "token")
@@ -268,3 +268,41 @@ def test_warmup_is_for_the_type_that_a_cache_takes() -> None:
     cache.warmup()
     with pytest.raises(ValueError, match=r"^k: expected dtype float16, got bfloat16$"):
         cache.warmup("bf16")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("new", [1, 4])
+def test_one_slot_of_one_head(name: str, new: int) -> None:
+    """Its scale is one of a token, though it is one number."""
+    shape = {"num_kv_heads": 1, "head_dim": DIM, "head_dim_v": DIM_V, "num_layers": 1}
+    cache = SinkWindowCache(batch=1, sink_tokens=0, window=1, dtype=name, **shape)
+    pages = PagedKVCache(num_pages=1, page_size=1, max_batch=1, max_seqlen=1, dtype=name, **shape)
+    for count in (new, 1):
+        k, v, q = torch.randn(1, count, 1, DIM), torch.randn(1, count, 1, DIM_V), torch.randn(DIM)
+        stored = quantize_kv(k[:, -1:], v[:, -1:], name)
+        wanted = dequantize(stored.v, stored.v_scale, torch.float32)
+        cache.extend(count)
+        cache.append(0, k, v)
+        assert cache.k_scale is not None and torch.equal(cache.k_scale[0], stored.k_scale)
+        torch.testing.assert_close(cache.attend(0, q.view(1, 1, 1, DIM)), wanted)
+        sequence = pages.allocate()
+        pages.extend([sequence])
+        pages.append(0, k[:, -1:], v[:, -1:])
+        assert pages.v_scale is not None and torch.equal(pages.v_scale[0], stored.v_scale)
+        torch.testing.assert_close(pages.attend(0, q.view(1, 1, 1, DIM)), wanted)
+        pages.free(sequence)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_no_sequence(granularity: str) -> None:
+    """Of which fewer keys are looked at than there is room for."""
+    empty = torch.zeros(0, 17, KV_HEADS, DIM)
+    stored = quantize_kv(empty, empty, "int8", granularity)
+    scales = {"k_scale": stored.k_scale, "v_scale": stored.v_scale}
+    for seqlen_k in (0, 2, 17):
+        out = splitkv.decode(
+            torch.zeros(0, 1, HEADS, DIM), stored.k, stored.v, max_seqlen_k=seqlen_k, **scales
+        )
+        assert out.shape == (0, 1, HEADS, DIM)
+    out = splitkv.attention(torch.zeros(0, 3, HEADS, DIM), stored.k, stored.v, **scales)
+    assert out.shape == (0, 3, HEADS, DIM)

@@ -17,20 +17,33 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from splitkv import registry
+import splitkv
+from splitkv.__main__ import main
 from splitkv.cli import app, parse_window, render
-from splitkv.device import GPUS
-from splitkv.explanation import explain
+from splitkv.core.device import GPUS
+from splitkv.core.plan import Config
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split
-from splitkv.plans import Config
-from splitkv.policies import tuned
-from splitkv.problem import Problem
+from splitkv.planner import registry
+from splitkv.planner.explanation import explain
+from splitkv.planner.policies import tuned
 
 QWEN = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--head-dim", "128"]
 
 
 def run(*args: str) -> Result:
     return CliRunner().invoke(app, list(args))
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the packages of the command line are missing."""
+    wanted = f"splitkv {splitkv.__version__}\n"
+    assert run("--version").stdout == wanted
+    assert "--version" in run("--help").stdout
+    monkeypatch.setitem(sys.modules, "splitkv.cli", None)
+    monkeypatch.setattr(sys, "argv", ["splitkv", "--version"])
+    main()
+    assert capsys.readouterr().out == wanted
 
 
 def test_explain_as_json() -> None:
@@ -160,6 +173,69 @@ def test_terminal_output_has_the_same_cells() -> None:
     for row in [*told.plan_rows(), *told.kernel_rows(), *told.why_rows()]:
         for cell in row:
             assert cell in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_policies_stay_apart_in_a_narrow_terminal(width: int) -> None:
+    """No cell is cut short: read down its column, each is there as a whole."""
+    policies = ("paged_attention_v2", "paged_attention_v2_permissive")
+    told = explain(Problem("decode", 1, 28, 4, 128, 128, 1, 4096), GPUS["h200"], policies)
+    screen = io.StringIO()
+    Console(width=width, file=screen).print(render(told))
+    text = screen.getvalue()
+    assert "\u2026" not in text
+    rows = [line.split("\u2502") for line in text.splitlines() if line.startswith("\u2502")]
+    header = [line.split("\u2503") for line in text.splitlines() if line.startswith("\u2503")]
+    assert rows and header
+    columns = ["".join(row[i].strip() for row in header) for i in (2, 3)]
+    assert columns == list(policies)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b'{"a": 1}\n', "results: expected records of splitkv with 'suite', got "),
+        (b'{"suite": "prefill", "us": 1}\n', "results: expected records of splitkv with "),
+        (b'{"suite": "decode"}\n', "results: expected records of splitkv with "),
+        (b'{"suite": "reproduce"}\n', "results: expected records of splitkv with "),
+        (b'{"suite": "sweep"}\n', "results: expected records of splitkv with "),
+        (b'{"suite": ["sweep"]}\n', "suite: expected 'decode', "),
+        (b'{"suite": "my own"}\n', "suite: expected 'decode', "),
+        (b"[1, 2]\n", "FILE:1: expected a JSON object, got '[1, 2]'"),
+        (b"3\n", "FILE:1: expected a JSON object, got '3'"),
+        (b"\xff\xfe\n", "FILE: expected JSON lines, got bytes that are no text"),
+    ],
+    ids=str,
+)
+def test_report_of_the_lines_of_others(text: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(text)
+    result = run("report", str(path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("splitkv: " + said.replace("FILE", str(path)))
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evolve", "--simulate", "h200", "--generations", "1", "--rounds", "2", "--out", "FILE"],
+        ["evolve", "--simulate", "h200", "--generations", "1", "--out", "FILE/folder"],
+        ["report", "RESULTS", "--html", "FILE/page.html"],
+    ],
+    ids=lambda command: f"{command[0]} {command[-2]}",
+)
+def test_a_place_that_cannot_be_written(command: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text("")
+    file = tmp_path / "file"
+    file.touch()
+    args = [x.replace("FILE", str(file)).replace("RESULTS", str(results)) for x in command]
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"splitkv: {file}")
+    assert ": expected a path to read or write, got " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_doctor_names_versions_and_kernels() -> None:

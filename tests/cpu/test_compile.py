@@ -15,18 +15,18 @@ from typing import Any
 
 import cases
 import pytest
-from compiling import ADDRESS, MODULES, Compiled, compile_plan, layouts, variants
+from compiling import ADDRESS, MODULES, Compiled, compile_plan, variants
 
-from splitkv import plans
-from splitkv.device import GPUS, Device
+from splitkv.core import plan as plans
+from splitkv.core.device import GPUS, Device
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split
-from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.plans import Plan
-from splitkv.policies import decode_cost
-from splitkv.policies.shared import clusters, shapes
-from splitkv.problem import Problem
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.planner.policies import decode_cost
+from splitkv.planner.policies.shared import clusters, shapes
 
 # Heads a KV head and query tokens: TILE_M is 16, 32 and 64, and in the last there is more than one.
 SHAPES = ((1, 1), (7, 1), (8, 2), (4, 5), (8, 4), (64, 1), (7, 16))
@@ -120,6 +120,15 @@ HOPPER_CODEC_AXES: cases.Axes = {
     "products": ("half", "widened"),
     "place": (Contiguous(), Paged(16), Paged(256)),
     "num_stages": (1, 2, 3),
+}
+
+# Queries that are in 8 bits, too.
+STORED_Q_AXES: cases.Axes = {
+    **HOPPER_CODEC_AXES,
+    "dtype": ("bfloat16",),
+    "q_granularity": ("head", "token", "tensor"),
+    "products": ("widened", "half", "full"),
+    "shape": ((7, 1), (8, 2), (8, 4), (4, 16)),
 }
 
 # Scales a key in parts of no more tiles than slots, loaded before the tiles or behind them.
@@ -269,28 +278,28 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
         assert kernel.ptx.count(f"griddepcontrol.{word}") == waits, name
         assert kernel.ptx.count("griddepcontrol") == waits, name
     split, module = kernels[plan.kernel], MODULES[plan.kernel]
-    estimate = module.shared_bytes(plan.problem, plan.config)
+    of_device = [plan.device] if plan.kernel == "decode_split" else []
+    estimate = module.shared_bytes(plan.problem, plan.config, *of_device)
     assert split.shared_bytes <= estimate <= plan.device.smem_per_block
     if plan.kernel == "hopper_decode_split":
         together = plan.config.merge == "cluster"
         assert ("st.shared::cluster" in split.ptx) == together
-        asking = hopper_decode_split.asked_apart(plan.problem, plan.config)
-        assert ("setmaxnreg" in split.ptx) == asking
-        meeting = {6, 8, 10} if asking else {2}  # of four roles some may do the same
+        variant = hopper_decode_split.variant_of(plan)
+        producer = variant.load == "producer_warp"
+        assert ("setmaxnreg" in split.ptx) == producer
+        meeting = {6, 8, 10} if producer else {2}  # of four roles some may do the same
         assert split.ptx.count("barrier.cluster.arrive") in {n * together for n in meeting}
-        gathered = hopper_decode_split.gathers(plan.problem, plan.config)
+        gathered = variant.load == "gather"
         by_tma = [bool(re.search(instruction, split.ptx)) for instruction in HOPPER]
         assert by_tma == [not gathered, True]
         used = {wide: re.search(rf"\b{name}", split.ptx) for wide, name in PRODUCTS.items()}
         wide = plan.config.tile_m >= hopper_decode_split.WIDE
         assert used[wide] and not used[not wide]
-        scales = plan.problem.codec.granularity == "token"
-        scales &= not hopper_decode_split.scales_at_once(plan.problem, plan.config)
-        stored = layouts(plan.problem).k_scale
-        bulk = scales and hopper_decode_split.in_one_piece(plan.problem, plan.config, stored) > 0
-        assert ("cp.async.bulk.shared::cluster.global.mbarrier" in split.ptx) == bulk
-        scales &= not bulk
-        assert ("cp.async.c" in split.ptx) == (scales or gathered), "else by TMA alone"
+        assert ("cp.async.bulk.shared::cluster.global.mbarrier" in split.ptx) == (
+            variant.key_scales == "bulk"
+        )
+        copied = variant.key_scales == "per_tile" or gathered
+        assert ("cp.async.c" in split.ptx) == copied, "else by TMA alone"
         in_rows = re.search(r"cp\.async\.cg\.shared\.global .*, 0x10, 0x10;", split.ptx)
         assert bool(in_rows) == gathered, "16 bytes a thread"
         return kernels
@@ -365,10 +374,26 @@ def test_codecs_on_hopper(values: cases.Values) -> None:
     hold_to_budgets(values)
 
 
+@variants(STORED_Q_AXES, most=6, valid=valid, newest=1, ids=describe)
+def test_queries_in_8_bits_on_hopper(values: cases.Values) -> None:
+    hold_to_budgets(values)
+
+
+@pytest.mark.parametrize("q_granularity", ["head", "none"])
+@pytest.mark.parametrize("rows", [(8, 1), (8, 2), (8, 4)], ids=str)
+def test_queries_in_int8_are_not_rounded_again(rows: Any, q_granularity: str) -> None:
+    """They are multiplied as they are; of others rows are made of the low bytes of fp32."""
+    values = EVERYDAY | {"kernel": "hopper_decode_split", "schedule": "even", "num_stages": 2}
+    values |= {"codec": Codec("int8", "head"), "products": "half", "place": Contiguous()}
+    values |= {"shape": rows, "q_granularity": q_granularity}
+    ptx = compile_plan(plan_of(values))["hopper_decode_split"].ptx
+    assert ("prmt.b32 low," in ptx) == (q_granularity == "none")
+
+
 @variants(AT_ONCE_AXES, most=4, valid=valid, newest=1, ids=describe)
 def test_scales_that_are_loaded_at_once(values: cases.Values) -> None:
     plan = plan_of(values)
-    assert plans.scales_at_once(plan.problem, plan.config)
+    assert hopper_decode_split.variant_of(plan).key_scales == "preloaded"
     hold_to_budgets(values)
 
 
@@ -376,7 +401,7 @@ def test_scales_that_are_loaded_at_once(values: cases.Values) -> None:
 def test_the_plan_for_an_address_that_tma_cannot_take(values: cases.Values) -> None:
     """The same parts by the kernel for any GPU, in tiles of its own."""
     plan = plan_of(values)
-    instead = hopper_decode_split.without_tma(plan)
+    instead = hopper_decode_split.without_tma(plan, "another address")
     assert decode_split.unsupported(plan.problem, plan.device) == []
     cut = ("schedule", "num_splits", "split_size", "programs", "tile_n")
     assert [getattr(instead.config, n) for n in cut] == [getattr(plan.config, n) for n in cut]

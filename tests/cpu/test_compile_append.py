@@ -14,9 +14,9 @@ import torch
 from compiling import AnyGPU, Layout, Recorder, measure, variants
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
 from splitkv.kernels import append as kernel
-from splitkv.kernels.append_call import Append, Rotary
+from splitkv.kernels.host.append_call import Append, Rotary
 
 MAX_REGISTERS = 128
 MAX_STACK_BYTES = 16  # an odd variant keeps a few bytes in local memory

@@ -20,10 +20,11 @@ from cpu.test_compile import (
 )
 from cpu.test_compile import valid as has_config
 
-from splitkv.kernels.append_call import Append, Rotary
-from splitkv.kv import Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.problem import Operands
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Plain
+from splitkv.core.problem import Operands
+from splitkv.kernels.host.append_call import Append, Rotary
 
 DEVICE_LENGTHS = PLAIN | {"lengths": "device"}
 AXES: cases.Axes = {
@@ -82,7 +83,8 @@ def new_of(values: cases.Values, operands: Operands) -> Append:
     tokens = values["tokens"]
     lead = (batch * tokens,) if values["packed"] else (batch, tokens)
     dims = o.k.shape[3], o.v.shape[3]
-    k, v = (Layout((*lead, o.k.shape[2], dim), o.q.dtype) for dim in dims)
+    assert o.out is not None
+    k, v = (Layout((*lead, o.k.shape[2], dim), o.out.dtype) for dim in dims)
 
     def index(size: int) -> Any:
         return Layout((size,), torch.int32)
@@ -109,7 +111,9 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
     rotary = values["rotary"] is not None
     plan = plan_of(of_plan)
     problem = replace(plan.problem, seqlen_new=values["tokens"], rotary=rotary)
-    plan = replace(plan, problem=problem, config=replace(plan.config, appends=True))
+    plan = replace(
+        plan, problem=problem, config=replace(plan.config, appends=True, variant=Plain())
+    )
     kernels = compile_plan(plan, new=lambda operands: new_of(values, operands))
     split = kernels[plan.kernel]
     hopper = plan.kernel == "hopper_decode_split"
@@ -128,6 +132,16 @@ def test_hopper(values: cases.Values) -> None:
     for name, kernel in compiled(values).items():
         assert kernel.stack_bytes <= tolerated_stack(kernel, values), f"{name} spills: {kernel}"
         assert kernel.registers <= MOST_REGISTERS[name]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_queries_in_8_bits_on_hopper(name: Any) -> None:
+    """Eight of 16 rows, which are not rotated."""
+    new = {"packed": False, "rotary": None, "start": False, "leftpad": False, "tokens": 1}
+    values = EVERYDAY | {"kernel": "hopper_decode_split", "place": Contiguous(), "num_stages": 2}
+    values |= {"schedule": "even", "codec": Codec(name, "head"), "q_granularity": "head"}
+    for kernel in compiled(values | new).values():
+        assert kernel.stack_bytes == 0
 
 
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)

@@ -19,13 +19,16 @@ import triton
 from compiling import AnyGPU, Layout, Recorder, instructions, measure, ptxas_said, variants
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
-from splitkv.kernels import backward as any_backward
-from splitkv.kernels.backward_parts import cut_tiles
-from splitkv.kernels.hopper import backward, backward_queries, backward_shapes, prefill
-from splitkv.kv import Contiguous, Ragged
-from splitkv.masks import Mask
-from splitkv.problem import Operands, Problem
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Contiguous, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels.backward import launcher as any_backward
+from splitkv.kernels.backward.records import GradientTensors, Stats
+from splitkv.kernels.hopper.backward import launcher as backward
+from splitkv.kernels.hopper.backward.variant import HopperBackward, shared_bytes, tiling
+from splitkv.kernels.hopper.backward.variant import variants as backward_variants
+from splitkv.kernels.hopper.primitives.tma_limits import unfit
 
 H200 = GPUS["h200"]
 OLD_PTXAS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -96,43 +99,51 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
     return Operands(q=q, k=k, v=v, out=out, **cu_seqlens, softmax_scale=scale, sink_logits=sinks)
 
 
+def variant_of(problem: Problem, number: int) -> HopperBackward:
+    """One of the variants, by tiles of keys; beside it the best tiles of queries."""
+    found = list(backward_variants(problem, H200))
+    found = [variant for variant in found if variant.queries == found[0].queries]
+    return found[number % len(found)]
+
+
 def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, list[Any]]:
     """The kernels of a backward after `backward_rows`, by name and in order of their launch."""
     x = operands_of(problem, row_gap)
-    configs = list(backward_shapes.configs(problem, H200))
-    config = configs[number % len(configs)]
-    run = backward.Backward(problem, H200, config)
+    variant = variant_of(problem, number)
+    run = backward.HopperBackwardLauncher(problem, H200, variant)
     owners = {
         "hopper_backward": backward,
         "hopper_backward_round": backward,
-        "hopper_backward_queries": backward_queries,
+        "hopper_backward_queries": backward,
         "backward_sum": any_backward,
     }
     recorders = {n: Recorder(getattr(owner, n), listens=True) for n, owner in owners.items()}
     rows = Layout(torch.Size([3 * 4096 * problem.num_heads]), torch.float32)
     sinks = Layout(torch.Size([problem.num_heads, 1 << 20]), torch.float32)
-    stats = backward.Stats(rows, rows, None, None, sinks if problem.sink_logits else None)
-    tensors = any_backward.Tensors(x.q, x.k, x.v, x.out, x.q, x.k, x.v)
+    weight = rows if problem.sink_logits else None
+    stats = Stats(rows, rows, None, None, weight, sinks if weight else None)
+    tensors = GradientTensors(x.q, x.k, x.v, x.out, x.q, x.k, x.v)
     patches = [mock.patch.object(driver, "_active", AnyGPU(90))]
     patches += [mock.patch.object(owners[n], n, recorder) for n, recorder in recorders.items()]
     for patch in patches:
         patch.start()
     try:
-        if problem.deterministic and not backward_shapes.in_turns(problem):
-            run.launch_keys(x, stats, tensors, None, None)
+        if variant.dq == "recomputed":
+            run.launch_keys(x, stats, tensors, backward.DqSums(None, None, None))
             run.launch_queries(x, stats, tensors)
         else:
             shape = run.sums_shape(x)
-            sums = Layout(torch.Size((*shape, config.tile_m * problem.head_dim)), torch.float32)
+            sums = Layout(torch.Size((*shape, variant.tile_m * problem.head_dim)), torch.float32)
             turns = Layout(torch.Size(shape), torch.int32) if problem.deterministic else None
-            run.launch_keys(x, stats, tensors, sums, turns)
-            run.round(x, sums, x.q)
+            dq_sums = backward.DqSums(sums, sums, turns)
+            run.launch_keys(x, stats, tensors, dq_sums)
+            run.launch_round(x, dq_sums, x.q)
     finally:
         for patch in patches:
             patch.stop()
     made = {name: recorder.compiled for name, recorder in recorders.items() if recorder.compiled}
     for kernel in made["hopper_backward"]:
-        assert kernel.metadata.shared <= backward_shapes.shared_bytes(problem, config)
+        assert kernel.metadata.shared <= shared_bytes(problem, variant)
     return made
 
 
@@ -163,15 +174,15 @@ def held_to_everything(values: cases.Values) -> None:
     """TMA copies and adds, no wgmma waits for the one before, and spills in loops are few."""
     problem = problem_of(values)
     made = compiled(problem, values["row_gap"], values["config"])
-    turns = backward_shapes.in_turns(problem)
+    variant = variant_of(problem, values["config"])
+    turns = variant.dq == "added_in_turns"
     narrow = problem.head_dim <= 128
     assert turns == (problem.deterministic and problem.mask == Mask() and narrow)
     apart = problem.deterministic and not turns
     makes_dq = "hopper_backward_queries" if apart else "hopper_backward_round"
-    configs = list(backward_shapes.configs(problem, H200))
-    config = configs[values["config"] % len(configs)]
-    cut = cut_tiles(problem, H200, config)[1] > 1
-    names = {"hopper_backward", makes_dq} | ({"backward_sum"} if cut else set())
+    assert apart == (variant.dq == "recomputed")
+    split = variant.row_splits.splits > 1
+    names = {"hopper_backward", makes_dq} | ({"backward_sum"} if split else set())
     assert made.keys() == names
     assert len(made["hopper_backward"]) == 1
     for name, kernels in made.items():
@@ -233,13 +244,13 @@ def test_limits() -> None:
 def test_layouts_that_tma_cannot_describe() -> None:
     problem = problem_of({"made": (128, False), "mask": Mask(True)})
     x = operands_of(problem, 8)
-    assert not prefill.unfit(x)
+    assert not unfit(x)
     reason = "{}: expected strides and an address that are multiples of 16 bytes"
-    assert prefill.unfit(replace(x, k=operands_of(problem, 4).k)) == [reason.format("k")]
+    assert unfit(replace(x, k=operands_of(problem, 4).k)) == [reason.format("k")]
     moved = Layout(x.q.shape, x.q.dtype, 0, address=(1 << 20) + 2)
-    assert prefill.unfit(replace(x, q=moved)) == [reason.format("q")]
+    assert unfit(replace(x, q=moved)) == [reason.format("q")]
     empty = Layout(torch.Size([0, 2, 128]), x.q.dtype)
-    assert prefill.unfit(replace(x, v=empty)) == ["v: expected at least one token, got [0, 2, 128]"]
+    assert unfit(replace(x, v=empty)) == ["v: expected at least one token, got [0, 2, 128]"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -247,7 +258,7 @@ def test_lanes_that_go_together_leave_no_sm_idle(head_dim: int) -> None:
     problem = problem_of({"made": (head_dim, False), "mask": Mask(True), "heads": (32, 8)})
     for batch, length in ((4, 4096), (1, 16384), (64, 128), (1, 128)):
         p = replace(problem, batch=batch, seqlen_q=length, seqlen_k=length)
-        tiles, lanes, width = backward_shapes.tiling(p, H200, batch * length, 8, 128)
+        tiles, lanes, width = tiling(p, H200, batch * length, 8, 128)
         assert (tiles, lanes) == (-(-length // 128), batch * 8)
         assert lanes % width == 0
         assert tiles * width >= 0.9 * H200.num_sms or width == lanes

@@ -30,16 +30,15 @@ from compiling import (
 )
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
-from splitkv.kernels import workspace
-from splitkv.kernels.hopper import prefill
-from splitkv.kernels.hopper.clear import ALL_CLEARED
-from splitkv.kernels.hopper.prefill_tile import keeps_products
-from splitkv.kv import Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.problem import Operands, Problem
-from splitkv.scores import Score
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.scores import Score
+from splitkv.kernels.hopper.prefill import kernel as prefill
+from splitkv.kernels.hopper.primitives.zero_rows import ALL_CLEARED
+from splitkv.kernels.host import sequences, workspace
 
 H200 = GPUS["h200"]
 AXES: cases.Axes = {
@@ -130,15 +129,15 @@ def compiled(problem: Problem, config: Config, row_gap: int = 0) -> Any:
     """What the launcher would launch."""
     plan = Plan(problem, H200, "fixed", "hopper_prefill", config, "a test")
     x, recorder = operands_of(problem, row_gap), Recorder(prefill.hopper_prefill, listens=True)
-    merge, partials = Recorder(prefill.combine), workspace.partials
+    merge, partials = Recorder(sequences.combine), workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill, "hopper_prefill", recorder),
-        mock.patch.object(prefill, "combine", merge),
+        mock.patch.object(sequences, "combine", merge),
         mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
         mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
     ):
-        prefill.Launcher(plan, x).forward(x, None)
+        prefill.bind(plan, x).forward(x, None)
     assert len(merge.compiled) == (config.num_splits > 1 and config.merge == "combine")
     (made,) = recorder.compiled
     return made
@@ -203,13 +202,12 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
     warpgroups = config.tile_m // prefill.ROWS.value
     loops = key_loops(made.asm["cubin"], (problem.head_dim + config.tile_n) // 16, warpgroups)
     assert len(loops) == warpgroups
-    tile_n = config.tile_n
-    keeps = keeps_products(warpgroups, problem.head_dim_v, tile_n, tile_n, False, False)
+    lazy = prefill.variant_of(problem, config, H200).maxima == "lazy"
     for body in loops:
         assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)
         # a wait for q . k, and one for p . v of steps that look for maxima and of those that do not
         waits = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
-        assert len(waits) == (3 if keeps else 2)
+        assert len(waits) == (3 if lazy else 2)
         for first, last in pairwise(waits):
             under_product = sum("MUFU.EX2" in line for line in body[first:last])
             assert under_product >= prefill.ROWS.value * config.tile_n // 128  # a thread's weights

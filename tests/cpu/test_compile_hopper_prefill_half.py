@@ -25,14 +25,16 @@ from compiling import (
 )
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
-from splitkv.kernels import widen, workspace
-from splitkv.kernels.hopper import prefill, prefill_half
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.problem import Problem
-from splitkv.scores import Score
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
+from splitkv.kernels import widen
+from splitkv.kernels.hopper.prefill import half as prefill_half
+from splitkv.kernels.hopper.prefill import kernel as prefill
+from splitkv.kernels.host import sequences, workspace
 
 H200 = GPUS["h200"]
 UNITS = {
@@ -99,16 +101,16 @@ def compiled(problem: Problem, config: Config) -> Any:
     plan = Plan(problem, H200, "fixed", name, config, "a test")
     operands, partials = layouts_in_8_bits(problem), workspace.partials
     attend = Recorder(prefill_half.hopper_prefill_half, listens=True)
-    values, merge = Recorder(widen.widen_rows), Recorder(prefill.combine)
+    values, merge = Recorder(widen.widen_rows), Recorder(sequences.combine)
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill_half, name, attend),
         mock.patch.object(widen, "widen_rows", values),
-        mock.patch.object(prefill, "combine", merge),
+        mock.patch.object(sequences, "combine", merge),
         mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
         mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
     ):
-        out, lse = prefill_half.Launcher(plan, operands)(operands)
+        out, lse = prefill_half.KERNEL.bind(plan, operands)(operands)
     assert tuple(out.shape) == (*operands.q.shape[:-1], problem.head_dim_v)
     assert out.dtype == getattr(torch, problem.dtype) and lse is None
     assert len(values.compiled) == 1

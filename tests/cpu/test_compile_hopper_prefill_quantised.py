@@ -29,18 +29,19 @@ from compiling import (
 )
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
-from splitkv.kernels import workspace
-from splitkv.kernels.hopper import prefill, prefill_quantised
-from splitkv.kernels.hopper.numbered import FIRST
-from splitkv.kernels.hopper.prefill_load import ROWS
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
+from splitkv.kernels.hopper.prefill import launch
+from splitkv.kernels.hopper.prefill import quantised as prefill_quantised
+from splitkv.kernels.hopper.prefill.load import ROWS
+from splitkv.kernels.hopper.primitives.named_barriers import FIRST
+from splitkv.kernels.host import sequences, workspace
 from splitkv.kernels.tile.merge import parts_a_step, rows_a_step
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.policies.shared import clusters
-from splitkv.problem import Problem
-from splitkv.scores import Score
+from splitkv.planner.policies.shared import clusters
 
 H200 = GPUS["h200"]
 UNITS = {  # q . k and p . v
@@ -113,17 +114,17 @@ def compiled(problem: Problem, config: Config) -> Any:
     plan = Plan(problem, H200, "fixed", name, config, "a test")
     kernel = prefill_quantised.hopper_prefill_quantised
     x, recorder = layouts_in_8_bits(problem), Recorder(kernel, listens=True)
-    merge, partials = Recorder(prefill.combine), workspace.partials
+    merge, partials = Recorder(sequences.combine), workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill_quantised, name, recorder),
-        mock.patch.object(prefill, "combine", merge),
+        mock.patch.object(sequences, "combine", merge),
         mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
         mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
-        mock.patch.object(prefill_quantised, "in_clusters", mock.MagicMock()),
-        mock.patch.object(prefill_quantised.Launcher, "repeated", mock.Mock(return_value=None)),
+        mock.patch.object(launch, "in_clusters", mock.MagicMock()),
+        mock.patch.object(launch.HopperLauncher, "keep", mock.Mock(return_value=None)),
     ):
-        prefill_quantised.Launcher(plan, x).forward(x, None)
+        prefill_quantised.bind(plan, x).forward(x, None)
     assert len(merge.compiled) == (config.num_splits > 1 and config.merge == "combine")
     (made,) = recorder.compiled
     return made
@@ -197,8 +198,8 @@ def test_pairs_of_parts(units: tuple[str, str], place: Any) -> None:
     sums: they tell one of the program that they are sent to, from both branches."""
     values = {"kind": "decode", "units": units, "granularity": "head", "place": place}
     problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
-    for config in clusters(prefill_quantised.KERNEL, problem, H200):
-        made = compiled(problem, config)
+    found = list(clusters(prefill_quantised.KERNEL, problem, H200))
+    for config, made in zip(found, [compiled(problem, config) for config in found], strict=True):
         ptx = made.asm["ptx"]
         # those that multiply, that make ready, that ask, and two roles of what is left of 12 warps
         assert ptx.count("barrier.cluster.arrive.relaxed") == 5

@@ -14,13 +14,15 @@ import torch
 from compiling import AnyGPU, Recorder, layouts_in_8_bits, measure, variants
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
-from splitkv.kernels import widen, workspace
-from splitkv.kernels.hopper import prefill, prefill_widened
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.plans import Plan
-from splitkv.problem import Problem
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem
+from splitkv.kernels import widen
+from splitkv.kernels.hopper.prefill import kernel as prefill
+from splitkv.kernels.hopper.prefill import widened as prefill_widened
+from splitkv.kernels.host import sequences, workspace
 
 H200 = GPUS["h200"]
 AXES: cases.Axes = {
@@ -58,17 +60,17 @@ def test_what_is_launched(values: cases.Values) -> None:
     plan = Plan(problem, H200, "fixed", prefill_widened.KERNEL.name, config, "a test")
     operands, on_host = layouts_in_8_bits(problem), torch.empty(0)
     keys, attend, merge = (
-        Recorder(kernel) for kernel in (widen.widen_rows, prefill.hopper_prefill, prefill.combine)
+        Recorder(kernel) for kernel in (widen.widen_rows, prefill.hopper_prefill, sequences.combine)
     )
     partials = workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(widen, "widen_rows", keys),
         mock.patch.object(prefill, "hopper_prefill", attend),
-        mock.patch.object(prefill, "combine", merge),
+        mock.patch.object(sequences, "combine", merge),
         mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
     ):
-        out, lse = prefill_widened.Launcher(plan, operands)(operands)
+        out, lse = prefill_widened.KERNEL.bind(plan, operands)(operands)
     assert tuple(out.shape) == (*operands.q.shape[:-1], problem.head_dim_v)
     assert out.dtype == torch.bfloat16 and lse is None
     assert len(keys.compiled) == 1 + (operands.q_scale is not None)

@@ -22,15 +22,20 @@ import triton
 from compiling import AnyGPU, Layout, Recorder, instructions, measure, variants
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS, Device
-from splitkv.kernels import backward, backward_rows, prefill
-from splitkv.kernels.backward_parts import cut_tiles
-from splitkv.kernels.backward_rows import statistics
+from splitkv.core.device import GPUS, Device
+from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels import prefill
+from splitkv.kernels.backward import launcher as backward
+from splitkv.kernels.backward import rows as backward_rows
+from splitkv.kernels.backward.records import GradientTensors
+from splitkv.kernels.backward.row_splits import row_splits
+from splitkv.kernels.backward.rows import statistics
+from splitkv.kernels.backward.variant import Backward, key_configs, query_configs
 from splitkv.kernels.combine import Partial
-from splitkv.kv import Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.problem import Operands, Problem
+from splitkv.kernels.host import sequence_sizes, sequences, workspace
 
 PLAIN = {"softcap": False, "alibi": False, "sink_logits": False, "dropout": False}
 EVERYTHING = {"softcap": True, "alibi": True, "sink_logits": True, "dropout": True}
@@ -175,19 +180,22 @@ def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> d
     x = operands_of(problem, row_gap)
     seed = Layout((), torch.int64) if problem.dropout else None
     plan = Plan(problem, device, "fixed", "prefill", config, "a test")
-    recorders = {name: Recorder(getattr(prefill, name)) for name in ("prefill", "combine")}
+    kernels = {"prefill": prefill.prefill, "combine": sequences.combine}
+    recorders = {name: Recorder(kernel) for name, kernel in kernels.items()}
     major, minor = device.capability
     with (
         mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
-        mock.patch.multiple(prefill, **recorders),
-        mock.patch.object(prefill.workspace, "partials", partials),
-        mock.patch.object(prefill.workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
+        mock.patch.object(prefill, "prefill", recorders["prefill"]),
+        mock.patch.object(sequences, "combine", recorders["combine"]),
+        mock.patch.object(workspace, "partials", partials),
+        mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
     ):
         prefill.Launcher(plan, x).forward(x, seed)
     (kernel,) = recorders["prefill"].compiled
     by_combine = config.num_splits > 1 and config.merge == "combine"
     assert len(recorders["combine"].compiled) == by_combine
-    assert kernel.metadata.shared <= prefill.shared_bytes(problem, config) <= device.smem_per_block
+    estimate = prefill.shared_bytes(problem, config, device)
+    assert kernel.metadata.shared <= estimate <= device.smem_per_block
     assert bool(TENSOR_CORE.search(kernel.asm["ptx"])) == (problem.dtype != "float32")
     if row_gap == 0 and problem.head_dim % 8 == 0:
         assert re.search(r"cp\.async\.c[ag]\.shared\.global", kernel.asm["ptx"])
@@ -205,12 +213,10 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
     seed = Layout((), torch.int64) if problem.dropout else None
     config = chosen(prefill.configs(problem, device), number)
     plan = Plan(problem, device, "fixed", "prefill", config, "a test")
-    run = backward.Backward(
-        problem,
-        device,
-        chosen(backward.key_configs(problem, device), number),
-        chosen(backward.query_configs(problem, device), number),
-    )
+    keys = chosen(key_configs(problem, device), number)
+    queries = chosen(query_configs(problem, device), number)
+    splits = row_splits(problem, device, keys.tile_m, keys.tile_n)
+    run = backward.BackwardLauncher(problem, device, Backward(keys, queries, splits))
     names = {
         prefill: ("prefill",),
         backward_rows: ("backward_rows",),
@@ -226,18 +232,16 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
     ):
         prefill.Launcher(plan, x).forward(x, seed)
         out = Layout(torch.Size([*x.q.shape[:-1], problem.head_dim_v]), x.q.dtype)
-        lse = Layout(prefill.lse_shape(x.q), torch.float32)
+        lse = Layout(sequence_sizes.lse_shape(x.q), torch.float32)
         stats = statistics(problem, x, out, lse, out, lse, problem.score.alibi)
-        tensors = backward.Tensors(x.q, x.k, x.v, out, x.q, x.k, x.v)
-        both = tensors, backward.Tensors(*(prefill.strides_of(t) for t in tensors))
-        run.launch_keys(x, seed, stats, both)
-        run.launch_queries(x, seed, stats, both)
-    assert prefill.shared_bytes(problem, config) <= device.smem_per_block
+        tensors = GradientTensors(x.q, x.k, x.v, out, x.q, x.k, x.v)
+        run.launch_keys(x, seed, stats, tensors)
+        run.launch_queries(x, seed, stats, tensors)
+    assert prefill.shared_bytes(problem, config, device) <= device.smem_per_block
     (forward,) = recorders["prefill"].compiled
-    assert forward.metadata.shared <= prefill.shared_bytes(problem, config)
+    assert forward.metadata.shared <= prefill.shared_bytes(problem, config, device)
     made = {name: recorder.compiled for name, recorder in recorders.items()}
-    cut = cut_tiles(problem, device, run.keys)[1] > 1
-    assert (len(made["backward_keys"]), len(made["backward_sum"])) == (1, cut)
+    assert (len(made["backward_keys"]), len(made["backward_sum"])) == (1, splits.splits > 1)
     for name, kernels in made.items():
         for kernel in kernels:
             assert kernel.metadata.shared <= device.smem_per_block, name
@@ -359,8 +363,8 @@ def test_something_fits_everywhere(gpu: str, head_dims: tuple[int, int]) -> None
                 found = list(prefill.configs(short, GPUS[gpu]))
                 assert found and len(set(found)) == len(found)
                 assert all(config.num_splits == 1 for config in found)
-                assert next(backward.key_configs(short, GPUS[gpu]))
-                assert next(backward.query_configs(short, GPUS[gpu]))
+                assert next(key_configs(short, GPUS[gpu]))
+                assert next(query_configs(short, GPUS[gpu]))
                 tiles = [found[0].tile_m, found[0].tile_n]
                 assert all(triton.next_power_of_2(n) == n >= 16 for n in tiles)
 

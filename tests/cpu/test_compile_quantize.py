@@ -10,7 +10,7 @@ import torch
 from compiling import AnyGPU, Recorder, measure, tensor, variants
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
 from splitkv.kernels import quantize as kernel
 
 KERNELS = ("find_largest", "quantize_rows")

@@ -11,9 +11,9 @@ import torch
 from compiling import AnyGPU, Recorder, measure, tensor, variants
 from triton.runtime.driver import driver
 
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.masks import Mask
 from splitkv.kernels import widen as kernel
-from splitkv.masks import Mask
 
 MAX_REGISTERS = 128
 AXES: cases.Axes = {

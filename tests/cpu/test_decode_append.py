@@ -15,19 +15,20 @@ from cpu.test_direct import Launched, at, gpu, repeat_of, tensors
 from torch import Tensor
 
 import splitkv
-from splitkv import append_decode
-from splitkv.append_decode import append_and_decode
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Operands, Problem
 from splitkv.flash_attn import get_scheduler_metadata
 from splitkv.flash_attn.scheduler import fitted
-from splitkv.kernels.append_call import Append, Rotary, append_in_torch
-from splitkv.kv import Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.policies import POLICIES
-from splitkv.policies.appending import decide
-from splitkv.problem import Operands, Problem
-from splitkv.registry import BY_TIME, kernel_named
+from splitkv.kernels.host.append_call import Append, Rotary, append_in_torch
+from splitkv.planner.policies import POLICIES
+from splitkv.planner.policies.appending import decide
+from splitkv.planner.registry import BY_TIME, kernel_named
+from splitkv.runtime import append_decode
+from splitkv.runtime.append_decode import append_and_decode
+from splitkv.runtime.call_cache import CallCache
 
 __all__ = ["gpu"]  # a fixture
 
@@ -197,8 +198,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Appending]]:
 
     monkeypatch.setattr(append_decode, "plan_for", plan_for)
     monkeypatch.setattr(append_decode, "kernel_named", lambda name: Kernel())
-    monkeypatch.setattr(append_decode, "_current_device", lambda: None)
-    monkeypatch.setattr(append_decode, "_calls", {})
+    monkeypatch.setattr(append_decode, "calls", CallCache())
     yield made
 
 
@@ -259,6 +259,20 @@ def test_options_of_decode_are_bound_anew(bound: list[Appending]) -> None:
     assert [len(x.calls) for x in bound] == [1] * 4
 
 
+@pytest.mark.parametrize(
+    ("name", "good", "wrong"),
+    [("causal", True, 1), ("window_size", (1, -1), (True, -1)), ("softcap", 0.0, False)],
+)
+def test_equal_options_of_another_type_are_checked(
+    name: str, good: Any, wrong: Any, bound: list[Appending]
+) -> None:
+    made = step(problem_of(), TURNED)
+    tensors = tuple(made.call[n] for n in ("q", "k_cache", "v_cache"))
+    append_and_decode(made.new, *tensors, **arguments(made) | {name: good})
+    with pytest.raises(ValueError, match=f"{name}.*: expected"):
+        append_and_decode(made.new, *tensors, **arguments(made) | {name: wrong})
+
+
 def test_what_is_decided_of_the_whole_call_holds_for_decode_after_append(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,14 +288,14 @@ def test_what_is_decided_of_the_whole_call_holds_for_decode_after_append(
         return replace(on_gpu, problem=problem)
 
     given: dict[str, Any] = {}
-    monkeypatch.setattr(append_decode, "_calls", {})
+    monkeypatch.setattr(append_decode, "calls", CallCache())
     monkeypatch.setattr(append_decode, "plan_for", plan_for)
     monkeypatch.setattr(append_decode, "decode", lambda *tensors, **how: given.update(how))
     made = step(prompt, {**PLAIN, "new": "several"})
     q, k, v = (made.call[name] for name in ("q", "k_cache", "v_cache"))
     append_and_decode(made.new, q, k, v, num_splits=3, **arguments(made))
     assert asked[0].appends and not given["plan"].problem.appends
-    assert given["plan"].config == on_gpu.config and given["num_splits"] == 0
+    assert given["plan"].config == on_gpu.config and "num_splits" not in given
 
 
 # --- a call again ------------------------------------------------------------------------------

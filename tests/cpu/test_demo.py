@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("rich", reason="the lab extra is not installed")
 
 import splitkv  # noqa: E402
-from splitkv import demo, launch  # noqa: E402
+from splitkv import demo  # noqa: E402
 from splitkv.demo import model as models  # noqa: E402
 from splitkv.demo import text  # noqa: E402
+from splitkv.runtime import dispatch
+from splitkv.runtime.call_cache import CallCache
 
 SMALL = models.Shape(width=48, hidden=64, num_layers=2, head_dim=16, window=12)
 
@@ -135,9 +137,9 @@ def test_shows_the_problems_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         ran.append(problem)
         return make_plan(problem, *args, **kwargs)
 
-    make_plan = launch.make_plan
-    monkeypatch.setattr(launch, "make_plan", spy)
-    monkeypatch.setattr(launch, "_calls", {})
+    make_plan = dispatch.make_plan
+    monkeypatch.setattr(dispatch, "make_plan", spy)
+    monkeypatch.setattr(dispatch, "calls", CallCache())
     model = models.Model(SMALL)
     tokens = text.encode(text.corpus())
     g = torch.Generator().manual_seed(0)

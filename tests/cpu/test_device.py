@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from splitkv import device
-from splitkv.device import CPU, DEFAULT_BANDWIDTH, GPUS, Device, KiB, MiB
+from splitkv.core import device
+from splitkv.core.device import CPU, DEFAULT_BANDWIDTH, GPUS, Device, KiB, MiB
 
 KEYS = (
     "a100",

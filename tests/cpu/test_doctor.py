@@ -10,10 +10,10 @@ from results import FLOOR
 from typer.testing import CliRunner
 
 from splitkv.cli import app
-from splitkv.device import GPUS, cpu
+from splitkv.core.device import GPUS, cpu
+from splitkv.core.problem import Problem
 from splitkv.lab import doctor
-from splitkv.policies import tuned
-from splitkv.problem import Problem
+from splitkv.planner.policies import tuned
 
 H200 = GPUS["h200"]
 

@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
-from splitkv import errors
-from splitkv.errors import UnsupportedProblem
+from splitkv.core import errors
+from splitkv.core.errors import UnsupportedProblem
 
 ZEROS = torch.zeros(512, 16, 4, 128, dtype=torch.float16)
 
@@ -28,7 +28,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: errors.expect_shape("q", [1, 2], batch=None),
-        "q: expected a tensor [batch], got [1, 2]",
+        "q: expected a tensor [batch], got [1, 2]; pass torch.as_tensor(q)",
     ),
     (lambda: errors.expect_tensor("q", None), "q: expected a tensor, got None"),
     (
@@ -66,7 +66,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: errors.expect_int("num_splits", numpy.zeros(1, int)),
-        "num_splits: expected an integer, got a tensor of shape [1]",
+        "num_splits: expected an integer, got a numpy.ndarray of shape [1]",
     ),
     (lambda: errors.expect_positive("batch", 0), "batch: expected more than 0, got 0"),
     (

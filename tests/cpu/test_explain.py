@@ -12,16 +12,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from splitkv import registry
 from splitkv.cli import app
-from splitkv.device import GPUS
-from splitkv.explanation import Explanation, explain
+from splitkv.core.device import GPUS
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split
-from splitkv.kernels.parts import grid as grid_of
-from splitkv.masks import Mask
-from splitkv.plans import Config
-from splitkv.policies.paged_attention_v2 import CONSERVATIVE, PERMISSIVE, TEN_SHAPES, dispatch
-from splitkv.problem import Problem
+from splitkv.kernels.host.partition import grid as grid_of
+from splitkv.planner import registry
+from splitkv.planner.explanation import Explanation, explain
+from splitkv.planner.policies.paged_attention_v2 import (
+    CONSERVATIVE,
+    PERMISSIVE,
+    TEN_SHAPES,
+    dispatch,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = re.compile(r"```console\n\$ (splitkv explain [^\n]*)\n(.*?)```\n", re.S)

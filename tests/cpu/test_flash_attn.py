@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from splitkv import UnsupportedProblem, flash_attn, reference
-from splitkv.kv import Contiguous, Ragged
-from splitkv.masks import Mask
-from splitkv.problem import Problem
-from splitkv.scores import Score
+from splitkv.core.kv import Contiguous, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
 from splitkv.testing import Call, check, expected, make_operands
 
 AXES: cases.Axes = {
@@ -271,18 +271,22 @@ def test_the_sink_is_in_the_lse() -> None:
 
 
 def test_qkv_of_different_heads() -> None:
-    call = flash_call(replace(DENSE, seqlen_q=6, seqlen_k=6))
-    wanted = flash_attn.flash_attn_func(**call)
-    qkv = torch.cat([call.pop(n) for n in "qkv"], 2)
-    assert torch.equal(flash_attn.flash_attn_qkvpacked_func(qkv, num_heads_q=4, **call), wanted)
+    def packed(problem: Problem, _: Call) -> tuple[Tensor, None]:
+        call = flash_call(problem)
+        qkv = torch.cat([call.pop(n) for n in "qkv"], 2)
+        return flash_attn.flash_attn_qkvpacked_func(qkv, num_heads_q=4, **call), None
+
+    check(replace(DENSE, seqlen_q=6, seqlen_k=6), run=packed)
 
 
 def test_last_dimension_may_be_strided() -> None:
-    call = flash_call(DENSE)
-    wanted = flash_attn.flash_attn_func(**call)
-    for name in "qkv":
-        call[name] = call[name].transpose(-1, -2).contiguous().transpose(-1, -2)
-    assert torch.equal(flash_attn.flash_attn_func(**call), wanted)
+    def strided(problem: Problem, _: Call) -> tuple[Tensor, None]:
+        call = flash_call(problem)
+        for name in "qkv":
+            call[name] = call[name].transpose(-1, -2).contiguous().transpose(-1, -2)
+        return flash_attn.flash_attn_func(**call), None
+
+    check(DENSE, run=strided)
 
 
 VARLEN = replace(

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from splitkv import flash_attn, reference
+from splitkv.core.masks import Mask
 from splitkv.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from splitkv.flash_attn.descales import scales_of
-from splitkv.kernels.append_call import Rotary, _rotate
+from splitkv.kernels.host.append_call import Rotary, _rotate
 from splitkv.kernels.tile.codec import scale_strides
-from splitkv.masks import Mask
 from splitkv.rounding import quantize
 from splitkv.testing import assert_close, assert_lse_close
 

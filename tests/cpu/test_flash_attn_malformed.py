@@ -115,12 +115,12 @@ OF_CACHE: dict[str, list[Any]] = {
 }
 OF_METADATA: dict[str, list[Any]] = {
     **{
-        name: [0, -1, 1.5, None, "3"]
+        name: [0, -1, 1.5, None, "3", 1 << 30, 1 << 70]
         for name in ("batch_size", "max_seqlen_q", "num_heads_kv", "headdim")
     },
     "num_heads_q": [0, 3, 2.0],
-    "max_seqlen_k": [-1, 0.5],
-    "max_seqlen_k_new": [-1, None],
+    "max_seqlen_k": [-1, 0.5, 1 << 70],
+    "max_seqlen_k_new": [-1, None, 1 << 70],
     "cache_seqlens": [ints(1), ints(1, 2).long(), None, 3],
     "cache_leftpad": INDEX,
     "cu_seqlens_q": [ints(0, 1), 3],
@@ -129,7 +129,7 @@ OF_METADATA: dict[str, list[Any]] = {
     "headdim_v": [0, 1.5],
     "page_size": [0, -3, 1.5],
     "has_softcap": [1],
-    "sm_margin": [-1, 10**6],
+    "sm_margin": [-1, 10**6, 1 << 70],
     **{n: VALUES[n] for n in ("causal", "window_size", "attention_chunk", "num_splits")},
     "pack_gqa": [1],
 }
@@ -187,6 +187,8 @@ TOGETHER: dict[str, list[Wrong]] = {
         ("max_seqlen_q", {"max_seqlen_q": None}),
         ("max_seqlen_q", {"max_seqlen_q": -1}),
         ("max_seqlen_k", {"max_seqlen_k": 2.0}),
+        ("max_seqlen_q", {"max_seqlen_q": 1 << 70}),
+        ("max_seqlen_k", {"max_seqlen_k": 1 << 30}),
         ("seqused_q", {"seqused_q": ints(1)}),
         ("seqused_q", {"seqused_q": ints(1, 2).long()}),
         ("seqused_k", {"seqused_k": 3}),
@@ -202,6 +204,7 @@ TOGETHER: dict[str, list[Wrong]] = {
         ("cu_seqlens_q", {"cu_seqlens_q": CU.long()}),
         ("cu_seqlens_k", {"cu_seqlens_k": ints(0)}),
         ("max_seqlen_q", {"max_seqlen_q": 1.5}),
+        ("max_seqlen_q", {"max_seqlen_q": 1 << 70}),
         ("max_seqlen_k", {"max_seqlen_k": -1}),
     ],
     "flash_attn_varlen_qkvpacked_func": [
@@ -210,6 +213,7 @@ TOGETHER: dict[str, list[Wrong]] = {
         ("cu_seqlens", {"cu_seqlens": None}),
         ("cu_seqlens", {"cu_seqlens": torch.tensor(1, dtype=torch.int32)}),
         ("max_seqlen", {"max_seqlen": 0.5}),
+        ("max_seqlen", {"max_seqlen": 1 << 70}),
     ],
     "flash_attn_with_kvcache": [
         ("k", {"k": None, "v": None, "rotary_cos": floats(8, 8), "rotary_sin": floats(8, 8)}),
@@ -231,6 +235,10 @@ TOGETHER: dict[str, list[Wrong]] = {
         ("leftpad_k", {"cache_leftpad": ints(0, 1), "leftpad_k": ints(0, 1)}),
         ("max_seqlen_q", {"q": floats(2, 4, 16), "cu_seqlens_q": ints(0, 1, 2)}),
         ("q", {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1}),
+        (
+            "max_seqlen_q",
+            {"q": floats(2, 4, 16), "cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1 << 70},
+        ),
         ("cu_seqlens_q", {"q": floats(2, 4, 16), "cu_seqlens_q": ints(0).long()}),
         ("cu_seqlens_k_new", {"k": None, "v": None, "cu_seqlens_k_new": ints(0, 1, 2)}),
         ("k", {"cu_seqlens_k_new": ints(0, 1, 2)}),

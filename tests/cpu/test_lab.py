@@ -28,15 +28,15 @@ from typer.testing import CliRunner
 
 import splitkv
 from splitkv.cli import app
-from splitkv.device import DEFAULT_BANDWIDTH, GPUS
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.core.device import DEFAULT_BANDWIDTH, GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.lab import bench, floor, lines, peers, process, report, suites, timing
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.suites import CASES, PLACES, SUITES, select
 from splitkv.lab.timing import Prepared, Protocol, Timing, Variant
-from splitkv.masks import Mask
-from splitkv.problem import Problem
-from splitkv.registry import make_plan
+from splitkv.planner.registry import make_plan
 from splitkv.testing import assert_close
 
 SMALL = Problem("decode", 3, 4, 2, 16, 16, 1, 48, mask=Mask(causal=True), lengths="device")

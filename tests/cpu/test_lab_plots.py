@@ -56,12 +56,12 @@ def words(path: Path) -> str:
 
 def test_a_benchmark_gives_three_pictures(tmp_path: Path) -> None:
     assert list(plots.pictures("decode", decode())) == [
-        *("decode-bars", "decode-speedups", "decode-roofline")
+        *("decode-bars", "decode-speedups", "decode-times")
     ]
     alone = [r for r in decode() if r["library"] == "splitkv"]
-    assert list(plots.pictures("decode", alone)) == ["decode-bars", "decode-roofline"]
+    assert list(plots.pictures("decode", alone)) == ["decode-bars", "decode-times"]
     without_floor = [{**r, "floor_us": None} for r in alone]
-    assert list(plots.pictures("decode", without_floor)) == ["decode-roofline"]
+    assert list(plots.pictures("decode", without_floor)) == ["decode-times"]
     assert plots.pictures("decode", [{**r, "us": None} for r in decode()]) == {}
 
 
@@ -88,31 +88,39 @@ def test_the_heat_map_has_the_ratios_to_the_fastest_of_ours() -> None:
     assert [t.get_text() for t in axes.get_yticklabels()] == ["mqa8_b1_512", "mqa8_b8_4096"]
 
 
-def test_the_roofline_is_below_what_was_measured() -> None:
+def test_time_over_bytes_stands_on_the_floor() -> None:
     records = [r for r in decode() if r["us"]]
-    axes = bench_plots.roofline(records).axes[0]
-    roof = next(line for line in axes.lines if "reading K and V" in str(line.get_label()))
-    fastest = max(r["kv_bytes"] / r["floor_us"] / 1e6 for r in records)
-    xs, ys = roof.get_data()
-    assert list(ys) == pytest.approx([fastest * x for x in xs])
-    assert bench_plots.intensity(records[0]) == 8.0  # query heads a KV head, in 2 bytes an element
-    ours = next(line for line in axes.lines if line.get_label() == "splitkv")
-    assert list(ours.get_ydata()) == pytest.approx(
-        [r["tflops"] for r in records if r["library"] == "splitkv"]
-    )
+    figure = bench_plots.times(records)
+    assert [axes.get_title() for axes in figure.axes] == ["contiguous"]
+    (axes,) = figure.axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    lines = {str(line.get_label()): line for line in axes.lines}
+    xs, ys = lines["reading K and V alone"].get_data()
+    floor = {r["kv_bytes"] / 1e9: r["floor_us"] for r in records}
+    assert dict(zip(xs, ys, strict=True)) == floor
+    ours = dict(zip(*lines["splitkv"].get_data(), strict=True))
+    assert ours == {r["kv_bytes"] / 1e9: r["us"] for r in records if r["library"] == "splitkv"}
+    assert all(us >= floor[gigabytes] for gigabytes, us in ours.items())
 
 
-def test_whole_sequences_are_below_the_matrix_peak() -> None:
+def test_every_layout_has_a_panel() -> None:
+    records = [r for r in decode() if r["us"]]
+    paged = [{**r, "shape": {**r["shape"], "place": "paged(16)"}} for r in records]
+    figure = bench_plots.times([*records, *paged])
+    assert [axes.get_title() for axes in figure.axes] == ["contiguous", "paged(16)"]
+
+
+def test_whole_sequences_stand_on_the_matrix_peak() -> None:
     found = plots.pictures("prefill", sequences())
     assert "prefill-forward-bars" in found
-    labels = [str(line.get_label()) for line in found["prefill-roofline"].axes[0].lines]
-    assert any(label.startswith("matrix peak") for label in labels)
+    labels = [str(line.get_label()) for line in found["prefill-times"].axes[0].lines]
+    assert "at the matrix peak" in labels
 
 
 def test_another_machine_has_pictures_of_its_own() -> None:
     other = [{**r, "gpu": "NVIDIA L4"} for r in decode()]
     found = plots.pictures("decode", [*decode(), *other])
-    assert {"decode-bars", "decode-bars-2", "decode-roofline", "decode-roofline-2"} <= found.keys()
+    assert {"decode-bars", "decode-bars-2", "decode-times", "decode-times-2"} <= found.keys()
 
 
 def test_a_folder_of_pictures(tmp_path: Path) -> None:
@@ -120,7 +128,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     report(tmp_path, records, "--plot", str(tmp_path / "new" / "pictures"))
     names = {path.name for path in (tmp_path / "new" / "pictures").iterdir()}
     assert names == {
-        *("decode-bars.svg", "decode-speedups.svg", "decode-roofline.svg", "splits-c.svg")
+        *("decode-bars.svg", "decode-speedups.svg", "decode-times.svg", "splits-c.svg")
     }
     told = words(tmp_path / "new" / "pictures" / "decode-bars.svg")
     assert "NVIDIA H200" in told and "fa3 metadata ahead" in told

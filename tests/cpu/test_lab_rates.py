@@ -22,18 +22,18 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from typer.testing import CliRunner
 
-from splitkv import launch
 from splitkv.cli import app
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.lab import compiler, report
 from splitkv.lab.cases import Case
 from splitkv.lab.sequences import bench, cases, timing
 from splitkv.lab.sequences.cases import Inputs, flops
 from splitkv.lab.sequences.suites import CASES, SUITES, select
 from splitkv.lab.sequences.timing import QUICK, Measured, Pace, Sample, Station, key_of
-from splitkv.masks import Mask
-from splitkv.problem import Problem
-from splitkv.registry import kernel_named
+from splitkv.planner.registry import kernel_named
+from splitkv.runtime import dispatch
 
 H200 = GPUS["h200"]
 PEAK_TFLOPS = 2 * 8192**3 / 1500.0 / 1e6
@@ -99,7 +99,7 @@ def test_a_process_compiles_forward_and_backward_and_launches_none(
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(compiler.os, "nice", lambda by: None)
     monkeypatch.setattr(driver, "_active", Driver(90))
-    monkeypatch.setattr(launch, "fit_plan", lambda plan, problem, device: plan)
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
     on_cpu = {"device": "cpu"}
     monkeypatch.setattr(cases, "Inputs", lambda case, **more: Inputs(case, **more, **on_cpu))
     compiler.only_compile()

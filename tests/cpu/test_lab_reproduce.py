@@ -20,9 +20,10 @@ from results import MACHINE
 from rich.console import Console
 from typer.testing import CliRunner
 
-from splitkv import device
 from splitkv.cli import app
-from splitkv.device import GPUS
+from splitkv.core import device
+from splitkv.core.device import GPUS
+from splitkv.core.plan import Plan
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.lines import Lines
@@ -31,8 +32,7 @@ from splitkv.lab.reproduce.claims import Verdict, check
 from splitkv.lab.reproduce.works import DEFAULT, Way, Work
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import Variant
-from splitkv.plans import Plan
-from splitkv.policies import paged_attention_v2
+from splitkv.planner.policies import paged_attention_v2
 from splitkv.testing import assert_close
 
 H200 = GPUS["h200"]

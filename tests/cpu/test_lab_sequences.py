@@ -19,7 +19,9 @@ from triton.runtime.driver import driver
 
 import splitkv
 from splitkv import reference
-from splitkv.kv import AS_IS, Codec, Paged, Ragged
+from splitkv.core.kv import AS_IS, Codec, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.lab import peers as decode_peers
 from splitkv.lab import process
 from splitkv.lab.cases import Case
@@ -28,8 +30,6 @@ from splitkv.lab.sequences.cases import Inputs, blank, direction, flops, pairs
 from splitkv.lab.sequences.suites import CASES, SUITES, select
 from splitkv.lab.sequences.timing import Burst, Here, Pace, Prepared, Sample, measure
 from splitkv.lab.timing import Variant
-from splitkv.masks import Mask
-from splitkv.problem import Problem
 from splitkv.testing import STORED
 
 SMALL = Problem("dense", 2, 4, 2, 16, 16, 40, 40, mask=Mask(causal=True))

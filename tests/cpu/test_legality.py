@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice, product
 from typing import Any
 
 import cases
+import numpy
 import pytest
 from compiling import layouts_in_8_bits
 
-from splitkv.device import CPU, GPUS
+from splitkv.core.device import CPU, GPUS
+from splitkv.core.kv import Codec
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Kernel, Plan
+from splitkv.core.problem import Problem
 from splitkv.flash_attn import scheduler
 from splitkv.kernels import prefill
-from splitkv.kernels.hopper import prefill_quantised
-from splitkv.kernels.workspace import TICKETS
-from splitkv.kv import Codec
-from splitkv.launch import fit_plan
-from splitkv.legality import is_legal
-from splitkv.masks import Mask
-from splitkv.plans import Kernel, Plan
-from splitkv.policies import fixed
-from splitkv.policies.shared import MAX_SPLITS
-from splitkv.problem import Problem
-from splitkv.registry import KERNELS, POLICIES, kernel_named, make_plan
+from splitkv.kernels.hopper.prefill import quantised as prefill_quantised
+from splitkv.kernels.host.workspace import TICKETS
+from splitkv.planner.legality import is_legal
+from splitkv.planner.policies import fixed
+from splitkv.planner.policies.shared import MAX_SPLITS
+from splitkv.planner.registry import KERNELS, POLICIES, kernel_named, make_plan
+from splitkv.runtime.dispatch import fit_plan
+from splitkv.testing import bind, make_operands
 
 H200 = GPUS["h200"]
 DECODE = Problem("decode", 2, 8, 2, 128, 128, 1, 4096, mask=Mask(causal=True), lengths="device")
@@ -126,11 +129,11 @@ def test_what_is_counted_where_a_launcher_is_bound() -> None:
     """Tickets of pairs; programs of a launch that merges."""
     lanes = TICKETS // 8
     plan = plan_of(replace(INT8, batch=lanes), QUANTISED, merge="pairs", num_splits=4)
-    prefill_quantised.Launcher(plan, layouts_in_8_bits(plan.problem))
+    prefill_quantised.bind(plan, layouts_in_8_bits(plan.problem))
     plan = plan_of(replace(INT8, batch=lanes + 1), QUANTISED, merge="pairs", num_splits=4)
     said = rf"^plan.config.merge: expected .* {lanes} sequences times lanes of each, got 'pairs'$"
     with pytest.raises(ValueError, match=said):
-        prefill_quantised.Launcher(plan, layouts_in_8_bits(plan.problem))
+        prefill_quantised.bind(plan, layouts_in_8_bits(plan.problem))
     plan = plan_of(replace(INT8, batch=2200), "prefill", merge="last", num_splits=MAX_SPLITS)
     said = "^plan.config.merge: expected 'combine' of 2252800 programs, got 'last'$"
     with pytest.raises(ValueError, match=said):
@@ -157,6 +160,56 @@ def test_programs_that_share_a_batch(kernel: str) -> None:
     said = "schedule: expected 'even' or 'fixed', got 'batch'"
     refused(said, ON_HOST, kernel, schedule="batch", programs=9)
     refused("programs: expected 0, got 9", DECODE, kernel, programs=9)
+
+
+@pytest.mark.parametrize("schedule", ["even", "batch"])
+def test_a_size_of_parts_that_are_not_of_a_size(schedule: Any) -> None:
+    """Which would be ignored."""
+    programs = 9 if schedule == "batch" else 0
+    how = {"schedule": schedule, "programs": programs, "split_size": 64}
+    refused("split_size: expected 0, got 64", DECODE, HOPPER, **how)
+
+
+def test_numbers_of_other_types() -> None:
+    """Also after plans that are equal to them."""
+    for name, right, wrong, said in (
+        ("num_splits", 1, True, "an integer, got True"),
+        ("num_stages", 2, 2.0, "an integer, got 2.0"),
+        ("pack_gqa", True, 1, "True or False, got 1"),
+        ("appends", False, 0, "True or False, got 0"),
+    ):
+        fit_plan(plan_of(DECODE, "decode_split", **{name: right}), DECODE, H200)
+        refused(f"{name}: expected {said}", DECODE, "decode_split", **{name: wrong})
+    made = plan_of(DECODE, "decode_split", num_splits=numpy.int64(3))
+    assert type(fit_plan(made, DECODE, H200).config.num_splits) is int
+
+
+CUTS: list[dict[str, Any]] = [
+    *({"num_splits": n} for n in (1, 2, 3, 17, MAX_SPLITS)),
+    *({"schedule": "batch", "programs": n, "num_splits": 4} for n in (2, 3, 4, 7, 65535)),
+    *({"schedule": "fixed", "split_size": n, "num_splits": 256} for n in (256, 1024, 1 << 20)),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_what_is_legal_is_bound(kernel: Kernel) -> None:
+    """Every schedule, merge and number of parts that is not refused."""
+    problem = replace(OF_KERNEL[kernel.name], seqlen_k=512)
+    operands = bind(problem, make_operands(problem))
+    bound = 0
+    for found, cut, merge in product(
+        islice(kernel.configs(problem, H200), 0, None, 7), CUTS, kernel.merges
+    ):
+        config = replace(found, **{"merge": merge, **cut})
+        if is_legal(kernel, problem, H200, config):
+            try:
+                plan = Plan(problem, H200, "mine", kernel.name, config, "made by hand")
+            except ValueError:  # parts that cannot be a cluster
+                continue
+            kernel.bind(plan, operands)
+            assert kernel.traffic(problem, config).bytes > 0
+            bound += 1
+    assert bound >= 1
 
 
 def test_new_tokens_that_a_kernel_leaves_to_append() -> None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import splitkv
-from splitkv import Device, launch
-from splitkv.problem import Problem
+from splitkv import Device
+from splitkv.core.problem import Problem
 
 BATCH, SEQLEN_Q, HEADS, KV_HEADS, DIM, DIM_V = 2, 3, 8, 2, 16, 24
 CAPACITY, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 32, 7, 4, 3
 NAN = math.nan
+TOO_LARGE = f"expected at most {(1 << 30) - 1}"
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -114,13 +115,14 @@ Row = tuple[dict[str, Any], dict[str, Any], str]
 
 TENSORS: list[Row] = [
     (CONTIGUOUS, {"q": None}, "q: expected a tensor, got None"),
-    (CONTIGUOUS, {"q": [1.0]}, "q: expected a tensor, got [1.0]"),
+    (CONTIGUOUS, {"q": [1.0]}, "q: expected a tensor, got [1.0]; pass torch.as_tensor(q)"),
     (CONTIGUOUS, {"k_cache": "keys"}, "k_cache: expected a tensor, got 'keys'"),
     (CONTIGUOUS, {"v_cache": 3}, "v_cache: expected a tensor, got 3"),
     (
         CONTIGUOUS,
         {"k_cache": rand(BATCH, CAPACITY, KV_HEADS, DIM).numpy()},
-        f"k_cache: expected a torch tensor, got a tensor of shape [2, {CAPACITY}, 2, {DIM}]",
+        f"k_cache: expected a tensor, got a numpy.ndarray of shape [2, {CAPACITY}, 2, {DIM}]; "
+        "pass torch.as_tensor(k_cache)",
     ),
     (
         CONTIGUOUS,
@@ -252,7 +254,7 @@ LENGTHS: list[Row] = [
     (
         PAGED,
         {"page_table": ints(BATCH, MAX_PAGES, dtype=torch.int64)},
-        "page_table: expected dtype int32, got int64",
+        "page_table: expected dtype int32, got int64; pass page_table.int()",
     ),
     (
         PAGED,
@@ -282,12 +284,13 @@ LENGTHS: list[Row] = [
     (
         PAGED,
         {"page_table": [[0, 1, 2], [3, 4, 5]]},
-        "page_table: expected a tensor [batch=2, max_pages], got [[0, 1, 2], [3, 4, 5]]",
+        "page_table: expected a tensor [batch=2, max_pages], got [[0, 1, 2], [3, 4, 5]]; "
+        "pass torch.as_tensor(page_table)",
     ),
     (
         CONTIGUOUS,
         {"cache_seqlens": ints(BATCH, dtype=torch.int64)},
-        "cache_seqlens: expected dtype int32, got int64",
+        "cache_seqlens: expected dtype int32, got int64; pass cache_seqlens.int()",
     ),
     (
         CONTIGUOUS,
@@ -303,7 +306,8 @@ LENGTHS: list[Row] = [
     (
         CONTIGUOUS,
         {"cache_seqlens": [7, 8]},
-        "cache_seqlens: expected a tensor [batch=2], got [7, 8]",
+        "cache_seqlens: expected a tensor [batch=2], got [7, 8]; "
+        "pass torch.as_tensor(cache_seqlens)",
     ),
     (
         CONTIGUOUS,
@@ -339,7 +343,7 @@ MASKS_AND_SCORES: list[tuple[dict[str, Any], str]] = [
     ({"causal": None}, "causal: expected True or False, got None"),
     ({"causal": "yes"}, "causal: expected True or False, got 'yes'"),
     ({"window_size": (1, 2, 3)}, "window_size: expected (left, right), got (1, 2, 3)"),
-    ({"window_size": [4]}, "window_size: expected (left, right), got (4,)"),
+    ({"window_size": [4]}, "window_size: expected (left, right), got [4]"),
     ({"window_size": 4}, "window_size: expected (left, right), got 4"),
     ({"window_size": None}, "window_size: expected (left, right), got None"),
     ({"window_size": (-2, 0)}, "window_size left: expected at least -1, got -2"),
@@ -382,7 +386,11 @@ MASKS_AND_SCORES: list[tuple[dict[str, Any], str]] = [
         "alibi_slopes: expected dtype float32 or float64, got bfloat16",
     ),
     ({"alibi_slopes": meta(HEADS)}, "alibi_slopes: expected device cpu, got meta"),
-    ({"alibi_slopes": [0.5] * 2}, "alibi_slopes: expected a tensor [num_heads=8], got [0.5, 0.5]"),
+    (
+        {"alibi_slopes": [0.5] * 2},
+        "alibi_slopes: expected a tensor [num_heads=8], got [0.5, 0.5]; "
+        "pass torch.as_tensor(alibi_slopes)",
+    ),
     (
         {"alibi_slopes": gaps(HEADS)},
         f"alibi_slopes: {STRIDE} [2]; pass alibi_slopes.contiguous()",
@@ -695,7 +703,11 @@ RAGGED: list[Row] = [
     ),
     (VARLEN, {"cu_seqlens_q": None}, "cu_seqlens_q: expected a tensor, got None"),
     (VARLEN, {"cu_seqlens_k": None}, "cu_seqlens_k: expected a tensor, got None"),
-    (VARLEN, {"cu_seqlens_q": [0, 3, 6]}, "cu_seqlens_q: expected a tensor, got [0, 3, 6]"),
+    (
+        VARLEN,
+        {"cu_seqlens_q": [0, 3, 6]},
+        "cu_seqlens_q: expected a tensor, got [0, 3, 6]; pass torch.as_tensor(cu_seqlens_q)",
+    ),
     (
         VARLEN,
         {"cu_seqlens_q": ints(1, 3)},
@@ -714,7 +726,7 @@ RAGGED: list[Row] = [
     (
         VARLEN,
         {"cu_seqlens_k": ints(3, dtype=torch.int64)},
-        "cu_seqlens_k: expected dtype int32, got int64",
+        "cu_seqlens_k: expected dtype int32, got int64; pass cu_seqlens_k.int()",
     ),
     (
         VARLEN,
@@ -730,6 +742,9 @@ RAGGED: list[Row] = [
     (VARLEN, {"max_seqlen_k": 6.0}, "max_seqlen_k: expected an integer, got 6.0"),
     (VARLEN, {"max_seqlen_q": -1}, "max_seqlen_q: expected at least 0, got -1"),
     (VARLEN, {"max_seqlen_k": -3}, "max_seqlen_k: expected at least 0, got -3"),
+    (VARLEN, {"max_seqlen_q": 1 << 30}, f"max_seqlen_q: {TOO_LARGE}, got {1 << 30}"),
+    (VARLEN, {"max_seqlen_q": 1 << 70}, f"max_seqlen_q: {TOO_LARGE}, got {1 << 70}"),
+    (VARLEN, {"max_seqlen_k": 1 << 70}, f"max_seqlen_k: {TOO_LARGE}, got {1 << 70}"),
     (
         VARLEN,
         {"max_seqlen_k": torch.tensor(6)},
@@ -757,12 +772,13 @@ PAGES: list[Row] = [
     (
         PAGED_VARLEN,
         {"cache_seqlens": ints(BATCH, dtype=torch.int64)},
-        "cache_seqlens: expected dtype int32, got int64",
+        "cache_seqlens: expected dtype int32, got int64; pass cache_seqlens.int()",
     ),
     (
         PAGED_VARLEN,
         {"cache_seqlens": [4, 6]},
-        "cache_seqlens: expected a tensor [batch=2], got [4, 6]",
+        "cache_seqlens: expected a tensor [batch=2], got [4, 6]; "
+        "pass torch.as_tensor(cache_seqlens)",
     ),
     (
         PAGED_VARLEN,
@@ -772,12 +788,13 @@ PAGES: list[Row] = [
     (
         PAGED_VARLEN,
         {"page_table": ints(BATCH, MAX_PAGES, dtype=torch.int64)},
-        "page_table: expected dtype int32, got int64",
+        "page_table: expected dtype int32, got int64; pass page_table.int()",
     ),
     (
         PAGED_VARLEN,
         {"page_table": [[0]]},
-        "page_table: expected a tensor [batch=2, max_pages], got [[0]]",
+        "page_table: expected a tensor [batch=2, max_pages], got [[0]]; "
+        "pass torch.as_tensor(page_table)",
     ),
     (
         PAGED_VARLEN,
@@ -808,6 +825,11 @@ WARMUPS: list[Row] = [
     (WARMUP, {"num_heads": 0}, "num_heads: expected more than 0, got 0"),
     (WARMUP, {"num_kv_heads": 2.0}, "num_kv_heads: expected an integer, got 2.0"),
     (WARMUP, {"head_dim": -64}, "head_dim: expected more than 0, got -64"),
+    *(
+        (WARMUP, {name: 1 << 70}, f"{name}: {TOO_LARGE}, got {1 << 70}")
+        for name in ("num_heads", "head_dim", "max_seqlen_k", "max_seqlen_q", "page_size")
+    ),
+    (WARMUP, {"batch_sizes": (1, 1 << 70)}, f"batch_sizes: {TOO_LARGE}, got {1 << 70}"),
     (WARMUP, {"head_dim_v": 0}, "head_dim_v: expected more than 0, got 0"),
     (WARMUP, {"max_seqlen_k": 0}, "max_seqlen_k: expected more than 0, got 0"),
     (WARMUP, {"page_size": 0}, "page_size: expected more than 0, got 0"),
@@ -936,9 +958,15 @@ def refused(message: str) -> Any:
 @pytest.mark.parametrize(("function", "row"), TABLE, ids=IDS)
 def test_call(function: Callable[..., Any], row: Row) -> None:
     good, wrong, message = row
-    launch._calls.clear()  # 6.0 is 6 to what finds a call again
     with refused(message):
         function(**good | wrong)
+
+
+@pytest.mark.parametrize("device", ["sideways", b"x", 1.5, 99, "cuda:99", True, object()])
+def test_a_device_that_torch_has_not(device: Any) -> None:
+    said = re.escape(f"device: expected a device that torch has here, got {device!r}; torch: ")
+    with pytest.raises(ValueError, match=f"^{said}"):
+        splitkv.warmup(**WARMUP, device=device)
 
 
 def test_the_rest_of_each_call_is_right() -> None:
@@ -1062,6 +1090,8 @@ DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
             ({"num_kv_heads": 0}, "num_kv_heads: expected more than 0, got 0"),
             ({"head_dim": 64.0}, "head_dim: expected an integer, got 64.0"),
             ({"seqlen_k": -1}, "seqlen_k: expected at least 0, got -1"),
+            ({"seqlen_k": 1 << 70}, f"seqlen_k: {TOO_LARGE}, got {1 << 70}"),
+            ({"batch": 1 << 70}, f"batch: {TOO_LARGE}, got {1 << 70}"),
             ({"kind": "prefill"}, "kind: expected 'decode', 'dense' or 'varlen', got 'prefill'"),
             ({"dtype": "bf16"}, f"dtype: expected {WORKING}, got 'bf16'"),
         )

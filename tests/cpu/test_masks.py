@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from splitkv.masks import Mask
+from splitkv.core.masks import Mask
 
 MASKS = [
     *(

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from splitkv.device import GPUS
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.policies import flash_attention_2, flash_attention_3, sequence_aware
-from splitkv.policies.shared import float32
-from splitkv.problem import Problem
-from splitkv.scores import Score
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
+from splitkv.planner.policies import flash_attention_2, flash_attention_3, sequence_aware
+from splitkv.planner.policies.shared import float32
 
 GOLDEN = Path(__file__).parent / "golden" / "ports.json"
 H200 = GPUS["h200"]

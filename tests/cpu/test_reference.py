@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splitkv import reference
-from splitkv.masks import Mask
+from splitkv.core.masks import Mask
 from splitkv.testing import (
     Codec,
     Paged,

@@ -11,18 +11,19 @@ import pytest
 import torch
 import training
 
-from splitkv.device import CPU, GPUS
-from splitkv.errors import UnsupportedProblem
+from splitkv.core.device import CPU, GPUS
+from splitkv.core.errors import UnsupportedProblem
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Kernel, Traffic
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.scores import Score
 from splitkv.kernels import decode_split
-from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kernels.hopper.cluster import CLUSTERS
-from splitkv.kv import Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Kernel, Traffic
-from splitkv.policies import fixed
-from splitkv.policies.shared import WHOLE_SEQUENCES
-from splitkv.problem import Operands, Problem
-from splitkv.registry import (
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels.hopper.primitives.cluster import CLUSTERS
+from splitkv.planner.policies import fixed
+from splitkv.planner.policies.shared import WHOLE_SEQUENCES
+from splitkv.planner.registry import (
     DEFAULT,
     KERNELS,
     POLICIES,
@@ -31,7 +32,6 @@ from splitkv.registry import (
     make_plan,
     rounded_up,
 )
-from splitkv.scores import Score
 
 H200 = GPUS["h200"]
 DEVICES = {**GPUS, "cpu": CPU}
@@ -60,8 +60,12 @@ def test_names_are_unique() -> None:
 
 @every_kernel
 def test_a_kernel_is_named_after_its_file(kernel: Kernel) -> None:
-    name = kernel.name.replace("hopper_", "hopper.")
-    assert import_module(f"splitkv.kernels.{name}").KERNEL is kernel
+    home = kernel.name
+    if home.startswith("hopper_"):  # hopper_prefill_half: hopper/prefill/half.py
+        _, room, *rest = home.split("_")
+        variant = "_".join(rest) if room == "prefill" else ""
+        home = f"hopper.{room}.{variant or 'kernel'}"
+    assert import_module(f"splitkv.kernels.{home}").KERNEL is kernel
 
 
 @every_kernel
@@ -149,7 +153,7 @@ def test_configs_of_decode_split_are_legal(gpu: str) -> None:
             assert all(16 <= tile <= 128 and tile & (tile - 1) == 0 for tile in tiles), case
             assert config.num_warps in (2, 4, 8) and config.num_stages >= 1, case
             assert config.tile_m == decode_split.tile_m(problem), case
-            assert decode_split.shared_bytes(problem, config) <= device.smem_per_block, case
+            assert decode_split.shared_bytes(problem, config, device) <= device.smem_per_block, case
             default = Config()
             assert (config.schedule, config.programs, config.split_size) == (
                 default.schedule,
@@ -408,7 +412,7 @@ def test_make_plan_refuses(arguments: dict[str, Any], message: str) -> None:
 def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reason of every kernel, under the problem and the device."""
     candidates = tuple(k for k in KERNELS if k.name != "torch_math")  # which has no limits
-    monkeypatch.setattr("splitkv.registry.KERNELS", candidates)
+    monkeypatch.setattr("splitkv.planner.registry.KERNELS", candidates)
     problem = replace(
         DECODE,
         head_dim=72,

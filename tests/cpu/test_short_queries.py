@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import splitkv
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split, prefill, torch_math
-from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kv import Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.policies import short_queries, waves
-from splitkv.problem import Problem
-from splitkv.registry import kernel_named
+from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.planner.policies import short_queries, waves
+from splitkv.planner.registry import kernel_named
 
 H200 = GPUS["h200"]
 FEW = Problem("dense", 1, 32, 8, 128, 128, 16, 32768, mask=Mask(True))

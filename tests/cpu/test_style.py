@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,93 @@ KERNEL_FILES = [
     if path.parent.name != "tile" and re.search(r"^@triton\.jit|^KERNEL = ", path.read_text(), re.M)
 ]
 SECTIONS = ("Computes", "Shapes", "Grid", "Traffic", "Numerics", "Limits")
-MAX_LINES = 550
 BANNED = (r"# (TODO|FIXME|XXX)\b", r"# fmt: [o]ff", r"# [n]oqa(?!: )", r"type: [i]gnore(?!\[)")
-MAX_JIT_LINES = 120  # the body: a signature has a line an argument
+MAX_PARAMETERS, MAX_RESULTS, MAX_NESTING = 10, 3, 4  # of a Python or device function
+NESTING = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef)
+FORBIDDEN_OPENINGS = ("Of ", "As ", "The same ")
+FORBIDDEN_MODULES = ("known", "again", "ahead", "effect", "halves", "numbered")
+# Not yet done: paths under src/splitkv. What is mended leaves the list, nothing joins it.
+PENDING: tuple[str, ...] = (
+    "cache/paged.py",
+    "cache/quantize.py",
+    "cache/sink_window.py",
+    "cache/storage.py",
+    "cli.py",
+    "core/masks.py",
+    "core/options.py",
+    "core/problem.py",
+    "demo/__init__.py",
+    "demo/curves.py",
+    "demo/model.py",
+    "demo/text.py",
+    "flash_attn/attention.py",
+    "flash_attn/cached_call.py",
+    "flash_attn/descales.py",
+    "flash_attn/kv_cache.py",
+    "flash_attn/pages.py",
+    "flash_attn/scheduler.py",
+    "integrations/torch_sdpa.py",
+    "integrations/transformers.py",
+    "kernels/append.py",
+    "kernels/combine.py",
+    "kernels/hopper/__init__.py",
+    "kernels/hopper/prefill/convert.py",
+    "kernels/hopper/prefill/half.py",
+    "kernels/hopper/prefill/merge_pairs.py",
+    "kernels/hopper/prefill/sums.py",
+    "kernels/hopper/prefill/widened.py",
+    "kernels/host/relaunch.py",
+    "kernels/prefill.py",
+    "kernels/tile/attend.py",
+    "kernels/tile/dropout.py",
+    "kernels/tile/encode.py",
+    "kernels/tile/gradient.py",
+    "kernels/tile/merge.py",
+    "kernels/tile/new.py",
+    "kernels/tile/share.py",
+    "kernels/tile/visit.py",
+    "kernels/tile/weight.py",
+    "kernels/torch_math.py",
+    "kernels/torch_sdpa.py",
+    "lab/accuracy.py",
+    "lab/bench_plots.py",
+    "lab/cases.py",
+    "lab/commands.py",
+    "lab/compiler.py",
+    "lab/doctor.py",
+    "lab/evolve/candidate.py",
+    "lab/evolve/grammar.py",
+    "lab/evolve/guided.py",
+    "lab/evolve/run.py",
+    "lab/evolve/sandbox.py",
+    "lab/evolve/search.py",
+    "lab/evolve/timers.py",
+    "lab/fa3.py",
+    "lab/peers.py",
+    "lab/plots.py",
+    "lab/report.py",
+    "lab/reproduce/backends.py",
+    "lab/reproduce/claims.py",
+    "lab/reproduce/results.py",
+    "lab/reproduce/tables.py",
+    "lab/sequences/cases.py",
+    "lab/sequences/check.py",
+    "lab/timing.py",
+    "lab/tune.py",
+    "planner/policies/decode_cost.py",
+    "planner/policies/short_queries.py",
+    "planner/policies/tuned.py",
+    "planner/policies/widening.py",
+    "reference.py",
+    "rounding.py",
+    "runtime/append.py",
+    "runtime/append_decode.py",
+    "runtime/attention.py",
+    "runtime/call_cache.py",
+    "runtime/decode.py",
+    "runtime/warmup.py",
+    "testing.py",
+)
 
 
 def relative(path: Path) -> str:
@@ -33,11 +118,6 @@ def test_file_says_what_it_is(path: Path) -> None:
         assert ast.get_docstring(ast.parse(text)), "expected a module docstring"
     for banned in BANNED:
         assert not re.search(banned, text), f"{banned} found"
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=relative)
-def test_file_stays_small(path: Path) -> None:
-    assert path.read_text().count("\n") <= MAX_LINES
 
 
 @pytest.mark.parametrize("path", KERNEL_FILES, ids=relative)
@@ -57,12 +137,99 @@ def test_kernel_file_decides_nothing(path: Path) -> None:
     assert not re.search(r"\b(USE|IS|HAS)_\w+: tl\.constexpr", text), "pass None instead of a flag"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=relative)
-def test_device_functions_stay_readable(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.decorator_list:
-            length = (node.end_lineno or 0) - node.body[0].lineno + 1
-            assert length <= MAX_JIT_LINES, f"{node.name} has {length} lines"
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def is_entry(function: ast.FunctionDef) -> bool:
+    """Whether it is a jit function with options of a launch: a kernel."""
+    return any(
+        isinstance(by, ast.Call) and ast.unparse(by.func) in ("triton.jit", "gluon.jit")
+        for by in function.decorator_list
+    )
+
+
+def depth(node: ast.AST) -> int:
+    """Statements with a body of their own, one in the other; `elif` is no deeper than `if`."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse
+        own = isinstance(child, NESTING) and not is_elif
+        deepest = max(deepest, own + depth(child))
+    return deepest
+
+
+def results(function: ast.FunctionDef) -> int:
+    """Items of the longest tuple that is returned."""
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    return max((len(x.elts) for x in returned if isinstance(x, ast.Tuple)), default=0)
+
+
+def unpacked(function: ast.FunctionDef) -> Iterator[ast.Tuple]:
+    """What is unpacked by position from something that is not written out beside it."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Tuple):
+            yield from (target for target in node.targets if isinstance(target, ast.Tuple))
+
+
+def shape_faults(path: Path) -> set[str]:
+    """What of a file is over the limits, or a word that is not to be there."""
+    tree, faults = ast.parse(path.read_text()), set()
+    if path.stem in FORBIDDEN_MODULES:
+        faults.add(f"module {path.stem}: named for nothing that it holds")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+            opening = (ast.get_docstring(node) or "").split("\n")[0]
+            if opening.startswith(FORBIDDEN_OPENINGS):
+                faults.add(f"{getattr(node, 'name', 'module')}: {opening}")
+    for function in functions(tree):
+        arguments = function.args
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        if not is_entry(function) and len(every) > MAX_PARAMETERS:
+            faults.add(f"{function.name}: {len(every)} parameters")
+        if results(function) > MAX_RESULTS:
+            faults.add(f"{function.name}: {results(function)} positional results")
+        if depth(function) > MAX_NESTING:
+            faults.add(f"{function.name}: {depth(function)} statements one in the other")
+        for target in unpacked(function):
+            blank = any(isinstance(x, ast.Name) and x.id == "_" for x in target.elts)
+            if len(target.elts) > MAX_RESULTS or blank:
+                faults.add(f"{function.name}: unpacks {ast.unparse(target)}")
+    return faults
+
+
+def flags(path: Path) -> set[str]:
+    """Compile-time parameters that say whether, and not which or what: they stand alone as a
+    condition and are given as True or False."""
+    text, found = path.read_text(), set()
+    for function in functions(ast.parse(text)):
+        for argument in function.args.args:
+            kind = ast.unparse(argument.annotation) if argument.annotation else ""
+            if kind not in ("tl.constexpr", "gl.constexpr"):
+                continue
+            name = argument.arg
+            if re.search(rf"(?<![\w.=] )\b(if|not) {name}\b(?! *[\w.<>=!%+*/-])", text):
+                found.add(f"{function.name}: {name}")
+    return found
+
+
+def pending(path: Path) -> bool:
+    return any(relative(path).startswith(f"src/splitkv/{name}") for name in PENDING)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=relative)
+def test_functions_take_and_give_what_has_a_name(path: Path) -> None:
+    faults = shape_faults(path) | flags(path)
+    if not pending(path):
+        assert faults == set()
+
+
+def test_what_is_pending_is_there() -> None:
+    """Files that are mended leave the list."""
+    for name in PENDING:
+        paths = [p for p in PACKAGE.rglob("*.py") if relative(p).startswith(f"src/splitkv/{name}")]
+        assert paths, f"{name}: no such file"
+        assert any(shape_faults(p) | flags(p) for p in paths), f"{name}: nothing is left to do"
 
 
 def test_kernel_files_are_found() -> None:

@@ -27,9 +27,11 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from splitkv import launch, registry
-from splitkv.device import GPUS
-from splitkv.kernels import decode_launch, decode_split, torch_math, torch_sdpa
+from splitkv.core.device import GPUS
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Problem
+from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kernels.host import launcher
 from splitkv.lab import compiler, space, studies, sweep, timing, tune
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.compiler import Compiler, in_order_of_readiness
@@ -37,10 +39,10 @@ from splitkv.lab.report import boundary_table, regret, regret_table, report, swe
 from splitkv.lab.studies import Effort
 from splitkv.lab.suites import CASES, SUITES
 from splitkv.lab.timing import Protocol, Timing, Variant
-from splitkv.plans import Config, Plan
-from splitkv.policies import POLICIES, decode_cost, fixed, tuned, waves
-from splitkv.policies.shared import num_tiles, shapes
-from splitkv.problem import Problem
+from splitkv.planner import registry
+from splitkv.planner.policies import POLICIES, decode_cost, fixed, tuned, waves
+from splitkv.planner.policies.shared import num_tiles, shapes
+from splitkv.runtime import dispatch
 
 ALL_KERNELS = registry.KERNELS
 H200 = GPUS["h200"]
@@ -773,7 +775,7 @@ def test_a_process_compiles_the_kernels_of_a_plan_and_launches_none(
 
     class Driver(AnyGPU):
         def launcher_cls(self, src: Any, metadata: Any) -> Loaded:
-            compiled.append(src.fn.__name__)
+            compiled.append(metadata.name)
             return Loaded()
 
     for owner, name in (
@@ -787,12 +789,12 @@ def test_a_process_compiles_the_kernels_of_a_plan_and_launches_none(
     monkeypatch.setattr(registry, "KERNELS", ALL_KERNELS)
     monkeypatch.setattr(compiler.os, "nice", lambda by: None)
     monkeypatch.setattr(driver, "_active", Driver(90))
-    monkeypatch.setattr(launch, "fit_plan", lambda plan, problem, device: plan)
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
     monkeypatch.setattr(
         compiler, "Inputs", lambda case, count, blank: Inputs(case, count, "cpu", blank=blank)
     )
     compiler.only_compile()
-    merge = decode_launch.combine  # whichever test has compiled it in this process before
+    merge = launcher.combine  # whichever test has compiled it in this process before
     monkeypatch.setattr(merge, "device_caches", defaultdict(merge.create_binder))
     problem = replace(CASE.problem, num_heads=heads)
     compiler.compile_plan(problem, H200, kernel, Config(4, num_stages=2))

@@ -11,9 +11,9 @@ from results import MACHINE
 from rich.console import Console
 from typer.testing import CliRunner
 
-from splitkv import registry
 from splitkv.cli import app
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.plan import Config
 from splitkv.kernels import decode_split
 from splitkv.lab import fa3, studies, sweep
 from splitkv.lab.lines import Record, read
@@ -21,8 +21,8 @@ from splitkv.lab.report import report
 from splitkv.lab.reproduce import backends
 from splitkv.lab.reproduce.works import Work
 from splitkv.lab.suites import CASES
-from splitkv.plans import Config
-from splitkv.policies import fixed, waves
+from splitkv.planner import registry
+from splitkv.planner.policies import fixed, waves
 
 CASE = CASES["mqa8_b1_512"]
 POLICIES = {"waves": waves.choose, "three": fixed.with_splits(3)}

@@ -14,9 +14,9 @@ import torch
 from running import HERE, each_shape
 
 from splitkv import testing
+from splitkv.core.plan import Config
 from splitkv.kernels import prefill
-from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.plans import Config
+from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
 from splitkv.testing import (
     Codec,
     Mask,

@@ -13,10 +13,10 @@ from torch import Tensor
 from training import paged
 
 from splitkv import reference
-from splitkv.device import CPU, GPUS
+from splitkv.core.device import CPU, GPUS
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Kernel, Plan
 from splitkv.kernels import torch_math, torch_sdpa
-from splitkv.masks import Mask
-from splitkv.plans import Config, Kernel, Plan
 from splitkv.testing import (
     Call,
     Codec,
@@ -25,6 +25,7 @@ from splitkv.testing import (
     Problem,
     Ragged,
     Score,
+    assert_close,
     bind,
     check,
     expected,
@@ -212,17 +213,19 @@ def test_tokens_after_the_last_sequence(kind: Any, kernel: Kernel) -> None:
     problem = replace(DENSE, kind="varlen", mask=Mask(causal=True))
     call = make_operands(problem)
     used = call["q"].shape[0]
-    exact, _ = run(kernel)(problem, call)
+    ref, _ = expected(problem, call)
+    alone, _ = run(kernel)(problem, call)
     for name in "qkv":
         call[name] = torch.cat([call[name], torch.full_like(call[name][:3], math.nan)])
     out, _ = run(kernel)(problem, call)
-    assert torch.equal(out[:used], exact) and (out[used:] == 0).all()
+    assert_close(out[:used], ref, alone)
+    assert (out[used:] == 0).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
-def test_dropout(mask: str, kernel: Kernel) -> None:
+def test_dropout(mask: str) -> None:
     """Unbiased, different every time, and reproducible from torch's seed."""
+    kernel = torch_math.KERNEL
     problem = replace(DENSE, mask=TRAINING_MASKS[mask], dropout=True)
     call = make_operands(problem)
     call["v"] = torch.ones_like(call["v"])

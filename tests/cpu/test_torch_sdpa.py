@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from splitkv.autograd import _recording
-from splitkv.device import GPUS, cpu
+from splitkv.core.device import GPUS, cpu
 from splitkv.integrations import torch_sdpa
 from splitkv.kernels import prefill
+from splitkv.runtime.autograd import _recording
 
 aten = torch.ops.aten
 Q, K, V = (2, 4, 6, 16), (2, 2, 9, 16), (2, 2, 9, 16)

@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Kernel, Traffic
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
-from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kernels.hopper import prefill_half, prefill_quantised, prefill_widened
-from splitkv.kv import AS_IS, Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Kernel, Traffic
-from splitkv.problem import Problem
-from splitkv.registry import KERNELS
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels.hopper.prefill import half as prefill_half
+from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.kernels.hopper.prefill import quantised as prefill_quantised
+from splitkv.kernels.hopper.prefill import widened as prefill_widened
+from splitkv.planner.registry import KERNELS
 
 H200 = GPUS["h200"]
 SMALL = Problem("decode", 2, 6, 2, 32, 48, 1, 70, mask=Mask(causal=True), return_lse=True)

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkv import registry
-from splitkv.device import GPUS, Device
+from splitkv.core.device import GPUS, Device
+from splitkv.core.kv import Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Choice, Config, Kernel
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split, torch_math, torch_sdpa
-from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kv import Contiguous, Paged
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.lab import space, studies
 from splitkv.lab.tune import drawn
-from splitkv.masks import Mask
-from splitkv.plans import Choice, Config, Kernel
-from splitkv.policies import POLICIES, decode_cost, tuned, waves
-from splitkv.policies.shared import num_tiles, shapes
-from splitkv.policies.tuned import Measured, Table, Timed
-from splitkv.problem import Problem
+from splitkv.planner import registry
+from splitkv.planner.policies import POLICIES, decode_cost, tuned, waves
+from splitkv.planner.policies.shared import num_tiles, shapes
+from splitkv.planner.policies.tuned import Measured, Table, Timed
 
 H200 = GPUS["h200"]
 ABLE: tuple[Kernel, ...] = (decode_split.KERNEL, torch_sdpa.KERNEL, torch_math.KERNEL)
@@ -273,7 +273,7 @@ def test_the_kernel_that_was_faster_is_chosen() -> None:
         decode_split.unsupported,
         decode_split.configs,
         decode_split.traffic,
-        decode_split.Launcher,
+        decode_split.bind,
     )
     for ours, theirs, winner in ((5.0, 9.0, "decode_split"), (9.0, 5.0, "rival")):
         plans = timed(16, ours, tile_n=32), Timed("rival", Config(16, tile_n=32), theirs)

@@ -46,7 +46,7 @@ def test_addresses_stand_for_arguments(
     assert at["lens_ptr"] == lens.data_ptr() and at["table_ptr"] == table.data_ptr()
     assert at["cu_q_ptr"] == cu_q.data_ptr()
     assert at["first_ptr"] == (None if first is None else first.data_ptr())
-    assert list(at)[-1] == "first_ptr" and len(at) + len(bound.tail) == len(widen_rows.arg_names)
+    assert [*at, *bound.fixed] == widen_rows.arg_names
 
 
 def test_an_odd_address_is_launched_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +56,8 @@ def test_an_odd_address_is_launched_by_triton(monkeypatch: pytest.MonkeyPatch) -
     through_triton: list[Any] = []
 
     class Kernel:
+        arg_names = widen_rows.arg_names
+
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **options: through_triton.append(args)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from splitkv.device import GPUS
-from splitkv.kv import Codec, Contiguous, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.plans import Kernel
-from splitkv.policies import widening
-from splitkv.policies.shared import HALF, QUANTISED, READY_BEFORE, WHOLE_SEQUENCES, WIDENED
-from splitkv.problem import Problem
-from splitkv.registry import KERNELS, make_plan
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Kernel
+from splitkv.core.problem import Problem
+from splitkv.planner.policies import widening
+from splitkv.planner.policies.shared import HALF, QUANTISED, READY_BEFORE, WHOLE_SEQUENCES, WIDENED
+from splitkv.planner.registry import KERNELS, make_plan
 
 H200 = GPUS["h200"]
 PROMPTS = Problem("dense", 4, 32, 8, 128, 128, 4096, 4096, mask=Mask(True))

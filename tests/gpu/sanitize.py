@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --without-roles
 
 racecheck takes what warps of one role hand to those of another for a race ("Sanitizers" in
-docs/measured-facts.md), so it gets the kernels without roles alone.
+measurements/measured-facts.md), so it gets the kernels without roles alone.
 
 Results are checked too, against references on the CPU, so that on the GPU there is little beside
 our kernels. Every tensor is an allocation of its own: memcheck sees a read past its end.
@@ -29,8 +29,9 @@ from training import FUNCTION, paged
 
 import splitkv
 from splitkv import Plan
-from splitkv.kernels import backward
-from splitkv.registry import KERNELS
+from splitkv.kernels import prefill
+from splitkv.kernels.backward.launcher import BackwardLauncher
+from splitkv.planner.registry import KERNELS
 from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, check
 
 SMALL = Problem(
@@ -121,18 +122,18 @@ def sequences_on_the_gpu(kernel: str, parts: int, page_size: int = 0) -> Callabl
     return run
 
 
-def any_gpu_backward(problem: Problem, device: splitkv.Device, _: Any) -> backward.Backward:
+def any_gpu_backward(problem: Problem, device: splitkv.Device, _: Any) -> BackwardLauncher:
     """In place of `backward_for`."""
-    return backward.Backward(problem, device)
+    return BackwardLauncher(problem, device)
 
 
 def check_sequences(roles: bool) -> None:
-    preferred = backward.backward_for
+    preferred = prefill.backward_for
     for kernel in (k for k in KERNELS if "prefill" in k.name):
         if kernel.name in WITH_ROLES and not roles:
             continue
         any_gpu = kernel.name == "prefill"
-        backward.backward_for = any_gpu_backward if any_gpu else preferred
+        prefill.backward_for = any_gpu_backward if any_gpu else preferred
         for name, problem in SEQUENCES.items():
             if kernel.unsupported(problem, HERE):
                 continue

@@ -12,9 +12,9 @@ import torch
 from interpreter.test_append import AXES, call_of, valid
 from torch import Tensor
 
-from splitkv.append import append
 from splitkv.cache import PagedKVCache, SinkWindowCache
-from splitkv.kernels.append_call import Append, Rotary, append_in_torch
+from splitkv.kernels.host.append_call import Append, Rotary, append_in_torch
+from splitkv.runtime.append import append
 from splitkv.testing import captured
 
 DEVICE = "cuda"

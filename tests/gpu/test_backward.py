@@ -19,20 +19,23 @@ from training import (
     FUNCTION,
     GRAD_AXES,
     LEAVES,
+    SINKS,
     TRAINING,
     compare_with_reference,
     fuzz,
     gradients,
+    hold_sinks_to_float64,
     problem_of,
     run,
 )
 
 import splitkv
-from splitkv.kernels import backward
-from splitkv.kernels.backward_parts import cut_tiles
-from splitkv.kernels.hopper import backward as hopper_backward
-from splitkv.kernels.hopper import backward_queries as hopper_queries
-from splitkv.kernels.hopper.backward_shapes import HEAD_DIMS, configs
+from splitkv.kernels import prefill
+from splitkv.kernels.backward import variant
+from splitkv.kernels.backward.launcher import BackwardLauncher
+from splitkv.kernels.backward.row_splits import row_splits
+from splitkv.kernels.hopper.backward import launcher as hopper_backward
+from splitkv.kernels.hopper.backward.variant import HEAD_DIMS, variants
 from splitkv.testing import Mask, Problem, Ragged, Score, check, expected, make_operands
 
 FAMILIES, PLANS, PROBLEMS = 8, 2, 16  # of a family; of a plan
@@ -42,9 +45,9 @@ EVERYTHING = replace(
 )
 
 
-def any_gpu(problem: Problem, device: splitkv.Device, operands: Any) -> backward.Backward:
+def any_gpu(problem: Problem, device: splitkv.Device, operands: Any) -> BackwardLauncher:
     """In place of `backward_for`."""
-    return backward.Backward(problem, device)
+    return BackwardLauncher(problem, device)
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(GRAD_AXES))))
@@ -55,7 +58,7 @@ def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"strided": strided, "zero_length": zero_length}
     check(problem, device=DEVICE, run=run, **options)
     if not hopper_backward.unsupported(problem, HERE):
-        monkeypatch.setattr(backward, "backward_for", any_gpu)
+        monkeypatch.setattr(prefill, "backward_for", any_gpu)
         check(problem, device=DEVICE, run=run, **options)
 
 
@@ -72,9 +75,9 @@ def test_every_config(
     dtype: str, which: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(GRAD, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
-    monkeypatch.setattr(backward, "backward_for", any_gpu)
-    for config in list(getattr(backward, which)(problem, HERE)):
-        monkeypatch.setattr(backward, which, lambda problem, device, c=config: iter([c]))
+    monkeypatch.setattr(prefill, "backward_for", any_gpu)
+    for config in list(getattr(variant, which)(problem, HERE)):
+        monkeypatch.setattr(variant, which, lambda problem, device, c=config: iter([c]))
         check(problem, device=DEVICE, run=run)
 
 
@@ -100,13 +103,10 @@ def test_every_config_on_hopper(
     problem = replace(GRAD, kind=kind, head_dim=dims[0], head_dim_v=dims[1])
     problem = replace(problem, deterministic=deterministic, mask=mask)
     assert hopper_backward.unsupported(problem, HERE) == []
-    for keys in configs(problem, HERE):
-        for queries in hopper_queries.configs(problem, HERE):
-            made = partial(hopper_backward.Backward, config=keys, queries=queries)
-            monkeypatch.setattr(backward, "backward_for", lambda p, d, _, made=made: made(p, d))
-            check(problem, device=DEVICE, run=run)
-            if not deterministic:
-                break
+    for found in variants(problem, HERE):
+        made = partial(hopper_backward.HopperBackwardLauncher, variant=found)
+        monkeypatch.setattr(prefill, "backward_for", lambda p, d, _, made=made: made(p, d))
+        check(problem, device=DEVICE, run=run)
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
@@ -144,8 +144,8 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
     """So few keys in a window that the rows that see the first ones are cut into parts."""
     problem = replace(GRAD, seqlen_q=2300, seqlen_k=2400, batch=1, num_heads=4)
     problem = replace(problem, mask=Mask(True, window, -1, sink_tokens))
-    config = next(backward.key_configs(problem, HERE))
-    assert cut_tiles(problem, HERE, config)[1] > 1
+    config = next(variant.key_configs(problem, HERE))
+    assert row_splits(problem, HERE, config.tile_m, config.tile_n)[1] > 1
     check(problem, device=DEVICE, run=run)
     check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
 
@@ -165,13 +165,13 @@ def test_few_tiles_in_parts(
     """So few tiles of keys that the rows that see each are cut into parts."""
     problem = replace(GRAD, kind=kind, mask=mask, seqlen_q=1100, seqlen_k=1200, sink_logits=True)
     problem = replace(problem, num_heads=4, num_kv_heads=1, head_dim=dims[0], head_dim_v=dims[1])
-    config = next(backward.key_configs(problem, HERE))
-    near, parts = cut_tiles(problem, HERE, config)
+    config = next(variant.key_configs(problem, HERE))
+    near, parts = row_splits(problem, HERE, config.tile_m, config.tile_n)
     assert near * config.tile_n >= 1200 and parts > 1
     for deterministic in (False, True):
         options = {"zero_length": kind == "varlen", "strided": deterministic}
         check(replace(problem, deterministic=deterministic), device=DEVICE, run=run, **options)
-    monkeypatch.setattr(backward, "backward_for", any_gpu)
+    monkeypatch.setattr(prefill, "backward_for", any_gpu)
     check(problem, device=DEVICE, run=run, zero_length=kind == "varlen")
 
 
@@ -206,13 +206,33 @@ def test_gradient_of_sink_logits(mask: Mask, deterministic: bool, dims: tuple[in
 
 
 @pytest.mark.parametrize("mine", ["preferred", "any_gpu"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("of_lse", [False, True], ids=["", "of_lse"])
+@pytest.mark.parametrize("sink", SINKS)
+def test_gradients_where_the_sink_dominates(
+    sink: float, of_lse: bool, dims: tuple[int, int], mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The LSE leaves the sink out, so that its gradient has no part in that of the sink, however
+    much larger it is than the rest."""
+    if mine == "any_gpu":
+        monkeypatch.setattr(prefill, "backward_for", any_gpu)
+    problem = replace(GRAD, dtype="bfloat16", sink_logits=True)
+    problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
+    for kind in ("dense", "varlen"):
+        problem = replace(problem, kind=kind)
+        call = make_operands(problem, device=DEVICE)
+        call["sink_logits"] = torch.full((8,), sink, device=DEVICE, requires_grad=True)
+        hold_sinks_to_float64(problem, call, run, of_lse)
+
+
+@pytest.mark.parametrize("mine", ["preferred", "any_gpu"])
 @pytest.mark.parametrize("window", [16, 127])
 def test_tokens_after_the_last_sequence(
     window: int, mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have no part in anything: their gradients are zero, also those of keys in parts."""
     if mine == "any_gpu":
-        monkeypatch.setattr(backward, "backward_for", any_gpu)
+        monkeypatch.setattr(prefill, "backward_for", any_gpu)
     problem = replace(GRAD, kind="varlen", batch=2, seqlen_q=2300, seqlen_k=2300)
     problem = replace(problem, mask=Mask(True, window, -1, 200), needs_grad=False)
     call = make_operands(problem, device=DEVICE)

@@ -33,12 +33,13 @@ from running import (
 )
 
 import splitkv
-from splitkv import launch
-from splitkv import plans as rules
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.registry import kernel_named
-from splitkv.scores import Score
+from splitkv.core import plan as rules
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.scores import Score
+from splitkv.planner.registry import kernel_named
+from splitkv.runtime import dispatch
+from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import (
     AS_IS,
     Call,
@@ -222,7 +223,7 @@ def test_addresses_of_any_alignment(place: Any, kernel: str) -> None:
 @pytest.mark.parametrize("place", [cases.Contiguous(), Paged(16)], ids=str)
 def test_a_first_call_at_any_address(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned for what the tensors are; calls at other addresses later are right all the same."""
-    monkeypatch.setattr(launch, "_calls", {})
+    monkeypatch.setattr(dispatch, "calls", CallCache())
     problem = replace(SERVING, place=place, seqlen_k=500)
     for move in (misaligned, dict, misaligned):
         check_moved(problem, move, num_splits=4)
@@ -459,7 +460,7 @@ def test_a_row_that_is_not_finite_is_written(kernel: str, name: str) -> None:
 
 
 def test_falling_back_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_warned", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     problem = replace(SERVING, head_dim=272, head_dim_v=272)
     call = make_operands(problem, device=DEVICE)
     plan = plan_of(problem, call)
@@ -479,7 +480,7 @@ def test_more_query_tokens_run_on_the_kernels_for_whole_sequences() -> None:
 def test_gradients_are_those_of_plain_torch() -> None:
     problem = replace(SERVING, seqlen_k=200, needs_grad=True)
     with pytest.warns(UserWarning, match="gradient: expected inputs that require none"):
-        launch._warned.clear()
+        dispatch._warned.clear()
         check(problem, device=DEVICE, poison=False)
 
 

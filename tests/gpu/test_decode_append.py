@@ -17,13 +17,13 @@ from gpu.test_append import DEVICE
 from running import SERVING, kernels, plans
 from torch import Tensor
 
-from splitkv.append import append
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem
 from splitkv.flash_attn import flash_attn_with_kvcache
-from splitkv.kv import Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.plans import Plan
-from splitkv.problem import Problem
-from splitkv.registry import kernel_named
+from splitkv.planner.registry import kernel_named
+from splitkv.runtime.append import append
 from splitkv.testing import assert_close, bind, captured, expected
 
 AXES: cases.Axes = {

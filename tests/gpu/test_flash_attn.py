@@ -17,13 +17,9 @@ from cpu import test_flash_attn_8bit as stored
 from cpu import test_flash_attn_kv_cache as cached
 from torch import Tensor
 
-from splitkv.flash_attn import (
-    flash_attn_combine,
-    flash_attn_with_kvcache,
-    get_scheduler_metadata,
-)
-from splitkv.masks import Mask
-from splitkv.problem import Problem
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.flash_attn import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata
 from splitkv.testing import Call, assert_close, captured, check
 
 DEVICE = "cuda"

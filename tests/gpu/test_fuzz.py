@@ -25,7 +25,7 @@ from running import (
 )
 
 import splitkv
-from splitkv.plans import Config, Plan
+from splitkv.core.plan import Config, Plan
 from splitkv.testing import Contiguous, Mask, Paged, Problem, Score, check
 
 MAX_ROWS = 32  # of the kernel for Hopper

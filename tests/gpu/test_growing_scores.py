@@ -16,8 +16,8 @@ from torch import Tensor
 from training import TRAINING, run
 
 import splitkv
-from splitkv.kernels.hopper.prefill import KERNEL
-from splitkv.plans import Config
+from splitkv.core.plan import Config
+from splitkv.kernels.hopper.prefill.kernel import KERNEL
 from splitkv.testing import (
     Call,
     Mask,

@@ -15,13 +15,16 @@ import torch
 from running import DEVICE, SERVING
 
 import splitkv
-from splitkv import launch
-from splitkv.append import _calls as append_calls
-from splitkv.append import append
-from splitkv.flash_attn import again, flash_attn_with_kvcache
-from splitkv.kernels.append_call import Append, Rotary
-from splitkv.launch import DECODE_DEFAULTS
+from splitkv.core.options import defaults_of
+from splitkv.flash_attn import cached_call, flash_attn_with_kvcache
+from splitkv.kernels.host.append_call import Append, Rotary
+from splitkv.runtime import append as append_calls
+from splitkv.runtime import dispatch
+from splitkv.runtime.append import append
+from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import Paged, make_operands
+
+DEFAULTS = defaults_of("decode")
 
 pytestmark = pytest.mark.alone
 
@@ -43,9 +46,8 @@ PROBLEMS = {
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
     """Not here: filling what was allocated would be timed, also by launchers of earlier tests."""
-    launch._calls.clear()
-    again._steps.clear()
-    append_calls.clear()
+    for module in (dispatch, cached_call, append_calls):
+        module.calls.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +79,12 @@ def host_microseconds(*calls: Callable[[], Any]) -> list[float]:
     return least
 
 
+def latest(calls: CallCache[Any]) -> Any:
+    """The bound call that the first of the options were given last."""
+    (_, _, bound), *_ = next(iter(calls.recent.values()))
+    return bound
+
+
 def written(tensors: tuple[Any, ...], call: dict[str, Any]) -> Callable[[], Any]:
     """decode with its arguments written out: to unpack them takes up to a microsecond."""
     arguments = ", ".join(("q, k, v", *(f"{name}={name}" for name in call)))
@@ -89,12 +97,11 @@ def parts(tensors: tuple[Any, ...], call: dict[str, Any]) -> list[Callable[[], A
     """A call, what it repeats once it is recognised, the same without launching, allocations."""
     decode = written(tensors, call)
     decode()
-    (recent, *_) = (x for x in launch._calls.values() if not isinstance(x, launch.Known))
-    known = recent[0]
-    repeated = known.launcher.repeat
+    cached = latest(dispatch.calls)
+    repeated = cached.launcher.repeat
     names = ["out", "cache_seqlens", "page_table", "sink_logits", "alibi_slopes"]
     names += ["q_scale", "k_scale", "v_scale"]
-    given = (*tensors, *(call.get(name) for name in names), known.softmax_scale, 0.0)
+    given = (*tensors, *(call.get(name) for name in names), cached.softmax_scale, 0.0)
     bound = repeated.__self__
     idle = copy.copy(bound)  # it does everything but launch
     idle.split = lambda *args: None
@@ -117,7 +124,7 @@ def test_decode(name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None
     call = {
         option: x
         for option, x in given.items()
-        if isinstance(x, torch.Tensor) or x != DECODE_DEFAULTS[option]
+        if isinstance(x, torch.Tensor) or x != DEFAULTS[option]
     }
     if how == "plan":
         call["plan"] = splitkv.plan(*tensors, **call)
@@ -150,10 +157,8 @@ def test_append(place: str, capsys: pytest.CaptureFixture[str]) -> None:
         call = call._replace(before=index, page_table=table, q=q, rotary=rotary)
     append(call)
     given = call.given
-    ((known, *_),) = (x for x in append_calls.values() if isinstance(x, tuple))
-    taken, launch_alone = host_microseconds(
-        lambda: append(call), lambda: known.launcher(call, given)
-    )
+    launcher = latest(append_calls.calls)
+    taken, launch_alone = host_microseconds(lambda: append(call), lambda: launcher(call, given))
     with capsys.disabled():
         told = f"{taken:.1f} us on the host, launching it {launch_alone:.1f}"
         print(f"\n  append, {place}: {told}", end="")
@@ -161,7 +166,7 @@ def test_append(place: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_step_that_appends(capsys: pytest.CaptureFixture[str]) -> None:
-    """flash_attn_with_kvcache with rotary, in one launch: the call is known again by its arguments
+    """flash_attn_with_kvcache with rotary, in one launch: the call is recognised by its arguments
     and not checked anew."""
     token = torch.randn(4, 1, 8, 128, device=DEVICE, dtype=torch.bfloat16)
     k_cache, v_cache = torch.zeros(2, 64, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16)
@@ -174,12 +179,12 @@ def test_a_step_that_appends(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = q, k_cache, v_cache, token, token.clone()
     for _ in range(3):
         flash_attn_with_kvcache(*tensors, **call, causal=True)
-    ((step, *_),) = (x for x in again._steps.values() if x)
+    repeat = latest(cached_call.calls).bound.launcher.repeat
     new = Append(*tensors[3:], k_cache, v_cache, lens, rotary=Rotary(cos, sin, None, True))
     of_decode = q, k_cache, v_cache, None, lens, table, *[None] * 5
     taken, launch_alone = host_microseconds(
         lambda: flash_attn_with_kvcache(*tensors, **call, causal=True),
-        lambda: step.launcher.repeat(*of_decode, 128**-0.5, 0.0, new),
+        lambda: repeat(*of_decode, 128**-0.5, 0.0, new),
     )
     with capsys.disabled():
         told = f"{taken:.1f} us on the host, launching it {launch_alone:.1f}"
@@ -198,8 +203,8 @@ def test_a_cache_that_grows_is_not_planned_for_in_every_step(
     ]
     known = tuple(x[:, :, :1088].contiguous().transpose(1, 2) for x in cache)
     splitkv.decode(q, *known)
-    (recent, *_) = (x for x in launch._calls.values() if not isinstance(x, launch.Known))
-    bound, scale = recent[0].launcher, recent[0].softmax_scale
+    made = latest(dispatch.calls)
+    bound, scale = made.launcher, made.softmax_scale
     tensors = (q, *known, *[None] * 8)
     bound.dispatch(tensors, scale, None)
     taken = dispatch = math.inf

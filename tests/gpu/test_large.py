@@ -12,8 +12,8 @@ from running import DEVICE, SERVING, kernels, only
 
 import splitkv
 from splitkv import reference
-from splitkv.masks import Mask
-from splitkv.policies import fixed, waves
+from splitkv.core.masks import Mask
+from splitkv.planner.policies import fixed, waves
 from splitkv.testing import assert_close, assert_lse_close
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16

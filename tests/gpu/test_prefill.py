@@ -17,10 +17,11 @@ from torch import Tensor
 from training import AXES, FUNCTION, TRAINING, fuzz, paged, problem_of, run
 
 import splitkv
-from splitkv import launch, reference
+from splitkv import reference
+from splitkv.core.plan import Config, Kernel
 from splitkv.kernels import prefill
-from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.plans import Config, Kernel
+from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.runtime import dispatch
 from splitkv.testing import (
     Call,
     Contiguous,
@@ -370,7 +371,7 @@ def test_gradients_of_pages_are_those_of_plain_torch() -> None:
     problem, call, _ = mixed(64, Mask(True))
     for name in ("k", "v"):
         call[name] = call[name].nan_to_num().requires_grad_()
-    launch._warned.clear()
+    dispatch._warned.clear()
     text = "attention_varlen runs on .*: gradient: expected inputs that require none"
     with pytest.warns(UserWarning, match=text):
         out, _ = splitkv.attention_varlen(**call)

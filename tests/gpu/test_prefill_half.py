@@ -15,8 +15,8 @@ from torch import Tensor
 from training import QUANTISED_AXES, called, has_units, paged, plan_on, problem_of
 
 import splitkv
-from splitkv.kernels.hopper.prefill_half import KERNEL
-from splitkv.kv import Codec
+from splitkv.core.kv import Codec
+from splitkv.kernels.hopper.prefill.half import KERNEL
 from splitkv.testing import (
     Call,
     Contiguous,
@@ -190,7 +190,7 @@ def test_sequences_in_pages_have_scales_of_their_own(products: Any) -> None:
     by = torch.tensor([1.0, 0.5, 2.0], device=DEVICE)[:, None]
     scales = {name: call[name] * by for name in ("k_scale", "v_scale")}
     names = (KERNEL.name, "hopper_prefill_quantised", "prefill")
-    kernels = [splitkv.registry.kernel_named(name) for name in names]
+    kernels = [splitkv.planner.registry.kernel_named(name) for name in names]
     outs = [
         called(there, call | scales, plan=plan_on(kernel, there))[0]
         for kernel in kernels

@@ -16,11 +16,11 @@ from torch import Tensor
 from training import FUNCTION, QUANTISED_AXES, called, has_units, paged, plan_on, problem_of
 
 import splitkv
-from splitkv.kernels.hopper.prefill_quantised import KERNEL
-from splitkv.kv import Codec
-from splitkv.plans import Config
-from splitkv.policies.shared import clusters, shapes
-from splitkv.scores import Score
+from splitkv.core.kv import Codec
+from splitkv.core.plan import Config
+from splitkv.core.scores import Score
+from splitkv.kernels.hopper.prefill.quantised import KERNEL
+from splitkv.planner.policies.shared import clusters, shapes
 from splitkv.testing import (
     Call,
     Contiguous,

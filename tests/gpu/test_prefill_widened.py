@@ -14,8 +14,8 @@ from torch import Tensor
 from training import QUANTISED_AXES, called, has_units, paged, plan_on, problem_of
 
 import splitkv
-from splitkv.kernels.hopper.prefill_widened import KERNEL
-from splitkv.kv import Codec
+from splitkv.core.kv import Codec
+from splitkv.kernels.hopper.prefill.widened import KERNEL
 from splitkv.testing import (
     Call,
     Contiguous,

@@ -8,15 +8,15 @@ from typing import Any
 import cases
 import pytest
 import torch
-from running import HERE
+from running import HERE, SERVING, decode
 from training import paged
 
 import splitkv
 from splitkv.cache import PagedKVCache, quantize_kv
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Plan
 from splitkv.kernels import prefill
-from splitkv.masks import Mask
-from splitkv.plans import Plan
-from splitkv.testing import Codec, Problem, Ragged, bind, check
+from splitkv.testing import Codec, Contiguous, Paged, Problem, Ragged, bind, check
 
 DEVICE = "cuda"
 STORED = ("int8", "fp8")
@@ -102,6 +102,27 @@ def test_prefill(values: cases.Values) -> None:
         return prefill.KERNEL.launch(bind(problem, call), plan)
 
     check(problem, device=DEVICE, run=run)
+
+
+QUERY_AXES: cases.Axes = {
+    "codec": cases.CODECS,
+    "products": ("widened", "half", "full"),
+    "q_granularity": ("head", "token", "tensor"),
+    "rows": ((7, 1), (8, 2), (8, 4), (4, 16)),  # heads a KV head, query tokens
+    "place": (Contiguous(), Paged(16)),
+    "kernel": ("hopper_decode_split", "decode_split"),
+}
+
+
+@pytest.mark.parametrize(
+    "values", cases.pairs(QUERY_AXES), ids=lambda values: "-".join(map(str, values.values()))
+)
+def test_decode_of_queries_in_8_bits(values: cases.Values) -> None:
+    rest = dict(values)
+    (group, seqlen_q), kernel = rest.pop("rows"), rest.pop("kernel")
+    heads = {"num_kv_heads": 2, "num_heads": 2 * group}
+    problem = replace(SERVING, **heads, **rest, seqlen_q=seqlen_q, seqlen_k=700)
+    check(problem, device=DEVICE, run=decode(kernel))
 
 
 @pytest.mark.parametrize("q_granularity", ["none", "token", "head"])

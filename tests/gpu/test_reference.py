@@ -11,16 +11,8 @@ from running import DEVICE, SERVING
 from torch.nn import functional as F
 
 from splitkv import reference
-from splitkv.masks import Mask
-from splitkv.testing import (
-    Call,
-    Problem,
-    Ragged,
-    assert_close,
-    check,
-    expected,
-    make_operands,
-)
+from splitkv.core.masks import Mask
+from splitkv.testing import Call, Problem, Ragged, assert_close, check, expected, make_operands
 
 
 def sdpa(problem: Problem, call: Call, dtype: torch.dtype) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 from running import DEVICE, SERVING, kernels, plan_with, same_bits
 
 import splitkv
-from splitkv.kernels import workspace
-from splitkv.registry import kernel_named
+from splitkv.kernels.host import workspace
+from splitkv.planner.registry import kernel_named
 from splitkv.testing import captured, make_operands
 
 # Of different sizes, so that sharing a buffer would show.

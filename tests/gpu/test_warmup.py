@@ -14,9 +14,9 @@ from running import DEVICE, SERVING, kernels
 from triton import knobs
 
 import splitkv
-from splitkv.ahead import GRANULARITIES
 from splitkv.cache import PagedKVCache
 from splitkv.flash_attn import flash_attn_with_kvcache
+from splitkv.runtime.warmup import GRANULARITIES
 
 pytestmark = pytest.mark.long
 

@@ -81,10 +81,17 @@ def every_wrong_call() -> Iterator[Any]:
 EVERY = list(every_wrong_call())
 
 
+def mask_of(query: Any) -> Any:
+    """What the model would have made of a causal mask for as many queries."""
+    shape = getattr(query, "shape", ())
+    queries = int(shape[2]) if len(shape) == 4 else QUERIES
+    return integration.visible_keys(BATCH, queries, KEYS, KEYS - queries)
+
+
 def run(call: dict[str, Any]) -> Any:
     call = {**KV, **call}
     tensors = [call.pop(n) for n in ("query", "key", "value")]
-    mask = call.pop("attention_mask", None)
+    mask = call.pop("attention_mask", mask_of(tensors[0]))
     with torch.no_grad():
         return integration.attention_forward(torch.nn.Module(), *tensors, mask, **call)
 

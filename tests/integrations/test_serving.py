@@ -16,9 +16,9 @@ from models import CONFIGS, both, from_config, left_padding, make_model, tokens 
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.cache_utils import Cache, QuantizedLayer  # noqa: E402
 
-from splitkv.errors import UnsupportedProblem  # noqa: E402
+from splitkv.core.errors import UnsupportedProblem  # noqa: E402
 from splitkv.integrations import transformers as integration  # noqa: E402
-from splitkv.integrations.continuous_batching import (  # noqa: E402
+from splitkv.integrations.continuous_batching import (
     PAGED,
     continuous_batching,
     no_mask,
@@ -126,13 +126,14 @@ def test_heads_of_tensor_parallel_ranks(queries: int) -> None:
     """Each rank has some heads of q, k, v and of the sinks; together they are all heads."""
     q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((8, queries), (4, 20), (4, 20)))
     sinks = torch.randn(8)
+    seen = integration.visible_keys(2, queries, 20, 20 - queries)
 
     def layer(ranks: int, rank: int) -> torch.Tensor:
         def share(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
             return x.chunk(ranks, dim)[rank]
 
         out, _ = integration.attention_forward(
-            torch.nn.Module(), share(q), share(k), share(v), None, s_aux=share(sinks, 0)
+            torch.nn.Module(), share(q), share(k), share(v), seen, s_aux=share(sinks, 0)
         )
         return out
 
@@ -142,7 +143,7 @@ def test_heads_of_tensor_parallel_ranks(queries: int) -> None:
         torch.testing.assert_close(torch.cat(parts, 2), whole)
     with pytest.raises(ValueError, match=r"s_aux: expected .*num_heads=4.*got .*8"):
         integration.attention_forward(
-            torch.nn.Module(), q[:, :4], k[:, :2], v[:, :2], None, s_aux=sinks
+            torch.nn.Module(), q[:, :4], k[:, :2], v[:, :2], seen, s_aux=sinks
         )
 
 

@@ -12,9 +12,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from splitkv.cli import app
-from splitkv.device import GPUS, cpu
-from splitkv.masks import Mask
-from splitkv.problem import Problem
+from splitkv.core.device import GPUS, cpu
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 

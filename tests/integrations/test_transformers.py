@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from models import (  # noqa: E402
     tokens,
 )
 from transformers import CompileConfig, DynamicCache, Qwen2MoeConfig  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
     bidirectional_mask_function,
@@ -40,11 +43,12 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.models.llama import modeling_llama as llama  # noqa: E402
 
 import splitkv  # noqa: E402
+from splitkv.core.masks import Mask  # noqa: E402
 from splitkv.integrations import transformers as integration  # noqa: E402
 from splitkv.integrations import visibility  # noqa: E402
-from splitkv.masks import Mask  # noqa: E402
 from splitkv.testing import assert_close  # noqa: E402
 
 
@@ -341,9 +345,93 @@ def test_dropout_is_handed_on(calls: list[SimpleNamespace]) -> None:
     assert not torch.equal(first, second)
 
 
+# Mixed precision
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trains_under_autocast(name: str, padding: str) -> None:
+    """float32 weights as `Trainer(bf16=True)` has them: gradients as near as eager attention's."""
+    mask = PADDINGS[padding]()
+    labels = tokens().masked_fill(mask * torch.nn.functional.pad(mask, (1, 0))[:, :-1] == 0, -100)
+    model = make_model(name).train()
+
+    def run(model: Any, autocast: bool = True) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            model(tokens(), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    eager, ours = both(model, run)
+    model.set_attn_implementation("eager")
+    reference = run(model, autocast=False)
+    assert ours.keys() == eager.keys() == reference.keys()
+    a, ref, pt = (
+        torch.cat([of[n].flatten() / reference[n].abs().max() for n in reference])
+        for of in (ours, reference, eager)
+    )
+    assert_close(a, ref, pt, factor=3.0, name="gradients")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_queries_of_a_model_in_fewer_bits_are_cast(dtype: torch.dtype) -> None:
+    """Layer norms that are kept in float32, as PEFT does, as by FlashAttention's path."""
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=dtype))
+    query, key = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    seen = integration.visible_keys(1, 5, 5)
+    out, _ = integration.attention_forward(layer, query, key, key.to(dtype), seen)
+    exact, _ = integration.attention_forward(layer, *(x.to(dtype) for x in (query, key, key)), seen)
+    assert out.dtype == dtype and torch.equal(out, exact)
+
+
 # Packed sequences
 
 LENGTHS = (11, 17, 12)
+
+
+def separate(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    parts = input_ids.split(LENGTHS, 1)
+    return torch.cat([model(part, use_cache=False).logits for part in parts], 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_sequences_are_those_of_separate_ones(name: str) -> None:
+    """Also where the model makes its mask without `position_ids`, as gpt-oss does."""
+    model, positions = make_model(name), torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    runs = {
+        "separate": lambda m: separate(m, tokens(1)),
+        "packed": lambda m: m(tokens(1), position_ids=positions, use_cache=False).logits,
+    }
+    weights = torch.randn(1, SEQLEN, 99)
+    results = {}
+    exact = exactly(model)
+    for what, of in {"pt": (model, "separate"), "ours": (model, "packed")}.items():
+        of[0].set_attn_implementation("splitkv")
+        results[what] = gradients_and_logits(of[0], runs[of[1]], weights)
+    reference = gradients_and_logits(exact, runs["separate"], weights)
+    for part, factor in (("logits", 2.0), ("gradients", 3.0)):
+        a, ref, pt = (of[part] for of in (results["ours"], reference, results["pt"]))
+        assert_close(a, ref, pt, factor=factor, name=part)
+
+
+def gradients_and_logits(
+    model: Any, run: Callable[[Any], torch.Tensor], weights: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    logits = run(model)
+    (logits * weights).sum().backward()
+    # Each over its largest element.
+    grads = [p.grad / p.grad.abs().max() for p in model.parameters() if p.grad is not None]
+    return {"logits": logits.detach(), "gradients": torch.cat([g.flatten() for g in grads])}
+
+
+def test_a_row_of_one_sequence_is_not_cut(calls: list[SimpleNamespace]) -> None:
+    """Positions that go on, in steps of any size or from anywhere, begin nothing anew."""
+    model = make_model("gpt_oss")
+    model.set_attn_implementation("splitkv")
+    for positions in (torch.arange(SEQLEN) + 5, torch.arange(SEQLEN) * 2):
+        model(tokens(1), position_ids=positions[None], use_cache=False)
+    assert {call.name for call in calls} == {"attention"}
 
 
 def test_packed_position_ids() -> None:
@@ -446,15 +534,20 @@ def test_chunks_count_from_the_first_token(
 
 
 @torch.no_grad()
-def test_no_padding_needs_no_mask() -> None:
+def test_no_padding_is_said_by_a_value() -> None:
+    """Of causality alone, and of nothing hidden at all: a layer is left nothing to guess."""
     ones = torch.ones(2, 30, dtype=torch.bool)
     window = sliding_window_causal_mask_function(16)
-    assert integration.visible_keys(2, 30, 30) is None
-    assert integration.visible_keys(2, 30, 30, attention_mask=ones) is None
-    assert integration.visible_keys(2, 1, 30, 29, attention_mask=ones) is None
-    assert integration.visible_keys(2, 1, 16, 29, 14, window, ones) is None
+    for rule, causal in ((causal_mask_function, True), (bidirectional_mask_function, False)):
+        for mask in (None, ones):
+            seen = integration.visible_keys(2, 30, 30, mask_function=rule, attention_mask=mask)
+            assert (seen.causal, seen.window_size, seen.length) == (causal, (-1, -1), 30)
+            assert seen.segments is seen.cache_seqlens is seen.slots is None
+    for sizes in ((1, 30, 29), (1, 16, 29, 14)):
+        seen = integration.visible_keys(2, *sizes, mask_function=window, attention_mask=ones)
+        assert seen.cache_seqlens is None
     seen = integration.visible_keys(2, 30, 30, mask_function=window, attention_mask=ones)
-    assert seen is not None and seen.window_size == (15, -1) and seen.segments is None
+    assert seen.window_size == (15, -1) and seen.segments is None
 
 
 @torch.no_grad()
@@ -505,19 +598,73 @@ def test_cross_attention_lets_every_query_see_the_tokens(seqlen_q: int) -> None:
     torch.testing.assert_close(out, expected)
 
 
+# A layer that is given no mask at all
+
+
+class Layer(torch.nn.Module):
+    num_key_value_groups = 2
+
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        if is_causal is not None:
+            self.is_causal = is_causal
+
+
+def without_a_mask(
+    function: Callable[..., Any], of_module: bool | None, queries: int, **said: Any
+) -> torch.Tensor:
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, queries, 16, generator=g)
+    key, value = (torch.randn(1, 2, 9, 16, generator=g) for _ in range(2))
+    scaling = {"scaling": 0.25}
+    out: torch.Tensor = function(Layer(of_module), query, key, value, None, **scaling, **said)[0]
+    return out
+
+
+@pytest.mark.parametrize("queries", [1, 5, 9])
+@pytest.mark.parametrize("said", [None, True, False], ids=str)
+@pytest.mark.parametrize("of_module", [None, True, False], ids=str)
+@torch.no_grad()
+def test_without_a_mask_a_layer_does_what_eager_and_sdpa_agree_on(
+    of_module: bool | None, said: bool | None, queries: int
+) -> None:
+    """Eager attention knows no `is_causal`: if the call says so, sdpa alone is asked."""
+    call = (of_module, queries)
+    asked = {} if said is None else {"is_causal": said}
+    sdpa = without_a_mask(sdpa_attention_forward, *call, **asked)
+    eager = without_a_mask(llama.eager_attention_forward, *call)
+    if torch.allclose(sdpa, eager, atol=1e-4) or (said and queries == 9):
+        ours = without_a_mask(integration.attention_forward, *call, **asked)
+        torch.testing.assert_close(ours, sdpa)
+    else:
+        assert queries > 1
+        with pytest.raises(splitkv.UnsupportedProblem, match="attention_mask: expected a mask"):
+            without_a_mask(integration.attention_forward, *call, **asked)
+
+
+@torch.no_grad()
+def test_a_window_without_a_mask_is_refused_where_it_hides_a_key() -> None:
+    call = (integration.attention_forward, False, 9)
+    with pytest.raises(splitkv.UnsupportedProblem, match="sliding_window: expected a mask from"):
+        without_a_mask(*call, sliding_window=8)
+    wide = without_a_mask(*call, sliding_window=9)
+    assert torch.equal(wide, without_a_mask(*call))
+
+
+@pytest.mark.parametrize("of_module", [True, False, None], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_sides"])
 @torch.no_grad()
-def test_window_of_a_layer_without_a_mask(causal: bool) -> None:
-    """As FlashAttention reads it: `sliding_window` counts the query's own position."""
+def test_the_mask_alone_says_what_is_causal(causal: bool, of_module: bool | None) -> None:
+    """Whatever the layer has for `is_causal`, in its class or among its arguments."""
+    rule = causal_mask_function if causal else bidirectional_mask_function
+    seen = integration.visible_keys(1, 20, 20, mask_function=rule)
     query, key = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16)
-    out, _ = integration.attention_forward(
-        torch.nn.Module(), query, key, key, None, sliding_window=3, is_causal=causal
-    )
-    i, j = torch.arange(20)[:, None], torch.arange(20)[None, :]
-    matrix = (i - j).abs() <= 2
-    matrix = matrix & (j <= i) if causal else matrix
+    matrix = torch.ones(20, 20, dtype=torch.bool)
+    matrix = matrix.tril() if causal else matrix
     expected, _ = exact_attention(torch.nn.Module(), query, key, key, matrix, scaling=0.25)
-    torch.testing.assert_close(out, expected)
+    for said in ({}, {"is_causal": not causal}):
+        out, _ = integration.attention_forward(Layer(of_module), query, key, key, seen, **said)
+        torch.testing.assert_close(out, expected)
 
 
 # What cannot be honoured raises
@@ -525,7 +672,7 @@ def test_window_of_a_layer_without_a_mask(causal: bool) -> None:
 
 def layer_call(**kwargs: Any) -> Any:
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
-    mask = kwargs.pop("attention_mask", None)
+    mask = kwargs.pop("attention_mask", integration.visible_keys(1, 5, 5))
     return integration.attention_forward(torch.nn.Module(), q, k, k, mask, **kwargs)
 
 
@@ -586,6 +733,66 @@ def test_refuses_a_four_dimensional_mask_of_the_user() -> None:
     model.set_attn_implementation("splitkv")
     with pytest.raises(splitkv.UnsupportedProblem, match="attention_mask: expected"):
         model(tokens(), attention_mask=torch.ones(3, 1, SEQLEN, SEQLEN).bool(), use_cache=False)
+
+
+def test_a_mask_is_no_matrix_to_compute_with() -> None:
+    """A model with attention of its own: what it does to the mask is refused, not a traceback."""
+    seen = integration.visible_keys(2, 5, 5)
+    scores = torch.zeros(2, 4, 5, 5)
+    uses: list[Callable[[], Any]] = [
+        lambda: scores + seen,
+        lambda: seen + scores,
+        lambda: scores.masked_fill(seen, 0.0),
+        lambda: torch.where(seen, scores, 0.0),
+        lambda: torch.cat([seen, seen]),
+        lambda: 1.0 - seen,
+        lambda: seen == 0,
+        lambda: seen != torch.zeros(()),
+        lambda: seen.all(),
+        lambda: seen.dtype,
+        lambda: seen[:, 0],
+        lambda: seen[:, :, :, :3],
+        lambda: seen[:, None],
+        lambda: seen.expand(2, 4, 5, 5),
+        lambda: bool(seen),
+        lambda: ~seen,
+        lambda: len(seen),
+    ]
+    for use in uses:
+        with pytest.raises(splitkv.UnsupportedProblem, match="attention_mask: expected a model"):
+            use()
+            raise AssertionError(use.__code__.co_firstlineno)
+    assert seen[:, :, :, :5] is seen[..., :].to("cpu") is seen.contiguous()
+    assert (seen.dim(), seen.size(0), tuple(seen.size())) == (4, 2, (2, 1, 5, 5))
+    assert not hasattr(seen, "dtype") and copy.copy(seen).shape == seen.shape
+
+
+def test_a_refusal_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the layer's, and of the kernels'."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise splitkv.UnsupportedProblem("a problem", "a device", [("kernel", ["its reason"])])
+
+    with pytest.raises(splitkv.UnsupportedProblem, match='attn_implementation="sdpa"'):
+        layer_call(position_bias=torch.zeros(1))
+    monkeypatch.setattr(splitkv, "attention", refuse)
+    with pytest.raises(splitkv.UnsupportedProblem, match='its reason\n.*tion="sdpa"') as refused:
+        layer_call()
+    assert refused.value.reasons == (("kernel", ("its reason",)),)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_refuses_verls_ulysses(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl exchanges heads for parts of a sequence inside FlashAttention, and nowhere else."""
+    verl = SimpleNamespace(get_ulysses_sequence_parallel_world_size=lambda: size)
+    monkeypatch.setitem(sys.modules, "verl.utils.ulysses", verl)
+    model = make_model("llama")
+    model.set_attn_implementation("splitkv")
+    if size == 1:
+        model(tokens(), use_cache=False)
+        return
+    with pytest.raises(splitkv.UnsupportedProblem, match="sequence_parallel_size: expected 1, got"):
+        model(tokens(), use_cache=False)
 
 
 def test_refuses_a_name_that_transformers_reads_as_another() -> None:

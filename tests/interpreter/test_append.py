@@ -12,7 +12,7 @@ from torch import Tensor
 
 from splitkv.cache import quantize_kv
 from splitkv.kernels.append import Launcher
-from splitkv.kernels.append_call import Append, Result, Rotary, append_in_torch
+from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning"

@@ -13,19 +13,30 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from training import LEAVES, Outputs, compare, compare_with_reference, gradients, problem_of
+from training import (
+    LEAVES,
+    SINKS,
+    Outputs,
+    compare,
+    compare_with_reference,
+    gradients,
+    hold_sinks_to_float64,
+    problem_of,
+)
 
 import splitkv
-from splitkv import autograd, launch, registry
-from splitkv.device import GPUS
-from splitkv.kernels import backward, prefill
-from splitkv.kernels.backward_parts import cut_tiles
-from splitkv.kernels.backward_rows import statistics
-from splitkv.kv import Ragged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.problem import Problem
-from splitkv.scores import Score
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
+from splitkv.kernels import prefill
+from splitkv.kernels.backward import variant
+from splitkv.kernels.backward.row_splits import row_splits
+from splitkv.kernels.backward.rows import statistics
+from splitkv.planner import registry
+from splitkv.runtime import autograd, dispatch
 from splitkv.testing import DRAWS, Call, assert_close, bind, check, expected, make_operands
 
 # NumPy warns of what the kernels do on purpose: log2 of 0 is -inf for a row without keys, and e^2x
@@ -70,7 +81,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def choose(tile_m: int, tile_n: int) -> None:
         for name in ("key_configs", "query_configs"):
             config = Config(tile_m=tile_m, tile_n=tile_n)
-            monkeypatch.setattr(backward, name, lambda problem, device, c=config: iter([c]))
+            monkeypatch.setattr(variant, name, lambda problem, device, c=config: iter([c]))
 
     choose(16, 16)
     return choose
@@ -91,6 +102,17 @@ def test_pairs(number: int, tiles: Callable[[int, int], None]) -> None:
     problem = problem_of(values, return_lse=True, needs_grad=True)
     zero_length = problem.kind == "varlen" and problem.batch > 1 and number % 2 == 0
     check(problem, run=run, strided=number % 3 == 0, zero_length=zero_length)
+
+
+@pytest.mark.parametrize("head_dims", [(16, 40), (48, 16)], ids=str)
+def test_tiles_wider_than_heads(
+    head_dims: tuple[int, int], tiles: Callable[[int, int], None]
+) -> None:
+    """Of 64 rows, which wgmma multiplies on sm_90; columns past a head's are nobody's."""
+    tiles(64, 64)
+    sizes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
+    problem = Problem("dense", 1, 2, 1, **sizes, seqlen_q=40, seqlen_k=70, mask=Mask(True))
+    check(replace(problem, needs_grad=True), run=run, strided=True)
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
@@ -133,6 +155,48 @@ def test_gradient_of_sink_logits_by_row_tiles(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
+@pytest.mark.parametrize("of_lse", [False, True], ids=["", "of_lse"])
+def test_gradients_where_the_sink_dominates(
+    of_lse: bool, alibi: bool, dtype: str, kind: Any
+) -> None:
+    """The LSE leaves the sink out, so that its gradient has no part in that of the sink, however
+    much larger it is than the rest."""
+    problem = replace(DENSE, kind=kind, dtype=dtype, sink_logits=True, mask=Mask(True))
+    problem = replace(problem, score=Score(False, alibi), seqlen_q=40, **ONE_GROUP)
+    for sink in SINKS:
+        call = make_operands(problem) | {"sink_logits": torch.full((3,), sink, requires_grad=True)}
+        hold_sinks_to_float64(problem, call, run, of_lse)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("of_lse", [False, True], ids=["", "of_lse"])
+def test_all_of_dsink_by_row_tiles_beside_a_gradient_of_the_lse(of_lse: bool, kind: Any) -> None:
+    """What `backward_rows` makes for kernels that sum up ds by columns of keys: all of it beside
+    dlse, and what their sums leave without."""
+    problem = replace(DENSE, kind=kind, num_kv_heads=6, sink_logits=True, mask=Mask(True))
+    problem = replace(problem, seqlen_q=150, dtype="bfloat16")
+    for sink in SINKS:
+        call = make_operands(problem) | {"sink_logits": torch.full((6,), sink, requires_grad=True)}
+        out, lse = (x.detach() for x in run(problem, call))
+        exact, exact_lse = expected(problem, call, upcast=torch.float64)
+        (wanted,) = torch.autograd.grad(exact.sum(), call["sink_logits"], retain_graph=True)
+        working = [expected(problem, call, upcast=False, draw=n)[0] for n in range(DRAWS)]
+        rounded = [torch.autograd.grad(x.sum(), call["sink_logits"])[0] for x in working]
+        worst = max(rounded, key=lambda x: (x - wanted).abs().max())
+        given = out, lse, torch.ones_like(out), torch.ones_like(lse) if of_lse else None
+        stats = statistics(problem, bind(problem, call), *given, False, sink_columns=7)
+        found = stats.sink_sums[:, :-7].double().sum(1)
+        weight, delta = stats.weight.squeeze(3).double(), stats.delta.squeeze(3).double()
+        # the sums of ds, as a kernel makes them
+        product = exact.detach().sum(-1).view(len(delta), -1, 6).transpose(1, 2)
+        keys = torch.sigmoid(exact_lse.detach() - sink).view(delta.shape)  # what p adds up to
+        found = found - (weight * (product - delta * keys)).sum((0, 2))
+        assert_close(found.float(), wanted, worst, factor=3.0, name="dsink")
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("lengths", [(1, 1), (5, 1), (9, 9)], ids=str)
 def test_rows_that_see_one_key(lengths: tuple[int, int], dtype: str, kind: Any) -> None:
@@ -170,8 +234,8 @@ def test_sink_tokens_in_parts(sink_tokens: int, kind: Any) -> None:
     mask = Mask(True, 18, -1, sink_tokens)
     problem = replace(DENSE, kind=kind, seqlen_q=104, seqlen_k=114, mask=mask)
     problem = replace(problem, num_heads=2, num_kv_heads=1)
-    near, parts = cut_tiles(problem, H200, Config(tile_m=16, tile_n=16))
-    assert near == -(-sink_tokens // 16) and parts == 7
+    near, splits = row_splits(problem, H200, tile_m=16, tile_n=16)
+    assert near == -(-sink_tokens // 16) and splits == 7
     check(problem, run=run, zero_length=kind == "varlen")
 
 
@@ -182,15 +246,15 @@ def test_few_tiles_in_parts(mask: Mask, kind: Any) -> None:
     """So few tiles of keys that the rows that see each are cut into parts."""
     problem = replace(DENSE, kind=kind, mask=mask, seqlen_q=66, seqlen_k=133)
     problem = replace(problem, num_heads=6, num_kv_heads=1)
-    config = next(backward.key_configs(problem, H200))
-    near, parts = cut_tiles(problem, H200, config)
-    assert near * config.tile_n >= 133 and parts == 3
+    config = next(variant.key_configs(problem, H200))
+    near, splits = row_splits(problem, H200, config.tile_m, config.tile_n)
+    assert near * config.tile_n >= 133 and splits == 3
     check(problem, run=run, zero_length=kind == "varlen")
 
 
 def test_which_tiles_come_first_in_how_many_parts() -> None:
     """No more parts than keep a tile of sink tokens from being the last to end, and SMs busy."""
-    config = Config(tile_m=64, tile_n=128)
+    shape = 64, 128  # rows a step, keys a program
     sinks, all_keys = [(left, -1, 4) for left in (127, 4095)], (-1, -1, 0)
     for given, length, heads, wanted in (
         *((sinks[0], 131072, 8, (1, 64)), (sinks[0], 16384, 8, (1, 17))),
@@ -200,16 +264,16 @@ def test_which_tiles_come_first_in_how_many_parts() -> None:
     ):
         problem = replace(DENSE, mask=Mask(True, *given), seqlen_q=length, seqlen_k=length)
         problem = replace(problem, batch=1, num_heads=4 * heads, num_kv_heads=heads)
-        assert cut_tiles(problem, H200, config) == wanted, (given, length, heads)
+        assert row_splits(problem, H200, *shape) == wanted, (given, length, heads)
         none = replace(problem, seqlen_q=0)
-        assert cut_tiles(none, H200, config)[1] == 1
+        assert row_splits(none, H200, *shape)[1] == 1
     for mask, length, wanted in (
         *((Mask(), 1024, (8, 2)), (Mask(), 2048, (0, 1)), (Mask(), 0, (0, 1))),
         *((Mask(True, 5), 131072, (0, 1)), (Mask(window_left=5, sink_tokens=3), 131072, (0, 1))),
     ):
         problem = replace(DENSE, batch=1, mask=mask, seqlen_q=length, seqlen_k=length)
         problem = replace(problem, num_heads=32, num_kv_heads=8)
-        assert cut_tiles(problem, H200, config) == wanted, (mask, length)
+        assert row_splits(problem, H200, *shape) == wanted, (mask, length)
 
 
 def test_tokens_after_the_last_sequence() -> None:
@@ -312,7 +376,7 @@ def test_a_second_derivative_is_refused() -> None:
 def served_by_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Public calls on the CPU go the way that they go on a GPU."""
     monkeypatch.setattr(registry, "KERNELS", (prefill.KERNEL,))
-    monkeypatch.setattr(launch, "device_of", lambda tensor: H200)
+    monkeypatch.setattr(dispatch, "device_of", lambda tensor: H200)
     monkeypatch.setattr(autograd, "_on_gpu", lambda q: True)
 
 

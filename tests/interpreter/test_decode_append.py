@@ -13,10 +13,10 @@ from interpreter.test_append import launch
 from interpreter.test_decode_split import plan_of
 from torch import Tensor
 
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split
-from splitkv.kv import Codec, Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.problem import Problem
 from splitkv.testing import bind
 
 pytestmark = [

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split
-from splitkv.kv import Contiguous, Paged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.policies import fixed
-from splitkv.problem import Problem
+from splitkv.planner.legality import expect_config
+from splitkv.planner.policies import fixed
 from splitkv.testing import (
     Call,
     assert_close,
@@ -108,6 +109,18 @@ def test_codecs(number: int) -> None:
     problem = cases.decode_problem(values)
     options = {"zero_length": problem.lengths == "device", "strided": number % 3 == 0}
     check(problem, run=run(plan_of(problem, schedule)), **options)
+
+
+@pytest.mark.parametrize("codec", [AS_IS, Codec("int8", "token")], ids=str)
+@pytest.mark.parametrize("head_dims", [(16, 32), (48, 16)], ids=str)
+def test_tiles_wider_than_heads(head_dims: tuple[int, int], codec: Codec) -> None:
+    """Of 64 rows, which wgmma multiplies on sm_90; columns past a head's are nobody's."""
+    head_dim, head_dim_v = head_dims
+    problem = replace(DECODE, head_dim=head_dim, head_dim_v=head_dim_v, codec=codec)
+    problem = replace(problem, num_heads=20, num_kv_heads=1)
+    plan = plan_of(problem, "even 3")
+    assert plan.config.tile_m == 64
+    check(problem, run=run(plan), strided=True)
 
 
 @pytest.mark.parametrize("case", cases.EDGES, ids=str)
@@ -223,3 +236,15 @@ def test_slopes_for_every_sequence(dims: int) -> None:
     slopes = torch.rand((3, 4)[2 - dims :]) + 0.05
     call["alibi_slopes"] = slopes
     compare(problem, call, *run(plan_of(problem, "batch"))(problem, call))
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 40])
+def test_programs_beside_one_a_sequence(more: int) -> None:
+    """None are left to cut a sequence into parts, or far more than there are tiles."""
+    plan = plan_of(DECODE, "batch")
+    programs = DECODE.batch + more
+    plan = replace(plan, config=replace(plan.config, programs=programs))
+    expect_config(decode_split.KERNEL, DECODE, plan.device, plan.config)
+    for lengths in ((100, 100, 100), (0, 0, 0), (1, 100, 0)):
+        call = make_operands(DECODE, lengths=lengths)
+        compare(DECODE, call, *run(plan)(DECODE, call))

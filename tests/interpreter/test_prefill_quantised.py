@@ -15,12 +15,12 @@ from torch import Tensor
 from training import few_programs, paged, problem_of, rows_of_parts
 
 from splitkv import reference
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Operands
 from splitkv.kernels import decode_split, prefill
-from splitkv.kv import Paged
-from splitkv.masks import Mask
-from splitkv.plans import Config, Plan
-from splitkv.problem import Operands
 from splitkv.testing import Call, Codec, Problem, assert_close, bind, check
 
 pytestmark = [

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from splitkv.core.masks import Mask
 from splitkv.kernels.tile.band import Bounds, all_visible, visited_tiles
 from splitkv.kernels.tile.product import add_product_compensated, empty_sum
 from splitkv.kernels.tile.score import tanh
 from splitkv.kernels.tile.share import Share, batch_share
-from splitkv.masks import Mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

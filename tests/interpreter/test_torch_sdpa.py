@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from splitkv.device import GPUS
+from splitkv.core.device import GPUS
 from splitkv.integrations import torch_sdpa
 
 pytestmark = pytest.mark.filterwarnings(

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitkv.core.masks import Mask
 from splitkv.kernels.widen import WHOLE, Widening
-from splitkv.masks import Mask
 from splitkv.rounding import dequantize
 
 pytestmark = pytest.mark.filterwarnings(

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from splitkv.api import attention_varlen, decode
-from splitkv.append import append
 from splitkv.cache.storage import Layers, dtype_of, expect_sizes, unit_stride
-from splitkv.errors import (
+from splitkv.core.errors import (
     expect,
     expect_at_least,
     expect_in_range,
@@ -35,7 +34,8 @@ from splitkv.errors import (
     expect_none_with,
     expect_shape,
 )
-from splitkv.kernels.append_call import Append
+from splitkv.kernels.host.append_call import Append
+from splitkv.runtime.append import append
 
 MAX_DECODE_QUERIES = 16  # more of them a sequence are a prompt: attention_varlen
 
@@ -62,7 +62,8 @@ class PagedKVCache:
 
     num_pages     pages in all; page_size: any
     max_batch     sequences a step; max_seqlen: tokens a sequence
-    max_tokens    new tokens a step over all sequences, default max_seqlen or one each
+    max_tokens    new tokens a step over all sequences, default max_seqlen or one each. All sizes
+                  are from 1 to less than 2**30, and tokens of all pages fewer than 2**31
     dtype         "bf16", "fp16", "fp32", "int8", "fp8" (e4m3) or the torch dtype; the latter two
                   quantise on append what comes in one of the former
     granularity   of the scales of int8 and fp8: "token", the default, "head" or "tensor". The
@@ -176,8 +177,8 @@ class PagedKVCache:
         return number
 
     def _find(self, sequence: int) -> Held:
-        known = isinstance(sequence, int) and sequence in self._sequences
-        expect(known, "sequence", "one that is allocated", sequence)
+        allocated = isinstance(sequence, int) and sequence in self._sequences
+        expect(allocated, "sequence", "one that is allocated", sequence)
         return self._sequences[sequence]
 
     def _release(self, pages: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from splitkv.errors import (
+from splitkv.core.errors import (
     dtype_name,
     expect,
     expect_bool,
@@ -20,10 +20,10 @@ from splitkv.errors import (
     expect_one_of,
     expect_shape,
 )
+from splitkv.core.kv import Granularity
+from splitkv.core.scales import DTYPE_BYTES
 from splitkv.kernels import quantize as kernel
-from splitkv.kv import Granularity
 from splitkv.rounding import quantize, scale_of
-from splitkv.scales import DTYPE_BYTES
 
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 GRANULARITIES = [x for x in get_args(Granularity) if x != "none"]

@@ -22,18 +22,17 @@ import torch
 from torch import Tensor
 
 from splitkv.api import decode
-from splitkv.append import append
 from splitkv.cache.storage import Layers, expect_sizes, unit_stride
-from splitkv.errors import (
+from splitkv.core.errors import (
     UnsupportedProblem,
     expect,
-    expect_at_least,
     expect_device,
     expect_dtype,
-    expect_int,
     expect_shape,
+    expect_size,
 )
-from splitkv.kernels.append_call import Append
+from splitkv.kernels.host.append_call import Append
+from splitkv.runtime.append import append
 
 MASKS = (
     *("causal", "window_size", "sink_tokens", "attention_chunk", "alibi_slopes"),
@@ -90,8 +89,7 @@ class SinkWindowCache:
         device: torch.device | str = "cpu",
     ) -> None:
         expect_sizes(batch=batch, window=window)
-        expect_int("sink_tokens", sink_tokens)
-        expect_at_least("sink_tokens", sink_tokens, 0)
+        expect_size("sink_tokens", sink_tokens, empty=True)
         self.sink_tokens, self.window = int(sink_tokens), int(window)
         self.capacity = self.sink_tokens + self.window
         shape = num_layers, batch, self.capacity, num_kv_heads, head_dim, head_dim_v
@@ -145,8 +143,7 @@ class SinkWindowCache:
 
         leftpad   [batch] int32: so many of them are padding in front, and are not kept
         """
-        expect_int("num_tokens", num_tokens)
-        expect_at_least("num_tokens", num_tokens, 1)
+        expect_size("num_tokens", num_tokens)
         if leftpad is not None:
             expect_shape("leftpad", leftpad, batch=self.lengths.shape[0])
             expect_dtype("leftpad", leftpad, "int32")

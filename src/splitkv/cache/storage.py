@@ -8,31 +8,33 @@ import torch
 from torch import Tensor
 
 from splitkv.cache.quantize import GRANULARITIES, STORED, mean_key
-from splitkv.errors import (
+from splitkv.core.errors import (
     dtype_name,
     expect,
     expect_bool,
     expect_device,
     expect_dtype,
     expect_given_with,
+    expect_in_range,
     expect_int,
     expect_none_with,
     expect_one_of,
-    expect_positive,
     expect_shape,
+    expect_size,
 )
 from splitkv.rounding import dequantize, scale_of
+from splitkv.runtime.dispatch import torch_device
 
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES = {**WORKING, **STORED}
+MAX_SLOTS = (1 << 31) - 1  # of a layer: their numbers have 32 bits
 WITHOUT_MEAN = ("softcap", "sink_logits")
 
 
 def expect_sizes(**sizes: Any) -> None:
-    """Positive integers."""
+    """Integers from 1 to MAX_SIZE."""
     for name, size in sizes.items():
-        expect_int(name, size)
-        expect_positive(name, size)
+        expect_size(name, size)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
@@ -72,6 +74,8 @@ class Layers:
         expect_sizes(
             num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dim_v
         )
+        expect_in_range("number of slots", slabs * keys, 1, MAX_SLOTS)
+        device = torch_device(device)
         shape = num_layers, slabs, keys, num_kv_heads
         self.dtype = dtype_of(dtype)
         expect_bool("smooth_k", smooth_k)

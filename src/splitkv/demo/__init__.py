@@ -21,16 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import splitkv
+from splitkv.core.device import GPUS, Device, cpu, current
+from splitkv.core.masks import Mask
 from splitkv.demo import text
-from splitkv.demo.model import (
-    Model,
-    Shape,
-    generate,
-    generate_eager,
-    splitkv_attend,
-)
-from splitkv.device import GPUS, Device, cpu, current
-from splitkv.masks import Mask
+from splitkv.demo.model import Model, Shape, generate, generate_eager, splitkv_attend
 from splitkv.testing import captured
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from splitkv.api import attention, attention_varlen
-from splitkv.errors import expect, expect_int, expect_none_with, expect_shape, expect_tensor
+from splitkv.core.errors import expect, expect_int, expect_none_with, expect_shape, expect_tensor
 from splitkv.flash_attn.descales import QUANTISED, scales_of
 from splitkv.flash_attn.options import Options, named, rows_contiguous
 from splitkv.flash_attn.segments import Used, used_segments
@@ -71,7 +71,8 @@ def flash_attn_func(
 
     Returns out [batch, seqlen_q, num_heads, head_dim_v]; softmax_lse [batch, num_heads, seqlen_q]
     fp32 is the natural log of the denominator, the sink included. For a row that sees no key out is
-    0, and softmax_lse is +inf in FlashAttention 2's triple and -inf in the pair.
+    0, and softmax_lse the sink's logit; without sinks +inf in FlashAttention 2's triple and -inf in
+    the pair. All are contiguous.
 
     Tensors whose last dimension is not contiguous are copied, as there.
     """
@@ -190,10 +191,10 @@ def flash_attn_varlen_func(
                           [num_pages, page_size, num_kv_heads, ..], any page size
     cu_seqlens_q, _k      [batch + 1] int32 on the device. With a table cu_seqlens_k gives lengths
                           only, and may be None if seqused_k is given
-    max_seqlen_q, _k      upper bounds of the lengths
+    max_seqlen_q, _k      upper bounds of the lengths, from 0 to less than 2**30
     block_table           [batch, max_pages] int32; page_table is another name for it
     seqused_q, seqused_k  [batch] int32: only the first so many tokens of each sequence are there.
-                          Queries after them give 0 (and -inf or +inf), keys after them are not seen
+                          Queries after them are rows that see no key, keys after them are not seen
 
     Returns out [total_q, num_heads, head_dim_v]; softmax_lse is [num_heads, total_q].
     """
@@ -353,5 +354,5 @@ def _attend(
     q, k, v = (F.pad(x, (0, pad)) for x, pad in ((q, pads[0]), (k, pads[0]), (v, pads[1])))
     result = call(q, k, v, **arguments)
     if not options.return_lse:
-        return result[..., :head_dim_v]
-    return options.finish((result[0][..., :head_dim_v], result[1]))
+        return result[..., :head_dim_v].contiguous()
+    return options.finish((result[0][..., :head_dim_v].contiguous(), result[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from splitkv.errors import (
+from splitkv.core.errors import (
     dtype_name,
     expect,
     expect_at_least,
@@ -13,6 +13,7 @@ from splitkv.errors import (
     expect_dtype,
     expect_last_dim_contiguous,
     expect_shape,
+    expect_tensor,
 )
 
 
@@ -35,7 +36,8 @@ def flash_attn_combine(
     memory as [batch, num_heads, seqlen]. A row of which no part saw a key gives 0 and -inf. The
     sums are in fp32 and in the order of the parts. Differentiable.
     """
-    dims = getattr(out_partial, "ndim", 0)
+    expect_tensor("out_partial", out_partial)
+    dims = out_partial.dim()
     expect(dims in (4, 5), "out_partial", "[num_splits, batch, seqlen, num_heads, head_dim]", dims)
     floats = ("float32", "bfloat16", "float16")
     expect_dtype("out_partial", out_partial, *floats)
@@ -46,8 +48,8 @@ def flash_attn_combine(
     expect_shape("lse_partial", lse_partial, num_splits=num_splits, **sizes)
     expect_dtype("lse_partial", lse_partial, "float32")
     expect_device("lse_partial", lse_partial, out_partial.device)
-    known = out_dtype is None or out_dtype in (torch.float32, torch.bfloat16, torch.float16)
-    expect(known, "out_dtype", "torch.float32, torch.bfloat16 or torch.float16", out_dtype)
+    allowed = out_dtype is None or out_dtype in (torch.float32, torch.bfloat16, torch.float16)
+    expect(allowed, "out_dtype", "torch.float32, torch.bfloat16 or torch.float16", out_dtype)
     if out is not None:
         expect_shape("out", out, **sizes, head_dim=rest[-1])
         expect_dtype("out", out, *(floats if out_dtype is None else [_name(out_dtype)]))

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitkv.errors import dtype_name, expect_device, expect_dtype, expect_none_with, expect_shape
+from splitkv.core.errors import (
+    dtype_name,
+    expect_device,
+    expect_dtype,
+    expect_none_with,
+    expect_shape,
+)
 from splitkv.reference import sequence_of_token
 
 QUANTISED = (torch.float8_e4m3fn, torch.int8)

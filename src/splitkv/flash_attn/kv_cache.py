@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from splitkv.api import attention_varlen, decode
-from splitkv.append import append
-from splitkv.append_decode import Known, append_and_decode, appending, how, step_of
-from splitkv.errors import (
+from splitkv.core.errors import (
     dtype_name,
     expect,
     expect_at_least,
@@ -25,17 +23,22 @@ from splitkv.errors import (
     expect_last_dim_contiguous,
     expect_none_with,
     expect_shape,
+    expect_size,
     expect_tensor,
 )
-from splitkv.flash_attn.again import again, remember
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem, expect_window
+from splitkv.flash_attn.cached_call import keep, relaunched
 from splitkv.flash_attn.descales import QUANTISED, joined, scales_of
 from splitkv.flash_attn.options import Options, named, rows_contiguous
 from splitkv.flash_attn.pages import Cache, pages_of
 from splitkv.flash_attn.scheduler import fitted
-from splitkv.kernels.append_call import Append, Rotary
-from splitkv.launch import describe, device_of, fit_plan, layout
-from splitkv.plans import Plan
-from splitkv.problem import Problem, expect_window
+from splitkv.kernels.host.append_call import Append, Rotary
+from splitkv.runtime.append import append
+from splitkv.runtime.append_decode import append_and_decode, appending, bound_call_of, step_of
+from splitkv.runtime.autocast import without_autocast
+from splitkv.runtime.call_cache import BoundCall, layout
+from splitkv.runtime.dispatch import describe, device_of, fit_plan
 
 MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
 _problems: dict[Any, Problem] = {}
@@ -90,7 +93,8 @@ def flash_attn_with_kvcache(
     """Attention of new tokens against a cache, to which their keys and values are first appended.
 
     q                 [batch, seqlen_q, num_heads, head_dim], or with cu_seqlens_q [batch + 1] and
-                      max_seqlen_q packed, [total_q, num_heads, head_dim]
+                      max_seqlen_q, from 0 to less than 2**30, packed,
+                      [total_q, num_heads, head_dim]
     k_cache           [batch_cache, seqlen_cache, num_kv_heads, head_dim], or with a table
                       [num_pages, page_size, num_kv_heads, head_dim]; v_cache likewise
     block_table       [batch, max_pages] int32, pages of any size; page_table is another name
@@ -160,12 +164,15 @@ def flash_attn_with_kvcache(
         "s_aux": s_aux,
         "learnable_sink": learnable_sink,
     }
-    known = again(given)
-    if known is not None:
-        return known
+    out = relaunched(given)
+    if out is not None:
+        return out
     options = Options.of(given)
     expect_tensor("q", q)
     options.check(q)
+    for name, x in (("k", k), ("v", v)):
+        if x is not None:
+            expect_tensor(name, x)
     q, k, v = map(rows_contiguous, (q, k, v))
     ragged = _expect_queries(q, cu_seqlens_q, max_seqlen_q)
     batch = q.shape[0] if ragged is None else cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
@@ -185,7 +192,7 @@ def flash_attn_with_kvcache(
     names |= options.names | {"plan": "scheduler_metadata", "k": "k_cache", "v": "v_cache"}
     metadata = scheduler_metadata
     expect(metadata is None or isinstance(metadata, Plan), "scheduler_metadata", "a Plan", metadata)
-    with torch.no_grad(), named(names):
+    with torch.no_grad(), named(names), without_autocast(q):
         if call is None:
             lengths = seqlens
             if seqlens is not None and cache.leftpad is not None:
@@ -195,7 +202,7 @@ def flash_attn_with_kvcache(
             attend = _attend(q, cache, seqlens, ragged, options, scales, metadata, call)
         result = attend(call)
         if call is not None and attend.ragged is None:
-            remember(given, call, attend.q, attend.how(call))
+            keep(given, call, attend.q, attend.bound_call(call))
         return options.finish(result)
 
 
@@ -233,9 +240,8 @@ def _expect_queries(
     _expect_index("cu_seqlens_q", cu_seqlens_q, q, **{"batch + 1": None})
     expect_at_least("cu_seqlens_q.shape[0] (batch + 1)", cu_seqlens_q.shape[0], 1)
     expect_given_with("max_seqlen_q", max_seqlen_q, "cu_seqlens_q")
-    expect_int("max_seqlen_q", max_seqlen_q)
+    expect_size("max_seqlen_q", max_seqlen_q, empty=True)
     assert max_seqlen_q is not None
-    expect_at_least("max_seqlen_q", max_seqlen_q, 0)
     return Ragged(cu_seqlens_q, int(max_seqlen_q))
 
 
@@ -425,9 +431,9 @@ class Attend:
         of_q = self.ragged.cu_seqlens_q, None, self.ragged.max_seqlen_q
         return attention_varlen(*tensors, *of_q, cache_seqlens=lengths, **arguments)
 
-    def how(self, call: Append) -> Known | None:
-        """How a call is done whose queries are dense."""
-        return how(step_of(call, self.q, self.k, self.v, **self.arguments))
+    def bound_call(self, call: Append) -> BoundCall | None:
+        """What a call whose queries are dense is launched by."""
+        return bound_call_of(step_of(call, self.q, self.k, self.v, **self.arguments))
 
     def __call__(self, call: Append | None) -> Any:
         result = self.run(call)
@@ -479,8 +485,10 @@ def _problem(*tensors: Any, **arguments: Any) -> Problem:
     if is_dynamo_compiling():  # the table would be guarded, and compiled again for as it grows
         return describe(*tensors, **arguments)
     everything = (*tensors, *arguments, *arguments.values())
-    key = tuple(layout(x) if isinstance(x, Tensor) else x for x in everything)
     try:
+        window = tuple(map(type, arguments["window_size"]))
+        # types: 1 and 1.0 equal True, but are not what it may be
+        key = window, *(layout(x) if isinstance(x, Tensor) else (type(x), x) for x in everything)
         problem = _problems.get(key)
     except TypeError:  # not hashable: describing says what it is
         return describe(*tensors, **arguments)

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitkv.errors import (
+from splitkv.core.errors import (
     UnsupportedProblem,
     expect,
-    expect_at_least,
     expect_bool,
     expect_in_range,
-    expect_int,
     expect_none_with,
     expect_number,
+    expect_size,
     renamed,
 )
-from splitkv.launch import device_of
-from splitkv.policies.shared import MAX_SPLITS
+from splitkv.planner.policies.shared import MAX_SPLITS
+from splitkv.runtime.dispatch import device_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +124,33 @@ class Options:
     def finish(self, result: Any) -> Any:
         """out, (out, softmax_lse) or FlashAttention 2's (out, softmax_lse, S_dmask).
 
-        With a sink the LSE includes it. Of a row that sees no key it is -inf, in the triple +inf.
+        With a sink the LSE includes it, and is the sink's logit in a row that sees no key. Without
+        one it is -inf there, in the triple +inf.
         """
         if not self.return_lse:
             return result
         out, lse = result
         sink = self.sink_logits
         if sink is not None:
-            lse = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+            lse = _with_sink(lse, sink.to(lse.dtype)[:, None])
         if not self.return_attn_probs:
             return out, lse
         lse = torch.where(lse == float("-inf"), float("inf"), lse)
         return out, lse, out.new_empty(0)
 
 
+def _with_sink(lse: Tensor, sink: Tensor) -> Tensor:
+    """log(exp(lse) + exp(sink)). Where either is -inf it is the other, and so are its gradients:
+    those of two such numbers would be NaN."""
+    empty = lse == float("-inf")
+    alone = torch.where(sink == float("-inf"), float("-inf"), sink)
+    return torch.where(empty, alone, torch.logaddexp(torch.where(empty, 0.0, lse), sink))
+
+
 def expect_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int) -> None:
     """The arguments that only say how."""
     for name, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-        expect_int(name, value)
-        expect_at_least(name, value, 0)
+        expect_size(name, value, empty=True)
     expect_in_range("num_splits", num_splits, 0, MAX_SPLITS)
     expect(pack_gqa is None or isinstance(pack_gqa, bool), "pack_gqa", "a bool or None", pack_gqa)
 

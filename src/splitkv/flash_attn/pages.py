@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splitkv.errors import expect
+from splitkv.core.errors import expect
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The decision of a decode step ahead of the step: FlashAttention-3's scheduler metadata."""
+"""The decision of a decode step made before it: FlashAttention-3's scheduler metadata."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from splitkv.device import Device
-from splitkv.errors import (
+from splitkv.core.device import Device
+from splitkv.core.errors import (
     expect,
     expect_at_least,
     expect_bool,
@@ -17,19 +17,19 @@ from splitkv.errors import (
     expect_divides,
     expect_dtype,
     expect_int,
-    expect_positive,
     expect_shape,
+    expect_size,
 )
+from splitkv.core.kv import Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem, expect_window
+from splitkv.core.scores import Score
 from splitkv.flash_attn.options import expect_hints, window_of
-from splitkv.kv import Contiguous, Paged
-from splitkv.launch import device_of
-from splitkv.legality import is_legal
-from splitkv.masks import Mask
-from splitkv.plans import Plan
-from splitkv.policies import appending
-from splitkv.problem import Problem, expect_window
-from splitkv.registry import kernel_named, make_plan
-from splitkv.scores import Score
+from splitkv.planner.legality import is_legal
+from splitkv.planner.policies import appending
+from splitkv.planner.registry import kernel_named, make_plan
+from splitkv.runtime.dispatch import device_of
 
 DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -72,7 +72,7 @@ def get_scheduler_metadata(
     num_splits     above 0: parts of the keys of each sequence
     pack_gqa       checked; query heads of a KV head always share a program
 
-    Raises ValueError for what is malformed.
+    Sizes and lengths are less than 2**30. Raises ValueError for what is malformed.
     """
     sizes = {
         "batch_size": batch_size,
@@ -84,11 +84,9 @@ def get_scheduler_metadata(
         "page_size": 1 if page_size is None else page_size,
     }
     for name, size in sizes.items():
-        expect_int(name, size)
-        expect_positive(name, size)
+        expect_size(name, size)
     for name, size in (("max_seqlen_k", max_seqlen_k), ("max_seqlen_k_new", max_seqlen_k_new)):
-        expect_int(name, size)
-        expect_at_least(name, size, 0)
+        expect_size(name, size, empty=True)
     expect_divides("num_heads_q", num_heads_q, num_heads_kv=num_heads_kv)
     _expect_index("cache_seqlens", cache_seqlens, cache_seqlens, batch=batch_size)
     if cache_leftpad is not None:
@@ -134,7 +132,7 @@ def get_scheduler_metadata(
 
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, device: Device, num_splits: int) -> Plan:
-    """One object a decision, so that launchers bound to it are found again."""
+    """One object a decision, so that the calls bound to it are found in their caches."""
     return make_plan(problem, device, num_splits=num_splits)
 
 

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitkv.errors import (
-    expect_device,
-    expect_dtype,
-    expect_given_with,
-    expect_shape,
-    expect_tensor,
-)
+from splitkv.core.errors import expect_device, expect_dtype, expect_given_with, expect_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +34,7 @@ def used_segments(
     unused queries without keys, then unused keys without queries. Nothing is read by the host, no
     token moves, and the gradients of unused tokens are 0.
     """
-    expect_tensor("cu_seqlens_q", cu_seqlens_q)
+    expect_dtype("cu_seqlens_q", cu_seqlens_q, "int32")
     batch = len(cu_seqlens_q) - 1
     for name, seqused in (("seqused_q", used.q), ("seqused_k", used.k)):
         if seqused is not None:
@@ -53,6 +47,7 @@ def used_segments(
     else:
         expect_shape("cu_seqlens_k", cu_seqlens_k, **{"batch + 1": batch + 1})
         expect_dtype("cu_seqlens_k", cu_seqlens_k, "int32")
+        expect_device("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device)
     call = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

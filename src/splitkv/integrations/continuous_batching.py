@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from splitkv.errors import expect
+from splitkv.core.errors import expect
 from splitkv.integrations.transformers import NAME, attention_forward
-from splitkv.integrations.visibility import recognise, unsupported
+from splitkv.integrations.visibility import Visibility, recognise, unsupported
 
 INERT = ("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index")
 
@@ -99,7 +99,10 @@ def paged_attention(
     key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
     for name in INERT:
         kwargs.pop(name, None)
-    return attention_forward(module, query, key, value, None, **kwargs)
+    window, keys = kwargs.get("sliding_window"), key.shape[2]
+    left = -1 if window is None else window - 1
+    seen = Visibility((query.shape[0], 1, query.shape[2], keys), True, (left, -1), keys)
+    return attention_forward(module, query, key, value, seen, **kwargs)
 
 
 def _paged_cache() -> Any:

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from splitkv.append import append
 from splitkv.cache.sink_window import slots_of
 from splitkv.cache.storage import expect_sizes
-from splitkv.errors import UnsupportedProblem, expect, expect_at_least, expect_int
-from splitkv.kernels.append_call import Append
+from splitkv.core.errors import UnsupportedProblem, expect, expect_size
+from splitkv.kernels.host.append_call import Append
+from splitkv.runtime.append import append
 
 
 class Ring:
@@ -148,8 +148,7 @@ class SinkWindowCache(Cache):
         self, config: Any, *, sink_tokens: int, window: int, attention_mask: Tensor | None
     ) -> None:
         expect_sizes(window=window)
-        expect_int("sink_tokens", sink_tokens)
-        expect_at_least("sink_tokens", sink_tokens, 0)
+        expect_size("sink_tokens", sink_tokens, empty=True)
         config = config.get_text_config(decoder=True)
         kinds = set(getattr(config, "layer_types", None) or ())
         windowed = not kinds and getattr(config, "sliding_window", None) is not None

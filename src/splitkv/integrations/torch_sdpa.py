@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from splitkv.errors import expect
-from splitkv.kernels import prefill
-from splitkv.kernels.backward import backward_for
-from splitkv.launch import device_of, layout
-from splitkv.plans import Kernel
-from splitkv.problem import Operands, describe_attention
-from splitkv.registry import kernel_named, make_plan
+from splitkv.core.errors import expect
+from splitkv.core.plan import Kernel
+from splitkv.core.problem import Operands, describe_attention
+from splitkv.kernels.gradients import backward_for
+from splitkv.kernels.host.sequences import SequenceLauncher
+from splitkv.planner.registry import kernel_named, make_plan
+from splitkv.runtime.call_cache import layout
+from splitkv.runtime.dispatch import device_of
 
 NAME = "splitkv"
 FLASH = 1  # torch's number of the FlashAttention backend
@@ -192,12 +193,12 @@ class Call(NamedTuple):
 class Bound(NamedTuple):
     """A launcher for all calls of a layout, and operands to put their tensors into; or why not."""
 
-    launcher: prefill.Launcher | None
+    launcher: SequenceLauncher | None
     operands: Operands
     against: str
 
 
-def _bind(call: Call) -> tuple[prefill.Launcher, Operands]:
+def _bind(call: Call) -> tuple[SequenceLauncher, Operands]:
     """The launcher of a call's layout and the call's operands. Raises Refused.
 
     Forward and backward ask alike, so that both are run by the same side.
@@ -260,7 +261,7 @@ def _bind_anew(call: Call, deterministic: bool) -> Bound:
 
     plan = make_plan(problem, device_of(q), unfit=unfit)
     launcher = kernel_named(plan.kernel).bind(plan, operands)
-    if not isinstance(launcher, prefill.Launcher):
+    if not isinstance(launcher, SequenceLauncher):
         against = dict(plan.rejected).get("prefill") or (f"the plan is {plan.kernel}",)
         return Bound(None, operands, "; ".join(against))
     # tensors of this call are not kept alive

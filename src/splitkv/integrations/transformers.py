@@ -6,17 +6,20 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="splitkv")
 
 Two functions are registered under one name. `visible_keys` runs once a forward pass, in place of
-the mask matrix: it recognises the mask that the model asked for and describes it in O(batch) or
-O(batch * keys) numbers. `attention_forward` runs in every layer: cached queries go to
+the mask matrix: it recognises the mask that the model asked for, causal or not, and describes it in
+O(batch) or O(batch * keys) numbers. `attention_forward` runs in every layer: cached queries go to
 `splitkv.decode`, padded and packed batches to `splitkv.attention_varlen`, the rest to
 `splitkv.attention`. What cannot be described raises; nothing is dropped and nothing falls back.
 
-The meaning is that of eager attention, except for the outputs at padding positions, which are 0
-in causal layers (eager attention leaves an average of unrelated values there).
+The meaning is that of eager attention, but for two things. Outputs at padding positions are 0 in
+causal layers (eager attention leaves an average of unrelated values there). And sequences that
+`position_ids` pack into a row are kept apart in every causal model, as by FlashAttention.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +29,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import splitkv
-from splitkv.errors import (
+from splitkv.core.errors import (
+    UnsupportedProblem,
     expect,
     expect_bool,
     expect_given_with,
@@ -37,6 +41,7 @@ from splitkv.errors import (
 )
 from splitkv.integrations.visibility import (
     Segments,
+    UnsupportedLayer,
     Visibility,
     may_decode,
     shown,
@@ -55,7 +60,6 @@ INERT = {
     "output_router_logits",
     "past_key_values",
     "position_embeddings",
-    "position_ids",
     "return_dict",
     "seq_idx",
     "use_cache",
@@ -88,13 +92,22 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query, key, value `[B, H, S, D]` to `([B, S, H, D], None)`.
 
-    `attention_mask` is what `visible_keys` made. Where it is None, causality comes from
-    `is_causal` or the module, the window from `sliding_window`, as for FlashAttention.
+    `attention_mask` is what `visible_keys` made, and says alone which keys are visible: `is_causal`
+    and `sliding_window` beside it change nothing. Without it the layer attends to every key, as in
+    eager attention, or, with `is_causal=True`, to those up to its own; where the attention
+    functions of transformers differ on such a call, it raises.
+
+    Under autocast float32 queries, keys and values are cast to autocast's type, and float32 queries
+    of a model in fewer bits to the model's, as for FlashAttention.
     """
     try:
         return _forward(module, query, key, value, attention_mask, **arguments), None
     except ValueError as error:
         raise renamed(error, NAMES) from None
+    except UnsupportedProblem as error:
+        if isinstance(error, UnsupportedLayer):
+            raise
+        raise UnsupportedLayer(error.problem, error.device, error.reasons) from None
 
 
 def _forward(
@@ -111,6 +124,7 @@ def _forward(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     deterministic: bool | None = None,
+    position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
@@ -131,12 +145,11 @@ def _forward(
         expect_positive("sliding_window", sliding_window)
     # [B, H, S, D] -> [B, S, H, D], a view
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if not (q.dtype is k.dtype is v.dtype) or q.dtype is torch.float32:
+        q, k, v = _in_one_type(module, q, k, v)
     seen = attention_mask
     if seen is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        left = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
-        shape = (q.shape[0], 1, q.shape[1], k.shape[1])
-        seen = Visibility(shape, causal, (left, -1 if causal else left), k.shape[1])
+        seen = _without_a_mask(module, (*q.shape[:2], k.shape[1]), is_causal, sliding_window)
     elif not isinstance(seen, Visibility):
         raise unsupported(
             f"attention_mask: expected [batch, positions] at the model, got {shown(seen)}; "
@@ -154,8 +167,11 @@ def _forward(
         "max_length_q": max_length_q,
         "max_length_k": max_length_k,
     }
+    expect_no_ulysses()
     if any(given is not None for given in lengths.values()):
         seen = _with_lengths(seen, lengths)
+    elif seen.packing is not None and getattr(position_ids, "ndim", 0) == 2:
+        seen = _packed(seen, seen.packing.segments(position_ids))
 
     options: dict[str, Any] = {
         "causal": seen.causal,
@@ -179,6 +195,79 @@ def _forward(
     k, v = k[:, : seen.length], v[:, : seen.length]
     out: Any = splitkv.attention(q, k, v, **options, **training)
     return out
+
+
+def _in_one_type(module: torch.nn.Module, *tensors: Tensor) -> Iterable[Tensor]:
+    """Queries, keys and values in the type in which FlashAttention would take them.
+
+    Rotary embeddings under autocast, and layer norms kept in float32, leave some of them wider.
+    """
+    device, dtype = tensors[0].device.type, None
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    elif tensors[0].dtype is torch.float32:
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_is_quantized"):
+            dtype = config.dtype
+        else:
+            linear = (m.weight.dtype for m in module.modules() if isinstance(m, torch.nn.Linear))
+            dtype = next(linear, None)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return tensors
+    return [x.to(dtype) if x.dtype is torch.float32 else x for x in tensors]
+
+
+def _without_a_mask(
+    module: torch.nn.Module,
+    sizes: tuple[int, int, int],
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> Visibility:
+    """What a layer sees whose model asked for no mask: batch, queries and keys are its sizes.
+
+    Eager attention then sees every key and asks for neither `is_causal` nor a window; the others
+    ask the call and then the module, and take a layer that says nothing for a causal one.
+    """
+    batch, queries, keys = sizes
+    if sliding_window is not None and sliding_window < keys:
+        raise unsupported(
+            f"sliding_window: expected a mask from the model beside it, got {sliding_window} and "
+            "no mask, which eager attention reads as no window and FlashAttention as one"
+        )
+    said = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(said) and queries > 1
+    if causal and is_causal is None:
+        raise unsupported(
+            "attention_mask: expected a mask from the model, or is_causal, got neither, which "
+            "eager attention reads as full attention and sdpa as causal attention"
+        )
+    if causal and queries != keys:
+        raise unsupported(
+            f"attention_mask: expected a mask from the model for {queries} queries and {keys} keys "
+            "with is_causal, got None, which sdpa aligns at the first key and others at the last"
+        )
+    return Visibility((batch, 1, queries, keys), causal, (-1, -1), keys)
+
+
+def _packed(seen: Visibility, segments: Segments | None) -> Visibility:
+    """Sequences apart that only `position_ids` tell apart."""
+    if segments is not None and seen.chunk:
+        raise unsupported(
+            f"position_ids: expected one sequence a row with chunks of {seen.chunk}, which count "
+            "from the start of a row, got packed sequences"
+        )
+    return replace(seen, segments=segments)
+
+
+def expect_no_ulysses() -> None:
+    """Raise under verl's Ulysses: its ranks have parts of a sequence and exchange heads for them
+    inside FlashAttention only."""
+    verl = sys.modules.get("verl.utils.ulysses")
+    if verl is not None and (size := verl.get_ulysses_sequence_parallel_world_size()) > 1:
+        raise unsupported(
+            f"ulysses_sequence_parallel_size: expected 1, got {size}: verl exchanges heads and "
+            "sequence for flash_attention_2 only; set it to 1, or the implementation to that"
+        )
 
 
 def _with_lengths(seen: Visibility, lengths: dict[str, Any]) -> Visibility:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
-from splitkv.errors import UnsupportedProblem, expect
+from splitkv.core.errors import UnsupportedProblem, expect
 
 MAX_DECODE_QUERIES = 16
 
@@ -35,17 +35,22 @@ class Segments:
     padded: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Visibility:
     """Which keys each query of one forward pass sees: what a mask matrix would say, without it.
 
     shape           of the matrix that this stands for: [batch, 1, q_length, kv_length]
+    causal          whether a query sees no key after it
     window_size     keys to the left and right of a query, -1 is unbounded
     chunk           visible keys come in chunks of this many; 0: in one
     length          key slots from this one on are empty
     cache_seqlens   [batch] int32: visible keys a sequence, for decode
     slots           [batch, kv_length] int32: the slots of these keys in order; None: the first ones
     segments        for a padded or packed batch, where decode does not apply
+    packing         where rows are packed, if nobody has looked yet: the model's `position_ids` say
+
+    A model may ask for the shape and move it about as it would a matrix. One that computes with it
+    does what only a matrix can, and gets UnsupportedProblem.
     """
 
     shape: tuple[int, int, int, int]
@@ -56,14 +61,89 @@ class Visibility:
     slots: Tensor | None = None
     segments: Segments | None = None
     chunk: int = 0
+    packing: Packing | None = None
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
+        return self.shape if dim is None else self.shape[dim]
+
     def contiguous(self) -> Visibility:
         """Itself: generation with a static cache asks this of the masks it makes ahead."""
         return self
+
+    def to(self, *_: Any, **__: Any) -> Visibility:
+        """Itself: it has no type, and its tensors go to the device of the layer that reads them."""
+        return self
+
+    def __getitem__(self, index: Any) -> Visibility:
+        """Itself, where a slice leaves nothing out."""
+        index = index if isinstance(index, tuple) else (index,)
+        for at, part in enumerate(index):
+            if part is Ellipsis:
+                index = (*index[:at], *[slice(None)] * (5 - len(index)), *index[at + 1 :])
+        known = len(index) <= 4 and all(isinstance(part, slice) for part in index)
+        whole = known and all(
+            part.indices(size) == (0, size, 1)
+            for part, size in zip(index, self.shape, strict=False)
+        )
+        if not whole:
+            raise no_matrix(f"[{', '.join(map(shown, index))}]")
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tensor | int | float):
+            raise no_matrix("elements")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise no_matrix(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise no_matrix(getattr(function, "__name__", "a function of torch"))
+
+
+def _refuse_operator(name: str) -> Callable[..., Any]:
+    def refuse(self: Visibility, *_: Any) -> Any:
+        raise no_matrix(name)
+
+    return refuse
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "and", "or", "xor")
+for _name in (
+    *(f"__{side}{op}__" for side in ("", "r") for op in _BINARY),
+    *("__invert__", "__neg__", "__lt__", "__le__", "__gt__", "__ge__", "__setitem__", "__len__"),
+    *("__iter__", "__bool__", "__float__", "__int__"),
+):
+    setattr(Visibility, _name, _refuse_operator(_name.strip("_")))
+
+
+class Packing:
+    """Where the rows of a forward pass are packed, as the first layer that is asked finds out."""
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None
+        self._segments: Segments | None = None
+
+    @torch.compiler.disable(reason="whether sequences are packed is data: pass an attention_mask")
+    def segments(self, position_ids: Tensor) -> Segments | None:
+        """The sequences that `position_ids` `[batch, length]` begin anew; None: rows are whole."""
+        if self._of is not position_ids:
+            begins = position_ids.diff(dim=-1) <= 0
+            ids = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
+            self._of, self._segments = position_ids, _segments_of(ids)
+        return self._segments
 
 
 @dataclass(frozen=True)
@@ -138,8 +218,8 @@ def visible_keys(
     attention_mask: Tensor | Visibility | None = None,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> Visibility | None:
-    """The mask of one forward pass; None where causality alone (or nothing at all) says it.
+) -> Visibility:
+    """The mask of one forward pass, also where it hides nothing: no layer has to guess.
 
     Slot j of the keys holds position `kv_offset + j`, query i stands at `q_offset + i`, and
     `attention_mask` `[batch, positions]` is False at padding. A padding mask is read by the host
@@ -159,7 +239,7 @@ def visible_keys(
     if pattern.packed is not None:
         segments = _packed_segments(pattern.packed)
         if segments is None:
-            return _unless_trivial(plain)
+            return plain
         if plain.chunk and not pattern.remapped:
             raise unsupported(
                 f"attention_mask: expected chunks of {plain.chunk} to begin with each packed "
@@ -176,7 +256,8 @@ def visible_keys(
     # Keys of a chunk that is not all there are visible to none of the queries, and hidden.
     clipped = bool(plain.chunk and kv_offset)
     if attention_mask is None and whole and not clipped:
-        return _unless_trivial(plain)
+        looks = pattern.causal and 1 < q_length == kv_length
+        return replace(plain, packing=Packing()) if looks else plain
 
     slot = torch.arange(plain.length, device=device)
     valid = (slot < filled).expand(batch_size, -1)
@@ -213,7 +294,7 @@ def visible_keys(
                 "tokens; pad on the left"
             )
     if facts.all_valid:
-        return _unless_trivial(plain)
+        return plain
     if not decodes:
         every_query = not needs_alignment
         segments = _padded_segments(start, count, filled, q_length, plain.length, every_query)
@@ -245,12 +326,6 @@ def may_decode(q_length: int, kv_length: int) -> bool:
     return q_length <= MAX_DECODE_QUERIES and kv_length > q_length
 
 
-def _unless_trivial(seen: Visibility) -> Visibility | None:
-    bounded = seen.window_size != (-1, -1) or seen.chunk > 0
-    trivial = not bounded and seen.length == seen.shape[-1]
-    return None if trivial else seen
-
-
 def _padding(attention_mask: Tensor, kv_offset: int, length: int) -> Tensor:
     """The padding mask over the first `length` slots; positions it does not reach are hidden."""
     expect(attention_mask.ndim == 2, "attention_mask", "[batch, positions]", attention_mask)
@@ -260,6 +335,10 @@ def _padding(attention_mask: Tensor, kv_offset: int, length: int) -> Tensor:
 
 @torch.compiler.disable(reason="whether sequences are packed is data: pass an attention_mask")
 def _packed_segments(ids: Tensor) -> Segments | None:
+    return _segments_of(ids)
+
+
+def _segments_of(ids: Tensor) -> Segments | None:
     """One segment for each run of equal ids `[batch, q_length]` of a row; None: rows are whole."""
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -305,8 +384,29 @@ def _padded_segments(
     )
 
 
-def unsupported(reason: str) -> UnsupportedProblem:
-    return UnsupportedProblem("a layer of transformers", "any device", [("splitkv", [reason])])
+class UnsupportedLayer(UnsupportedProblem):
+    """What splitkv cannot do for a model of transformers, and what can be done instead."""
+
+    def __str__(self) -> str:
+        named = [reason for kernel, against in self.reasons if not kernel for reason in against]
+        said = "\n".join(named) if named else super().__str__()
+        return f'{said}\n  attn_implementation="sdpa" (or "eager") runs this model'
+
+
+class NoMatrix(UnsupportedLayer, AttributeError):
+    """A mask is described, and a model asks for what only a matrix has: `hasattr` says no."""
+
+
+def no_matrix(used: str) -> NoMatrix:
+    reason = f"attention_mask: expected a model that hands it on, got one that uses its {used}"
+    return NoMatrix(LAYER, ANYWHERE, [("", [reason])])
+
+
+LAYER, ANYWHERE = "a layer of transformers", "any device"
+
+
+def unsupported(reason: str) -> UnsupportedLayer:
+    return UnsupportedLayer(LAYER, ANYWHERE, [("", [reason])])
 
 
 def shown(value: Any) -> str:

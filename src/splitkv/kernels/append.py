@@ -28,7 +28,7 @@ Numerics    rotation in fp32, rounded once; what is not rotated is copied bit by
             the bits of `rounding.quantize`, after that rounding
 Limits      bf16, fp16 or fp32, the cache of the type of the new tokens or of 8 bits. A token whose
             place is negative or outside the cache is not written; one whose row of cos is outside
-            the table is not rotated. The same in PyTorch, for any type: `append_call.py`
+            the table is not rotated. The same in PyTorch, for any type: `host/append_call.py`
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.kernels.append_call import Append, Result
-from splitkv.kernels.appending import codes, scale_strides, token_strides
-from splitkv.kernels.direct import Launch, launch_of, observed
+from splitkv.kernels.host.append_arguments import codes, scale_strides, token_strides
+from splitkv.kernels.host.append_call import Append, Result
+from splitkv.kernels.host.relaunch import Launch, launch_of, observed
 from splitkv.kernels.tile.encode import Place, Scales, write_tokens
 from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.new import Growth, Turn, grown, rotated, start_of
@@ -363,7 +363,7 @@ class Repeat:
     def __init__(self, launch: Launch, call: Append) -> None:
         import torch
 
-        from splitkv.kernels.workspace import allocation
+        from splitkv.kernels.host.workspace import allocation
 
         self.launch, self.device = launch, call.k.device.index
         self.current_stream = torch._C._cuda_getCurrentRawStream

@@ -12,8 +12,8 @@ sequence of only one part is finished here, out = acc / (l + exp(sink - m)), and
 Where the call appends (`Operands.new`), new keys and values go into the cache here, q and they
 rotated, before the tiles that they are in are read: see tile/new.py. Lengths are then those before.
 
-Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v and their scales: see kv.py; out as q,
-            with head_dim_v
+Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v and their scales: see core/kv.py; out as
+            q, with head_dim_v
             partials [slots, rows, head_dim_v + 2] fp32, one slot a program
 Grid        even: (num_splits, num_kv_heads * row_tiles, batch)
             batch: (programs, num_kv_heads * row_tiles); a program finds its sequence by the lengths
@@ -41,18 +41,35 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from splitkv.device import Device
-from splitkv.kernels import decode_launch
+from splitkv.core.device import Device
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Config, Kernel, Plan
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.scores import PLAIN
 from splitkv.kernels.combine import write_absent, write_part
-from splitkv.kernels.parts import padded_dims, traffic
-from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
-from splitkv.kernels.tile.codec import (
-    row_scale,
-    scale_of_head,
-    scale_strides,
-    unfit,
-    widen,
+from splitkv.kernels.host.append_arguments import (
+    NO_NEW_TOKENS,
+    TokenTiles,
+    fixed_arguments,
+    token_tiles,
 )
+from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.launcher import (
+    BOUNDS,
+    PER_CALL,
+    PER_CALL_OF_APPEND,
+    Launcher,
+    SplitKernel,
+    batch_p2,
+    compile_options,
+    dependent_launches,
+    partial_rows,
+    split_arguments,
+)
+from splitkv.kernels.host.partition import grid, padded_dims, traffic
+from splitkv.kernels.host.relaunch import launch_of
+from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
+from splitkv.kernels.tile.codec import row_scale, scale_of_head, unfit, widen
 from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.new import (
     NewSteps,
@@ -66,18 +83,9 @@ from splitkv.kernels.tile.new import (
 )
 from splitkv.kernels.tile.product import add_product, row_product
 from splitkv.kernels.tile.score import score_log2
-from splitkv.kernels.tile.share import (
-    Share,
-    batch_share,
-    part_of_batch,
-    parts_of,
-    sequence_share,
-)
+from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of, sequence_share
 from splitkv.kernels.tile.softmax import weights
-from splitkv.kv import Paged
-from splitkv.plans import Config, Kernel, Plan
-from splitkv.problem import Operands, Problem
-from splitkv.scores import PLAIN
+from splitkv.kernels.tile.visit import Strides
 
 MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_SPLITS, MAX_GRID = 256, 16, 64, 1024, 65535
 MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on configs spill on sm_90
@@ -136,18 +144,10 @@ def decode_split(
     parts,  # the share's numbers, or None
     size,
     programs,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,  # of a sequence, or of a page
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
+    q_strides,  # Strides: of a sequence, a token, a head
+    k_strides,  # of a sequence or a page, a key, a head
+    v_strides,
+    out_strides,
     stride_table,
     stride_slope,
     stride_qsb,  # of the scales of q: a sequence, a token, a head
@@ -161,19 +161,16 @@ def decode_split(
     slabs,
     rotary_rows,
     q_step,
-    stride_nkb,  # of the new k and v
-    stride_nkt,
-    stride_nkh,
-    stride_nvb,
-    stride_nvt,
-    stride_nvh,
-    stride_nsb,  # of the scales that they are stored by
-    stride_nsh,
-    stride_cos,
+    new_k_strides,  # Strides of the new k: of a sequence, a token, a head
+    new_v_strides,
+    new_scale_strides,  # of the scales that new tokens are stored by
+    stride_cos,  # between rows
     stride_sin,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    DIM: tl.constexpr,  # columns of tiles: head_dim and head_dim_v, padded
+    DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BATCH_P2: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -182,14 +179,12 @@ def decode_split(
     ROTARY_DIM: tl.constexpr,
     PAIR: tl.constexpr,
     TILE_T: tl.constexpr,  # new tokens that are written at once
-    PDL: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # early: combine is launched before this grid has ended; or in_order
 ):
-    if PDL:  # the combine may start its prologue; it waits for this grid before it reads partials
+    if DEPENDENTS == "early":  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     bounds = Bounds(left, right, sink_tokens, chunk)
     share = Share(parts, size, programs)
-    DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
 
     # whose keys, and which part of them
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
@@ -204,8 +199,9 @@ def decode_split(
         slot = head_tile * share.programs + part
         offs_b = tl.arange(0, BATCH_P2)
         keys_b = keys_of(lens_ptr, growth, offs_b, offs_b < batch, seqlen_new, capacity)
-        rule = share, bounds, keys_b, batch, seqlen_q, t_first, t_last
-        parts_b = batch_share(*rule, offs_b, TILE_N)
+        parts_b = batch_share(
+            share, bounds, keys_b, batch, seqlen_q, t_first, t_last, offs_b, TILE_N
+        )
         b, part, parts_here = part_of_batch(parts_b, offs_b, batch, part)
         if b >= batch:
             return
@@ -216,8 +212,7 @@ def decode_split(
     elif lens_ptr is not None:
         keys = tl.load(lens_ptr + b)
     first_pos = keys - seqlen_q
-    ends = first_pos + t_first, first_pos + t_last
-    tiles, near, skip = visited_tiles(bounds, *ends, keys, TILE_N)
+    tiles, near, skip = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
     if share.programs is None:
         per = sequence_share(share, tiles)
     else:
@@ -242,12 +237,24 @@ def decode_split(
     if row.slope_ptr is not None:
         slope = tl.load(row.slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
         slope = slope.to(tl.float32)[:, None]
-    q_rows = q_ptr + b.to(tl.int64) * stride_qb + t.to(tl.int64) * stride_qt + head * stride_qh
+    of_sequence = q_ptr + b.to(tl.int64) * q_strides.b
+    q_rows = of_sequence + t.to(tl.int64) * q_strides.t + head * q_strides.h
     dtype: tl.constexpr = final.out_ptr.dtype.element_ty
-    if ROTARY_DIM:
+    if ROTARY_DIM > 0:
         angle = start_of(turn, length.before, b, True) + q_step * t
-        of_q = q_rows, row_ok, angle, offs_d, turn, rotary_rows, stride_cos, stride_sin
-        q = rotated(*of_q, HEAD_DIM, ROTARY_DIM, PAIR)
+        q = rotated(
+            q_rows,
+            row_ok,
+            angle,
+            offs_d,
+            turn,
+            rotary_rows,
+            stride_cos,
+            stride_sin,
+            DIM=HEAD_DIM,
+            ROTARY_DIM=ROTARY_DIM,
+            PAIR=PAIR,
+        )
     else:
         q_ok = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_rows[:, None] + offs_d[None, :], mask=q_ok, other=0.0)
@@ -255,8 +262,8 @@ def decode_split(
     k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
     scale *= k_scale * row_scale(row, b, t, head, row_ok, stride_qsb, stride_qst, stride_qsh)
 
-    k_head = kv.k_ptr + h.to(tl.int64) * stride_kh
-    v_head = kv.v_ptr + h.to(tl.int64) * stride_vh
+    k_head = kv.k_ptr + h.to(tl.int64) * k_strides.h
+    v_head = kv.v_ptr + h.to(tl.int64) * v_strides.h
     table = None
     if kv.table_ptr is not None:
         table = kv.table_ptr + b.to(tl.int64) * stride_table
@@ -266,22 +273,45 @@ def decode_split(
     first = part * per
     last = tl.minimum(first + per, tiles)
     if seqlen_new is not None:
-        k_steps = (stride_nkb, stride_nkt, stride_nkh), (stride_kb, stride_kn, stride_kh)
-        v_steps = (stride_nvb, stride_nvt, stride_nvh), (stride_vb, stride_vn, stride_vh)
-        steps = NewSteps(*k_steps, *v_steps, (stride_nsb, stride_nsh), stride_cos, stride_sin)
-        shown = seen_tiles(bounds, keys, seqlen_q, (part == 0) & (tile_m == 0), TILE_N)
+        steps = NewSteps(
+            (new_k_strides.b, new_k_strides.t, new_k_strides.h),
+            (k_strides.b, k_strides.t, k_strides.h),
+            (new_v_strides.b, new_v_strides.t, new_v_strides.h),
+            (v_strides.b, v_strides.t, v_strides.h),
+            (new_scale_strides.b, new_scale_strides.h),
+            stride_cos,
+            stride_sin,
+        )
+        is_first = (part == 0) & (tile_m == 0)
         write_and_wait(
-            *(new, turn, growth, length),
+            new,
+            turn,
+            growth,
+            length,
             table,
-            *(b, h, Tiles(first, last, 1, near, skip), shown, steps),
-            *(capacity, slabs, rotary_rows, offs_d, offs_v),
-            *(HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, TILE_N, ROTARY_DIM, PAIR, TILE_T),
+            b,
+            h,
+            tiles=Tiles(first, last, 1, near, skip),
+            seen=seen_tiles(bounds, keys, seqlen_q, is_first, TILE_N),
+            steps=steps,
+            capacity=capacity,
+            slabs=slabs,
+            rotary_rows=rotary_rows,
+            offs_k=offs_d,
+            offs_v=offs_v,
+            HEAD_DIM=HEAD_DIM,
+            HEAD_DIM_V=HEAD_DIM_V,
+            PAGE_SIZE=PAGE_SIZE,
+            TILE_N=TILE_N,
+            ROTARY_DIM=ROTARY_DIM,
+            PAIR=PAIR,
+            TILE_T=TILE_T,
         )
     for i in tl.range(first, last, num_stages=STAGES):
         offs_n = tl.where(i < near, i, i + skip) * TILE_N + tl.arange(0, TILE_N)
         n_ok = offs_n < keys
         outer, inner = locate(table, b, offs_n, n_ok, PAGE_SIZE)
-        k_rows = outer * stride_kb + inner * stride_kn
+        k_rows = outer * k_strides.b + inner * k_strides.t
         k_ok = n_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
         k = tl.load(k_head + k_rows[:, None] + offs_d[None, :], mask=k_ok, other=0.0)
         qk = row_product(q, widen(k, dtype))  # [TILE_M, TILE_N]
@@ -294,16 +324,29 @@ def decode_split(
         l = l * shrink + tl.sum(p, 1)
         if key_scales is not None:
             p *= tl.load(key_scales.v_ptr + at, mask=n_ok, other=0.0)[None, :]
-        v_rows = outer * stride_vb + inner * stride_vn
+        v_rows = outer * v_strides.b + inner * v_strides.t
         v_ok = n_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
         v = widen(tl.load(v_head + v_rows[:, None] + offs_v[None, :], mask=v_ok, other=0.0), dtype)
         acc = add_product(acc * shrink[:, None], p.to(dtype), v)
     acc *= v_scale
 
-    out_rows = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
-    lse_rows = (b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t
-    where = head, row_ok, out_rows, lse_rows, slot_rows, offs_v, num_parts
-    write_part(final, partial, row.sink_ptr, acc, m, l, *where, HEAD_DIM_V)
+    out_of_sequence = b.to(tl.int64) * out_strides.b
+    write_part(
+        final,
+        partial,
+        row.sink_ptr,
+        acc,
+        m,
+        l,
+        head,
+        row_ok,
+        out_rows=out_of_sequence + t.to(tl.int64) * out_strides.t + head * out_strides.h,
+        lse_rows=(b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t,
+        slot_rows=slot_rows,
+        offs_v=offs_v,
+        num_parts=num_parts,
+        HEAD_DIM_V=HEAD_DIM_V,
+    )
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -354,12 +397,12 @@ def tile_m(problem: Problem) -> int:
     return min(most, max(16, triton.next_power_of_2(max(problem.rows, 1))))
 
 
-def shared_bytes(problem: Problem, config: Config) -> int:
+def shared_bytes(problem: Problem, config: Config, device: Device) -> int:
     """The most shared memory that Triton takes for a config.
 
     In the loop tiles in flight, q, p, sums of rows and the table; after it acc on its way out.
     """
-    dim, dim_v = padded_dims(problem)
+    dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
     in_flight = config.num_stages + (config.tile_m == 64)  # wgmma still reads the tile before
     a_tile = config.tile_n * (dim + dim_v)
     tiles = in_flight * a_tile * problem.kv_element_bytes
@@ -372,13 +415,13 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return max(loop, 4 * config.tile_m * dim_v)
 
 
-def register_need(problem: Problem, config: Config) -> float:
+def register_need(problem: Problem, config: Config, device: Device) -> float:
     """Registers of a thread, besides a fixed number, for acc, s, q and for loading keys and values.
 
     Each 16 bytes that it loads take addresses and masks, more of them beside score modifiers or a
     window; fp32 tiles are multiplied in registers. Fitted to where ptxas spills on sm_90.
     """
-    dim, dim_v = padded_dims(problem)
+    dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
     element = problem.element_bytes / 4
     plain = problem.score == PLAIN and problem.mask.left is None and not problem.mask.chunk
     a_load = 12 if problem.element_bytes > 2 else 4 if plain else 8
@@ -394,51 +437,55 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
         for num_warps in (4, 2, 8):
             for num_stages in (2, 3, 1, 4, 6, 8):
                 config = Config(1, rows, tile_n, num_warps, num_stages)
-                fits = shared_bytes(problem, config) <= device.smem_per_block
-                if fits and register_need(problem, config) < MAX_REGISTER_NEED:
+                fits = shared_bytes(problem, config, device) <= device.smem_per_block
+                if fits and register_need(problem, config, device) < MAX_REGISTER_NEED:
                     yield config
 
 
-class Launcher(decode_launch.Launcher):
-    """`decode_split` and `combine` bound to one plan and one memory layout."""
+def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
+    """`decode_split` bound to one plan and one memory layout."""
+    problem, config = plan.problem, plan.config
+    new, tokens = NO_NEW_TOKENS, TokenTiles()
+    per_call = PER_CALL_OF_APPEND if config.appends else PER_CALL
+    if config.appends:
+        new, tokens = fixed_arguments(operands), token_tiles(operands)
+    dim, dim_v = padded_dims(problem, plan.device, config.tile_m, config.num_warps)
+    early = dependent_launches(plan, operands) and partial_rows(plan) > 0
+    fixed = split_arguments(plan, operands) | {
+        name: value for name, value in new.items() if name not in per_call
+    }
+    fixed |= {
+        **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
+        "k_strides": Strides(*operands.k.stride()[:3]),
+        "v_strides": Strides(*operands.v.stride()[:3]),
+        "GROUP": problem.group,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "DIM": dim,
+        "DIM_V": dim_v,
+        "PAGE_SIZE": problem.place.page_size if isinstance(problem.place, Paged) else 1,
+        "BATCH_P2": batch_p2(plan),
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        # an indirect load takes Triton's pipeline two stages a tile in flight
+        "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
+        "ROTARY_DIM": tokens.rotary_dim,
+        "PAIR": tokens.pair,
+        "TILE_T": tokens.tile_t,
+        "DEPENDENTS": "early" if early else "in_order",
+    }
+    programs, options = grid(problem, config), compile_options(config.num_warps)
+    tail = tail_in_order(decode_split, per_call, fixed)
 
-    def __init__(self, plan: Plan, operands: Operands) -> None:
-        super().__init__(plan, operands)
-        problem, config = plan.problem, plan.config
-        table, slopes = operands.page_table, operands.alibi_slopes
-        self.tail = (
-            *self.appended.absent,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.batch,
-            problem.num_kv_heads,
-            *problem.mask.bounds,
-            *self.share,
-            *operands.q.stride()[:3],
-            *operands.k.stride()[:3],
-            *operands.v.stride()[:3],
-            *self.out_strides,
-            table.stride(0) if table is not None else 0,
-            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-            *scale_strides(operands.q_scale, operands.q),
-            *scale_strides(operands.k_scale, operands.k),
-            *self.appended.sizes,
-            problem.group,
-            problem.head_dim,
-            problem.head_dim_v,
-            problem.place.page_size if isinstance(problem.place, Paged) else 1,
-            self.batch_p2,
-            config.tile_m,
-            config.tile_n,
-            # an indirect load takes Triton's pipeline two stages a tile in flight
-            (2 if table is not None else 1) * config.num_stages + 1,
-            *self.appended.rotation,
-            self.appended.tile_t,
-            self.pdl and self.partial_rows > 0,
-        )
+    def launch(arguments: dict[str, Any]) -> Any:
+        return decode_split[programs](*in_order(decode_split, arguments | fixed), **options)
 
-    def first_split(self, *args: Any) -> Any:
-        return decode_split[self.grid](*args, *self.tail, **self.options)
+    return SplitKernel(launch, lambda compiled: launch_of(compiled, programs, tail))
+
+
+def bind(plan: Plan, operands: Operands) -> Launcher:
+    """The kernel and `combine` bound to one plan and one memory layout."""
+    return Launcher(plan, operands, bind_split(plan, operands))
 
 
 def apart(problem: Problem) -> list[str]:
@@ -454,7 +501,7 @@ def apart(problem: Problem) -> list[str]:
 
 
 KERNEL = Kernel(
-    *("decode_split", unsupported, configs, traffic, Launcher, unfit),
+    *("decode_split", unsupported, configs, traffic, bind, unfit),
     schedules=("even", "batch", "fixed"),
     apart=apart,
 )

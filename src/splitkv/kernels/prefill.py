@@ -19,7 +19,7 @@ those of sequences of at most `Problem.cut_tokens` tokens are: so one launch ser
 some sequences have a chunk of a prompt and others one new token.
 
 Shapes      q [batch, seqlen_q, num_heads, head_dim]; k, v [batch, seqlen_k, num_kv_heads, dim]; out
-            as q, with head_dim_v; lse [batch, num_heads, seqlen_q] fp32; scales: see scales.py
+            as q, with head_dim_v; lse [batch, num_heads, seqlen_q] fp32; scales: see core/scales.py
             varlen: [total, heads, dim], lse [num_heads, total]; tokens after the last sequence see
             no key. Paged: k, v [num_pages, page_size, num_kv_heads, dim]
             partials [batch, cut_tokens, num_kv_heads, parts, group, head_dim_v + 2] fp32
@@ -53,14 +53,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv import errors
-from splitkv.device import Device
-from splitkv.kernels import workspace
-from splitkv.kernels.combine import FINISHED, Final, Partial, combine, merge_tiles, write_absent
-from splitkv.kernels.parts import num_parts, padded_dims
-from splitkv.kernels.sequence_sizes import (
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import Config, Kernel, Plan, Traffic
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.scores import PLAIN
+from splitkv.kernels.combine import FINISHED, write_absent
+from splitkv.kernels.gradients import backward_for
+from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.partition import num_parts, padded, padded_dims
+from splitkv.kernels.host.sequence_sizes import (
     draw_seed,
-    lse_shape,
     lse_strides,
     offset_type,
     scoring_of,
@@ -68,11 +71,25 @@ from splitkv.kernels.sequence_sizes import (
     strides_of,
     tiles_and_lanes,
 )
-from splitkv.kernels.tile.attend import attend, write_rows
+from splitkv.kernels.host.sequences import (
+    SequenceLauncher,
+    SequenceSplits,
+    combine_launch,
+    result_shapes,
+    sequence_splits,
+)
+from splitkv.kernels.tile.attend import (
+    RowPlaces,
+    RowSums,
+    RowTile,
+    SequenceConfig,
+    attend,
+    write_rows,
+)
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.codec import widen
 from splitkv.kernels.tile.dequantize import (
-    Scales,
+    RowTileScales,
     bits_of,
     key_scales,
     round_queries,
@@ -83,32 +100,27 @@ from splitkv.kernels.tile.dequantize import (
 )
 from splitkv.kernels.tile.locate import Pages
 from splitkv.kernels.tile.merge import (
-    MOST_ARRIVALS,
     Meeting,
     Merged,
     counter_in_use,
     meet_and_merge,
-    parts_a_step,
-    rows_a_step,
     say_running,
 )
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share
 from splitkv.kernels.tile.visit import (
     Keys,
+    RowTiling,
     Strides,
+    TokenLengths,
     cut,
     load_tile,
-    own_part,
+    own_split,
     place,
     rows_of,
     store_tile,
     tiles_seen,
 )
 from splitkv.kernels.tile.weight import Queries, Scoring
-from splitkv.kv import AS_IS, Paged
-from splitkv.plans import Config, Kernel, Plan, Traffic
-from splitkv.problem import Operands, Problem
-from splitkv.scores import PLAIN
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
@@ -141,7 +153,8 @@ TENSORS = (*LEAVES, "cu_seqlens_q", "cu_seqlens_k")  # of Operands
 SIZES = (  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "chunk", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "stride_table", "stride_slope", "tiles", "lanes"),
-    *("width", "near", "parts", "size", "most_q", "stride_lse_b", "stride_lse_h"),
+    *("width", "near", "parts", "num_splits", "split_tiles", "max_tokens"),
+    *("stride_lse_b", "stride_lse_h"),
 )
 
 
@@ -156,7 +169,7 @@ def prefill(
     table_ptr,  # [batch, max_pages] int32, or None
     stored,  # Stored
     final,  # Final
-    partial,  # Partial, or None: one part
+    partial,  # Partial, or None: one split
     count_ptr,  # see tile/merge.py; None: `combine` merges
     sink_ptr,  # [num_heads], or None
     slope_ptr,  # [(batch,) num_heads], or None
@@ -181,49 +194,49 @@ def prefill(
     tiles,  # row tiles of a lane
     lanes,
     width,  # lanes that go together
-    parts,  # most parts of a row tile's keys, or None: one
-    size,  # tiles of keys a part; None: those of a row tile over `parts`
-    most_q,  # tokens of the longest sequences whose keys are cut into parts
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    OFFSET: tl.constexpr,  # the type of offsets inside a tile of keys
-    UNITS: tl.constexpr,  # see tile/dequantize.py
-    TILE_P: tl.constexpr,  # parts that are merged a step, of TILE_R rows
-    TILE_R: tl.constexpr,
-    PDL: tl.constexpr,
+    num_splits,  # most splits of a row tile's keys, or None: one
+    split_tiles,  # tiles of keys a split; None: those of a row tile over num_splits
+    max_tokens,  # tokens of the longest sequences whose keys are split
+    CONFIG: tl.constexpr,  # SequenceConfig
 ):
-    if PDL:  # as in decode_split
+    if CONFIG.dependents == "launched_first":  # combine waits for this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
-    DIM: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
+    GROUP: tl.constexpr = CONFIG.group
+    TILE_M: tl.constexpr = CONFIG.tile_m
+    TILE_N: tl.constexpr = CONFIG.tile_n
+    HEAD_DIM_V: tl.constexpr = CONFIG.head_dim_v
+    DIM_V: tl.constexpr = CONFIG.dim_v
+    UNITS: tl.constexpr = CONFIG.units
     bounds = Bounds(left, right, sink_tokens, chunk)
     meeting = Meeting(count_ptr, tl.num_programs(0))
     lse_strides = Strides(stride_lse_b, 1, stride_lse_h)
     merged = Merged(
-        *(cu_q_ptr, batch, most_q, parts, num_kv_heads * GROUP, out_strides, lse_strides)
+        cu_q_ptr=cu_q_ptr,
+        batch=batch,
+        most_q=max_tokens,
+        parts=num_splits,
+        num_heads=num_kv_heads * GROUP,
+        out_strides=out_strides,
+        lse_strides=lse_strides,
     )
     if count_ptr is not None:
         which = counter_in_use(meeting)
         say_running(meeting, which)
-        to_merge = meeting, which, partial, final, sink_ptr, merged
 
     # whose rows, and which  [TILE_M]
-    cutting = tl.program_id(0), tiles, lanes, width, parts, most_q
-    whose = cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, batch, total_q, num_kv_heads
-    own = own_part(*cutting, *whose, GROUP, TILE_M)
-    part, b, h, tile_m, first_q, len_q, first_k, len_k = own
+    tiling = RowTiling(tiles, lanes, width, num_splits)
+    lengths = TokenLengths(cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, batch, total_q)
+    own = own_split(tl.program_id(0), tiling, lengths, max_tokens, num_kv_heads, GROUP, TILE_M)
+    b, h = own.b, own.h
+    len_q, len_k = own.len_q, own.len_k
     if lens_ptr is not None:
         len_k = tl.load(lens_ptr + b, mask=b < batch, other=0)
-    nothing = tile_m * TILE_M >= len_q * GROUP
+    nothing = own.tile * TILE_M >= len_q * GROUP
     if count_ptr is None:  # else such programs arrive
         if nothing:
             return
-    _, t, head, row_ok = rows_of(tile_m, h, len_q, GROUP, TILE_M)
+    rows = rows_of(own.tile, h, len_q, GROUP, TILE_M)
+    t, head, row_ok = rows.token, rows.head, rows.ok
     shift = len_k - len_q
     slope = None
     if slope_ptr is not None:
@@ -232,73 +245,83 @@ def prefill(
     sequence_head = (b * num_kv_heads * GROUP + head)[:, None]
     queries = Queries(t[:, None], (t + shift)[:, None], slope, sequence_head)
 
-    # the keys that they see, and the part of them
-    t_first, t_last = token_range(tile_m, len_q, GROUP, TILE_M)
+    # the keys that they see, and the split of them
+    t_first, t_last = token_range(own.tile, len_q, GROUP, TILE_M)
     visit = tiles_seen(bounds, shift + t_first, shift + t_last, len_k, TILE_N)
     if partial is not None:
-        per = sequence_share(Share(parts, size, None), visit.count)
-        cuttable = len_q <= most_q
-        per = tl.where(cuttable, per, tl.maximum(visit.count, 1))
-        num_parts = parts_of(visit.count, per)
-        slot = ((b * most_q + t).to(tl.int64) * num_kv_heads + h) * parts + part
+        per = sequence_share(Share(num_splits, split_tiles, None), visit.count)
+        may_split = len_q <= max_tokens
+        per = tl.where(may_split, per, tl.maximum(visit.count, 1))
+        splits = parts_of(visit.count, per)
+        slot = ((b * max_tokens + t).to(tl.int64) * num_kv_heads + h) * num_splits + own.split
         slot_rows = slot * GROUP + head % GROUP
-        slot_ok = row_ok & cuttable & (b < batch)
-        if (part >= num_parts) | nothing:
+        slot_ok = row_ok & may_split & (b < batch)
+        if (own.split >= splits) | nothing:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, slot_ok, 0.0)
             if count_ptr is not None:
-                meet_and_merge(*to_merge, GROUP, HEAD_DIM_V, DIM_V, TILE_P, TILE_R)
+                meet_and_merge(meeting, which, partial, final, sink_ptr, merged, CONFIG)
             return
-        visit = cut(visit, part, per)
+        visit = cut(visit, own.split, per)
     slab = b
     table = None
     if table_ptr is not None:
         slab = b * 0
         table = table_ptr + b.to(tl.int64) * stride_table
-    k_head = place(k_ptr, k_strides, slab, first_k, h)
-    v_head = place(v_ptr, v_strides, slab, first_k, h)
+    k_head = place(k_ptr, k_strides, slab, own.first_k, h)
+    v_head = place(v_ptr, v_strides, slab, own.first_k, h)
     keys = Keys(k_head, v_head, k_strides.t, v_strides.t, len_k)
     pages = Pages(table, k_strides.b, v_strides.b)
-    q_rows = place(q_ptr, q_strides, b, first_q + t, head)
-    q = load_tile(q_rows, row_ok, HEAD_DIM, DIM)  # [TILE_M, DIM]
+    token = own.first_q + t
+    q_rows = place(q_ptr, q_strides, b, token, head)
+    q = load_tile(q_rows, row_ok, CONFIG.head_dim, CONFIG.dim)  # [TILE_M, DIM]
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V], tl.float32)
-    q_scale = scale_of_rows(stored, b, first_q + t, head, row_ok, UNITS)
+    q_scale = scale_of_rows(stored, b, token, head, row_ok, UNITS)
     if UNITS == "widened":
         q = widen(q, final.out_ptr.dtype.element_ty)
     elif UNITS != "as_is":
         if stored.q_ptr is None:
             q, q_scale = round_queries(q, k_ptr.dtype.element_ty)
     k_scale, v_scale = shared_scales(stored, b, h, UNITS)
-    sequence = stored.of_tokens, slab, first_k, h
-    k_at = key_scales(stored.k_ptr, stored.k_strides, *sequence)
-    v_at = key_scales(stored.v_ptr, stored.v_strides, *sequence)
-    scales = Scales(q_scale, k_at, v_at, stored.k_strides, stored.v_strides)
-    weighing = scoring.softcap, scoring.seed_ptr, scoring.drop_below, scoring.keep_scale
-    scoring = Scoring(scoring.scale * k_scale, *weighing)
-    rest = q, keys, queries, scoring, visit, bounds, pages, scales, final.out_ptr
-    m, l, acc = attend(
-        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, UNITS, True
+    of_tokens = stored.of_tokens
+    k_at = key_scales(stored.k_ptr, stored.k_strides, of_tokens, slab, own.first_k, h)
+    v_at = key_scales(stored.v_ptr, stored.v_strides, of_tokens, slab, own.first_k, h)
+    row_tile = RowTile(
+        q=q,
+        keys=keys,
+        pages=pages,
+        queries=queries,
+        scoring=Scoring(
+            scale=scoring.scale * k_scale,
+            softcap=scoring.softcap,
+            seed_ptr=scoring.seed_ptr,
+            drop_below=scoring.drop_below,
+            keep_scale=scoring.keep_scale,
+        ),
+        bounds=bounds,
+        scales=RowTileScales(q_scale, k_at, v_at, stored.k_strides, stored.v_strides),
+        out_ptr=final.out_ptr,
     )
-    m, l, acc = attend(
-        m, l, acc, *rest, HEAD_DIM, HEAD_DIM_V, TILE_N, PAGE_SIZE, STAGES, OFFSET, UNITS, False
-    )
+    sums = attend(RowSums(m, l, acc), row_tile, visit, CONFIG, True)
+    sums = attend(sums, row_tile, visit, CONFIG, False)
 
-    acc *= v_scale
+    acc = sums.acc * v_scale
     if scoring.seed_ptr is not None:
         acc *= scoring.keep_scale
-    where = out_strides, lse_strides, b, first_q + t, head, row_ok
+    sums = RowSums(sums.m, sums.l, acc)
+    places = RowPlaces(b, token, head, row_ok)
     if partial is None:
-        write_rows(acc, m, l, sink_ptr, final, *where, HEAD_DIM_V)
-    elif num_parts == 1:
-        write_rows(acc, m, l, sink_ptr, final, *where, HEAD_DIM_V)
+        write_rows(sums, sink_ptr, final, out_strides, lse_strides, places, HEAD_DIM_V)
+    elif splits == 1:
+        write_rows(sums, sink_ptr, final, out_strides, lse_strides, places, HEAD_DIM_V)
         write_absent(partial.m_ptr, partial.l_ptr, slot_rows, slot_ok, FINISHED)
     else:
-        store_tile(partial.acc_ptr + slot_rows * HEAD_DIM_V, acc, slot_ok, HEAD_DIM_V)
-        tl.store(partial.m_ptr + slot_rows, m, mask=slot_ok)
-        tl.store(partial.l_ptr + slot_rows, l, mask=slot_ok)
+        store_tile(partial.acc_ptr + slot_rows * HEAD_DIM_V, sums.acc, slot_ok, HEAD_DIM_V)
+        tl.store(partial.m_ptr + slot_rows, sums.m, mask=slot_ok)
+        tl.store(partial.l_ptr + slot_rows, sums.l, mask=slot_ok)
     if count_ptr is not None:
-        meet_and_merge(*to_merge, GROUP, HEAD_DIM_V, DIM_V, TILE_P, TILE_R)
+        meet_and_merge(meeting, which, partial, final, sink_ptr, merged, CONFIG)
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -335,7 +358,7 @@ def shapes(problem: Problem, device: Device) -> list[Shape]:
     and the addresses of contiguous keys.
     """
     table = HALF if problem.element_bytes == 2 else SINGLE
-    found = table[max(64, *padded_dims(problem))]
+    found = table[max(64, padded(problem.head_dim), padded(problem.head_dim_v))]
     rows = max(problem.rows, min(tile_m for tile_m, *_ in found))
     enough = min(tile_m for tile_m in (16, 32, 64, 128) if tile_m >= min(rows, 128))
     mask = problem.mask
@@ -354,12 +377,12 @@ def shapes(problem: Problem, device: Device) -> list[Shape]:
     )
 
 
-def shared_bytes(problem: Problem, config: Config) -> int:
+def shared_bytes(problem: Problem, config: Config, device: Device) -> int:
     """The most shared memory that Triton takes for a config: q, tiles in flight, sums of rows.
 
     Of what is widened a copy, and scales of keys. After the loop the output goes through it.
     """
-    dim, dim_v = padded_dims(problem)
+    dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
     loop = config.tile_m * (dim * problem.element_bytes + 8) + 64
     loop += config.num_stages * config.tile_n * (dim + dim_v) * problem.kv_element_bytes
     if problem.codec != AS_IS:
@@ -372,7 +395,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every tile shape that fits."""
     for tile_m, tile_n, num_warps, num_stages in shapes(problem, device):
         config = Config(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages)
-        if shared_bytes(problem, config) <= device.smem_per_block:
+        if shared_bytes(problem, config, device) <= device.smem_per_block:
             yield config
 
 
@@ -390,121 +413,152 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     )
 
 
-class Launcher:
-    """`prefill` and `combine` bound to one plan and one memory layout, differentiable where the
-    problem is.
+def out_strides(problem: Problem, operands: Operands) -> Strides:
+    """The strides of out, as given or as it will be made."""
+    q, out = operands.q, operands.out
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=getattr(torch, problem.dtype))
+    return strides_of(out)
 
-    forward(operands, seed) -> (out, lse), whatever the problem says of a gradient or the LSE
-    """
+
+class Launcher(SequenceLauncher):
+    """`prefill` and `combine` bound to one plan and one memory layout, differentiable where the
+    problem is."""
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
-        problem, config = plan.problem, plan.config
+        problem, config, q = plan.problem, plan.config, operands.q
         self.problem, self.device = problem, plan.device
-        q, k, v, slopes = operands.q, operands.k, operands.v, operands.alibi_slopes
-        self.out_shape, self.lse_shape = (*q.shape[:-1], problem.head_dim_v), lse_shape(q)
-        self.dtype = getattr(torch, problem.dtype)
-        out = q.new_empty(self.out_shape, dtype=self.dtype)
-        out = out if operands.out is None else operands.out
-        self.out_strides = strides_of(out)
-        total = q.shape[:-2].numel()
-        lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
-        tiling = tiles_and_lanes(
-            problem, plan.device, total, problem.group, config.tile_m, lane_bytes
-        )
-        parts = config.num_splits if config.num_splits > 1 else None
-        size = config.split_size // config.tile_n if config.schedule == "fixed" else None
-        cut = problem.cut_tokens
-        programs = tiling[0] * tiling[1]
-        self.slots, self.parts = 0, parts or 1
-        if parts is not None:
-            row_tiles = triton.cdiv(cut * problem.group, config.tile_m)
-            programs += (parts - 1) * row_tiles * problem.batch * problem.num_kv_heads
-            if config.merge != "cluster":
-                self.slots = problem.batch * cut * problem.num_heads * parts
-        self.last = parts is not None and config.merge in ("last", "pairs")
-        self.pairs = config.merge == "pairs"
-        self.expect_arrivals(programs)
+        self.results = result_shapes(problem, q)
+        out, total = out_strides(problem, operands), q.shape[:-2].numel()
+        self.splits = sequence_splits(plan)
+        tiles, lanes, width = tiling(plan, total)
+        programs = tiles * lanes + split_programs(plan)
+        self.splits.expect_arrivals(programs)
         self.grid = programs, 1, 1
-        lse, table, place = lse_strides(q), operands.page_table, problem.place
-        units = units_of(problem, plan.device, config)
         self.bits = plan.device.capability < (8, 9)
-        ahead = self.slots and not self.last and plan.device.capability >= (9, 0)
-        pdl = bool(ahead and q.is_cuda)
-        self.tail: tuple[Any, ...] = (
-            *(*problem.mask.bounds, problem.seqlen_q, problem.seqlen_k, problem.batch),
-            *(problem.num_kv_heads, total, strides_of(q), strides_of(k), strides_of(v)),
-            *(self.out_strides, lse.b, lse.h, table.stride(0) if table is not None else 0),
-            *(stride_slope(slopes), *tiling, parts, size if parts else None, cut),
-            *(problem.group, problem.head_dim, problem.head_dim_v),
-            *(place.page_size if isinstance(place, Paged) else 1, config.tile_m, config.tile_n),
-            *(config.num_stages, offset_type(config.tile_n, 1, k, v), units),
-            *(*self.merged_a_step(config.num_warps), pdl),
-        )
+        left_to_combine = self.splits.rows and not self.splits.in_kernel
+        early = bool(left_to_combine and plan.device.capability >= (9, 0) and q.is_cuda)
+        self.fixed = {
+            **size_arguments(problem, operands, out, total),
+            **{"tiles": tiles, "lanes": lanes, "width": width},
+            "num_splits": self.splits.num_splits,
+            "split_tiles": self.splits.split_tiles,
+            "max_tokens": self.splits.max_tokens,
+            "CONFIG": compile_time_config(plan, operands, self.splits, early),
+        }
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
-        fused = {"enable_fp_fusion": True}
-        self.options = {"num_warps": config.num_warps, **fused}
-        if parts is None or not self.slots or self.last:
-            return
-        tile_p, tile_v, merge_warps = merge_tiles(parts, problem.head_dim_v)
-        tokens = problem.batch * cut
-        self.merge_grid = (tokens * problem.num_heads, 1, triton.cdiv(problem.head_dim_v, tile_v))
-        self.merge_tail = (
-            *(None, tokens, problem.num_kv_heads, None, None, None, None, parts, None),
-            *(None, None, cut, total),
-            *(*self.out_strides, 1, problem.group, problem.head_dim_v),
-            *(1, problem.group, config.tile_n, tile_p, 0, tile_v, parts % tile_p == 0, pdl),
-        )
-        overlapping = {"launch_pdl": True} if pdl else {}
-        self.merge_options = {"num_warps": merge_warps, **fused, **overlapping}
-
-    def expect_arrivals(self, programs: int) -> None:
-        few = programs <= MOST_ARRIVALS.value or not self.last
-        errors.expect(few, "plan.config.merge", f"'combine' of {programs} programs", "last")
-
-    def merged_a_step(self, num_warps: int) -> tuple[int, int]:
-        """Parts, and rows, that so many warps merge together; 0 where `combine` merges."""
-        if not self.last or self.pairs:
-            return 0, 0
-        dim = self.problem.head_dim_v
-        step = parts_a_step(self.parts, dim)
-        return step, rows_a_step(step, dim, num_warps)
-
-    def partials(self, like: Tensor) -> tuple[Partial | None, Tensor | None]:
-        """Those of a call, and the counters of a launch that merges them."""
-        if not self.slots:
-            return None, None
-        partial = workspace.partials(like, self.slots * self.problem.head_dim_v, self.slots)
-        return partial, workspace.counter_for(like) if self.last else None
+        self.options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
+        self.combine = combine_launch(plan, self.splits, total, out, early)
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
-        seed = draw_seed(operands.q) if self.problem.dropout else None
-        if self.problem.needs_grad:
-            leaves = (getattr(operands, name) for name in LEAVES)
-            out, lse = Attention.apply(self, operands, seed, *leaves)
-        else:
-            out, lse = self.forward(operands, seed)
-        return out, lse if self.problem.return_lse else None
+        return attention(self, operands)
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = operands
-        out = x.q.new_empty(self.out_shape, dtype=self.dtype) if x.out is None else x.out
-        lse = x.q.new_empty(self.lse_shape, dtype=torch.float32)
-        final = Final(out, lse)
-        partial, count = self.partials(x.q)
+        """(out, lse), whatever the problem says of a gradient or the LSE."""
+        x, final = operands, self.results.allocate(operands)
+        partial, count = self.splits.partials(x.q)
         q, k, v = (bits_of(t) if self.bits else t for t in (x.q, x.k, x.v))
-        prefill[self.grid](
-            *(q, k, v, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table),
-            *(stored_of(x), final, partial, count, x.sink_logits, x.alibi_slopes),
-            *(scoring_of(x, seed), *self.tail),
-            **self.options,
-        )
-        if partial is not None and not self.last:
-            combine[self.merge_grid](
-                *(partial, final, x.cu_seqlens_q, x.sink_logits, *self.merge_tail),
-                **self.merge_options,
-            )
-        return out, lse
+        arguments = {
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            "cu_q_ptr": x.cu_seqlens_q,
+            "cu_k_ptr": x.cu_seqlens_k,
+            "lens_ptr": x.cache_seqlens,
+            "table_ptr": x.page_table,
+            "stored": stored_of(x),
+            "final": final,
+            "partial": partial,
+            "count_ptr": count,
+            "sink_ptr": x.sink_logits,
+            "slope_ptr": x.alibi_slopes,
+            "scoring": scoring_of(x, seed),
+            **self.fixed,
+        }
+        prefill[self.grid](*in_order(prefill, arguments), **self.options)
+        if self.combine is not None and partial is not None:
+            self.combine.launch(partial, final, x)
+        return final.out_ptr, final.lse_ptr
+
+
+def tiling(plan: Plan, total: int) -> tuple[int, int, int]:
+    """(row tiles of a lane, lanes, lanes together) for `total` tokens of q."""
+    problem = plan.problem
+    lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
+    rows, tile = problem.group, plan.config.tile_m
+    return tiles_and_lanes(problem, plan.device, total, rows, tile, lane_bytes)
+
+
+def split_programs(plan: Plan) -> int:
+    """Programs of the further splits of all row tiles."""
+    problem, config = plan.problem, plan.config
+    row_tiles = triton.cdiv(problem.cut_tokens * problem.group, config.tile_m)
+    return (config.num_splits - 1) * row_tiles * problem.batch * problem.num_kv_heads
+
+
+def size_arguments(
+    problem: Problem, operands: Operands, out: Strides, total: int
+) -> dict[str, Any]:
+    """The sizes and strides that never change, by name."""
+    q, table, lse = operands.q, operands.page_table, lse_strides(operands.q)
+    left, right, sink_tokens, chunk = problem.mask.bounds
+    return {
+        "left": left,
+        "right": right,
+        "sink_tokens": sink_tokens,
+        "chunk": chunk,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "batch": problem.batch,
+        "num_kv_heads": problem.num_kv_heads,
+        "total_q": total,
+        "q_strides": strides_of(q),
+        "k_strides": strides_of(operands.k),
+        "v_strides": strides_of(operands.v),
+        "out_strides": out,
+        "stride_lse_b": lse.b,
+        "stride_lse_h": lse.h,
+        "stride_table": table.stride(0) if table is not None else 0,
+        "stride_slope": stride_slope(operands.alibi_slopes),
+    }
+
+
+def compile_time_config(
+    plan: Plan, operands: Operands, splits: SequenceSplits, early: bool
+) -> SequenceConfig:
+    """The compile-time values of a plan; early: see `combine_launch`."""
+    problem, config, place = plan.problem, plan.config, plan.problem.place
+    merge_step, merge_rows = splits.merge_step(config.num_warps)
+    dim, dim_v = padded_dims(problem, plan.device, config.tile_m, config.num_warps)
+    return SequenceConfig(
+        group=problem.group,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        dim=dim,
+        dim_v=dim_v,
+        page_size=place.page_size if isinstance(place, Paged) else 1,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        num_stages=config.num_stages,
+        offset_type=offset_type(config.tile_n, 1, operands.k, operands.v),
+        units=units_of(problem, plan.device, config),
+        merge_splits=merge_step,
+        merge_rows=merge_rows,
+        dependents="launched_first" if early else "launched_after",
+    )
+
+
+def attention(launcher: SequenceLauncher, operands: Operands) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of a launcher, differentiable where its problem is."""
+    problem = launcher.problem
+    seed = draw_seed(operands.q) if problem.dropout else None
+    if problem.needs_grad:
+        leaves = (getattr(operands, name) for name in LEAVES)
+        out, lse = Attention.apply(launcher, operands, seed, *leaves)
+    else:
+        out, lse = launcher.forward(operands, seed)
+    return out, lse if problem.return_lse else None
 
 
 def for_any_address(plan: Plan, operands: Operands, reason: str) -> Launcher:
@@ -531,8 +585,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        from splitkv.kernels.backward import backward_for
-
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
         *tensors, seed, out, lse = ctx.saved_tensors

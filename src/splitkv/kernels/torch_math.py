@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from splitkv.device import Device
-from splitkv.kv import AS_IS, Contiguous
-from splitkv.plans import Config, Kernel, Plan, Traffic
-from splitkv.problem import Operands, Problem
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS, Contiguous
+from splitkv.core.plan import Config, Kernel, Plan, Traffic
+from splitkv.core.problem import Operands, Problem
 from splitkv.rounding import dequantize
 
 if TYPE_CHECKING:
@@ -82,7 +82,10 @@ def bind(plan: Plan, operands: Operands) -> Callable[[Operands], tuple[Tensor, T
     return partial(launch, plan.problem)
 
 
-def launch(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
+def launch(
+    problem: Problem, operands: Operands, generator: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """Dropout draws from a torch.Generator; None: from torch's own."""
     import torch
 
     from splitkv import reference
@@ -97,15 +100,16 @@ def launch(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]
         "alibi_slopes": x.alibi_slopes,
         "mask": problem.mask,
         "return_lse": problem.return_lse,
+        "dropout_p": x.dropout_p,
+        "generator": generator,
     }
     if problem.kind == "dense":
         scales = {"q_scale": x.q_scale, "k_scale": x.k_scale, "v_scale": x.v_scale}
-        options |= {"dropout_p": x.dropout_p, "upcast": dtype}
-        out, lse = reference.attention(x.q, x.k, x.v, **scales, **options)
+        out, lse = reference.attention(x.q, x.k, x.v, **scales, **options, upcast=dtype)
     else:
         q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
         out, lse = reference.attend_padded(
-            q, k, v, seqlens_q=seqlens_q, seqlens_k=seqlens_k, dropout_p=x.dropout_p, **options
+            q, k, v, seqlens_q=seqlens_q, seqlens_k=seqlens_k, **options
         )
     return finish(operands, problem, out.to(working), lse)
 
@@ -139,7 +143,8 @@ def padded_inputs(
 def finish(
     operands: Operands, problem: Problem, out: Tensor, lse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Packs what was padded, LSE in fp32, and fills the caller's `out` where there is one."""
+    """Packs what was padded, both contiguous and LSE in fp32, and fills the caller's `out` where
+    there is one."""
     from splitkv import reference
 
     x = operands
@@ -151,7 +156,9 @@ def finish(
             ).transpose(0, 1)
     if x.out is not None:
         out = x.out.copy_(out)
-    return out, lse if lse is None else lse.float()
+    else:
+        out = out.contiguous()
+    return out, lse if lse is None else lse.float().contiguous()
 
 
 KERNEL = Kernel("torch_math", unsupported, configs, traffic, bind)

@@ -13,22 +13,21 @@ Traffic     keys+values  batch * kv_heads * seqlen_k * (head_dim + head_dim_v) *
             every key is read, whatever the mask; scores stay on chip where SDPA is fused
 Numerics    those of SDPA; quantised caches are rounded to the working type after scaling; on the
             CPU fp32 with gradients takes SDPA's unfused path
-Limits      no soft cap; no ALiBi; no LSE; sink logits beside fp32 and fp64 only, as SDPA rounds an
-            additive mask to the type of q; a deterministic backward on the CPU only
+Limits      no soft cap; no ALiBi; no LSE; no dropout; sink logits beside fp32 and fp64 only, as
+            SDPA rounds an additive mask to the type of q; a deterministic backward on the CPU only
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from splitkv.device import Device
+from splitkv.core.device import Device
+from splitkv.core.masks import Mask
+from splitkv.core.plan import Config, Kernel, Plan, Traffic
+from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.torch_math import dense_traffic, finish, kv_elements, moved, padded_inputs
-from splitkv.masks import Mask
-from splitkv.plans import Config, Kernel, Plan, Traffic
-from splitkv.problem import Operands, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +39,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         (problem.score.softcap, "softcap: expected 0, got a soft cap"),
         (problem.score.alibi, "alibi_slopes: expected None, got slopes"),
         (problem.return_lse, "return_lse: expected False, got True"),
+        (problem.dropout, "dropout_p: expected 0, got dropout"),  # drawn by torch's own generator
         (
             problem.sink_logits and problem.dtype not in wide,
             f"sink_logits: expected dtype float32 or float64 beside them, got {problem.dtype}",
@@ -90,18 +90,30 @@ def bind(plan: Plan, operands: Operands) -> Callable[[Operands], tuple[Tensor, T
 
 def launch(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    # With AVX-512 the fused CPU kernel takes exponentials to 20 ulp, which its float32 backward
-    # turns into errors past our tolerance.
-    on_cpu = operands.q.device.type == "cpu"
-    unfused = on_cpu and problem.dtype == "float32" and problem.needs_grad
-    with sdpa_kernel(SDPBackend.MATH) if unfused else nullcontext():
-        out = _sdpa(problem, operands, getattr(torch, problem.dtype))
+    out = _attend(problem, operands, getattr(torch, problem.dtype))
     return finish(operands, problem, out, None)
 
 
-def _sdpa(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
+def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """SDPA, or its unfused path: called by name, as `sdpa_kernel` switches the others off for every
+    thread of the process."""
+    import torch
+    from torch.nn import functional as F
+
+    # With AVX-512 the fused CPU kernel takes exponentials to 20 ulp, which its float32 backward
+    # turns into errors past our tolerance.
+    unfused = q.device.type == "cpu" and problem.dtype == "float32" and problem.needs_grad
+    if not unfused:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype == torch.bool:
+        options["attn_mask"] = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, **options)[0]
+    return out
+
+
+def _attend(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     """[batch, seqlen_q, heads, head_dim_v], packed sequences padded."""
     import torch
     from torch.nn import functional as F
@@ -109,14 +121,13 @@ def _sdpa(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     from splitkv import reference
 
     x = operands
-    options: dict[str, Any] = {"scale": x.softmax_scale, "dropout_p": x.dropout_p}
     form = mask_form(problem)
     q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
     if form != "tensor":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=form == "causal", enable_gqa=problem.group > 1, **options
-        ).transpose(1, 2)
+        causal, gqa = form == "causal", problem.group > 1
+        out = _sdpa(problem, q, k, v, is_causal=causal, enable_gqa=gqa, scale=x.softmax_scale)
+        return out.transpose(1, 2)
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         seqlens_k = torch.zeros(problem.batch, dtype=torch.int32, device=k.device)
@@ -126,16 +137,11 @@ def _sdpa(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     else:  # cache entries that no query sees may hold anything
         unread = ~visible.any(-2)[:, :, None, None]
         k, v = k.masked_fill(unread, 0), v.masked_fill(unread, 0)
-    return _masked(q, k, v, visible, x.sink_logits, options)
+    return _masked(problem, q, k, v, visible, x)
 
 
 def _masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor,
-    sink_logits: Tensor | None,
-    options: dict[str, Any],
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, x: Operands
 ) -> Tensor:
     """SDPA under a mask [B or 1, S_q, S_k], the heads of a group packed as rows of one head."""
     import torch
@@ -148,18 +154,19 @@ def _masked(
     visible = visible[:, None, None]  # [B or 1, 1, 1, S_q, S_k]
     sees_any = visible.any(-1, keepdim=True)
     mask = (visible | ~sees_any).expand(-1, -1, group, -1, -1)
-    if sink_logits is not None:
+    if x.sink_logits is not None:
         bias = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
         bias = bias.expand(-1, num_kv_heads, -1, -1, -1)
-        sink = sink_logits.to(q.dtype).view(1, num_kv_heads, group, 1, 1)
+        sink = x.sink_logits.to(q.dtype).view(1, num_kv_heads, group, 1, 1)
         mask = torch.cat([bias, sink.expand(*bias.shape[:-1], 1)], -1)
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-    out = F.scaled_dot_product_attention(
+    out = _sdpa(
+        problem,
         reference.pack_heads(q, num_kv_heads),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask.flatten(2, 3),
-        **options,
+        scale=x.softmax_scale,
     )
     out = torch.where(sees_any, out.unflatten(2, (group, seqlen_q)), 0.0)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)

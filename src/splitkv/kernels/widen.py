@@ -9,7 +9,7 @@ out, and `first` says where each begins, as cu_seqlens_k does. What out has behi
 sequence is not written, nor keys before the window of the first query, in whole tiles of `WHOLE`.
 
 Shapes      stored [batch or pages, tokens, heads, dim], or packed [tokens, heads, dim]; scale: see
-            scales.py; out [batch, room, heads, dim], contiguous; first [batch + 1] int32
+            core/scales.py; out [batch, room, heads, dim], contiguous; first [batch + 1] int32
 Grid        (row tiles of a sequence * batch, tensors); a row is a token and head
 Traffic     stored numbers and scales are read, out is written, once
 Numerics    fp32, which holds stored numbers exactly
@@ -26,16 +26,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.kernels import workspace
-from splitkv.kernels.direct import Launch, launch_of, observed
+from splitkv.core.masks import Mask
+from splitkv.kernels.compile_time import CompileTimeRecord
+from splitkv.kernels.host import workspace
+from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.relaunch import Launch, launch_of, observed
 from splitkv.kernels.tile.codec import widen
 from splitkv.kernels.tile.dequantize import bits_of
 from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.visit import load_tile, store_tile
-from splitkv.masks import Mask
 from splitkv.rounding import is_of_tokens
 
-TILE_ELEMENTS = 4096  # of a program: 1 to 8 % faster than 8192, and no slower than others
+TILE_ELEMENTS = 4096  # of a program
 NUM_WARPS = 4
 WHOLE = tl.constexpr(256)  # keys; tiles of keys of all kernels divide them
 SIZES = ["tiles", "room", "seqlen_q", "left", "sink_tokens"]
@@ -49,7 +51,15 @@ class Steps(NamedTuple):
     head: Any
 
 
-class Stored(NamedTuple):
+class TensorSteps(NamedTuple):
+    """The Steps of stored numbers and of their scales, and elements between scales of sequences."""
+
+    stored: Any
+    scale: Any
+    of_sequences: Any
+
+
+class WideningTensor(NamedTuple):
     """Addresses of stored numbers, of their scales, or None: 1, and of what they become."""
 
     ptr: Any
@@ -57,37 +67,60 @@ class Stored(NamedTuple):
     out_ptr: Any
 
 
+class WideningConfig(CompileTimeRecord):
+    """The compile-time values of `widen_rows`.
+
+    heads         rows of a token
+    dim, dim_y    columns of x and of y
+    tile          elements of a tile
+    page_size     keys a page; 1 where they are not in pages
+    """
+
+    heads: int
+    dim: int
+    dim_y: int
+    tile: int
+    page_size: int
+
+
+class TokenRange(NamedTuple):
+    """The tokens of a sequence that are widened: index in the batch, number, and the first ones
+    before `sink` and those from `lo` on."""
+
+    b: Any
+    count: Any
+    sink: Any
+    lo: Any
+
+
 @triton.jit
 def widen_tile(
-    x,  # Stored
-    steps,  # Steps of the stored numbers
-    scale_steps,  # and of their scales; of_sequences: between those of sequences
-    of_sequences,
+    x,  # WideningTensor
+    steps,  # TensorSteps
     table_ptr,  # of the sequence, or None
-    b,
+    tokens,  # TokenRange
     tile,
-    count,  # tokens of the sequence
-    sink,  # of which those in [sink, lo) are skipped
-    lo,
     room,
-    HEADS: tl.constexpr,
+    CONFIG: tl.constexpr,
     DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
 ):
-    """Widen a tile of rows."""
+    """Widens a tile of rows [ROWS, DIM]."""
+    b = tokens.b
+    HEADS: tl.constexpr = CONFIG.heads
     DIM_P2: tl.constexpr = triton.next_power_of_2(DIM)
-    ROWS: tl.constexpr = TILE // DIM_P2
+    ROWS: tl.constexpr = CONFIG.tile // DIM_P2
     row = tile * ROWS + tl.arange(0, ROWS)
     t = row // HEADS
     head = (row % HEADS).to(tl.int64)
-    ok = (t < count) & ((t < sink) | (t >= lo))
-    slab, inner = locate(table_ptr, b, t, ok, PAGE_SIZE)
-    rows = x.ptr + (slab * steps.slab + inner * steps.token + head * steps.head)
+    ok = (t < tokens.count) & ((t < tokens.sink) | (t >= tokens.lo))
+    slab, inner = locate(table_ptr, b, t, ok, CONFIG.page_size)
+    of_x = steps.stored
+    rows = x.ptr + (slab * of_x.slab + inner * of_x.token + head * of_x.head)
     wide = widen(load_tile(rows, ok, DIM, DIM_P2), tl.float32)
     if x.scale_ptr is not None:
-        at = slab * scale_steps.slab + inner * scale_steps.token + head * scale_steps.head
-        at += b.to(tl.int64) * of_sequences
+        of_scale = steps.scale
+        at = slab * of_scale.slab + inner * of_scale.token + head * of_scale.head
+        at += b.to(tl.int64) * steps.of_sequences
         wide *= tl.load(x.scale_ptr + at, mask=ok, other=0.0)[:, None]
     first = b.to(tl.int64) * room * HEADS
     store_tile(x.out_ptr + (first + row) * DIM, wide, ok, DIM)
@@ -95,8 +128,8 @@ def widen_tile(
 
 @triton.jit(do_not_specialize=SIZES)
 def widen_rows(
-    x,  # Stored
-    y,  # Stored of as many tokens and heads, or None
+    x,  # WideningTensor
+    y,  # WideningTensor of as many tokens and heads, or None
     lens_ptr,  # [batch] int32 keys of each sequence, or None: `room`
     table_ptr,  # [batch, max_pages] int32, or None
     cu_q_ptr,  # [batch + 1] int32, or None: `seqlen_q` queries a sequence
@@ -107,17 +140,13 @@ def widen_rows(
     left,  # keys before its own that a query sees, or None: all
     sink_tokens,  # the first ones, which all see, or None
     stride_table,
-    x_steps,  # Steps
+    x_steps,  # Steps of x and of its scales; elements between the scales of sequences
     x_scale_steps,
     x_of_sequences,
     y_steps,
     y_scale_steps,
     y_of_sequences,
-    HEADS: tl.constexpr,  # rows are divided by it
-    DIM: tl.constexpr,
-    DIM_Y: tl.constexpr,
-    TILE: tl.constexpr,  # elements
-    PAGE_SIZE: tl.constexpr,
+    CONFIG: tl.constexpr,  # WideningConfig
 ):
     b = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -140,11 +169,17 @@ def widen_rows(
     table = None
     if table_ptr is not None:
         table = table_ptr + b.to(tl.int64) * stride_table
-    where = b, tile, count, sink, lo, room, HEADS
+    tokens = TokenRange(b, count, sink, lo)
     if tl.program_id(1) == 0:
-        widen_tile(x, x_steps, x_scale_steps, x_of_sequences, table, *where, DIM, TILE, PAGE_SIZE)
+        steps = TensorSteps(x_steps, x_scale_steps, x_of_sequences)
+        widen_tile(x, steps, table, tokens, tile, room, CONFIG, CONFIG.dim)
     elif y is not None:
-        widen_tile(y, y_steps, y_scale_steps, y_of_sequences, table, *where, DIM_Y, TILE, PAGE_SIZE)
+        steps = TensorSteps(y_steps, y_scale_steps, y_of_sequences)
+        widen_tile(y, steps, table, tokens, tile, room, CONFIG, CONFIG.dim_y)
+
+
+PER_CALL = ("x", "y", "lens_ptr", "table_ptr", "cu_q_ptr", "first_ptr")
+"""The arguments of `widen_rows` that change from call to call."""
 
 
 class Widening:
@@ -187,12 +222,27 @@ class Widening:
         tiles = triton.cdiv(room * heads, min(rows))
         left, sink_tokens = (None, None) if mask is None else (mask.bounds[0], mask.bounds[2])
         steps = [steps_of(*one) for one in tensors]
-        paged = table is not None
-        self.tail = (
-            *(tiles, room, seqlen_q, left, sink_tokens),
-            *(table.stride(0) if table is not None else 0, *steps[0], *steps[-1]),
-            *(heads, dims[0], dims[-1], TILE_ELEMENTS, x.shape[1] if paged else 1),
-        )
+        self.fixed = {
+            "tiles": tiles,
+            "room": room,
+            "seqlen_q": seqlen_q,
+            "left": left,
+            "sink_tokens": sink_tokens,
+            "stride_table": table.stride(0) if table is not None else 0,
+            "x_steps": steps[0].stored,
+            "x_scale_steps": steps[0].scale,
+            "x_of_sequences": steps[0].of_sequences,
+            "y_steps": steps[-1].stored,
+            "y_scale_steps": steps[-1].scale,
+            "y_of_sequences": steps[-1].of_sequences,
+            "CONFIG": WideningConfig(
+                heads=heads,
+                dim=dims[0],
+                dim_y=dims[-1],
+                tile=TILE_ELEMENTS,
+                page_size=x.shape[1] if table is not None else 1,
+            ),
+        }
         self.grid = (tiles * batch, len(tensors), 1)
         self.device, self.index = x.device, x.device.index
         self.packed, self.as_bits = packed, as_bits
@@ -220,17 +270,19 @@ class Widening:
         if self.grid[0] == 0:
             return outs, first
         stored: list[Any] = [
-            Stored(bits_of(x) if self.as_bits else x, scale, out)
+            WideningTensor(bits_of(x) if self.as_bits else x, scale, out)
             for (x, scale), out in zip(tensors, outs, strict=True)
         ]
         stored += [None] * (2 - len(stored))
         options: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
-        others = lens, table, cu_q, first
-        compiled = widen_rows[self.grid](*stored, *others, *self.tail, **options)
+        per_call = dict(zip(PER_CALL, (*stored, lens, table, cu_q, first), strict=True))
+        arguments = in_order(widen_rows, per_call | self.fixed)
+        compiled = widen_rows[self.grid](*arguments, **options)
         if compiled is not None and self.device.type == "cuda":
             if not addresses(tensors, made, lens, table, cu_q)[1] & 15:
                 new = [workspace.allocation(*what, self.device) for what in self.shapes]
-                self.again = launch_of(compiled, self.grid, self.tail), new
+                tail = tail_in_order(widen_rows, PER_CALL, self.fixed)
+                self.again = launch_of(compiled, self.grid, tail), new
         return outs, first
 
 
@@ -267,13 +319,13 @@ def addresses(
     return (at_x, at_y, at_lens, at_table, at_cu_q, at_first), bits
 
 
-def steps_of(x: Tensor, scale: Tensor | None) -> tuple[Steps, Steps, int]:
-    """(Steps of x, those of its scales, elements between the scales of sequences)."""
+def steps_of(x: Tensor, scale: Tensor | None) -> TensorSteps:
+    """The TensorSteps of stored numbers and their scales."""
     of_x = Steps(*(x.stride()[:-1] if x.dim() == 4 else (0, *x.stride()[:-1])))
     if scale is None or scale.numel() == 1:
-        return of_x, Steps(0, 0, 0), 0
+        return TensorSteps(of_x, Steps(0, 0, 0), 0)
     *outer, head = scale.stride()
     if is_of_tokens(scale, x):
         slab, token = outer if len(outer) == 2 else (0, *outer)
-        return of_x, Steps(slab, token, head), 0
-    return of_x, Steps(0, 0, head), (outer[0] if outer else 0)
+        return TensorSteps(of_x, Steps(slab, token, head), 0)
+    return TensorSteps(of_x, Steps(0, 0, head), outer[0] if outer else 0)

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from splitkv import api, reference
 from splitkv.cache.quantize import GRANULARITIES, QuantizedKV, quantize_kv
-from splitkv.device import current
-from splitkv.kv import Codec, Products
+from splitkv.core.device import current
+from splitkv.core.kv import Codec, Products
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.report import table
-from splitkv.masks import Mask
-from splitkv.problem import Problem
-from splitkv.registry import make_plan
-from splitkv.terminal import say
+from splitkv.lab.terminal import say
+from splitkv.planner.registry import make_plan
 
 HEADS, KV_HEADS, DIM, QUERIES = 8, 2, 128, 64
 INPUTS = ("gaussian", "outliers", "topics")

@@ -25,19 +25,19 @@ from rich.live import Live
 from rich.table import Table
 
 import splitkv
-from splitkv.device import Device, current
-from splitkv.errors import expect, expect_one_of
+from splitkv.core.device import Device, current
+from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.plan import Plan
 from splitkv.lab.cases import Case, Inputs, flops
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.floor import Floor, Floors
 from splitkv.lab.lines import Lines, Record
 from splitkv.lab.peers import PEERS, Worker
 from splitkv.lab.report import OURS, besides, cell, number, summary, title
+from splitkv.lab.terminal import say
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure, nvidia_smi, one_line
-from splitkv.plans import Plan
-from splitkv.policies.short_queries import asked_for
-from splitkv.registry import POLICIES, make_plan
-from splitkv.terminal import say
+from splitkv.planner.policies.short_queries import asked_for
+from splitkv.planner.registry import POLICIES, make_plan
 
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "sink_logits")
 MANY = 4  # cases: for fewer, starting processes that compile ahead takes longer than compiling

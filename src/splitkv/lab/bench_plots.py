@@ -1,4 +1,4 @@
-"""Pictures of benchmarks: bars against peers, speed-ups as a heat map, the roofline.
+"""Pictures of benchmarks: bars against peers, speed-ups as a heat map, time over work.
 
 A floor is what no call can be faster than: of decode the time to read K and V, of whole sequences
 the time of the flops at the matrix peak, each measured in the same run.
@@ -20,7 +20,6 @@ CASES_A_ROW = 6
 COLORS = [f"C{i}" for i in range(10)] + ["0.2", "0.5", "0.8"]
 MARKS = "osD^vPX*hp<>8"
 OCTAVES = 2.0  # at which the colours of speed-ups end
-APART = 0.06  # octaves
 
 
 def pictures(command: str, records: Sequence[Record]) -> Iterator[tuple[str, Figure]]:
@@ -36,7 +35,7 @@ def pictures(command: str, records: Sequence[Record]) -> Iterator[tuple[str, Fig
     for where_ran in dict.fromkeys(map(machine, timed)):
         its = [r for r in timed if machine(r) == where_ran and r.get("flops")]
         if its:
-            yield f"{command}-roofline", roofline(latest_of_each(its))
+            yield f"{command}-times", times(latest_of_each(its))
 
 
 def latest_of_each(records: Sequence[Record]) -> list[Record]:
@@ -129,48 +128,72 @@ def speedups(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def roofline(records: Sequence[Record]) -> Figure:
-    """TFLOP/s over operations a byte of K and V, below the roof that was measured: reading at the
-    fastest floor's speed, or the matrix peak. Libraries stand a little apart, to be seen."""
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
+def times(records: Sequence[Record]) -> Figure:
+    """Time over work, both logarithmic, with the floor as a line that no point can be below.
+
+    A panel a layout of the cache, or a direction and type of whole sequences. The work of decode is
+    the bytes of K and V, its floor the time to read them; the work of whole sequences is their
+    operations, its floor the time they take at the matrix peak of the same run.
+    """
+    panels: dict[str, list[Record]] = {}
+    for r in records:
+        panels.setdefault(panel(r), []).append(r)
     titles = titles_of(records)
-    for i, (name, (color, mark)) in enumerate(look(titles).items()):
-        mine = [r for r in records if title(r) == name]
-        apart = 2 ** (APART * (i - (len(titles) - 1) / 2))
-        xs = [intensity(r) * apart for r in mine]
-        ys = [r["flops"] / r["us"] / 1e6 for r in mine]
-        style: dict[str, Any] = {
-            "color": color,
-            "marker": mark,
-            "linestyle": "none",
-            "markersize": 4,
-        }
-        axes.plot(xs, ys, label=name, alpha=0.8, **style)
-    least, most = (f(map(intensity, records)) for f in (min, max))
-    ends = [least / 2, most * 2]
-    peaks = [r["peak_tflops"] for r in records if r.get("peak_tflops")]
-    speeds = [r["kv_bytes"] / r["floor_us"] / 1e6 for r in records if r["floor_us"]]
-    roof: dict[str, Any] = {"color": "black", "linewidth": 1}
-    if peaks:  # then floors are times of flops
-        label = f"matrix peak, {max(peaks):.0f} TFLOP/s"
-        axes.plot(ends, [max(peaks)] * 2, label=label, **roof)
-    elif speeds:
-        label = f"reading K and V, {max(speeds):.2f} TB/s"
-        axes.plot(ends, [max(speeds) * x for x in ends], label=label, **roof)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("operations a byte of K and V")
-    axes.set_ylabel("TFLOP/s")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    axes.set_title(f"{what(records[0])}: roofline\n{machine(records[0])}", fontsize=9)
+    style = look(titles)
+    figure = Figure(figsize=(1.0 + 4.6 * len(panels), 4.8), layout="constrained")
+    grid: Any = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)
+    axes_of_panels = list(grid[0])
+    entries: dict[str, Any] = {}
+    for axes, (name, rows) in zip(axes_of_panels, panels.items(), strict=True):
+        for library in (t for t in titles if any(title(r) == t for r in rows)):
+            color, mark = style[library]
+            points = sorted((work(r), r["us"]) for r in rows if title(r) == library)
+            (entries[library],) = axes.plot(
+                *zip(*points, strict=True),
+                color=color,
+                marker=mark,
+                linestyle="none",
+                markersize=4,
+                alpha=0.8,
+                label=library,
+            )
+        floor = sorted({(work(r), r["floor_us"]) for r in rows if r["floor_us"]})
+        if floor:
+            label = floor_label(rows[0])
+            (entries[label],) = axes.plot(
+                *zip(*floor, strict=True), color="black", linewidth=1, label=label
+            )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel(work_label(rows[0]), fontsize=8)
+        axes.grid(alpha=0.3)
+    axes_of_panels[0].set_ylabel("microseconds", fontsize=8)
+    figure.legend(
+        list(entries.values()), list(entries), loc="outside lower center", ncols=4, fontsize=8
+    )
+    figure.suptitle(f"{what(records[0])}: time over work\n{machine(records[0])}", fontsize=9)
     return figure
 
 
-def intensity(r: Record) -> float:
-    return float(r["flops"] / r["kv_bytes"])
+def panel(r: Record) -> str:
+    """What a panel of `times` has in common."""
+    if r.get("direction"):
+        return f"{r['direction']}, {r['dtype']}"
+    return str(r["shape"]["place"])
+
+
+def work(r: Record) -> float:
+    """Gigabytes of K and V of decode, teraflops of whole sequences."""
+    return float(r["flops"] / 1e12 if r.get("direction") else r["kv_bytes"] / 1e9)
+
+
+def work_label(r: Record) -> str:
+    return "TFLOP" if r.get("direction") else "GB of K and V"
+
+
+def floor_label(r: Record) -> str:
+    return "at the matrix peak" if r.get("direction") else "reading K and V alone"
 
 
 def what(r: Record) -> str:

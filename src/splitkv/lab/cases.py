@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from splitkv.cache.quantize import quantize_kv
-from splitkv.errors import expect
-from splitkv.kv import AS_IS, Codec, Paged
-from splitkv.problem import Problem
-from splitkv.scores import PLAIN
+from splitkv.core.errors import expect
+from splitkv.core.kv import AS_IS, Codec, Paged
+from splitkv.core.problem import Problem
+from splitkv.core.scores import PLAIN
 from splitkv.testing import STORED, expected
 
 REFERENCE_BYTES = (

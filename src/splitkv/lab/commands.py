@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from splitkv.errors import (
+from splitkv.core.errors import (
     expect,
     expect_at_least,
     expect_none_with,
     expect_one_of,
     expect_positive,
 )
-from splitkv.terminal import Lengths, console, expect_here, one_line_errors, say
+from splitkv.lab.terminal import Lengths, console, expect_here, one_line_errors, say
 
 if TYPE_CHECKING:
     from splitkv.lab.studies import Effort
-    from splitkv.policies import Policy
+    from splitkv.planner.policies import Policy
 
 JOBS = max(1, (os.cpu_count() or 2) - 1)
 
@@ -260,7 +260,7 @@ def regret(
     """Time the plans that policies choose beside the fastest that can be found."""
     with one_line_errors():
         from splitkv.lab import tune as lab
-        from splitkv.policies import tuned
+        from splitkv.planner.policies import tuned
 
         expect_at_least("random", random, 0)
         policies = policies_named(policy or ["waves", "tuned"])
@@ -456,7 +456,7 @@ def trace(
         except ModuleNotFoundError as error:
             message = f"expected splitkv[transformers] installed, got no {error.name}"
             raise ValueError(f"trace: {message}") from None
-        from splitkv.device import current
+        from splitkv.core.device import current
 
         lab.trace(
             model,
@@ -512,7 +512,7 @@ def find_evolve() -> Any:
 
 def policies_named(names: list[str] | None) -> dict[str, Policy]:
     """The policies with these names, or all; FILE.py: a candidate of `splitkv evolve`."""
-    from splitkv.registry import POLICIES
+    from splitkv.planner.registry import POLICIES
 
     found = {}
     for name in names or POLICIES:

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from splitkv.device import Device
+from splitkv.core.device import Device
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Problem
 from splitkv.lab.cases import Case, Inputs
+from splitkv.lab.terminal import say
 from splitkv.lab.timing import one_line
-from splitkv.plans import Config, Plan
-from splitkv.problem import Problem
-from splitkv.terminal import say
 
 T = TypeVar("T")
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from splitkv.device import Device
-from splitkv.kv import Codec, Paged, Ragged
+from splitkv.core.device import Device
+from splitkv.core.kv import Codec, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.lab.bench import our_variants
 from splitkv.lab.floor import Floors
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import Protocol, measure, nvidia_smi, one_line
-from splitkv.masks import Mask
-from splitkv.policies import tuned
-from splitkv.problem import Problem
-from splitkv.registry import make_plan
+from splitkv.planner.policies import tuned
+from splitkv.planner.registry import make_plan
 from splitkv.testing import check
 
 SECONDS = 20.0  # past which no further check is begun

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from splitkv.device import Device
-from splitkv.errors import expect
+from splitkv.core.device import Device
+from splitkv.core.errors import expect
+from splitkv.core.plan import Choice, Config
+from splitkv.core.problem import Problem
 from splitkv.lab.cases import Case
 from splitkv.lab.report import FA3
 from splitkv.lab.reproduce.backends import Backend, FlashAttention3
@@ -19,10 +21,8 @@ from splitkv.lab.reproduce.works import Way, Work
 from splitkv.lab.space import Key
 from splitkv.lab.studies import Library, chosen
 from splitkv.lab.timing import Timing
-from splitkv.plans import Choice, Config
-from splitkv.policies import Policy
-from splitkv.policies.shared import num_tiles
-from splitkv.problem import Problem
+from splitkv.planner.policies import Policy
+from splitkv.planner.policies.shared import num_tiles
 
 ITS_OWN = "its own"  # in the place of a policy: it decides itself
 MOST = 64  # splits that a study tries

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.device import Device, current
+from splitkv.core.device import Device, current
 from splitkv.lab.timing import Protocol, Stopwatch, Timing, one_line, rotation
 
 COLUMNS = 128  # bf16: rows of 256 bytes, as keys of head_dim 128

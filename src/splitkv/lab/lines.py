@@ -8,9 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from splitkv.errors import expect
+from splitkv.core.errors import expect
 
 Record = dict[str, Any]
+
+
+class Row(Record):
+    """A JSON object of a file, which may be of another program: a key that is asked for and is not
+    there is a malformed file."""
+
+    def __missing__(self, key: str) -> Any:
+        expect(False, "results", f"records of splitkv with {key!r}", ", ".join(map(repr, self)))
 
 
 class Lines:
@@ -58,11 +66,16 @@ class Lines:
 def read(path: Path) -> list[Record]:
     """The records of a file; a last line without an end is none."""
     expect(path.is_file(), "results", "a file of JSON lines", str(path))
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: expected JSON lines, got bytes that are no text") from None
     records = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            expect(False, f"{path}:{number}", "a JSON object", line[:40])
+            record = json.loads(line, object_hook=Row)
+        except (ValueError, RecursionError):
+            record = None
+        expect(isinstance(record, Row), f"{path}:{number}", "a JSON object", line[:40])
+        records.append(record)
     return records

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from splitkv.errors import expect
+from splitkv.core.errors import expect
+from splitkv.core.problem import Problem
 from splitkv.lab.cases import Case, Inputs
 from splitkv.lab.process import Ended, Process
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import Prepared, Protocol, Variant, measure
-from splitkv.problem import Problem
 
 WORKSPACE_BYTES = 256 << 20
 SECONDS = 240  # that a process may take for a case; the first one loads and compiles

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from splitkv.errors import expect
+from splitkv.core.errors import expect
 from splitkv.lab import bench_plots
 from splitkv.lab.lines import Record
 from splitkv.lab.report import SWEPT_OVER_KEYS, asked, machine, sections

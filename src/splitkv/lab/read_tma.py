@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splitkv.kernels.hopper.ring import async_load
+from splitkv.kernels.hopper.primitives.tma_ring import async_load
 
 # (rows of a tile, tiles in flight a program, programs an SM)
 SETTINGS = ((64, 12, 1), (128, 6, 1), (32, 24, 1), (64, 6, 2), (64, 4, 3), (16, 12, 1), (16, 12, 4))

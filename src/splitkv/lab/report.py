@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from splitkv.errors import expect_one_of
+from splitkv.core.errors import expect_one_of
 from splitkv.lab.lines import Record
 from splitkv.lab.lines import read as read_lines
-from splitkv.policies.shared import count
+from splitkv.planner.policies.shared import count
 
 OURS = "splitkv"
 FA3 = "fa3"  # the kernel of a plan of FlashAttention-3, of which a config has the splits alone
@@ -138,6 +138,8 @@ def besides(records: Sequence[Record]) -> str:
 
 def sections(records: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of each command. A reproduction's are one: its claims are about all of them."""
+    for r in records:
+        expect_one_of("suite", r["suite"], by_command())
     if any(r["suite"] == "reproduce" for r in records):
         return {"reproduce": list(records)}
     found: dict[str, list[Record]] = {}
@@ -153,13 +155,16 @@ def report(records: Sequence[Record]) -> str:
 
 def section(command: str, records: Sequence[Record]) -> str:
     """Markdown for the results of one command."""
-    kinds = {
+    return by_command()[command](records)
+
+
+def by_command() -> dict[str, Callable[[Sequence[Record]], str]]:
+    """What makes Markdown of the results of each command."""
+    return {
         **{"decode": bench_report, "study": studies_report, "sweep": sweep_report},
         **dict.fromkeys(("prefill", "backward", "varlen"), rates_report),
         "reproduce": reproduce_report,
     }
-    expect_one_of("suite", command, kinds)
-    return kinds[command](records)
 
 
 def reproduce_report(records: Sequence[Record]) -> str:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from splitkv import registry
-from splitkv.device import Device
-from splitkv.plans import Choice, Config, Kernel, Plan
-from splitkv.policies import decode_cost, waves
-from splitkv.policies.shared import even_splits, num_tiles, shapes, splits_keys
-from splitkv.policies.tuned import cheapest_splits, most_splits
-from splitkv.problem import Problem
+from splitkv.core.device import Device
+from splitkv.core.plan import Choice, Config, Kernel, Plan
+from splitkv.core.problem import Problem
+from splitkv.planner import registry
+from splitkv.planner.policies import decode_cost, waves
+from splitkv.planner.policies.shared import even_splits, num_tiles, shapes, splits_keys
+from splitkv.planner.policies.tuned import cheapest_splits, most_splits
 
 Key = tuple[str, Config]  # a kernel and its config
 

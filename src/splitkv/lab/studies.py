@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from splitkv.device import Device
-from splitkv.errors import expect
+from splitkv.core.device import Device
+from splitkv.core.errors import expect
+from splitkv.core.plan import Choice, Config, Plan
+from splitkv.core.problem import Problem
 from splitkv.lab import space
 from splitkv.lab.bench import facts, our_variant
 from splitkv.lab.cases import Case
@@ -33,13 +35,11 @@ from splitkv.lab.compiler import Compiler, in_order_of_readiness
 from splitkv.lab.lines import Lines, Record
 from splitkv.lab.report import FA3, number, plan_cells, regret, shape_of
 from splitkv.lab.space import Key
+from splitkv.lab.terminal import say
 from splitkv.lab.timing import Protocol, Replay, Session, Timing, one_line
-from splitkv.plans import Choice, Config, Plan
-from splitkv.policies import Policy
-from splitkv.policies.tuned import dims
-from splitkv.problem import Problem
-from splitkv.registry import make_plan
-from splitkv.terminal import say
+from splitkv.planner.policies import Policy
+from splitkv.planner.policies.tuned import dims
+from splitkv.planner.registry import make_plan
 
 FIRST_ROUNDS, FINALISTS = 3, 3
 GRAPH_SECONDS = 1.5e-3  # that a graph is to take: enough to time, and many are replayed
@@ -118,7 +118,8 @@ def label(key: Key) -> str:
     text = f"{kernel} {c.num_splits} x {c.tile_n}, {c.num_warps} warps, {c.num_stages} stages"
     text += f", {c.tile_m} rows"
     usual = Config(c.num_splits, c.tile_m, c.tile_n, c.num_warps, c.num_stages)
-    more = {n: x for n, x in asdict(c).items() if x != getattr(usual, n)}
+    more = {n: x for n, x in asdict(c).items() if getattr(c, n) != getattr(usual, n)}
+    more |= more.pop("variant", {})
     return ", ".join([text, *(f"{name} {value}" for name, value in more.items())])
 
 

@@ -5,7 +5,7 @@ Names say the situation: `mqa8_b1_512` is one KV head under 8 query heads (Llama
 `_page16` is the same with keys in pages of 16, scattered over the pool. Two suites may share a
 case; it then is the same problem.
 
-records   the shapes of the tables in docs/benchmarks.md, contiguous and in pages of 16
+records   the shapes of the tables in measurements/benchmarks.md, contiguous and in pages of 16
 pages     134 MB of keys and values and more, in pages of 1 to 256, beside contiguous
 mixed     64 sequences of log-normal lengths and one of 128K, beside as many bytes in equal lengths
 tokens    4 and 16 query tokens beside one, at 67, 134 and 268 MB
@@ -29,13 +29,13 @@ from itertools import product
 from statistics import NormalDist
 from typing import Any
 
-from splitkv.errors import expect, expect_one_of
-from splitkv.kv import Codec, Contiguous, Granularity, Paged, Place
+from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.kv import Codec, Contiguous, Granularity, Paged, Place
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.core.scales import DEFAULT_PRODUCTS
 from splitkv.lab.cases import Case
-from splitkv.masks import Mask
-from splitkv.policies.paged_attention_v2 import TEN_SHAPES
-from splitkv.problem import Problem
-from splitkv.scales import DEFAULT_PRODUCTS
+from splitkv.planner.policies.paged_attention_v2 import TEN_SHAPES
 
 SITUATIONS = {"mqa8": (8, 1), "gqa32x8": (32, 8)}  # heads, KV heads
 PLACES: dict[str, Place] = {"contiguous": Contiguous(), "page16": Paged(16)}

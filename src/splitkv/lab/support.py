@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from splitkv.device import GPUS, Device
+from splitkv.core.device import GPUS, Device
+from splitkv.core.kv import Codec, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
 from splitkv.kernels import decode_split, prefill
-from splitkv.kernels.hopper import backward as hopper_backward
-from splitkv.kernels.hopper import decode_split as hopper_decode_split
-from splitkv.kernels.hopper import prefill as hopper_prefill
-from splitkv.kernels.hopper import prefill_half as hopper_prefill_half
-from splitkv.kernels.hopper import prefill_quantised as hopper_prefill_quantised
-from splitkv.kernels.hopper import prefill_widened as hopper_prefill_widened
-from splitkv.kv import Codec, Paged, Ragged
-from splitkv.masks import Mask
-from splitkv.problem import Problem
-from splitkv.scores import Score
+from splitkv.kernels.hopper.backward import launcher as hopper_backward
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels.hopper.prefill import half as hopper_prefill_half
+from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.kernels.hopper.prefill import quantised as hopper_prefill_quantised
+from splitkv.kernels.hopper.prefill import widened as hopper_prefill_widened
 
 H200 = GPUS["h200"]
 DECODE = Problem("decode", 8, 32, 8, 128, 128, 1, 4096, mask=Mask(True), lengths="device")

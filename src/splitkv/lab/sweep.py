@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from splitkv.device import Device, current
-from splitkv.errors import expect, expect_divides, expect_one_of, expect_positive
+from splitkv.core.device import Device, current
+from splitkv.core.errors import expect, expect_divides, expect_one_of, expect_positive
+from splitkv.core.plan import Choice, Config
 from splitkv.lab import fa3, space
 from splitkv.lab.bench import facts
 from splitkv.lab.cases import Case
@@ -23,13 +24,12 @@ from splitkv.lab.report import FA3, SWEPT_OVER_KEYS, boundary_table, sweep_table
 from splitkv.lab.space import Key
 from splitkv.lab.studies import OURS, Effort, Library, Rival, label, run_studies, timed
 from splitkv.lab.suites import CASES
+from splitkv.lab.terminal import say
 from splitkv.lab.timing import one_line
 from splitkv.lab.tune import case_of
-from splitkv.plans import Choice, Config
-from splitkv.policies import Policy
-from splitkv.policies.shared import shapes
-from splitkv.policies.tuned import most_splits, tuned_problem
-from splitkv.terminal import say
+from splitkv.planner.policies import Policy
+from splitkv.planner.policies.shared import shapes
+from splitkv.planner.policies.tuned import most_splits, tuned_problem
 
 USUAL = {  # the boundary case of the sequence-aware heuristic
     **{"batch": 1, "num_heads": 8, "num_kv_heads": 1, "head_dim": 128},

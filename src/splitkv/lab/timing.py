@@ -33,9 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.device import DEFAULT_BANDWIDTH, Device, current
-from splitkv.errors import expect, expect_one_of
-from splitkv.kv import AS_IS
+from splitkv.core.device import DEFAULT_BANDWIDTH, Device, current
+from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.kv import AS_IS
 from splitkv.lab.cases import Case, Inputs
 from splitkv.testing import assert_close, captured
 

@@ -24,18 +24,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
-from splitkv.device import Device
-from splitkv.errors import expect, expect_one_of, expect_positive
-from splitkv.explanation import explain
+from splitkv.core.device import Device
+from splitkv.core.errors import expect, expect_one_of, expect_positive
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
+from splitkv.core.scales import DTYPE_BYTES
+from splitkv.core.scores import Score
 from splitkv.lab.report import number, table
-from splitkv.masks import Mask
-from splitkv.policies import DEFAULT
-from splitkv.policies.flash_attention_2 import dispatch
-from splitkv.problem import Problem
-from splitkv.registry import KERNELS
-from splitkv.scales import DTYPE_BYTES
-from splitkv.scores import Score
-from splitkv.terminal import say
+from splitkv.lab.terminal import say
+from splitkv.planner.explanation import explain
+from splitkv.planner.policies import DEFAULT
+from splitkv.planner.policies.flash_attention_2 import dispatch
+from splitkv.planner.registry import KERNELS
 
 RANGE = "splitkv.trace "  # begins the names of the ranges
 # Part of a kernel's name, in lower case -> what it is; the first that fits.

@@ -18,18 +18,18 @@ from typing import Literal, TypeVar
 
 from rich.console import Console
 
-from splitkv.device import current
-from splitkv.errors import expect, expect_at_least, expect_in_range
-from splitkv.kv import Paged
+from splitkv.core.device import current
+from splitkv.core.errors import expect, expect_at_least, expect_in_range
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Config
+from splitkv.core.problem import Problem
 from splitkv.lab.cases import Case
 from splitkv.lab.lines import Record
 from splitkv.lab.report import regret_table
 from splitkv.lab.studies import Effort, run_studies
 from splitkv.lab.suites import SUITES
-from splitkv.plans import Config
-from splitkv.policies import Policy, tuned, waves
-from splitkv.problem import Problem
-from splitkv.terminal import say
+from splitkv.lab.terminal import say
+from splitkv.planner.policies import Policy, tuned, waves
 
 T = TypeVar("T")
 

@@ -13,15 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from splitkv.device import Device
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS
+from splitkv.core.plan import Config
+from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.tile.codec import scale_strides, widen
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.locate import key_rows
 from splitkv.kernels.tile.product import add_product, row_product
 from splitkv.kernels.tile.visit import Strides, place
-from splitkv.kv import AS_IS
-from splitkv.plans import Config
-from splitkv.problem import Operands, Problem
 
 
 class Stored(NamedTuple):
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
 NOTHING = Stored(None, None, None, Strides(0, 0, 0), Strides(0, 0, 0), Strides(0, 0, 0), None)
 
 
-class Scales(NamedTuple):
+class RowTileScales(NamedTuple):
     """The scales of a row tile: of each row of q [rows], or None; the first addresses of those of
     each key of a sequence and head, or None: all share one; the steps between keys and pages."""
 

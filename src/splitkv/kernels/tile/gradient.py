@@ -32,6 +32,23 @@ class Rows(NamedTuple):
     sequence_head: Any
 
 
+class RowSums(NamedTuple):
+    """Sums over the keys that a row sees [TILE_M]: of p dp without the scale of what dropout keeps,
+    of ds, of ds times the distance of the key, of p times it."""
+
+    p_dp: Any
+    ds: Any
+    ds_far: Any
+    p_far: Any
+
+
+@triton.jit
+def zero_sums(TILE_M: tl.constexpr):
+    """Makes the RowSums before the first tile of keys."""
+    zero = tl.zeros([TILE_M], tl.float32)
+    return RowSums(zero, zero, zero, zero)
+
+
 @triton.jit
 def tile_rows(ptr, strides, tile, OFFSET: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr):
     """The first address of each row of a row tile; ptr: that of the first token and head."""
@@ -66,7 +83,8 @@ def sum_over_rows(
     OFFSET: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """(dk, dv) after the row tiles in which the mask has to be asked, or after the others."""
+    """Computes (dk, dv) after the row tiles in which the mask has to be asked, or after the
+    others."""
     first, last = visits(visit, MASKED)
     for i in tl.range(first, last, num_stages=STAGES):
         tile = tile_at(visit, i, MASKED)
@@ -99,21 +117,18 @@ def sum_over_rows(
         else:
             dp = row_product(v, grad)
         qk = row_product(k, q)
-        _, p, _, dx = gradients(
-            *(qk, dp, total[None, :], rest, offs_n[:, None], keys),
-            *(queries, scoring, bounds, MASKED),
+        at = gradients(
+            qk, dp, total[None, :], rest, offs_n[:, None], keys, queries, scoring, bounds, MASKED
         )
-        dv = add_product_compensated(dv[0], dv[1], p.to(grad.dtype), grad)
-        dk = add_product_compensated(dk[0], dk[1], dx.to(q.dtype), q)
+        dv = add_product_compensated(dv[0], dv[1], at.p_kept.to(grad.dtype), grad)
+        dk = add_product_compensated(dk[0], dk[1], at.dx.to(q.dtype), q)
     return dk, dv
 
 
 @triton.jit
 def sum_over_keys(
     dq,  # (sum [TILE_M, DIM], what it lost)
-    ds_sum,  # [TILE_M]
-    ds_far,  # [TILE_M]
-    p_far,  # [TILE_M]
+    sums,  # RowSums
     q,  # [TILE_M, DIM]
     grad,  # [TILE_M, DIM_V]
     total,  # [TILE_M]
@@ -131,8 +146,12 @@ def sum_over_keys(
     OFFSET: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """(dq, sums of ds, of ds and of p times distance) after the tiles in which the mask has to be
-    asked, or after the others."""
+    """Computes (dq, RowSums) after the tiles in which the mask has to be asked, or after the
+    others."""
+    dp_sum = sums.p_dp
+    ds_sum = sums.ds
+    ds_far = sums.ds_far
+    p_far = sums.p_far
     offs = tl.arange(0, TILE_N).to(OFFSET)
     first, last = visits(visit, MASKED)
     for i in tl.range(first, last, num_stages=STAGES):
@@ -147,15 +166,24 @@ def sum_over_keys(
         v = load_tile(v_tile + offs * keys.stride_v, n_ok, HEAD_DIM_V, grad.shape[1])
         qk = row_product(q, k)  # [TILE_M, TILE_N]
         dp = row_product(grad, v)
-        p, _, ds, dx = gradients(
-            *(qk, dp, total[:, None], delta[:, None], offs_n[None, :], keys.count),
-            *(queries, scoring, bounds, MASKED),
+        at = gradients(
+            qk,
+            dp,
+            total[:, None],
+            delta[:, None],
+            offs_n[None, :],
+            keys.count,
+            queries,
+            scoring,
+            bounds,
+            MASKED,
         )
-        if stats.sink is not None or stats.slope is not None:
-            ds_sum += tl.sum(ds, 1)
+        if stats.sink is not None:
+            dp_sum += tl.sum(at.p_kept * dp, 1)
         if stats.slope is not None:
+            ds_sum += tl.sum(at.ds, 1)
             distance = tl.abs(queries.pos - offs_n[None, :]).to(tl.float32)
-            ds_far += tl.sum(ds * distance, 1)
-            p_far += tl.sum(p * distance, 1)
-        dq = add_product_compensated(dq[0], dq[1], dx.to(k.dtype), k)
-    return dq, ds_sum, ds_far, p_far
+            ds_far += tl.sum(at.ds * distance, 1)
+            p_far += tl.sum(at.p * distance, 1)
+        dq = add_product_compensated(dq[0], dq[1], at.dx.to(k.dtype), k)
+    return dq, RowSums(dp_sum, ds_sum, ds_far, p_far)

@@ -186,17 +186,25 @@ def meet_and_merge(
     final,
     sink_ptr,
     of,  # Merged
-    GROUP: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_P: tl.constexpr,
-    TILE_R: tl.constexpr,
+    CONFIG: tl.constexpr,  # SequenceConfig of tile/attend.py
 ):
-    """Arrive, and merge a share of the rows of which all have made parts: in Triton."""
-    offs_r, offs_p, offs_v = tl.arange(0, TILE_R), tl.arange(0, TILE_P), tl.arange(0, DIM_V)
+    """Arrives, and merges a share of the rows whose splits are all there: in Triton."""
+    ROWS: tl.constexpr = CONFIG.merge_rows
+    offs_r, offs_p = tl.arange(0, ROWS), tl.arange(0, CONFIG.merge_splits)
+    offs_v = tl.arange(0, CONFIG.dim_v)
     tl.debug_barrier()
     place, merging = meet(meeting, which)
     if merging > 0:
-        for n in range(place * TILE_R, of.batch * of.most_q * of.num_heads, merging * TILE_R):
-            rest = n + offs_r, offs_p, offs_v
-            merge_rows(partial, final, sink_ptr, of, *rest, GROUP, HEAD_DIM_V)
+        for n in range(place * ROWS, of.batch * of.most_q * of.num_heads, merging * ROWS):
+            at = n + offs_r
+            merge_rows(
+                partial,
+                final,
+                sink_ptr,
+                of,
+                at,
+                offs_p,
+                offs_v,
+                CONFIG.group,
+                CONFIG.head_dim_v,
+            )

@@ -32,6 +32,42 @@ class Keys(NamedTuple):
     count: Any
 
 
+class OwnTile(NamedTuple):
+    """The tile of a program, of queries or of keys.
+
+    sequence, head              index of the sequence, number of the KV head
+    tile                        number of the tile in the sequence
+    first, length               the sequence's first token and number of those that are tiled
+    other_first, other_length   the same of the others: keys of tiles of queries, queries of keys
+    """
+
+    sequence: Any
+    head: Any
+    tile: Any
+    first: Any
+    length: Any
+    other_first: Any
+    other_length: Any
+
+
+class KeyTile(NamedTuple):
+    """The tile of keys of a program of the backward.
+
+    sequence               index in the batch
+    first_key, num_keys    the sequence's first key and number of keys
+    first_row, num_rows    its first query and number of queries
+    kv_head, tile          number of the KV head, and of the tile in the sequence
+    """
+
+    sequence: Any
+    first_key: Any
+    first_row: Any
+    kv_head: Any
+    num_keys: Any
+    num_rows: Any
+    tile: Any
+
+
 class Visit(NamedTuple):
     """The tiles that a program visits: `count`, which lie at `start + i` below `near` and at
     `skip + i` from there on. In those from `middle_first` to before `middle_last` every row sees
@@ -45,9 +81,59 @@ class Visit(NamedTuple):
     middle_last: Any
 
 
+class TokenLengths(NamedTuple):
+    """Where sequences begin and how long they are.
+
+    cu_q_ptr, cu_k_ptr   [batch + 1] int32 of packed queries and keys, or None: dense
+    seqlen_q, seqlen_k   tokens and keys of each sequence where dense
+    total_q              tokens of all sequences where packed
+    """
+
+    cu_q_ptr: Any
+    cu_k_ptr: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    batch: Any
+    total_q: Any
+
+
+class RowTiling(NamedTuple):
+    """Row tiles of a lane, lanes, lanes that go together, and most splits of a row tile's keys, or
+    None: one."""
+
+    tiles: Any
+    lanes: Any
+    width: Any
+    num_splits: Any
+
+
+class RowTileWork(NamedTuple):
+    """One split of the keys of one row tile: of a sequence and KV head; first token in memory, and
+    tokens, of its queries and keys."""
+
+    split: Any
+    b: Any
+    h: Any
+    tile: Any
+    first_q: Any
+    len_q: Any
+    first_k: Any
+    len_k: Any
+
+
+class PackedRows(NamedTuple):
+    """The rows of a row tile, each [TILE]: number in the sequence, token, head, if it is one."""
+
+    row: Any
+    token: Any
+    head: Any
+    ok: Any
+
+
 @triton.jit
 def tile_and_lane(pid, tiles, lanes, width):
-    """Of program `pid`: tiles in order, lanes inside, `width` lanes before the next ones."""
+    """Finds (tile, lane) of program `pid`: tiles in order, lanes inside, `width` lanes before the
+    next ones."""
     first = pid // (tiles * width) * width
     here = tl.minimum(width, lanes - first)
     inside = pid - first * tiles
@@ -68,7 +154,7 @@ def own_tile(
     ROWS: tl.constexpr,  # a token
     TILE: tl.constexpr,
 ):
-    """(b, h, tile, first, length, other first, other length): sequence, KV head and tokens.
+    """Finds the OwnTile of a tile and a lane.
 
     Varlen: sequence b starts at tile cu[b] * ROWS // TILE + b, which leaves each as many tiles as
     it needs or one more. Number `batch` is what lies after the last sequence; it has no others.
@@ -95,7 +181,7 @@ def own_tile(
             other_length = tl.load(other_cu_ptr + b + 1, mask=known, other=0) - other_first
         other_length = tl.where(known, other_length, 0)
         tile -= first * ROWS // TILE + b
-    return b, h, tile, first, length, other_first, other_length
+    return OwnTile(b, h, tile, first, length, other_first, other_length)
 
 
 @triton.jit
@@ -109,57 +195,86 @@ def tokens_of(cu_ptr, b, length):
 
 
 @triton.jit
-def cut_tile(pid, parts, cu_ptr, other_cu_ptr, length, other_length, batch, num_kv_heads):
-    """What `own_tile` gives, of program `pid` of those that have a part of a tile of keys each: the
-    parts of a tile follow each other, then come its heads and sequences, then the next tile."""
+def split_tile(pid, splits, cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, num_kv_heads):
+    """Finds the KeyTile of program `pid` of those that have a split of its rows each: the splits of
+    a tile follow each other, then come its heads and sequences, then the next tile."""
     heads = batch * num_kv_heads
-    tile = pid // parts // heads
-    b = pid // parts % heads // num_kv_heads
-    h = pid // parts % num_kv_heads
-    first, length = tokens_of(cu_ptr, b, length)
-    other_first, other_length = tokens_of(other_cu_ptr, b, other_length)
-    return b, h, tile, first, length, other_first, other_length
+    tile = pid // splits // heads
+    b = pid // splits % heads // num_kv_heads
+    h = pid // splits % num_kv_heads
+    first_key, num_keys = tokens_of(cu_k_ptr, b, seqlen_k)
+    first_row, num_rows = tokens_of(cu_q_ptr, b, seqlen_q)
+    return KeyTile(b, first_key, first_row, h, num_keys, num_rows, tile)
 
 
 @triton.jit
-def own_part(
+def whole_tile(own, num_split_tiles, batch):
+    """Makes the KeyTile of an OwnTile. It has no keys where its rows are split among other
+    programs, those of the first tiles, but for what lies after the last sequence."""
+    split_elsewhere = (own.tile < num_split_tiles) & (own.sequence < batch)
+    num_keys = tl.where(split_elsewhere, 0, own.length)
+    return KeyTile(
+        own.sequence,
+        own.first,
+        own.other_first,
+        own.head,
+        num_keys,
+        own.other_length,
+        own.tile,
+    )
+
+
+@triton.jit
+def own_split(
     pid,
-    tiles,  # row tiles of a lane
-    lanes,
-    width,  # as in tile_and_lane
-    parts,  # most parts of a row tile's keys, or None: one
-    most_q,  # tokens of the longest sequences whose keys are cut into parts
-    cu_q_ptr,  # [batch + 1], or None: dense
-    cu_k_ptr,
-    seqlen_q,
-    seqlen_k,
-    batch,
-    total_q,
+    tiling,  # RowTiling
+    lengths,  # TokenLengths
+    max_tokens,  # tokens of the longest sequences whose keys are split
     num_kv_heads,
     GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """(part, b, h, row tile, first query, queries, first key, keys).
+    """The RowTileWork of program `pid`.
 
-    The first part of every row tile, the last and so heaviest ones first; then the other parts of
-    the row tiles that a sequence of `most_q` tokens has.
+    The first split of every row tile, the last and so heaviest ones first; then the other splits of
+    the row tiles that a sequence of max_tokens tokens has.
     """
-    part = pid * 0
-    both = cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, batch
-    if parts is None or pid < tiles * lanes:
+    tiles, lanes, width = tiling.tiles, tiling.lanes, tiling.width
+    cu_q_ptr, cu_k_ptr = lengths.cu_q_ptr, lengths.cu_k_ptr
+    seqlen_q, seqlen_k, batch = lengths.seqlen_q, lengths.seqlen_k, lengths.batch
+    split = pid * 0
+    if tiling.num_splits is None or pid < tiles * lanes:
         tile, lane = tile_and_lane(pid, tiles, lanes, width)
-        own = own_tile(tiles - 1 - tile, lane, *both, total_q, num_kv_heads, GROUP, TILE_M)
-        b, h, tile_m, first_q, len_q, first_k, len_k = own
+        own = own_tile(
+            tiles - 1 - tile,
+            lane,
+            cu_q_ptr,
+            cu_k_ptr,
+            seqlen_q,
+            seqlen_k,
+            batch,
+            lengths.total_q,
+            num_kv_heads,
+            GROUP,
+            TILE_M,
+        )
+        b = own[0]
+        h = own[1]
+        tile_m = own[2]
+        first_q = own[3]
+        len_q = own[4]
+        first_k = own[5]
+        len_k = own[6]
     else:
         number = pid - tiles * lanes
-        row_tiles = (most_q * GROUP + TILE_M - 1) // TILE_M
+        row_tiles = (max_tokens * GROUP + TILE_M - 1) // TILE_M
         tile_m = number % row_tiles
         h = number // row_tiles % num_kv_heads
         b = number // (row_tiles * num_kv_heads) % batch
-        part = number // (row_tiles * num_kv_heads * batch) + 1
+        split = number // (row_tiles * num_kv_heads * batch) + 1
         first_q, len_q = tokens_of(cu_q_ptr, b, seqlen_q)
         first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
-    return part, b, h, tile_m, first_q, len_q, first_k, len_k
+    return RowTileWork(split, b, h, tile_m, first_q, len_q, first_k, len_k)
 
 
 @triton.jit
@@ -248,9 +363,9 @@ def tile_at(visit, i, MASKED: tl.constexpr):
 
 @triton.jit
 def rows_of(tile, h, length, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """(row, token, head, ok) [TILE] of row tile `tile` of KV head h and a sequence's tokens."""
+    """The PackedRows of row tile `tile` of KV head h and a sequence's `length` tokens."""
     offs_m = tile * TILE + tl.arange(0, TILE)
-    return offs_m, offs_m // GROUP, h * GROUP + offs_m % GROUP, offs_m < length * GROUP
+    return PackedRows(offs_m, offs_m // GROUP, h * GROUP + offs_m % GROUP, offs_m < length * GROUP)
 
 
 @triton.jit

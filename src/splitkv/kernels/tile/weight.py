@@ -13,7 +13,8 @@ from splitkv.kernels.tile.score import score_log2, tanh
 
 
 class Queries(NamedTuple):
-    """Of each row: its token, key position, ALiBi slope or None, and number of sequence and head.
+    """What scores need of each row: its token, key position, ALiBi slope or None, and number of
+    sequence and head.
 
     [rows, 1], or [1, rows] where scores are transposed.
     """
@@ -37,6 +38,16 @@ class Scoring(NamedTuple):
     seed_ptr: Any
     drop_below: Any
     keep_scale: Any
+
+
+class WeightGradients(NamedTuple):
+    """Weights and gradients of a tile of scores: p; what dropout keeps of it; gradients of the
+    scores, and of scale * q . k."""
+
+    p: Any
+    p_kept: Any
+    ds: Any
+    dx: Any
 
 
 @triton.jit
@@ -75,7 +86,7 @@ def scores_of_rows(qk, q_scale, scoring, queries, offs_n):
 def gradients(
     qk,
     dp,  # gradients of the output . v
-    total,  # see backward.py, in base 2
+    total,  # see kernels/backward, in base 2
     delta,
     offs_n,
     keys,  # number of keys
@@ -84,7 +95,7 @@ def gradients(
     bounds,  # Bounds
     MASKED: tl.constexpr,
 ):
-    """(p, what dropout keeps of it, gradients of the scores, of scale * qk), of the shape of qk.
+    """Computes the WeightGradients of products qk, each of the shape of qk.
 
     The other arguments broadcast to that shape.
     """
@@ -102,4 +113,4 @@ def gradients(
     if scoring.softcap is not None:
         ratio = tanh(qk * scoring.scale)
         dx = ds * (1.0 - ratio * ratio)
-    return p, p_kept, ds, dx
+    return WeightGradients(p, p_kept, ds, dx)

@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from splitkv.device import Device
-from splitkv.errors import expect, expect_one_of
-from splitkv.kv import Paged
+from splitkv.core.device import Device
+from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Choice, Config, Kernel, Plan
+from splitkv.core.problem import Problem
 from splitkv.lab import space
 from splitkv.lab.evolve import sandbox
 from splitkv.lab.reproduce.works import Way
 from splitkv.lab.studies import label
-from splitkv.plans import Choice, Config, Kernel, Plan
-from splitkv.policies import DEFAULT, POLICIES, Policy
-from splitkv.policies.shared import MAX_SPLITS, max_splits, shapes
-from splitkv.problem import Problem
+from splitkv.planner.policies import DEFAULT, POLICIES, Policy
+from splitkv.planner.policies.shared import MAX_SPLITS, max_splits, shapes
 
 SECONDS, WALL_SECONDS = 2, 10  # of the sandbox: processor time, and time
 ROUNDS = 5

@@ -15,7 +15,7 @@ from typing import Any
 
 from deap import gp
 
-from splitkv.errors import expect
+from splitkv.core.errors import expect
 from splitkv.lab.evolve.candidate import Tile
 from splitkv.lab.evolve.sandbox import ARGUMENTS
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from splitkv.device import Device, current
-from splitkv.errors import expect, expect_one_of
+from splitkv.core.device import Device, current
+from splitkv.core.errors import expect, expect_one_of
 from splitkv.lab.bench import Screen, facts
 from splitkv.lab.evolve import guided, sandbox
 from splitkv.lab.evolve.candidate import Option, our_option
@@ -32,10 +32,10 @@ from splitkv.lab.lines import Lines, Record
 from splitkv.lab.report import ABSENT, table
 from splitkv.lab.reproduce.results import mean
 from splitkv.lab.reproduce.works import Way, splits_by
+from splitkv.lab.terminal import say
 from splitkv.lab.timing import one_line
-from splitkv.policies import tuned
-from splitkv.registry import make_plan
-from splitkv.terminal import say
+from splitkv.planner.policies import tuned
+from splitkv.planner.registry import make_plan
 
 BACKENDS = ("splitkv", "fa3")
 PROPOSERS = ("offline", "openevolve")

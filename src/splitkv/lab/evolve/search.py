@@ -24,7 +24,7 @@ from typing import Any
 
 from deap import base, tools
 
-from splitkv.errors import expect
+from splitkv.core.errors import expect
 from splitkv.lab.evolve import grammar
 from splitkv.lab.evolve.evaluate import Evaluation, Evaluator
 from splitkv.lab.evolve.grammar import Policy, Slots

@@ -11,26 +11,19 @@ from typing import Protocol
 
 import torch
 
-from splitkv.device import Device
+from splitkv.core.device import Device
+from splitkv.core.plan import Choice
+from splitkv.core.problem import Problem
 from splitkv.lab import space
 from splitkv.lab.cases import Case
 from splitkv.lab.compiler import Compiler
-from splitkv.lab.evolve.candidate import (
-    Answer,
-    Option,
-    Tile,
-    Tiles,
-    our_option,
-    their_answer,
-)
+from splitkv.lab.evolve.candidate import Answer, Option, Tile, Tiles, our_option, their_answer
 from splitkv.lab.lines import Lines
 from splitkv.lab.reproduce import backends
 from splitkv.lab.reproduce.works import Work
 from splitkv.lab.studies import Contest
-from splitkv.plans import Choice
-from splitkv.policies import decode_cost
-from splitkv.problem import Problem
-from splitkv.registry import kernel_named, make_plan
+from splitkv.planner.policies import decode_cost
+from splitkv.planner.registry import kernel_named, make_plan
 
 OPEN = 64  # problems whose operands stay on the GPU
 Times = dict[str, float | str]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitkv.errors import expect, expect_one_of, expect_positive
+from splitkv.core.errors import expect, expect_one_of, expect_positive
 from splitkv.lab.cases import Case
 from splitkv.lab.sweep import USUAL
 from splitkv.lab.tune import case_of
-from splitkv.policies.tuned import DIMS, tuned_problem
+from splitkv.planner.policies.tuned import DIMS, tuned_problem
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 import torch
 
 import splitkv
-from splitkv.device import Device, current
-from splitkv.errors import expect
+from splitkv.core.device import Device, current
+from splitkv.core.errors import expect
+from splitkv.core.plan import Kernel, Plan
+from splitkv.core.problem import Problem
 from splitkv.lab import peers, space
 from splitkv.lab.cases import Inputs
 from splitkv.lab.lines import Record
@@ -27,10 +29,8 @@ from splitkv.lab.process import Ended, Process
 from splitkv.lab.reproduce.works import Way, Work, unpacked
 from splitkv.lab.studies import protocol_for
 from splitkv.lab.timing import Prepared, Variant, measure
-from splitkv.plans import Kernel, Plan
-from splitkv.policies.shared import max_splits, shapes
-from splitkv.problem import Problem
-from splitkv.registry import make_plan
+from splitkv.planner.policies.shared import max_splits, shapes
+from splitkv.planner.registry import make_plan
 
 ABLATED = "decode_split"  # the kernel that packing is taken out of, and put into again
 SECONDS = 60  # that a process may take for a work; the first one loads

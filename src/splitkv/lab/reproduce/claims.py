@@ -12,18 +12,10 @@ from dataclasses import dataclass
 
 from splitkv.lab.lines import Record
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
-from splitkv.lab.reproduce.results import (
-    FA3,
-    OURS,
-    Results,
-    mean,
-    ratio,
-    splits_of,
-    times,
-)
+from splitkv.lab.reproduce.results import FA3, OURS, Results, mean, ratio, splits_of, times
 from splitkv.lab.reproduce.works import BLOCK, MQA_16, mqa, picks, works
 from splitkv.lab.suites import CASES
-from splitkv.policies import paged_attention_v2
+from splitkv.planner.policies import paged_attention_v2
 
 SOURCES = {
     "heuristic": "Llopart Font et al., Sequence-Aware Split Heuristic, arXiv 2604.00028",

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from splitkv.device import Device, current
-from splitkv.errors import expect, expect_one_of
+from splitkv.core.device import Device, current
+from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.plan import Plan
 from splitkv.lab.bench import facts
 from splitkv.lab.compiler import Compiler, in_order_of_readiness
 from splitkv.lab.lines import Lines, Record, read
@@ -34,9 +35,8 @@ from splitkv.lab.sequences import bench as sequences
 from splitkv.lab.sequences.peers import PEERS
 from splitkv.lab.sequences.suites import CASES, SUITES
 from splitkv.lab.sequences.timing import QUICK, Pace
+from splitkv.lab.terminal import say, terminated_as_interrupted
 from splitkv.lab.timing import one_line
-from splitkv.plans import Plan
-from splitkv.terminal import say, terminated_as_interrupted
 
 ROUNDS = {"quick": 7, "full": 21}
 BACKENDS = ("splitkv", "fa3")

@@ -12,7 +12,7 @@ from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
 from splitkv.lab.reproduce.results import Results, mean, ratio, splits_of, times
 from splitkv.lab.reproduce.works import RULES, TABLE_1, mqa, picks, splits_by
 from splitkv.lab.suites import CASES
-from splitkv.policies import paged_attention_v2
+from splitkv.planner.policies import paged_attention_v2
 
 STEPS = ("table 1", "splits", "ablation", "boundary", "matrix", "ten shapes", "packing")
 TITLES = {

@@ -18,16 +18,11 @@ from typing import Any
 from rich.console import Console
 
 import splitkv
-from splitkv.device import Device, current
-from splitkv.errors import expect
-from splitkv.lab.bench import (
-    SHAPE,
-    Lost,
-    Screen,
-    facts,
-    run_cases,
-    status_of,
-)
+from splitkv.core.device import Device, current
+from splitkv.core.errors import expect
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem
+from splitkv.lab.bench import SHAPE, Lost, Screen, facts, run_cases, status_of
 from splitkv.lab.cases import Case
 from splitkv.lab.compiler import Compiler
 from splitkv.lab.lines import Lines, Record
@@ -45,12 +40,10 @@ from splitkv.lab.sequences.timing import (
     Station,
     measure,
 )
+from splitkv.lab.terminal import say
 from splitkv.lab.timing import Variant
-from splitkv.plans import Plan
-from splitkv.policies import DEFAULT, POLICIES
-from splitkv.problem import Problem
-from splitkv.registry import kernel_named, make_plan
-from splitkv.terminal import say
+from splitkv.planner.policies import DEFAULT, POLICIES
+from splitkv.planner.registry import kernel_named, make_plan
 
 SHOWN = ("case", "library", "us (spread)", "TFLOP/s", "of peak", "MHz", "error")
 PEAK_FLOPS = 2 * PEAK_SIZE**3

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import splitkv
-from splitkv.errors import expect
-from splitkv.kv import AS_IS, Paged
+from splitkv.core.errors import expect
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem
+from splitkv.core.scores import PLAIN
 from splitkv.lab.cases import Case, unfilled
-from splitkv.plans import Plan
-from splitkv.problem import Problem
-from splitkv.scores import PLAIN
 from splitkv.testing import quantize
 
 Direction = Literal["forward", "backward"]

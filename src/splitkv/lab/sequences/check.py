@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from splitkv import reference
+from splitkv.core.masks import Mask
 from splitkv.lab.cases import Case
 from splitkv.lab.sequences.cases import Inputs, pairs
-from splitkv.masks import Mask
 from splitkv.rounding import Rounding, dequantize, is_of_tokens
 from splitkv.testing import assert_close
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from splitkv.kv import Paged
+from splitkv.core.kv import Paged
 from splitkv.lab.cases import Case
 from splitkv.lab.peers import SECONDS, Peer, every, flex_attend, needs
 from splitkv.lab.process import Ended, Process

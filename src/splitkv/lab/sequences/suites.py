@@ -6,7 +6,7 @@ KV heads as query heads; `_d64` a head dimension that is not 128, `_d192x128` on
 another. `_full` lets every query see every key.
 
 prefill, backward:
-  records   the shapes of the tables in docs/benchmarks.md
+  records   the shapes of the tables in measurements/benchmarks.md
   dims      head dimensions of 64, 256 and 192 with values of 128
   windows   a window of 4096 keys with 4 sink tokens beside the causal mask, at lengths around the
             one from which it is faster; a window of 128 keys up to 128K tokens
@@ -33,12 +33,12 @@ from fnmatch import fnmatchcase
 from statistics import NormalDist
 from typing import Any
 
-from splitkv.errors import expect, expect_one_of
-from splitkv.kv import Codec, Paged, Ragged
+from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.kv import Codec, Paged, Ragged
+from splitkv.core.masks import Mask
+from splitkv.core.problem import Problem
 from splitkv.lab.cases import Case
 from splitkv.lab.sequences.cases import direction
-from splitkv.masks import Mask
-from splitkv.problem import Problem
 
 SITUATIONS = {"mqa16": (16, 1), "gqa32x8": (32, 8), "mha16": (16, 16)}  # heads, KV heads
 MASKS = {"full": Mask(), "causal": Mask(causal=True)}

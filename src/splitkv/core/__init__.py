@@ -1,0 +1,1 @@
+"""The values: problem, masks, kv, scores, scales, device, errors, plan. No torch, no triton."""

@@ -1,0 +1,72 @@
+"""Where the keys and values live, and how they are stored: two independent axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from splitkv.core.values import Value
+
+CodecName = Literal["as_is", "fp8", "int8"]
+Granularity = Literal["none", "tensor", "head", "token"]
+Products = Literal["widened", "half", "full"]
+"""What may be multiplied in 8 bits beside quantised keys and values: nothing, all are widened
+first; q . k, for which q is rounded as well; or p . v too, for which p is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous(Value):
+    """`[batch, seqlen_k, num_kv_heads, head_dim]`, one slab a sequence."""
+
+    TAG: ClassVar[str | None] = "contiguous"
+
+    def __str__(self) -> str:
+        return "contiguous"
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged(Value):
+    """`[total_k, num_kv_heads, head_dim]`, sequences one after the other, bounds in
+    `cu_seqlens_k`."""
+
+    TAG: ClassVar[str | None] = "ragged"
+
+    def __str__(self) -> str:
+        return "ragged"
+
+
+@dataclass(frozen=True, slots=True)
+class Paged(Value):
+    """`[num_pages, page_size, num_kv_heads, head_dim]`; `page_table[b, i]` holds keys `i *
+    page_size` and following of sequence b."""
+
+    TAG: ClassVar[str | None] = "paged"
+    page_size: int
+
+    def __str__(self) -> str:
+        return f"paged({self.page_size})"
+
+
+Place = Contiguous | Ragged | Paged
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(Value):
+    """How one element of K or V is stored: as the working type, or quantised with scales.
+
+    The value is `stored * scale`; scales are per tensor, per KV head, or per token and head.
+    """
+
+    name: CodecName = "as_is"
+    granularity: Granularity = "none"
+
+    @property
+    def element_bytes(self) -> int | None:
+        """Bytes an element, or None where the element is of the working type."""
+        return None if self.name == "as_is" else 1
+
+    def __str__(self) -> str:
+        return self.name if self.name == "as_is" else f"{self.name} per {self.granularity}"
+
+
+AS_IS = Codec()

@@ -1,0 +1,115 @@
+"""Calls of flash_attn_with_kvcache that were checked before, known by the arguments as they come.
+
+A step of a model that appends and attends on a GPU, in one launch or with a `combine`, is looked up
+in a `CallCache` before its arguments are checked: their types, shapes, strides, devices and options
+are those of an earlier call, so the checks would find the same. Every other call is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from splitkv.core.plan import Plan
+from splitkv.kernels.host.append_call import Append, Rotary
+from splitkv.runtime import call_cache
+from splitkv.runtime.call_cache import BoundCall, CallCache, Relaunch, with_types
+
+
+class CachedStep(NamedTuple):
+    """A bound call of append and decode, and what the arguments of FlashAttention say beside it."""
+
+    bound: BoundCall
+    q_step: int
+    metadata: Plan | None  # stays alive here, so that its id stays its own
+
+
+# Of the arguments: the tensors that such a step may have, in this order; its other options, beside
+# the window; and what it does not have.
+TENSORS = (
+    *("q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "cache_batch_idx", "block_table"),
+    *("page_table", "rotary_cos", "rotary_sin", "rotary_seqlens", "alibi_slopes"),
+    "cu_seqlens_k_new",
+)
+SCALARS = (
+    *("softmax_scale", "causal", "softcap", "rotary_interleaved", "num_splits"),
+    *("attention_chunk", "pack_gqa", "sm_margin"),
+)
+ABSENT = (
+    *("cache_leftpad", "leftpad_k", "qv", "cu_seqlens_q", "max_seqlen_q", "q_descale", "k_descale"),
+    *("v_descale", "s_aux", "learnable_sink"),
+)
+_tensors_of, _scalars_of, _absent_of = (itemgetter(*x) for x in (TENSORS, SCALARS, ABSENT))
+calls: CallCache[CachedStep] = CallCache()
+
+
+def relaunched(given: Mapping[str, Any]) -> Tensor | None:
+    """out of a call with these arguments, launched as an earlier one; None: nothing is done."""
+    options, tensors = _options_of(given)
+    if options is None:
+        return None
+    step = calls.match(options, tensors)
+    if step is None:
+        return None
+    bound = step.bound
+    if bound.device is not None and bound.device != call_cache.current_device():
+        return None
+    q, k_cache, v_cache, k, v, before, rows, table, table_too, *rest = _tensors_of(given)
+    cos, sin, start, slopes, cu_seqlens_new = rest
+    rotary = None
+    if cos is not None:
+        rotary = Rotary(cos, sin, start, given["rotary_interleaved"], step.q_step)
+    new = Append(k, v, k_cache, v_cache, before, cu_seqlens_new=cu_seqlens_new, rotary=rotary)
+    table = table_too if table is None else table
+    table = rows if table is None else table
+    of_decode = q, k_cache, v_cache, None, before, table, None, slopes, None, None, None
+    repeat: Relaunch = bound.launcher.repeat  # type: ignore[attr-defined]
+    done = repeat(*of_decode, bound.softmax_scale, given["softcap"], new)
+    return None if done is None else done[0]
+
+
+def keep(given: Mapping[str, Any], call: Append, q: Tensor, bound: BoundCall | None) -> None:
+    """Keep how a call with these arguments was launched: it was this call of `append`, and decode
+    with this q."""
+    if bound is None or getattr(bound.launcher, "repeat", None) is None:
+        return
+    options, tensors = _options_of(given)
+    as_it_comes = call.k is given["k"] and call.v is given["v"] and q is given["q"]
+    if options is None or call.k_scale is not None or not as_it_comes:
+        return
+    if not all(isinstance(x, Tensor) for x in tensors):  # cache_seqlens may be a number
+        return
+    q_step = 1 if call.rotary is None else call.rotary.q_step
+    calls.add(options, tensors, CachedStep(bound, q_step, given["scheduler_metadata"]))
+
+
+def _options_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """(the options and the tensors of a call); no options where it is none that is cached."""
+    if is_dynamo_compiling():
+        return None, []
+    absent, values = _absent_of(given), _tensors_of(given)
+    rows, tables = values[6], values[7:9]
+    try:
+        cached = (
+            absent.count(None) == len(absent)
+            and values[3] is not None  # k
+            and given["return_softmax_lse"] is False
+            and (rows is None or tables == (None, None))
+            and type(given["window_size"]) is tuple
+        )
+    except ValueError:  # an array of NumPy's, which compares with None in each element
+        cached = False
+    if not cached:
+        return None, []
+    metadata = given["scheduler_metadata"]
+    plan = None if metadata is None else id(metadata)
+    window = given["window_size"]
+    if len(window) != 2:
+        return None, []
+    tensors = [x for x in values if x is not None]
+    options = with_types(window + _scalars_of(given))
+    return (options, plan, *[x is None for x in values]), tensors

@@ -1,0 +1,238 @@
+"""The host side of the backward for any GPU: memory, and launches by named arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from splitkv import reference
+from splitkv.core.device import Device
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels.backward.keys import backward_keys
+from splitkv.kernels.backward.queries import backward_queries
+from splitkv.kernels.backward.records import Gradients, GradientTensors, Stats
+from splitkv.kernels.backward.row_splits import RowSplits
+from splitkv.kernels.backward.rows import statistics, strides_of_stats
+from splitkv.kernels.backward.sum import backward_sum
+from splitkv.kernels.backward.variant import Backward, variant_of
+from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.partition import padded_dims
+from splitkv.kernels.host.sequence_sizes import (
+    offset_type,
+    scoring_of,
+    stride_slope,
+    strides_of,
+    tiles_and_lanes,
+)
+from splitkv.kernels.tile.band import Bounds
+
+SUM_TILE, SUM_SPLITS = 4, 8  # keys a program of backward_sum, and splits that it reads at once
+
+
+def allocate_gradients(x: Operands, grad: Tensor) -> GradientTensors:
+    """The operands of a call, the gradient of out, and memory for those to find."""
+    return GradientTensors(
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        grad=grad,
+        dq=torch.empty_like(x.q),
+        dk=torch.empty_like(x.k),
+        dv=torch.empty_like(x.v),
+    )
+
+
+def strides_of_tensors(tensors: GradientTensors) -> GradientTensors:
+    """The Strides of each."""
+    return GradientTensors(
+        q=strides_of(tensors.q),
+        k=strides_of(tensors.k),
+        v=strides_of(tensors.v),
+        grad=strides_of(tensors.grad),
+        dq=strides_of(tensors.dq),
+        dk=strides_of(tensors.dk),
+        dv=strides_of(tensors.dv),
+    )
+
+
+def launch_sum(
+    problem: Problem,
+    x: Operands,
+    tensors: GradientTensors,
+    splits: Tensor,
+    tile_n: int,
+    **options: Any,
+) -> None:
+    """Launches what adds up dk and dv of splits of rows.
+
+    splits    [batch * num_kv_heads * tiles, splits, tile_n, head_dim + head_dim_v] fp32
+    options   launch_pdl: it begins while the kernel before still runs
+    """
+    p = problem
+    programs, count = splits.shape[:2]
+    arguments = {
+        "ptrs": tensors,
+        "strides": strides_of_tensors(tensors),
+        "split_ptr": splits,
+        "cu_k_ptr": x.cu_seqlens_k,
+        "seqlen_k": p.seqlen_k,
+        "num_kv_heads": p.num_kv_heads,
+        "split_tiles": programs // (p.batch * p.num_kv_heads),
+        "row_splits": count,
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "TILE_N": tile_n,
+        "ROWS": SUM_TILE,
+        "TOGETHER": SUM_SPLITS,
+        "PREDECESSOR": "running" if options else "done",
+    }
+    backward_sum[(programs, triton.cdiv(tile_n, SUM_TILE))](
+        *in_order(backward_sum, arguments), enable_fp_fusion=True, **options
+    )
+
+
+def allocate_splits(problem: Problem, x: Operands, splits: RowSplits, tile_n: int) -> Tensor | None:
+    """Memory for dk and dv of splits of rows, see `launch_sum`; None: no rows are split."""
+    p = problem
+    if splits.splits == 1:
+        return None
+    shape = p.batch * p.num_kv_heads * splits.tiles, splits.splits, tile_n
+    return x.q.new_empty((*shape, p.head_dim + p.head_dim_v), dtype=torch.float32)
+
+
+class BackwardLauncher:
+    """The kernels bound to one problem and device.
+
+    Called with the operands of a forward, its seed, out and lse, and the gradients of both; returns
+    those of q, k, v, sink_logits and alibi_slopes.
+    """
+
+    def __init__(self, problem: Problem, device: Device, variant: Backward | None = None) -> None:
+        self.problem, self.device = problem, device
+        self.variant = variant or variant_of(problem, device)
+
+    def __call__(
+        self,
+        operands: Operands,
+        seed: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        of_slopes: bool,
+    ) -> Gradients:
+        x = operands
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        elif grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        stats = statistics(self.problem, x, out, lse, grad_out, grad_lse, of_slopes)
+        tensors = allocate_gradients(x, grad_out)
+        self.launch_keys(x, seed, stats, tensors)
+        self.launch_queries(x, seed, stats, tensors)
+        dsink = dslopes = None
+        if x.sink_logits is not None:
+            dsink = stats.sink.sum((0, 2)).flatten().to(x.sink_logits.dtype)
+        if stats.slope is not None:
+            dslopes = self.of_slopes(x, stats.slope).to(x.alibi_slopes.dtype)
+        return Gradients(tensors.dq, tensors.dk, tensors.dv, dsink, dslopes)
+
+    def shared_arguments(
+        self, x: Operands, seed: Tensor | None, stats: Stats, tensors: GradientTensors
+    ) -> dict[str, Any]:
+        """The arguments that both kernels take, by name."""
+        p = self.problem
+        bounds = Bounds(*p.mask.bounds)
+        return {
+            "ptrs": tensors,
+            "strides": strides_of_tensors(tensors),
+            "stats": stats,
+            "stat_strides": strides_of_stats(p, stats),
+            "cu_q_ptr": x.cu_seqlens_q,
+            "cu_k_ptr": x.cu_seqlens_k,
+            "slope_ptr": x.alibi_slopes,
+            "scoring": scoring_of(x, seed),
+            "softmax_scale": x.softmax_scale,
+            "left": bounds.left,
+            "right": bounds.right,
+            "sink_tokens": bounds.sink_tokens,
+            "chunk": bounds.chunk,
+            "seqlen_q": p.seqlen_q,
+            "seqlen_k": p.seqlen_k,
+            "batch": p.batch,
+            "num_kv_heads": p.num_kv_heads,
+            "stride_slope": stride_slope(x.alibi_slopes),
+            "GROUP": p.group,
+            "HEAD_DIM": p.head_dim,
+            "HEAD_DIM_V": p.head_dim_v,
+        }
+
+    def launch_keys(
+        self, x: Operands, seed: Tensor | None, stats: Stats, tensors: GradientTensors
+    ) -> None:
+        """Launches what makes dk and dv."""
+        p, c, splits = self.problem, self.variant.keys, self.variant.row_splits
+        total = x.k.shape[:-2].numel()
+        row_bytes = p.seqlen_q * p.group * (p.head_dim + p.head_dim_v) * p.element_bytes
+        tiles, lanes, width = tiles_and_lanes(p, self.device, total, 1, c.tile_n, row_bytes)
+        split = allocate_splits(p, x, splits, c.tile_n)
+        programs = p.batch * p.num_kv_heads * splits.tiles * splits.splits + tiles * lanes
+        dim, dim_v = padded_dims(p, self.device, c.tile_n, c.num_warps)
+        arguments = self.shared_arguments(x, seed, stats, tensors) | {
+            "split_ptr": split,
+            "total_k": total,
+            "tiles": tiles,
+            "lanes": lanes,
+            "width": width,
+            "split_tiles": splits.tiles,
+            "row_splits": splits.splits,
+            "DIM": dim,
+            "DIM_V": dim_v,
+            "TILE_M": c.tile_m,
+            "TILE_N": c.tile_n,
+            "STAGES": c.num_stages,
+            "OFFSET": offset_type(c.tile_m, p.group, x.q, tensors.grad),
+        }
+        if programs:
+            backward_keys[(programs,)](
+                *in_order(backward_keys, arguments), num_warps=c.num_warps, enable_fp_fusion=True
+            )
+        if split is not None:
+            launch_sum(p, x, tensors, split, c.tile_n)
+
+    def launch_queries(
+        self, x: Operands, seed: Tensor | None, stats: Stats, tensors: GradientTensors
+    ) -> None:
+        """Launches what makes dq and the rows' parts of the gradients of sink logits and slopes."""
+        p, c = self.problem, self.variant.queries
+        total = x.q.shape[:-2].numel()
+        key_bytes = p.kv_bytes // max(p.batch * p.num_kv_heads, 1)
+        tiles, lanes, width = tiles_and_lanes(p, self.device, total, p.group, c.tile_m, key_bytes)
+        dim, dim_v = padded_dims(p, self.device, c.tile_m, c.num_warps)
+        arguments = self.shared_arguments(x, seed, stats, tensors) | {
+            "total_q": total,
+            "tiles": tiles,
+            "lanes": lanes,
+            "width": width,
+            "DIM": dim,
+            "DIM_V": dim_v,
+            "TILE_M": c.tile_m,
+            "TILE_N": c.tile_n,
+            "STAGES": c.num_stages,
+            "OFFSET": offset_type(c.tile_n, 1, x.k, x.v),
+        }
+        backward_queries[(tiles * lanes,)](
+            *in_order(backward_queries, arguments), num_warps=c.num_warps, enable_fp_fusion=True
+        )
+
+    def of_slopes(self, x: Operands, rows: Tensor) -> Tensor:
+        """The gradient of ALiBi slopes [num_heads] or [batch, num_heads] from rows as in Stats."""
+        if x.alibi_slopes.dim() == 1:
+            return rows.sum((0, 2)).flatten()
+        rows = rows.transpose(1, 2).flatten(2)  # [sequences, tokens, num_heads]
+        if self.problem.kind == "varlen":
+            rows = reference.pad_sequences(rows[0], x.cu_seqlens_q, self.problem.seqlen_q)
+        return rows.sum(1)

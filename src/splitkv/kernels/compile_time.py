@@ -1,0 +1,33 @@
+"""The record of compile-time values that a kernel takes as one argument."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+
+class CompileTimeRecord(str):
+    """Named values that are known when a kernel is compiled: numbers, names, types and functions.
+
+        class Config(CompileTimeRecord):
+            tile_n: int
+            mainloop: Any  # a jit function
+
+        CONFIG = Config(tile_n=64, mainloop=loop_over_tiles)   # in a kernel: CONFIG.tile_n
+
+    Fields are given by name, each of them. The record is a string that identifies the values and
+    the sources of the functions, for all that Triton does with a compile-time argument: it tells
+    variants apart by it, in memory and on disk, and writes it as JSON for whoever watches what is
+    compiled, which functions and types could not be.
+    """
+
+    def __new__(cls, **values: Any) -> CompileTimeRecord:
+        names = list(cls.__annotations__)
+        wrong = sorted({*names} ^ {*values})
+        assert not wrong, f"{cls.__name__}: expected {', '.join(names)}, wrong are {wrong}"
+        # a jit function's cache_key is a hash of its source and of what it calls
+        parts = (f"{name}={getattr(values[name], 'cache_key', values[name])}" for name in names)
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        record = super().__new__(cls, f"{cls.__name__}_{digest[:32]}")
+        record.__dict__.update(values)
+        return record

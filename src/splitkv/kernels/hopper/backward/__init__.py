@@ -1,0 +1,1 @@
+"""Gradients of whole sequences for sm_90."""

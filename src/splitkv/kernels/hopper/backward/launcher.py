@@ -1,0 +1,318 @@
+"""The host side of the backward on Hopper: limits, memory, and launches by named arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels.backward.launcher import allocate_gradients, allocate_splits, launch_sum
+from splitkv.kernels.backward.records import Gradients, GradientTensors, Stats
+from splitkv.kernels.backward.rows import CLEARED, P_ERROR, statistics
+from splitkv.kernels.hopper.backward.kernel import hopper_backward
+from splitkv.kernels.hopper.backward.mma_half_keys import specialize_half_keys
+from splitkv.kernels.hopper.backward.mma_one_gradient import specialize_one_gradient
+from splitkv.kernels.hopper.backward.queries import hopper_backward_queries
+from splitkv.kernels.hopper.backward.records import BackwardConfig
+from splitkv.kernels.hopper.backward.round import hopper_backward_round
+from splitkv.kernels.hopper.backward.shared_memory import SUM_COLUMNS
+from splitkv.kernels.hopper.backward.sinks import threads_with_ds
+from splitkv.kernels.hopper.backward.variant import HEAD_DIMS, HopperBackward, tiling, variants
+from splitkv.kernels.hopper.primitives.tma_limits import fits_tma
+from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.sequence_sizes import LOG2_E, bounds_of, strides_of
+
+BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+SUMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+# The error of p, relatively, by which the sums of ds are weighed: in the exponent of fp32 totals,
+# or of p that consumers hand each other in fp16.
+ERRORS_OF_P = {"half_keys": P_ERROR, "one_gradient": 2.0**-12}
+SPECIALIZE = {"half_keys": specialize_half_keys, "one_gradient": specialize_one_gradient}
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    """Every reason why these kernels cannot make the gradients of a problem."""
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = []
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    cached = problem.kind == "decode" or isinstance(problem.place, Paged)
+    forward_only = cached or problem.codec != AS_IS
+    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
+    expect(
+        problem.dtype in ("bfloat16", "float16"),
+        f"dtype {problem.dtype}: expected bfloat16 or float16",
+    )
+    dims = problem.head_dim, problem.head_dim_v
+    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
+    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
+    expect(not problem.score.softcap, "softcap: expected none")
+    expect(not problem.score.alibi, "alibi: expected none")
+    expect(not problem.dropout, "dropout: expected none")
+    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
+    return reasons
+
+
+class DqSums(NamedTuple):
+    """fp32 memory of a call in which dq is summed up; None: dq is made by another kernel.
+
+    memory   what has to be set to 0
+    sums     in it, [heads, tiles of rows, tile_m * head_dim]
+    turns    in it, the number of tiles of keys that have been added, of each tile of rows; or None
+    """
+
+    memory: Tensor | None
+    sums: Tensor | None
+    turns: Tensor | None
+
+
+def descriptor(x: Any, tokens: int) -> TensorDescriptor:
+    """Describes x [(batch,) tokens, heads, dim] to TMA, so many tokens of a head at a time."""
+    shape, strides = list(x.shape), list(x.stride())
+    if len(shape) == 3:
+        shape, strides = [1, *shape], [shape[-1], *strides]
+    # along a single element there are no steps, and torch may say anything
+    strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
+    box = [1, tokens, 1, 1 << (shape[3] - 1).bit_length()]
+    return TensorDescriptor(x, shape, [*strides[:3], 1], box, BOXES)
+
+
+def sums_descriptor(sums: Any, pieces: int) -> TensorDescriptor:
+    """Describes sums [.., size] of dq to TMA, one of so many pieces of a tile at a time."""
+    columns = SUM_COLUMNS.value
+    rows, box = sums.shape.numel() // columns, sums.shape[-1] // (pieces * columns)
+    return TensorDescriptor(sums, [rows, columns], [columns, 1], [box, columns], SUMS)
+
+
+def tokens_of_batch(x: Any) -> int:
+    """Tokens of all sequences of x [(batch,) tokens, heads, dim]."""
+    return int(x.shape[:-2].numel())
+
+
+class HopperBackwardLauncher:
+    """The kernels bound to one problem and device; called as `BackwardLauncher` is.
+
+    The operands have to be such that `unfit` of tma_limits.py says nothing of them; the gradient of
+    the output is copied where TMA cannot describe it.
+    """
+
+    def __init__(
+        self, problem: Problem, device: Device, variant: HopperBackward | None = None
+    ) -> None:
+        self.problem, self.device = problem, device
+        self.variant = variant or next(variants(problem, device))
+
+    def __call__(
+        self,
+        operands: Operands,
+        seed: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        of_slopes: bool,
+    ) -> Gradients:
+        x = operands
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        elif not fits_tma(grad_out):
+            grad_out = grad_out.contiguous()
+        each_head = replace(self.problem, num_kv_heads=self.problem.num_heads)  # has its own rows
+        dq_sums = self.allocate_sums(x)
+        stats = statistics(
+            each_head,
+            x,
+            out,
+            lse,
+            grad_out,
+            grad_lse,
+            of_slopes=False,
+            sink_columns=self.sink_columns(x),
+            clear=dq_sums.memory,
+            p_error=ERRORS_OF_P[self.variant.consumers],
+        )
+        tensors = allocate_gradients(x, grad_out)
+        self.launch_keys(x, stats, tensors, dq_sums)
+        if self.variant.queries is not None:
+            self.launch_queries(x, stats, tensors)
+        else:
+            self.launch_round(x, dq_sums, tensors.dq)
+        dsink = None
+        if x.sink_logits is not None:
+            dsink = stats.sink_sums.sum(1).to(x.sink_logits.dtype)
+        return Gradients(tensors.dq, tensors.dk, tensors.dv, dsink, None)
+
+    def sums_shape(self, x: Operands) -> tuple[int, int]:
+        """(lanes of query heads, tiles of rows of each)."""
+        p, total = self.problem, tokens_of_batch(x.q)
+        rows = tiling(p, self.device, total, p.num_heads, self.variant.tile_m)
+        return rows.lanes, rows.tiles
+
+    def allocate_sums(self, x: Operands) -> DqSums:
+        """Allocates what dq is summed up in, in a multiple of CLEARED numbers."""
+        if self.variant.dq == "recomputed":
+            return DqSums(None, None, None)
+        shape = self.sums_shape(x)
+        size, tiles = self.variant.tile_m * self.problem.head_dim, shape[0] * shape[1]
+        counted = tiles if self.variant.dq == "added_in_turns" else 0
+        numel = triton.cdiv(tiles * size + counted, CLEARED) * CLEARED
+        memory = x.q.new_empty(numel, dtype=torch.float32)
+        sums = memory[: tiles * size].view(*shape, size)
+        turns = memory[tiles * size :][:counted].view(torch.int32) if counted else None
+        return DqSums(memory, sums, turns)
+
+    def programs(self, x: Operands) -> int:
+        """Programs of `hopper_backward`, the same number for every KV head."""
+        p, splits = self.problem, self.variant.row_splits
+        keys = tiling(p, self.device, tokens_of_batch(x.k), p.num_kv_heads, self.variant.tile_n)
+        return p.batch * p.num_kv_heads * splits.tiles * splits.splits + keys.tiles * keys.lanes
+
+    def sink_columns(self, x: Operands) -> int:
+        """Sums for dsink that `hopper_backward` leaves for each query head."""
+        threads = threads_with_ds(self.problem.head_dim)
+        return self.programs(x) // self.problem.num_kv_heads * threads
+
+    def launch_keys(
+        self, x: Operands, stats: Stats, tensors: GradientTensors, dq_sums: DqSums
+    ) -> None:
+        """Launches what makes dk and dv and, where there are sums for it, dq in fp32."""
+        p, c, splits = self.problem, self.variant, self.variant.row_splits
+        total_k = tokens_of_batch(x.k)
+        keys = tiling(p, self.device, total_k, p.num_kv_heads, c.tile_n)
+        columns = 0 if stats.sink_sums is None else stats.sink_sums.shape[1]
+        left, right, sink_tokens = bounds_of(p)
+        split = allocate_splits(p, x, splits, c.tile_n)
+        sums = dq_sums.sums
+        arguments = {
+            "q_desc": descriptor(x.q, c.tile_m),
+            "grad_desc": descriptor(tensors.grad, c.tile_m),
+            "k_desc": descriptor(x.k, c.tile_n),
+            "v_desc": descriptor(x.v, c.tile_n),
+            "total_ptr": stats.total,
+            "delta_ptr": stats.delta,
+            "weight_ptr": stats.weight,
+            "sink_sums_ptr": stats.sink_sums,
+            "dk_ptr": tensors.dk,
+            "dv_ptr": tensors.dv,
+            "dk_strides": strides_of(tensors.dk),
+            "dv_strides": strides_of(tensors.dv),
+            "split_ptr": split,
+            "sums_desc": None if sums is None else sums_descriptor(sums, c.dq_pieces),
+            "turn_ptr": dq_sums.turns,
+            "cu_q_ptr": x.cu_seqlens_q,
+            "cu_k_ptr": x.cu_seqlens_k,
+            "scale": x.softmax_scale,
+            "scale_log2": x.softmax_scale * LOG2_E,
+            "left": left,
+            "right": right,
+            "sink_tokens": sink_tokens,
+            "seqlen_q": p.seqlen_q,
+            "seqlen_k": p.seqlen_k,
+            "batch": p.batch,
+            "num_kv_heads": p.num_kv_heads,
+            "total_q": tokens_of_batch(x.q),
+            "total_k": total_k,
+            "tiles": keys.tiles,
+            "lanes": keys.lanes,
+            "width": keys.width,
+            "sum_tiles": self.sums_shape(x)[1],
+            "sink_columns": columns,
+            "sink_first": columns - self.sink_columns(x),
+            "split_tiles": splits.tiles,
+            "row_splits": splits.splits,
+            "CONFIG": BackwardConfig(
+                group=p.group,
+                num_stages=c.num_stages,
+                grad_stages=c.grad_stages,
+                head_dim=p.head_dim,
+                head_dim_v=p.head_dim_v,
+                sequences="dense" if x.cu_seqlens_q is None else "packed",
+                specialize=SPECIALIZE[c.consumers],
+            ),
+        }
+        hopper_backward[(self.programs(x),)](
+            *in_order(hopper_backward, arguments),
+            num_warps=4,  # of the first consumer
+            enable_fp_fusion=True,
+            launch_pdl=True,
+        )
+        if split is not None:
+            launch_sum(p, x, tensors, split, c.tile_n, launch_pdl=True)
+
+    def launch_round(self, x: Operands, dq_sums: DqSums, dq: Tensor) -> None:
+        """Launches what rounds the fp32 sums to dq."""
+        p, sums = self.problem, dq_sums.sums
+        assert sums is not None
+        lanes, tiles = sums.shape[:2]
+        arguments = {
+            "sums_ptr": sums,
+            "dq_ptr": dq,
+            "dq_strides": strides_of(dq),
+            "cu_q_ptr": x.cu_seqlens_q,
+            "scale": x.softmax_scale,
+            "seqlen_q": p.seqlen_q,
+            "batch": p.batch,
+            "num_heads": p.num_heads,
+            "total_q": tokens_of_batch(x.q),
+            "tiles": tiles,
+            "TILE_M": self.variant.tile_m,
+            "DIM": p.head_dim,
+        }
+        hopper_backward_round[(tiles * lanes,)](
+            *in_order(hopper_backward_round, arguments),
+            num_warps=8,
+            enable_fp_fusion=True,
+            launch_pdl=True,
+        )
+
+    def launch_queries(self, x: Operands, stats: Stats, tensors: GradientTensors) -> None:
+        """Launches what makes dq in one order."""
+        p, c, total = self.problem, self.variant.queries, tokens_of_batch(x.q)
+        assert c is not None
+        rows = tiling(p, self.device, total, p.num_heads, c.tile_m)
+        left, right, sink_tokens = bounds_of(p)
+        arguments = {
+            "q_desc": descriptor(x.q, c.tile_m),
+            "grad_desc": descriptor(tensors.grad, c.tile_m),
+            "k_desc": descriptor(x.k, c.tile_n),
+            "v_desc": descriptor(x.v, c.tile_n),
+            "dq_ptr": tensors.dq,
+            "dq_strides": strides_of(tensors.dq),
+            "total_ptr": stats.total,
+            "delta_ptr": stats.delta,
+            "cu_q_ptr": x.cu_seqlens_q,
+            "cu_k_ptr": x.cu_seqlens_k,
+            "scale": x.softmax_scale,
+            "scale_log2": x.softmax_scale * LOG2_E,
+            "left": left,
+            "right": right,
+            "sink_tokens": sink_tokens,
+            "seqlen_q": p.seqlen_q,
+            "seqlen_k": p.seqlen_k,
+            "batch": p.batch,
+            "num_heads": p.num_heads,
+            "total_q": total,
+            "tiles": rows.tiles,
+            "lanes": rows.lanes,
+            "width": rows.width,
+            "GROUP": p.group,
+            "STAGES": c.num_stages,
+            "KEY_DIM": p.head_dim,
+        }
+        hopper_backward_queries[(rows.tiles * rows.lanes,)](
+            *in_order(hopper_backward_queries, arguments),
+            num_warps=4,  # of the first consumer
+            enable_fp_fusion=True,
+        )

@@ -1,0 +1,1 @@
+"""Split-KV decode for sm_90."""

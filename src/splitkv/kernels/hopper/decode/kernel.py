@@ -1,0 +1,369 @@
+"""Split-KV decode attention for Hopper: keys and values by TMA, a ring of tiles in flight.
+
+Computes what kernels/decode_split.py computes, leaves the same partials and shares `combine`. It
+differs in how keys arrive. Four entry points share device functions; each reads from top to bottom:
+
+    kernel_all_warps.py  16 or 32 packed rows, multiplied by mma; every warp issues copies
+    kernel_producer.py   16 rows; a producer warp issues the many boxes of small pages
+    kernel_wgmma.py      64 rows, multiplied by wgmma
+    kernel_append.py     new tokens are written first; of either height
+
+What they work on is named in records.py. Split s of n takes the tiles s, s + n, s + 2n, ...: all
+SMs then read neighbouring tiles at the same time, which the memory serves faster than n distant
+ranges, and no program has to divide. By the fixed rule a split is a range of keys, whatever else
+there is. Two, four or eight splits may be a cluster, which merges them itself: cluster_merge.py.
+
+Shapes      as kernels/decode_split.py
+Grid        as kernels/decode_split.py
+Traffic     as kernels/decode_split.py
+Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
+            v; beside int8 and e4m3, which are widened to fp16 exactly, q and p are fp16, too, with
+            powers of two taken out of them; int8, products half or full: q is rounded to int8 with
+            a scale a row, and sums of q . k are exact
+Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
+            64 packed rows, 32 where head_dim is 256 in 8 bits; pages of a multiple of 16 keys;
+            strides of K and V multiples of 16 bytes; otherwise those of kernels/decode_split.py
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from splitkv.core.device import Device
+from splitkv.core.kv import Paged
+from splitkv.core.plan import (
+    WIDE,
+    Config,
+    HopperDecode,
+    Kernel,
+    Plan,
+    Traffic,
+    box_rows,
+    expect_variant,
+    ring_of,
+    visited,
+)
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels import decode_split
+from splitkv.kernels.hopper.decode.bulk_scales import bulk_bytes
+from splitkv.kernels.hopper.decode.byte_pairs import from_e4m3, from_int8, pairs_of
+from splitkv.kernels.hopper.decode.kernel_all_warps import decode_all_warps
+from splitkv.kernels.hopper.decode.kernel_append import decode_append
+from splitkv.kernels.hopper.decode.kernel_producer import decode_producer
+from splitkv.kernels.hopper.decode.kernel_wgmma import decode_wgmma
+from splitkv.kernels.hopper.decode.mma_loop import mma_loop
+from splitkv.kernels.hopper.decode.queries import load_mma_queries, load_wgmma_queries
+from splitkv.kernels.hopper.decode.records import DecodeConfig
+from splitkv.kernels.hopper.decode.ring import allocate_boxes, allocate_panels, allocate_rows
+from splitkv.kernels.hopper.decode.row_tiles import most_rows, rows_of_tile, type_of_keys
+from splitkv.kernels.hopper.decode.shared_memory import most_registers, shared_bytes
+from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layout_of, unfit
+from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
+from splitkv.kernels.hopper.primitives.cluster import CLUSTERS, exchange_bytes
+from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
+from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.launcher import (
+    PER_CALL,
+    PER_CALL_OF_APPEND,
+    Launcher,
+    SplitKernel,
+    batch_p2,
+    compile_options,
+    split_arguments,
+)
+from splitkv.kernels.host.partition import grid, traffic_of_parts
+from splitkv.kernels.host.partition import num_parts as parts_of_problem
+from splitkv.kernels.host.relaunch import (
+    JUST_ADDRESSES,
+    Launch,
+    TensorMaps,
+    bind_to_maps,
+    in_clusters,
+)
+from splitkv.kernels.tile.visit import Strides
+
+if TYPE_CHECKING:
+    pass
+
+HEAD_DIMS = 64, 128, 256
+DEQUANTIZE = {"as_is": None, "int8": from_int8, "fp8": from_e4m3}
+ENTRIES = {
+    "all_warps": decode_all_warps,
+    "producer": decode_producer,
+    "wgmma": decode_wgmma,
+    "append": decode_append,
+}
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = decode_split.unsupported(problem, device)
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    expect(
+        problem.dtype in ("bfloat16", "float16"),
+        f"dtype {problem.dtype}: expected bfloat16 or float16",
+    )
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(problem, name)
+        expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
+    rows, most = problem.rows, most_rows(problem)
+    expect(rows <= most, f"query heads a KV head x query tokens {rows}: expected at most {most}")
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
+    return reasons
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every ring that fits, with one split; `num_splits` may then be anything up to 1024. Then
+    those whose parts are a cluster."""
+    widest, found = max(problem.head_dim, problem.head_dim_v), []
+    for tile_m in rows_of_tile(problem):
+        tiles = (64, 32, 128) if tile_m != 32 and widest <= 128 else (64, 32)
+        for tile_n, num_stages in product(tiles, (3, 2, 1, 4, 6)):
+            config = Config(1, tile_m, tile_n, 4, num_stages)
+            if shared_bytes(problem, config) <= device.smem_per_block:
+                found.append(config)
+                yield config
+    for config in found:
+        for parts in CLUSTERS:
+            clustered = replace(config, num_splits=parts, merge="cluster")
+            if shared_bytes(problem, clustered) <= device.smem_per_block:
+                yield clustered
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    """Counts the bytes of kernels/decode_split.py; by the even rule splits are even as can be."""
+    parts = parts_of_problem(problem, config)
+    if config.schedule == "even":
+        parts = max(1, min(visited(problem, config.tile_n), config.num_splits))
+    if config.merge == "cluster":  # what is exchanged stays on the SMs
+        parts = 1
+    return traffic_of_parts(problem, parts)
+
+
+def entry_of(config: Config, variant: HopperDecode) -> str:
+    """The entry point of a plan: a key of ENTRIES."""
+    if config.appends:
+        return "append"
+    if config.tile_m == WIDE:
+        return "wgmma"
+    return "producer" if variant.load == "producer_warp" else "all_warps"
+
+
+def variant_of(plan: Plan) -> HopperDecode:
+    """The variant of a plan for this kernel."""
+    variant = plan.config.variant
+    assert isinstance(variant, HopperDecode), f"expected a plan for {KERNEL.name}, got {plan}"
+    return variant
+
+
+def without_tma(plan: Plan, why: str) -> Plan:
+    """The plan with the same splits of the keys by the kernel for any GPU."""
+    config = plan.config
+    shapes = decode_split.configs(plan.problem, plan.device)
+    shape = min(shapes, key=lambda shape: abs(shape.tile_n - config.tile_n))
+    rule = ("num_splits", "schedule", "split_size", "programs", "appends")
+    cut = {name: getattr(config, name) for name in rule}
+    kernel = decode_split.KERNEL.name
+    return replace(plan, kernel=kernel, config=replace(shape, **cut), why=f"{plan.why}; {why}")
+
+
+def refit(plan: Plan, operands: Operands) -> Plan:
+    """The plan for tensors that this one does not fit: without TMA where that cannot describe them;
+    scales by tile where they do not lie in one piece; without gathering where pages are further
+    apart than its addresses reach. Else the plan itself."""
+    against, variant = unfit(operands), variant_of(plan)
+    if against:
+        return without_tma(plan, against[0])
+    why = []
+    if variant.key_scales == "bulk" and not in_one_piece(operands):
+        variant = replace(variant, key_scales="per_tile")
+        why.append("scales of keys do not lie in one piece")
+    if variant.load == "gather" and max(x.stride(0) for x in (operands.k, operands.v)) >= 1 << 32:
+        variant = replace(variant, load="tma")
+        why.append("pages are too far apart to be gathered")
+    if not why:
+        return plan
+    config = replace(plan.config, variant=variant)
+    return replace(plan, config=config, why="; ".join([plan.why, *why]))
+
+
+def in_one_piece(operands: Operands) -> bool:
+    """Whether the scales of the keys of a tile [keys, num_kv_heads] lie in one piece of memory, of
+    multiples of 16 bytes."""
+    for x in (operands.k_scale, operands.v_scale):
+        heads = x.shape[2]
+        if x.stride(1) != heads or (x.stride(0) | x.shape[1] * heads) % 4 or x.data_ptr() & 15:
+            return False
+    return True
+
+
+def as_stored(x: Any, config: Config) -> Any:
+    """K or V as TMA copies it: for mma, two elements of 8 bits are one of 16."""
+    return x if config.tile_m == WIDE else pairs_of(x)
+
+
+def device_config(
+    plan: Plan, variant: HopperDecode, operands: Operands, tokens: TokenTiles
+) -> DecodeConfig:
+    """The compile-time values of a plan."""
+    problem, config = plan.problem, plan.config
+    wide, cluster = config.tile_m == WIDE, config.merge == "cluster"
+    allocate = allocate_rows if variant.load == "gather" else allocate_boxes
+    rows = min(config.tile_m, problem.rows)
+    exchanged = exchange_bytes(rows, problem.head_dim_v, config.num_splits)
+    return DecodeConfig(
+        group=problem.group,
+        page_size=problem.place.page_size if isinstance(problem.place, Paged) else 1,
+        batch_p2=batch_p2(plan),
+        tile_m=config.tile_m,
+        used_rows=8 if config.tile_m == 16 and problem.rows <= 8 else config.tile_m,
+        tile_n=config.tile_n,
+        num_stages=config.num_stages,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        dim_k=as_stored(operands.k, config).shape[3],
+        dim_v=as_stored(operands.v, config).shape[3],
+        dequantize=DEQUANTIZE[problem.codec.name],
+        k_type=type_of_keys(problem),
+        load=variant.load,
+        start=variant.start,
+        ring=ring_of(problem, config),
+        key_scales=variant.key_scales,
+        scale_heads=problem.num_kv_heads if variant.key_scales == "bulk" else 0,
+        predecessor="running" if problem.early_kv else "done",
+        cluster_size=config.num_splits if cluster else 0,
+        cluster_rows=rows if cluster else 0,
+        exchanged_bytes=exchanged if cluster else 0,
+        rotary_dim=tokens.rotary_dim,
+        rotary_pair=tokens.pair,
+        tile_t=tokens.tile_t,
+        allocate=allocate_panels if wide else allocate,
+        load_queries=load_wgmma_queries if wide else load_mma_queries,
+        mainloop=wgmma_loop if wide else mma_loop,
+    )
+
+
+def shared_behind(problem: Problem, config: Config, variant: HopperDecode) -> int:
+    """Bytes of shared memory behind all that Triton gives out: see primitives/cluster.py."""
+    behind = 0
+    if config.merge == "cluster":
+        rows = min(config.tile_m, problem.rows)
+        behind += exchange_bytes(rows, problem.head_dim_v, config.num_splits)
+    if variant.key_scales == "bulk":
+        behind += bulk_bytes(config.num_stages, config.tile_n, problem.num_kv_heads)
+    return behind
+
+
+def fixed_arguments_of(
+    entry: str, plan: Plan, variant: HopperDecode, operands: Operands
+) -> dict[str, Any]:
+    """The arguments of an entry point that never change from call to call."""
+    mask, appends = plan.problem.mask, entry == "append"
+    arguments = split_arguments(plan, operands) | {
+        "left": mask.left,
+        "right": mask.right,
+        "sink_tokens": mask.sink_tokens if mask.num_bands == 2 else None,
+    }
+    if entry in ("all_warps", "append"):
+        gathered = appends or variant.load == "gather"
+        for name, x in (("k_strides", operands.k), ("v_strides", operands.v)):
+            arguments[name] = Strides(*x.stride()[:3]) if gathered else None
+    if entry == "producer":  # splits of one sequence, by the even rule
+        for name in ("batch", "size", "programs"):
+            del arguments[name]
+    if appends:
+        del arguments["stride_sn"]
+        arguments |= fixed_arguments(operands)
+    tokens = token_tiles(operands) if appends else TokenTiles()
+    return arguments | {"CONFIG": device_config(plan, variant, operands, tokens)}
+
+
+def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
+    """The entry point of a plan, bound to it and to a memory layout."""
+    problem, config = plan.problem, plan.config
+    variant = variant_of(plan)
+    expect_variant(problem, config)
+    entry = entry_of(config, variant)
+    kernel, producer = ENTRIES[entry], variant.load == "producer_warp"
+    fixed = fixed_arguments_of(entry, plan, variant, operands)
+    per_call = PER_CALL_OF_APPEND if config.appends else PER_CALL
+    names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
+    tail = tail_in_order(kernel, names, fixed)
+    options = compile_options(config.num_warps)
+    if producer:
+        options["maxnreg"] = most_registers(problem, config, plan.device)
+    if problem.early_kv:
+        options["launch_pdl"] = True
+    programs = grid(problem, config)
+    cluster_size = config.num_splits if config.merge == "cluster" else 1
+    clusters = (1, *programs[1:]) if config.merge == "cluster" else programs
+    behind = shared_behind(problem, config, variant)
+    box = box_rows(problem, config.tile_n)
+    halves = config.tile_m == WIDE and box < config.tile_n
+
+    def read_by(x: Any) -> Any:
+        x = as_stored(x, config)
+        return x if variant.load == "gather" else boxes_of(x, box, halves, producer)
+
+    def launch(arguments: dict[str, Any]) -> Any:
+        named = {name: x for name, x in arguments.items() if name != "kv"}
+        kv = arguments["kv"]
+        named |= {"k": read_by(kv.k_ptr), "v": read_by(kv.v_ptr), "table_ptr": kv.table_ptr}
+        ordered = in_order(kernel, named | fixed)
+        if not behind:
+            return kernel[programs](*ordered, **options)
+        compiled = kernel.warmup(*ordered, grid=programs, **options)
+        clustered = in_clusters(compiled, cluster_size, behind)
+        clustered[clusters](*ordered)
+        return clustered
+
+    stored = [as_stored(x, config) for x in (operands.k, operands.v)]
+    shapes = [layout_of(x, producer) for x in stored]
+
+    def relaunch(compiled: Any) -> Launch | None:
+        maps: list[Any] = [JUST_ADDRESSES, JUST_ADDRESSES]
+        if variant.load != "gather":
+            maps = [TensorMaps(compiled, n, *shape) for n, shape in enumerate(shapes)]
+        return bind_to_maps(compiled, clusters, tail, *maps)
+
+    return SplitKernel(launch, relaunch)
+
+
+KV_NAMES = "k", "v", "table_ptr"
+
+
+def bind(plan: Plan, operands: Operands) -> Launcher:
+    """The kernel and `combine` bound to one plan and one memory layout."""
+    return Launcher(plan, operands, bind_split(plan, operands), rebind)
+
+
+def rebind(plan: Plan, operands: Operands) -> Launcher | None:
+    """A launcher for tensors that the plan does not fit; None where it does."""
+    other = refit(plan, operands)
+    if other == plan:
+        return None
+    if other.kernel == KERNEL.name:
+        return bind(other, operands)
+    warnings.warn(f"this call runs on {other.kernel}: {unfit(operands)[0]}", stacklevel=2)
+    return decode_split.bind(other, operands)
+
+
+KERNEL = Kernel(
+    *("hopper_decode_split", unsupported, configs, traffic, bind, unfit),
+    refit=refit,
+    schedules=("even", "batch", "fixed"),
+    merges=("combine", "cluster"),
+    apart=decode_split.apart,
+)

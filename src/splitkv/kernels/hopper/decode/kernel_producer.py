@@ -1,0 +1,177 @@
+"""`hopper_decode_split` where a producer warp issues copies and the others multiply: 16 rows.
+
+For the many boxes of small pages in long splits of large caches: see producer_warp.py.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
+from splitkv.kernels.hopper.decode.key_scales import allocate_scale_stages, arrivals_per_tile
+from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
+from splitkv.kernels.hopper.decode.producer_warp import (
+    MmaInputs,
+    attend_before_q,
+    loop_beside_producer,
+)
+from splitkv.kernels.hopper.decode.queries import load_mma_queries, locate_rows
+from splitkv.kernels.hopper.decode.records import (
+    KeyScales,
+    KVCache,
+    Output,
+    QueryRows,
+    Ring,
+    ScaleStrides,
+    ScoreTerms,
+    Split,
+    Work,
+)
+from splitkv.kernels.hopper.decode.ring import allocate_boxes
+from splitkv.kernels.hopper.decode.split_range import (
+    locate_program,
+    locate_rows_of_head,
+    locate_split,
+    prefetch_first_page_id,
+    prefetch_page_ids,
+)
+from splitkv.kernels.hopper.primitives.cluster import arrive_running
+from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.share import Share
+
+
+@gluon.jit(
+    repr=named_for_profilers,
+    do_not_specialize=[
+        "seqlen_q",
+        "seqlen_k",
+        "num_kv_heads",
+        "left",
+        "right",
+        "sink_tokens",
+        "parts",
+        "stride_table",
+        "stride_slope",
+        "stride_qsb",
+        "stride_qst",
+        "stride_qsh",
+        "stride_sb",
+        "stride_sn",
+        "stride_sh",
+    ],
+)
+def decode_producer(
+    q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
+    k,  # TMA descriptor of [batch or pages, keys, num_kv_heads, columns], as v
+    v,
+    table_ptr,  # [batch, max_pages], or None
+    lens_ptr,  # [batch] int32 keys of each sequence, or None: seqlen_k each
+    final,  # Final
+    partial,  # Partial, or None: one split a sequence
+    row,  # Row
+    head_scales,  # Scales that the keys of a head share, or None
+    key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
+    scale,  # see tile/score.py
+    softcap,  # float or None
+    seqlen_q,
+    seqlen_k,
+    num_kv_heads,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    parts,  # splits of each sequence
+    q_strides,  # Strides, as out_strides
+    out_strides,
+    stride_table,
+    stride_slope,
+    stride_qsb,  # of the scales of q: a sequence, a token, a head
+    stride_qst,
+    stride_qsh,
+    stride_sb,  # of those of K and V: a sequence or a page, a key, a head
+    stride_sn,
+    stride_sh,
+    CONFIG: gl.constexpr,  # DecodeConfig
+):
+    program = locate_program(None)
+    bounds = Bounds(left, right, sink_tokens)
+    share = Share(parts, None, None)
+    kv = KVCache(k, v, table_ptr, stride_table, None, None)
+    BEFORE_Q: gl.constexpr = CONFIG.start == "before_q"
+    if left is None:  # where the split starts needs no length
+        if BEFORE_Q:
+            prefetch_page_ids(kv, program, share, lens_ptr, seqlen_k, CONFIG)
+        else:
+            prefetch_first_page_id(kv, program, share, seqlen_k, CONFIG)
+    keys = seqlen_k
+    if lens_ptr is not None and not BEFORE_Q:
+        keys = gl.load(lens_ptr + program.sequence)
+    k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
+    v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)
+    kv_head, row_tile = locate_rows_of_head(program.head_tile, seqlen_q, CONFIG)
+    first_token, last_token = token_range(row_tile, seqlen_q, CONFIG.group, CONFIG.tile_m)
+    work = Work(
+        lens_ptr,
+        seqlen_k,
+        seqlen_q,
+        program.sequence,
+        program.split,
+        parts,
+        None,
+        bounds,
+        first_token,
+        last_token,
+    )
+    arrive_running(CONFIG.cluster_size)
+    if partial is not None:  # combine waits for this grid before it reads partials
+        tl.extra.cuda.gdc_launch_dependents()
+    scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
+    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+
+    q_of_sequence = q_ptr + program.sequence.to(gl.int64) * q_strides.b
+    queries = QueryRows(q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, None)
+    of_q, of_kv = (
+        ScaleStrides(stride_qsb, stride_qst, stride_qsh),
+        ScaleStrides(stride_sb, None, stride_sh),
+    )
+    terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
+    output = Output(
+        final,
+        partial,
+        row.sink_ptr,
+        seqlen_q,
+        num_kv_heads,
+        out_strides.b,
+        out_strides.t,
+        out_strides.h,
+    )
+    if BEFORE_Q:
+        empty = None
+        if CONFIG.ring == "wraps":
+            empty = arrivals(CONFIG.num_stages, 1)
+        ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
+        inputs = MmaInputs(queries, terms, work)
+        softmax, num_splits = attend_before_q(kv, ring, scales, inputs, CONFIG)
+        split = Split(work.sequence, kv_head, None, None, num_splits)
+        rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
+        partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
+        if (work.split >= num_splits) & (not CONFIG.cluster_size):  # a cluster merges with all
+            mark_absent(output, rows, partial_rows)
+            return
+    else:
+        split = locate_split(work, kv_head, keys, CONFIG)
+        rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
+        partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
+        if (work.split >= split.num_splits) & (not CONFIG.cluster_size):
+            mark_absent(output, rows, partial_rows)
+            return
+        q = load_mma_queries(queries, CONFIG)
+        ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
+        softmax = attend(
+            loop_beside_producer, work, split, queries, terms, q, ring, kv, scales, CONFIG
+        )
+
+    finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

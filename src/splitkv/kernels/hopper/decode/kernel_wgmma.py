@@ -1,0 +1,186 @@
+"""`hopper_decode_split` for 64 packed rows, multiplied by wgmma; all warps issue copies."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
+from splitkv.kernels.hopper.decode.key_scales import (
+    allocate_scale_stages,
+    arrivals_per_tile,
+    copy_first_tiles_and_scales,
+)
+from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
+from splitkv.kernels.hopper.decode.queries import load_wgmma_queries, locate_rows
+from splitkv.kernels.hopper.decode.records import (
+    BatchRule,
+    KeyScales,
+    KVCache,
+    Output,
+    QueryRows,
+    Ring,
+    ScaleStrides,
+    ScoreTerms,
+    Work,
+)
+from splitkv.kernels.hopper.decode.ring import allocate_panels
+from splitkv.kernels.hopper.decode.split_range import (
+    load_num_keys,
+    locate_in_batch,
+    locate_program,
+    locate_rows_of_head,
+    locate_split,
+    prefetch_first_page_id,
+)
+from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
+from splitkv.kernels.hopper.primitives.cluster import arrive_running
+from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.share import Share
+
+
+@gluon.jit(
+    repr=named_for_profilers,
+    do_not_specialize=[
+        "seqlen_q",
+        "seqlen_k",
+        "batch",
+        "num_kv_heads",
+        "left",
+        "right",
+        "sink_tokens",
+        "parts",
+        "size",
+        "programs",
+        "stride_table",
+        "stride_slope",
+        "stride_qsb",
+        "stride_qst",
+        "stride_qsh",
+        "stride_sb",
+        "stride_sn",
+        "stride_sh",
+    ],
+)
+def decode_wgmma(
+    q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
+    k,  # TMA descriptor of [batch or pages, keys, num_kv_heads, columns], as v
+    v,
+    table_ptr,  # [batch, max_pages], or None
+    lens_ptr,  # [batch] int32 keys of each sequence, or None: seqlen_k each
+    final,  # Final
+    partial,  # Partial, or None: one split a sequence
+    row,  # Row
+    head_scales,  # Scales that the keys of a head share, or None
+    key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
+    scale,  # see tile/score.py
+    softcap,  # float or None
+    seqlen_q,
+    seqlen_k,
+    batch,
+    num_kv_heads,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    parts,  # splits of each sequence, or None
+    size,  # tiles of a split by the fixed rule, or None
+    programs,  # splits of the whole batch by the batch rule, or None
+    q_strides,  # Strides, as out_strides
+    out_strides,
+    stride_table,
+    stride_slope,
+    stride_qsb,  # of the scales of q: a sequence, a token, a head
+    stride_qst,
+    stride_qsh,
+    stride_sb,  # of those of K and V: a sequence or a page, a key, a head
+    stride_sn,
+    stride_sh,
+    CONFIG: gl.constexpr,  # DecodeConfig
+):
+    program = locate_program(programs)
+    bounds = Bounds(left, right, sink_tokens)
+    share = Share(parts, size, programs)
+    kv = KVCache(k, v, table_ptr, stride_table, None, None)
+    if left is None and programs is None:  # where the split starts needs no length
+        prefetch_first_page_id(kv, program, share, seqlen_k, CONFIG)
+    keys = seqlen_k
+    if programs is None and lens_ptr is not None:
+        keys = gl.load(lens_ptr + program.sequence)
+    k_boxes, k_tiles = allocate_panels(k, CONFIG.dim_k, CONFIG)
+    v_boxes, v_tiles = allocate_panels(v, CONFIG.dim_v, CONFIG)
+    kv_head, row_tile = locate_rows_of_head(program.head_tile, seqlen_q, CONFIG)
+    first_token, last_token = token_range(row_tile, seqlen_q, CONFIG.group, CONFIG.tile_m)
+    work = Work(
+        lens_ptr,
+        seqlen_k,
+        seqlen_q,
+        program.sequence,
+        program.split,
+        parts,
+        size,
+        bounds,
+        first_token,
+        last_token,
+    )
+    arrive_running(CONFIG.cluster_size)
+    if partial is not None:  # combine waits for this grid before it reads partials
+        tl.extra.cuda.gdc_launch_dependents()
+    scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
+    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
+    if programs is not None:
+        sequence, index, num_splits = locate_in_batch(
+            work, BatchRule(programs, batch, None, None), None, CONFIG
+        )
+        if sequence >= batch:
+            return
+        work = Work(
+            lens_ptr,
+            seqlen_k,
+            seqlen_q,
+            sequence,
+            index,
+            num_splits,
+            None,
+            bounds,
+            first_token,
+            last_token,
+        )
+        keys = load_num_keys(work)
+
+    # prologue: copies are on their way before q is read
+    split = locate_split(work, kv_head, keys, CONFIG)
+    copy_first_tiles_and_scales(ring, kv, scales, split, None, keys - seqlen_q, CONFIG)
+
+    # rows
+    q_of_sequence = q_ptr + split.sequence.to(gl.int64) * q_strides.b
+    queries = QueryRows(q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, None)
+    of_q, of_kv = (
+        ScaleStrides(stride_qsb, stride_qst, stride_qsh),
+        ScaleStrides(stride_sb, None, stride_sh),
+    )
+    terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
+    output = Output(
+        final,
+        partial,
+        row.sink_ptr,
+        seqlen_q,
+        num_kv_heads,
+        out_strides.b,
+        out_strides.t,
+        out_strides.h,
+    )
+    rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
+    partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
+    if (work.split >= split.num_splits) & (not CONFIG.cluster_size):  # a cluster merges with all
+        mark_absent(output, rows, partial_rows)
+        return
+    q = load_wgmma_queries(queries, CONFIG)
+
+    # main loop
+    softmax = attend(wgmma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+
+    finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

@@ -1,0 +1,1 @@
+"""Attention of whole sequences for sm_90."""

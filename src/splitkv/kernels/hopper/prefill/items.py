@@ -1,0 +1,221 @@
+"""Which rows and which of their keys a program works on: what its roles agree on by themselves.
+
+All roles of a program go through the same items in the same order: row tiles, and where keys are
+split the further splits of row tiles. Each works out from the lengths what an item is; nothing is
+handed over but tiles.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.kernels.hopper.prefill.records import Item, ItemTiles
+from splitkv.kernels.hopper.primitives.scheduling_fences import again, programs
+from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.share import Share, parts_of, sequence_share
+from splitkv.kernels.tile.visit import cut, tile_and_lane, tile_at, tiles_seen
+
+
+@gluon.jit
+def find_sequence(cu_ptr, tile, batch, CONFIG: gl.constexpr):
+    """Finds the sequence of a row tile of packed queries: sequence b starts at tile
+    cu[b] * packed_heads // TILE_M + b, as in tile/visit.py."""
+    # every warp looks at all sequences, so that nothing has to be added up across warps
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    b = tile * 0
+    for past in range(1, batch + 1, 128):
+        offs = past + gl.arange(0, 128, layout=layout)
+        starts = gl.load(cu_ptr + offs, mask=offs <= batch, other=0)
+        before = starts * CONFIG.packed_heads // CONFIG.tile_m + offs <= tile
+        before = before & (offs <= batch)
+        b += gl.sum(before.to(gl.int32), 0)
+    return b
+
+
+@gluon.jit
+def item_at_grid(batch, r, CONFIG: gl.constexpr):
+    """The r-th Item of this program where its place in the grid says which: no division stands
+    before the first copy."""
+    sequence = gl.program_id(2)
+    zero = sequence * 0
+    len_q = zero + batch.seqlen_q
+    len_k = zero + batch.keys.seqlen_k
+    exists = None
+    if batch.items is not None:
+        sequence += r * gl.num_programs(2)
+        exists = sequence < batch.batch
+        len_q = gl.where(exists, len_q, 0)
+    if batch.keys.lens_ptr is not None:
+        if exists is None:
+            len_k = gl.load(batch.keys.lens_ptr + sequence)
+        else:
+            len_k = gl.load(batch.keys.lens_ptr + sequence, mask=exists, other=0)
+    return Item(
+        b=sequence,
+        sequence=sequence,
+        split=gl.program_id(0),
+        head=gl.program_id(1) * CONFIG.packed_heads,
+        tile=zero,
+        first_q=zero,
+        len_q=len_q,
+        first_k=zero,
+        len_k=len_k,
+    )
+
+
+@gluon.jit
+def item_at(batch, index, CONFIG: gl.constexpr):
+    """The Item of number `index`: among all, or of this program where its place says which."""
+    if batch.by_grid is None:
+        item = item_of_number(batch, index, CONFIG)
+    else:
+        item = item_at_grid(batch, index, CONFIG)
+    return item
+
+
+@gluon.jit
+def item_of_number(batch, index, CONFIG: gl.constexpr):
+    """The Item of number `index` among all.
+
+    The last row tiles of sequences are the heaviest. They come first among the last lanes that go
+    together, and last, first, .. among those before, so that neighbours always weigh alike. After
+    all row tiles come the further splits of those that a sequence of max_tokens tokens has.
+    """
+    PACK: gl.constexpr = CONFIG.packed_heads
+    TILE_M: gl.constexpr = CONFIG.tile_m
+    split = index * 0
+    tiles, lanes = again(batch.tiles, batch.lazy_maxima), again(batch.lanes, batch.lazy_maxima)
+    width, lane_heads = again(batch.width, batch.lazy_maxima), batch.lane_heads
+    row_tiles = tiles * lanes
+    if batch.splitting.num_splits is None or index < row_tiles:
+        tile, lane = tile_and_lane(index, tiles, lanes, width)
+        together = index // (tiles * width)  # known from above: lane // width
+        if ((lanes - 1) // width - together) % 2 == 0:
+            tile = tiles - 1 - tile
+        head = lane % lane_heads * PACK
+        sequence = lane // lane_heads
+        if batch.cu_q_ptr is not None:
+            sequence = find_sequence(batch.cu_q_ptr, tile, batch.batch, CONFIG)
+            tile -= gl.load(batch.cu_q_ptr + sequence) * PACK // TILE_M + sequence
+    else:
+        number = index - row_tiles
+        max_tokens = again(batch.splitting.max_tokens, batch.lazy_maxima)
+        heads, sequences = (
+            again(lane_heads, batch.lazy_maxima),
+            again(batch.batch, batch.lazy_maxima),
+        )
+        split_tiles = (max_tokens * PACK + TILE_M - 1) // TILE_M
+        tile = number % split_tiles
+        number = number // split_tiles
+        head = number % heads * PACK
+        number = number // heads
+        sequence = number % sequences
+        split = number // sequences + 1
+    b = sequence
+    first_q = index * 0
+    first_k = index * 0
+    len_q = again(batch.seqlen_q, batch.lazy_maxima)
+    len_k = again(batch.keys.seqlen_k, batch.lazy_maxima)
+    exists = sequence < batch.batch  # else: what lies after the last sequence, which has no keys
+    if batch.cu_q_ptr is not None:
+        b = index * 0
+        first_q = gl.load(batch.cu_q_ptr + sequence)
+        end_q = gl.load(batch.cu_q_ptr + sequence + 1, mask=exists, other=0)
+        len_q = gl.where(exists, end_q, batch.total_q) - first_q
+        len_k = gl.where(exists, len_k, 0)
+    if batch.keys.cu_ptr is not None:
+        first_k = gl.load(batch.keys.cu_ptr + sequence)
+        end_k = gl.load(batch.keys.cu_ptr + sequence + 1, mask=exists, other=0)
+        len_k = gl.where(exists, end_k - first_k, 0)
+    if batch.keys.lens_ptr is not None:
+        len_k = gl.load(batch.keys.lens_ptr + sequence, mask=exists, other=0)
+    return Item(b, sequence, split, head, tile, first_q, len_q, first_k, len_k)
+
+
+@gluon.jit
+def right_bound(batch):
+    """The right bound of the mask, or None."""
+    right = batch.bounds.right
+    if right is not None:
+        right = again(right, batch.lazy_maxima)
+    return right
+
+
+@gluon.jit
+def tiles_of_item(batch, item, CONFIG: gl.constexpr):
+    """The ItemTiles of an Item."""
+    t_first, t_last = token_range(item.tile, item.len_q, CONFIG.packed_heads, CONFIG.tile_m)
+    shift = item.len_k - item.len_q
+    bounds = Bounds(batch.bounds.left, right_bound(batch), batch.bounds.sink_tokens)
+    visit = tiles_seen(bounds, shift + t_first, shift + t_last, item.len_k, CONFIG.tile_n)
+    is_whole = item.split == item.split
+    steps = gl.maximum(visit.count, 1)
+    if batch.splitting.num_splits is not None:
+        split_tiles = batch.splitting.split_tiles
+        if split_tiles is not None:
+            split_tiles = again(split_tiles, batch.lazy_maxima)
+        share = Share(again(batch.splitting.num_splits, batch.lazy_maxima), split_tiles, None)
+        per = sequence_share(share, visit.count)
+        per = gl.where(
+            item.len_q <= again(batch.splitting.max_tokens, batch.lazy_maxima), per, steps
+        )
+        if batch.by_grid is None:
+            splits = parts_of(visit.count, per)
+            is_whole = splits == 1
+            exists = item.split < splits
+        else:  # no division before the first copy
+            is_whole = visit.count <= per
+            exists = (item.split == 0) | (item.split * per < visit.count)
+        visit = cut(visit, item.split, per)
+        steps = gl.where(exists, gl.maximum(visit.count, 1), 0)
+    masked_steps = visit.count - (visit.middle_last - visit.middle_first)
+    return ItemTiles(visit, steps, masked_steps, is_whole)
+
+
+@gluon.jit
+def tile_of_step(tiles, i):
+    """The tile of keys of an item's step i: first those that ask the mask."""
+    visit = tiles.visit
+    inner = tile_at(visit, i - tiles.masked_steps + visit.middle_first, False)
+    return gl.where(i < tiles.masked_steps, tile_at(visit, i, True), inner)
+
+
+@gluon.jit
+def round_count(batch):
+    """How often the programs take an item each."""
+    if batch.by_grid is None:
+        count = programs(batch.lazy_maxima)
+        rounds = (again(batch.items, batch.lazy_maxima) + count - 1) // count
+    else:
+        rounds = gl.program_id(0) * 0 + (1 if batch.items is None else batch.items)
+    return rounds
+
+
+@gluon.jit
+def index_in_round(batch, r):
+    """The number of this program's item in round r: rounds go forth and back, which spreads the
+    heavy items."""
+    if batch.by_grid is None:
+        last = programs(batch.lazy_maxima) - 1
+        pid = gl.program_id(0)
+        index = r * (last + 1) + gl.where(r % 2 == 0, pid, last - pid)
+    else:
+        index = gl.program_id(0) * 0 + r
+    return index
+
+
+@gluon.jit
+def has_number(batch, index):
+    """Whether there is an item of that number."""
+    if batch.by_grid is None:
+        ok = index < batch.items
+    else:
+        ok = index == index
+    return ok
+
+
+@gluon.jit
+def has_rows(item, CONFIG: gl.constexpr):
+    """Whether the row tile of an item begins before the last row of its sequence."""
+    return item.tile * CONFIG.tile_m < item.len_q * CONFIG.packed_heads

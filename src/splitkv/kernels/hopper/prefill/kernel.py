@@ -1,0 +1,452 @@
+"""Attention of whole sequences for Hopper: tiles by TMA, products by warpgroups that take turns.
+
+Computes what kernels/prefill.py computes, without ALiBi and dropout, and shares its backward and,
+for the splits of few queries' keys, its partials and their merge:
+
+    s[r, n]  = score(scale * q[r] . k[n])          n in the bands of row r, the visible keys
+    m[r]     = max_n s[r, n]      l[r] = sum_n exp(s[r, n] - m[r])      lse[r] = m[r] + log l[r]
+    out[r]   = sum_n exp(s[r, n] - m[r]) v[n] / (l + exp(sink - m))
+
+A program has a load role, one warp that issues copies (prefill/load.py), and one to three mma
+roles, warpgroups that multiply 64 rows of a row tile each (prefill/mma.py) and store them
+(prefill/epilogue.py); prefill/items.py says which rows. The tiles of keys in which a row may see a
+part come first and ask the mask, the others ask nothing. A program goes on to its next row tile by
+itself, so that the first tiles of that arrive while the results of the one before leave.
+
+Shapes      those of kernels/prefill.py. Rows are query tokens of one head, or with `pack_gqa` of as
+            many heads of a group as a power of two divides it by: row = token * heads + head
+Grid        one axis: `programs` programs that go through the row tiles forth and back, or one each.
+            A lane is a sequence and the packed heads; so many lanes that their keys and values fit
+            into the L2 go together. After all row tiles the further splits of their keys
+Traffic     that of kernels/prefill.py
+Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
+            v and may be up to 2 ** 15.5, which fp16 has, as m follows a maximum only where it grew
+            by more. Of head_dim 128 no maximum is looked for until a weight is too large, and what
+            that gives is the same: see `grown`. Behind the last key of a sequence values are
+            cleared before they are multiplied with zeros, as what is there may be NaN or infinite
+Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
+            pages of a multiple of 16 keys; no ALiBi, no dropout; addresses and strides that are
+            multiples of 16 bytes; otherwise those of kernels/prefill.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import Config, Kernel, Plan, Traffic, box_rows
+from splitkv.core.problem import Operands, Problem
+from splitkv.kernels import prefill
+from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
+from splitkv.kernels.hopper.prefill.launch import (
+    PANEL_BYTES,
+    BoundKernel,
+    Box,
+    HopperLauncher,
+    Tiling,
+    descriptors_of,
+    launches_early,
+    page_size,
+    size_arguments,
+)
+from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate
+from splitkv.kernels.hopper.prefill.records import (
+    InKernelMerge,
+    KeySource,
+    OperandScales,
+    PerOperand,
+    PipelineBarriers,
+    PrefillConfig,
+    PrefillProgram,
+    Results,
+    SequenceBatch,
+    Splitting,
+)
+from splitkv.kernels.hopper.prefill.shapes import ordered
+from splitkv.kernels.hopper.prefill.shared_memory import (
+    allocate_operands,
+    init_barriers,
+    undefined_tail,
+)
+from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
+from splitkv.kernels.hopper.prefill.variant import HopperPrefill
+from splitkv.kernels.hopper.primitives.tma_limits import unfit as unfit
+from splitkv.kernels.host.sequences import sequence_splits
+from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.visit import Strides
+from splitkv.kernels.tile.weight import Scoring
+
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+# Of results half as wide where registers are scarce: a thread then stores at two addresses and at
+# multiples behind them, not at four, and they are in registers all along.
+OUT_PANEL_BYTES = 64
+BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
+
+SIZES = [  # arguments whose values are no reason to compile again
+    *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "lane_heads"),
+    *("stride_lse_b", "stride_lse_h", "stride_table", "tiles", "lanes", "width", "items"),
+    *("num_splits", "split_tiles", "max_tokens", "stride_ob", "stride_ot", "stride_oh"),
+]
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def hopper_prefill(
+    q_desc,  # [batch, seqlen_q, num_heads, HEAD_DIM], boxes of 64 rows; packed: [1, total_q, ..]
+    q_rest_desc,  # its columns from head_dim_v on, or None
+    k_desc,  # boxes of keys of one head, as v_desc: a tile, or of one page 64 columns
+    k_rest_desc,
+    v_desc,
+    out_desc,
+    final,  # Final
+    partial,  # Partial, or None: one split
+    count_ptr,  # see tile/merge.py; None: `combine` merges
+    lengths,  # Lengths
+    sink_ptr,  # [num_heads], or None
+    scale_ptrs,  # ScalePointers of None: keys and values are as they are
+    scale,  # see tile/score.py
+    softcap,  # float or None
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    total_q,
+    lane_heads,  # heads of q that are not packed into rows
+    stride_lse_b,
+    stride_lse_h,
+    stride_table,
+    tiles,  # row tiles of a lane
+    lanes,
+    width,  # lanes that go together
+    items,  # row tiles, and the further splits of their keys
+    num_splits,  # most splits of a row tile's keys, or None: one
+    split_tiles,  # tiles of keys a split; None: those of a row tile over num_splits
+    max_tokens,  # tokens of the longest sequences whose keys are split
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    CONFIG: gl.constexpr,  # PrefillConfig
+):
+    if CONFIG.dependents == "launched_first":  # combine waits for this grid before it reads
+        tl.extra.cuda.gdc_launch_dependents()
+    maps = PerOperand(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc)
+    memory = allocate_operands(maps, CONFIG)
+    q_rest_boxes = None
+    q_rest = None
+    k_rest_boxes = None
+    k_rest = None
+    if q_rest_desc is not None:
+        REST: gl.constexpr = CONFIG.head_dim_rest
+        Q_TILES: gl.constexpr = CONFIG.q_stages * CONFIG.mma_roles
+        q_rest_boxes, q_rest = allocate(q_rest_desc, Q_TILES, ROWS, REST)
+        k_rest_boxes, k_rest = allocate(k_rest_desc, CONFIG.num_stages, CONFIG.tile_n, REST)
+    out_boxes = None
+    out = None
+    if CONFIG.out_stages > 0:
+        out_boxes, out = allocate(out_desc, CONFIG.out_stages, ROWS, CONFIG.head_dim_v)
+    mma_turns = None
+    if CONFIG.mma_order == "in_turns":
+        mma_turns = CONFIG.mma_roles
+    rings = init_barriers(CONFIG)
+    lazy_maxima = None
+    if CONFIG.maxima == "lazy":
+        lazy_maxima = CONFIG.mma_roles
+    work = SequenceBatch(
+        cu_q_ptr=lengths.cu_q_ptr,
+        keys=KeySource(
+            cu_ptr=lengths.cu_k_ptr,
+            lens_ptr=lengths.lens_ptr,
+            table_ptr=lengths.table_ptr,
+            stride_table=stride_table,
+            undefined_tail=undefined_tail(lengths),
+            seqlen_k=seqlen_k,
+        ),
+        bounds=Bounds(left, right, sink_tokens),
+        scoring=Scoring(scale, softcap, None, None, None),
+        splitting=Splitting(num_splits, split_tiles, max_tokens),
+        seqlen_q=seqlen_q,
+        batch=batch,
+        total_q=total_q,
+        lane_heads=lane_heads,
+        tiles=tiles,
+        lanes=lanes,
+        width=width,
+        items=items,
+        lazy_maxima=lazy_maxima,
+    )
+    results = Results(
+        out_ptr=final.out_ptr,
+        lse_ptr=final.lse_ptr,
+        sink_ptr=sink_ptr,
+        partial=partial,
+        merging=InKernelMerge(count_ptr, Strides(stride_ob, stride_ot, stride_oh)),
+        stride_t=lane_heads * CONFIG.packed_heads * CONFIG.head_dim_v,
+        stride_lse_b=stride_lse_b,
+        stride_lse_h=stride_lse_h,
+    )
+    none = Strides(None, None, None)
+    scales = OperandScales(None, None, None, none, none, none, None, None, None, None, None)
+    program = PrefillProgram(
+        batch=work,
+        maps=maps,
+        boxes=PerOperand(
+            q=memory.q_boxes,
+            q_rest=q_rest_boxes,
+            k=memory.k_boxes,
+            k_rest=k_rest_boxes,
+            v=memory.v_boxes,
+            out=out_boxes,
+        ),
+        tiles=PerOperand(memory.q, q_rest, memory.k, k_rest, memory.v, out),
+        scales=scales,
+        barriers=PipelineBarriers(
+            q_full=rings.q_full,
+            q_empty=rings.q_empty,
+            k_full=rings.k_full,
+            k_empty=rings.k_empty,
+            v_full=rings.v_full,
+            v_empty=rings.v_empty,
+            mma_turns=mma_turns,
+            named=None,
+        ),
+        results=results,
+    )
+    announce_program(results)
+    specialize_warpgroups(program, CONFIG)
+    if count_ptr is not None:
+        merge_splits(work, results, CONFIG)
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device)
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+    expect(
+        problem.dtype in ("bfloat16", "float16"),
+        f"dtype {problem.dtype}: expected bfloat16 or float16",
+    )
+    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
+    dims = problem.head_dim, problem.head_dim_v
+    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
+    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
+    expect(not problem.score.alibi, "alibi: expected none")
+    expect(not problem.dropout, "dropout: expected none")
+    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
+    return reasons
+
+
+def packed_heads(problem: Problem, config: Config) -> int:
+    """Query heads that share a row tile: a power of two that divides the group."""
+    group = problem.group
+    return min(group & -group, ROWS.value) if config.pack_gqa else 1
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a config, the output in the place of q."""
+    rows = config.tile_m * problem.head_dim
+    keys = config.num_stages * config.tile_n * (problem.head_dim + problem.head_dim_v)
+    return (rows + keys) * problem.element_bytes + BARRIER_BYTES
+
+
+def row_tiles(problem: Problem, config: Config, device: Device) -> tuple[int, int]:
+    """(row tiles of q, row tiles of the output beside it) in shared memory.
+
+    With a place of its own the output of one row tile leaves while the next is worked on, whose q
+    arrives, given a second place, while that is.
+    """
+    room = device.smem_per_block - shared_bytes(problem, config)
+    bytes_of = problem.element_bytes * config.tile_m
+    of_out = int(bytes_of * problem.head_dim_v <= room)
+    room -= bytes_of * (problem.head_dim_v + problem.head_dim)
+    return (2 if config.programs and room >= 0 else 1), of_out
+
+
+def has_lazy_maxima(problem: Problem, config: Config) -> bool:
+    """Whether steps look for maxima only where a weight is too large: a warpgroup then needs
+    registers for the products of a tile until it is known that their weights are good, and has
+    something to gain.
+
+    With tiles of 128 keys it has them from the warp that issues copies of small pages, which spills
+    some; but not where keys are split as well. A soft cap, and columns that q and K have beside
+    those of V, take registers, too.
+    """
+    warpgroups = config.tile_m // ROWS.value
+    splits = config.num_splits > 1 and config.merge != "cluster"
+    small_pages = config.tile_n // box_rows(problem, config.tile_n) > 2
+    fits = (warpgroups, config.tile_n) == (3, 64)
+    fits |= (warpgroups, config.tile_n) == (2, 128) and not (splits and small_pages)
+    others = problem.head_dim > problem.head_dim_v or problem.score.softcap
+    return problem.head_dim_v == 128 and fits and not others
+
+
+def variant_of(problem: Problem, config: Config, device: Device) -> HopperPrefill:
+    """The choices beside a config."""
+    mma_roles = config.tile_m // ROWS.value
+    of_q, of_out = row_tiles(problem, config, device)
+    return HopperPrefill(
+        mma_roles=mma_roles,
+        mma_order="in_turns" if mma_roles > 1 else "any",
+        maxima="lazy" if has_lazy_maxima(problem, config) else "each_tile",
+        q_stages=of_q,
+        out="own_tiles" if of_out else "place_of_q",
+    )
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every tile shape that fits, with and without packed heads, by as many programs as there are
+    SMs or by one a row tile.
+
+    Packed sequences start with one a row tile: how heavy each is, only the device knows.
+    """
+    return fitting(problem, device, ordered(problem, device), shared_bytes)
+
+
+def fitting(
+    problem: Problem,
+    device: Device,
+    shapes: Sequence[tuple[int, int, int]],
+    shared_bytes: Callable[[Problem, Config], int],
+) -> Iterator[Config]:
+    """The configs of such shapes: see `SHAPES`."""
+    programs = (0, device.num_sms) if problem.kind == "varlen" else (device.num_sms, 0)
+    packs = (True, False) if problem.group & 1 == 0 else (False,)
+    for count, pack_gqa in product(programs, packs):
+        for tile_m, tile_n, num_stages in shapes:
+            config = Config(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                num_warps=tile_m // 16,
+                num_stages=num_stages,
+                programs=count,
+                pack_gqa=pack_gqa,
+            )
+            if shared_bytes(problem, config) <= device.smem_per_block:
+                yield config
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    return prefill.traffic(problem, config)
+
+
+def tiling(
+    problem: Problem, device: Device, config: Config, tokens: int, kv_bytes: int
+) -> tuple[int, int, int]:
+    """(row tiles of a lane, lanes, lanes together) for so many tokens of q in all.
+
+    Together: as many lanes as have their keys and values, of all `kv_bytes`, in half of the L2,
+    which is in two halves that hold the same.
+    """
+    pack = packed_heads(problem, config)
+    heads = problem.num_heads // pack
+    if problem.kind == "varlen":
+        return tokens * pack // config.tile_m + problem.batch + 1, heads, heads
+    kv_lanes = problem.batch * problem.num_kv_heads
+    together = device.l2_bytes // 2 * kv_lanes // max(kv_bytes, 1)
+    lanes = problem.batch * heads
+    width = max(1, min(together * (problem.group // pack), lanes))
+    return triton.cdiv(problem.seqlen_q * pack, config.tile_m), lanes, width
+
+
+def split_items(problem: Problem, config: Config) -> int:
+    """The further splits of all row tiles."""
+    pack = packed_heads(problem, config)
+    row_tiles = triton.cdiv(problem.cut_tokens * pack, config.tile_m)
+    return (config.num_splits - 1) * row_tiles * problem.batch * (problem.num_heads // pack)
+
+
+def tiling_of(plan: Plan, operands: Operands, kv_bytes: int) -> Tiling:
+    """The Tiling of a plan; kv_bytes: of keys and values as they are multiplied."""
+    problem, config = plan.problem, plan.config
+    tokens = operands.q.shape[:-2].numel()
+    tiles, lanes, width = tiling(problem, plan.device, config, tokens, kv_bytes)
+    return Tiling(tiles, lanes, width, tiles * lanes + split_items(problem, config))
+
+
+def bind_warpgroups(
+    plan: Plan,
+    operands: Operands,
+    variant: HopperPrefill,
+    kernel: Callable[[], Any],
+    kv_bytes: int,
+    *,
+    more: dict[str, Any] | None = None,
+    ordered_values: bool = False,
+) -> BoundKernel:
+    """Binds `hopper_prefill`, or `hopper_prefill_half`, which takes `more` arguments.
+
+    kv_bytes         of keys and values as they are multiplied
+    ordered_values   V is in order, where K is in pages
+    """
+    problem, config = plan.problem, plan.config
+    pack, splits = packed_heads(problem, config), sequence_splits(plan)
+    sizes = tiling_of(plan, operands, kv_bytes)
+    programs = min(sizes.items, config.programs or sizes.items)
+    splits.expect_arrivals(programs)
+    num_warps = ROWS.value // ROWS_OF_WARP.value
+    merge_step, merge_rows = splits.merge_step(num_warps)
+    own = variant.out == "own_tiles"
+    compiled = PrefillConfig(
+        group=problem.group,
+        packed_heads=pack,
+        page_size=page_size(problem),
+        head_dim_v=problem.head_dim_v,
+        head_dim_rest=problem.head_dim - problem.head_dim_v,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        mma_roles=variant.mma_roles,
+        num_stages=config.num_stages,
+        q_stages=variant.q_stages,
+        out_stages=variant.mma_roles if own else 0,
+        mma_order=variant.mma_order,
+        maxima=variant.maxima,
+        issued_first=0,
+        merge_splits=merge_step,
+        merge_rows=merge_rows,
+        dependents="launched_first" if launches_early(splits, operands) else "launched_after",
+    )
+    narrow = own and variant.maxima == "lazy"
+    panel_bytes = OUT_PANEL_BYTES if narrow else PANEL_BYTES
+    rows = Box(ROWS.value // pack, pack, problem.head_dim_v)
+    out_box = rows._replace(panel_bytes=panel_bytes)
+    fixed = size_arguments(plan, operands, sizes, splits, pack)
+    return BoundKernel(
+        kernel=kernel,
+        grid=(programs, 1, 1),
+        fixed={**fixed, **(more or {}), "CONFIG": compiled},
+        num_warps=num_warps,
+        descriptors=descriptors_of(plan, rows, out_box, ordered_values=ordered_values),
+        splits=splits,
+    )
+
+
+def bind(plan: Plan, operands: Operands) -> HopperLauncher:
+    """`hopper_prefill` and `combine` bound to one plan and one memory layout."""
+    variant = variant_of(plan.problem, plan.config, plan.device)
+    kv_bytes = plan.problem.kv_bytes
+    bound = bind_warpgroups(plan, operands, variant, lambda: hopper_prefill, kv_bytes)
+    return HopperLauncher(plan, operands, bound, unfit)
+
+
+KERNEL = Kernel(
+    *("hopper_prefill", unsupported, configs, traffic, bind, unfit),
+    schedules=("even", "fixed"),
+    merges=("combine", "last"),
+)

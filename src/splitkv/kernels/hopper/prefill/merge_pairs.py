@@ -1,0 +1,373 @@
+"""Merging the splits of a row tile inside one launch, two and two by programs that are a cluster.
+
+The scheme of primitives/cluster.py, for sums in the layout of wgmma: each program sends the other
+one half of its columns, and merges the half that it is sent. What a thread has of a half is what
+the same thread of the other program merges it with. So sums go from thread to thread, 16 bytes at a
+time, in an order in which those of a warp lie beside each other.
+
+What is sent tells a barrier in the shared memory that it goes to, and a program waits for that: a
+barrier of the cluster would have all stores of a program be everywhere first.
+
+Where there are more splits, each pair leaves what it has merged in memory, likewise from thread to
+thread. A warp takes a ticket when that is there, and the last of those that have the same rows and
+columns merges what all have left, in order, so that bits do not vary. Nobody waits.
+
+What runs once costs more to fetch than to run, so there is little of it.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.kernels.hopper.prefill.epilogue import cleared
+from splitkv.kernels.hopper.prefill.load import ROWS_OF_WARP
+from splitkv.kernels.hopper.prefill.records import Half, HalfRows, PairSums
+from splitkv.kernels.hopper.prefill.sums import along_rows
+from splitkv.kernels.hopper.primitives.cluster import (
+    arrive_running,
+    exchange_at,
+    wait_at,
+    wait_cluster,
+)
+from splitkv.kernels.hopper.primitives.inline_asm import act_alone
+from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
+
+PAIR = gl.constexpr(2)
+WARPS, THREADS = gl.constexpr(4), gl.constexpr(128)  # that multiply
+BARRIER = gl.constexpr(16)  # bytes
+OF_BITS = gl.constexpr({32: "r", 64: "l"})  # constraint of an operand
+
+
+@gluon.constexpr_function
+def bytes_of_half(head_dim_v):
+    """Bytes of a half, 16 of each thread at a time: half of its sums, then m and l of its rows."""
+    return THREADS.value * (head_dim_v + 16)
+
+
+@gluon.constexpr_function
+def pair_exchange_bytes(head_dim_v):
+    """Bytes of a half, and behind it of the barrier that it arrives at."""
+    return bytes_of_half(head_dim_v) + BARRIER.value
+
+
+@gluon.constexpr_function
+def barrier_in(register, scratch):
+    """Instructions that put where the barrier is into a register."""
+    code = f"mov.u32 {register}, %dynamic_smem_size; mov.u32 {scratch}, global_smem;"
+    return code + f"add.u32 {register}, {register}, {scratch}; sub.u32 {register}, {register}, 16;"
+
+
+@gluon.constexpr_function
+def opening(rows, head_dim_v):
+    """Instructions by which one thread sets up the barrier of what a program is sent."""
+    sent = -(-rows // ROWS_OF_WARP.value) * 32 * (head_dim_v + 16)
+    return f"""{{ .reg .u32 t, at; .reg .pred first; {barrier_in("at", "t")}
+    mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;
+    @first mbarrier.init.shared::cta.b64 [at], 1;
+    @first fence.mbarrier_init.release.cluster;
+    @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {sent}; }}"""
+
+
+@gluon.jit
+def open_exchange(CONFIG: gl.constexpr):
+    """Gets ready for what the other program of a cluster sends, if there is one, and tells it."""
+    if CONFIG.cluster_size > 0:
+        CODE: gl.constexpr = opening(CONFIG.cluster_rows, CONFIG.head_dim_v)
+        act_alone(CODE)
+        arrive_running(CONFIG.cluster_size)
+
+
+@gluon.constexpr_function
+def place_of_thread(base, bits):
+    """Instructions that put where the 16 bytes of thread t are, behind a base, into a. An address
+    of shared memory has 32 bits, one of memory 64."""
+    return f"mad.{'lo' if bits == 32 else 'wide'}.u32 a, t, 16, {base};"
+
+
+@gluon.constexpr_function
+def storing(elements, rows, bits):
+    """Instructions that store so many sums of a thread, then m and l of its two rows, but for warps
+    that have no row; and constraints. To memory behind an address of 64 bits, or to the exchange of
+    a program of the cluster whose number has 32, and whose barrier is told.
+
+    A thread has two columns of a row, two of the row 8 below, then those of 8 columns further on.
+    """
+    x, m, l, to = (elements // 4 + n * elements for n in range(4))
+    fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)] + [(m, l, m + 2, l + 2)]
+    step, warps = 16 * THREADS.value, -(-rows // ROWS_OF_WARP.value)
+    code = f"mov.u32 t, %tid.x; setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING;"
+    if bits == 64:
+        store, told = "st.global.v4.b32", ""
+        code += place_of_thread(f"${to}", bits)
+    else:
+        store, told = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32", ", [b]"
+        code = barrier_in("b", "t") + code + f"sub.u32 a, b, {step * len(fours)};"
+        code += place_of_thread("a", bits)
+        code += "".join(f"mapa.shared::cluster.u32 {at}, {at}, ${to};" for at in "ab")
+    code = f"{{ .reg .u32 t, b; .reg .u{bits} a; .reg .pred none; {code}"
+    for n, four in enumerate(fours):
+        code += f"{store} [a + {n * step}], {{{', '.join(f'${i}' for i in four)}}}{told};"
+    code += "NOTHING:" + "".join(f"mov.b32 ${i}, 0;" for i in range(elements // 4)) + "}"
+    kinds = ["r"] * 3 * elements + [OF_BITS[bits]] * elements
+    return code, ",".join(["=r"] * (elements // 4) + kinds)
+
+
+@gluon.jit
+def store_half(acc, l, m, to, KEPT: gl.constexpr):
+    """Stores sums [ROWS, half of DIM_V], and m and l [ROWS]: see `storing`."""
+    ELEMENTS: gl.constexpr = acc.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = storing(ELEMENTS, KEPT, to.dtype.primitive_bitwidth)
+    m = along_rows(m, acc).broadcast_to(acc.shape)
+    l = along_rows(l, acc).broadcast_to(acc.shape)
+    gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [acc, m, l, gl.full(acc.shape, 0, to.dtype, acc.type.layout) + to],
+        dtype=gl.int8,
+        is_pure=False,
+        pack=ELEMENTS,
+    )
+
+
+@gluon.constexpr_function
+def loading(elements, bits):
+    """Instructions that load so many sums of a thread, from shared memory or the L2; and
+    constraints."""
+    load = {32: "ld.shared.v4.b32", 64: "ld.global.cg.v4.b32"}[bits]
+    code = f"{{ .reg .u32 t; .reg .u{bits} a; mov.u32 t, %tid.x;"
+    code += place_of_thread(f"${elements}", bits)
+    for i in range(0, elements, 4):
+        four = ", ".join(f"${n}" for n in range(i, i + 4))
+        code += f"{load} {{{four}}}, [a + {4 * i * THREADS.value}];"
+    return code + "}", ",".join(["=r"] * elements + [OF_BITS[bits]] * elements)
+
+
+@gluon.jit
+def load_half(at, like):
+    """Sums as `like` [ROWS, half of DIM_V]: those sent, at an address of shared memory, or those
+    that a pair left in memory."""
+    ELEMENTS: gl.constexpr = like.shape[1] // 2
+    INSTRUCTIONS: gl.constexpr = loading(ELEMENTS, at.dtype.primitive_bitwidth)
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS[0],
+        INSTRUCTIONS[1],
+        [gl.full(like.shape, 0, at.dtype, like.type.layout) + at],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=ELEMENTS,
+    )
+
+
+@gluon.jit
+def received_of_rows(at, like):
+    """The numbers that a thread was sent of its two rows, 8 bytes apart, as `like` [ROWS]."""
+    zero = gl.full(like.shape, 0, gl.int32, like.type.layout)
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 t; mov.u32 t, %tid.x; shl.b32 t, t, 4; add.u32 t, t, $2;"
+        "ld.shared.f32 $0, [t]; ld.shared.f32 $1, [t + 8]; }",
+        "=f,=f,r,r",
+        [zero + at],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def left_of_rows(at, like):
+    """m and l that were left behind sums, as `like` [ROWS]."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $4;"
+        "ld.global.cg.v4.f32 {$0, $2, $1, $3}, [a]; }",
+        "=f,=f,=f,=f,l,l",
+        [gl.full(like.shape, 0, gl.int64, like.type.layout) + at],
+        dtype=(gl.float32, gl.float32),
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.constexpr_function
+def arriving(count):
+    """Instructions by which a warp says that what it left is there, and learns whether it is the
+    last of so many. The last puts the ticket back to 0."""
+    return f"""{{ .reg .u32 t, n; .reg .u64 at; .reg .pred one;
+    bar.warp.sync 0xffffffff; mov.u32 t, %tid.x; and.b32 n, t, 31; setp.eq.u32 one, n, 0;
+    shr.u32 t, t, 5; mad.wide.u32 at, t, 4, $1; mov.u32 n, 0;
+    @one atom.acq_rel.gpu.global.inc.u32 n, [at], {count - 1};
+    bar.warp.sync 0xffffffff; shfl.sync.idx.b32 n, n, 0, 31, 0xffffffff;
+    setp.eq.u32 one, n, {count - 1}; selp.b32 $0, 1, 0, one; }}"""
+
+
+@gluon.jit
+def comes_last(at, COUNT: gl.constexpr):
+    """Whether this warp is the last of COUNT that have the tickets at this address."""
+    CODE: gl.constexpr = arriving(COUNT)
+    last = gl.inline_asm_elementwise(CODE, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+    return last != 0
+
+
+@gluon.jit
+def quickly(CODE: gl.constexpr, x):
+    """An instruction that is right but for the last bits."""
+    return gl.inline_asm_elementwise(CODE, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def merge_pair(
+    acc,  # [ROWS, DIM_V]
+    l,  # [ROWS]
+    m,  # [ROWS] in base 2
+    item,  # Item
+    program,  # PrefillProgram
+    CONFIG: gl.constexpr,
+):
+    """Merges two splits of the only row tile of a lane, and all pairs, and stores the results."""
+    ROWS: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = acc.shape[1] // 2
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
+    M: gl.constexpr = gl.SliceLayout(1, L)
+    halves = cleared(acc, l).reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+    first = gl.convert_layout(halves[0], L, assert_trivial=True)
+    second = gl.convert_layout(halves[1], L, assert_trivial=True)
+    l = gl.convert_layout(l, M, assert_trivial=True)
+    m = gl.convert_layout(m, M, assert_trivial=True)
+    wait_cluster()  # both run
+    if item.split % PAIR == 0:  # with a number that is known nothing is chosen from registers
+        merge_half(Half(first, l, m), second, item, program, CONFIG, 0)
+    else:
+        merge_half(Half(second, l, m), first, item, program, CONFIG, 1)
+
+
+@gluon.jit
+def half_received(half):
+    """The Half of both programs of a cluster, not yet divided; with the weights by which the sums
+    of each are to be multiplied and the address of those received."""
+    BYTES: gl.constexpr = bytes_of_half(2 * half.acc.shape[1])
+    OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
+    base = exchange_at(pair_exchange_bytes(2 * half.acc.shape[1]))
+    wait_at(base + BYTES, 0)
+    m_other = received_of_rows(base + OF_ROWS, half.m)
+    l_other = received_of_rows(base + (OF_ROWS + 4), half.m)
+    highest = gl.maximum(half.m, m_other)
+    top = finite_or_zero(highest)
+    weight, weight_other = gl.exp2(half.m - top), gl.exp2(m_other - top)
+    l = half.l * weight + l_other * weight_other
+    return PairSums(l, highest, weight, weight_other, base)
+
+
+@gluon.jit
+def half_rows(like, m, item, results, CONFIG: gl.constexpr, SPLIT: gl.constexpr):
+    """The HalfRows of a half of the columns, `like` [ROWS, half of DIM_V]."""
+    ROWS: gl.constexpr = like.shape[0]
+    HALF: gl.constexpr = like.shape[1]
+    PACK: gl.constexpr = CONFIG.packed_heads
+    rows = gl.arange(0, ROWS, layout=m.type.layout)
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, like.type.layout))[None, :]
+    ok = rows < CONFIG.cluster_rows
+    t = rows // PACK
+    head = item.head + rows % PACK
+    steps = results.merging.out_strides
+    out_rows = item.b.to(gl.int64) * steps.b + t.to(gl.int64) * steps.t + head * steps.h
+    # TMA takes no other strides
+    out_rows = tl.multiple_of(out_rows, 8)
+    out_ptrs = results.out_ptr + SPLIT * HALF + (along_rows(out_rows, like) + columns)
+    lse_rows = item.b.to(gl.int64) * results.stride_lse_b
+    lse_rows += head.to(gl.int64) * results.stride_lse_h + t
+    return HalfRows(ok, head, out_ptrs, lse_rows)
+
+
+@gluon.jit
+def sink_of_rows(sink_ptr, rows):
+    """The sink logits of HalfRows in base 2 [ROWS], or None."""
+    sink_log2 = None
+    if sink_ptr is not None:
+        sink_log2 = gl.load(sink_ptr + rows.head, mask=rows.ok, other=0.0).to(gl.float32)
+        sink_log2 *= 1.4426950408889634
+    return sink_log2
+
+
+@gluon.jit
+def store_half_results(out, l, m, rows, results, SPLIT: gl.constexpr):
+    """Stores half of the columns of out [ROWS, half of DIM_V] and, once, lse."""
+    gl.store(rows.out_ptrs, out.to(results.out_ptr.dtype.element_ty), mask=along_rows(rows.ok, out))
+    if SPLIT == 0:
+        gl.store(results.lse_ptr + rows.lse_rows, lse_of(l, m), mask=rows.ok)
+
+
+@gluon.jit
+def merge_half(
+    half,  # Half that this program merges
+    rest,  # [ROWS, half of DIM_V]: the other half
+    item,  # Item
+    program,  # PrefillProgram
+    CONFIG: gl.constexpr,
+    SPLIT: gl.constexpr,  # of the pair: whose half it is
+):
+    """Sends one half, and merges and stores the other."""
+    batch, results = program.batch, program.results
+    acc = half.acc
+    CLUSTERS: gl.constexpr = CONFIG.num_clusters
+    BYTES: gl.constexpr = bytes_of_half(2 * acc.shape[1])
+    store_half(rest, half.l, half.m, gl.to_tensor(1 - SPLIT), CONFIG.cluster_rows)
+    rows = half_rows(acc, half.m, item, results, CONFIG, SPLIT)
+    sink_log2 = sink_of_rows(results.sink_ptr, rows)
+    pair = half_received(half)
+    if CLUSTERS == 1:
+        factor = factor_of(pair.l, pair.m, sink_log2)
+        out = acc * along_rows(pair.weight * factor, acc)
+        out += load_half(pair.received, acc) * along_rows(pair.weight_other * factor, acc)
+        store_half_results(out, pair.l, pair.m, rows, results, SPLIT)
+    else:
+        acc *= along_rows(pair.weight, acc)
+        acc += load_half(pair.received, acc) * along_rows(pair.weight_other, acc)
+        number = item.sequence * batch.lane_heads + item.head // CONFIG.packed_heads
+        number = number * PAIR + SPLIT
+        at = results.partial.acc_ptr.to(gl.int64) + number.to(gl.int64) * (CLUSTERS * BYTES)
+        store_half(acc, pair.l, pair.m, at + item.split // PAIR * BYTES, CONFIG.cluster_rows)
+        # behind what tile/merge.py counts with
+        tickets = results.merging.count_ptr.to(gl.int64) + (32 + number * (4 * gl.num_warps()))
+        if comes_last(tickets, CLUSTERS):
+            whole = merge_left(at, acc, half.m, CLUSTERS)
+            out = whole.acc * along_rows(factor_of(whole.l, whole.m, sink_log2), acc)
+            store_half_results(out, whole.l, whole.m, rows, results, SPLIT)
+
+
+@gluon.jit
+def merge_left(at, like, m, CLUSTERS: gl.constexpr):
+    """The Half of all pairs from what each left at `at`, in order; acc as `like`."""
+    BYTES: gl.constexpr = bytes_of_half(2 * like.shape[1])
+    OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
+    of_rows = (left_of_rows(at + OF_ROWS, m),)
+    for n in gl.static_range(1, CLUSTERS):
+        of_rows += (left_of_rows(at + (n * BYTES + OF_ROWS), m),)  # type: ignore[assignment]
+    highest = of_rows[0][0]
+    for n in gl.static_range(1, CLUSTERS):
+        highest = gl.maximum(highest, of_rows[n][0])
+    top = finite_or_zero(highest)
+    weight = gl.exp2(of_rows[0][0] - top)
+    l = of_rows[0][1] * weight
+    acc = load_half(at, like) * along_rows(weight, like)
+    for n in gl.static_range(1, CLUSTERS):
+        weight = gl.exp2(of_rows[n][0] - top)
+        l += of_rows[n][1] * weight
+        acc += load_half(at + n * BYTES, like) * along_rows(weight, like)
+    return Half(acc, l, highest)
+
+
+@gluon.jit
+def factor_of(l, m, sink_log2):
+    """By what sums are multiplied at the end [ROWS]."""
+    if sink_log2 is None:
+        factor = quickly("rcp.approx.ftz.f32 $0, $1;", gl.where(l == 0.0, 1.0, l))
+    else:
+        factor = factor_beside_sink(m, l, sink_log2)
+    return factor
+
+
+@gluon.jit
+def lse_of(l, m):
+    """The natural LSE [ROWS] of m in base 2."""
+    return (m + quickly("lg2.approx.ftz.f32 $0, $1;", l)) * 0.6931471805599453

@@ -1,0 +1,56 @@
+"""The tiles of `hopper_prefill`, and which of them are the first guess for a problem."""
+
+from __future__ import annotations
+
+import triton
+
+from splitkv.core.device import Device
+from splitkv.core.problem import Problem
+from splitkv.kernels.hopper.prefill.load import ROWS
+
+# By head_dim: tile_m, tile_n, num_stages, the best guess first; see `ordered`. More rows or keys do
+# not fit into the registers of a warpgroup, more stages not into shared memory. What keeps as many
+# keys in flight as fit is for few rows, which wait for memory.
+SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: (
+        *((192, 128, 4), (128, 128, 4), (128, 128, 2), (192, 128, 2), (128, 64, 6)),
+        *((128, 64, 4), (128, 128, 6), (64, 128, 6)),
+    ),
+    128: (
+        *((192, 64, 4), (128, 128, 2), (128, 64, 4), (128, 64, 3), (192, 64, 3)),
+        *((128, 128, 3), (128, 64, 6), (64, 128, 3), (64, 64, 6)),
+    ),
+    192: ((128, 128, 2), (128, 64, 3), (128, 64, 2), (128, 64, 4), (64, 64, 5)),
+    256: ((128, 64, 2), (64, 64, 3)),
+}
+# Of a window of 512 keys tiles of 64 and 128 rows took 0.89 of the time of larger ones, of 128 keys
+# 0.52, of 1024 keys 1.17 (head_dim 64, 64/8 heads, 16384 tokens, one H200, 2026-11-22).
+NARROW = 512
+# Three warpgroups were 3 to 6 % faster than two with tiles of 128 keys (head_dim 128, 16/1 heads,
+# dense, there): as much as rows that no sequence has may cost. With 2.6 row tiles a program they
+# took 60 us for 59, with 5.2 197 for 203 (32/8 heads, causal).
+MOST_PADDING = 1.02
+LEAST_ROUNDS = 3
+# Of packed sequences only the longest is known: of a quarter of it, half a row tile more or less is
+# still within that padding. 64 of 2048 tokens, 32/8 heads, causal: 4.03 ms for 4.30.
+LEAST_PACKED_ROWS = 6400
+
+
+def ordered(problem: Problem, device: Device) -> list[tuple[int, int, int]]:
+    """The shapes of a head_dim, the best guess first."""
+    found = list(SHAPES[problem.head_dim])
+    pack = min(problem.group & -problem.group, ROWS.value)
+    rows, lanes = problem.seqlen_q * pack, problem.batch * problem.num_heads // pack
+    left, right = problem.mask.left, problem.mask.right
+    if left is not None and right is not None and left + right < NARROW:
+        found.sort(key=lambda shape: shape[:2] != (128, 64))
+    elif problem.head_dim == 128:
+        if problem.kind == "dense":
+            tiles = {tile_m: triton.cdiv(rows, tile_m) for tile_m in (128, 192)}
+            wide = 192 * tiles[192] <= MOST_PADDING * 128 * tiles[128]
+            wide &= tiles[192] * lanes >= LEAST_ROUNDS * device.num_sms
+        else:
+            wide = rows >= LEAST_PACKED_ROWS
+        if not wide:
+            found.sort(key=lambda shape: shape[0] == 192)
+    return found

@@ -1,0 +1,100 @@
+"""A ring of tiles in shared memory, filled by TMA: its memory, its barriers, its order."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from splitkv.kernels.hopper.primitives.inline_asm import act
+
+# Renamed between Triton 3.6 and 3.9.
+_memory = gl.shared_memory_descriptor
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.constexpr_function
+def tile_layout(tile_n, dim, box):
+    """Boxes of `box` rows in TMA's swizzle, one after another, as a tile [tile_n, dim].
+
+    The swizzle is that of 128 bytes, or of 64 where rows are no longer.
+    """
+    log_box, log_dim, log_tile = (n.bit_length() - 1 for n in (box, dim, tile_n))
+    narrow = 1 if dim == 32 else 0
+    bases = [[0, 1 << i] for i in range(6 - narrow)]  # 64 elements of a row,
+    bases += [[1, 0]] * narrow
+    # their groups of 8 permuted by the row
+    bases += [[1 << i, 8 << (i - narrow)] for i in range(narrow, 3)]
+    bases += [[1 << i, 0] for i in range(3, log_box)]
+    bases += [[0, 1 << i] for i in range(6, log_dim)]
+    bases += [[1 << i, 0] for i in range(log_box, log_tile)]
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+@gluon.constexpr_function
+def keys_of_box(shape):
+    """Keys of a box [1, keys, 1, dim], or [1, 1, panels, keys, columns]."""
+    return shape[1] if len(shape) == 4 else shape[3]
+
+
+@gluon.constexpr_function
+def columns_of_box(shape):
+    """Columns of such a box."""
+    return shape[3] if len(shape) == 4 else shape[2] * shape[4]
+
+
+@gluon.jit
+def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
+    """Allocates tiles, as boxes [stages * boxes, *box] and as tiles [stages, TILE_N, dim]."""
+    BOX: gl.constexpr = keys_of_box(desc.block_type.shape)
+    DIM: gl.constexpr = columns_of_box(desc.block_type.shape)
+    shape: gl.constexpr = [SLOTS * (TILE_N // BOX)] + desc.block_type.shape
+    boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    tiles = reinterpret(boxes, desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
+    return boxes, tiles
+
+
+@gluon.jit
+def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    """Allocates a barrier for each stage of a ring, which opens when COUNT threads have arrived; 0:
+    they are not set up."""
+    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(SLOTS if COUNT else 0):
+        mbarrier.init(arrived.index(n), count=COUNT)
+    return arrived
+
+
+@gluon.jit
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The stage after this one, and the phase of its barrier."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def turn_of(j, SLOTS: gl.constexpr):
+    """The stage of the j-th tile where there are one or two, and the phase of its barrier: worked
+    out, as a register for each is more than some loops have."""
+    return j & (SLOTS - 1), (j >> (SLOTS - 1)) & 1
+
+
+@gluon.jit
+def tile_at(tiles, i):
+    """The tile at place i of Tiles."""
+    return gl.where(i < tiles.near, i, i + tiles.skip)
+
+
+@gluon.jit
+def foresee(pool, b, tile, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """Prefetches the page id of a tile of sequence b."""
+    if pool.table_ptr is not None:
+        page = tile * TILE_N // PAGE_SIZE
+        row = pool.table_ptr + b.to(gl.int64) * pool.stride_table
+        act("prefetch.global.L1 [$1];", "l", (row + page,))

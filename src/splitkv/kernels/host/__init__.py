@@ -1,0 +1,1 @@
+"""What the host sides of kernels share: launchers, launching again, partition, workspace."""

@@ -1,0 +1,36 @@
+"""Arguments of kernels by name: a dict, put in order once by the kernel's own parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def in_order(kernel: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments in the order of the kernel's parameters.
+
+    AssertionError where one is missing, or where the kernel has no parameter of that name.
+    """
+    names = kernel.arg_names
+    if arguments.keys() != set(names):  # some kernels are launched so in every call
+        missing = [name for name in names if name not in arguments]
+        unknown = [name for name in arguments if name not in names]
+        raise AssertionError(
+            f"arguments of {kernel.__name__}: missing {missing}, unknown {unknown}"
+        )
+    return tuple(map(arguments.__getitem__, names))
+
+
+def tail_in_order(
+    kernel: Any, per_call: Sequence[str], fixed: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments that never change, in the order of the kernel's parameters, which begin with
+    those of each call, in just this order; AssertionError otherwise."""
+    names = tuple(kernel.arg_names)
+    assert names[: len(per_call)] == tuple(per_call), (
+        f"arguments of {kernel.__name__}: expected {list(per_call)} first, "
+        f"got {list(names[: len(per_call)])}"
+    )
+    every = in_order(kernel, {**dict.fromkeys(per_call), **fixed})
+    assert not set(per_call) & set(fixed), f"arguments of {kernel.__name__}: given twice"
+    return every[len(per_call) :]

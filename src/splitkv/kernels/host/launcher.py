@@ -1,0 +1,355 @@
+"""What a call of decode needs beside its kernel: parts of the keys, `combine`, launching again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import triton
+
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
+from splitkv.kernels.combine import SHARED_TILES, Final, combine, merge_tiles
+from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
+from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.partition import grid, packed_rows
+from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of
+from splitkv.kernels.tile.codec import Scales, scale_strides
+from splitkv.kernels.tile.visit import Strides
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KV(NamedTuple):
+    """Pointers to keys, values and the page table [batch, max_pages], None where contiguous."""
+
+    k_ptr: Any
+    v_ptr: Any
+    table_ptr: Any
+
+
+class Row(NamedTuple):
+    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads] and the scale of
+    its quantised q, or None."""
+
+    sink_ptr: Any
+    slope_ptr: Any
+    scale_ptr: Any
+
+
+PER_CALL = (
+    *("q_ptr", "kv", "lens_ptr", "final", "partial", "row"),
+    *("head_scales", "key_scales", "scale", "softcap"),
+)
+"""The arguments of a decode kernel that change from call to call, in the order of `Repeat`; a
+kernel may take the items of kv one by one."""
+PER_CALL_OF_APPEND = (*PER_CALL, "growth", "new", "turn")
+
+
+BOUNDS = "left", "right", "sink_tokens", "chunk"
+"""The arguments of a mask, in the order of `Mask.bounds`."""
+
+
+class SplitKernel(NamedTuple):
+    """A decode kernel bound to one plan and one memory layout.
+
+    launch     launch(arguments): launches it through Triton with the arguments that change, by
+               name; the compiled kernel
+    relaunch   relaunch(compiled): a function that launches it again, see `Repeat`; None: Triton has
+               to, every time
+    """
+
+    launch: Callable[[dict[str, Any]], Any]
+    relaunch: Callable[[Any], Launch | None]
+
+
+class Splits(NamedTuple):
+    """How many splits there are: the arguments of the rule, see tile/share.py, and the most splits
+    of a sequence whose partials `combine` merges."""
+
+    parts: int | None
+    size: int | None
+    programs: int | None
+    most: int
+
+
+def splits_of(plan: Plan) -> Splits:
+    """The Splits of a plan."""
+    problem, config = plan.problem, plan.config
+    if config.schedule == "batch":
+        most = max(config.programs - problem.batch, 1)
+        return Splits(None, None, config.programs, most)
+    size = config.split_size // config.tile_n if config.schedule == "fixed" else None
+    most = config.num_splits if config.merge == "combine" else 1
+    return Splits(config.num_splits, size, None, most)
+
+
+def batch_p2(plan: Plan) -> int:
+    """The batch rounded up to a power of two, where programs find their sequence; or 1."""
+    batched = plan.config.schedule == "batch"
+    return int(triton.next_power_of_2(plan.problem.batch)) if batched else 1
+
+
+def partial_rows(plan: Plan) -> int:
+    """Rows of the partials of all programs; 0: nothing is merged."""
+    if splits_of(plan).most <= 1:
+        return 0
+    rows = packed_rows(plan.problem, plan.config)[1]
+    return math.prod(grid(plan.problem, plan.config)) * rows
+
+
+def dependent_launches(plan: Plan, operands: Operands) -> bool:
+    """Whether a kernel may be launched before the one before it has ended."""
+    return bool(operands.q.is_cuda and plan.device.capability >= (9, 0))
+
+
+def compile_options(num_warps: int) -> dict[str, Any]:
+    """Options of every kernel; multiply and add in one rounding is Triton's default, which from 3.9
+    on it wants said."""
+    return {"num_warps": num_warps, "enable_fp_fusion": True}
+
+
+def out_strides(plan: Plan, operands: Operands) -> Strides:
+    """The strides of the output, as given or as it will be made."""
+    problem, out = plan.problem, operands.out
+    if out is None:
+        out = operands.q.new_empty(
+            (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+        )
+    return Strides(*out.stride()[:3])
+
+
+def split_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
+    """The arguments that every decode kernel takes and that never change from call to call."""
+    problem, splits = plan.problem, splits_of(plan)
+    table, slopes = operands.page_table, operands.alibi_slopes
+    per_sequence = slopes is not None and slopes.dim() == 2
+    stride_qsb, stride_qst, stride_qsh = scale_strides(operands.q_scale, operands.q)
+    stride_sb, stride_sn, stride_sh = scale_strides(operands.k_scale, operands.k)
+    return {
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "batch": problem.batch,
+        "num_kv_heads": problem.num_kv_heads,
+        "parts": splits.parts,
+        "size": splits.size,
+        "programs": splits.programs,
+        "q_strides": Strides(*operands.q.stride()[:3]),
+        "out_strides": out_strides(plan, operands),
+        "stride_table": table.stride(0) if table is not None else 0,
+        "stride_slope": slopes.stride(0) if per_sequence else 0,
+        "stride_qsb": stride_qsb,
+        "stride_qst": stride_qst,
+        "stride_qsh": stride_qsh,
+        "stride_sb": stride_sb,
+        "stride_sn": stride_sn,
+        "stride_sh": stride_sh,
+    }
+
+
+COMBINE_PER_CALL = ("partial", "final", "lens_ptr", "sink_ptr", "growth")
+"""The arguments of `combine` that change from call to call; growth of calls that append alone."""
+
+
+class Merge(NamedTuple):
+    """`combine` bound to one plan: its grid, the arguments that never change, its options."""
+
+    grid: tuple[int, int, int]
+    fixed: dict[str, Any]
+    options: dict[str, Any]
+
+    def launch(self, arguments: dict[str, Any]) -> Any:
+        """Launches it through Triton; the compiled kernel."""
+        return combine[self.grid](*in_order(combine, arguments | self.fixed), **self.options)
+
+    def relaunch(self, compiled: Any, per_call: tuple[str, ...]) -> Launch:
+        """A function that launches it again: see `Repeat`."""
+        left_out = {name: None for name in COMBINE_PER_CALL if name not in per_call}
+        tail = tail_in_order(combine, per_call, left_out | self.fixed)
+        return launch_of(compiled, self.grid, tail)
+
+
+def merge_of(plan: Plan, operands: Operands) -> Merge:
+    """The Merge of a plan that has partials."""
+    problem, config, splits = plan.problem, plan.config, splits_of(plan)
+    tile_p, tile_v, num_warps = merge_tiles(splits.most, problem.head_dim_v)
+    few = 0
+    if splits.programs:
+        few, (tile_p, tile_v, num_warps) = SHARED_TILES[0], SHARED_TILES[1:]
+    new = fixed_arguments(operands) if config.appends else NO_NEW_TOKENS
+    pdl, out = dependent_launches(plan, operands), out_strides(plan, operands)
+    fixed = {
+        "batch": problem.batch,
+        "num_kv_heads": problem.num_kv_heads,
+        **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
+        "parts": splits.parts,
+        "programs": splits.programs,
+        "seqlen_new": new["seqlen_new"],
+        "capacity": new["capacity"],
+        "tokens": None,
+        "total_q": None,
+        "stride_ob": out.b,
+        "stride_ot": out.t,
+        "stride_oh": out.h,
+        "SEQLEN_Q": problem.seqlen_q,
+        "GROUP": problem.group,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BATCH_P2": batch_p2(plan),
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "TILE_P": tile_p,
+        "FEW": few,
+        "TILE_V": tile_v,
+        "EXACT": not splits.programs and splits.most % tile_p == 0,
+        "PDL": pdl,
+    }
+    columns = triton.cdiv(problem.head_dim_v, tile_v)
+    overlapping = {"launch_pdl": True} if pdl else {}
+    return Merge(
+        (problem.num_kv_heads * problem.rows, problem.batch, columns),
+        fixed,
+        compile_options(num_warps) | overlapping,
+    )
+
+
+class Launcher:
+    """A decode kernel and `combine` bound to one plan and one memory layout.
+
+    Everything that does not change from call to call is worked out here once. The first call goes
+    through Triton's own dispatch and keeps what it compiled: `repeat` launches that directly, with
+    addresses, unless one is not a multiple of 16, which is another specialisation.
+
+    rebind   rebind(plan, operands): a launcher under another plan for tensors of this layout at
+             other addresses that the plan does not fit; None where it does
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        operands: Operands,
+        split: SplitKernel,
+        rebind: Callable[[Plan, Operands], Launcher | None] = lambda plan, operands: None,
+    ) -> None:
+        import torch
+
+        from splitkv.kernels.host.workspace import partials
+
+        problem, q = plan.problem, operands.q
+        self.plan, self.split, self.partials = plan, split, partials
+        self.rebind, self.other = rebind, cast("Launcher | None", None)
+        self.key_scales = problem.codec.granularity == "token"
+        native = not q.is_cuda or plan.device.capability >= (8, 9)
+        self.in_bits = problem.codec.name == "fp8" and not native
+        self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+        self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+        self.return_lse = problem.return_lse
+        self.dtype = getattr(torch, problem.dtype)
+        self.partial_rows = partial_rows(plan)
+        self.acc_numel = self.partial_rows * problem.head_dim_v
+        self.merge = merge_of(plan, operands) if self.partial_rows else None
+        self.repeat: Callable[..., Any] | None = None
+
+    def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse or None), on the current stream; writes `operands.out` where given."""
+        o, done = operands, None
+        per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
+        tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
+        if self.repeat is not None:
+            done = self.repeat(*tensors, o.softmax_scale, o.softcap, o.new)
+        return done or self.dispatch(operands)
+
+    def dispatch(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches through Triton, which compiles what these arguments need, and keeps that."""
+        import torch
+
+        other = self.rebind_once(operands)
+        if other is not None:
+            return other.dispatch(operands)
+        o, lse, merged = operands, None, None
+        out = o.q.new_empty(self.out_shape, dtype=self.dtype) if o.out is None else o.out
+        if self.return_lse:
+            lse = o.q.new_empty(self.lse_shape, dtype=torch.float32)
+        arguments = self.per_call(o, Final(out, lse))
+        compiled = self.split.launch(arguments)
+        if self.merge is not None:
+            given = {
+                "partial": arguments["partial"],
+                "final": arguments["final"],
+                "lens_ptr": o.cache_seqlens,
+                "sink_ptr": o.sink_logits,
+                "growth": arguments.get("growth"),
+            }
+            merged = self.merge.launch(given)
+        if compiled is not None and self.repeat is None and aligned(o):
+            self.keep(compiled, merged, out)
+        return out, lse
+
+    def rebind_once(self, operands: Operands) -> Launcher | None:
+        """The launcher under another plan that these tensors need; kept for later ones."""
+        if aligned(operands):
+            return None
+        if self.other is None:
+            self.other = self.rebind(self.plan, operands)
+        return self.other
+
+    def per_call(self, operands: Operands, final: Final) -> dict[str, Any]:
+        """The arguments of a decode kernel that change from call to call."""
+        o = operands
+        q, k, v = o.q, o.k, o.v
+        appended = pointers(o.new, k, v) if self.plan.config.appends else {}
+        if self.in_bits:
+            import torch
+
+            q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
+        scales = None if o.k_scale is None else Scales(o.k_scale, o.v_scale)
+        head_scales, key_scales = (None, scales) if self.key_scales else (scales, None)
+        partial = None
+        if self.partial_rows:
+            partial = self.partials(q, self.acc_numel, self.partial_rows)
+        scale = o.softmax_scale / o.softcap if o.softcap else o.softmax_scale * 1.4426950408889634
+        return {
+            "q_ptr": q,
+            "kv": KV(k, v, o.page_table),
+            "lens_ptr": o.cache_seqlens,
+            "final": final,
+            "partial": partial,
+            "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale),
+            "head_scales": head_scales,
+            "key_scales": key_scales,
+            "scale": scale,
+            "softcap": o.softcap or None,
+            **appended,
+        }
+
+    def keep(self, compiled: Any, merged: Any, out: torch.Tensor) -> None:
+        """Keeps what was compiled for later calls."""
+        later = self.split.relaunch(compiled)
+        if later is None:
+            return
+        merge = None
+        if self.merge is not None:
+            named = COMBINE_PER_CALL if self.plan.config.appends else COMBINE_PER_CALL[:-1]
+            merge = self.merge.relaunch(merged, named)
+        self.repeat = Repeat(
+            later,
+            merge,
+            out.device,
+            out.dtype,
+            self.out_shape,
+            self.lse_shape if self.return_lse else None,
+            self.acc_numel,
+            self.partial_rows,
+            key_scales=self.key_scales,
+        ).call
+
+
+def aligned(operands: Operands) -> bool:
+    """Whether all addresses of a call are multiples of 16."""
+    o = operands
+    tensors = [o.q, o.k, o.v, o.out, o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes]
+    tensors += [o.q_scale, o.k_scale, o.v_scale]
+    if o.new is not None:
+        tensors += o.new.tensors
+    return not any(x is not None and x.data_ptr() & 15 for x in tensors)

@@ -1,0 +1,79 @@
+"""Sizes on the host: of tiles, of the grid of a plan of decode, what its parts read and write."""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+
+from splitkv.core.device import Device
+from splitkv.core.plan import Config, Traffic, visited
+from splitkv.core.problem import Problem
+
+WGMMA_ROWS, WGMMA_WARPS = 64, 4  # of one instruction: fewer are multiplied by mma
+WGMMA_COLUMNS = 64
+
+
+def padded_dims(problem: Problem, device: Device, rows: int, num_warps: int) -> tuple[int, int]:
+    """Columns of the tiles of keys and of values where products have so many rows.
+
+    Where such a product may be a wgmma, tiles have at least 64 columns: operands with fewer, whose
+    rows in shared memory have 32 or 64 bytes, may give wrong sums where Triton stores them there
+    from registers, as it does with values that are dequantized or whose rows are not aligned.
+    """
+    least = 1
+    if device.capability == (9, 0) and problem.element_bytes == 2:
+        wgmma = rows >= WGMMA_ROWS and num_warps % WGMMA_WARPS == 0
+        least = WGMMA_COLUMNS if wgmma else 1
+    return max(least, padded(problem.head_dim)), max(least, padded(problem.head_dim_v))
+
+
+@functools.cache
+def padded(dim: int) -> int:
+    """The next power of 2, kept: Triton's function takes microseconds on the host."""
+    return triton.next_power_of_2(dim)
+
+
+def packed_rows(problem: Problem, config: Config) -> tuple[int, int]:
+    """Row tiles of a sequence and KV head, and the rows that a partial of one of them stores."""
+    return triton.cdiv(problem.rows, config.tile_m), min(config.tile_m, problem.rows)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Programs along each axis of the launch.
+
+    The heads of a part that is shared out run beside each other: their keys lie beside each other.
+    """
+    heads = problem.num_kv_heads * packed_rows(problem, config)[0]
+    if config.schedule == "batch":
+        return heads, config.programs, 1
+    return config.num_splits, heads, problem.batch
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
+    return traffic_of_parts(problem, num_parts(problem, config))
+
+
+def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
+    """What so many parts of every sequence read and write."""
+    rows = problem.batch * problem.seqlen_q * problem.num_heads
+    return Traffic(
+        kv_bytes=problem.kv_bytes,
+        q_bytes=rows * problem.head_dim * problem.element_bytes,
+        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
+        partial_bytes=2 * parts * rows * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
+        flops=2 * rows * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
+    )
+
+
+def num_parts(problem: Problem, config: Config) -> int:
+    """Parts of every sequence where all are as long as they may be: tile/share.py on the host."""
+    tiles = visited(problem, config.tile_n)
+    parts = config.num_splits
+    if config.schedule == "batch":  # programs / batch - 1, rounded up
+        parts = max(triton.cdiv(config.programs - problem.batch, problem.batch), 1)
+    per = max(triton.cdiv(tiles, parts), 1)
+    if config.schedule == "fixed":
+        per = config.split_size // config.tile_n
+    return max(triton.cdiv(tiles, per), 1)

@@ -1,0 +1,491 @@
+"""Compiled Triton kernels launched again with as little Python as possible.
+
+`compiled[grid](*args)` runs two Python functions of Triton on every launch, which work out scratch
+memory, metadata and hooks and hand them to a C function. Between launches of one kernel on one grid
+only the stream and the arguments change. So `bind` lets Triton's own launcher run once with a
+recorder in place of the C function, keeps what the recorder was given, and from then on calls the C
+function with that.
+
+Where Triton would do more on each launch (scratch memory, instrumentation), or where its launcher
+cannot be recorded, `bind` returns None and the caller launches through Triton. So it does while a
+launch hook is set, as a profiler does: see `observed`. Written for Triton 3.6, whose C function
+takes the arguments one by one, and 3.7 to 3.9, where they are a tuple.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import triton
+from triton.compiler.compiler import make_backend
+
+if TYPE_CHECKING:
+    import torch
+
+Launch = Callable[..., None]
+"""`launch(stream, *args)`: args as the kernel's parameters up to the bound tail, addresses for
+tensors, and for a tensor descriptor the items of its `TensorMaps`, unpacked."""
+
+MAX_MAPS = 4096  # tensor maps kept, of about 400 bytes each; past it the cache starts afresh
+_runtime = triton.knobs.runtime
+# The hooks in its own two chains, and what has been set in place of its own: without any of these
+# none is `observed`. Lists and a dict are asked sooner.
+_set = vars(_runtime)
+_entered = getattr(_runtime.launch_enter_hook, "calls", ())
+_left = getattr(_runtime.launch_exit_hook, "calls", ())
+
+
+def observed() -> Any:
+    """Whether a launch hook of Triton is set: in one of its chains of them, or in place of one."""
+    try:
+        return _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls
+    except AttributeError:
+        hooks = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def bind(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) -> Launch | None:
+    """A launch of a compiled kernel on a grid, its last arguments always `tail`, without hooks.
+
+    The current device has to be the one that the kernel was compiled for. None: no way is known.
+    """
+    calling = _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+    x, y, z = grid
+    tail = tuple(tail)
+
+    def one_by_one(stream: int, *args: Any) -> None:
+        function(x, y, z, stream, *fixed, *args, *tail)
+
+    def in_a_tuple(stream: int, *args: Any) -> None:
+        function(x, y, z, stream, *fixed, (*args, *tail))
+
+    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+
+
+def bind_to_maps(
+    compiled: Any,
+    grid: tuple[int, int, int],
+    tail: Sequence[Any],
+    k_maps: Mapping[int, tuple[Any, ...]],
+    v_maps: Mapping[int, tuple[Any, ...]],
+) -> Launch | None:
+    """Binds a launch of a kernel that takes q, k and v, these as descriptors, and a page table:
+    `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split.
+    """
+    calling = _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+    x, y, z = grid
+    tail = tuple(tail)
+
+    def one_by_one(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+        at_k, at_v, at_table = kv
+        k, v = k_maps[at_k], v_maps[at_v]
+        function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
+
+    def in_a_tuple(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+        at_k, at_v, at_table = kv
+        k, v = k_maps[at_k], v_maps[at_v]
+        function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+
+    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+
+
+def bind_to_descriptors(
+    compiled: Any,
+    grid: tuple[int, int, int],
+    tail: Sequence[Any],
+    maps: Sequence[TensorMaps | None],
+) -> Launch | None:
+    """Binds a launch of a kernel whose first arguments are descriptors, or None:
+    `launch(stream, addresses, *args)`, with an address for each of them.
+    """
+    calling = _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+    x, y, z = grid
+    tail = tuple(tail)
+
+    def unpacked(addresses: Sequence[int]) -> list[Any]:
+        found: list[Any] = []
+        for kept, address in zip(maps, addresses, strict=True):
+            if kept is None:
+                found.append(None)
+            else:
+                found += kept[address]
+        return found
+
+    def one_by_one(stream: int, addresses: Sequence[int], *args: Any) -> None:
+        function(x, y, z, stream, *fixed, *unpacked(addresses), *args, *tail)
+
+    def in_a_tuple(stream: int, addresses: Sequence[int], *args: Any) -> None:
+        function(x, y, z, stream, *fixed, (*unpacked(addresses), *args, *tail))
+
+    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+
+
+def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
+    """The compiled kernel, launched in clusters: the first axis of its grid counts clusters of
+    `size` programs, which are neighbours along it.
+
+    more_shared   bytes of shared memory of each program behind what Triton gave out, from the next
+                  multiple of 16 on
+    """
+    made, metadata = copy.copy(compiled), compiled.metadata
+    shared = -(-metadata.shared // 16) * 16 + more_shared
+    metadata = metadata._replace(num_ctas=size, shared=shared)
+    made.metadata = metadata
+    made.packed_metadata = make_backend(metadata.target).pack_metadata(metadata)
+    made.module = made.function = made._run = None  # to be loaded with room for so much
+    return made
+
+
+def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) -> Launch:
+    """Binds a launch, in Triton's own way where there is no other; arguments are addresses."""
+    run, tail = compiled[grid], tuple(tail)
+
+    def through_triton(stream: int, *args: Any) -> None:
+        run(*args, *tail, stream=stream)
+
+    return bind(compiled, grid, tail) or through_triton
+
+
+def _holding(compiled: Any, launch: Launch) -> Launch:
+    """The launch, and with it the kernel: Triton 3.9 unloads one that nobody holds."""
+    launch.__dict__["kernel"] = compiled
+    return launch
+
+
+_Calling = tuple[Callable[..., Any], tuple[Any, ...], bool]
+_callings: WeakKeyDictionary[Any, _Calling | None] = WeakKeyDictionary()
+
+
+def _calling(compiled: Any) -> _Calling | None:
+    """Triton's C function, what it is given between stream and arguments, and whether these are one
+    tuple. None where calling it so is not known to be all that Triton's launcher does.
+    """
+    if compiled not in _callings:
+        _callings[compiled] = _recorded(compiled)
+    return _callings[compiled]
+
+
+def _recorded(compiled: Any) -> _Calling | None:
+    run, recorded = compiled.run, []
+    function = _c_function(compiled)
+    scratch = ("global_scratch_size", "profile_scratch_size")
+    if function is None or any(getattr(run, name, None) != 0 for name in scratch):
+        return None
+    start, no_hooks = tuple(object() for _ in ("x", "y", "z", "stream")), (None, None, None)
+    args = object(), object()
+    recorder = copy.copy(run)
+    recorder.launch = lambda *args: recorded.append(args)
+    try:
+        recorder(*start, compiled.function, compiled.packed_metadata, *no_hooks, *args)
+    except (AttributeError, TypeError):
+        return None
+    if len(recorded) != 1 or recorded[0][:4] != start:
+        return None
+    rest = recorded[0][4:]
+    if rest[-1:] == (args,):
+        return function, rest[:-1], True
+    return (function, rest[:-2], False) if rest[-2:] == args else None
+
+
+def _c_function(compiled: Any) -> Callable[..., Any] | None:
+    """What Triton's launcher calls, or what that wraps in order to build tensor descriptors."""
+    launch = getattr(compiled.run, "launch", None)
+    found = [launch]
+    if isinstance(launch, FunctionType) and getattr(compiled.metadata, "tensordesc_meta", None):
+        found = [cell.cell_contents for cell in launch.__closure__ or ()]
+    found = [x for x in found if callable(x) and not isinstance(x, FunctionType)]
+    return found[0] if len(found) == 1 else None
+
+
+class JustAddresses(dict[int, tuple[Any, ...]]):
+    """In the place of `TensorMaps`, for a kernel that takes a pointer there."""
+
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        return (address,)
+
+
+JUST_ADDRESSES = JustAddresses()
+
+
+class TensorMaps(dict[int, tuple[Any, ...]]):
+    """What the C function takes in the place of one tensor descriptor, made once an address.
+
+    compiled, index  the kernel, and which of its descriptors: `metadata.tensordesc_meta[index]` has
+                     the tile, its swizzle and the type
+    shape, strides   of the tensor, in elements; the last stride is 1
+
+    `maps[address]` is (CUtensorMap, *shape, *strides). A map holds an address and a layout and no
+    memory, so it stays right when the memory is freed and taken again. Out of bounds reads 0.
+    """
+
+    def __init__(
+        self, compiled: Any, index: int, shape: Sequence[int], strides: Sequence[int]
+    ) -> None:
+        meta = compiled.metadata.tensordesc_meta[index]
+        assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
+        driver = sys.modules[type(compiled.run).__module__]
+        element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        self.tile = meta["swizzle"], meta["elem_size"], element_type, meta["block_size"]
+        self.layout = tuple(shape), tuple(strides)
+
+    __call__ = dict.__getitem__
+
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        utils = triton.runtime.driver.active.utils
+        fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+        shape, strides = self.layout
+        made = fill(address, *self.tile, shape, strides, 0), *shape, *strides
+        if len(_made) >= MAX_MAPS:
+            for maps, other in _made:
+                maps.pop(other, None)
+            _made.clear()
+        _made.append((self, address))
+        self[address] = made
+        return made
+
+
+_made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
+
+
+class _Again:
+    """What a call needs again, once its kernels are compiled: new results, a stream's partials.
+
+    merge        as the class says, or None: one part each, or merged where they are made
+    lse_shape    None: no LSE is wanted
+    acc, rows    elements and rows of the partials
+
+    `call` gives (out, lse or None), or None where the call has to go through Triton: an address is
+    not a multiple of 16, which is another specialisation of the kernels, or a launch hook is set.
+    Belongs to one device, which has to be current.
+    """
+
+    def __init__(
+        self,
+        merge: Launch | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        out_shape: Sequence[int],
+        lse_shape: Sequence[int] | None,
+        acc: int,
+        rows: int,
+    ) -> None:
+        import torch
+
+        from splitkv.kernels.host import workspace
+
+        self.merge = merge
+        self.new_out = workspace.allocation(out_shape, dtype, device)
+        self.new_lse: Any = None
+        if lse_shape is not None:
+            self.new_lse = workspace.allocation(lse_shape, torch.float32, device)
+        self.device = device.index
+        self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.capturing = torch._C._cuda_isCurrentStreamCapturing
+        self.buffers, self.make_buffer = workspace.buffers(device.index), workspace.make_buffer
+        self.counter = workspace.counter
+        self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
+
+
+class Repeat(_Again):
+    """A split-KV decode call: allocate, split, merge.
+
+    split       split(stream, at_q, (at_k, at_v, at_table), at_lens, (at_out, at_lse), partial,
+                (at_sink, at_slopes, at_q_scale), head_scales, key_scales, scale, softcap), all of
+                them addresses or None; partial is (at_acc, at_m, at_l), or None without a merge;
+                scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
+    merge       merge(stream, partial, (at_out, at_lse), at_lens, at_sink)
+    key_scales  scales of K and V are one a key, not one a head
+    """
+
+    def __init__(
+        self, split: Launch, merge: Launch | None, *rest: Any, key_scales: bool = False
+    ) -> None:
+        super().__init__(merge, *rest)
+        self.split, self.key_scales = split, key_scales
+        self.partial: tuple[int, int, int] = (0, 0, 0)  # of the last call
+
+    def call(
+        self,
+        q,
+        k,
+        v,
+        out,
+        lens,
+        table,
+        sink,
+        slopes,
+        q_scale,
+        k_scale,
+        v_scale,
+        scale,
+        softcap,
+        new=None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        given = at_q | at_k | at_v
+        at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = None
+        of_heads = of_keys = None
+        if out is not None:
+            at_out = out.data_ptr()
+            given |= at_out
+        if lens is not None:
+            at_lens = lens.data_ptr()
+            given |= at_lens
+        if table is not None:
+            at_table = table.data_ptr()
+            given |= at_table
+        if sink is not None:
+            at_sink = sink.data_ptr()
+            given |= at_sink
+        if slopes is not None:
+            at_slopes = slopes.data_ptr()
+            given |= at_slopes
+        if k_scale is not None:
+            of_cache = k_scale.data_ptr(), v_scale.data_ptr()
+            given |= of_cache[0] | of_cache[1]
+            of_heads, of_keys = (None, of_cache) if self.key_scales else (of_cache, None)
+            if q_scale is not None:
+                at_q_scale = q_scale.data_ptr()
+                given |= at_q_scale
+        if new is not None:
+            appended, bits = addresses_of(new, at_k, at_v)
+            given |= bits
+        if given & 15 or _entered or _left or (_set and observed()):
+            return None
+        if out is None:
+            out = self.new_out()
+            at_out = out.data_ptr()
+        lse = at_lse = None
+        if self.new_lse is not None:
+            lse = self.new_lse()
+            at_lse = lse.data_ptr()
+        if softcap:
+            scale /= softcap
+        else:
+            scale, softcap = scale * 1.4426950408889634, None
+        stream, split, merge = self.current_stream(self.device), self.split, self.merge
+        kv, final, row = (at_k, at_v, at_table), (at_out, at_lse), (at_sink, at_slopes, at_q_scale)
+        partial: tuple[int, int, int] | None = None
+        if merge is not None:
+            captured = stream and self.capturing()  # stream 0, the default, cannot be
+            buffer: Any = None if captured else self.buffers.pop(stream, None)
+            if buffer is None or buffer[1] < self.numel:
+                buffer = self.make_buffer(self.device, self.numel, captured)
+            at, kept = buffer[0], self.partial
+            if kept[0] != at:
+                kept = self.partial = at, at + self.m_at, at + self.l_at
+            partial = kept
+        if new is None:  # written out, as unpacking takes longer than the call
+            split(stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap)
+            if merge is None:
+                return out, lse
+            merge(stream, partial, final, at_lens, at_sink)
+        else:
+            scales = of_heads, of_keys, scale, softcap
+            split(stream, at_q, kv, at_lens, final, partial, row, *scales, *appended)
+            if merge is None:
+                return out, lse
+            merge(stream, partial, final, at_lens, at_sink, appended[0])
+        if not captured:
+            self.buffers[stream] = buffer
+        return out, lse
+
+
+def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]:
+    """(growth, new, turn) of a call of `append` to the caches at_k and at_v as addresses, and all
+    their bits."""
+    at: list[int | None] = []
+    bits = 0
+    rotary = (None, None, None) if call.rotary is None else call.rotary[:3]
+    of_new = call.cu_seqlens_new, call.leftpad, call.k, call.v, call.k_scale, call.v_scale
+    for x in (*of_new, *rotary):
+        if x is None:
+            at.append(None)
+        else:
+            address = x.data_ptr()
+            at.append(address)
+            bits |= address
+    cu, leftpad, k, v, k_scale, v_scale, cos, sin, start = at
+    return ((cu, leftpad), (k, v, at_k, at_v, k_scale, v_scale), (cos, sin, start)), bits
+
+
+class Sequences(_Again):
+    """Attention of whole sequences by a kernel for Hopper: allocate, launch, merge.
+
+    launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, and then
+             those of (out, lse), of the partials, of the counters where it merges them itself, of
+             (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table), of sink_logits and of the
+             scales of (q, k, v); scale and softcap
+    merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink)
+    """
+
+    def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
+        super().__init__(merge, *rest)
+        self.launch = launch
+
+    def call(
+        self,
+        q,
+        k,
+        v,
+        out,
+        cu_q,
+        cu_k,
+        lens,
+        table,
+        sink,
+        q_scale,
+        k_scale,
+        v_scale,
+        scale,
+        softcap,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        tensors = cu_q, cu_k, lens, table, sink, q_scale, k_scale, v_scale
+        others = [None if x is None else x.data_ptr() for x in tensors]
+        given = at_q | at_k | at_v
+        for at in others:
+            given |= at or 0
+        if out is not None:
+            given |= out.data_ptr()
+        if given & 15 or observed():
+            return None
+        out = self.new_out() if out is None else out
+        lse = self.new_lse()
+        at_out, at_lse = out.data_ptr(), lse.data_ptr()
+        stream, merge = self.current_stream(self.device), self.merge
+        maps, final = (at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse)
+        at_cu_q, at_sink = others[0], others[4]
+        rest = tuple(others[:4]), at_sink, tuple(others[5:]), scale, softcap
+        if not self.numel:
+            self.launch(stream, maps, final, None, None, *rest)
+            return out, lse
+        captured = stream and self.capturing()
+        buffer = None if captured else self.buffers.pop(stream, None)
+        if buffer is None or buffer[1] < self.numel:
+            buffer = self.make_buffer(self.device, self.numel, captured)
+        at = buffer[0]
+        partial = at, at + self.m_at, at + self.l_at
+        if merge is None:
+            count = self.counter(self.device, stream, captured).data_ptr()
+            self.launch(stream, maps, final, partial, count, *rest)
+        else:
+            self.launch(stream, maps, final, partial, None, *rest)
+            merge(stream, partial, final, at_cu_q, at_sink)
+        if not captured:
+            self.buffers[stream] = buffer
+        return out, lse

@@ -1,0 +1,263 @@
+"""Why a call runs as it does: the problem, the device, each kernel's reasons, each policy's plan.
+
+    print(explain(problem, GPUS["h200"], policies=("waves", "flash_attention_2")))
+
+Nothing is launched and the GPU need not be here. The figures of a plan are counts and ratios, not
+measurements: programs of the grid, waves of them, bytes, and the time that the bytes alone take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from splitkv.core.device import Device, current
+from splitkv.core.plan import Config, HopperDecode, Plan, Traffic, ring_of
+from splitkv.core.problem import Problem
+from splitkv.planner import registry
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What a plan launches, where the kernel's tiles are the plan's to choose.
+
+    key_tiles      steps of `tile_n` keys that cover the visible keys of a longest sequence
+    tiles_a_split  most of them that one split takes
+    programs       programs (CTAs), each with its own part of the work
+    waves          programs over SMs: above 1, some SMs run more than one
+    sms_busy       share of the SMs that get a program at all
+    """
+
+    key_tiles: int
+    tiles_a_split: int
+    programs: int
+    waves: float
+    sms_busy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The counts behind a plan, every sequence at its upper bound.
+
+    grid      None on a CPU, and for a kernel that leaves a policy nothing to choose
+    traffic   bytes and operations
+    seconds   the time to move those bytes at the device's full bandwidth
+    """
+
+    grid: Grid | None
+    traffic: Traffic
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer of `explain()`: print it, or take it apart with `as_dict()`.
+
+    kernels   every kernel, in order of preference, with the reasons against it; none: it can run
+    plans     one a policy, beside its figures; empty where no kernel can run the problem
+    """
+
+    problem: Problem
+    device: Device
+    kernels: tuple[tuple[str, tuple[str, ...]], ...]
+    plans: tuple[Plan, ...]
+    figures: tuple[Figures, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The explanation as plain data, for JSON."""
+        return {
+            "problem": {
+                **asdict(self.problem),
+                "place": str(self.problem.place),
+                "codec": str(self.problem.codec),
+            },
+            "device": asdict(self.device),
+            "kernels": {name: list(against) for name, against in self.kernels},
+            "plans": [
+                {
+                    "policy": plan.policy,
+                    "kernel": plan.kernel,
+                    "why": plan.why,
+                    "config": plan.config.as_dict(),
+                    "grid": asdict(figures.grid) if figures.grid else None,
+                    "traffic": {**asdict(figures.traffic), "bytes": figures.traffic.bytes},
+                    "seconds_at_full_bandwidth": figures.seconds,
+                }
+                for plan, figures in zip(self.plans, self.figures, strict=True)
+            ],
+        }
+
+    def kernel_rows(self) -> list[tuple[str, str]]:
+        """(kernel, reason) lines: a kernel's name stands on its first line alone."""
+        return [
+            (name if i == 0 else "", reason)
+            for name, against in self.kernels
+            for i, reason in enumerate(against or ("can run it",))
+        ]
+
+    def plan_rows(self) -> list[tuple[str, ...]]:
+        """The plans side by side, as text: a row a fact, a label and then a cell a plan."""
+        columns = [_column(p, f) for p, f in zip(self.plans, self.figures, strict=True)]
+        labels = dict.fromkeys(label for column in columns for label in column)
+        return [(label, *(column.get(label, "-") for column in columns)) for label in labels]
+
+    def why_rows(self) -> list[tuple[str, str]]:
+        """(policy, why) lines."""
+        return [(p.policy, p.why.removeprefix(f"{p.policy}: ")) for p in self.plans]
+
+    def __str__(self) -> str:
+        blocks = [f"{self.problem}\non {self.device}", _table(self.kernel_rows())]
+        if self.plans:
+            blocks += [_table(self.plan_rows()), _table(self.why_rows())]
+        else:
+            blocks.append("no kernel can run this problem here")
+        return "\n\n".join(blocks)
+
+
+def explain(
+    problem: Problem | Plan,
+    device: Device | None = None,
+    policies: Sequence[str] = ("waves",),
+    num_splits: int = 0,
+) -> Explanation:
+    """Explain a problem under each of `policies`, side by side, or one plan that is already made.
+
+    device       where the problem is to run; None: the device that torch sees here
+    num_splits   above 0: what the caller forces, as in `decode`
+
+    A Plan is shown as it is, with the problem, device and policy that it carries. A problem that no
+    kernel can run is an answer too: the explanation has every reason, and no plan.
+    """
+    if isinstance(problem, Plan):
+        plan = problem
+        return Explanation(
+            plan.problem,
+            plan.device,
+            _kernels(plan.problem, plan.device),
+            (plan,),
+            (figures(plan),),
+        )
+    device = current() if device is None else device
+    kernels = _kernels(problem, device)
+    plans: tuple[Plan, ...] = ()
+    if not all(against for _, against in kernels):
+        plans = tuple(
+            registry.make_plan(problem, device, policy=policy, num_splits=num_splits)
+            for policy in policies
+        )
+    return Explanation(problem, device, kernels, plans, tuple(figures(plan) for plan in plans))
+
+
+def figures(plan: Plan) -> Figures:
+    """The counts behind one plan."""
+    problem, device = plan.problem, plan.device
+    kernel = registry.kernel_named(plan.kernel)
+    has_choice = len(list(islice(kernel.configs(problem, device), 2))) > 1
+    grid = _grid(problem, device, plan.config) if has_choice and device.kind == "cuda" else None
+    traffic = kernel.traffic(problem, plan.config)
+    return Figures(grid, traffic, traffic.bytes / device.bandwidth)
+
+
+def _kernels(problem: Problem, device: Device) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((k.name, tuple(k.unsupported(problem, device))) for k in registry.KERNELS)
+
+
+def _grid(problem: Problem, device: Device, config: Config) -> Grid:
+    if config.pack_gqa:
+        row_tiles = problem.num_kv_heads * _ceil_div(problem.rows, config.tile_m)
+    else:
+        row_tiles = problem.num_heads * _ceil_div(problem.seqlen_q, config.tile_m)
+    key_tiles = _ceil_div(problem.visible_keys, config.tile_n)
+    parts = config.num_splits * problem.batch
+    tiles_a_split = _ceil_div(key_tiles, config.num_splits)
+    if config.schedule == "batch":
+        parts = config.programs
+        tiles_a_split = _ceil_div(key_tiles * problem.batch, parts)
+    elif config.schedule == "fixed":
+        tiles_a_split = config.split_size // config.tile_n
+    programs = parts * row_tiles
+    if problem.cut_tokens < problem.seqlen_q:  # of the first row tiles alone
+        cut = problem.num_kv_heads * _ceil_div(problem.cut_tokens * problem.group, config.tile_m)
+        programs = problem.batch * (row_tiles + (config.num_splits - 1) * cut)
+    return Grid(
+        key_tiles=key_tiles,
+        tiles_a_split=tiles_a_split,
+        programs=programs,
+        waves=programs / device.num_sms,
+        sms_busy=min(1.0, programs / device.num_sms),
+    )
+
+
+def _column(plan: Plan, figures: Figures) -> dict[str, str]:
+    """One plan as label -> cell."""
+    cells = {"policy": plan.policy, "kernel": plan.kernel}
+    grid, config, traffic = figures.grid, plan.config, figures.traffic
+    if grid:
+        cells |= {
+            "splits": _splits(config),
+            "tile": f"{config.tile_m} rows x {config.tile_n} keys",
+            "key tiles": f"{grid.key_tiles}, {grid.tiles_a_split} a split",
+            "programs (CTAs)": str(grid.programs),
+            "waves": f"{grid.waves:.2f}",
+            "SMs busy": f"{grid.sms_busy:.0%} of {plan.device.num_sms}",
+        }
+    if isinstance(config.variant, HopperDecode):
+        cells |= _arrival(plan, config.variant)
+    if plan.problem.appends:
+        cells["new tokens"] = "written by the kernel" if config.appends else "append runs before"
+    return cells | {
+        "bytes": _bytes(traffic.bytes),
+        "of which partials": _bytes(traffic.partial_bytes),
+        "at full bandwidth": _seconds(figures.seconds),
+    }
+
+
+def _arrival(plan: Plan, variant: HopperDecode) -> dict[str, str]:
+    """How tiles and scales of keys arrive, as label -> cell."""
+    producer = f"producer warp {variant.start.replace('_', ' ')}"
+    loads = {"tma": "TMA", "producer_warp": producer, "gather": "gathered rows"}
+    ring = {"holds_split": "holds a split", "wraps": "wraps"}[ring_of(plan.problem, plan.config)]
+    cells = {"K and V": f"{loads[variant.load]}; ring of {plan.config.num_stages} {ring}"}
+    scales = {
+        "per_tile": "one a key, beside tiles",
+        "preloaded": "one a key, before tiles",
+        "bulk": "one a key, all KV heads in bulk",
+    }
+    if variant.key_scales != "none":
+        cells["key scales"] = scales[variant.key_scales]
+    return cells
+
+
+def _splits(config: Config) -> str:
+    if config.schedule == "batch":
+        return f"up to {config.num_splits}, by length"
+    splits = f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")
+    how = {
+        "cluster": ", a cluster",
+        "pairs": ", clusters of two",
+        "last": ", merged by the programs that come last",
+    }
+    return splits + how.get(config.merge, "")
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _bytes(count: int) -> str:
+    power = min(4, int(math.log10(max(count, 1)) / 3))
+    return f"{count / 1000**power:.4g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g} us" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Cells in columns as wide as their widest cell, two spaces apart."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,106 @@
+"""Whether a kernel can be launched with a config: what is asked of plans that come from the caller.
+
+Policies choose among `Kernel.configs`. A plan may as well be made, or changed, by hand: what no
+kernel was written for is refused here, before it is launched.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from splitkv.core.device import Device
+from splitkv.core.errors import (
+    expect,
+    expect_at_least,
+    expect_divides,
+    expect_in_range,
+    expect_one_of,
+    expect_positive,
+)
+from splitkv.core.plan import VARIANTS, Config, Kernel, Plain, expect_variant
+from splitkv.core.problem import Problem
+from splitkv.core.values import checked
+from splitkv.kernels.decode_split import MAX_GRID
+from splitkv.planner.policies.shared import MAX_SPLITS, ceil_div, count, num_tiles
+
+SHAPE = ("pack_gqa", "tile_m", "tile_n", "num_warps", "num_stages")
+
+
+def expect_config(kernel: Kernel, problem: Problem, device: Device, config: Config) -> Config:
+    """A config that the kernel has for a problem that it can run, in Python's own numbers."""
+    config = checked(config, "plan.config")
+    _expect_config(kernel, problem, device, config)
+    return config
+
+
+@lru_cache(maxsize=4096)
+def _expect_config(kernel: Kernel, problem: Problem, device: Device, config: Config) -> None:
+    expect_one_of("plan.config.schedule", config.schedule, kernel.schedules)
+    expect_one_of("plan.config.merge", config.merge, kernel.merges)
+    expect_in_range("plan.config.num_splits", config.num_splits, 1, MAX_SPLITS)
+    _expect_shape(kernel, problem, device, config)
+    if config.schedule == "batch":
+        hint = "lengths on the host leave nothing to share out"
+        shared = problem.lengths == "device"
+        expect(shared, "plan.config.schedule", "'even' or 'fixed'", "batch", hint)
+        expect_in_range("plan.config.programs", config.programs, problem.batch, MAX_GRID)
+    if config.schedule == "fixed":
+        _expect_every_key(problem, config)
+    else:
+        hint = "schedule 'fixed' has parts of a size"
+        expect(config.split_size == 0, "plan.config.split_size", "0", config.split_size, hint)
+    if config.appends:
+        against = kernel.apart(problem) if problem.appends else ["the call has no new tokens"]
+        expect(not against, "plan.config.appends", "False", True, "; ".join(against))
+    if kernel.name in VARIANTS:
+        expect_variant(problem, config)
+    else:
+        plain = isinstance(config.variant, Plain)
+        expect(plain, "plan.config.variant", "Plain()", config.variant)
+
+
+def is_legal(kernel: Kernel, problem: Problem, device: Device, config: Config) -> bool:
+    """Whether `expect_config` has nothing against it."""
+    try:
+        expect_config(kernel, problem, device, config)
+    except ValueError:
+        return False
+    return True
+
+
+def _expect_shape(kernel: Kernel, problem: Problem, device: Device, config: Config) -> None:
+    """A shape of tile among the kernel's configs, of clusters among those of clusters; numbers that
+    go with those before them."""
+    found = [c for c in kernel.configs(problem, device) if c.clustered == config.clustered]
+    if not found:
+        others = [merge for merge in kernel.merges if merge not in ("cluster", "pairs")]
+        hint = f"{kernel.name} has no tile here whose parts are clusters"
+        expect_one_of("plan.config.merge", config.merge, others, hint)
+    names: tuple[str, ...] = SHAPE
+    before = ""
+    if config.clustered:
+        names, before = (*names, "schedule"), f"merge {config.merge}"
+    if config.merge == "cluster":
+        names += ("num_splits",)
+    for name in names:
+        value, values = getattr(config, name), sorted({getattr(c, name) for c in found})
+        hint = f"{kernel.name} has these with {before}" if before else ""
+        expect_one_of(f"plan.config.{name}", value, values, hint)
+        found = [c for c in found if getattr(c, name) == value]
+        before = ", ".join(filter(None, [before, f"{name} {value}"]))
+    if config.schedule != "batch":
+        several = {c.programs > 0 for c in found}
+        known = " or ".join("more than 0" if some else "0" for some in sorted(several))
+        expect_at_least("plan.config.programs", config.programs, 0)
+        expect((config.programs > 0) in several, "plan.config.programs", known, config.programs)
+
+
+def _expect_every_key(problem: Problem, config: Config) -> None:
+    """Parts of whole tiles, as many as there are keys for."""
+    expect_positive("plan.config.split_size", config.split_size)
+    expect_divides("plan.config.split_size", config.split_size, tile_n=config.tile_n)
+    tiles = num_tiles(problem, config.tile_n)
+    least = ceil_div(tiles, config.split_size // config.tile_n)
+    hint = f"else keys are left out of {count(tiles, 'tile')}"
+    enough = config.num_splits >= least
+    expect(enough, "plan.config.num_splits", f"at least {least}", config.num_splits, hint)

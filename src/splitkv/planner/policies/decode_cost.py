@@ -1,0 +1,483 @@
+"""The cost model of the kernels for decode, by which `waves` and `tuned` decide.
+
+    seconds = start + programs an SM * program + sum over waves of tiles a part * tile  +  merge
+    tile    = slowest(the chain of operations on one tile, a turn of the ring of tiles in flight,
+              what an SM multiplies for all its programs, the bytes of all running programs through
+              the memory)
+    merge   = its launch + the partials; nothing with one part
+
+`slowest` is a soft maximum (`shared.slowest`): what takes nearly as long as the slowest is not
+always hidden behind it. A program holds one part of one sequence, KV head and tile of rows. A wave
+is as many programs as the GPU holds at once (its slots). Counted are the keys that the mask lets
+through, not the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from splitkv.core.device import REGISTERS_PER_SM, Device, KiB, MiB
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import WIDE, Config, Kernel, asked_apart, gathers, may_be_in_bulk
+from splitkv.core.problem import Problem
+from splitkv.planner.policies import short_queries
+from splitkv.planner.policies.shared import WHOLE_SEQUENCES, ceil_div, num_tiles, row_tiles, slowest
+
+# (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
+# within 2 % of it. Of those that the model cannot tell apart, which is within `CLOSE`, the first.
+SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
+SHAPES_256 = ((64, 4, 2), (16, 2, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
+HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
+HOPPER_WIDENED_SHAPES = ((64, 4, 1), (128, 4, 1), (128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 2))
+HOPPER_GATHERED_SHAPES = ((64, 4, 1), (128, 4, 1), (128, 4, 2), (64, 4, 2), (64, 4, 3))
+HOPPER_APART_SHAPES = ((128, 4, 3), (64, 4, 3))  # of 8 bits, where a warp asks for small pages
+HOPPER_SCALES_SHAPES = (*HOPPER_APART_SHAPES, (128, 4, 2))  # and another for a scale a key
+
+# Where lengths differ: of the longest one's keys, what others have in the mean. So it is of a
+# log-normal distribution with a median of 2 Ki keys and one sequence of 128 Ki.
+OTHERS = 1 / 40
+HOPPER_DECODE = "hopper_decode_split"
+FEW_ROWS = 8  # of which the kernel for Hopper works out no more
+# Tiles of a part until what works on them and what brings them no longer wait for each other.
+BEGINNING = 8
+# Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
+SMEM_RESERVED = 6 * KiB
+# Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
+# element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128: 96, 123,
+# 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2 warps
+# (paged).
+REGISTERS, REGISTERS_PAGED = (46, 0.41), (23, 1.04)
+# Of the kernel for Hopper, by head_dim, tile_m and tile_n.
+HOPPER_REGISTERS = {
+    **{(64, 16, 32): 80, (64, 16, 64): 128, (64, 16, 128): 128, (64, 32, 32): 150},
+    **{(64, 32, 64): 166, (128, 16, 32): 120, (128, 16, 64): 128, (128, 16, 128): 168},
+    **{(128, 32, 32): 208, (128, 32, 64): 240, (256, 16, 32): 200, (256, 16, 64): 240},
+    **{(64, 64, 32): 88, (64, 64, 64): 120, (64, 64, 128): 168, (128, 64, 32): 126},
+    **{(128, 64, 64): 168, (128, 64, 128): 240, (256, 64, 32): 208, (256, 64, 64): 240},
+}
+# More with a scale a key, and where int8 is gathered from small pages; e4m3 takes what bf16 does.
+HOPPER_SCALES_REGISTERS = HOPPER_REGISTERS | {(128, 16, 128): 200}
+HOPPER_GATHERED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 128): 192}
+
+
+def registers(problem: Problem, config: Config) -> float:
+    """Of a thread of the Triton kernel."""
+    elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
+    base, each = REGISTERS_PAGED if isinstance(problem.place, Paged) else REGISTERS
+    rows = config.tile_m * (problem.head_dim_v + problem.head_dim / 2)
+    return min(255.0, base + (rows + each * elements) / (32 * config.num_warps))
+
+
+def hopper_registers(problem: Problem, config: Config) -> float:
+    """Of a thread of the kernel for Hopper."""
+    key = max(problem.head_dim, problem.head_dim_v), config.tile_m, config.tile_n
+    table = HOPPER_REGISTERS
+    if problem.codec.name == "int8" and gathers(problem, config):
+        table = HOPPER_GATHERED_REGISTERS
+    elif problem.codec.granularity == "token":
+        table = HOPPER_SCALES_REGISTERS
+    return table.get(key, 255.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What a GPU and a kernel cost, in seconds, bytes and operations a second.
+
+    The defaults are the Triton kernel's. Both are fitted to what `splitkv tune` and `splitkv
+    regret` timed: bf16, batch 1 to 256, 128 to 512 Ki keys, 1 to 32 KV heads of 1 to 16 query
+    heads, 1, 4 and 16 query tokens, head_dim 64, 128 and 256, contiguous and pages of 1, 16 and 64
+    keys (H200, calls apart from each other, keys cold, torch 2.11, Triton 3.6, 2026-11-22). In the
+    median the model is 5.4 % off over 1407 plans of the Triton kernel, 3.8 % over 2228 of the one
+    for Hopper and 4.6 % over 287 of it in 8 bits. Of a problem's timed plans it picks one that is
+    2.9, 2.0 and 1.2 % behind that kernel's best in the mean, in one of ten 8, 6.5 and 4.3 %. What
+    is of few rows and of scales a key is fitted to 100 plans of 58 problems of 8 bits timed at
+    e935618 (2026-11-23): 4.1 % off in the mean, and 0.04 % behind the best.
+
+    start          launch, first address to first tile, epilogue; start_paged: more where a page
+                   table has to be read first; start_byte: for each byte of a tile, until the first
+                   is there
+    program        for each program that an SM runs, whether together or one after another;
+                   program_widening: more where elements of 8 bits are widened, of the SM that
+                   runs most, as q's conversion is its own work; program_few: instead, of up to
+                   `FEW_ROWS` rows; program_wide: of wide tiles whose elements are as they are, by
+                   head_dim up to; tile_wide: for each of a part's first `BEGINNING` of these
+    latency        from asking for a tile to having it: a slot of the ring is busy that long and
+                   while the tile is worked on, once more tiles are wanted than there are slots
+    bandwidth_share   of the data sheet's bandwidth, and paged_share of it where paged
+    uneven         of the time that an SM with one more program than others would need alone: what
+                   the others cannot take off it; uneven_paged: the same where paged
+    step           one tile, however small: two products and a softmax that wait for each other;
+                   step_element: for each of tile_n * (head_dim + head_dim_v) elements a warp and 16
+                   rows, step_paged_element: for each of them where paged; step_few: of both, times
+                   so much where elements of 8 bits are widened for few rows; step_scale: for each
+                   key that has a scale; scale_bytes: what memory is as busy with;
+                   step_scale_apart: instead of both, where warps ask for keys and scales;
+                   step_scale_bulk, bulk_bytes: instead of both, where scales are copied in bulk;
+                   bulk_latency: how much longer a slot is busy in long parts, for each KV head
+    step_copy      asking for what of a tile lies in one page; where it is gathered row by row
+                   instead, step_row: for each key, and row_more: for each of further tiles that are
+                   asked for before the first is waited for
+    sm_flops       what an SM multiplies, rows that only fill a tile included
+    wide_step      of tiles multiplied by wgmma, 0: as the others; wide_key: for each key, as their
+                   scores take as long whatever head_dim is; wide_widening: for each element of 8
+                   bits a warp; wide_copy: asking for 128 bytes of every key in one page
+    merge          launching the combine; merge_part: for each part of a row, besides its partial,
+                   which is written and read; merge_shared: more for each element of the result
+                   where parts are shared out over the batch and rows find theirs; two thirds of it
+                   are from before `SHARED_TILES` of kernels/combine.py
+    cluster        merging in a cluster instead; cluster_row: for each row and part of head_dim_v
+                   128 that a program sends; pair_widening: less of two parts whose elements of 8
+                   bits are widened; crowded: of the time that memory takes, what clusters
+                   of four and eight lose of it
+    in_flight      most bytes that an SM has on their way where 8 bits are widened: with more it is
+                   slower. 128 keys x 2 in two programs took 128.2 us at 537 MB, in three 130.4;
+                   in_flight_apart: where a warp asks for small pages. 64 x 3 in two programs took
+                   129.3 us, in three 133.8, 128 x 2 in three 141.5; at 67 MB 128 x 3 in one 22.8,
+                   64 x 3 in two 23.8, in three 25.9; in_flight_scales: and with a scale a key,
+                   128 x 2 in two 133.4 us, 64 x 3 in two 141.4; programs_apart: that it has
+                   registers for
+    longest_part   most bytes of keys and values in one part, where lengths are the device's
+    registers      (problem, config) -> those of a thread
+    shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
+                   shapes_256: of heads of more than 128 in pages; shapes_widened: of 8 bits;
+                   shapes_gathered: where keys are copied row by row; shapes_apart: where a warp
+                   asks for keys of 8 bits; shapes_scales: of which each has a scale
+    """
+
+    start: float = 1.68e-6
+    start_paged: float = 0.637e-6
+    start_byte: float = 5.05e-11
+    program: float = 0.493e-6
+    program_widening: float = 0.0
+    program_few: float = 0.0
+    program_wide: tuple[tuple[int, float], ...] = ()
+    tile_wide: tuple[tuple[int, float], ...] = ()
+    latency: float = 0.593e-6
+    bandwidth_share: float = 0.927
+    paged_share: float = 0.914
+    uneven: float = 0.072
+    uneven_paged: float = 0.413
+    step: float = 0.509e-6
+    step_element: float = 0.0
+    step_few: float = 1.0
+    step_paged_element: float = 4.3e-11
+    step_scale: float = 0.0
+    step_scale_apart: float = 0.0
+    scale_bytes: float = 8.0
+    step_scale_bulk: float = 0.0
+    bulk_bytes: float = 8.0
+    bulk_latency: float = 0.0
+    step_copy: float = 0.0
+    step_row: float = 0.0
+    row_more: float = 0.0
+    sm_flops: float = 2.27e12
+    wide_step: float = 0.0
+    wide_key: float = 0.0
+    wide_widening: float = 0.0
+    wide_copy: float = 0.0
+    merge: float = 1.08e-6
+    merge_part: float = 0.508e-8
+    merge_shared: float = 7.7e-11
+    cluster: float = 0.574e-6
+    cluster_row: float = 0.367e-8
+    pair_widening: float = 0.0
+    crowded: float = 0.062
+    in_flight: int = MiB  # more than an SM has room for
+    in_flight_apart: int = MiB
+    in_flight_scales: int = MiB
+    programs_apart: int = 0
+    longest_part: float = 4.25 * MiB
+    registers: Callable[[Problem, Config], float] = registers
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_256: tuple[tuple[int, int, int], ...] = SHAPES_256
+    shapes_widened: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_gathered: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_apart: tuple[tuple[int, int, int], ...] = SHAPES
+    shapes_scales: tuple[tuple[int, int, int], ...] = SHAPES
+
+
+H200 = Constants()
+# The kernel for Hopper, fitted to its times in the same runs.
+H200_HOPPER = Constants(
+    start=2.16e-6,
+    start_paged=0.0,
+    start_byte=1.14e-11,
+    program=0.685e-6,
+    program_widening=0.993e-6,
+    program_few=0.1e-6,
+    program_wide=((64, 0.0), (128, 0.6e-6), (256, 0.6e-6)),
+    tile_wide=((64, 0.05e-6), (128, 0.0), (256, 0.55e-6)),
+    latency=0.39e-6,
+    bandwidth_share=0.98,
+    paged_share=0.93,
+    uneven=0.197,
+    uneven_paged=0.048,
+    step=0.348e-6,
+    step_element=3.83e-11,
+    step_few=0.85,
+    step_paged_element=0.0,
+    step_scale=0.5e-9,
+    step_scale_apart=2e-9,
+    scale_bytes=32.0,
+    step_scale_bulk=0.25e-9,
+    bulk_bytes=18.0,
+    bulk_latency=0.06e-6,
+    step_copy=52.5e-9,
+    step_row=1.5e-9,
+    row_more=7e-9,
+    sm_flops=math.inf,
+    wide_step=0.299e-6,
+    wide_key=6e-9,
+    wide_widening=1.12e-10,
+    wide_copy=40e-9,
+    merge=1.06e-6,
+    merge_part=0.571e-8,
+    pair_widening=0.65e-6,
+    in_flight=128 * KiB,
+    in_flight_apart=96 * KiB,
+    in_flight_scales=128 * KiB,
+    programs_apart=3,
+    registers=hopper_registers,
+    shapes=HOPPER_SHAPES,
+    shapes_256=HOPPER_SHAPES,
+    shapes_widened=HOPPER_WIDENED_SHAPES,
+    shapes_gathered=HOPPER_GATHERED_SHAPES,
+    shapes_apart=HOPPER_APART_SHAPES,
+    shapes_scales=HOPPER_SCALES_SHAPES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the model says of one config."""
+
+    num_ctas: int
+    slots: int
+    tiles_per_split: int
+    split_seconds: float
+    merge_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.split_seconds + self.merge_seconds
+
+    @property
+    def waves(self) -> int:
+        return ceil_div(self.num_ctas, self.slots)
+
+
+class Shape:
+    """A tile shape on a device: what does not depend on the number of splits."""
+
+    def __init__(
+        self, problem: Problem, device: Device, config: Config, constants: Constants
+    ) -> None:
+        c, paged = constants, isinstance(problem.place, Paged)
+        dims = problem.head_dim + problem.head_dim_v
+        self.constants = c
+        self.batch, self.widened = problem.batch, problem.codec != AS_IS
+        self.num_sms = device.num_sms
+        self.tiles = num_tiles(problem, config.tile_n)
+        scaled = problem.codec.granularity == "token"
+        self.tile_bytes = config.tile_n * (dims * problem.kv_element_bytes + 8 * scaled)
+        apart = widened_apart(problem, config, c)
+        bulk = may_be_in_bulk(problem, config)
+        more = 0.0 if apart else (c.bulk_bytes if bulk else c.scale_bytes) - 8
+        self.read_bytes = self.tile_bytes + config.tile_n * more * scaled
+        self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
+        self.slots = device.num_sms * occupancy(problem, device, config, c)
+        self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
+        rows = problem.num_heads * problem.seqlen_q * problem.batch
+        self.program = c.program / device.num_sms
+        few = self.widened and problem.rows <= FEW_ROWS
+        self.program_most = (c.program_few if few else c.program_widening) * self.widened
+        self.tile_most = self.asking = 0.0
+        if config.tile_m >= WIDE and not self.widened:
+            wider = max(problem.head_dim, problem.head_dim_v)
+            self.program_most += _by_dim(c.program_wide, wider)
+            self.tile_most = _by_dim(c.tile_wide, wider)
+        self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
+        self.start += rows * dims * problem.element_bytes / self.peak  # q and the result
+        a_warp = config.tile_n * dims / config.num_warps
+        pages = pages_of_tile(problem, config.tile_n)
+        self.alone = 2 * config.tile_m * config.tile_n * dims / c.sm_flops
+        if config.tile_m >= WIDE and c.wide_step:
+            panels = pages * dims * problem.kv_element_bytes / 128
+            step = c.wide_step + c.wide_key * config.tile_n + c.wide_copy * paged * panels
+            step += c.wide_widening * a_warp * self.widened
+        else:
+            step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
+            step *= c.step_few if few else 1.0
+            step += c.step_paged_element * paged * a_warp
+            a_scale = c.step_scale_bulk if bulk else c.step_scale
+            step += (c.step_scale_apart if apart else a_scale) * scaled * config.tile_n
+            if gathers(problem, config):
+                step += c.step_row * config.tile_n
+                self.asking = c.row_more * config.tile_n
+            elif not apart:
+                step += c.step_copy * 2 * pages
+        self.step, self.turn = step, (step + c.latency) / config.num_stages
+        self.late = bulk * c.bulk_latency * problem.num_kv_heads / config.num_stages
+        self.num_stages = config.num_stages
+        # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
+        self.shared_reads = problem.num_kv_heads / self.head_tiles
+        self.uneven = c.uneven_paged if paged else c.uneven
+        partial_bytes = 2 * 4 * rows * (problem.head_dim_v + 2)  # written and read
+        self.merge_part = c.merge_part + partial_bytes / self.peak
+        self.merge_shared = c.merge_shared * rows * problem.head_dim_v
+        sent = min(config.tile_m, problem.rows) * problem.head_dim_v / 128
+        self.cluster_part = c.cluster_row * sent
+
+    def cut(self, config: Config) -> Cost:
+        """As a config of this shape cuts the keys."""
+        if config.schedule == "batch":
+            return self.shared_out(config.programs - self.batch)  # the rest is there for rounding
+        if config.schedule == "fixed":
+            per = config.split_size // config.tile_n
+        else:
+            per = ceil_div(self.tiles, config.num_splits)
+        if config.merge == "cluster":
+            programs = self.batch * config.num_splits * self.head_tiles
+            return self.cost_of(programs, per, config.num_splits, "cluster")
+        return self.cost(per, merged=config.num_splits > 1)
+
+    def cost(self, per: int, merged: bool) -> Cost:
+        """With every sequence cut into parts of `per` tiles, the last one shorter."""
+        parts, merge = ceil_div(self.tiles, per), "combine" if merged else None
+        return self.cost_of(self.batch * parts * self.head_tiles, per, parts, merge)
+
+    def shared_out(self, full_parts: int) -> Cost:
+        """With the batch cut into so many parts, rounded up to as many of every sequence."""
+        per = ceil_div(self.tiles, min(self.tiles, ceil_div(full_parts, self.batch)))
+        parts = ceil_div(self.tiles, per)
+        return self.found(self.cost_of(self.batch * parts * self.head_tiles, per, parts, "combine"))
+
+    def mixed(self, full_parts: int) -> Cost:
+        """The same with one sequence as long as it may be and the others `OTHERS` of that."""
+        tiles = math.ceil(self.tiles * (1 + OTHERS * (self.batch - 1)))
+        per = ceil_div(tiles, full_parts)
+        parts = ceil_div(tiles, per) + self.batch // 2  # what rounding adds
+        programs, each = parts * self.head_tiles, ceil_div(parts, self.batch)
+        return self.found(self.cost_of(programs, per, each, "combine"))
+
+    def found(self, cost: Cost) -> Cost:
+        """And what merging takes longer where every row finds its parts from the lengths."""
+        return replace(cost, merge_seconds=cost.merge_seconds + self.merge_shared)
+
+    def cost_of(self, num_ctas: int, per: int, parts: int, merge: str | None) -> Cost:
+        """Of programs of `per` tiles, and merging so many parts a row, in one of two ways."""
+        full, rest = divmod(num_ctas, self.slots)
+        c, seconds = self.constants, self.start
+        seconds += self.program * num_ctas + self.asking * (min(per, self.num_stages) - 1)
+        each = self.program_most + self.tile_most * min(per, BEGINNING)
+        seconds += each * ceil_div(num_ctas, self.num_sms)
+        seconds += full * self.wave(self.slots, per) + (self.wave(rest, per) if rest else 0.0)
+        merging = 0.0
+        if merge == "cluster":
+            merging = c.cluster + self.cluster_part * parts
+            if parts == 2:
+                merging -= c.pair_widening * self.widened
+            else:
+                units = self.batch * self.head_tiles * self.shared_reads
+                merging += c.crowded * units * self.tiles * self.tile_bytes / self.peak
+        elif merge:
+            merging = c.merge + self.merge_part * parts
+        return Cost(num_ctas, self.slots, per, seconds, merging)
+
+    def wave(self, ctas: int, per: int) -> float:
+        """Seconds of a wave of so many programs."""
+        on_one_sm, felt = ceil_div(ctas, self.num_sms), float(ctas)
+        if on_one_sm > 1:
+            felt += self.uneven * (on_one_sm * self.num_sms - ctas)
+        memory = felt * self.read_bytes * self.shared_reads / self.peak
+        # else all its tiles are asked for at the start
+        turn = self.turn if per > self.num_stages else 0.0
+        turn += self.late if per > 2 * self.num_stages else 0.0
+        return per * slowest(self.step, turn, on_one_sm * self.alone, memory)
+
+
+def _by_dim(known: tuple[tuple[int, float], ...], dim: int) -> float:
+    """The value up to the next dim that has one, else 0."""
+    return next((value for most, value in known if dim <= most), 0.0)
+
+
+def pages_of_tile(problem: Problem, tile_n: int) -> int:
+    """Pages that a tile lies in; contiguous: one."""
+    place = problem.place
+    return ceil_div(tile_n, place.page_size) if isinstance(place, Paged) else 1
+
+
+def occupancy(problem: Problem, device: Device, config: Config, constants: Constants) -> int:
+    """Programs of a shape that an SM holds at once, its pipeline full of tiles; a CPU core: one."""
+    if device.kind == "cpu":
+        return 1
+    elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
+    ring = config.num_stages * elements * problem.kv_element_bytes
+    if widened_apart(problem, config, constants):
+        scaled = problem.codec.granularity == "token"
+        most = constants.in_flight_scales if scaled else constants.in_flight_apart
+        return max(1, min(constants.programs_apart, most // ring))
+    smem = ring + SMEM_RESERVED
+    if config.tile_m >= WIDE:  # q, and where values and, but for half int8, keys are widened to
+        half = problem.codec.name == "int8" and problem.products != "widened"
+        smem += (1 if half else 2) * config.tile_m * problem.head_dim
+        if problem.codec != AS_IS:
+            smem += 2 * config.tile_n * problem.head_dim_v if half else 2 * elements
+    if config.merge == "cluster":  # each has a share of all parts
+        smem += 4 * min(config.tile_m, problem.rows) * (problem.head_dim_v + 2 * config.num_splits)
+    a_block = constants.registers(problem, config) * 32 * config.num_warps
+    held = min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block))
+    if problem.codec != AS_IS and config.tile_m < WIDE:
+        if may_be_in_bulk(problem, config):  # scales of other heads are on their way, too
+            ring += config.num_stages * config.tile_n * 8 * (problem.num_kv_heads - 1)
+        held = min(held, constants.in_flight // ring)
+    return max(1, held)
+
+
+def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
+    """The model's answer for one config, every sequence at its upper bound."""
+    return Shape(problem, device, config, constants).cut(config)
+
+
+def constants_of(
+    kernel: Kernel, constants: Constants = H200, hopper: Constants | None = None
+) -> Constants:
+    """The constants that a kernel goes by."""
+    if kernel.name != HOPPER_DECODE:
+        return constants
+    return hopper or (H200_HOPPER if constants is H200 else constants)
+
+
+def widened_apart(problem: Problem, config: Config, constants: Constants) -> bool:
+    """Whether a warp asks for keys of 8 bits in small pages, in a kernel that has one."""
+    widened = problem.codec != AS_IS
+    return widened and constants.programs_apart > 0 and asked_apart(problem, config)
+
+
+def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:
+    """config -> seconds, of any kernel that the model knows."""
+    if kernel.name in WHOLE_SEQUENCES:
+        rule = short_queries.constants_of(kernel)
+        return lambda config: short_queries.cost(problem, device, config, rule).seconds
+    known: dict[Config, Shape] = {}
+    constants = constants_of(kernel)
+
+    def seconds(config: Config) -> float:
+        key = config if config.merge == "cluster" else config.shape
+        if key not in known:
+            known[key] = Shape(problem, device, config, constants)
+        return known[key].cut(config).seconds
+
+    return seconds
+
+
+def programs(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> tuple[int, int]:
+    """(programs of a shape in one part, how many of them the GPU holds at once)."""
+    whole = replace(shape, num_splits=1)
+    if kernel.name in WHOLE_SEQUENCES:
+        told = short_queries.cost(problem, device, whole, short_queries.constants_of(kernel))
+        return told.programs, told.slots
+    cut = cost(problem, device, whole, constants_of(kernel))
+    return cut.num_ctas, cut.slots

@@ -1,0 +1,435 @@
+"""A part of `waves`: how many parts the keys of the kernels for whole sequences are cut into.
+
+    seconds = start + programs an SM * program + sum over waves of tiles a part * tile  +  merge
+    tile    = slowest(the chain of operations on one tile, a turn of the ring of tiles in flight,
+              the products of all programs of an SM through its tensor cores, the bytes of all
+              running programs through the memory)
+    merge   = its launch + the partials, written and read; nothing with one part
+
+A program holds a tile of rows. Where those of all sequences and KV heads fill the device there is
+nothing to weigh: one part, in the kernel's first shape. Else, and for decode always, few queries
+face many keys, and the choice is the kernel, shape and number of parts of least seconds.
+
+Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
+no part is longer than `longest_part` bytes: also not of the single tokens beside prompts, whose own
+keys stay whole (`Problem.cut_tokens`); that is done for pages, in which such batches come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from splitkv.core.device import REGISTERS_PER_SM, Device, MiB
+from splitkv.core.errors import expect
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Choice, Config, Kernel, box_rows
+from splitkv.core.problem import Problem
+from splitkv.planner.policies import widening
+from splitkv.planner.policies.shared import (
+    MAX_SPLITS,
+    QUANTISED,
+    READY_BEFORE,
+    WHOLE_SEQUENCES,
+    Policy,
+    ceil_div,
+    clusters,
+    count,
+    num_tiles,
+    shapes,
+    slowest,
+)
+
+MOST_PARTIAL_BYTES = 256 * MiB
+# Tiles in several pages whose parts are clusters; and how many of these the last one merges: 48
+# rows of int8 at 67 MB took 24.3 us with two, where a kernel that merges took 25.0, and 24.8 with
+# four, where it took 25.0.
+LONG_TILE, PAIRS = 128, (2, 4)
+# The model does not tell apart what is so close: then fewer rows, which read no keys twice where
+# they are enough, and longer tiles.
+CLOSE = 1.03
+
+
+def occupancy(problem: Problem, device: Device, config: Config) -> int:
+    """Programs of a shape of `prefill` that an SM holds at once."""
+    dims = problem.head_dim + problem.head_dim_v
+    keys = config.num_stages * config.tile_n * dims
+    smem = (keys + config.tile_m * problem.head_dim) * problem.element_bytes + 1024
+    rows = config.tile_m * (problem.head_dim_v + 1.5 * config.tile_n)
+    registers = min(255.0, 60 + (rows + 0.2 * config.tile_n * dims) / (32 * config.num_warps))
+    by_registers = int(REGISTERS_PER_SM / (registers * 32 * config.num_warps))
+    return max(1, min(device.smem_per_sm // smem, by_registers))
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What `prefill` costs on a GPU, in seconds, bytes and operations a second.
+
+    Both are fitted as those of `waves` are, to decode in the same studies. In the median the model
+    is 4.9 % off over 1379 plans of `prefill` and 4.5 % over 925 of the kernel for Hopper; of a
+    problem's timed plans it picks one that is 2.0 and 0.4 % behind the best in the mean.
+
+    start        launch, first address to first tile, epilogue
+    program      for each program that an SM runs, whether together or one after another;
+                 program_row: of the SM that runs most, for each of tile_m * (head_dim + head_dim_v)
+                 elements of q and of the result
+    step         one tile, however small, for each four warps; step_load: for each of tile_n *
+                 (head_dim + head_dim_v) elements a warp; step_score: for each of tile_m * tile_n
+                 scores a warp
+    paged        of a tile's time, where its keys are in several pages
+    latency      from asking for a tile to having it, as in `waves`
+    sm_flops     what an SM multiplies, in 16 bits; sm_flops_fp32: without matrix units
+    bandwidth_share   of the data sheet's, what the memory gives
+    merge        launching the combine; merge_part: for each part of a row, besides its partial,
+                 which is written and read; cluster: merging two parts by the programs of a cluster;
+                 pairs: what two or more of those leave by the one that comes last; pairs_part: for
+                 each part
+    longest_part most bytes of keys and values in one part, where lengths are the device's
+    worth        of the time in one part that cutting has to save
+    occupancy    (problem, device, config) -> programs that an SM holds at once
+    packed       (group, config) -> heads of a group that share a program
+    element_bytes  of a key, as it weighs on a program; what `prefill` widens as much as what it
+                   would read
+    attended       what the kernel is given of a problem; before: (problem, device) -> seconds of a
+                   launch before it
+    """
+
+    start: float = 3.66e-6
+    program: float = 0.326e-6
+    program_row: float = 9.59e-11
+    step: float = 0.0632e-6
+    step_load: float = 8.86e-11
+    step_score: float = 1.97e-10
+    paged: float = 1.07
+    latency: float = 2.05e-6
+    sm_flops: float = 5.04e12
+    sm_flops_fp32: float = 0.25e12
+    bandwidth_share: float = 0.932
+    merge: float = 0.863e-6
+    merge_part: float = 0.838e-8
+    cluster: float = 0.3e-6
+    pairs: float = 1.32e-6
+    pairs_part: float = 0.12e-6
+    longest_part: float = 4.25 * MiB
+    worth: float = 0.05
+    occupancy: Callable[[Problem, Device, Config], int] = occupancy
+    packed: Callable[[int, Config], int] = lambda group, config: group
+    element_bytes: Callable[[Problem], int] = lambda problem: problem.element_bytes
+    attended: Callable[[Problem], Problem] = lambda problem: problem
+    before: Callable[[Problem, Device], float] = lambda problem, device: 0.0
+
+
+H200 = Constants()
+# The kernel for Hopper: keys arrive by themselves, a program takes an SM.
+H200_HOPPER = Constants(
+    start=4.06e-6,
+    program=1.51e-6,
+    program_row=3.17e-11,
+    step=0.23e-6,
+    step_load=0.0,
+    step_score=1.59e-10,
+    paged=0.321,
+    latency=0.483e-6,
+    sm_flops=7.79e12,
+    bandwidth_share=0.955,
+    merge=1.45e-6,
+    merge_part=0.988e-8,
+    occupancy=lambda problem, device, config: 1,
+    packed=lambda group, config: min(group & -group, 64) if config.pack_gqa else 1,
+    element_bytes=lambda problem: problem.kv_element_bytes,
+)
+
+# Of prompts, which were not fitted again when decode was: their programs are many.
+PROMPTS = replace(
+    H200,
+    start=4.3e-6,
+    program=0.58e-6,
+    program_row=0.0,
+    step=0.074e-6,
+    step_load=7.73e-11,
+    step_score=0.0,
+    paged=1.29,
+    latency=2.14e-6,
+    sm_flops=3.55e12,
+    bandwidth_share=0.951,
+    merge=0.655e-6,
+    merge_part=0.725e-8,
+)
+HOPPER_PROMPTS = replace(
+    H200_HOPPER,
+    start=4.6e-6,
+    program=2.02e-6,
+    program_row=0.0,
+    step=0.2e-6,
+    step_score=2.12e-10,
+    paged=0.199,
+    latency=1.03e-6,
+    sm_flops=7.35e12,
+    bandwidth_share=0.974,
+    merge=1.54e-6,
+    merge_part=0.91e-8,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the model says of a config."""
+
+    programs: int
+    slots: int
+    parts: int
+    per: int
+    seconds: float
+    merge: float
+
+
+def units(problem: Problem, config: Config, constants: Constants = H200) -> int:
+    """Programs with one part, every sequence at its upper bound."""
+    packed = constants.packed(problem.group, config)
+    tiles = max(1, ceil_div(problem.seqlen_q * packed, config.tile_m))
+    return problem.batch * problem.num_heads // packed * tiles
+
+
+def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
+    """The model's answer for a config, every sequence at its upper bound."""
+    c, dims = constants, problem.head_dim + problem.head_dim_v
+    before = c.before(problem, device)
+    problem = c.attended(problem)
+    tiles = num_tiles(problem, config.tile_n)
+    per = ceil_div(tiles, config.num_splits)
+    parts = ceil_div(tiles, per)
+    whole = units(problem, config, c)
+    programs = whole * parts
+    tile_bytes = config.tile_n * dims * c.element_bytes(problem)
+    half = problem.element_bytes == 2
+    flops = 2 * config.tile_m * config.tile_n * dims / (c.sm_flops if half else c.sm_flops_fp32)
+    load, score = config.tile_n * dims / config.num_warps, config.tile_m * config.tile_n
+    chain = (
+        c.step * config.num_warps / 4 + c.step_load * load + c.step_score * score / config.num_warps
+    )
+    if isinstance(problem.place, Paged) and problem.place.page_size % config.tile_n:
+        chain *= 1 + c.paged
+    turn = (chain + c.latency) / config.num_stages if per > config.num_stages else 0.0
+    slots = device.num_sms * c.occupancy(problem, device, config)
+    # the row tiles of a KV head read the same keys: the memory gives them once
+    shared = tile_bytes * problem.batch * problem.num_kv_heads / max(1, whole)
+    bandwidth = c.bandwidth_share * device.bandwidth
+
+    def wave(running: int) -> float:
+        products = ceil_div(running, device.num_sms) * flops
+        return per * slowest(chain, turn, products, running * shared / bandwidth)
+
+    full, rest = divmod(programs, slots)
+    rows = problem.batch * problem.seqlen_q * problem.num_heads
+    seconds = before + c.start + c.program * programs / device.num_sms
+    seconds += c.program_row * config.tile_m * dims * ceil_div(programs, device.num_sms)
+    seconds += rows * dims * problem.element_bytes / bandwidth  # q and the result
+    seconds += full * wave(slots) + (wave(rest) if rest else 0.0)
+    merge = 0.0
+    if parts > 1 and config.clustered:
+        merge = c.cluster
+        if config.merge == "pairs":
+            merge += c.pairs + c.pairs_part * parts
+    elif parts > 1:
+        partial_bytes = 2 * parts * rows * (problem.head_dim_v + 2) * 4  # written and read
+        merge = c.merge + c.merge_part * parts + partial_bytes / bandwidth
+    return Cost(programs, slots, parts, per, seconds + merge, merge)
+
+
+def choose(
+    problem: Problem,
+    device: Device,
+    candidates: Sequence[Kernel],
+    constants: Constants = H200,
+    hopper: Constants = H200_HOPPER,
+) -> Choice | None:
+    """The choice where one of `WHOLE_SEQUENCES` can cut the keys and is to do so, or is the first
+    that can at all; else None."""
+    kernels = [kernel for kernel in candidates if kernel.name in WHOLE_SEQUENCES]
+    names = [kernel.name for kernel in kernels]
+    if any(name in READY_BEFORE for name in names):  # one of all three: see `widening`
+        first = names[0] if names[0] in READY_BEFORE else QUANTISED
+        drop = {QUANTISED, *READY_BEFORE} - {first}
+        kernels = [kernel for kernel in kernels if kernel.name not in drop]
+    decoding = problem.kind == "decode"
+    if not decoding and (constants, hopper) == (H200, H200_HOPPER):
+        constants, hopper = PROMPTS, HOPPER_PROMPTS
+    if not kernels or problem.needs_grad or (decoding and kernels[0] is not candidates[0]):
+        return None
+    kernel, rule = kernels[0], constants_of(kernels[0], constants, hopper)
+    shape = _worth_weighing(kernel, problem, device)[0]
+    whole = cost(problem, device, shape, rule)
+    few = decoding or units(problem, shape, rule) < whole.slots
+    if problem.cut_tokens < problem.seqlen_q:
+        if few:
+            whole, choice = fastest(problem, device, kernel, constants, hopper)
+            shape = choice.config
+        parts = min(_least_parts(problem, shape, rule), _most_parts(problem))
+        if parts > 1 and isinstance(problem.place, Paged):
+            why = f"waves: sequences of at most {count(problem.cut_tokens, 'token')} in up to "
+            why += f"{count(parts, 'part')} of their keys, prompts in one"
+            return Choice(kernel.name, replace(shape, num_splits=parts), why)
+    elif few:
+        of_each = (fastest(problem, device, k, constants, hopper) for k in kernels)
+        # in one part a call of `prefill` takes the host longer than the GPU can gain
+        weighed = [
+            (best, choice)
+            for best, choice in of_each
+            if choice.kernel == kernel.name or choice.config.num_splits > 1
+        ]
+        best, choice = min(weighed, key=lambda pair: pair[0].seconds)
+        rule = constants_of(next(k for k in kernels if k.name == choice.kernel), constants, hopper)
+        needed = best.parts > 1 and _least_parts(problem, choice.config, rule) > 1
+        if needed or best.seconds < whole.seconds * (1 - rule.worth):
+            return choice
+    if kernel is not candidates[0]:
+        return None
+    why = f"waves: {count(whole.programs, 'program')} for {device.num_sms} SMs in one part, "
+    return Choice(kernel.name, shape, why + f"{whole.seconds * 1e6:.1f} us")
+
+
+def fastest(
+    problem: Problem,
+    device: Device,
+    kernel: Kernel,
+    constants: Constants = H200,
+    hopper: Constants = H200_HOPPER,
+) -> tuple[Cost, Choice]:
+    """The shape and number of parts of least seconds of a kernel for whole sequences."""
+    rule = constants_of(kernel, constants, hopper)
+    prompts = problem.cut_tokens < problem.seqlen_q  # whose keys stay whole
+    most = 1 if prompts else _most_parts(problem)
+    found = _worth_weighing(kernel, problem, device)
+    weighed = [
+        (cost(problem, device, config, rule), config)
+        for shape in found
+        for config in _cut(problem, device, shape, most, rule)
+    ]
+    if most > 1:
+        together = _in_clusters(problem, device, kernel, rule)
+        weighed += [(cost(problem, device, config, rule), config) for config in together]
+
+    def rank(one: tuple[Cost, Config]) -> tuple[int, int, float, int]:
+        return one[1].tile_m, -one[1].tile_n, one[0].seconds, one[1].num_splits
+
+    least = min(one.seconds for one, _ in weighed)
+    close = (pair for pair in weighed if pair[0].seconds <= CLOSE * least)
+    best, config = min(close, key=rank)
+    whole = cost(problem, device, found[0], rule)
+    return best, Choice(kernel.name, config, _why(problem, device, config, best, whole))
+
+
+def constants_of(
+    kernel: Kernel, constants: Constants = H200, hopper: Constants = H200_HOPPER
+) -> Constants:
+    """The constants that a kernel for whole sequences goes by."""
+    if kernel.name in READY_BEFORE:
+        before = partial(widening.seconds, kernel.name)
+        return replace(hopper, attended=lambda problem: problem.widened, before=before)
+    return hopper if kernel.name.startswith("hopper_") else constants
+
+
+def asked_for(*, parts: bool, packed: bool) -> Policy:
+    """A policy for tables that compare what is decided here: a kernel for whole sequences, with the
+    heads of a group packed into rows or apart, and keys in as many parts as `choose` says or in
+    one."""
+
+    def choose_asked(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+        kernels = [
+            replace(kernel, configs=partial(_packed, kernel, packed))
+            for kernel in candidates
+            if kernel.name in WHOLE_SEQUENCES and any(_packed(kernel, packed, problem, device))
+        ]
+        choice = choose(problem, device, kernels)
+        expect(choice is not None, "packed", "a kernel that can", packed)
+        assert choice is not None
+        config = choice.config if parts else choice.config.shape
+        return replace(choice, config=config, why=f"as asked; {choice.why}")
+
+    return choose_asked
+
+
+def _packed(kernel: Kernel, packed: bool, problem: Problem, device: Device) -> Iterator[Config]:
+    return (config for config in kernel.configs(problem, device) if config.pack_gqa == packed)
+
+
+def _worth_weighing(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
+    """The kernel's shapes, each with the heads and programs that it would take first."""
+    found = shapes(kernel, problem, device)
+    likeness = found[0].pack_gqa, found[0].programs
+    return [shape for shape in found if (shape.pack_gqa, shape.programs) == likeness]
+
+
+def _bytes_a_part(problem: Problem) -> int:
+    """Of partials."""
+    rows = problem.batch * problem.cut_tokens * problem.num_heads
+    return max(1, rows * (problem.head_dim_v + 2) * 4)
+
+
+def _most_parts(problem: Problem) -> int:
+    return max(1, MOST_PARTIAL_BYTES // _bytes_a_part(problem))
+
+
+def _least_parts(problem: Problem, shape: Config, constants: Constants) -> int:
+    """Of the longest sequence, where others may be short."""
+    if problem.lengths == "host" or problem.batch == 1:
+        return 1
+    tile_bytes = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
+    tiles = int(constants.longest_part // tile_bytes) or 1
+    return min(MAX_SPLITS, ceil_div(num_tiles(problem, shape.tile_n), tiles))
+
+
+def _cut(
+    problem: Problem, device: Device, shape: Config, most: int, constants: Constants
+) -> list[Config]:
+    """A shape with numbers of parts to weigh: few, what fills up to four waves, the fewest."""
+    tiles = num_tiles(problem, shape.tile_n)
+    slots = device.num_sms * constants.occupancy(problem, device, shape)
+    a_wave = slots / max(1, units(problem, shape, constants))
+    some = (int(a_wave * eighths / 8) for eighths in (2, 4, 6, 7, 8, 10, 12, 16, 24, 32))
+    most = min(most, tiles, MAX_SPLITS)
+    least = min(_least_parts(problem, shape, constants), most)
+    parts = sorted({least, *range(1, 9), *some})
+    return [replace(shape, num_splits=n) for n in parts if least <= n <= most]
+
+
+def _in_clusters(
+    problem: Problem, device: Device, kernel: Kernel, constants: Constants
+) -> list[Config]:
+    """The configs whose parts are a cluster, or several, and can all run at once, none of them too
+    long.
+
+    In the longest tiles alone, which where they are in several pages have 128 keys and one cluster:
+    48 rows of int8 at 67 MB took 23.1 us in pairs of tiles of 128 keys and 27.6 of 64.
+    """
+    found = clusters(kernel, problem, device)
+    longest = max((config.tile_n for config in found), default=0)
+    made = [config for config in found if config.tile_n == longest]
+    if box_rows(problem, longest) == longest:
+        several = [2 * pairs for pairs in PAIRS if "pairs" in kernel.merges]
+        made += [replace(c, num_splits=parts, merge="pairs") for c in made for parts in several]
+    elif longest < LONG_TILE:
+        made = []
+    return [
+        config
+        for config in made
+        if units(problem, config, constants) * config.num_splits <= device.num_sms
+        and _least_parts(problem, config, constants) <= config.num_splits
+        and config.num_splits <= num_tiles(problem, config.tile_n)
+    ]
+
+
+def _why(problem: Problem, device: Device, config: Config, best: Cost, whole: Cost) -> str:
+    queries = count(problem.seqlen_q, "query token")
+    text = (
+        f"waves: {queries} and {problem.visible_keys} keys; {count(best.programs, 'program')} for "
+        f"{device.num_sms} SMs x {best.slots // device.num_sms}, each "
+        f"{count(best.per, 'tile')} of {config.tile_n} keys, "
+        f"{(best.seconds - best.merge) * 1e6:.1f} us"
+    )
+    if best.merge:
+        ways = {"cluster": "in a cluster", "pairs": "in clusters and by the last of them"}
+        how = f"merge {ways.get(config.merge, '')}".rstrip()
+        text += f" + {best.merge * 1e6:.1f} us to {how}; in one part {whole.seconds * 1e6:.1f} us"
+    return text

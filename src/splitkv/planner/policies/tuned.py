@@ -1,0 +1,512 @@
+"""What was measured on this GPU: the cost model of `waves`, corrected by a table of timed plans.
+
+`splitkv tune` makes the table; `tables/README.md` says what is in it. A plan is expected to take
+
+    seconds(plan) = model(plan) * exp(weighted mean of log(measured / model))
+
+over the plans of the same kernel and tile shape that were timed for the nearest problems:
+
+    class      pages smaller than a tile, or whole tiles; head_dim rounded up to a power of two; the
+               bytes of an element; and packed rows of a narrow tile, a wide one or more have to be
+               the same
+    distance   in octaves (factors of two), the root of the sum of squares over batch * KV heads,
+               visible keys, packed query rows of a KV head from `NARROW` on, and page size, where a
+               contiguous cache and all larger pages count as pages of `WHOLE_PAGES`
+    nearest    the first `NEIGHBOURS` within `MAX_OCTAVES`, in the order of the table where equal
+    exact      a problem that is in the table, but for a sixteenth of its keys, is given its fastest
+               plan
+    weight     1 / (1/4 + distance**2 + 4 * octaves between the numbers of splits**2); the mean over
+               all plans of the kernel counts as one more plan, of weight `PRIOR`, and in that mean
+               a plan as the model says, of the same weight
+
+So the table says which kernel and tile shape are good here and how wrong the model is about them,
+and the model says what other batches, lengths and numbers of splits change. Weighed are the shapes
+that were `GOOD` for a near problem and the kernel has for this one, with numbers of splits around
+the model's best; the plan of least seconds is taken, of another kernel than that of `waves` only
+where it promises `OTHER_KERNEL` times less. Where there is no table of the GPU, or nothing of the
+kernel that `waves` takes near enough in it, `waves` decides, and `why` says so.
+
+A table in the user's cache (`user_tables`) is joined to the package's: of a problem that both have
+the user's times count, and `why` names it.
+
+Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
+`waves` shares the programs out over the batch it decides: the table's sequences were equally long.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from splitkv.core.device import GPUS, Device
+from splitkv.core.errors import expect
+from splitkv.core.kv import AS_IS, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import WIDE, Choice, Config, Kernel
+from splitkv.core.problem import Problem
+from splitkv.planner.policies import decode_cost, waves
+from splitkv.planner.policies.shared import (
+    MAX_SPLITS,
+    WHOLE_SEQUENCES,
+    Policy,
+    ceil_div,
+    count,
+    even_splits,
+    num_tiles,
+    shapes,
+    splits_keys,
+)
+
+TABLES = Path(__file__).parent / "tables"
+SCHEMA = 1
+DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "page_size")
+# Each of 332 problems timed on an H200 left out of the table in turn: of those whose plan, or one
+# of up to 1.2 times its splits, is among the timed, half were given the fastest and one in ten a
+# plan more than 5.3 % behind it.
+NEIGHBOURS, MAX_OCTAVES, PRIOR, SPLITS_WEIGHT = 12, 4.0, 2.0, 4.0
+# Keys of a tile that lies in one page are read as those of a contiguous cache, which counts as
+# pages of so many keys. With pages of 64 and contiguous ones in a class each, of 310 problems left
+# out in turn one in ten was 4.8 % behind the best, and in one class 3.6 %.
+WHOLE_TILES, WHOLE_PAGES = 64, 128
+NARROW = 16  # packed rows of the least tile: fewer take as long
+# Octaves of keys between problems that count as one: calls are planned for their keys rounded up by
+# up to a sixteenth.
+SAME = math.log2(17 / 16)
+HARDLY_MORE = 1.03  # times the first kernel's fastest plan, for another's to be taken
+HARDLY = 1.05  # times the fastest, for a plan that was timed as it is
+# How far the model is off differs more between kernels than between plans of one. Of problems left
+# out of the table in turn one in twenty is as far behind with 1.02 and with 1.1.
+OTHER_KERNEL = 1.05
+GOOD = 1.02  # times the fastest of a near problem, for a shape to be weighed
+# times the model's best splits
+AROUND = (1.0, 1.12, 0.89, 1.25, 0.8, 1.5, 0.67, 2.0, 0.5, 3.0, 0.33)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A plan and the microseconds that it took; its number of splits is part of the config."""
+
+    kernel: str
+    config: Config
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A problem of the table and the plans timed for it, the fastest first."""
+
+    problem: Problem
+    plans: tuple[Timed, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The problems measured on one GPU; `made`: driver, versions, commit, date, command; `note`:
+    what `why` says of it besides the GPU."""
+
+    gpu: str
+    made: Mapping[str, Any]
+    measured: tuple[Measured, ...]
+    note: str = ""
+
+    @cached_property
+    def places(self) -> dict[tuple[bool, int, int, int], list[tuple[tuple[float, ...], Measured]]]:
+        """(where it stands, measured) of every problem, by class."""
+        found: dict[tuple[bool, int, int, int], list[tuple[tuple[float, ...], Measured]]] = {}
+        for m in self.measured:
+            found.setdefault(_class(m.problem), []).append((_place(m.problem), m))
+        return found
+
+
+def file_name(gpu: str) -> str:
+    """`h200.json` for a GPU of the table of devices, else from the name that CUDA reports."""
+    known = next((key for key, device in GPUS.items() if device.name == gpu), None)
+    return (known or re.sub(r"\W+", "_", gpu.lower()).strip("_")) + ".json"
+
+
+def dump(table: Table) -> str:
+    """A table as JSON, one problem a line."""
+    known: dict[str, int] = {}
+    rows = []
+    for measured in table.measured:
+        plans = []
+        for timed in measured.plans:
+            shape = json.dumps([timed.kernel, _shape(timed.config)])
+            shape_id = known.setdefault(shape, len(known))
+            plans.append([shape_id, timed.config.num_splits, round(timed.us, 2)])
+        rows.append(json.dumps([*dims(measured.problem).values(), plans], separators=(",", ":")))
+    head = {"schema": SCHEMA, "gpu": table.gpu, **table.made, "columns": [*DIMS, "plans"]}
+    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    for name, lines in (("shapes", known), ("rows", rows)):
+        parts.append(f'"{name}": [\n  ' + ",\n  ".join(lines) + "\n ]")
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def load(path: Path) -> Table:
+    """A table that `dump` wrote. Raises ValueError where it is none."""
+    expect(path.is_file(), "table", "a file that `splitkv tune` wrote", str(path))
+    try:
+        data = json.loads(path.read_text())
+    except ValueError:
+        data = None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    expect(schema == SCHEMA, "table", f"JSON with schema {SCHEMA}", f"{path}: schema {schema}")
+    try:
+        return _parsed(data)
+    except (IndexError, KeyError, TypeError, ValueError) as error:  # as of another version
+        expect(False, "table", "what this version's `splitkv tune` writes", f"{path}: {error}")
+        raise
+
+
+def _parsed(data: dict[str, Any]) -> Table:
+    known = [(kernel, Config(**shape)) for kernel, shape in data["shapes"]]
+    measured = []
+    for *sizes, plans in data["rows"]:
+        timed = tuple(
+            Timed(known[i][0], replace(known[i][1], num_splits=splits), us)
+            for i, splits, us in plans
+        )
+        problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
+        measured.append(Measured(problem, timed))
+    made = {
+        n: x for n, x in data.items() if n not in ("schema", "gpu", "columns", "shapes", "rows")
+    }
+    return Table(data["gpu"], made, tuple(measured))
+
+
+def tuned_problem(
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    page_size: int | None,
+) -> Problem:
+    """A problem of the kind that tables are made of: bf16, causal, lengths on the device."""
+    return Problem(
+        *("decode", batch, num_heads, num_kv_heads, head_dim, head_dim, seqlen_q, seqlen_k),
+        mask=Mask(causal=True),
+        place=Contiguous() if page_size is None else Paged(page_size),
+        lengths="device",
+    )
+
+
+def dims(problem: Problem) -> dict[str, int | None]:
+    """The arguments of `tuned_problem` that give this problem."""
+    page_size = problem.place.page_size if isinstance(problem.place, Paged) else None
+    return {**{name: getattr(problem, name) for name in DIMS[:-1]}, "page_size": page_size}
+
+
+def user_tables() -> Path:
+    """Where `splitkv tune` writes: $SPLITKV_CACHE, else `splitkv` in the user's cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("SPLITKV_CACHE") or Path(caches) / "splitkv")
+
+
+@cache
+def table_of(gpu: str) -> Table | None:
+    """The package's table of this GPU joined to the user's, None where there is neither.
+
+    One of the user's that cannot be read is left out, with a warning.
+    """
+    ours, theirs = (folder / file_name(gpu) for folder in (TABLES, user_tables()))
+    shipped = load(ours) if ours.is_file() else None
+    if not theirs.is_file():
+        return shipped
+    try:
+        own = load(theirs)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the policy tuned goes without your table: {error}", stacklevel=2)
+        return shipped
+    note = f", your table of {str(own.made.get('date', 'no date'))[:10]}"
+    return replace(joined(own, shipped.measured if shipped else ()), note=note)
+
+
+def joined(table: Table, others: Sequence[Measured]) -> Table:
+    """The table and what others have measured besides: of a problem in both its own times count."""
+    told = {tuple(dims(m.problem).values()) for m in table.measured}
+    added = tuple(m for m in others if tuple(dims(m.problem).values()) not in told)
+    return replace(table, measured=table.measured + added)
+
+
+def cheapest_splits(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> int:
+    """The number of splits that the cost model of `waves` finds best for a shape.
+
+    Weighed are few splits, powers of 1.25, and what fills quarters of a wave of programs or gives
+    every SM as many.
+    """
+    most, seconds = most_splits(problem, shape), decode_cost.model(problem, device, kernel)
+    programs, slots = decode_cost.programs(problem, device, shape, kernel)
+    a_wave, tiles = slots / max(1, programs), num_tiles(problem, shape.tile_n)
+    weighed = {*range(1, 9), *(round(1.25**i) for i in range(10, 32))}
+    weighed |= {int(a_wave * i / 4) for i in range(1, 13)}
+    weighed |= {int(device.num_sms * i / max(1, programs)) for i in range(1, 9)}
+    options = {even_splits(tiles, min(max(1, splits), most)) for splits in weighed}
+    return min(options, key=lambda n: (seconds(replace(shape, num_splits=n)), n))
+
+
+def most_splits(problem: Problem, shape: Config) -> int:
+    """One a tile, where the kernel can split at all."""
+    return min(MAX_SPLITS, num_tiles(problem, shape.tile_n))
+
+
+def with_table(table: Table | None) -> Policy:
+    """The policy that follows this table, whatever the GPU."""
+    return lambda problem, device, candidates: _choose(problem, device, candidates, table)
+
+
+def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+    """The policy that follows the table of the device."""
+    return _choose(problem, device, candidates, table_of(device.name))
+
+
+def _choose(
+    problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
+) -> Choice:
+    own = waves.choose(problem, device, candidates)
+
+    def leave_it(reason: str) -> Choice:
+        return replace(own, why=f"tuned: {reason}; {own.why}")
+
+    if table is None:
+        return leave_it(f"no table for {device.name}")
+    if own.config.schedule == "batch":
+        return leave_it("the lengths may differ much")
+    where = table.gpu + table.note
+    near = list(islice(_nearest(problem, table), NEIGHBOURS))
+    timed = _timed(problem, device, candidates, near)
+    if timed is not None:
+        why = f"tuned: the fastest of this problem on {where}, {timed.us:.1f} us"
+        return Choice(timed.kernel, timed.config, why)
+    local = _Local(problem, device, candidates, near)
+    if own.kernel not in local.known:
+        return leave_it(f"nothing like it in the table of {where}")
+    weighed = [*local.proposals(), *([own] if local.knows(own) else [])]
+    seconds = [local.seconds(choice) for choice in weighed]
+    margins = (1.0 if choice.kernel == own.kernel else OTHER_KERNEL for choice in weighed)
+    asked = [s * margin for s, margin in zip(seconds, margins, strict=True)]
+    best = min(range(len(weighed)), key=lambda i: (asked[i], weighed[i].config.num_splits))
+    p = near[0][1].problem
+    why = (
+        f"tuned: {count(weighed[best].config.num_splits, 'split')} in tiles of "
+        f"{weighed[best].config.tile_n} keys, {seconds[best] * 1e6:.1f} us by the model and "
+        f"{count(len(near), 'problem')} measured on {where}, the nearest {near[0][0]:.1f} "
+        f"octaves away: batch {p.batch}, heads {p.num_heads}/{p.num_kv_heads}, head_dim "
+        f"{p.head_dim}, {p.seqlen_k} keys, {p.place}"
+    )
+    if local.knows(own):
+        why += f"; the plan of waves {local.seconds(own) * 1e6:.1f} us"
+    return replace(weighed[best], why=why)
+
+
+def _timed(
+    problem: Problem,
+    device: Device,
+    candidates: Sequence[Kernel],
+    near: Sequence[tuple[float, Measured]],
+) -> Timed | None:
+    """The fastest plan of the problem itself, where it is in the table and legal here."""
+    legal = {kernel.name: shapes(kernel, problem, device) for kernel in candidates}
+    for octaves, measured in near:
+        if octaves > SAME:
+            break
+        as_long = replace(problem, seqlen_k=measured.problem.seqlen_k)
+        same = dims(measured.problem) == dims(as_long)
+        if same and measured.problem.mask == problem.mask:
+            timed = _bounded(problem, _preferred(candidates, measured.plans))
+            if timed.config.shape in legal.get(timed.kernel, ()):
+                return _paired(problem, device, candidates, timed, measured.plans)
+    return None
+
+
+def _preferred(candidates: Sequence[Kernel], plans: Sequence[Timed]) -> Sequence[Timed]:
+    """Those of the first kernel that was timed, where the fastest of all is hardly ahead: of 8 KV
+    heads at 1 GB `decode_split` was 0.2 % ahead in one run and 9 % behind in the next."""
+    names = [kernel.name for kernel in candidates]
+    timed = [name for name in names if any(plan.kernel == name for plan in plans)]
+    own = [plan for plan in plans if plan.kernel == timed[0]] if timed else []
+    least = min(plan.us for plan in plans)
+    good = bool(own) and min(plan.us for plan in own) <= HARDLY_MORE * least
+    return own if good else plans
+
+
+def _paired(
+    problem: Problem,
+    device: Device,
+    candidates: Sequence[Kernel],
+    timed: Timed,
+    plans: Sequence[Timed],
+) -> Timed:
+    """Two parts as a cluster where that was not timed: of 58 pairs that were timed both ways 54
+    were faster so, by up to 18 %, and four slower, by up to 1.2 %."""
+    pair = replace(timed.config, merge="cluster")
+    if timed.config.num_splits != 2 or any(plan.config == pair for plan in plans):
+        return timed
+    kernel = next(kernel for kernel in candidates if kernel.name == timed.kernel)
+    able = pair in waves.in_clusters(kernel, problem, device)
+    return replace(timed, config=pair) if able else timed
+
+
+def _bounded(problem: Problem, plans: Sequence[Timed]) -> Timed:
+    """The fastest plan whose parts are no longer than they may be, where that is hardly slower than
+    the fastest of all; else that one, of more parts than were timed."""
+    fastest = min(plans, key=lambda plan: plan.us)
+    short = [x for x in plans if x.config.num_splits >= _least_splits(problem, x.config)]
+    best = min(short, key=lambda plan: plan.us, default=None)
+    if best is not None and best.us <= HARDLY * fastest.us:
+        return best
+    least = _least_splits(problem, fastest.config)
+    if fastest.config.num_splits >= least:
+        return fastest
+    return replace(fastest, config=replace(fastest.config.shape, num_splits=least))
+
+
+class _Local:
+    """The cost model around a problem, corrected by what was timed near it.
+
+    known   kernel -> legal shape -> what its plans tell: (octaves away squared, octaves of its
+            number of splits, log of measured over model)
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        candidates: Sequence[Kernel],
+        near: Sequence[tuple[float, Measured]],
+    ) -> None:
+        self.problem, self.device = problem, device
+        self.kernels = {kernel.name: kernel for kernel in candidates}
+        legal: dict[str, dict[tuple[Any, ...], Config]] = {}
+        for name, kernel in self.kernels.items():
+            found = waves.of_rows(problem, kernel, shapes(kernel, problem, device))
+            if splits_keys(problem, found):
+                legal[name] = {_likeness(name, shape): shape for shape in reversed(found)}
+        self.known: dict[str, dict[Config, list[tuple[float, float, float]]]] = {}
+        self.good: set[tuple[str, Config]] = set()
+        for octaves, measured in near:
+            model, told = self.model(measured.problem), []
+            for timed in measured.plans:
+                likeness = _likeness(timed.kernel, timed.config)
+                shape = legal.get(timed.kernel, {}).get(likeness)
+                if shape is not None:
+                    told.append((timed, shape))
+            least = min((timed.us for timed, _ in told), default=0.0)
+            for timed, shape in told:
+                if timed.us <= GOOD * least:
+                    self.good.add((timed.kernel, shape))
+                off = math.log(timed.us * 1e-6 / model(timed.kernel, timed.config))
+                one = octaves**2, math.log2(timed.config.num_splits), off
+                self.known.setdefault(timed.kernel, {}).setdefault(shape, []).append(one)
+        self.here = self.model(problem)
+        self.means = {
+            kernel: _mean(
+                [(PRIOR, 0.0)]
+                + [(1 / (0.25 + away), log) for told in of.values() for away, _, log in told]
+            )
+            for kernel, of in self.known.items()
+        }
+
+    def model(self, problem: Problem) -> Callable[[str, Config], float]:
+        """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
+        models = {
+            name: decode_cost.model(problem, self.device, kernel)
+            for name, kernel in self.kernels.items()
+        }
+        return lambda kernel, config: models[kernel](config)
+
+    def knows(self, choice: Choice) -> bool:
+        """Whether a plan of this shape was timed."""
+        return choice.config.shape in self.known.get(choice.kernel, ())
+
+    def proposals(self) -> Iterator[Choice]:
+        """Every known shape with numbers of splits around the model's best."""
+        problem = self.problem
+        for kernel, of in self.known.items():
+            for shape in (shape for shape in of if (kernel, shape) in self.good):
+                most, least = most_splits(problem, shape), _least_splits(problem, shape)
+                tiles = num_tiles(problem, shape.tile_n)
+                best = cheapest_splits(problem, self.device, shape, self.kernels[kernel])
+                wanted = (min(max(least, round(best * factor)), most) for factor in AROUND)
+                for splits in dict.fromkeys(even_splits(tiles, n) for n in wanted):
+                    yield Choice(kernel, replace(shape, num_splits=splits), "")
+            found = waves.in_clusters(self.kernels[kernel], problem, self.device)
+            yield from (Choice(kernel, config, "") for config in found if config.shape in of)
+
+    def seconds(self, choice: Choice) -> float:
+        """What a plan is expected to take."""
+        config = choice.config
+        told = self.known[choice.kernel][config.shape]
+        octaves = math.log2(config.num_splits)
+        alike = (
+            (1 / (0.25 + away + SPLITS_WEIGHT * (its - octaves) ** 2), log)
+            for away, its, log in told
+        )
+        log = _mean([(PRIOR, self.means[choice.kernel]), *alike])
+        return self.here(choice.kernel, config) * math.exp(log)
+
+
+def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]:
+    """(octaves away, measured) of the problem's class, the nearest first."""
+    if problem.codec == AS_IS and problem.kind == "decode":
+        here, alike = _place(problem), table.places.get(_class(problem), ())
+        away = ((math.dist(here, place), m) for place, m in alike)
+        yield from sorted((a for a in away if a[0] <= MAX_OCTAVES), key=lambda pair: pair[0])
+
+
+def _class(problem: Problem) -> tuple[bool, int, int, int]:
+    wider, place = max(problem.head_dim, problem.head_dim_v), problem.place
+    whole = not isinstance(place, Paged) or place.page_size % WHOLE_TILES == 0
+    tiles = (problem.rows > NARROW) + (problem.rows > WIDE)
+    return whole, (wider - 1).bit_length(), problem.kv_element_bytes, tiles
+
+
+def _place(problem: Problem) -> tuple[float, ...]:
+    """Where a problem stands, in octaves."""
+    page_size = WHOLE_PAGES
+    if isinstance(problem.place, Paged):
+        page_size = min(problem.place.page_size, WHOLE_PAGES)
+    heads, rows = problem.batch * problem.num_kv_heads, max(problem.rows, NARROW)
+    return tuple(math.log2(max(1, x)) for x in (heads, problem.visible_keys, rows, page_size))
+
+
+def _least_splits(problem: Problem, shape: Config) -> int:
+    """So many that no part is too long where the lengths may differ, as in `waves`."""
+    if problem.lengths == "host" or problem.batch == 1:
+        return 1
+    a_tile = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
+    longest = int(decode_cost.H200.longest_part // a_tile) or 1
+    return ceil_div(num_tiles(problem, shape.tile_n), longest)
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    """A config without its number of splits, as far as it is not the default; its variant is made
+    anew for the problem of each plan."""
+    default = Config(num_splits=config.num_splits)
+    names = (field.name for field in fields(config) if field.name != "variant")
+    named = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in named.items() if value != getattr(default, name)}
+
+
+@cache
+def _likeness(kernel: str, config: Config) -> tuple[Any, ...]:
+    """Equal for a shape of one kernel on problems of other numbers of rows: for decode, but for
+    wide tiles; for whole sequences with as many rows a tile."""
+    tile_m = config.tile_m if kernel in WHOLE_SEQUENCES else config.tile_m // WIDE
+    return tuple(_shape(replace(config.shape, tile_m=tile_m)).items())
+
+
+def _mean(weighted: Iterable[tuple[float, float]]) -> float:
+    """Of (weight, value) pairs."""
+    pairs = list(weighted)
+    return math.fsum(w * x for w, x in pairs) / math.fsum(w for w, _ in pairs)

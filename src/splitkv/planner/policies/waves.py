@@ -1,0 +1,297 @@
+"""Our policy, the default where nothing was timed: the plan that the cost model finds cheapest.
+
+`decode_cost` models the kernels for decode, `short_queries` those for whole sequences. More parts
+shorten the waves of programs until the merge costs more than they save, and too few programs cannot
+ask for what the memory can give. The choice is the shape and number of splits of least seconds, of
+whichever kernel; of another than the first only where it promises to be `OTHER` times as fast.
+
+Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
+no part may be longer than `longest_part` bytes, which one SM of an H200 reads in about 130 us;
+where that would take more than a wave of programs, the device shares one out by the lengths
+(`schedule="batch"`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from splitkv.core.device import Device, MiB
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import LONG, WIDE, Choice, Config, Kernel, eased, gathers
+from splitkv.core.problem import Problem
+from splitkv.planner.policies import short_queries
+from splitkv.planner.policies.decode_cost import (
+    H200,
+    HOPPER_DECODE,
+    Constants,
+    Cost,
+    Shape,
+    constants_of,
+    cost,
+    occupancy,
+    widened_apart,
+)
+from splitkv.planner.policies.shared import (
+    MAX_SPLITS,
+    WHOLE_SEQUENCES,
+    Policy,
+    ceil_div,
+    clusters,
+    count,
+    even_splits,
+    max_splits,
+    num_tiles,
+    shapes,
+    splits_keys,
+)
+
+# Of shapes that the model cannot tell apart, the first, but for one that shares the batch out.
+CLOSE = 1.02
+# A cluster of four or eight needs as many places in one part of the GPU: with 256 programs for 264
+# places some waited for a second wave, 17.9 us beside 13.5, and so they did with 256 for 396: 28.2
+# us for 64 sequences of 4096 keys in int8, beside 23.2 merged by a kernel where 8 x 8 are as many.
+# Pairs did not, with 128 for 132. So of the places, up to two an SM, this share.
+ROOM_FOR_CLUSTERS = 0.75
+
+# Sequences to share programs out over: with the parts they are one axis of a grid, not its first.
+MOST_SHARED = 65535 - MAX_SPLITS
+# times as long as in even parts that are short enough, for what is shared out where lengths are
+# equal after all
+SHARING = 1.05
+# How much less another kernel than the first has to promise: how far the models of kernels are off
+# differs by more than how far they are off on plans of one.
+OTHER = 1.05
+# More packed rows are many: of quantised keys, where they are so many bytes, kernels for whole
+# sequences are preferred.
+MANY_ROWS, LARGE = 32, 16 * MiB
+# For 17 to 32 rows the kernel for Hopper has narrow and wide tiles, and wide ones are taken from so
+# many bytes of keys and values on: 36.5 us beside 37.8 by mma at 134 MB, 41.7 beside 47.0 in pages
+# of 16.
+LARGE_OF_WIDE = 16 * MiB
+# Of head_dim 256 narrow ones have 16 rows, and two of them read the same keys: 10.9 us beside 12.4
+# and 10.9 beside 15.0 at 16 MiB, 7.1 beside 7.3 at 4, 6.3 beside 5.8 at 2.
+LARGE_OF_TWICE = 2 * MiB
+# In pages smaller than a tile a wide one takes 2 copies a page for keys, as for values, in 16 bits:
+# of 64 rows at 134 MB in pages of 16 `hopper_prefill` took 42.7 us, and that 44.2. Of 48 rows of
+# half int8 at 67 MB `hopper_prefill_quantised` took 24.5 to 29.1, and that 28.6 to 30.7.
+WIDE_PAGES = 64
+# Parts of wide tiles are clusters of two at most: of four and eight, which send each other 32 KiB a
+# program, 64 rows at 134 MB took 60.7 us beside 37.4, and at 8 MB 10.3 beside 9.1 by a merge.
+WIDE_CLUSTER = 2
+
+
+def many_rows(problem: Problem, kernel: Kernel) -> bool:
+    """Whether the kernels of whole sequences are to be preferred to this one."""
+    if problem.codec == AS_IS or problem.rows <= MANY_ROWS or problem.kv_bytes <= LARGE:
+        return False
+    small_pages = isinstance(problem.place, Paged) and problem.place.page_size % WIDE_PAGES > 0
+    half = problem.codec.name == "int8" and problem.products != "widened"
+    return kernel.name != HOPPER_DECODE or small_pages or half
+
+
+def with_constants(constants: Constants, hopper: Constants | None = None) -> Policy:
+    """The policy with other constants, say fitted to another GPU; hopper: of the kernel for it."""
+
+    def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+        decoding = problem.kind == "decode"
+        if decoding and many_rows(problem, candidates[0]):
+            candidates = sorted(candidates, key=lambda k: k.name not in WHOLE_SEQUENCES)
+        cut = short_queries.choose(problem, device, candidates)
+        if cut is not None:
+            return cut
+        first, *others = candidates
+        found = shapes(first, problem, device)
+        if not splits_keys(problem, found):
+            return Choice(first.name, found[0], f"waves: {first.name} has no splits to weigh")
+        seconds, own = fastest(problem, device, first, constants_of(first, constants, hopper))
+        if own.config.schedule == "batch" and problem.rows <= MANY_ROWS:
+            return own  # made for lengths that differ
+        for kernel in _rivals(problem, first, others):
+            other, choice = short_queries.fastest(problem, device, kernel)
+            if other.seconds * OTHER < seconds:
+                seconds, own = other.seconds, choice
+        return own
+
+    return choose
+
+
+def _rivals(problem: Problem, first: Kernel, others: Sequence[Kernel]) -> list[Kernel]:
+    """The kernels to weigh beside the first: those of whole sequences."""
+    if problem.codec != AS_IS:
+        return []
+    able = [kernel for kernel in others if kernel.name in WHOLE_SEQUENCES]
+    # one that does not write new tokens itself takes a launch more
+    return [k for k in able if not problem.appends or not k.apart(problem) or first.apart(problem)]
+
+
+def fastest(
+    problem: Problem, device: Device, kernel: Kernel, constants: Constants
+) -> tuple[float, Choice]:
+    """The shape and number of splits of least seconds of a kernel for decode."""
+    found = of_rows(problem, kernel, shapes(kernel, problem, device))
+    together = in_clusters(kernel, problem, device, constants)
+    weighed = []
+    for shape in _worth(problem, device, found, constants):
+        of_shape = [_cheapest(problem, device, found, shape, constants)]
+        of_shape += [(cost(problem, device, c, constants), c) for c in together if c.shape == shape]
+        weighed.append(min(of_shape, key=lambda pair: pair[0].seconds))
+    least = min(cost.seconds for cost, _ in weighed)
+    weighed.sort(key=lambda pair: pair[1].schedule == "batch")
+    best, config = next(pair for pair in weighed if pair[0].seconds <= least * CLOSE)
+    if problem.codec != AS_IS and problem.codec.granularity != "token":
+        # as many slots as gain: of four and eight tiles a part a third made 2 to 3 %
+        same = [x for x in weighed if replace(x[1], num_stages=config.num_stages) == config]
+        best, config = min(same, key=lambda pair: (pair[0].seconds, pair[1].num_stages))
+    why = _why(problem, device, config, best, constants)
+    return best.seconds, Choice(kernel.name, config, why)
+
+
+def of_rows(problem: Problem, kernel: Kernel, found: Sequence[Config]) -> list[Config]:
+    """Those of a kernel's shapes with the TILE_M that is best for the problem; only that for decode
+    on Hopper has others than its first."""
+    if kernel.name != HOPPER_DECODE:
+        return list(found)
+    tiles = sorted({shape.tile_m for shape in found})
+    enough = LARGE_OF_WIDE if problem.rows <= tiles[0] else LARGE_OF_TWICE
+    large = problem.kv_bytes > enough and problem.codec == AS_IS
+    wanted = tiles[-1] if tiles[0] >= WIDE or large else tiles[0]
+    return [shape for shape in found if shape.tile_m == wanted]
+
+
+def _worth(
+    problem: Problem, device: Device, found: Sequence[Config], constants: Constants
+) -> list[Config]:
+    """The shapes worth weighing, in order of preference; all, where none of those is legal."""
+    units = problem.batch * problem.num_kv_heads
+    wanted = constants.shapes if problem.codec == AS_IS else constants.shapes_widened
+    if isinstance(problem.place, Paged) and max(problem.head_dim, problem.head_dim_v) > 128:
+        wanted = constants.shapes_256
+    if gathers(problem, found[0]):
+        wanted = constants.shapes_gathered
+    elif widened_apart(problem, found[0], constants):
+        first = Shape(problem, device, found[0], constants)
+        shared = least_splits(problem, first, constants) * units > first.slots
+        scaled = problem.codec.granularity == "token"
+        wanted = constants.shapes_scales if scaled else constants.shapes_apart
+        wanted = constants.shapes_gathered if shared else wanted
+    by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
+    worth = [by_shape[shape] for shape in wanted if shape in by_shape]
+    # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.
+    in_a_wave = [
+        c
+        for c in worth
+        if c.num_stages > 1
+        or units * num_tiles(problem, c.tile_n)
+        <= device.num_sms * occupancy(problem, device, c, constants)
+    ]
+    return in_a_wave or worth or list(found)
+
+
+def in_clusters(
+    kernel: Kernel, problem: Problem, device: Device, constants: Constants | None = None
+) -> list[Config]:
+    """The configs whose parts are clusters that can all run at once, none of them too long."""
+    found, constants = [], constants or constants_of(kernel)
+    for config in clusters(kernel, problem, device):
+        model, parts = Shape(problem, device, config, constants), config.num_splits
+        units = problem.batch * model.head_tiles
+        room: float = model.slots
+        if parts > 2:
+            room = min(model.slots, 2 * device.num_sms) * ROOM_FOR_CLUSTERS
+        short = parts >= least_splits(problem, model, constants)
+        in_time = parts == model.tiles or (parts < model.tiles and config.num_stages > 1)
+        few = parts <= WIDE_CLUSTER or config.tile_m < WIDE
+        if short and in_time and few and units * parts <= room:
+            found.append(config)
+    return found
+
+
+def least_splits(problem: Problem, shape: Shape, constants: Constants) -> int:
+    """So many that no part is too long where the lengths may differ."""
+    if problem.lengths == "host" or problem.batch == 1:
+        return 1
+    return ceil_div(shape.tiles, int(constants.longest_part // shape.tile_bytes) or 1)
+
+
+def _splits_worth(tiles: int, least: int, most: int, a_wave: float) -> Iterator[int]:
+    """Numbers of splits to weigh: few, those of few tiles each, and what fills up to four waves."""
+    eighths = (round(a_wave * k / 8) for k in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32))
+    short = (ceil_div(tiles, per) for per in (1, 2, 3, 4, 6, 8))
+    for splits in sorted({least, *range(1, 17), 32, 64, 128, most, *short, *eighths}):
+        if least <= splits <= most:
+            yield splits
+
+
+def _cheapest(
+    problem: Problem,
+    device: Device,
+    found: Sequence[Config],
+    config: Config,
+    constants: Constants,
+) -> tuple[Cost, Config]:
+    """A tile shape with its best number of splits, or of programs."""
+    shape = Shape(problem, device, config, constants)
+    most = max_splits(problem, found, config)
+    a_wave = shape.slots / (shape.batch * shape.head_tiles)
+    least = min(most, least_splits(problem, shape, constants))
+    even = most
+    if widened_apart(problem, config, constants):  # of shorter parts rows are gathered
+        even = max(least, min(most, shape.tiles // LONG[eased(problem)]))
+    # of no more programs than their longest part asks for: one more may not fit into a wave
+    weighed = _splits_worth(shape.tiles, least, even, a_wave)
+    worth = sorted({even_splits(shape.tiles, splits) for splits in weighed})
+    best, splits = min(
+        (
+            (shape.cost(ceil_div(shape.tiles, splits), merged=splits > 1), splits)
+            for splits in (worth if config.num_stages > 1 else worth[-1:])
+        ),
+        key=lambda pair: (pair[0].seconds, pair[1]),
+    )
+    if least == 1 or least <= a_wave or shape.batch > MOST_SHARED:
+        return best, replace(config, num_splits=splits)
+    # equal lengths and one long sequence among short ones count alike
+    alike = [
+        (math.sqrt(shape.shared_out(full).seconds * shape.mixed(full).seconds), full)
+        for full in _shares_worth(shape)
+    ]
+    least_seconds = min(seconds for seconds, _ in alike)
+    full = next(full for seconds, full in alike if seconds <= least_seconds * CLOSE)
+    shared = replace(
+        config, num_splits=min(most, full), schedule="batch", programs=shape.batch + full
+    )
+    if shape.cut(shared).seconds > SHARING * best.seconds:
+        return best, replace(config, num_splits=splits)
+    return shape.cut(shared), shared
+
+
+def _shares_worth(shape: Shape) -> list[int]:
+    """Numbers of parts to share the batch out in, the fewest first: what fills a wave with what
+    rounding adds, and several of every sequence, so that a long one has as many."""
+    a_wave = shape.slots // shape.head_tiles - shape.batch // 2
+    wanted = {a_wave, *(shape.batch * each for each in range(2, 9))}
+    most = min(shape.batch * shape.tiles, MAX_SPLITS)
+    return sorted({min(full, most) for full in wanted if full >= 2 * shape.batch})
+
+
+def _why(problem: Problem, device: Device, config: Config, best: Cost, constants: Constants) -> str:
+    keys = f"{problem.seqlen_k}"
+    if problem.visible_keys < problem.seqlen_k:
+        keys = f"{problem.visible_keys} visible of {keys}"
+    text = (
+        f"waves: {keys} keys; {count(best.num_ctas, 'program')} for {device.num_sms} SMs x "
+        f"{best.slots // device.num_sms}, {count(best.waves, 'wave')} of "
+        f"{count(best.tiles_per_split, 'tile')} of {config.tile_n} keys, "
+        f"{best.split_seconds * 1e6:.1f} us"
+    )
+    if best.merge_seconds:
+        whole = replace(config.shape, schedule="even", programs=0)
+        unsplit = cost(problem, device, whole, constants)
+        how = "merge in clusters" if config.merge == "cluster" else "merge"
+        text += f" + {best.merge_seconds * 1e6:.1f} us to {how}"
+        text += f"; in one split {unsplit.seconds * 1e6:.1f} us"
+    return text
+
+
+choose = with_constants(H200)

@@ -1,0 +1,91 @@
+"""`append`: from a call to the kernel that writes new tokens into a cache.
+
+A call is bound once for each layout of its tensors and kept in a `CallCache`. Under torch.compile,
+torch.export, FakeTensorMode and for tensor subclasses the same function runs as the operator
+`splitkv::append`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from splitkv.kernels.append import Launcher
+from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
+from splitkv.runtime.call_cache import CallCache, launch_on
+from splitkv.runtime.dispatch import is_plain
+
+calls: CallCache[Launcher] = CallCache()
+
+
+def append(call: Append) -> Result:
+    """(q_out, after): the rotated queries, and how many keys there are now; None without q, slots.
+
+    Writes into the caches. One launch, no wait for the device, nothing read by the host. Records no
+    gradient.
+    """
+    if is_dynamo_compiling():
+        return _through_operator(call)
+    tensors, given = [], 0
+    for x in call.tensors:
+        given += given
+        if x is not None:
+            tensors.append(x)
+            given += 1
+    options = given, *(() if call.rotary is None else call.rotary[3:])
+    launcher = calls.match(options, tensors)
+    if launcher is not None:
+        return launch_on(launcher.device, launcher, call, tensors)
+    if not is_plain(*tensors):
+        return _through_operator(call)
+    return _run(call, tensors, options)
+
+
+def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
+    if not call.k_cache.is_cuda:
+        return append_in_torch(call)
+    launcher = calls.get_or_bind(options, tensors, partial(Launcher, call))
+    return launch_on(launcher.device, launcher, call, tensors)
+
+
+def _through_operator(call: Append) -> Result:
+    """The call as `splitkv::append`, for what traces it or looks into it."""
+    tensors = (x if x is None else x.detach() for x in call.tensors)
+    how = (False, 0) if call.rotary is None else call.rotary[3:]
+    q_out, after = append_op(*tensors, *how)
+    return None if call.q is None else q_out, None if call.before is None else after
+
+
+@torch.library.custom_op(
+    "splitkv::append",
+    mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"),
+    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? before, "
+    "Tensor? rows, Tensor? leftpad, Tensor? page_table, Tensor? slots, Tensor? cu_seqlens_new, "
+    "Tensor? q, Tensor? cu_seqlens_q, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
+    "Tensor? k_mean, Tensor? cos, Tensor? sin, Tensor? start, bool interleaved, "
+    "SymInt q_step) -> (Tensor, Tensor)",
+)
+def append_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *others, cos, sin, start, interleaved, q_step = arguments
+    rotary = None if cos is None else Rotary(cos, sin, start, interleaved, q_step)
+    call = Append._make((*others, rotary))
+    absent = tuple(x is None for x in call.tensors)
+    q_out, after = _run(call, call.given, (absent, arguments[-2:]))
+    k = call.k
+    return (
+        k.new_empty(0) if q_out is None else q_out,
+        k.new_empty(0, dtype=torch.int32) if after is None else after,
+    )
+
+
+@append_op.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    k, before, q = arguments[0], arguments[4], arguments[10]
+    return (
+        k.new_empty(0) if q is None else q.new_empty(q.shape),
+        k.new_empty(0, dtype=torch.int32) if before is None else before.new_empty(before.shape),
+    )

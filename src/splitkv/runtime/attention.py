@@ -1,0 +1,349 @@
+"""attention and attention_varlen: described, planned and bound on the first call of a kind.
+
+Under torch.compile, torch.export, FakeTensorMode and for tensor subclasses the same functions run
+as the operator `splitkv::attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from splitkv.core.errors import expect_number, expect_tensor
+from splitkv.core.options import options_of, scalars_of, tensors_of
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands, describe_attention, expect_window
+from splitkv.runtime import dispatch
+from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
+from splitkv.runtime.autograd import NAMES, attention_op
+from splitkv.runtime.call_cache import BoundCall, Result, with_types
+from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from splitkv.runtime.arguments import AttentionOptions, VarlenOptions
+
+_VARLEN = options_of("attention_varlen")
+_NOT_OF_ATTENTION = dict.fromkeys(name for name in _VARLEN if name not in options_of("attention"))
+"""What `attention_varlen` is given and `attention` is not, as None."""
+_operands = (field.name for field in fields(Operands))
+_tensors = itemgetter(*(name for name in _operands if name in tensors_of("attention_varlen")))
+_scalars = itemgetter(*(n for n in scalars_of("attention_varlen") if n != "window_size"))
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    sink_tokens: int = 0,
+    attention_chunk: int = 0,
+    sink_logits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    products: str | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    plan: Plan | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over dense batches, differentiable.
+
+    q              [batch, seqlen_q, num_heads, head_dim], bf16, fp16, fp32 or fp64
+    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type, or int8 or
+                   float8_e4m3fn with scales; num_heads is a multiple of num_kv_heads, and head h
+                   reads KV head h // (num_heads // num_kv_heads)
+    causal         query i sees keys up to seqlen_k - seqlen_q + i (bottom-right alignment)
+    window_size    (left, right) keys around that position, inclusive; -1: unbounded. 2**30 or more
+                   of these, of sink_tokens and of attention_chunk are as good as all
+    sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM);
+                   its right edge, and causality, hide them as any others
+    attention_chunk  above 0: positions go in chunks of this many keys, and a query sees keys of its
+                   own chunk only, and sink tokens (Llama 4)
+    sink_logits    [num_heads], a logit a head that joins the softmax denominator and adds nothing
+                   to the output (gpt-oss); differentiable
+    softmax_scale  default head_dim ** -0.5
+    softcap        above 0: scores become softcap * tanh(score / softcap) before the mask
+    alibi_slopes   [num_heads] or [batch, num_heads] fp32: bias
+                   -slope * |i + seqlen_k - seqlen_q - j|
+    k_scale        scales of quantised keys, fp32: one, [num_kv_heads], [batch, num_kv_heads], or as
+                   k without its last dimension; v_scale likewise, of the same granularity
+    q_scale        scales of a q that is quantised as the keys are, by its own heads; out is bf16
+    products       with quantised keys, what may be multiplied in 8 bits: "widened": nothing;
+                   "half": q . k, for which q is rounded to the type of k with a scale a token and
+                   head; "full": p . v too, for which p is. None: "half" with int8, "widened" with
+                   float8_e4m3fn. A kernel without such units computes more exactly
+    dropout_p      probability of dropping an attention weight
+    deterministic  backward gives the same bits every time
+    plan           a Plan of `splitkv.plan` for this problem, to skip deciding
+
+    Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural log of
+    the softmax denominator without the sink, [batch, num_heads, seqlen_q] fp32. A row that sees no
+    key gives 0 and -inf. Both are contiguous.
+
+    Under torch.autocast q, k and v of 16 and 32 bits are cast to its type first, and out has it, as
+    with torch's scaled_dot_product_attention; tensors of 8 and 64 bits stay.
+
+    Raises ValueError for malformed arguments, UnsupportedProblem where no kernel can.
+
+    Equivalent PyTorch, for one sequence and one head of each::
+
+        s = softmax_scale * q @ k.T
+        s = softcap * tanh(s / softcap)                  # with softcap
+        s = s - slope * (pos[:, None] - key).abs()       # with ALiBi
+        s = s.masked_fill(~visible, -inf)
+        lse = s.logsumexp(-1)
+        out = (s - logaddexp(lse, sink_logit)[:, None]).exp() @ v
+    """
+    return _attention(
+        q,
+        k,
+        v,
+        plan,
+        causal=causal,
+        window_size=window_size,
+        sink_tokens=sink_tokens,
+        attention_chunk=attention_chunk,
+        sink_logits=sink_logits,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        products=products,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    page_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    sink_tokens: int = 0,
+    attention_chunk: int = 0,
+    sink_logits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    products: str | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    plan: Plan | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of different lengths laid end to end, differentiable.
+
+    q                          [total_q, num_heads, head_dim]
+    k, v                       [total_k, num_kv_heads, head_dim (v: head_dim_v)], or with a page
+                               table [num_pages, page_size, num_kv_heads, ..], any page size
+    cu_seqlens_q, cu_seqlens_k [batch + 1] int32 on the device: sequence b is rows
+                               cu_seqlens[b] : cu_seqlens[b + 1]; never read by the host.
+                               cu_seqlens_k: None with a page table
+    max_seqlen_q, max_seqlen_k upper bounds of the lengths, from 0 to less than 2**30
+    page_table                 [batch, max_pages] int32 on the device: the keys and values are in a
+                               cache, as those of `decode`. For prompts in chunks and batches in
+                               which some sequences have a chunk and others one new token. Entries
+                               past a length may hold anything
+    cache_seqlens              [batch] int32 on the device, with a page table: keys of each
+                               sequence, those of q included; never read by the host
+
+    Everything else as `attention`; the mask of each sequence is aligned by its own lengths; scales
+    of packed tensors are not a sequence's: one, one a head, or one a token and head; those of pages
+    may be, [batch, num_kv_heads]. Pages and quantised keys beside which a gradient is needed are
+    served by plain torch; on a GPU a warning says so. Returns out [total_q, num_heads, head_dim_v],
+    and with `return_lse` lse [num_heads, total_q] fp32.
+    Equivalent PyTorch: `attention` on each sequence, the results concatenated. Raises as that.
+    """
+    expect_tensor("cu_seqlens_q", cu_seqlens_q)
+    if page_table is None:
+        expect_tensor("cu_seqlens_k", cu_seqlens_k)
+    return _attention(
+        q,
+        k,
+        v,
+        plan,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        page_table=page_table,
+        cache_seqlens=cache_seqlens,
+        causal=causal,
+        window_size=window_size,
+        sink_tokens=sink_tokens,
+        attention_chunk=attention_chunk,
+        sink_logits=sink_logits,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        products=products,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    given = _NOT_OF_ATTENTION | given
+    scales = (given[name] for name in ("q_scale", "k_scale", "v_scale"))
+    leaves = q, k, v, given["sink_logits"], given["alibi_slopes"]
+    if is_plain(*leaves, *scales):
+        result = _run(q, k, v, plan, given)
+        if result is None:
+            qa, ka, va = as_autocast(q, k, v)
+            with without_autocast(q):
+                result = _run(qa, ka, va, plan, given)
+        assert result is not None
+        out, lse = result
+    else:
+        q, k, v = as_autocast(q, k, v)
+        expect_window(given["window_size"])
+        expect_number("dropout_p", given["dropout_p"])
+        given["window_left"], given["window_right"] = given.pop("window_size")
+        given["needs_grad"] = needs_grad(*leaves)  # inside an operator nothing seems to need one
+        if given["dropout_p"] > 0:
+            given["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
+        optional = (given.get(name) for name in NAMES[3:-1])
+        out, lse = attention_op(q, k, v, *optional, handle_of(plan))
+    return (out, lse) if given["return_lse"] else out
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
+) -> Result | None:
+    """Describe, plan and bind on the first call of a kind; then only launch. Differentiable where
+    the kernel is. None under autocast, which the caller has to apply.
+
+    given   every other argument of `attention_varlen`, by name
+    """
+    optional: tuple[Any, ...] = _tensors(given)  # in the order of the fields of Operands
+    tensors, present = [q, k, v], 0  # a bit for each of the optional ones
+    for x in optional:
+        present += present
+        if x is not None:
+            tensors.append(x)
+            present += 1
+    options: tuple[Any, ...]
+    try:
+        window = given["window_size"]
+        left, right = window
+        scalars = with_types((left, right, *_scalars(given)))
+        options = scalars, "attention", type(window), id(plan), present
+    except (TypeError, ValueError):  # describing says which option is not right
+        options = ([],)  # which no cache holds
+    bound = dispatch.calls.match(options, tensors)
+    if bound is None:
+        if autocast_dtype(q) is not None:
+            return None
+        new = partial(_bind, q, k, v, plan, given)
+        bound = dispatch.calls.get_or_bind(options, tensors, new)
+    operands = Operands(q, k, v, None, *optional)
+    operands.softmax_scale = bound.softmax_scale
+    operands.softcap, operands.dropout_p = float(given["softcap"]), float(given["dropout_p"])
+    return bound(operands)
+
+
+def _bind(q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]) -> BoundCall:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_tensor(name, x)
+    grad = needs_grad(q, k, v, given["sink_logits"], given["alibi_slopes"])
+    problem, operands = describe_attention(q, k, v, needs_grad=grad, **given)
+    return BoundCall.of(dispatch.bind(problem, operands, plan), operands, plan)

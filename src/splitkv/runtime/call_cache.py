@@ -1,0 +1,227 @@
+"""The cache of bound calls: a call like an earlier one goes straight to its launcher.
+
+A call is described, planned and bound once for each kind of call. A kind is known by
+
+* the options: every argument that is no tensor, by value and type, as 1, 1.0 and True are equal and
+  may not all be allowed; a plan by its identity; and which of the optional tensors are given. The
+  caller makes one tuple of them, see `with_types`. What is not hashable is in no cache;
+* the layouts of the tensors: shape, strides, element type and device;
+* whether autograd records: where a tensor requires a gradient, `torch.is_grad_enabled()`.
+
+Addresses and contents are in no key, so neither are lengths nor page tables. Autocast is no part of
+a kind: the check below refuses a call for which it has changed, and functions that autocast applies
+to cast their tensors before they look a layout up.
+
+A kind is found in two steps. Its options alone lead to the last few layouts they came with, each
+with a check of all tensors in C++, the one that guards torch's compiled graphs. Where none of those
+fits, where torch has no such check, or where a tensor is given twice, which the check refuses, a
+key of options and layouts decides.
+
+Reading and writing take single operations of a dict, which CPython does one at a time: threads may
+bind the same call twice, and never see half of an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
+
+Bound = TypeVar("Bound")
+Result = tuple[Tensor, Tensor | None]
+"""(out, lse): lse is None where nobody asked for it."""
+
+MAX_CALLS = 4096  # kinds of calls that a cache holds; past it, it starts afresh
+MAX_RECENT = 8  # layouts that are tried for the same options
+
+Launcher = Callable[[Operands], Result]
+"""Runs one plan on operands of one memory layout: what `Kernel.bind` gives.
+
+A launcher may have an attribute `repeat`, a `Relaunch` or None, which is None until the kernels of
+a first call are compiled. Whoever has the tensors at hand calls that instead, without `Operands`.
+"""
+
+
+class Relaunch(Protocol):
+    """Launches compiled kernels again with the least of Python.
+
+    Returns None, having done nothing, where the call has to go through the launcher: an address
+    that is no multiple of 16, which is another specialisation of the kernels, or a launch hook.
+
+    new   a call of `append` whose tokens the kernel writes first, where the plan has it so
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        cache_seqlens: Tensor | None,
+        page_table: Tensor | None,
+        sink_logits: Tensor | None,
+        alibi_slopes: Tensor | None,
+        q_scale: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        softmax_scale: float,
+        softcap: float,
+        new: Any = None,
+    ) -> Result | None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundCall:
+    """A launcher, and what a call of its kind takes besides tensors.
+
+    relaunches   the launcher has an attribute `repeat`
+    device       the index that has to be current; None on a CPU and where no other GPU is
+    plan         the caller's, kept alive here, so that its identity stays its own
+    """
+
+    launcher: Launcher
+    relaunches: bool
+    device: int | None
+    softmax_scale: float
+    plan: Plan | None
+
+    @classmethod
+    def of(cls, launcher: Launcher, operands: Operands, plan: Plan | None) -> BoundCall:
+        """The call of a launcher for operands that were described."""
+        device = device_to_enter(operands.q)
+        return cls(launcher, hasattr(launcher, "repeat"), device, operands.softmax_scale, plan)
+
+    def __call__(self, operands: Operands) -> Result:
+        if self.device is None:
+            return self.launcher(operands)
+        result: Result = launch_on(self.device, self.launcher, operands)
+        return result
+
+
+Check = Callable[..., bool]
+Entry = tuple[Check, bool | None, Bound]
+"""(fits, grad_mode, bound): a check of all tensors, what torch.is_grad_enabled() has to be, or None
+where no tensor requires a gradient, and what serves the call."""
+
+
+class CallCache(Generic[Bound]):
+    """Bound calls by their options and the layouts of their tensors, as the module says.
+
+    recent   options -> the last entries that came with them, the latest first; for reading
+    """
+
+    def __init__(self, max_calls: int = MAX_CALLS, max_recent: int = MAX_RECENT) -> None:
+        self.recent: dict[Any, tuple[Entry[Bound], ...]] = {}
+        self._by_layout: dict[Any, tuple[Check | None, Bound]] = {}
+        self._max_calls, self._max_recent = max_calls, max_recent
+
+    def __len__(self) -> int:
+        return max(len(self.recent), len(self._by_layout))
+
+    def clear(self) -> None:
+        """Forget every call."""
+        self._by_layout.clear()
+        self.recent.clear()
+
+    def match(self, options: Any, tensors: Sequence[Any]) -> Bound | None:
+        """The call among the latest of these options that the tensors fit.
+
+        None under a dispatch mode, which is to see a call that is not cached.
+        """
+        try:
+            recent = () if dispatch_modes() else self.recent.get(options, ())
+        except TypeError:  # some option is not what it should be: describing says which
+            return None
+        for fits, grad_mode, bound in recent:
+            if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
+                return bound
+        return None
+
+    def get_or_bind(self, options: Any, tensors: Sequence[Any], bind: Callable[[], Bound]) -> Bound:
+        """The call of these options and layouts, or the one that `bind` makes; it is kept."""
+        try:
+            key = options, _recorded(tensors), *map(layout, tensors)
+            kept = self._by_layout.get(key)
+        except (AttributeError, TypeError):  # describing says what is not right
+            return bind()
+        fits, bound = (None, bind()) if kept is None else kept
+        if fits is None or not fits(*tensors):
+            fits = check_of(tensors)
+        self._make_room()
+        self._by_layout[key] = fits, bound
+        self._add(options, tensors, fits, bound)
+        return bound
+
+    def add(self, options: Any, tensors: Sequence[Any], bound: Bound) -> None:
+        """Keep a call as the latest of its options, where torch has a check of its tensors."""
+        self._make_room()
+        self._add(options, tensors, check_of(tensors), bound)
+
+    def _add(self, options: Any, tensors: Sequence[Any], fits: Check | None, bound: Bound) -> None:
+        if fits is None:
+            return
+        needs_grad = any(x.requires_grad for x in tensors)
+        grad_mode = torch.is_grad_enabled() if needs_grad else None
+        others = [
+            entry
+            for entry in self.recent.get(options, ())
+            if entry[1] is not grad_mode or not entry[0](*tensors)
+        ]
+        latest = fits, grad_mode, bound
+        self.recent[options] = (latest, *others[: self._max_recent - 1])
+
+    def _make_room(self) -> None:
+        if len(self) >= self._max_calls:
+            self.clear()
+
+
+_TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # int: no CUDA
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def check_of(tensors: Sequence[Tensor]) -> Check | None:
+    """A check for tensors just like these; None where torch has none, or one is given twice."""
+    if _TensorGuards is None:
+        return None
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    check: Check = guards.check
+    return check if check(*tensors) else None
+
+
+def layout(x: Tensor | None) -> Any:
+    """What a launcher is bound to of a tensor: everything but its address and contents. Raises
+    TypeError for a tensor that has no strides."""
+    if x is None:
+        return None
+    if x.is_nested or x.layout is not torch.strided:  # the former ends the process when asked
+        raise TypeError("no strides")
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def with_types(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options as a cache knows them: the values and the type of each."""
+    return values + tuple(map(type, values))
+
+
+def _recorded(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def device_to_enter(x: Tensor) -> int | None:
+    """The index of a GPU that has to be made current; None where there is only one device."""
+    return x.device.index if x.is_cuda and torch.cuda.device_count() > 1 else None
+
+
+def launch_on(device: int | None, launcher: Callable[..., Any], *arguments: Any) -> Any:
+    """What the launcher returns, called with this device current."""
+    if device is None or device == current_device():
+        return launcher(*arguments)
+    with torch.cuda.device(device):
+        return launcher(*arguments)

@@ -1,0 +1,239 @@
+"""From a call to a running kernel: described, planned, bound, and from then on only launched.
+
+The launchers of calls are kept in a `CallCache`, which says what a call is known by. The public
+function `decode` looks there itself, as a call of another function would show in the time.
+
+Plain tensors run the launcher directly. Under torch.compile, torch.export, FakeTensorMode and for
+tensor subclasses the same function runs as the operator `splitkv::decode` (in `runtime/decode.py`)
+or `splitkv::attention` (in `runtime/autograd.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv.core.device import Device, cpu, current
+from splitkv.core.errors import expect, expect_one_of, expect_tensor
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.options import Function, defaults_of, required_of, tensors_of
+from splitkv.core.plan import Config, Kernel, Plan
+from splitkv.core.problem import Operands, Problem, describe_attention, describe_decode
+from splitkv.planner.legality import expect_config
+from splitkv.planner.registry import kernel_named, make_plan
+from splitkv.runtime import call_cache
+from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
+from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
+
+calls: CallCache[BoundCall] = CallCache()  # of decode, attention and attention_varlen
+_warned: set[tuple[str, ...]] = set()
+
+_DECODE_TENSORS = tensors_of("decode")
+
+
+def device_of(tensor: Tensor) -> Device:
+    """The Device that a tensor lives on."""
+    return current(tensor.device.index) if tensor.is_cuda else cpu()
+
+
+def torch_device(device: Any) -> torch.device:
+    """A device that torch can make tensors on, given as torch takes one: by itself, its name or its
+    number."""
+    try:
+        return torch.empty(0, device=device).device
+    except (TypeError, RuntimeError, AssertionError) as error:  # the last: a torch without CUDA
+        said = str(error).partition("\n")[0]
+        message = f"device: expected a device that torch has here, got {device!r}; torch: {said}"
+        raise ValueError(message) from None
+
+
+def is_plain(*arguments: Any) -> bool:
+    """Whether no tensor is a subclass and nothing is tracing: the operators may be skipped."""
+    if torch.compiler.is_compiling() or call_cache.dispatch_modes():
+        return False
+    for x in arguments:
+        kind = type(x)
+        plain = kind is Tensor or x is None or kind is torch.nn.Parameter
+        if not plain and isinstance(x, Tensor):
+            return False
+    return True
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a gradient may be asked of what is computed from these."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
+
+
+def bind(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Launcher:
+    """A launcher for a described call, under the caller's plan or a new one."""
+    plan = plan_for(problem, operands, plan, num_splits)
+    return kernel_named(plan.kernel).bind(plan, operands)
+
+
+def plan_for(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Plan:
+    """The caller's plan fitted to a described call, or a new one."""
+    if plan is None:
+        device = device_of(operands.q)
+        unfit = partial(_unfit, operands)
+        plan = make_plan(problem, device, num_splits=num_splits, unfit=unfit)
+        _warn_of_fall_back(plan)
+    else:
+        expect(num_splits == 0, "num_splits", "0 with a plan", num_splits)
+        plan = fit_plan(plan, problem, device_of(operands.q))
+        against = _unfit(operands, kernel_named(plan.kernel))
+        expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
+    if operands.q.is_cuda:
+        plan = kernel_named(plan.kernel).refit(plan, operands)
+    if operands.q.numel() == 0:  # no query: nothing to launch
+        plan = replace(plan, kernel="torch_math", config=Config())
+    return plan
+
+
+def _unfit(operands: Operands, kernel: Kernel) -> list[str]:
+    return kernel.unfit(operands) if operands.q.is_cuda else []
+
+
+def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The plan for this call: one made for the same problem with at least as many keys."""
+    expect(isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
+    made_for = plan.problem
+    longest = replace(problem, seqlen_k=made_for.seqlen_k, needs_grad=made_for.needs_grad)
+    if made_for.mask.within(problem.seqlen_q, problem.seqlen_k) == problem.mask:
+        longest = replace(longest, mask=made_for.mask)
+    if longest != made_for or problem.seqlen_k > made_for.seqlen_k:
+        raise ValueError(f"plan: expected one for ({problem}), got one for ({made_for})")
+    expect(plan.device.arch == device.arch, "plan", f"one for {device.arch}", plan.device.arch)
+    kernel = kernel_named(plan.kernel)
+    against = kernel.unsupported(problem, device)
+    expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
+    config = expect_config(kernel, problem, device, plan.config)
+    return replace(plan, problem=problem, config=config)
+
+
+def _warn_of_fall_back(plan: Plan) -> None:
+    """Say once for each reason that a GPU reads a cache, or quantised keys, by kernels that are not
+    made for it."""
+    kind, device = plan.problem.kind, plan.device.kind
+    of_cache = kind == "decode" or isinstance(plan.problem.place, Paged)
+    quantised = plan.problem.codec != AS_IS
+    fell_back = device == "cuda" and plan.kernel in ("torch_math", "torch_sdpa")
+    if not fell_back or not (of_cache or quantised):
+        return
+    name = {"decode": "decode", "dense": "attention", "varlen": "attention_varlen"}[kind]
+    against = dict(plan.rejected).get("prefill", ())
+    if against and against not in _warned:
+        _warned.add(against)
+        warnings.warn(f"{name} runs on {plan.kernel}: {'; '.join(against)}", stacklevel=8)
+
+
+def handle_of(plan: Plan | None) -> str:
+    """What an operator is given of a plan."""
+    expect(plan is None or isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
+    if plan is None:
+        return ""
+    id(plan)  # a traced graph is for this plan alone
+    return _handle_of(plan)
+
+
+@torch.compiler.assume_constant_result
+def _handle_of(plan: Plan) -> str:
+    """Found while a graph is traced, not traced itself."""
+    return plan.handle
+
+
+def expect_unrecorded(out: Any) -> None:
+    """What is written into `out` is no part of a graph."""
+    recorded = torch.is_grad_enabled() and getattr(out, "requires_grad", False)
+    hint = "pass out.detach(), or call within torch.no_grad()"
+    expect(not recorded, "out", "a tensor without a gradient", "one that requires it", hint)
+
+
+def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Problem:
+    """The Problem of a call of `decode`, `attention_varlen` (cu_seqlens) or `attention` (dense)."""
+    varlen = "cu_seqlens_q" in arguments or len(tensors) > 2
+    name: Function = "attention_varlen" if varlen else "attention" if dense else "decode"
+    positional, signature = required_of(name), defaults_of(name)
+    enough = 2 <= len(tensors) <= 2 + len(positional)
+    expected = ", ".join(("q, keys and values by position", *positional))
+    expect(enough, name, expected, 1 + len(tensors))
+    argument: str
+    for argument, x in zip(positional, tensors[2:], strict=False):
+        if argument in arguments:
+            raise ValueError(f"{argument}: expected by position or by name, got both")
+        arguments[argument] = x
+    for argument in arguments:
+        expect_one_of(f"argument of {name}", argument, (*positional, *signature))
+    given = {**dict.fromkeys(positional), **signature, **arguments}
+    indices: tuple[str, ...] = ("cu_seqlens_q",) if varlen else ()
+    if varlen and given["page_table"] is None:
+        indices += ("cu_seqlens_k",)
+    tensors_given = (q, *tensors[:2], *(given[i] for i in indices))
+    for argument, x in zip(("q", "k", "v", *indices), tensors_given, strict=True):
+        expect_tensor(argument, x)
+    grad = needs_grad(q, *tensors[:2], given["sink_logits"], given["alibi_slopes"])
+    described = describe_decode if name == "decode" else describe_attention
+    q, k, v = as_autocast(q, *tensors[:2])
+    return described(q, k, v, needs_grad=grad, **given)[0]
+
+
+def run_decode(
+    tensors: list[Tensor],
+    arguments: dict[str, Any],
+    num_splits: int,
+    plan: Plan | None,
+    options: tuple[Any, ...],
+    in_operator: bool,
+) -> Result | None:
+    """A call of decode that is not relaunched: described, planned and bound on the first of a kind.
+    None where it has to go through the operator.
+
+    tensors    q, k_cache, v_cache, and of the optional ones those that are given
+    arguments  all but q, k_cache, v_cache, num_splits and plan
+    options    what the cache knows it by beside the layouts of the tensors; where that is not
+               hashable, some option is not what it should be
+    """
+    bound = calls.match(options, tensors)
+    if bound is None:
+        if not in_operator and not is_plain(*tensors):
+            return None
+        q = tensors[0]
+        if autocast_dtype(q) is not None:
+            tensors = [*as_autocast(*tensors[:3]), *tensors[3:]]
+            with without_autocast(q):
+                return run_decode(tensors, arguments, num_splits, plan, options, in_operator)
+        expect_unrecorded(arguments["out"])
+        new = partial(_bind_decode, tensors, arguments, num_splits, plan)
+        bound = calls.get_or_bind(options, tensors, new)
+    q, k_cache, v_cache = tensors[:3]
+    operands = Operands(q, k_cache, v_cache, softmax_scale=bound.softmax_scale)
+    for name in _DECODE_TENSORS:
+        setattr(operands, name, arguments[name])
+    operands.softcap = float(arguments["softcap"])
+    return bound(operands)
+
+
+def _bind_decode(
+    tensors: list[Tensor], arguments: dict[str, Any], num_splits: int, plan: Plan | None
+) -> BoundCall:
+    q, k_cache, v_cache = tensors[:3]
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        expect_tensor(name, x)
+    grad = needs_grad(q, k_cache, v_cache, arguments["sink_logits"], arguments["alibi_slopes"])
+    problem, operands = describe_decode(q, k_cache, v_cache, needs_grad=grad, **arguments)
+    return BoundCall.of(bind(problem, operands, plan, num_splits), operands, plan)
+
+
+def working_dtype(q: Tensor) -> torch.dtype:
+    """The type of the output: q's own, bfloat16 where q is quantised."""
+    return q.dtype if q.is_floating_point() and q.dtype.itemsize > 1 else torch.bfloat16
+
+
+def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What an operator returns: always two tensors, in the strides that its fake promises."""
+    absent = out.new_empty(0, dtype=torch.float32)
+    return out.contiguous(), absent if lse is None else lse.contiguous()

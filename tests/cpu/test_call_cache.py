@@ -1,0 +1,120 @@
+"""What a call is known by, in the one cache that all functions share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitkv.runtime import call_cache
+from splitkv.runtime.call_cache import MAX_RECENT, CallCache, with_types
+
+Cache = CallCache[object]
+
+
+@pytest.fixture(params=[True, False], ids=["", "without torch's check"])
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    if not request.param:
+        monkeypatch.setattr(call_cache, "_TensorGuards", None)
+    return CallCache()
+
+
+def found(cache: Cache, options: Any, *tensors: Tensor) -> object:
+    """The call as the functions look for it."""
+    bound = cache.match(options, tensors)
+    return bound if bound is not None else cache.get_or_bind(options, tensors, object)
+
+
+def test_equal_kinds_are_bound_once(cache: Cache) -> None:
+    first = found(cache, (1,), torch.zeros(2, 3), torch.ones(4))
+    assert found(cache, (1,), torch.ones(2, 3), torch.zeros(4)) is first
+    assert found(cache, (2,), torch.zeros(2, 3), torch.ones(4)) is not first
+    assert cache.get_or_bind((1,), [torch.zeros(2, 3), torch.ones(4)], pytest.fail) is first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(3, 2),
+        torch.zeros(3, 2).T,
+        torch.zeros(2, 3, dtype=torch.float64),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3, requires_grad=True),
+    ],
+    ids=["shape", "strides", "dtype", "device", "gradient"],
+)
+def test_another_layout_is_another_kind(other: Tensor, cache: Cache) -> None:
+    first, second = found(cache, (), torch.zeros(2, 3)), found(cache, (), other)
+    assert first is not second
+    assert found(cache, (), torch.zeros(2, 3)) is first and found(cache, (), other) is second
+
+
+def test_recording_is_part_of_a_kind(cache: Cache) -> None:
+    """Only where something is recorded."""
+    plain, learned = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    recorded, once = found(cache, (), learned), found(cache, (), plain)
+    with torch.no_grad():
+        assert found(cache, (), learned) is not recorded
+        assert found(cache, (), plain) is once
+    assert found(cache, (), learned) is recorded
+
+
+def test_types_tell_equal_options_apart() -> None:
+    options = [with_types((x,)) for x in (1, 1.0, True)]
+    assert len(set(options)) == 3
+    assert with_types((1, None)) == with_types((1, None))
+
+
+def test_what_cannot_be_hashed_is_not_kept(cache: Cache) -> None:
+    assert found(cache, ([],), torch.zeros(2)) is not found(cache, ([],), torch.zeros(2))
+    assert found(cache, (), None) is not found(cache, (), None)  # type: ignore[arg-type]
+    assert len(cache) == 0
+
+
+def test_a_bind_that_raises_leaves_nothing(cache: Cache) -> None:
+    def refuse() -> object:
+        raise TypeError("of the call itself")
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match="of the call itself"):
+            cache.get_or_bind((), [torch.zeros(2)], refuse)
+    assert len(cache) == 0
+
+
+def test_a_tensor_given_twice_is_found_by_its_layout(cache: Cache) -> None:
+    x = torch.zeros(2)
+    assert found(cache, (), x, x) is found(cache, (), x, x)
+    assert not cache.recent
+
+
+def test_the_latest_layouts_are_tried_first() -> None:
+    cache = Cache()
+    tensors = [torch.zeros(n) for n in range(1, MAX_RECENT + 4)]
+    calls = [found(cache, (), x) for x in tensors]
+    assert [found(cache, (), x) for x in tensors] == calls
+    (recent,) = cache.recent.values()
+    assert [bound for _, _, bound in recent] == calls[: -MAX_RECENT - 1 : -1]
+
+
+def test_an_entry_replaces_what_it_stands_in_front_of() -> None:
+    cache = Cache()
+    for bound in range(3):
+        cache.add((), [torch.zeros(2)], bound)
+        cache.add((), [torch.zeros(3)], 10 + bound)
+    (recent,) = cache.recent.values()
+    assert [bound for _, _, bound in recent] == [12, 2]
+
+
+@pytest.mark.parametrize("kept", ["get_or_bind", "add"])
+def test_it_is_bounded(kept: str) -> None:
+    cache = Cache(max_calls=4)
+    for n in range(12):
+        if kept == "add":
+            cache.add((n,), [torch.zeros(2)], n)
+        else:
+            found(cache, (), torch.zeros(n))
+        assert 0 < len(cache) <= 4
+    cache.clear()
+    assert len(cache) == 0

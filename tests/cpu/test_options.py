@@ -1,0 +1,118 @@
+"""What has to be written out for type checkers is what the one table of arguments says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import splitkv
+from splitkv.core import options
+from splitkv.core.options import (
+    OPTIONS,
+    REQUIRED,
+    Function,
+    defaults_of,
+    options_of,
+    required_of,
+    scalars_of,
+    tensors_of,
+)
+from splitkv.core.problem import Operands, describe_attention, describe_decode
+from splitkv.runtime.append_decode import append_decode_op
+from splitkv.runtime.arguments import AttentionOptions, DecodeOptions, VarlenOptions
+from splitkv.runtime.autograd import attention_op
+from splitkv.runtime.call_cache import Relaunch
+from splitkv.runtime.decode import decode_op
+
+PUBLIC: dict[Function, tuple[Callable[..., Any], Any]] = {
+    "attention": (splitkv.attention, AttentionOptions),
+    "attention_varlen": (splitkv.attention_varlen, VarlenOptions),
+    "decode": (splitkv.decode, DecodeOptions),
+}
+DESCRIBED = {
+    "attention": describe_attention,
+    "attention_varlen": describe_attention,
+    "decode": describe_decode,
+}
+
+
+@pytest.mark.parametrize("function", PUBLIC)
+def test_signatures(function: Function) -> None:
+    """Names, defaults and types; those without a default in their order."""
+    _, _, _, *parameters = inspect.signature(PUBLIC[function][0]).parameters.values()
+    written = {
+        p.name: (REQUIRED if p.default is p.empty else p.default, p.annotation) for p in parameters
+    }
+    table = options_of(function)
+    assert written == {name: (option.default, option.type) for name, option in table.items()}
+    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    assert tuple(positional) == required_of(function)
+
+
+@pytest.mark.parametrize("function", PUBLIC)
+def test_what_type_checkers_read(function: Function) -> None:
+    written: dict[str, str] = {}
+    for part in reversed(PUBLIC[function][1].__mro__[:-1]):
+        written |= getattr(part, "__annotations__", {})
+    told = {name: getattr(kind, "__forward_arg__", kind) for name, kind in written.items()}
+    table = options_of(function).items()
+    assert told == {
+        name: option.type
+        for name, option in table
+        if option.default is not REQUIRED and name != "return_lse"  # which overloads tell apart
+    }
+
+
+@pytest.mark.parametrize("function", DESCRIBED)
+def test_what_is_described(function: Function) -> None:
+    _, _, _, *parameters = inspect.signature(DESCRIBED[function]).parameters.values()
+    known = {*defaults_of(function), *required_of(function)}
+    left = {p.name for p in parameters if p.default is p.empty} - {"needs_grad"}
+    assert left <= known <= {p.name for p in parameters}
+
+
+@pytest.mark.parametrize("function", [*PUBLIC, "append_and_decode"])
+def test_every_argument_is_a_tensor_a_scalar_or_about_the_plan(function: Function) -> None:
+    tensors, scalars = tensors_of(function), scalars_of(function)
+    deciding = [name for name, option in options_of(function).items() if option.decides]
+    assert sorted((*tensors, *scalars, *deciding)) == sorted(options_of(function))
+    assert set(tensors) <= {field.name for field in fields(Operands)}
+
+
+def test_tensors_of_a_relaunch() -> None:
+    _, _, _, *names = list(inspect.signature(Relaunch.__call__).parameters)[1:]
+    assert set(names) == {*tensors_of("decode"), "softmax_scale", "softcap", "new"}
+
+
+@pytest.mark.parametrize(
+    ("operator", "functions", "without"),
+    [
+        (decode_op, ["decode"], {"out"}),
+        (attention_op, ["attention", "attention_varlen"], set()),
+        (append_decode_op, ["append_and_decode"], set()),
+    ],
+    ids=["decode", "attention", "append_decode"],
+)
+def test_operators_take_every_argument(
+    operator: Any, functions: list[Function], without: set[str]
+) -> None:
+    taken = {argument.name for argument in operator._opoverload._schema.arguments}
+    wanted = {name for function in functions for name in options_of(function)} - without
+    assert wanted - {"window_size"} | {"window_left", "window_right"} <= taken
+
+
+def test_how_an_operator_takes_an_argument() -> None:
+    schema = options.schema_of("attention", "attention_varlen")
+    assert {"SymInt? max_seqlen_q", "Tensor? cu_seqlens_q", "bool causal", "str plan"} <= {*schema}
+    assert "SymInt max_seqlen_q" in options.schema_of("attention_varlen")
+    assert "float? softmax_scale" in schema and "float softcap" in schema
+    assert options.names_of(schema)[:2] == ("cu_seqlens_q", "cu_seqlens_k")
+
+
+def test_rows_of_the_table_do_not_overlap() -> None:
+    rows = [(option.name, function) for option in OPTIONS for function in option.functions]
+    assert len(rows) == len(set(rows))

@@ -1,0 +1,1 @@
+"""Random calls of every public function against a definition written apart: `python -m fuzz`."""
