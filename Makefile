@@ -2,7 +2,7 @@
 # make test      lint, types, every test that needs no GPU, kernels compiled on two Tritons; all
 #                parts run, whatever becomes of those before, and the last lines say what did
 # make codegen   whether every kernel compiles to the PTX that is listed; UPDATE=1 rewrites the list,
-#                KERNEL=hopper_decode_split takes the cases of one: see tests/codegen.py
+#                KERNEL=hopper_decode_split takes the cases of one: see tests/support/codegen.py
 # make test-gpu  the tests that need an NVIDIA GPU; writes tests/gpu/last_run.json. GPU_SHARD=1/2
 #                and then 2/2: the same in two goes
 # make test-models  every model type of transformers against its eager attention, with a list of what
@@ -38,6 +38,8 @@ SEED ?= 0
 FUZZ_SECONDS := $(if $(filter command line environment,$(origin SECONDS)),$(SECONDS),600)
 FUZZ = python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
 
+# Folders of tests, which are those of src/splitkv.
+ROOMS := $(addprefix tests/,core planner runtime kernels doors lab project)
 PARTS := lint types test-newest test-cpu test-baseline test-interpreter
 
 .PHONY: demo test $(PARTS) codegen test-models test-gpu fuzz fuzz-gpu sanitize bench docs clean
@@ -63,13 +65,14 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 test-cpu: $(INSTALLED)
-	$(BIN)/python -m pytest $(SHARED) tests/cpu tests/integrations
+	$(BIN)/python -m pytest $(SHARED) $(ROOMS)
 
 # The files that compare numbers once more, by the instructions that every CPU has: bits may differ
-# there, results may not.
+# there, results may not. Operators are left out: they trace what the other files call.
 test-baseline: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) \
-		$$(grep -lE 'assert_close|gradcheck|torch\.equal' tests/cpu/*.py tests/integrations/*.py)
+		$$(grep -rlE --include='test_*.py' 'assert_close|gradcheck|torch\.equal' $(ROOMS) | \
+			grep -v operator)
 
 # The kernels run as Python, which takes processes in which nothing compiles them.
 test-interpreter: $(INSTALLED)
@@ -80,15 +83,15 @@ test-models: $(INSTALLED)
 
 # Variants of every kernel once more, compiled by the newest Triton in place of the pinned one.
 test-newest: $(NEWEST)/.installed
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(SHARED) -m newest tests/cpu/test_compile*.py
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(SHARED) -m newest tests/kernels/test_compile*.py
 
 # Both Tritons, one after the other, whatever the first one says.
 codegen: GATE = --codegen $(if $(UPDATE),update,check) \
 	$(if $(KERNEL),--codegen-kernel $(KERNEL)) $(if $(DUMP),--codegen-dump $(DUMP))
 codegen: $(NEWEST)/.installed
-	$(BIN)/python -m pytest -q $(SHARED) $(GATE) tests/cpu/test_compile*.py; pinned=$$?; \
+	$(BIN)/python -m pytest -q $(SHARED) $(GATE) tests/kernels/test_compile*.py; pinned=$$?; \
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -q $(SHARED) -m newest $(GATE) \
-		tests/cpu/test_compile*.py && exit $$pinned
+		tests/kernels/test_compile*.py && exit $$pinned
 
 test-gpu fuzz-gpu sanitize bench: GPU_PYTHON = $(shell $(PYTHON) -c \
 	"import torch, triton; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \

@@ -12,7 +12,7 @@ import cases
 import pytest
 import torch
 from appending import Step, separately, step
-from cpu import test_flash_attn_kv_cache as cached
+from doors import test_flash_attn_kv_cache as cached
 from gpu.test_append import DEVICE
 from running import SERVING, kernels, plans
 from torch import Tensor

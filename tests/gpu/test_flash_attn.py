@@ -12,9 +12,9 @@ import appending
 import cases
 import pytest
 import torch
-from cpu import test_flash_attn as dense
-from cpu import test_flash_attn_8bit as stored
-from cpu import test_flash_attn_kv_cache as cached
+from doors import test_flash_attn as dense
+from doors import test_flash_attn_8bit as stored
+from doors import test_flash_attn_kv_cache as cached
 from torch import Tensor
 
 from splitkv.core.masks import Mask

@@ -51,7 +51,7 @@ def exists(values: cases.Values) -> bool:
 
 
 def pairs(valid: Callable[[cases.Values], bool], **more: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes `values`: tests/cpu/test_ahead.py has all that Triton is asked to compile."""
+    """Parametrizes `values`: tests/runtime/test_warmup.py has all that Triton compiles."""
     chosen = cases.pairs({**AXES, **more}, lambda values: exists(values) and valid(values))
     ids = ["-".join(map(str, values.values())) for values in chosen]
     return pytest.mark.parametrize("values", chosen, ids=ids)

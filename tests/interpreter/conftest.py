@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_without_waste() -> Iterator[None]:
-    """See tests/interpreting.py, which imports Triton."""
+    """See tests/support/interpreting.py, which imports Triton."""
     from interpreting import bfloat16_as_on_a_gpu, without_waste
 
     with pytest.MonkeyPatch.context() as patch:

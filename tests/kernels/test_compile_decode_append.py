@@ -9,7 +9,7 @@ import cases
 import pytest
 import torch
 from compiling import Compiled, Layout, compile_plan, variants
-from cpu.test_compile import (
+from kernels.test_compile import (
     EVERYDAY,
     MOST_REGISTERS,
     PLAIN,
@@ -18,7 +18,7 @@ from cpu.test_compile import (
     programs_an_sm,
     tolerated_stack,
 )
-from cpu.test_compile import valid as has_config
+from kernels.test_compile import valid as has_config
 
 from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.masks import Mask

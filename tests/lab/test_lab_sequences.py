@@ -623,7 +623,7 @@ peers.serve("fa2", "100")
 
 
 def test_a_process_answers_cases_and_samples() -> None:
-    path = [p for p in sys.path if p.endswith(("src", "tests"))]
+    path = [p for p in sys.path if p.endswith(("src", "tests", "support"))]
     path.append(str(__file__).rpartition("/")[0])
     there = peers.There("fa2", Pace(), [sys.executable, "-c", SERVE.format(path=path)])
     try:

@@ -81,7 +81,7 @@ def tables() -> str:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="expected a checkout")
 def test_an_sdist_has_every_file_that_git_has(built: Built) -> None:
     names = run("git", "ls-files", cwd=ROOT).split("\n")[:-1]
-    assert "tests/cpu/test_packaging.py" in names
+    assert "tests/project/test_packaging.py" in names
     assert [name for name in names if not (built.unpacked / name).is_file()] == []
 
 

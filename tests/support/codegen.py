@@ -1,8 +1,8 @@
 """The PTX of every compile case, against a committed list: what moves or renames code changes none.
 
-Tests that compile (tests/compiling.py) say here what came out. Each of them fails where that is
-not in the list of its Triton, tests/golden/codegen. `make codegen` compiles the same cases up to
-PTX and compares the list as a whole, so that a case that vanished shows, too:
+Tests that compile (compiling.py) say here what came out. Each of them fails where that is not in
+the list of its Triton, tests/golden/codegen. `make codegen` compiles the same cases up to PTX and
+compares the list as a whole, so that a case that vanished shows, too:
 
     make codegen                              every case, on both Tritons
     make codegen KERNEL=hopper_decode_split   those of a kernel
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-LISTS = Path(__file__).parent / "golden" / "codegen"
+LISTS = Path(__file__).parents[1] / "golden" / "codegen"
 PROPERTY = "codegen"  # of a test's report, which a worker sends to who started it
 # What is launched with a kernel and not in its PTX.
 METADATA = ("num_warps", "num_ctas", "cluster_dims", "shared", "tmem_size", "global_scratch_size")
@@ -225,7 +225,9 @@ def triton_list() -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("codegen", "the PTX of every compile case, see tests/codegen.py")
+    group = parser.getgroup(
+        "codegen", "the PTX of every compile case, see tests/support/codegen.py"
+    )
     group.addoption("--codegen", choices=("check", "update"), help="compile up to PTX, compare")
     group.addoption("--codegen-kernel", default="", help="cases of a kernel alone")
     group.addoption("--codegen-dump", default="", help="a folder for what is hashed")
@@ -239,7 +241,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if kernel and kernel not in kernels:
         raise pytest.UsageError(f"kernel: expected one of {', '.join(sorted(kernels))}")
     # Kernels without machine code are nobody else's, and stay there for the next time.
-    build = Path(__file__).parents[1] / "build" / "codegen"
+    build = Path(__file__).parents[2] / "build" / "codegen"
     os.environ["TRITON_CACHE_DIR"] = str(build / triton_list().stem)
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     import triton

@@ -176,7 +176,7 @@ def test_variants(values: cases.Values) -> None:
     as_meant(problem, config, compiled(problem, config, values["row_gap"]))
 
 
-# The newest Triton spills in these loops, as tests/compiling.py tells of: not compiled there.
+# The newest Triton spills in these loops, as support/compiling.py tells: not compiled there.
 @variants(CACHES, most=4, newest=0, ids=describe)
 def test_caches(values: cases.Values) -> None:
     """Pages, and parts of the keys."""

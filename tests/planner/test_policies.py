@@ -44,7 +44,7 @@ from splitkv.planner.policies import (
 from splitkv.planner.policies.shared import ceil_div, num_tiles, slowest
 from splitkv.planner.registry import kernel_named, make_plan
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 H200 = GPUS["h200"]
 
 

@@ -16,8 +16,8 @@ PARTS = {  # and what its call has that no other part's has
     "lint": "ruff check",
     "types": "bin/mypy",
     "test-newest": "-m newest",
-    "test-cpu": "tests/integrations ",
-    "test-baseline": "tests/cpu/test_api.py",
+    "test-cpu": "tests/lab tests/project",
+    "test-baseline": "tests/doors/test_api.py",
     "test-interpreter": "tests/interpreter",
 }
 STAND_IN = """#!/bin/sh
@@ -68,6 +68,6 @@ def test_all_that_pass(checkout: Path) -> None:
     code, last, called = make_test(checkout, "nothing")
     assert (code, last) == (0, f"make test: passed: {' '.join(PARTS)}; failed: none")
     (baseline,) = (line for line in called.splitlines() if "default instructions" in line)
-    for name in ("tests/cpu/test_api.py", "tests/cpu/test_torch_kernels.py"):
+    for name in ("tests/doors/test_api.py", "tests/kernels/test_torch_kernels.py"):
         assert name in baseline
     assert "test_style.py" not in baseline

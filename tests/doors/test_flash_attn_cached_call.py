@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpu.test_decode_append import Appending, bound
-from cpu.test_flash_attn_kv_cache import PLAIN, Example
+from doors.test_flash_attn_kv_cache import PLAIN, Example
+from runtime.test_decode_append import Appending, bound
 from torch import Tensor
 
 from splitkv.core.masks import Mask
@@ -36,7 +36,7 @@ class Again(Appending):
 @pytest.fixture
 def steps(bound: list[Appending], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The launchers that were bound."""
-    monkeypatch.setattr("cpu.test_decode_append.Appending", Again)
+    monkeypatch.setattr("runtime.test_decode_append.Appending", Again)
     monkeypatch.setattr(cached_call, "calls", CallCache())
     return bound
 

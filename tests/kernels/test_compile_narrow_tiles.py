@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from compiling import compile_plan
-from cpu.test_compile_prefill import compiled, forward
+from kernels.test_compile_prefill import compiled, forward
 
 from splitkv.core.device import GPUS
 from splitkv.core.kv import AS_IS, Codec

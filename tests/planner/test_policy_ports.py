@@ -25,7 +25,7 @@ from splitkv.core.scores import Score
 from splitkv.planner.policies import flash_attention_2, flash_attention_3, sequence_aware
 from splitkv.planner.policies.shared import float32
 
-GOLDEN = Path(__file__).parent / "golden" / "ports.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "ports.json"
 H200 = GPUS["h200"]
 SM_COUNTS = sorted({gpu.num_sms for gpu in GPUS.values()})
 

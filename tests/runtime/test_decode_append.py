@@ -11,7 +11,7 @@ import cases
 import pytest
 import torch
 from appending import AXES, Step, separately, step, valid
-from cpu.test_direct import Launched, at, gpu, repeat_of, tensors
+from runtime.test_direct import Launched, at, gpu, repeat_of, tensors
 from torch import Tensor
 
 import splitkv
