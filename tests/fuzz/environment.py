@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ WHERE = ("cpu", "interpret", "cuda")
 
 def prepare(where: str) -> None:
     """Before anything of the package is imported."""
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
     os.environ["SPLITKV_CACHE"] = os.path.join(os.path.dirname(__file__), "no-cache")
     os.environ.pop("TRITON_INTERPRET", None)
     if where == "interpret":
@@ -31,8 +34,6 @@ def prepare(where: str) -> None:
 
 def _interpret(patch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU are planned as for an A100 and launch its kernels, which run as Python."""
-    import sys
-
     import torch
     from interpreting import bfloat16_as_on_a_gpu, without_waste
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 
 class Scales(NamedTuple):
@@ -34,11 +35,17 @@ def e4m3(bits):
 
 @triton.jit
 def widen(x, dtype: tl.constexpr):
-    """x as it is where it is of the working type, else its stored numbers in `dtype`."""
+    """x as it is where it is of the working type, else its stored numbers in `dtype`.
+
+    GPUs before sm_90 convert e4m3 to bf16 by way of fp16. Triton would do so itself, but decides it
+    once in a process: after a kernel for sm_90, those for sm_89 get an instruction that they lack.
+    """
     if x.dtype == tl.uint8:
         x = e4m3(x)
     elif x.dtype == tl.int8:
         x = x.to(tl.float32)
+    elif x.dtype == tl.float8e4nv and not cuda_capability_geq(9):
+        x = x.to(tl.float16)
     return x.to(dtype)
 
 
