@@ -16,7 +16,7 @@ from splitkv.core.masks import Mask
 from splitkv.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from splitkv.flash_attn.descales import scales_of
 from splitkv.kernels.host.append_call import Rotary, _rotate
-from splitkv.kernels.tile.codec import scale_strides
+from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.rounding import quantize
 from splitkv.testing import assert_close, assert_lse_close
 

@@ -15,8 +15,7 @@ from running import HERE, each_shape
 
 from splitkv import testing
 from splitkv.core.plan import Config
-from splitkv.kernels import prefill
-from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.kernels import records
 from splitkv.testing import (
     Codec,
     Mask,
@@ -275,7 +274,7 @@ def test_every_config_has_a_case_with_every_value_of_the_first_axis() -> None:
         "dtype": ("bfloat16", "float32"),
         "seqlen": (7,),
     }
-    kernels = {kernel.name: kernel for kernel in (hopper_prefill.KERNEL, prefill.KERNEL)}
+    kernels = {kernel.name: kernel for kernel in (records.HOPPER_PREFILL, records.PREFILL)}
 
     def problem_of(values: cases.Values) -> Problem:
         dim, seqlen = values["head_dim"], values["seqlen"]

@@ -113,12 +113,12 @@ class Launched:
         out, lse = attention(q, k, v, launcher.problem.mask.causal, x.softmax_scale)
         return x.out.copy_(out.transpose(1, 2)), lse
 
-    def backward_for(self, problem: Any, device: Any, x: Any) -> Any:
+    def backward_for(self, plan: Any, x: Any) -> Any:
         def run(x: Any, seed: Any, out: Tensor, lse: Tensor, grad: Tensor, *_: Any) -> Any:
             self.seeds.append(None if seed is None else int(seed))
             q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
             with _recording():
-                found = gradients(q, k, v, grad.transpose(1, 2), problem, x.softmax_scale)
+                found = gradients(q, k, v, grad.transpose(1, 2), plan.problem, x.softmax_scale)
             return *(g.transpose(1, 2) for g in found), None, None
 
         return run

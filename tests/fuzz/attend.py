@@ -29,7 +29,7 @@ from fuzz.draw import (
 from fuzz.judging import Leaves, Question, packed, stacked
 from fuzz.oracle import Asked, Sequence, Wrong
 from splitkv.core.errors import UnsupportedProblem
-from splitkv.kernels import torch_math
+from splitkv.kernels import records
 from splitkv.planner.legality import is_legal
 from splitkv.planner.policies import POLICIES
 from splitkv.planner.policies.fixed import with_split_size
@@ -576,7 +576,7 @@ def by_hand(plan: Any, seed: int, place: float, shape_of: float, how: float) -> 
     able = [k for k in KERNELS if not k.unsupported(problem, device)]
     kernel = able[int(place * len(able))]
     configs = list(kernel.configs(problem, device))
-    if kernel.name == torch_math.KERNEL.name or not configs:
+    if kernel.name == records.TORCH_MATH.name or not configs:
         return copy.deepcopy(plan)
     config = configs[int(shape_of * len(configs))]
     schedule = kernel.schedules[int(how * len(kernel.schedules))]

@@ -25,12 +25,11 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 from running import DEVICE, HERE, batch_plan, fixed_plan, kernels, only, plan_with, plans, same_bits
-from training import FUNCTION, paged
+from training import FUNCTION, any_gpu_backward, paged
 
 import splitkv
 from splitkv import Plan
 from splitkv.kernels import prefill
-from splitkv.kernels.backward.launcher import BackwardLauncher
 from splitkv.planner.registry import KERNELS
 from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, check
 
@@ -120,11 +119,6 @@ def sequences_on_the_gpu(kernel: str, parts: int, page_size: int = 0) -> Callabl
         return tuple(x.cpu() for x in result)
 
     return run
-
-
-def any_gpu_backward(problem: Problem, device: splitkv.Device, _: Any) -> BackwardLauncher:
-    """In place of `backward_for`."""
-    return BackwardLauncher(problem, device)
 
 
 def check_sequences(roles: bool) -> None:

@@ -21,6 +21,7 @@ from training import (
     LEAVES,
     SINKS,
     TRAINING,
+    any_gpu_backward,
     compare_with_reference,
     fuzz,
     gradients,
@@ -31,11 +32,12 @@ from training import (
 
 import splitkv
 from splitkv.kernels import prefill
-from splitkv.kernels.backward import variant
-from splitkv.kernels.backward.launcher import BackwardLauncher
-from splitkv.kernels.backward.row_splits import row_splits
 from splitkv.kernels.hopper.backward import launcher as hopper_backward
-from splitkv.kernels.hopper.backward.variant import HEAD_DIMS, variants
+from splitkv.kernels.limits import backward as variant
+from splitkv.kernels.limits import hopper_backward as limits
+from splitkv.kernels.limits.hopper_backward import HEAD_DIMS, variants
+from splitkv.planner.policies.backward import with_row_splits
+from splitkv.planner.policies.row_splits import row_splits
 from splitkv.testing import Mask, Problem, Ragged, Score, check, expected, make_operands
 
 FAMILIES, PLANS, PROBLEMS = 8, 2, 16  # of a family; of a plan
@@ -45,11 +47,6 @@ EVERYTHING = replace(
 )
 
 
-def any_gpu(problem: Problem, device: splitkv.Device, operands: Any) -> BackwardLauncher:
-    """In place of `backward_for`."""
-    return BackwardLauncher(problem, device)
-
-
 @pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(GRAD_AXES))))
 def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(PAIRS[number], needs_grad=True, return_lse=True)
@@ -57,8 +54,8 @@ def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     strided = number % 3 == 0
     options = {"strided": strided, "zero_length": zero_length}
     check(problem, device=DEVICE, run=run, **options)
-    if not hopper_backward.unsupported(problem, HERE):
-        monkeypatch.setattr(prefill, "backward_for", any_gpu)
+    if not limits.unsupported(problem, HERE):
+        monkeypatch.setattr(prefill, "backward_for", any_gpu_backward)
         check(problem, device=DEVICE, run=run, **options)
 
 
@@ -75,7 +72,7 @@ def test_every_config(
     dtype: str, which: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(GRAD, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
-    monkeypatch.setattr(prefill, "backward_for", any_gpu)
+    monkeypatch.setattr(prefill, "backward_for", any_gpu_backward)
     for config in list(getattr(variant, which)(problem, HERE)):
         monkeypatch.setattr(variant, which, lambda problem, device, c=config: iter([c]))
         check(problem, device=DEVICE, run=run)
@@ -102,10 +99,14 @@ def test_every_config_on_hopper(
 ) -> None:
     problem = replace(GRAD, kind=kind, head_dim=dims[0], head_dim_v=dims[1])
     problem = replace(problem, deterministic=deterministic, mask=mask)
-    assert hopper_backward.unsupported(problem, HERE) == []
+    assert limits.unsupported(problem, HERE) == []
     for found in variants(problem, HERE):
-        made = partial(hopper_backward.HopperBackwardLauncher, variant=found)
-        monkeypatch.setattr(prefill, "backward_for", lambda p, d, _, made=made: made(p, d))
+
+        def bound(plan: Any, operands: Any, found: Any = found) -> Any:
+            made = with_row_splits(plan.problem, plan.device, found)
+            return hopper_backward.HopperBackwardLauncher(plan.problem, plan.device, made)
+
+        monkeypatch.setattr(prefill, "backward_for", bound)
         check(problem, device=DEVICE, run=run)
 
 
@@ -171,7 +172,7 @@ def test_few_tiles_in_parts(
     for deterministic in (False, True):
         options = {"zero_length": kind == "varlen", "strided": deterministic}
         check(replace(problem, deterministic=deterministic), device=DEVICE, run=run, **options)
-    monkeypatch.setattr(prefill, "backward_for", any_gpu)
+    monkeypatch.setattr(prefill, "backward_for", any_gpu_backward)
     check(problem, device=DEVICE, run=run, zero_length=kind == "varlen")
 
 
@@ -215,7 +216,7 @@ def test_gradients_where_the_sink_dominates(
     """The LSE leaves the sink out, so that its gradient has no part in that of the sink, however
     much larger it is than the rest."""
     if mine == "any_gpu":
-        monkeypatch.setattr(prefill, "backward_for", any_gpu)
+        monkeypatch.setattr(prefill, "backward_for", any_gpu_backward)
     problem = replace(GRAD, dtype="bfloat16", sink_logits=True)
     problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
     for kind in ("dense", "varlen"):
@@ -232,7 +233,7 @@ def test_tokens_after_the_last_sequence(
 ) -> None:
     """They have no part in anything: their gradients are zero, also those of keys in parts."""
     if mine == "any_gpu":
-        monkeypatch.setattr(prefill, "backward_for", any_gpu)
+        monkeypatch.setattr(prefill, "backward_for", any_gpu_backward)
     problem = replace(GRAD, kind="varlen", batch=2, seqlen_q=2300, seqlen_k=2300)
     problem = replace(problem, mask=Mask(True, window, -1, 200), needs_grad=False)
     call = make_operands(problem, device=DEVICE)

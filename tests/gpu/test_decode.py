@@ -33,10 +33,11 @@ from running import (
 )
 
 import splitkv
-from splitkv.core import plan as rules
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.scores import Score
+from splitkv.core.tiles import box_rows
+from splitkv.planner.policies import variants as rules
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime import dispatch
 from splitkv.runtime.call_cache import CallCache
@@ -335,8 +336,8 @@ SMALL_PAGES = {
 def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long parts of large caches, here in short ones: in one part, in several, in so many
     that the ring holds all tiles, and in a pair, of lengths that end anywhere or are 0."""
-    monkeypatch.setattr(rules, "LARGE", (0, 0))
-    monkeypatch.setattr(rules, "LONG", (0, 0))
+    for name in ("LARGE_CACHE", "LARGE_CACHE_8BIT", "LONG_SPLIT", "LONG_SPLIT_8BIT"):
+        monkeypatch.setattr(rules, name, 0)
     problem = replace(SMALL_PAGES[name], seqlen_k=2130)
     plan = plan_with(HOPPER, problem)
     cuts = *({"num_splits": n} for n in (1, 3, 34)), {"num_splits": 2, "merge": "cluster"}
@@ -344,8 +345,8 @@ def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) 
         for tile_n, num_stages in ((64, 2), (64, 3), (32, 3), (128, 2)):
             shape = Config(1, 16, tile_n, 4, num_stages)
             asking = replace(plan, policy="asking", config=replace(shape, **cut))
-            if rules.box_rows(problem, tile_n) < tile_n:
-                assert rules.asked_apart(problem, asking.config)
+            if box_rows(problem, tile_n) < tile_n:
+                assert rules.has_producer_warp(problem, asking.config)
             for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
                 check(problem, device=DEVICE, run=decode(plan=asking), lengths=lengths)
 
@@ -371,7 +372,7 @@ def test_scales_copied_in_bulk(name: str) -> None:
         for tile_n, num_stages in ((64, 3), (128, 2)):
             shape = Config(1, plan.config.tile_m, tile_n, 4, num_stages)
             copying = replace(plan, policy="copying", config=replace(shape, **cut))
-            assert rules.scales_in_bulk(problem, copying.config)
+            assert rules.copies_scales_in_bulk(problem, copying.config)
             for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
                 check(problem, device=DEVICE, run=decode(plan=copying), lengths=lengths)
 

@@ -17,7 +17,7 @@ from training import TRAINING, run
 
 import splitkv
 from splitkv.core.plan import Config
-from splitkv.kernels.hopper.prefill.kernel import KERNEL
+from splitkv.kernels.records import HOPPER_PREFILL as KERNEL
 from splitkv.testing import (
     Call,
     Mask,

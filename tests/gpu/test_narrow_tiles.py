@@ -16,10 +16,12 @@ from torch.nn.functional import pad
 from training import LEAVES, TRAINING, called, gradients
 
 from splitkv.core.plan import Config, Plan
-from splitkv.kernels import decode_split, prefill
+from splitkv.core.variants import Backward
+from splitkv.kernels import prefill as prefill_launcher
 from splitkv.kernels.backward.launcher import BackwardLauncher
-from splitkv.kernels.backward.row_splits import row_splits
-from splitkv.kernels.backward.variant import Backward, key_configs, query_configs
+from splitkv.kernels.limits import decode_split, prefill
+from splitkv.kernels.limits.backward import key_configs, query_configs
+from splitkv.planner.policies.backward import with_row_splits
 from splitkv.testing import AS_IS, Call, Codec, Mask, Problem, check, make_operands
 
 DIMS = ((128, 32), (64, 16), (32, 128), (32, 32), (16, 16), (48, 48))
@@ -106,12 +108,11 @@ def test_gradients(stored: str, dims: tuple[int, int], monkeypatch: pytest.Monke
     for warps in (4, 8):
         pair = [next(c for c in found if c.num_warps == warps) for found in (keys, queries)]
 
-        def bound(problem: Problem, device: Any, operands: Any, pair: Any = pair) -> Any:
-            keys, queries = pair
-            splits = row_splits(problem, device, keys.tile_m, keys.tile_n)
-            return BackwardLauncher(problem, device, Backward(keys, queries, splits))
+        def bound(plan: Any, operands: Any, pair: Any = pair) -> Any:
+            made = with_row_splits(plan.problem, plan.device, Backward(*pair))
+            return BackwardLauncher(plan.problem, plan.device, made)
 
-        monkeypatch.setattr(prefill, "backward_for", bound)
+        monkeypatch.setattr(prefill_launcher, "backward_for", bound)
         with said(f"{warps} warps"):
             check(problem, device=DEVICE, run=apart(called, elements))
             first, second = (grads_of(problem, apart(called, elements)) for _ in range(2))

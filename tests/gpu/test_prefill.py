@@ -19,8 +19,7 @@ from training import AXES, FUNCTION, TRAINING, fuzz, paged, problem_of, run
 import splitkv
 from splitkv import reference
 from splitkv.core.plan import Config, Kernel
-from splitkv.kernels import prefill
-from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.kernels import records
 from splitkv.runtime import dispatch
 from splitkv.testing import (
     Call,
@@ -36,7 +35,7 @@ from splitkv.testing import (
     make_operands,
 )
 
-BOTH = hopper_prefill.KERNEL, prefill.KERNEL
+BOTH = records.HOPPER_PREFILL, records.PREFILL
 FAMILIES, PLANS, PROBLEMS = 8, 2, 16  # of a family; of a plan
 
 

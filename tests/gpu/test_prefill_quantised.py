@@ -19,7 +19,7 @@ import splitkv
 from splitkv.core.kv import Codec
 from splitkv.core.plan import Config
 from splitkv.core.scores import Score
-from splitkv.kernels.hopper.prefill.quantised import KERNEL
+from splitkv.kernels.records import HOPPER_PREFILL_QUANTISED as KERNEL
 from splitkv.planner.policies.shared import clusters, shapes
 from splitkv.testing import (
     Call,

@@ -15,7 +15,7 @@ from training import QUANTISED_AXES, called, has_units, paged, plan_on, problem_
 
 import splitkv
 from splitkv.core.kv import Codec
-from splitkv.kernels.hopper.prefill.widened import KERNEL
+from splitkv.kernels.records import HOPPER_PREFILL_WIDENED as KERNEL
 from splitkv.testing import (
     Call,
     Contiguous,

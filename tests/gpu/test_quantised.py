@@ -15,7 +15,9 @@ import splitkv
 from splitkv.cache import PagedKVCache, quantize_kv
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
-from splitkv.kernels import prefill
+from splitkv.kernels import records
+from splitkv.kernels.limits import prefill
+from splitkv.planner.registry import completed
 from splitkv.testing import Codec, Contiguous, Paged, Problem, Ragged, bind, check
 
 DEVICE = "cuda"
@@ -98,8 +100,8 @@ def test_prefill(values: cases.Values) -> None:
         if kind == "paged":
             problem, call = paged(problem, call, 16)
         config = next(prefill.configs(problem, HERE))
-        plan = Plan(problem, HERE, "fixed", "prefill", config, "a test")
-        return prefill.KERNEL.launch(bind(problem, call), plan)
+        plan = completed(Plan(problem, HERE, "fixed", "prefill", config, "a test"))
+        return records.PREFILL.launch(bind(problem, call), plan)
 
     check(problem, device=DEVICE, run=run)
 

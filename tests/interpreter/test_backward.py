@@ -31,11 +31,13 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
-from splitkv.kernels import prefill
-from splitkv.kernels.backward import variant
-from splitkv.kernels.backward.row_splits import row_splits
+from splitkv.kernels import records
 from splitkv.kernels.backward.rows import statistics
+from splitkv.kernels.limits import backward as variant
+from splitkv.kernels.limits import prefill
 from splitkv.planner import registry
+from splitkv.planner.policies.row_splits import row_splits
+from splitkv.planner.registry import completed
 from splitkv.runtime import autograd, dispatch
 from splitkv.testing import DRAWS, Call, assert_close, bind, check, expected, make_operands
 
@@ -90,8 +92,10 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 def run(problem: Problem, call: Call) -> Outputs:
     """`run=` of `check`."""
     assert prefill.unsupported(problem, H200) == []
-    plan = Plan(problem, H200, "fixed", "prefill", Config(tile_m=32, tile_n=32), "a test")
-    return prefill.KERNEL.launch(bind(problem, call), plan)
+    plan = completed(
+        Plan(problem, H200, "fixed", "prefill", Config(tile_m=32, tile_n=32), "a test")
+    )
+    return records.PREFILL.launch(bind(problem, call), plan)
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS := cases.pairs(AXES))))
@@ -375,7 +379,7 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.fixture
 def served_by_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Public calls on the CPU go the way that they go on a GPU."""
-    monkeypatch.setattr(registry, "KERNELS", (prefill.KERNEL,))
+    monkeypatch.setattr(registry, "KERNELS", (records.PREFILL,))
     monkeypatch.setattr(dispatch, "device_of", lambda tensor: H200)
     monkeypatch.setattr(autograd, "_on_gpu", lambda q: True)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split
+from splitkv.kernels import records
 from splitkv.testing import bind
 
 pytestmark = [
@@ -82,10 +82,10 @@ def compare(made: Step, schedule: str, tile_n: int) -> None:
     alone, call, problem = separately(made)
     q, after = launch(alone)
     call |= {"q": call["q"] if q is None else q, "cache_seqlens": after}
-    wanted = decode_split.KERNEL.launch(bind(problem, call), plan_of(problem, schedule, tile_n))
+    wanted = records.DECODE_SPLIT.launch(bind(problem, call), plan_of(problem, schedule, tile_n))
     plan = plan_of(made.problem, schedule, tile_n)
     plan = replace(plan, config=replace(plan.config, appends=True))
-    out, lse = decode_split.KERNEL.launch(made.operands(), plan)
+    out, lse = records.DECODE_SPLIT.launch(made.operands(), plan)
     for name in ("k_cache", "v_cache"):
         assert same(made.call[name], call[name]), name
     assert torch.equal(out, wanted[0])

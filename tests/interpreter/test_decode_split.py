@@ -17,7 +17,8 @@ from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split
+from splitkv.kernels import records
+from splitkv.kernels.limits import decode_split
 from splitkv.planner.legality import expect_config
 from splitkv.planner.policies import fixed
 from splitkv.testing import (
@@ -76,7 +77,7 @@ def run(plan: Plan) -> Any:
     """`run=` of `check`: memory that the kernels should write is NaN before (see conftest)."""
 
     def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
-        return decode_split.KERNEL.launch(bind(problem, call), plan)
+        return records.DECODE_SPLIT.launch(bind(problem, call), plan)
 
     return launch
 
@@ -201,14 +202,14 @@ def test_one_launcher_serves_any_lengths(schedule: str) -> None:
     for lengths in every:
         call = make_operands(problem, lengths=lengths)
         operands = bind(problem, call)
-        launcher = launcher or decode_split.KERNEL.bind(plan_of(problem, schedule), operands)
+        launcher = launcher or records.DECODE_SPLIT.bind(plan_of(problem, schedule), operands)
         compare(problem, call, *launcher(operands))
 
 
 def test_parts_of_a_size_for_shorter_sequences() -> None:
     """Their window starts inside a tile: a tile more than the longest has."""
     problem = replace(DECODE, lengths="host", seqlen_k=128, mask=Mask(True, 62))
-    choice = fixed.with_split_size(64)(problem, GPUS["h200"], [decode_split.KERNEL])
+    choice = fixed.with_split_size(64)(problem, GPUS["h200"], [records.DECODE_SPLIT])
     plan = replace(plan_of(problem, "fixed"), config=choice.config)
     for seqlen_k in (128, 127, 65, 64):
         shorter = replace(problem, seqlen_k=seqlen_k)
@@ -222,7 +223,7 @@ def test_writes_into_the_buffer_of_the_caller(schedule: str) -> None:
     operands = bind(DECODE, call)
     buffer = torch.full((3, 3, 5, 40), math.nan, dtype=torch.bfloat16)
     operands.out = buffer[:, :2, :4, :32]
-    out, lse = decode_split.KERNEL.launch(operands, plan_of(DECODE, schedule))
+    out, lse = records.DECODE_SPLIT.launch(operands, plan_of(DECODE, schedule))
     assert out is operands.out
     compare(DECODE, call, out, lse)
     out.fill_(math.nan)
@@ -244,7 +245,7 @@ def test_programs_beside_one_a_sequence(more: int) -> None:
     plan = plan_of(DECODE, "batch")
     programs = DECODE.batch + more
     plan = replace(plan, config=replace(plan.config, programs=programs))
-    expect_config(decode_split.KERNEL, DECODE, plan.device, plan.config)
+    expect_config(records.DECODE_SPLIT, DECODE, plan.device, plan.config)
     for lengths in ((100, 100, 100), (0, 0, 0), (1, 100, 0)):
         call = make_operands(DECODE, lengths=lengths)
         compare(DECODE, call, *run(plan)(DECODE, call))

@@ -22,11 +22,13 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
-from splitkv.kernels import prefill
+from splitkv.kernels import prefill, records
 from splitkv.kernels.host import workspace
+from splitkv.kernels.limits import prefill as limits
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.dropout import kept
 from splitkv.kernels.tile.visit import tile_at, tiles_seen, visits
+from splitkv.planner.registry import completed
 from splitkv.testing import (
     Call,
     assert_close,
@@ -79,9 +81,9 @@ def run(tile_m: int = 16, tile_n: int = 16, **options: Any) -> Any:
 
     def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
         config = Config(tile_m=tile_m, tile_n=tile_n, **options)
-        assert prefill.unsupported(problem, H200) == []
-        plan = Plan(problem, H200, "fixed", "prefill", config, "a test")
-        return prefill.KERNEL.launch(bind(problem, call), plan)
+        assert limits.unsupported(problem, H200) == []
+        plan = completed(Plan(problem, H200, "fixed", "prefill", config, "a test"))
+        return records.PREFILL.launch(bind(problem, call), plan)
 
     return launch
 
@@ -312,8 +314,10 @@ def test_every_tile_of_every_lane_has_a_program(group: int) -> None:
     check(problem, run=lambda p, c: wanted)
     for l2_bytes in (0, 50_000, 1 << 30):
         device = replace(H200, l2_bytes=l2_bytes)
-        plan = Plan(problem, device, "fixed", "prefill", Config(tile_m=16, tile_n=16), "a test")
-        out, lse = prefill.KERNEL.launch(bind(problem, call), plan)
+        plan = completed(
+            Plan(problem, device, "fixed", "prefill", Config(tile_m=16, tile_n=16), "a test")
+        )
+        out, lse = records.PREFILL.launch(bind(problem, call), plan)
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]), l2_bytes
 
 

@@ -20,7 +20,9 @@ from splitkv.core.kv import Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands
-from splitkv.kernels import decode_split, prefill
+from splitkv.kernels import decode_split, prefill, records
+from splitkv.kernels.limits import prefill as limits
+from splitkv.planner.registry import completed
 from splitkv.testing import Call, Codec, Problem, assert_close, bind, check
 
 pytestmark = [
@@ -67,9 +69,9 @@ def run(tile_m: int, tile_n: int, parts: int, page_size: int) -> Any:
             problem, call = paged(problem, call, page_size)
         gpu = GPUS["a100"]
         config = Config(tile_m=tile_m, tile_n=tile_n, num_splits=parts)
-        assert prefill.unsupported(problem, gpu) == []
-        plan = Plan(problem, gpu, "fixed", "prefill", config, "a test")
-        return prefill.KERNEL.launch(bind(problem, call), plan)
+        assert limits.unsupported(problem, gpu) == []
+        plan = completed(Plan(problem, gpu, "fixed", "prefill", config, "a test"))
+        return records.PREFILL.launch(bind(problem, call), plan)
 
     return launch
 
@@ -141,7 +143,7 @@ def test_sequences_in_pages_have_their_own_scales(kind: Any) -> None:
     kernel, gpu = (decode_split if kind == "decode" else prefill).KERNEL, GPUS["a100"]
     config = Config(tile_m=16, tile_n=16, num_splits=2)
     assert kernel.unsupported(problem, gpu) == []
-    plan = Plan(problem, gpu, "fixed", kernel.name, config, "a test")
+    plan = completed(Plan(problem, gpu, "fixed", kernel.name, config, "a test"))
     out, _ = kernel.launch(operands, plan)
     call = {"cache_seqlens": lengths, "page_table": table, "softmax_scale": 0.2, **scales}
     ref, _ = reference.decode(q, k, v, **call)

@@ -15,7 +15,7 @@ from typing import Any
 
 import cases
 import pytest
-from compiling import ADDRESS, MODULES, Compiled, compile_plan, variants
+from compiling import ADDRESS, Compiled, compile_plan, variants
 
 from splitkv.core import plan as plans
 from splitkv.core.device import GPUS, Device
@@ -23,10 +23,12 @@ from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels.limits import decode_split
+from splitkv.kernels.limits import hopper_decode_split as hopper_decode_split_limits
 from splitkv.planner.policies import decode_cost
 from splitkv.planner.policies.shared import clusters, shapes
+from splitkv.planner.registry import completed, kernel_named
 
 # Heads a KV head and query tokens: TILE_M is 16, 32 and 64, and in the last there is more than one.
 SHAPES = ((1, 1), (7, 1), (8, 2), (4, 5), (8, 4), (64, 1), (7, 16))
@@ -188,6 +190,12 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+LIMITS: dict[str, Any] = {
+    "decode_split": decode_split,
+    "hopper_decode_split": hopper_decode_split_limits,
+}
+
+
 def kernel_of(values: cases.Values) -> str:
     return values.get("kernel", "decode_split")
 
@@ -214,9 +222,9 @@ def legal(kernel: str, gpu: str, clustered: int, *asked: Any) -> frozenset[tuple
     """The shapes that a kernel has for a problem, by values in the order of LEAST; those that so
     many parts may be a cluster of."""
     problem = problem_of(dict(zip(LEAST, asked, strict=True)))
-    found = shapes(MODULES[kernel].KERNEL, problem, GPUS[gpu])
+    found = shapes(kernel_named(kernel), problem, GPUS[gpu])
     if clustered:
-        together = clusters(MODULES[kernel].KERNEL, problem, GPUS[gpu])
+        together = clusters(kernel_named(kernel), problem, GPUS[gpu])
         found = [config for config in together if config.num_splits == clustered]
     return frozenset(tuple(getattr(config, name) for name in SHAPE) for config in found)
 
@@ -240,7 +248,7 @@ def valid(values: cases.Values) -> bool:
 
 def plan_of(values: cases.Values) -> Plan:
     problem, device, kernel = problem_of(values), device_of(values), kernel_of(values)
-    module, tile_n = MODULES[kernel], values["tile_n"]
+    found, tile_n = kernel_named(kernel), values["tile_n"]
     cuts: dict[str, dict[str, Any]] = {
         "whole": {},
         **CUTS,
@@ -254,14 +262,14 @@ def plan_of(values: cases.Values) -> Plan:
     asked = {name: values[name] for name in SHAPE if name in values}
     shape, *_ = (  # of two that differ in TILE_M the lesser
         config
-        for config in shapes(module.KERNEL, problem, device)
+        for config in shapes(found, problem, device)
         if all(getattr(config, name) == value for name, value in asked.items())
     )
     config = replace(shape, **cuts[values["schedule"]])
-    assert module.unsupported(problem, device) == []
-    assert config.schedule in module.KERNEL.schedules
-    assert config.merge == "combine" or config in list(module.configs(problem, device))
-    return Plan(problem, device, "fixed", kernel, config, "a test")
+    assert found.unsupported(problem, device) == []
+    assert config.schedule in found.schedules
+    assert config.merge == "combine" or config in list(found.configs(problem, device))
+    return completed(Plan(problem, device, "fixed", kernel, config, "a test"))
 
 
 def compiled(values: cases.Values) -> dict[str, Compiled]:
@@ -277,7 +285,7 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
         word = "wait" if name == "combine" else "launch_dependents"
         assert kernel.ptx.count(f"griddepcontrol.{word}") == waits, name
         assert kernel.ptx.count("griddepcontrol") == waits, name
-    split, module = kernels[plan.kernel], MODULES[plan.kernel]
+    split, module = kernels[plan.kernel], LIMITS[plan.kernel]
     of_device = [plan.device] if plan.kernel == "decode_split" else []
     estimate = module.shared_bytes(plan.problem, plan.config, *of_device)
     assert split.shared_bytes <= estimate <= plan.device.smem_per_block
@@ -401,7 +409,7 @@ def test_scales_that_are_loaded_at_once(values: cases.Values) -> None:
 def test_the_plan_for_an_address_that_tma_cannot_take(values: cases.Values) -> None:
     """The same parts by the kernel for any GPU, in tiles of its own."""
     plan = plan_of(values)
-    instead = hopper_decode_split.without_tma(plan, "another address")
+    instead = hopper_decode_split_limits.without_tma(plan, "another address")
     assert decode_split.unsupported(plan.problem, plan.device) == []
     cut = ("schedule", "num_splits", "split_size", "programs", "tile_n")
     assert [getattr(instead.config, n) for n in cut] == [getattr(plan.config, n) for n in cut]

@@ -22,8 +22,8 @@ from kernels.test_compile import valid as has_config
 
 from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
-from splitkv.core.plan import Plain
 from splitkv.core.problem import Operands
+from splitkv.core.variants import Plain
 from splitkv.kernels.host.append_call import Append, Rotary
 
 DEVICE_LENGTHS = PLAIN | {"lengths": "device"}

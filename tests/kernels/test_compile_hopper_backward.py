@@ -23,12 +23,15 @@ from splitkv.core.device import GPUS
 from splitkv.core.kv import Contiguous, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.variants import HopperBackward
 from splitkv.kernels.backward import launcher as any_backward
 from splitkv.kernels.backward.records import GradientTensors, Stats
 from splitkv.kernels.hopper.backward import launcher as backward
-from splitkv.kernels.hopper.backward.variant import HopperBackward, shared_bytes, tiling
-from splitkv.kernels.hopper.backward.variant import variants as backward_variants
+from splitkv.kernels.hopper.backward.launcher import tiling
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
+from splitkv.kernels.limits import hopper_backward as limits
+from splitkv.kernels.limits.hopper_backward import shared_bytes
+from splitkv.kernels.limits.hopper_backward import variants as backward_variants
 
 H200 = GPUS["h200"]
 OLD_PTXAS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -225,7 +228,7 @@ def test_covering_set(values: cases.Values) -> None:
 
 def test_limits() -> None:
     problem = problem_of({"made": (128, False), "mask": Mask(True)})
-    assert not backward.unsupported(problem, H200)
+    assert not limits.unsupported(problem, H200)
     refused = {
         "device sm_80: expected sm_90": (problem, GPUS["a100"]),
         "dtype float32: expected bfloat16 or float16": (replace(problem, dtype="float32"), H200),
@@ -238,7 +241,7 @@ def test_limits() -> None:
         ),
     }
     for reason, (other, device) in refused.items():
-        assert backward.unsupported(other, device) == [reason]
+        assert limits.unsupported(other, device) == [reason]
 
 
 def test_layouts_that_tma_cannot_describe() -> None:

@@ -39,12 +39,14 @@ from splitkv.core.scores import Score
 from splitkv.kernels.hopper.prefill import kernel as prefill
 from splitkv.kernels.hopper.primitives.zero_rows import ALL_CLEARED
 from splitkv.kernels.host import sequences, workspace
+from splitkv.kernels.limits import hopper_prefill as limits
+from splitkv.planner.registry import completed
 
 H200 = GPUS["h200"]
 AXES: cases.Axes = {
     "kind": ("dense", "varlen"),
     "dtype": ("bfloat16", "float16"),
-    "head_dims": prefill.HEAD_DIMS,
+    "head_dims": limits.HEAD_DIMS,
     "heads": ((8, 8), (8, 2), (14, 2)),
     "mask": (Mask(causal=True), Mask(), Mask(True, 4096, -1, 4)),
     "softcap": (False, True),
@@ -54,7 +56,7 @@ AXES: cases.Axes = {
 }
 CACHES: cases.Axes = {  # a shape, pages, and what the kernel is called for
     "kind": ("varlen", "decode"),
-    "head_dims": prefill.HEAD_DIMS,
+    "head_dims": limits.HEAD_DIMS,
     "heads": ((8, 2), (14, 2)),
     "place": (Paged(16), Paged(256), Contiguous()),
     "parts": ((1, "combine"), (3, "combine"), (40, "last")),
@@ -127,7 +129,7 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
 
 def compiled(problem: Problem, config: Config, row_gap: int = 0) -> Any:
     """What the launcher would launch."""
-    plan = Plan(problem, H200, "fixed", "hopper_prefill", config, "a test")
+    plan = completed(Plan(problem, H200, "fixed", "hopper_prefill", config, "a test"))
     x, recorder = operands_of(problem, row_gap), Recorder(prefill.hopper_prefill, listens=True)
     merge, partials = Recorder(sequences.combine), workspace.partials
     with (
@@ -143,14 +145,21 @@ def compiled(problem: Problem, config: Config, row_gap: int = 0) -> Any:
     return made
 
 
+def variant_of(problem: Problem, config: Config) -> Any:
+    """What is chosen beside a config."""
+    plan = Plan(problem, H200, "fixed", "hopper_prefill", config, "a test")
+    return completed(plan).config.variant
+
+
 def as_meant(problem: Problem, config: Config, made: Any) -> None:
     """TMA and products that do not wait for one another, in the shared memory that was said."""
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in made.asm["ptx"]
     assert made.metadata.shared <= H200.smem_per_block
-    of_q, of_out = prefill.row_tiles(problem, config, H200)
-    row = (of_q - 1) * problem.head_dim + of_out * problem.head_dim_v
-    room = prefill.shared_bytes(problem, config) + config.tile_m * row * problem.element_bytes
+    variant = variant_of(problem, config)
+    of_out = variant.out == "own_tiles"
+    row = (variant.q_stages - 1) * problem.head_dim + of_out * problem.head_dim_v
+    room = limits.shared_bytes(problem, config) + config.tile_m * row * problem.element_bytes
     assert made.metadata.shared <= room
     assert "serialized" not in ptxas_said(made)
 
@@ -165,7 +174,7 @@ def describe(values: cases.Values) -> str:
 
 
 def chosen(problem: Problem, number: int) -> Config:
-    found = list(prefill.configs(problem, H200))
+    found = list(limits.configs(problem, H200))
     return found[min(number, len(found) - 1)]  # -1: the last
 
 
@@ -202,7 +211,7 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
     warpgroups = config.tile_m // prefill.ROWS.value
     loops = key_loops(made.asm["cubin"], (problem.head_dim + config.tile_n) // 16, warpgroups)
     assert len(loops) == warpgroups
-    lazy = prefill.variant_of(problem, config, H200).maxima == "lazy"
+    lazy = variant_of(problem, config).maxima == "lazy"
     for body in loops:
         assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)
         # a wait for q . k, and one for p . v of steps that look for maxima and of those that do not
@@ -231,7 +240,7 @@ def test_pages_and_parts_take_no_step_its_registers(
     """Steps look for no maximum."""
     values = {"kind": "varlen", "head_dims": (128, 128), "heads": (8, 2), "place": Paged(page_size)}
     problem = problem_of(values)
-    found = (replace(config, programs=0) for config in prefill.configs(problem, H200))
+    found = (replace(config, programs=0) for config in limits.configs(problem, H200))
     config = next(c for c in found if (c.tile_m, c.tile_n, c.num_stages) == shape)
     made = compiled(problem, replace(config, num_splits=parts[0], merge=parts[1]))
     as_meant(problem, config, made)
@@ -246,12 +255,12 @@ def test_pages_and_parts_take_no_step_its_registers(
         assert sum("WARPGROUP.DEPBAR" in line for line in body) == 3
 
 
-@pytest.mark.parametrize("head_dims", prefill.HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("head_dims", limits.HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_configs(kind: str, head_dims: tuple[int, int]) -> None:
     for heads in AXES["heads"]:
         problem = problem_of({"kind": kind, "head_dims": head_dims, "heads": heads})
-        found = list(prefill.configs(problem, H200))
+        found = list(limits.configs(problem, H200))
         assert found and len(set(found)) == len(found)
         for config in found:
             assert config.tile_m % prefill.ROWS.value == 0
@@ -278,11 +287,11 @@ def test_first_shapes() -> None:
 
 def test_what_is_refused() -> None:
     problem = problem_of({"head_dims": (128, 128)})
-    assert prefill.unsupported(problem, H200) == []
-    assert prefill.unsupported(problem, GPUS["b200"]) == ["device sm_100: expected sm_90"]
+    assert limits.unsupported(problem, H200) == []
+    assert limits.unsupported(problem, GPUS["b200"]) == ["device sm_100: expected sm_90"]
     odd = replace(problem, dtype="float32", head_dim=96, dropout=True, score=Score(False, True))
     odd = replace(odd, codec=Codec("int8", "head"))
-    assert prefill.unsupported(odd, H200) == [
+    assert limits.unsupported(odd, H200) == [
         "dtype float32: expected bfloat16 or float16",
         "kv int8 per head: expected as_is",
         "head_dim/head_dim_v 96/128: expected one of 64/64, 128/128, 256/256, 192/128",
@@ -293,13 +302,13 @@ def test_what_is_refused() -> None:
 
 def test_layouts_without_tma() -> None:
     problem = problem_of({"head_dims": (64, 64)})
-    assert prefill.unfit(operands_of(problem, 0)) == []
+    assert limits.unfit(operands_of(problem, 0)) == []
     reason = "expected strides and an address that are multiples of 16 bytes"
-    assert prefill.unfit(operands_of(problem, 4)) == [f"{name}: {reason}" for name in "qkv"]
+    assert limits.unfit(operands_of(problem, 4)) == [f"{name}: {reason}" for name in "qkv"]
     x = operands_of(problem, 0)
-    x.k = replace(x.k, address=prefill.BARRIER_BYTES + 8)
+    x.k = replace(x.k, address=limits.BARRIER_BYTES + 8)
     x.v = replace(x.v, shape=torch.Size([3, 0, 8, 64]))
-    assert prefill.unfit(x) == [
+    assert limits.unfit(x) == [
         f"k: {reason}",
         "v: expected at least one token, got [3, 0, 8, 64]",
     ]
@@ -310,4 +319,4 @@ def test_expanded_keys_have_tma() -> None:
     x = operands_of(problem_of({"head_dims": (64, 64)}), 0)
     x.k = x.v = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16).expand(3, 300, -1, -1)
     assert x.k.stride()[:2] == (0, 0)
-    assert prefill.unfit(x) == []
+    assert limits.unfit(x) == []

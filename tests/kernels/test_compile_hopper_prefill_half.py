@@ -31,10 +31,12 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
-from splitkv.kernels import widen
+from splitkv.kernels import records, widen
 from splitkv.kernels.hopper.prefill import half as prefill_half
 from splitkv.kernels.hopper.prefill import kernel as prefill
 from splitkv.kernels.host import sequences, workspace
+from splitkv.kernels.limits import hopper_prefill_half as limits
+from splitkv.planner.registry import completed
 
 H200 = GPUS["h200"]
 UNITS = {
@@ -98,7 +100,7 @@ def problem_of(values: cases.Values) -> Problem:
 def compiled(problem: Problem, config: Config) -> Any:
     """What the launcher would launch."""
     name = "hopper_prefill_half"
-    plan = Plan(problem, H200, "fixed", name, config, "a test")
+    plan = completed(Plan(problem, H200, "fixed", name, config, "a test"))
     operands, partials = layouts_in_8_bits(problem), workspace.partials
     attend = Recorder(prefill_half.hopper_prefill_half, listens=True)
     values, merge = Recorder(widen.widen_rows), Recorder(sequences.combine)
@@ -110,7 +112,7 @@ def compiled(problem: Problem, config: Config) -> Any:
         mock.patch.object(workspace, "partials", lambda like, *n: partials(torch.empty(0), *n)),
         mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
     ):
-        out, lse = prefill_half.KERNEL.bind(plan, operands)(operands)
+        out, lse = records.HOPPER_PREFILL_HALF.bind(plan, operands)(operands)
     assert tuple(out.shape) == (*operands.q.shape[:-1], problem.head_dim_v)
     assert out.dtype == getattr(torch, problem.dtype) and lse is None
     assert len(values.compiled) == 1
@@ -122,14 +124,14 @@ def compiled(problem: Problem, config: Config) -> Any:
 def as_meant(values: cases.Values) -> tuple[Problem, Config, Any]:
     """What is compiled of a combination: on the units meant, in the shared memory that was said."""
     problem, (parts, merge) = problem_of(values), values["parts"]
-    config = list(prefill_half.configs(problem, H200))[values["shape"]]
+    config = list(limits.configs(problem, H200))[values["shape"]]
     config = replace(config, num_splits=parts, merge=merge)
     made = compiled(problem, config)
     units = set(re.findall(r"wgmma\.mma_async\S*k\d+\.(\S+)", made.asm["ptx"]))
     of_v = "f16.f16" if problem.dtype == "float16" else "bf16.bf16"
     assert units == {UNITS[values["codec"]], f"f32.{of_v}"}
     q_again = problem.head_dim * config.tile_m if values["q"] == "stored" else 0
-    assert made.metadata.shared <= prefill_half.shared_bytes(problem, config) + q_again
+    assert made.metadata.shared <= limits.shared_bytes(problem, config) + q_again
     assert made.metadata.shared <= H200.smem_per_block
     assert "serialized" not in ptxas_said(made)
     return problem, config, made
@@ -169,7 +171,7 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
 def test_pages_take_no_step_its_registers(page_size: int) -> None:
     values = {**EVERYDAY[0], "kind": "decode", "place": Paged(page_size)}
     problem = problem_of(values)
-    found = prefill_half.configs(problem, H200)
+    found = limits.configs(problem, H200)
     config = next(c for c in found if (c.tile_m, c.tile_n) == (192, 64))
     for body in loops_of(problem, config, compiled(problem, config)):
         assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
@@ -177,15 +179,15 @@ def test_pages_take_no_step_its_registers(page_size: int) -> None:
 
 def test_what_is_refused() -> None:
     problem = problem_of(EVERYDAY[0])
-    assert prefill_half.unsupported(problem, H200) == []
-    assert prefill_half.unsupported(replace(problem, return_lse=True), H200) == []
-    assert prefill_half.unsupported(replace(problem, products="full"), H200) == []
-    assert prefill_half.unsupported(problem, GPUS["b200"]) == ["device sm_100: expected sm_90"]
+    assert limits.unsupported(problem, H200) == []
+    assert limits.unsupported(replace(problem, return_lse=True), H200) == []
+    assert limits.unsupported(replace(problem, products="full"), H200) == []
+    assert limits.unsupported(problem, GPUS["b200"]) == ["device sm_100: expected sm_90"]
     as_is = replace(problem, codec=AS_IS, products="widened")
-    assert prefill_half.unsupported(as_is, H200) == ["kv as_is: expected int8 or fp8"]
+    assert limits.unsupported(as_is, H200) == ["kv as_is: expected int8 or fp8"]
     odd = replace(problem, head_dim=96, products="widened", needs_grad=True)
     odd = replace(odd, codec=Codec("fp8", "token"), return_lse=True)
-    assert prefill_half.unsupported(odd, H200) == [
+    assert limits.unsupported(odd, H200) == [
         "kv fp8 per token: expected scales per tensor or head",
         "products widened: expected half or full",
         "return_lse of fp8: expected none, as units keep 14 bits",

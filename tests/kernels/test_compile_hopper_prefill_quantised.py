@@ -35,13 +35,16 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
+from splitkv.kernels import records
 from splitkv.kernels.hopper.prefill import launch
 from splitkv.kernels.hopper.prefill import quantised as prefill_quantised
 from splitkv.kernels.hopper.prefill.load import ROWS
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST
 from splitkv.kernels.host import sequences, workspace
+from splitkv.kernels.limits import hopper_prefill_quantised as limits
 from splitkv.kernels.tile.merge import parts_a_step, rows_a_step
 from splitkv.planner.policies.shared import clusters
+from splitkv.planner.registry import completed
 
 H200 = GPUS["h200"]
 UNITS = {  # q . k and p . v
@@ -111,7 +114,7 @@ def problem_of(values: cases.Values) -> Problem:
 def compiled(problem: Problem, config: Config) -> Any:
     """What the launcher would launch."""
     name = "hopper_prefill_quantised"
-    plan = Plan(problem, H200, "fixed", name, config, "a test")
+    plan = completed(Plan(problem, H200, "fixed", name, config, "a test"))
     kernel = prefill_quantised.hopper_prefill_quantised
     x, recorder = layouts_in_8_bits(problem), Recorder(kernel, listens=True)
     merge, partials = Recorder(sequences.combine), workspace.partials
@@ -138,7 +141,7 @@ def describe(values: cases.Values) -> str:
 def as_meant(values: cases.Values) -> tuple[Problem, Config, Any]:
     """What is compiled of a combination: on the units meant, in the shared memory that was said."""
     problem = problem_of(values)
-    config = list(prefill_quantised.configs(problem, H200))[values["shape"]]
+    config = list(limits.configs(problem, H200))[values["shape"]]
     config = replace(config, num_splits=values["parts"])
     made = compiled(problem, config)
     ptx = made.asm["ptx"]
@@ -147,7 +150,7 @@ def as_meant(values: cases.Values) -> tuple[Problem, Config, Any]:
     transposed = "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
     assert transposed == (problem.products == "full")
     # and perhaps a second row tile of q
-    said = prefill_quantised.shared_bytes(problem, config)
+    said = limits.shared_bytes(problem, config)
     assert made.metadata.shared <= said + config.tile_m * problem.head_dim * OF_Q[values["units"]]
     assert made.metadata.shared <= H200.smem_per_block
     assert "serialized" not in ptxas_said(made)
@@ -165,7 +168,7 @@ def test_parts_that_are_merged_are_as_wide_as_values(units: tuple[str, str], hea
     """Whatever the keys of a tile, which are what a tile of transposed values is as wide as."""
     values = {"kind": "varlen", "units": units, "granularity": "token", "q": "bfloat16"}
     problem = problem_of({**values, "head_dim": head_dim, "place": Paged(16)})
-    found = prefill_quantised.configs(problem, H200)
+    found = limits.configs(problem, H200)
     config = next(config for config in found if config.tile_n == 192 - head_dim)
     with pytest.raises(Reached) as code, compiling_up_to("ttgir"):
         compiled(problem, replace(config, num_splits=3, merge="last"))
@@ -186,7 +189,7 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
 def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> None:
     values = {"kind": "decode", "units": units, "granularity": "head", "place": place}
     problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
-    found = (c for c in prefill_quantised.configs(problem, H200) if c.tile_m == 64)
+    found = (c for c in limits.configs(problem, H200) if c.tile_m == 64)
     config = replace(next(found), num_splits=66)
     maxima_are_exceptions(problem, config, compiled(problem, config))
 
@@ -198,7 +201,7 @@ def test_pairs_of_parts(units: tuple[str, str], place: Any) -> None:
     sums: they tell one of the program that they are sent to, from both branches."""
     values = {"kind": "decode", "units": units, "granularity": "head", "place": place}
     problem = problem_of({**values, "q": "bfloat16", "head_dim": 128, "heads": (16, 1)})
-    found = list(clusters(prefill_quantised.KERNEL, problem, H200))
+    found = list(clusters(records.HOPPER_PREFILL_QUANTISED, problem, H200))
     for config, made in zip(found, [compiled(problem, config) for config in found], strict=True):
         ptx = made.asm["ptx"]
         # those that multiply, that make ready, that ask, and two roles of what is left of 12 warps
@@ -216,7 +219,7 @@ def maxima_are_exceptions(problem: Problem, config: Config, made: Any) -> None:
     """A warp votes on whether it looks for maxima: a step without has no exchange between threads
     and no spills, and 16-bit weights are worked out under a product."""
     assert measure(made).stack_bytes <= STACK_BYTES
-    _, of_k, of_v, _ = map(prefill_quantised.size_of, prefill_quantised.types(problem))
+    of_k, of_v = (limits.SIZES[x] for x in limits.types(problem)[1:3])
     products = 128 * of_k // 32 + config.tile_n * of_v // 32
     loops = key_loops(made.asm["cubin"], products, 1)
     assert len(loops) == 1  # of all warpgroups
@@ -251,23 +254,23 @@ def test_few_rows_have_shapes(units: tuple[str, str], head_dim: int) -> None:
     for granularity in ("head", "token"):
         values = {"kind": "decode", "units": units, "granularity": granularity, "q": "bfloat16"}
         problem = problem_of({**values, "head_dim": head_dim})
-        found = list(prefill_quantised.configs(problem, H200))
+        found = list(limits.configs(problem, H200))
         assert {config.tile_m for config in found} == {64, 128}
 
 
 def test_what_is_refused() -> None:
     problem = problem_of({"units": ("int8", "half"), "granularity": "head", "head_dim": 128})
-    assert prefill_quantised.unsupported(problem, H200) == []
-    assert prefill_quantised.unsupported(replace(problem, return_lse=True), H200) == []
+    assert limits.unsupported(problem, H200) == []
+    assert limits.unsupported(replace(problem, return_lse=True), H200) == []
     odd = replace(problem, head_dim=96, codec=AS_IS, q_granularity="none", needs_grad=True)
-    assert prefill_quantised.unsupported(odd, H200) == [
+    assert limits.unsupported(odd, H200) == [
         "kv as_is: expected int8 or fp8",
         "gradient: expected inputs that require none",
         "head_dim/head_dim_v 96/128: expected 64/64 or 128/128",
     ]
     paged = replace(problem, place=Paged(8), codec=Codec("fp8", "head"), return_lse=True)
-    assert prefill_quantised.unsupported(paged, H200)[-2:] == [
+    assert limits.unsupported(paged, H200)[-2:] == [
         "page_size 8: expected a multiple of 16",
         "return_lse of fp8, products half: expected widened, as units keep 14 bits",
     ]
-    assert len(prefill_quantised.unsupported(replace(paged, products="widened"), H200)) == 1
+    assert len(limits.unsupported(replace(paged, products="widened"), H200)) == 1

@@ -19,10 +19,11 @@ from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import widen
+from splitkv.kernels import records, widen
 from splitkv.kernels.hopper.prefill import kernel as prefill
-from splitkv.kernels.hopper.prefill import widened as prefill_widened
 from splitkv.kernels.host import sequences, workspace
+from splitkv.kernels.limits import hopper_prefill_widened as prefill_widened
+from splitkv.planner.registry import completed
 
 H200 = GPUS["h200"]
 AXES: cases.Axes = {
@@ -57,7 +58,9 @@ def test_what_is_launched(values: cases.Values) -> None:
     problem = problem_of(values)
     config = next(prefill_widened.configs(problem, H200))
     config = replace(config, num_splits=values["parts"])
-    plan = Plan(problem, H200, "fixed", prefill_widened.KERNEL.name, config, "a test")
+    plan = completed(
+        Plan(problem, H200, "fixed", records.HOPPER_PREFILL_WIDENED.name, config, "a test")
+    )
     operands, on_host = layouts_in_8_bits(problem), torch.empty(0)
     keys, attend, merge = (
         Recorder(kernel) for kernel in (widen.widen_rows, prefill.hopper_prefill, sequences.combine)
@@ -70,7 +73,7 @@ def test_what_is_launched(values: cases.Values) -> None:
         mock.patch.object(sequences, "combine", merge),
         mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
     ):
-        out, lse = prefill_widened.KERNEL.bind(plan, operands)(operands)
+        out, lse = records.HOPPER_PREFILL_WIDENED.bind(plan, operands)(operands)
     assert tuple(out.shape) == (*operands.q.shape[:-1], problem.head_dim_v)
     assert out.dtype == torch.bfloat16 and lse is None
     assert len(keys.compiled) == 1 + (operands.q_scale is not None)

@@ -15,9 +15,8 @@ from splitkv.core.kv import AS_IS, Codec
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split, prefill
-from splitkv.kernels.backward import variant as backward
 from splitkv.kernels.host.partition import padded_dims
+from splitkv.kernels.limits import backward, decode_split, prefill
 
 H200 = GPUS["h200"]
 DECODE = Problem(

@@ -27,15 +27,18 @@ from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.variants import Backward
 from splitkv.kernels import prefill
 from splitkv.kernels.backward import launcher as backward
 from splitkv.kernels.backward import rows as backward_rows
 from splitkv.kernels.backward.records import GradientTensors
-from splitkv.kernels.backward.row_splits import row_splits
 from splitkv.kernels.backward.rows import statistics
-from splitkv.kernels.backward.variant import Backward, key_configs, query_configs
 from splitkv.kernels.combine import Partial
 from splitkv.kernels.host import sequence_sizes, sequences, workspace
+from splitkv.kernels.limits import prefill as limits
+from splitkv.kernels.limits.backward import key_configs, query_configs
+from splitkv.planner.policies.row_splits import row_splits
+from splitkv.planner.registry import completed
 
 PLAIN = {"softcap": False, "alibi": False, "sink_logits": False, "dropout": False}
 EVERYTHING = {"softcap": True, "alibi": True, "sink_logits": True, "dropout": True}
@@ -179,7 +182,7 @@ def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> d
     """`prefill` of a config, and `combine` where it leaves partials."""
     x = operands_of(problem, row_gap)
     seed = Layout((), torch.int64) if problem.dropout else None
-    plan = Plan(problem, device, "fixed", "prefill", config, "a test")
+    plan = completed(Plan(problem, device, "fixed", "prefill", config, "a test"))
     kernels = {"prefill": prefill.prefill, "combine": sequences.combine}
     recorders = {name: Recorder(kernel) for name, kernel in kernels.items()}
     major, minor = device.capability
@@ -194,7 +197,7 @@ def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> d
     (kernel,) = recorders["prefill"].compiled
     by_combine = config.num_splits > 1 and config.merge == "combine"
     assert len(recorders["combine"].compiled) == by_combine
-    estimate = prefill.shared_bytes(problem, config, device)
+    estimate = limits.shared_bytes(problem, config, device)
     assert kernel.metadata.shared <= estimate <= device.smem_per_block
     assert bool(TENSOR_CORE.search(kernel.asm["ptx"])) == (problem.dtype != "float32")
     if row_gap == 0 and problem.head_dim % 8 == 0:
@@ -211,8 +214,8 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
     """The kernels of a forward and backward, by name and in order of their launch."""
     x = operands_of(problem, row_gap)
     seed = Layout((), torch.int64) if problem.dropout else None
-    config = chosen(prefill.configs(problem, device), number)
-    plan = Plan(problem, device, "fixed", "prefill", config, "a test")
+    config = chosen(limits.configs(problem, device), number)
+    plan = completed(Plan(problem, device, "fixed", "prefill", config, "a test"))
     keys = chosen(key_configs(problem, device), number)
     queries = chosen(query_configs(problem, device), number)
     splits = row_splits(problem, device, keys.tile_m, keys.tile_n)
@@ -237,9 +240,9 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
         tensors = GradientTensors(x.q, x.k, x.v, out, x.q, x.k, x.v)
         run.launch_keys(x, seed, stats, tensors)
         run.launch_queries(x, seed, stats, tensors)
-    assert prefill.shared_bytes(problem, config, device) <= device.smem_per_block
+    assert limits.shared_bytes(problem, config, device) <= device.smem_per_block
     (forward,) = recorders["prefill"].compiled
-    assert forward.metadata.shared <= prefill.shared_bytes(problem, config, device)
+    assert forward.metadata.shared <= limits.shared_bytes(problem, config, device)
     made = {name: recorder.compiled for name, recorder in recorders.items()}
     assert (len(made["backward_keys"]), len(made["backward_sum"])) == (1, splits.splits > 1)
     for name, kernels in made.items():
@@ -298,7 +301,7 @@ def test_pages_and_parts(values: cases.Values) -> None:
     """On sm_90; `combine` starts while `prefill` still runs, and waits for it. Merged inside, the
     last programs wait for the others."""
     problem, row_gap = problem_of(values)
-    config = chosen(prefill.configs(problem, GPUS["h200"]), values["shape"])
+    config = chosen(limits.configs(problem, GPUS["h200"]), values["shape"])
     config = replace(config, num_splits=values["parts"], merge=values["merge"])
     for name, kernel in forward(problem, GPUS["h200"], row_gap, config).items():
         found = measure(kernel)
@@ -313,7 +316,7 @@ def test_pages_and_parts(values: cases.Values) -> None:
 def test_pages_and_parts_on_other_architectures(values: cases.Values) -> None:
     gpu, fixed = GPUS[values["gpu"]], {"kind": "varlen", "head_dims": (128, 128), "seqlen_q": 64}
     problem, _ = problem_of({**fixed, "mask": Mask(True), "place": values["place"]})
-    config = replace(chosen(prefill.configs(problem, gpu), 0), num_splits=3)
+    config = replace(chosen(limits.configs(problem, gpu), 0), num_splits=3)
     forward(problem, gpu, 0, config)
 
 
@@ -345,7 +348,7 @@ def test_loops_over_pages_do_not_spill(seqlen_q: int, page_size: int) -> None:
     """On sm_90, in the shape taken for chunks of prompts and for a few rows."""
     values = {"kind": "varlen", "head_dims": (128, 128), "heads": (8, 2), "mask": Mask(True)}
     problem, _ = problem_of({**values, "seqlen_q": seqlen_q, "place": Paged(page_size)})
-    config = replace(chosen(prefill.configs(problem, GPUS["h200"]), 0), num_splits=2)
+    config = replace(chosen(limits.configs(problem, GPUS["h200"]), 0), num_splits=2)
     kernel = forward(problem, GPUS["h200"], 0, config)["prefill"]
     assert local_accesses(kernel.asm["cubin"])[-2:] == [0, 0]
 
@@ -360,7 +363,7 @@ def test_something_fits_everywhere(gpu: str, head_dims: tuple[int, int]) -> None
             problem, _ = problem_of(values)
             for rows in (1, 20, 4096):
                 short = replace(problem, seqlen_q=rows)
-                found = list(prefill.configs(short, GPUS[gpu]))
+                found = list(limits.configs(short, GPUS[gpu]))
                 assert found and len(set(found)) == len(found)
                 assert all(config.num_splits == 1 for config in found)
                 assert next(key_configs(short, GPUS[gpu]))
@@ -428,8 +431,8 @@ def test_quantised_keys(values: cases.Values) -> None:
     values = dict(values)
     gpu, parts, shape = (values.pop(name) for name in ("gpu", "parts", "shape"))
     problem = quantised(values)
-    assert prefill.unsupported(problem, gpu) == []
-    config = replace(chosen(prefill.configs(problem, gpu), shape), num_splits=parts)
+    assert limits.unsupported(problem, gpu) == []
+    config = replace(chosen(limits.configs(problem, gpu), shape), num_splits=parts)
     kernel = forward(problem, gpu, 0, config)["prefill"]
     if problem.dtype != "float32":
         wanted = {"widened": (False, True), "half": (True, True), "full": (True, False)}
@@ -461,6 +464,6 @@ def test_the_defaults_hardly_spill(name: Any, products: Any, granularity: Any) -
     """On sm_90, in the shape for prompts: a few bytes outside the loops."""
     codec = Codec(name, granularity)
     problem = quantised({"codec": codec, "products": products, "seqlen_q": 4096})
-    config = chosen(prefill.configs(problem, GPUS["h200"]), 0)
+    config = chosen(limits.configs(problem, GPUS["h200"]), 0)
     made = measure(forward(problem, GPUS["h200"], 0, config)["prefill"])
     assert made.stack_bytes <= 64

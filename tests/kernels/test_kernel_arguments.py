@@ -13,11 +13,14 @@ from compiling import Layout, layouts
 from splitkv import explain
 from splitkv.core.device import GPUS
 from splitkv.core.kv import Codec, Contiguous, Paged
-from splitkv.core.plan import Config, HopperDecode, Plain, Plan
+from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
+from splitkv.core.variants import HopperDecode, Plain
+from splitkv.kernels import records
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.planner.legality import expect_config
+from splitkv.planner.registry import completed
 
 H200 = GPUS["h200"]
 KERNEL: Any = SimpleNamespace(__name__="kernel", arg_names=["q", "k", "scale", "TILE"])
@@ -28,7 +31,7 @@ def plan_of(place: Any, codec: Codec, config: Config, **changes: Any) -> Plan:
         "decode", 4, 16, 2, 128, 128, 1, 8192, place=place, codec=codec, lengths="device"
     )
     problem = replace(problem, **changes)
-    return Plan(problem, H200, "mine", "hopper_decode_split", config, "made by hand")
+    return completed(Plan(problem, H200, "mine", "hopper_decode_split", config, "made by hand"))
 
 
 BULK = plan_of(Contiguous(), Codec("int8", "token"), Config(8, tile_n=128))
@@ -107,7 +110,7 @@ def test_caches_that_tma_cannot_read_give_a_plan_for_any_gpu(address: int) -> No
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        (HopperDecode("producer_warp"), "variant.load: expected 'tma' or 'gather'"),
+        (HopperDecode("producer_warp"), "variant.load: expected 'tma', got"),
         (HopperDecode("gather"), "variant.load: expected 'tma'"),
         (HopperDecode(key_scales="none"), "variant.key_scales: expected"),
     ],
@@ -117,4 +120,4 @@ def test_a_variant_that_the_problem_cannot_have_is_refused(
 ) -> None:
     config = replace(BULK.config, variant=variant)
     with pytest.raises(ValueError, match=message):
-        expect_config(hopper_decode_split.KERNEL, BULK.problem, H200, config)
+        expect_config(records.HOPPER_DECODE_SPLIT, BULK.problem, H200, config)

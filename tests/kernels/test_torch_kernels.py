@@ -16,7 +16,7 @@ from splitkv import reference
 from splitkv.core.device import CPU, GPUS
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Kernel, Plan
-from splitkv.kernels import torch_math, torch_sdpa
+from splitkv.kernels import records
 from splitkv.testing import (
     Call,
     Codec,
@@ -32,7 +32,7 @@ from splitkv.testing import (
     make_operands,
 )
 
-KERNELS = (torch_math.KERNEL, torch_sdpa.KERNEL)
+KERNELS = (records.TORCH_MATH, records.TORCH_SDPA)
 DENSE = Problem("dense", 2, 6, 2, 32, 32, 40, 40, dtype="float32")
 TRAINING_MASKS = {
     "full": Mask(),
@@ -63,7 +63,7 @@ def serves(kernel: Kernel, problem: Problem) -> bool:
 @pytest.mark.parametrize("case", cases.DECODE, ids=str)
 def test_decode(case: cases.Case, kernel: Kernel) -> None:
     problem = case.problem
-    if kernel is torch_sdpa.KERNEL:  # every case, less what SDPA has no argument for
+    if kernel is records.TORCH_SDPA:  # every case, less what SDPA has no argument for
         problem = replace(problem, score=Score(), return_lse=False)
         problem = replace(problem, dtype="float32") if problem.sink_logits else problem
     assert serves(kernel, problem)
@@ -152,7 +152,7 @@ def test_every_score_feature_and_lse_in_training(dtype: str, kind: Any) -> None:
         return_lse=True,
         needs_grad=True,
     )
-    check(problem, run=run(torch_math.KERNEL))
+    check(problem, run=run(records.TORCH_MATH))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -225,7 +225,7 @@ def test_tokens_after_the_last_sequence(kind: Any, kernel: Kernel) -> None:
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_dropout(mask: str) -> None:
     """Unbiased, different every time, and reproducible from torch's seed."""
-    kernel = torch_math.KERNEL
+    kernel = records.TORCH_MATH
     problem = replace(DENSE, mask=TRAINING_MASKS[mask], dropout=True)
     call = make_operands(problem)
     call["v"] = torch.ones_like(call["v"])
@@ -261,15 +261,15 @@ def test_sdpa_says_all_it_cannot() -> None:
         deterministic=True,
         needs_grad=True,
     )
-    assert torch_sdpa.KERNEL.unsupported(problem, GPUS["h200"]) == [
+    assert records.TORCH_SDPA.unsupported(problem, GPUS["h200"]) == [
         "softcap: expected 0, got a soft cap",
         "alibi_slopes: expected None, got slopes",
         "return_lse: expected False, got True",
         "sink_logits: expected dtype float32 or float64 beside them, got bfloat16",
         "deterministic: expected False with gradients on cuda, got True",
     ]
-    assert len(torch_sdpa.KERNEL.unsupported(problem, CPU)) == 4
-    assert torch_math.KERNEL.unsupported(problem, GPUS["h200"]) == []
+    assert len(records.TORCH_SDPA.unsupported(problem, CPU)) == 4
+    assert records.TORCH_MATH.unsupported(problem, GPUS["h200"]) == []
 
 
 QUANTISED_AXES: cases.Axes = {
@@ -299,10 +299,10 @@ def test_quantised_keys(number: int) -> None:
     place, lengths = (Ragged(), "device") if kind == "varlen" else (Contiguous(), "host")
     values |= {"place": place, "lengths": lengths, "return_lse": True, "seqlen_q": 3}
     problem = replace(DENSE, **values)
-    launch = run(torch_math.KERNEL)
+    launch = run(records.TORCH_MATH)
     check(problem, run=(lambda p, call: launch(*paged(p, call, 4))) if in_pages else launch)
     if not values["sink_logits"]:
-        check(replace(problem, return_lse=False), run=run(torch_sdpa.KERNEL))
+        check(replace(problem, return_lse=False), run=run(records.TORCH_SDPA))
 
 
 def test_the_reference_rounds_what_products_says() -> None:
@@ -332,14 +332,14 @@ def test_traffic_counts_the_tensors(kernel: Kernel) -> None:
         per_key = sum(call[n][0, 0].numel() * call[n].element_size() for n in names)
         assert traffic.kv_bytes == keys * per_key
         assert traffic.q_bytes == call["q"].numel() * call["q"].element_size()
-        out, lse = run(torch_math.KERNEL)(problem, call)
+        out, lse = run(records.TORCH_MATH)(problem, call)
         lse_bytes = 0 if lse is None else lse.numel() * 4
         assert traffic.out_bytes == out.numel() * out.element_size() + lse_bytes
         multiplied = problem.head_dim + problem.head_dim_v
         scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
         assert traffic.flops == 2 * scores * multiplied
         copied = 2 * keys * problem.num_kv_heads * multiplied
-        if kernel is torch_math.KERNEL:
+        if kernel is records.TORCH_MATH:
             assert traffic.partial_bytes == (copied * decode + 4 * scores) * 4
         else:  # a full mask takes no bytes; lengths are always a mask
             mask = 2 * problem.batch * problem.group * problem.seqlen_q * problem.seqlen_k

@@ -20,12 +20,10 @@ from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Kernel, Traffic
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
+from splitkv.kernels import records
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
-from splitkv.kernels.hopper.prefill import half as prefill_half
-from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
-from splitkv.kernels.hopper.prefill import quantised as prefill_quantised
-from splitkv.kernels.hopper.prefill import widened as prefill_widened
+from splitkv.kernels.limits import decode_split, hopper_prefill, prefill
+from splitkv.kernels.limits import hopper_decode_split as hopper_decode_split_limits
 from splitkv.planner.registry import KERNELS
 
 H200 = GPUS["h200"]
@@ -217,7 +215,7 @@ def test_decode_split(schedule: str, mask: str) -> None:
         config = replace(SCHEDULES[schedule], tile_m=decode_split.tile_m(problem))
         assert decode_split.unsupported(problem, H200) == []
         counted = count_decode_split(problem, config)
-        assert decode_split.traffic(problem, config) == counted, problem
+        assert records.DECODE_SPLIT.traffic(problem, config) == counted, problem
 
 
 @pytest.mark.parametrize("mask", [name for name, mask in MASKS.items() if not mask.chunk])
@@ -228,12 +226,12 @@ def test_hopper_decode_split(schedule: str, mask: str) -> None:
     for problem in (most, *fitting):
         problem = replace(problem, mask=MASKS[mask], dtype="float16", head_dim=64, head_dim_v=128)
         config = SCHEDULES[schedule]
-        assert hopper_decode_split.unsupported(problem, H200) == []
+        assert hopper_decode_split_limits.unsupported(problem, H200) == []
         counted = count_hopper_decode_split(problem, config)
-        assert hopper_decode_split.KERNEL.traffic(problem, config) == counted, problem
+        assert records.HOPPER_DECODE_SPLIT.traffic(problem, config) == counted, problem
 
 
-@pytest.mark.parametrize("kernel", (decode_split.KERNEL, hopper_decode_split.KERNEL))
+@pytest.mark.parametrize("kernel", (records.DECODE_SPLIT, records.HOPPER_DECODE_SPLIT))
 def test_parts_of_the_even_rule(kernel: Kernel) -> None:
     """Seven tiles in five parts: ranges of two tiles fill four of them, tiles in turn all five."""
     problem = replace(SMALL, head_dim=64, head_dim_v=64, seqlen_k=7 * 16)
@@ -243,7 +241,7 @@ def test_parts_of_the_even_rule(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kernel", (torch_math.KERNEL, torch_sdpa.KERNEL), ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", (records.TORCH_MATH, records.TORCH_SDPA), ids=lambda k: k.name)
 def test_torch_kernels(kernel: Kernel, mask: str) -> None:
     """Every key is read, whatever the mask."""
     for problem in shapes():
@@ -275,8 +273,8 @@ def test_prefill_on_hopper() -> None:
 def test_prefill_of_quantised_keys_on_hopper(granularity: Any) -> None:
     problem = replace(SMALL, kind="dense", dtype="bfloat16", head_dim=64, head_dim_v=64)
     problem = replace(problem, codec=Codec("int8", granularity), products="half")
-    kernels = [prefill_quantised.KERNEL, prefill_widened.KERNEL]
-    kernels += [prefill_half.KERNEL] if granularity == "head" else []
+    kernels = [records.HOPPER_PREFILL_QUANTISED, records.HOPPER_PREFILL_WIDENED]
+    kernels += [records.HOPPER_PREFILL_HALF] if granularity == "head" else []
     for kernel in kernels:
         assert kernel.unsupported(problem, H200) == []
         for config in kernel.configs(problem, H200):
@@ -296,10 +294,10 @@ def test_a_window_costs_what_it_shows(mask: str) -> None:
     """The keys read do not grow with a cache that the window hides."""
     short, long = (replace(SMALL, mask=MASKS[mask], seqlen_k=n) for n in (70, 70_000))
     config = Config(tile_m=16)
-    assert decode_split.traffic(short, config) == decode_split.traffic(long, config)
+    assert records.DECODE_SPLIT.traffic(short, config) == records.DECODE_SPLIT.traffic(long, config)
 
 
 def test_bytes_are_the_sum() -> None:
-    traffic = decode_split.traffic(SMALL, SCHEDULES["even"])
+    traffic = records.DECODE_SPLIT.traffic(SMALL, SCHEDULES["even"])
     parts = (traffic.kv_bytes, traffic.q_bytes, traffic.out_bytes, traffic.partial_bytes)
     assert all(parts) and traffic.bytes == sum(parts)

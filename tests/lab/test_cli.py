@@ -23,7 +23,7 @@ from splitkv.cli import app, parse_window, render
 from splitkv.core.device import GPUS
 from splitkv.core.plan import Config
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split
+from splitkv.kernels import records
 from splitkv.planner import registry
 from splitkv.planner.explanation import explain
 from splitkv.planner.policies import tuned
@@ -154,7 +154,7 @@ def test_an_unknown_option_is_status_2() -> None:
 
 
 def test_no_kernel_is_status_1_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "KERNELS", (decode_split.KERNEL,))
+    monkeypatch.setattr(registry, "KERNELS", (records.DECODE_SPLIT,))
     result = run("explain", "--head-dim", "320", "--gpu", "h200")
     assert result.exit_code == 1
     assert "head_dim 320: " in result.stdout
@@ -373,7 +373,7 @@ def test_regret_takes_a_table_that_is_not_in_the_package(
     assert calls["share"] == (2, 2)
     assert (calls["lengths"], calls["random_problems"], calls["seed"]) == ("host", 150, 1)
     assert list(calls["policies"]) == ["waves", "tuned"]
-    choice = calls["policies"]["tuned"](problem, GPUS["h200"], [decode_split.KERNEL])
+    choice = calls["policies"]["tuned"](problem, GPUS["h200"], [records.DECODE_SPLIT])
     assert choice.config.tile_n == 128
 
 

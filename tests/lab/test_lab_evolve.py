@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from splitkv.cli import app
 from splitkv.core import device
 from splitkv.core.device import GPUS
-from splitkv.core.plan import Config, Plain
+from splitkv.core.plan import Config
+from splitkv.core.variants import Plain
 from splitkv.lab import studies, timing
 from splitkv.lab.cases import Case
 from splitkv.lab.evolve import candidate, guided, run, sandbox, search, timers, workload

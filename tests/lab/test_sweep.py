@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 from splitkv.core.device import GPUS
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split, torch_math, torch_sdpa
+from splitkv.kernels import records
 from splitkv.kernels.host import launcher
 from splitkv.lab import compiler, space, studies, sweep, timing, tune
 from splitkv.lab.cases import Case, Inputs
@@ -87,7 +87,7 @@ class FakeSession:
 
 @pytest.fixture(autouse=True)
 def one_kernel_that_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = decode_split.KERNEL, torch_sdpa.KERNEL, torch_math.KERNEL
+    kernels = records.DECODE_SPLIT, records.TORCH_SDPA, records.TORCH_MATH
     monkeypatch.setattr(registry, "KERNELS", kernels)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from splitkv.cli import app
 from splitkv.core.device import GPUS
 from splitkv.core.plan import Config
-from splitkv.kernels import decode_split
+from splitkv.kernels import records
 from splitkv.lab import fa3, studies, sweep
 from splitkv.lab.lines import Record, read
 from splitkv.lab.report import report
@@ -62,7 +62,7 @@ class Curve:
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "KERNELS", (decode_split.KERNEL,))
+    monkeypatch.setattr(registry, "KERNELS", (records.DECODE_SPLIT,))
     for module in (studies, sweep):
         monkeypatch.setattr(module, "facts", lambda: MACHINE)
     monkeypatch.setattr(sweep, "current", lambda: GPUS["h200"])

@@ -17,7 +17,7 @@ from splitkv.core.device import GPUS
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split
+from splitkv.kernels import records
 from splitkv.kernels.host.partition import grid as grid_of
 from splitkv.planner import registry
 from splitkv.planner.explanation import Explanation, explain
@@ -147,7 +147,7 @@ def test_figures_follow_from_the_plan() -> None:
     assert figures.grid is not None
     assert figures.grid.key_tiles == math.ceil(532 / plan.config.tile_n)
     assert figures.grid.tiles_a_split == math.ceil(figures.grid.key_tiles / 3)
-    assert figures.traffic == decode_split.KERNEL.traffic(DECODE, plan.config)
+    assert figures.traffic == records.DECODE_SPLIT.traffic(DECODE, plan.config)
     assert figures.seconds == figures.traffic.bytes / 4.8e12
 
 
@@ -166,7 +166,7 @@ def test_a_plan_is_explained_as_it_is() -> None:
 
 
 def test_no_kernel_is_an_answer_with_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "KERNELS", (decode_split.KERNEL,))
+    monkeypatch.setattr(registry, "KERNELS", (records.DECODE_SPLIT,))
     told = explain(replace(DECODE, head_dim=320, head_dim_v=264), GPUS["h200"])
     assert told.plans == ()
     text = str(told)

@@ -23,7 +23,7 @@ from splitkv.kernels.host.workspace import TICKETS
 from splitkv.planner.legality import is_legal
 from splitkv.planner.policies import fixed
 from splitkv.planner.policies.shared import MAX_SPLITS
-from splitkv.planner.registry import KERNELS, POLICIES, kernel_named, make_plan
+from splitkv.planner.registry import KERNELS, POLICIES, completed, kernel_named, make_plan
 from splitkv.runtime.dispatch import fit_plan
 from splitkv.testing import bind, make_operands
 
@@ -129,11 +129,11 @@ def test_what_is_counted_where_a_launcher_is_bound() -> None:
     """Tickets of pairs; programs of a launch that merges."""
     lanes = TICKETS // 8
     plan = plan_of(replace(INT8, batch=lanes), QUANTISED, merge="pairs", num_splits=4)
-    prefill_quantised.bind(plan, layouts_in_8_bits(plan.problem))
+    prefill_quantised.bind(completed(plan), layouts_in_8_bits(plan.problem))
     plan = plan_of(replace(INT8, batch=lanes + 1), QUANTISED, merge="pairs", num_splits=4)
     said = rf"^plan.config.merge: expected .* {lanes} sequences times lanes of each, got 'pairs'$"
     with pytest.raises(ValueError, match=said):
-        prefill_quantised.bind(plan, layouts_in_8_bits(plan.problem))
+        prefill_quantised.bind(completed(plan), layouts_in_8_bits(plan.problem))
     plan = plan_of(replace(INT8, batch=2200), "prefill", merge="last", num_splits=MAX_SPLITS)
     said = "^plan.config.merge: expected 'combine' of 2252800 programs, got 'last'$"
     with pytest.raises(ValueError, match=said):
@@ -203,7 +203,7 @@ def test_what_is_legal_is_bound(kernel: Kernel) -> None:
         config = replace(found, **{"merge": merge, **cut})
         if is_legal(kernel, problem, H200, config):
             try:
-                plan = Plan(problem, H200, "mine", kernel.name, config, "made by hand")
+                plan = completed(Plan(problem, H200, "mine", kernel.name, config, "made by hand"))
             except ValueError:  # parts that cannot be a cluster
                 continue
             kernel.bind(plan, operands)
@@ -228,7 +228,7 @@ def test_metadata_of_a_tile_that_does_not_suit_the_call() -> None:
     again."""
     problem = replace(DECODE, num_heads=16, num_kv_heads=1, head_dim=256, head_dim_v=256)
     made = plan_of(replace(problem, seqlen_q=2), HOPPER, tile_m=64, num_stages=2)
-    assert fit_plan(made, made.problem, H200) == made
+    assert fit_plan(made, made.problem, H200) == completed(made)
     call = replace(made.problem, codec=INT8.codec, products="half")
     fitted = scheduler.fitted(made, call)
     assert fitted.config.tile_m < 64

@@ -18,9 +18,11 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Kernel, Traffic
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.scores import Score
-from splitkv.kernels import decode_split
+from splitkv.kernels import records
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
-from splitkv.kernels.hopper.primitives.cluster import CLUSTERS
+from splitkv.kernels.limits import decode_split
+from splitkv.kernels.limits import hopper_decode_split as hopper_decode_split_limits
+from splitkv.kernels.limits.hopper_decode_split import CLUSTERS
 from splitkv.planner.policies import fixed
 from splitkv.planner.policies.shared import WHOLE_SEQUENCES
 from splitkv.planner.registry import (
@@ -65,7 +67,11 @@ def test_a_kernel_is_named_after_its_file(kernel: Kernel) -> None:
         _, room, *rest = home.split("_")
         variant = "_".join(rest) if room == "prefill" else ""
         home = f"hopper.{room}.{variant or 'kernel'}"
-    assert import_module(f"splitkv.kernels.{home}").KERNEL is kernel
+    assert import_module(f"splitkv.kernels.{home}")
+    assert getattr(records, kernel.name.upper()) is kernel
+    if not kernel.name.startswith("torch"):
+        limits = import_module(f"splitkv.kernels.limits.{kernel.name}")
+        assert kernel.name == limits.NAME and limits.unsupported is kernel.unsupported
 
 
 @every_kernel
@@ -101,7 +107,7 @@ def test_decode_split_runs_every_case_without_quantised_keys(gpu: str) -> None:
 def test_the_kernel_for_hopper_runs_its_cases(gpu: str) -> None:
     assert cases.HOPPER_ROWS == hopper_decode_split.WIDE
     for case in cases.HOPPER:
-        assert hopper_decode_split.unsupported(case.problem, GPUS[gpu]) == [], case
+        assert hopper_decode_split_limits.unsupported(case.problem, GPUS[gpu]) == [], case
         taken = make_plan(case.problem, GPUS[gpu], policy="waves").kernel
         assert taken == "hopper_decode_split", case
 
@@ -168,7 +174,7 @@ def test_configs_of_the_kernel_for_hopper_are_legal(gpu: str) -> None:
     for case in cases.HOPPER:
         problem = case.problem
         anywhere = {config.tile_n for config in decode_split.configs(problem, device)}
-        for config in hopper_decode_split.configs(problem, device):
+        for config in hopper_decode_split_limits.configs(problem, device):
             assert config == Config(
                 tile_m=config.tile_m,
                 tile_n=config.tile_n,
@@ -178,13 +184,13 @@ def test_configs_of_the_kernel_for_hopper_are_legal(gpu: str) -> None:
                 merge="cluster" if config.num_splits > 1 else "combine",
             ), case
             assert config.num_splits in (1, *CLUSTERS), case
-            assert config.tile_m in hopper_decode_split.rows_of_tile(problem), case
+            assert config.tile_m in hopper_decode_split_limits.rows_of_tile(problem), case
             assert config.num_warps == max(4, config.tile_m // 16), case
             nearest = min(anywhere, key=lambda tile_n: abs(tile_n - config.tile_n))
             assert config.tile_n % nearest == 0, "parts of whole tiles where TMA cannot be, too"
             boxes = config.tile_n // hopper_decode_split.box_rows(problem, config.tile_n)
             assert boxes * hopper_decode_split.box_rows(problem, config.tile_n) == config.tile_n
-            shared = hopper_decode_split.shared_bytes(problem, config)
+            shared = hopper_decode_split_limits.shared_bytes(problem, config)
             assert shared <= device.smem_per_block, case
 
 
@@ -274,7 +280,7 @@ HOPPER_LIMITS: tuple[tuple[dict[str, Any], list[str]], ...] = (
 def test_the_kernel_for_hopper_says_each_limit(change: dict[str, Any], reasons: list[str]) -> None:
     """And what it leaves alone, the next kernel runs."""
     problem = replace(DECODE, **change)
-    assert hopper_decode_split.unsupported(problem, H200) == reasons
+    assert hopper_decode_split_limits.unsupported(problem, H200) == reasons
     plan = make_plan(problem, H200)
     assert plan.kernel != "hopper_decode_split"
     assert dict(plan.rejected)["hopper_decode_split"] == tuple(reasons)
@@ -296,13 +302,13 @@ def test_the_kernel_for_hopper_says_each_limit(change: dict[str, Any], reasons: 
     ids=str,
 )
 def test_the_kernel_for_hopper_runs_at_each_limit(change: dict[str, Any]) -> None:
-    assert hopper_decode_split.unsupported(replace(DECODE, **change), H200) == []
+    assert hopper_decode_split_limits.unsupported(replace(DECODE, **change), H200) == []
 
 
 @every_device
 def test_the_kernel_for_hopper_is_for_hopper(gpu: str) -> None:
     device = DEVICES[gpu]
-    reasons = hopper_decode_split.unsupported(DECODE, device)
+    reasons = hopper_decode_split_limits.unsupported(DECODE, device)
     on_hopper = device.capability == (9, 0) and device.kind == "cuda"
     assert reasons == ([] if on_hopper else [f"device {device.arch}: expected sm_90"])
     assert (make_plan(DECODE, device).kernel == "hopper_decode_split") == on_hopper

@@ -12,15 +12,17 @@ from splitkv.core.device import GPUS
 from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split, prefill, torch_math
+from splitkv.core.variants import Plain
+from splitkv.kernels import records
 from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.kernels.limits import hopper_prefill as limits
 from splitkv.planner.policies import short_queries, waves
 from splitkv.planner.registry import kernel_named
 
 H200 = GPUS["h200"]
 FEW = Problem("dense", 1, 32, 8, 128, 128, 16, 32768, mask=Mask(True))
 PACKED = replace(FEW, kind="varlen", place=Paged(64), lengths="device")
-KERNELS = (prefill.KERNEL, torch_math.KERNEL)
+KERNELS = (records.PREFILL, records.TORCH_MATH)
 
 
 def config(problem: Problem, **options: Any) -> Any:
@@ -93,7 +95,7 @@ def test_decode_of_many_rows_is_weighed_however_many_heads_there_are() -> None:
         FEW, kind="decode", batch=12, num_heads=128, num_kv_heads=16, lengths="device"
     )
     problem = replace(problem, head_dim=64, head_dim_v=64, seqlen_k=16384)
-    choice = short_queries.choose(problem, H200, [hopper_prefill.KERNEL])
+    choice = short_queries.choose(problem, H200, [records.HOPPER_PREFILL])
     assert choice is not None and choice.config.tile_m in (64, 128)
 
 
@@ -110,7 +112,7 @@ def test_two_parts_are_a_cluster_where_all_run_at_once() -> None:
         assert (plan.config.merge, plan.config.num_splits) == ("cluster", 2)
         assert "us to merge in a cluster" in plan.why
         kernel = kernel_named(plan.kernel)
-        assert plan.config in kernel.configs(rows48, H200)
+        assert replace(plan.config, variant=Plain()) in kernel.configs(rows48, H200)
         assert kernel.traffic(rows48, plan.config).partial_bytes == 0
         for changes in otherwise:
             assert config(replace(rows48, **changes)).merge == "combine", changes
@@ -161,12 +163,12 @@ def test_groups_that_no_power_of_two_packs() -> None:
     """Seven heads would read their keys seven times."""
     packed = short_queries.H200_HOPPER.packed
     problem = replace(PACKED, kind="decode", seqlen_q=16, seqlen_k=1 << 16)
-    (first, *_) = hopper_prefill.configs(problem, H200)
+    (first, *_) = limits.configs(problem, H200)
     for group, heads in ((1, 1), (4, 4), (6, 2), (7, 1), (128, 64)):
         one = replace(problem, num_heads=group, num_kv_heads=1)
         assert packed(group, first) == heads == hopper_prefill.packed_heads(one, first)
     seven = replace(problem, num_heads=28, num_kv_heads=4)
-    kernels = hopper_prefill.KERNEL, prefill.KERNEL
+    kernels = records.HOPPER_PREFILL, records.PREFILL
     choice = short_queries.choose(seven, H200, kernels)
     assert choice is not None and choice.kernel == "prefill"
 
@@ -204,9 +206,9 @@ def test_partials_have_their_limit() -> None:
 def test_other_kernels_are_left_alone() -> None:
     """Decode kernels decide for themselves; what comes before `prefill` runs what is not cut."""
     decode = replace(FEW, kind="decode", seqlen_q=4)
-    assert short_queries.choose(decode, H200, (decode_split.KERNEL, *KERNELS)) is None
-    assert short_queries.choose(FEW, H200, (torch_math.KERNEL,)) is None
-    first = replace(torch_math.KERNEL, name="another")
+    assert short_queries.choose(decode, H200, (records.DECODE_SPLIT, *KERNELS)) is None
+    assert short_queries.choose(FEW, H200, (records.TORCH_MATH,)) is None
+    first = replace(records.TORCH_MATH, name="another")
     assert short_queries.choose(replace(FEW, batch=64), H200, (first, *KERNELS)) is None
     cut = waves.choose(FEW, H200, (first, *KERNELS))
     assert cut.kernel == "prefill" and cut.config.num_splits > 1

@@ -17,8 +17,8 @@ from splitkv.core.kv import Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split, torch_math, torch_sdpa
-from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels import decode_split, records
+from splitkv.kernels.limits import decode_split as limits
 from splitkv.lab import space, studies
 from splitkv.lab.tune import drawn
 from splitkv.planner import registry
@@ -27,7 +27,7 @@ from splitkv.planner.policies.shared import num_tiles, shapes
 from splitkv.planner.policies.tuned import Measured, Table, Timed
 
 H200 = GPUS["h200"]
-ABLE: tuple[Kernel, ...] = (decode_split.KERNEL, torch_sdpa.KERNEL, torch_math.KERNEL)
+ABLE: tuple[Kernel, ...] = (records.DECODE_SPLIT, records.TORCH_SDPA, records.TORCH_MATH)
 MADE = {"date": "2026-11-22", "command": "splitkv tune"}
 
 
@@ -270,9 +270,9 @@ def test_a_kernel_that_cannot_run_the_problem_is_passed_over() -> None:
 def test_the_kernel_that_was_faster_is_chosen() -> None:
     rival = Kernel(
         "rival",
-        decode_split.unsupported,
-        decode_split.configs,
-        decode_split.traffic,
+        limits.unsupported,
+        limits.configs,
+        records.DECODE_SPLIT.traffic,
         decode_split.bind,
     )
     for ours, theirs, winner in ((5.0, 9.0, "decode_split"), (9.0, 5.0, "rival")):
@@ -287,7 +287,7 @@ def test_the_kernel_that_was_faster_is_chosen() -> None:
 def test_another_kernel_has_to_be_ahead_of_the_first_by_more_than_noise(us: float, kernel: str):
     plans = timed(3, 100.0), Timed("hopper_decode_split", Config(3), us)
     known = table(Measured(problem(), plans))
-    choice = tuned.with_table(known)(problem(), H200, (hopper_decode_split.KERNEL, *ABLE))
+    choice = tuned.with_table(known)(problem(), H200, (records.HOPPER_DECODE_SPLIT, *ABLE))
     assert choice.kernel == kernel
 
 
@@ -299,7 +299,7 @@ def test_a_cluster_is_a_plan_like_others_and_its_parts_are_bounded(tmp_path: Pat
     )
     (tmp_path / "h200.json").write_text(tuned.dump(known))
     assert tuned.load(tmp_path / "h200.json").measured == known.measured
-    choose, able = tuned.with_table(known), (hopper_decode_split.KERNEL, *ABLE)
+    choose, able = tuned.with_table(known), (records.HOPPER_DECODE_SPLIT, *ABLE)
     assert choose(problem(8, 4096), H200, able).config == pair
     longer = choose(problem(2, 65536), H200, able).config
     assert longer == replace(pair.shape, num_splits=longer.num_splits)

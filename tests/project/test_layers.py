@@ -18,6 +18,8 @@ LAYERS = (
     "core rounding",
     "reference",
     "planner.policies",
+    "kernels.host.partition kernels.hopper.primitives.tma_limits",
+    "kernels.limits",
     "kernels",
     "planner.registry",
     "planner.legality planner.explanation testing",
@@ -36,7 +38,10 @@ LAYERS = (
     "__main__",
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
-PURE = "core", "planner.policies"
+PURE = (
+    *("core", "planner", "kernels.limits", "kernels.records"),
+    *("kernels.host.partition", "kernels.hopper.primitives.tma_limits"),
+)
 
 
 def modules() -> dict[str, Path]:
@@ -189,6 +194,44 @@ def test_pure_layer_runs_without_torch_and_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_plans_are_made_without_torch_and_triton() -> None:
+    """Of a Problem and a Device given as data, by every kernel: its plan is stored and explained."""
+    code = """
+import sys
+sys.modules['torch'] = sys.modules['triton'] = None
+from dataclasses import replace
+from splitkv.core.device import GPUS
+from splitkv.core.kv import Codec, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import plan_with_handle
+from splitkv.core.problem import Problem
+from splitkv.planner.explanation import explain
+from splitkv.planner.legality import expect_backward, expect_config
+from splitkv.planner.registry import KERNELS, kernel_named, make_plan
+
+decode = Problem('decode', 2, 16, 2, 128, 128, 1, 8192, mask=Mask(True), lengths='device')
+dense = Problem('dense', 2, 16, 2, 128, 128, 4096, 4096, mask=Mask(True))
+int8 = replace(dense, codec=Codec('int8', 'head'), products='half')
+problems = [decode, replace(decode, place=Paged(16), codec=Codec('fp8', 'token')), dense, int8]
+problems += [replace(dense, needs_grad=True), replace(int8, products='widened')]
+used = set()
+for gpu in ('h200', 'a100'):
+    for problem in problems:
+        plan = make_plan(problem, GPUS[gpu])
+        kernel = kernel_named(plan.kernel)
+        assert expect_config(kernel, problem, GPUS[gpu], plan.config) == plan.config
+        expect_backward(kernel, plan)
+        assert (plan.backward is not None) == problem.needs_grad
+        assert plan_with_handle(plan.handle) == plan and str(explain(plan))
+        used.add(plan.kernel)
+print(sorted(used))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for kernel in ("hopper_decode_split", "decode_split", "hopper_prefill", "prefill"):
+        assert repr(kernel) in done.stdout
 
 
 def test_policies_decide_without_torch_and_triton() -> None:

@@ -26,8 +26,9 @@ import splitkv
 from splitkv import reference
 from splitkv.core.device import GPUS
 from splitkv.core.kv import Codec
-from splitkv.core.plan import Config, Plain, Plan
+from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands
+from splitkv.core.variants import Plain
 from splitkv.kernels.host import relaunch, workspace
 from splitkv.planner import registry
 from splitkv.planner.policies import POLICIES, fixed, waves

@@ -50,6 +50,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels import decode_split
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.host import launcher, workspace
+from splitkv.planner.registry import kernel_named
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ADDRESS = 1 << 20
@@ -385,7 +386,7 @@ def compile_plan(
             mock.patch.object(launcher.Launcher, "keep", mock.Mock()),
         ):
             patches.enter_context(patch)
-        MODULES[plan.kernel].KERNEL.bind(plan, operands)(operands)
+        kernel_named(plan.kernel).bind(plan, operands)(operands)
     every = [*recorders.items(), *(("hopper_decode_split", entry) for entry in entries.values())]
     return {name: measure(made) for name, recorder in every for made in recorder.compiled}
 

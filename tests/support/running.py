@@ -214,7 +214,7 @@ def run_by(kernels: Sequence[Any], patch: pytest.MonkeyPatch) -> list[str]:
 
     def spy(module: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any) -> Any:
-            ran.append(module.KERNEL.name)
+            ran.append(module.__name__.rpartition(".")[2])
             return run(*args)
 
         return told

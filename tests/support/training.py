@@ -18,7 +18,10 @@ from torch import Tensor
 
 import splitkv
 from splitkv.core.plan import Kernel, Plan
+from splitkv.kernels.backward.launcher import BackwardLauncher
+from splitkv.kernels.limits import backward
 from splitkv.planner.legality import is_legal
+from splitkv.planner.policies.backward import with_row_splits
 from splitkv.planner.policies.shared import WHOLE_SEQUENCES
 from splitkv.planner.registry import kernel_named
 from splitkv.testing import (
@@ -344,3 +347,10 @@ def traits(problem: Problem) -> tuple[Any, ...]:
 
 def run_with(given: dict[str, Any], problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
     return run(problem, call | given)
+
+
+def any_gpu_backward(plan: Plan, operands: Any) -> BackwardLauncher:
+    """In place of `backward_for`: the kernels for any GPU, wherever it is."""
+    best = next(backward.variants(plan.problem, plan.device))
+    made = with_row_splits(plan.problem, plan.device, best)
+    return BackwardLauncher(plan.problem, plan.device, made)

@@ -122,7 +122,13 @@ def _read_value(kind: Any, data: Any, argument: str) -> Any:
 
 
 def _read_one_of(kinds: tuple[Any, ...], data: Any, argument: str) -> Any:
-    """A value of one of several classes, told by their tags."""
+    """A value of one of several classes, told by their tags, or None where that is one."""
+    if type(None) in kinds:
+        kinds = tuple(kind for kind in kinds if kind is not type(None))
+        if data is None:
+            return None
+        if len(kinds) == 1:
+            return _read(kinds[0], data, argument)
     for kind in kinds:
         if isinstance(data, kind):
             return _read_value(kind, data, argument)

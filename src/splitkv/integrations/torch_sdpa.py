@@ -290,7 +290,7 @@ def _backward(
     call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     launcher, operands = _bind(call._replace(out=None))
-    run = backward_for(launcher.problem, launcher.device, operands)
+    run = backward_for(launcher.plan, operands)
     seed = seeds.view(torch.int64)[0] if call.dropout_p > 0 else None
     with _on_device(call.q):
         dq, dk, dv, *_ = run(operands, seed, out, lse, grad_out, None, False)

@@ -1,22 +1,22 @@
-"""Which kernels make the gradients of a call of attention over whole sequences.
+"""The launcher of what makes the gradients of a call of attention over whole sequences.
 
-This is above the kernels of the backward and below those of the forward, whose autograd asks it.
+This is above the kernels of the backward and below those of the forward, whose autograd calls it.
 """
 
 from __future__ import annotations
 
-from splitkv.core.device import Device
-from splitkv.core.problem import Operands, Problem
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
+from splitkv.core.variants import Backward, HopperBackward
 from splitkv.kernels.backward.launcher import BackwardLauncher
-from splitkv.kernels.hopper.backward import launcher as hopper
-from splitkv.kernels.hopper.primitives.tma_limits import unfit
+from splitkv.kernels.hopper.backward.launcher import HopperBackwardLauncher
+from splitkv.kernels.limits.prefill import refit
 
 
-def backward_for(
-    problem: Problem, device: Device, operands: Operands
-) -> BackwardLauncher | hopper.HopperBackwardLauncher:
-    """What makes the gradients of a call: the kernels for Hopper where they can, else those for any
-    GPU."""
-    if hopper.unsupported(problem, device) or unfit(operands):
-        return BackwardLauncher(problem, device)
-    return hopper.HopperBackwardLauncher(problem, device)
+def backward_for(plan: Plan, operands: Operands) -> BackwardLauncher | HopperBackwardLauncher:
+    """The kernels of `Plan.backward`, or of the plan that is for these operands' addresses."""
+    found = refit(plan, operands).backward
+    if isinstance(found, HopperBackward):
+        return HopperBackwardLauncher(plan.problem, plan.device, found)
+    assert isinstance(found, Backward), f"expected a plan with a backward, got {plan}"
+    return BackwardLauncher(plan.problem, plan.device, found)

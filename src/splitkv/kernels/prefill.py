@@ -44,7 +44,6 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -53,15 +52,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config, Kernel, Plan, Traffic
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.core.scores import PLAIN
+from splitkv.core.tiles import ceil_div
 from splitkv.kernels.combine import FINISHED, write_absent
 from splitkv.kernels.gradients import backward_for
 from splitkv.kernels.host.arguments import in_order
-from splitkv.kernels.host.partition import num_parts, padded, padded_dims
+from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.sequence_sizes import (
     draw_seed,
     lse_strides,
@@ -122,32 +120,6 @@ from splitkv.kernels.tile.visit import (
 )
 from splitkv.kernels.tile.weight import Queries, Scoring
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-
-Shape = tuple[int, int, int, int]  # tile_m, tile_n, num_warps, num_stages
-FEW_ROWS: tuple[Shape, ...] = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 32, 4, 2))
-# By the larger padded head dimension: those that ptxas, for sm_90, fits into registers.
-HALF: dict[int, tuple[Shape, ...]] = {
-    64: (
-        *((128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
-        *((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        *((32, 64, 4, 3), (32, 64, 4, 2), *FEW_ROWS),
-    ),
-    128: (
-        *((128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-        *((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        *((32, 64, 4, 3), (32, 64, 4, 2), *FEW_ROWS),
-    ),
-    256: (
-        *((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
-        *FEW_ROWS,
-    ),
-}
-SINGLE: dict[int, tuple[Shape, ...]] = {
-    64: ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2)),
-    128: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 2)),
-    256: ((16, 16, 8, 2), (16, 16, 4, 2)),
-}
 LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 TENSORS = (*LEAVES, "cu_seqlens_q", "cu_seqlens_k")  # of Operands
 SIZES = (  # arguments whose values are no reason to compile again
@@ -324,95 +296,6 @@ def prefill(
         meet_and_merge(meeting, which, partial, final, sink_ptr, merged, CONFIG)
 
 
-def unsupported(problem: Problem, device: Device) -> list[str]:
-    reasons = []
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
-    if device.kind == "cuda":
-        expect(device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer")
-    expect(
-        problem.dtype in ("bfloat16", "float16", "float32"),
-        f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
-    )
-    for name in ("head_dim", "head_dim_v"):
-        value = getattr(problem, name)
-        expect(
-            value % 8 == 0 and MIN_HEAD_DIM <= value <= MAX_HEAD_DIM,
-            f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
-        )
-    forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
-    forward_only |= problem.codec != AS_IS
-    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
-    return reasons
-
-
-def shapes(problem: Problem, device: Device) -> list[Shape]:
-    """Those for these head dimensions with no more rows than a sequence has, the best first.
-
-    128 keys a step are the best for the tensor cores of sm_90, but take registers that modifiers
-    need as well, and leave much of a narrow window to be masked. A tile in one page has one look-up
-    and the addresses of contiguous keys.
-    """
-    table = HALF if problem.element_bytes == 2 else SINGLE
-    found = table[max(64, padded(problem.head_dim), padded(problem.head_dim_v))]
-    rows = max(problem.rows, min(tile_m for tile_m, *_ in found))
-    enough = min(tile_m for tile_m in (16, 32, 64, 128) if tile_m >= min(rows, 128))
-    mask = problem.mask
-    narrow = mask.left is not None and mask.right is not None and mask.left + mask.right < 512
-    modified = problem.score != PLAIN or problem.dropout
-    fewer_keys = narrow or modified or device.capability[0] != 9
-    page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
-    of_keys = problem.codec.granularity == "token"  # two more loads a key: 128 of them spill
-    found = tuple(s for s in found if s[0] <= enough and not (of_keys and s[:2] == (128, 128)))
-    return sorted(
-        found,
-        key=lambda shape: (
-            fewer_keys and shape[1] == 128,
-            page_size >= 64 and page_size % shape[1] > 0,
-        ),
-    )
-
-
-def shared_bytes(problem: Problem, config: Config, device: Device) -> int:
-    """The most shared memory that Triton takes for a config: q, tiles in flight, sums of rows.
-
-    Of what is widened a copy, and scales of keys. After the loop the output goes through it.
-    """
-    dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
-    loop = config.tile_m * (dim * problem.element_bytes + 8) + 64
-    loop += config.num_stages * config.tile_n * (dim + dim_v) * problem.kv_element_bytes
-    if problem.codec != AS_IS:
-        a_key = max(dim, dim_v) * problem.element_bytes + 8 * (config.num_stages + 1)
-        loop += config.tile_n * a_key
-    return max(loop, 4 * config.tile_m * dim_v)
-
-
-def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every tile shape that fits."""
-    for tile_m, tile_n, num_warps, num_stages in shapes(problem, device):
-        config = Config(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages)
-        if shared_bytes(problem, config, device) <= device.smem_per_block:
-            yield config
-
-
-def traffic(problem: Problem, config: Config) -> Traffic:
-    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
-    rows = problem.batch * problem.seqlen_q * problem.num_heads
-    pairs = problem.batch * problem.num_heads * problem.visible_pairs
-    parts, cut = num_parts(problem, config), problem.batch * problem.cut_tokens * problem.num_heads
-    return Traffic(
-        kv_bytes=problem.kv_bytes,
-        q_bytes=rows * problem.head_dim * problem.element_bytes,
-        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
-        partial_bytes=2 * parts * cut * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
-        flops=2 * pairs * (problem.head_dim + problem.head_dim_v),
-    )
-
-
 def out_strides(problem: Problem, operands: Operands) -> Strides:
     """The strides of out, as given or as it will be made."""
     q, out = operands.q, operands.out
@@ -427,7 +310,7 @@ class Launcher(SequenceLauncher):
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
         problem, config, q = plan.problem, plan.config, operands.q
-        self.problem, self.device = problem, plan.device
+        self.plan, self.problem, self.device = plan, problem, plan.device
         self.results = result_shapes(problem, q)
         out, total = out_strides(problem, operands), q.shape[:-2].numel()
         self.splits = sequence_splits(plan)
@@ -493,7 +376,7 @@ def tiling(plan: Plan, total: int) -> tuple[int, int, int]:
 def split_programs(plan: Plan) -> int:
     """Programs of the further splits of all row tiles."""
     problem, config = plan.problem, plan.config
-    row_tiles = triton.cdiv(problem.cut_tokens * problem.group, config.tile_m)
+    row_tiles = ceil_div(problem.cut_tokens * problem.group, config.tile_m)
     return (config.num_splits - 1) * row_tiles * problem.batch * problem.num_kv_heads
 
 
@@ -561,13 +444,11 @@ def attention(launcher: SequenceLauncher, operands: Operands) -> tuple[Tensor, T
     return out, lse if problem.return_lse else None
 
 
-def for_any_address(plan: Plan, operands: Operands, reason: str) -> Launcher:
-    """This kernel in the place of one that cannot read from everywhere, and a warning why."""
-    warnings.warn(f"this call runs on {KERNEL.name}: {reason}", stacklevel=2)
-    own = replace(plan.config, merge="combine") if plan.config.clustered else plan.config
-    config = next(configs(plan.problem, plan.device))
-    config = replace(config, num_splits=own.num_splits, merge=own.merge)
-    return Launcher(replace(plan, kernel=KERNEL.name, config=config), operands)
+def in_place_of(plan: Plan, other: Plan, operands: Operands) -> Launcher:
+    """This kernel by another plan than was made for a call, and a warning why."""
+    why = other.why.removeprefix(f"{plan.why}; ")
+    warnings.warn(f"this call runs on {other.kernel}: {why}", stacklevel=2)
+    return Launcher(other, operands)
 
 
 class Attention(torch.autograd.Function):
@@ -589,13 +470,6 @@ class Attention(torch.autograd.Function):
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
         *tensors, seed, out, lse = ctx.saved_tensors
         operands = replace(ctx.scalars, **dict(zip(TENSORS, tensors, strict=True)))
-        run = backward_for(ctx.launcher.problem, ctx.launcher.device, operands)
+        run = backward_for(ctx.launcher.plan, operands)
         saved, of_slopes = (operands, seed, out, lse), ctx.needs_input_grad[-1]
         return None, None, None, *run(*saved, grad_out, grad_lse, of_slopes)
-
-
-KERNEL = Kernel(
-    *("prefill", unsupported, configs, traffic, Launcher),
-    schedules=("even", "fixed"),
-    merges=("combine", "last"),
-)

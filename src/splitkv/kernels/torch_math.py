@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from splitkv.core.device import Device
 from splitkv.core.kv import AS_IS, Contiguous
-from splitkv.core.plan import Config, Kernel, Plan, Traffic
+from splitkv.core.plan import Config, Plan, Traffic
 from splitkv.core.problem import Operands, Problem
-from splitkv.rounding import dequantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +118,7 @@ def padded_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """q, k, v [B, S, heads, D] in `dtype` and their lengths, from a cache or packed sequences."""
     from splitkv import reference
+    from splitkv.rounding import dequantize
 
     x, seqlens_q, seqlens_k = operands, None, operands.cache_seqlens
     q = dequantize(x.q, x.q_scale, dtype)
@@ -159,6 +159,3 @@ def finish(
     else:
         out = out.contiguous()
     return out, lse if lse is None else lse.float().contiguous()
-
-
-KERNEL = Kernel("torch_math", unsupported, configs, traffic, bind)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitkv.core.device import Device
 from splitkv.core.masks import Mask
-from splitkv.core.plan import Config, Kernel, Plan, Traffic
+from splitkv.core.plan import Config, Plan, Traffic
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.torch_math import dense_traffic, finish, kv_elements, moved, padded_inputs
 
@@ -170,6 +170,3 @@ def _masked(
     )
     out = torch.where(sees_any, out.unflatten(2, (group, seqlen_q)), 0.0)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-KERNEL = Kernel("torch_sdpa", unsupported, configs, traffic, bind)

@@ -17,13 +17,16 @@ from splitkv.core.kv import Codec, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
-from splitkv.kernels import decode_split, prefill
-from splitkv.kernels.hopper.backward import launcher as hopper_backward
-from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
-from splitkv.kernels.hopper.prefill import half as hopper_prefill_half
-from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
-from splitkv.kernels.hopper.prefill import quantised as hopper_prefill_quantised
-from splitkv.kernels.hopper.prefill import widened as hopper_prefill_widened
+from splitkv.kernels.limits import (
+    decode_split,
+    hopper_backward,
+    hopper_decode_split,
+    hopper_prefill,
+    hopper_prefill_half,
+    hopper_prefill_quantised,
+    hopper_prefill_widened,
+    prefill,
+)
 
 H200 = GPUS["h200"]
 DECODE = Problem("decode", 8, 32, 8, 128, 128, 1, 4096, mask=Mask(True), lengths="device")

@@ -15,8 +15,18 @@ from itertools import islice
 from typing import Any
 
 from splitkv.core.device import Device, current
-from splitkv.core.plan import Config, HopperDecode, Plan, Traffic, ring_of
+from splitkv.core.plan import Config, Plan, Traffic
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
+from splitkv.core.variants import (
+    Backward,
+    Gradients,
+    HopperDecode,
+    HopperPrefill,
+    HopperPrefillQuantised,
+    Variant,
+)
+from splitkv.kernels.limits.hopper_decode_split import ring_of
 from splitkv.planner import registry
 
 
@@ -167,20 +177,20 @@ def _kernels(problem: Problem, device: Device) -> tuple[tuple[str, tuple[str, ..
 
 def _grid(problem: Problem, device: Device, config: Config) -> Grid:
     if config.pack_gqa:
-        row_tiles = problem.num_kv_heads * _ceil_div(problem.rows, config.tile_m)
+        row_tiles = problem.num_kv_heads * ceil_div(problem.rows, config.tile_m)
     else:
-        row_tiles = problem.num_heads * _ceil_div(problem.seqlen_q, config.tile_m)
-    key_tiles = _ceil_div(problem.visible_keys, config.tile_n)
+        row_tiles = problem.num_heads * ceil_div(problem.seqlen_q, config.tile_m)
+    key_tiles = ceil_div(problem.visible_keys, config.tile_n)
     parts = config.num_splits * problem.batch
-    tiles_a_split = _ceil_div(key_tiles, config.num_splits)
+    tiles_a_split = ceil_div(key_tiles, config.num_splits)
     if config.schedule == "batch":
         parts = config.programs
-        tiles_a_split = _ceil_div(key_tiles * problem.batch, parts)
+        tiles_a_split = ceil_div(key_tiles * problem.batch, parts)
     elif config.schedule == "fixed":
         tiles_a_split = config.split_size // config.tile_n
     programs = parts * row_tiles
     if problem.cut_tokens < problem.seqlen_q:  # of the first row tiles alone
-        cut = problem.num_kv_heads * _ceil_div(problem.cut_tokens * problem.group, config.tile_m)
+        cut = problem.num_kv_heads * ceil_div(problem.cut_tokens * problem.group, config.tile_m)
         programs = problem.batch * (row_tiles + (config.num_splits - 1) * cut)
     return Grid(
         key_tiles=key_tiles,
@@ -204,15 +214,52 @@ def _column(plan: Plan, figures: Figures) -> dict[str, str]:
             "waves": f"{grid.waves:.2f}",
             "SMs busy": f"{grid.sms_busy:.0%} of {plan.device.num_sms}",
         }
-    if isinstance(config.variant, HopperDecode):
-        cells |= _arrival(plan, config.variant)
+    cells |= _variant(plan, config.variant)
     if plan.problem.appends:
         cells["new tokens"] = "written by the kernel" if config.appends else "append runs before"
+    if plan.backward is not None:
+        cells |= _gradients(plan.backward)
     return cells | {
         "bytes": _bytes(traffic.bytes),
         "of which partials": _bytes(traffic.partial_bytes),
         "at full bandwidth": _seconds(figures.seconds),
     }
+
+
+def _variant(plan: Plan, variant: Variant) -> dict[str, str]:
+    """What the kernel alone could choose, as label -> cell."""
+    if isinstance(variant, HopperDecode):
+        return _arrival(plan, variant)
+    if not isinstance(variant, HopperPrefill | HopperPrefillQuantised):
+        return {}
+    turns = {"in_turns": "warpgroups take turns", "any": "warpgroups as they come"}
+    cells = {
+        "products": turns[variant.mma_order],
+        "row tiles of q": f"{variant.q_stages} in shared memory",
+    }
+    if isinstance(variant, HopperPrefillQuantised):
+        items = {"numbered": "by number", "by_grid": "by place in the grid"}[variant.items]
+        early = f"; {variant.issued_first} step issued before roles" * (variant.issued_first > 0)
+        return cells | {"row tiles found": items + early}
+    maxima = {"each_tile": "in each tile", "lazy": "where a weight is too large"}
+    out = {"own_tiles": "tiles of their own", "place_of_q": "the place of q"}
+    return cells | {"maxima": maxima[variant.maxima], "results leave by": out[variant.out]}
+
+
+def _gradients(made: Gradients) -> dict[str, str]:
+    """What makes the gradients, as label -> cell."""
+    shared = made.row_splits
+    rows = f"split by {shared.splits} for {shared.tiles} key tiles" if shared.tiles else "not split"
+    if isinstance(made, Backward):
+        tiles = [f"{x.tile_m} rows x {x.tile_n} keys" for x in (made.keys, made.queries)]
+        return {"gradients": f"dk, dv {tiles[0]}; dq {tiles[1]}", "rows of gradients": rows}
+    ways = {
+        "added": "dq added in any order",
+        "added_in_turns": "dq added in order",
+        "recomputed": "dq by a kernel of its own",
+    }
+    tiles_of_keys = f"{made.tile_m} rows x {made.tile_n} keys"
+    return {"gradients": f"{tiles_of_keys}; {ways[made.dq]}", "rows of gradients": rows}
 
 
 def _arrival(plan: Plan, variant: HopperDecode) -> dict[str, str]:
@@ -241,10 +288,6 @@ def _splits(config: Config) -> str:
         "last": ", merged by the programs that come last",
     }
     return splits + how.get(config.merge, "")
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _bytes(count: int) -> str:

@@ -6,6 +6,7 @@ kernel was written for is refused here, before it is launched.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from functools import lru_cache
 
 from splitkv.core.device import Device
@@ -17,11 +18,13 @@ from splitkv.core.errors import (
     expect_one_of,
     expect_positive,
 )
-from splitkv.core.plan import VARIANTS, Config, Kernel, Plain, expect_variant
+from splitkv.core.plan import Config, Kernel, Plan
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
 from splitkv.core.values import checked
-from splitkv.kernels.decode_split import MAX_GRID
-from splitkv.planner.policies.shared import MAX_SPLITS, ceil_div, count, num_tiles
+from splitkv.core.variants import Plain, RowSplits, Variant
+from splitkv.kernels.limits.decode_split import MAX_GRID
+from splitkv.planner.policies.shared import MAX_SPLITS, count, num_tiles
 
 SHAPE = ("pack_gqa", "tile_m", "tile_n", "num_warps", "num_stages")
 
@@ -52,11 +55,37 @@ def _expect_config(kernel: Kernel, problem: Problem, device: Device, config: Con
     if config.appends:
         against = kernel.apart(problem) if problem.appends else ["the call has no new tokens"]
         expect(not against, "plan.config.appends", "False", True, "; ".join(against))
-    if kernel.name in VARIANTS:
-        expect_variant(problem, config)
-    else:
-        plain = isinstance(config.variant, Plain)
-        expect(plain, "plan.config.variant", "Plain()", config.variant)
+    _expect_variant(config.variant, kernel.variants(problem, device, config))
+
+
+def _expect_variant(variant: Variant, legal: list[Variant]) -> None:
+    """One of those that the kernel lists beside the numbers of a config; Plain: to be chosen."""
+    name, hint = "plan.config.variant", "variant=Plain() has it chosen"
+    expect(legal, "plan.config", "numbers that a variant of the kernel is for", "others")
+    if isinstance(variant, Plain):
+        return
+    found = [other for other in legal if type(other) is type(variant)]
+    expect(found, name, f"{type(legal[0]).__name__}()", variant)
+    for field in fields(variant):
+        value, values = getattr(variant, field.name), [getattr(x, field.name) for x in found]
+        expect_one_of(f"{name}.{field.name}", value, dict.fromkeys(values), hint)
+        found = [other for other in found if getattr(other, field.name) == value]
+
+
+def expect_backward(kernel: Kernel, plan: Plan) -> None:
+    """Gradients by tiles that the kernel lists for the plan's problem, and as many splits of rows
+    as there are tiles of keys for; None: they are to be chosen, or nobody wants any."""
+    made = plan.backward
+    if made is None:
+        return
+    problem, device, name = plan.problem, plan.device, "plan.backward"
+    expect(problem.needs_grad, name, "None, as no input requires a gradient", made)
+    legal = list(kernel.gradients(problem, device))
+    tiles = replace(made, row_splits=RowSplits())
+    said = f"tiles that {kernel.name} has here, like {legal[0]}" if legal else "None"
+    expect(tiles in legal, name, said, made)
+    expect_at_least(f"{name}.row_splits.tiles", made.row_splits.tiles, 0)
+    expect_at_least(f"{name}.row_splits.splits", made.row_splits.splits, 1)
 
 
 def is_legal(kernel: Kernel, problem: Problem, device: Device, config: Config) -> bool:

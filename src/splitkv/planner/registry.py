@@ -15,25 +15,30 @@ from splitkv.core.errors import (
 )
 from splitkv.core.plan import Choice, Kernel, Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split, prefill, torch_math, torch_sdpa
-from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
-from splitkv.kernels.hopper.prefill import half as hopper_prefill_half
-from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
-from splitkv.kernels.hopper.prefill import quantised as hopper_prefill_quantised
-from splitkv.kernels.hopper.prefill import widened as hopper_prefill_widened
-from splitkv.planner.policies import DEFAULT, POLICIES, Policy, appending, fixed, widening
+from splitkv.core.variants import Plain
+from splitkv.kernels import records
+from splitkv.planner.policies import (
+    DEFAULT,
+    POLICIES,
+    Policy,
+    appending,
+    backward,
+    fixed,
+    widening,
+)
 from splitkv.planner.policies.shared import MAX_SPLITS
+from splitkv.planner.policies.variants import CHOOSERS
 
 KERNELS: tuple[Kernel, ...] = (
-    hopper_decode_split.KERNEL,
-    decode_split.KERNEL,
-    hopper_prefill.KERNEL,
-    hopper_prefill_quantised.KERNEL,
-    hopper_prefill_half.KERNEL,
-    hopper_prefill_widened.KERNEL,
-    prefill.KERNEL,
-    torch_sdpa.KERNEL,
-    torch_math.KERNEL,
+    records.HOPPER_DECODE_SPLIT,
+    records.DECODE_SPLIT,
+    records.HOPPER_PREFILL,
+    records.HOPPER_PREFILL_QUANTISED,
+    records.HOPPER_PREFILL_HALF,
+    records.HOPPER_PREFILL_WIDENED,
+    records.PREFILL,
+    records.TORCH_SDPA,
+    records.TORCH_MATH,
 )
 
 BY_TIME = ("waves", "tuned")
@@ -48,6 +53,7 @@ __all__ = [
     "DEFAULT",
     "KERNELS",
     "POLICIES",
+    "completed",
     "decided_lengths",
     "kernel_named",
     "make_plan",
@@ -117,7 +123,23 @@ def make_plan(
     if asked is not problem:
         why += f"; decided as for {asked.seqlen_k} keys"
     rejected = tuple((kernel, against) for kernel, against in reasons if against)
-    return Plan(problem, device, name, choice.kernel, choice.config, why, rejected)
+    return completed(Plan(problem, device, name, choice.kernel, choice.config, why, rejected))
+
+
+def completed(plan: Plan) -> Plan:
+    """The plan with all that is chosen beside the numbers of its config: the variant of a kernel
+    that has several, where the config has none, and what makes the gradients, where the plan lacks
+    them. What is there already stays."""
+    kernel, problem, device = kernel_named(plan.kernel), plan.problem, plan.device
+    config, gradients = plan.config, plan.backward
+    if isinstance(config.variant, Plain) and kernel.name in CHOOSERS:
+        legal = kernel.variants(problem, device, config)
+        config = replace(config, variant=CHOOSERS[kernel.name](problem, config, legal))
+    if gradients is None:
+        gradients = backward.choose(problem, device, kernel)
+    if config is plan.config and gradients is plan.backward:
+        return plan
+    return replace(plan, config=config, backward=gradients)
 
 
 def _keep(key: Hashable, choice: Choice) -> None:

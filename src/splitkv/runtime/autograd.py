@@ -122,7 +122,7 @@ def attention_backward_op(grad_out, grad_lse, out, lse, *rest):
     launcher, operands = _bound(arguments)
     given = [arguments[i] for i in _DIFFERENTIABLE]
     if isinstance(launcher, SequenceLauncher):
-        run = backward_for(launcher.problem, launcher.device, operands)
+        run = backward_for(launcher.plan, operands)
         seed = _kernel_seed(operands.q, arguments[_SEED])
         of_lse = grad_lse if arguments[_RETURN_LSE] else None
         with _on_device(operands.q):

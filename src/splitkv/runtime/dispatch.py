@@ -24,8 +24,8 @@ from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.options import Function, defaults_of, required_of, tensors_of
 from splitkv.core.plan import Config, Kernel, Plan
 from splitkv.core.problem import Operands, Problem, describe_attention, describe_decode
-from splitkv.planner.legality import expect_config
-from splitkv.planner.registry import kernel_named, make_plan
+from splitkv.planner.legality import expect_backward, expect_config
+from splitkv.planner.registry import completed, kernel_named, make_plan
 from splitkv.runtime import call_cache
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
@@ -90,7 +90,7 @@ def plan_for(problem: Problem, operands: Operands, plan: Plan | None, num_splits
     if operands.q.is_cuda:
         plan = kernel_named(plan.kernel).refit(plan, operands)
     if operands.q.numel() == 0:  # no query: nothing to launch
-        plan = replace(plan, kernel="torch_math", config=Config())
+        plan = replace(plan, kernel="torch_math", config=Config(), backward=None)
     return plan
 
 
@@ -112,7 +112,10 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
     against = kernel.unsupported(problem, device)
     expect(not against, "plan", f"a kernel without {'; '.join(against)}", plan.kernel)
     config = expect_config(kernel, problem, device, plan.config)
-    return replace(plan, problem=problem, config=config)
+    gradients = plan.backward if problem == made_for else None
+    plan = replace(plan, problem=problem, config=config, backward=gradients)
+    expect_backward(kernel, plan)
+    return completed(plan)
 
 
 def _warn_of_fall_back(plan: Plan) -> None:

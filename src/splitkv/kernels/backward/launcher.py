@@ -11,13 +11,12 @@ from torch import Tensor
 from splitkv import reference
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.variants import Backward, RowSplits
 from splitkv.kernels.backward.keys import backward_keys
 from splitkv.kernels.backward.queries import backward_queries
 from splitkv.kernels.backward.records import Gradients, GradientTensors, Stats
-from splitkv.kernels.backward.row_splits import RowSplits
 from splitkv.kernels.backward.rows import statistics, strides_of_stats
 from splitkv.kernels.backward.sum import backward_sum
-from splitkv.kernels.backward.variant import Backward, variant_of
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.sequence_sizes import (
@@ -110,9 +109,8 @@ class BackwardLauncher:
     those of q, k, v, sink_logits and alibi_slopes.
     """
 
-    def __init__(self, problem: Problem, device: Device, variant: Backward | None = None) -> None:
-        self.problem, self.device = problem, device
-        self.variant = variant or variant_of(problem, device)
+    def __init__(self, problem: Problem, device: Device, variant: Backward) -> None:
+        self.problem, self.device, self.variant = problem, device, variant
 
     def __call__(
         self,

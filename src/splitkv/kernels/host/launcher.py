@@ -15,7 +15,8 @@ from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.partition import grid, packed_rows
 from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of
-from splitkv.kernels.tile.codec import Scales, scale_strides
+from splitkv.kernels.limits.scale_layout import scale_strides
+from splitkv.kernels.tile.codec import Scales
 from splitkv.kernels.tile.visit import Strides
 
 if TYPE_CHECKING:

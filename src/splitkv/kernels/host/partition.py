@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
-import triton
-
 from splitkv.core.device import Device
-from splitkv.core.plan import Config, Traffic, visited
+from splitkv.core.plan import Config, Traffic
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div, next_power_of_2, visited
 
 WGMMA_ROWS, WGMMA_WARPS = 64, 4  # of one instruction: fewer are multiplied by mma
 WGMMA_COLUMNS = 64
@@ -28,15 +25,14 @@ def padded_dims(problem: Problem, device: Device, rows: int, num_warps: int) -> 
     return max(least, padded(problem.head_dim)), max(least, padded(problem.head_dim_v))
 
 
-@functools.cache
 def padded(dim: int) -> int:
-    """The next power of 2, kept: Triton's function takes microseconds on the host."""
-    return triton.next_power_of_2(dim)
+    """Columns of a tile in registers: the next power of 2."""
+    return next_power_of_2(dim)
 
 
 def packed_rows(problem: Problem, config: Config) -> tuple[int, int]:
     """Row tiles of a sequence and KV head, and the rows that a partial of one of them stores."""
-    return triton.cdiv(problem.rows, config.tile_m), min(config.tile_m, problem.rows)
+    return ceil_div(problem.rows, config.tile_m), min(config.tile_m, problem.rows)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -72,8 +68,8 @@ def num_parts(problem: Problem, config: Config) -> int:
     tiles = visited(problem, config.tile_n)
     parts = config.num_splits
     if config.schedule == "batch":  # programs / batch - 1, rounded up
-        parts = max(triton.cdiv(config.programs - problem.batch, problem.batch), 1)
-    per = max(triton.cdiv(tiles, parts), 1)
+        parts = max(ceil_div(config.programs - problem.batch, problem.batch), 1)
+    per = max(ceil_div(tiles, parts), 1)
     if config.schedule == "fixed":
         per = config.split_size // config.tile_n
-    return max(triton.cdiv(tiles, per), 1)
+    return max(ceil_div(tiles, per), 1)

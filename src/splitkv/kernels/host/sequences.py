@@ -28,6 +28,7 @@ class SequenceLauncher(ABC):
     """A kernel for whole sequences bound to one plan and one memory layout: forward, without a
     graph for gradients."""
 
+    plan: Plan
     problem: Problem
     device: Device
 

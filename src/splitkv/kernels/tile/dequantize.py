@@ -17,7 +17,8 @@ from splitkv.core.device import Device
 from splitkv.core.kv import AS_IS
 from splitkv.core.plan import Config
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.tile.codec import scale_strides, widen
+from splitkv.kernels.limits.scale_layout import scale_strides
+from splitkv.kernels.tile.codec import widen
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.locate import key_rows
 from splitkv.kernels.tile.product import add_product, row_product

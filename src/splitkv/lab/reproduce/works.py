@@ -13,6 +13,7 @@ from itertools import product, zip_longest
 from typing import NamedTuple
 
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
 from splitkv.lab.cases import Case
 from splitkv.lab.suites import SUITES
 from splitkv.lab.tune import MATRIX, case_of
@@ -20,7 +21,6 @@ from splitkv.planner.policies import flash_attention_3, paged_attention_v2, sequ
 from splitkv.planner.policies.flash_attention_2 import fewest_splits_near_best, wave_efficiency
 from splitkv.planner.policies.flash_attention_3 import MAX_SPLITS, saturated
 from splitkv.planner.policies.paged_attention_v2 import PARTITION_SIZE
-from splitkv.planner.policies.shared import ceil_div
 from splitkv.planner.policies.tuned import tuned_problem
 
 BLOCK = 128  # keys of a block of FlashAttention-3 on the source's stack

@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, KiB, MiB
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import WIDE, Config, Kernel, asked_apart, gathers, may_be_in_bulk
+from splitkv.core.plan import Config, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import WIDE, ceil_div
 from splitkv.planner.policies import short_queries
-from splitkv.planner.policies.shared import WHOLE_SEQUENCES, ceil_div, num_tiles, row_tiles, slowest
+from splitkv.planner.policies.shared import WHOLE_SEQUENCES, num_tiles, row_tiles, slowest
+from splitkv.planner.policies.variants import gathers, has_producer_warp, may_copy_scales_in_bulk
 
 # (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
 # within 2 % of it. Of those that the model cannot tell apart, which is within `CLOSE`, the first.
@@ -283,7 +285,7 @@ class Shape:
         scaled = problem.codec.granularity == "token"
         self.tile_bytes = config.tile_n * (dims * problem.kv_element_bytes + 8 * scaled)
         apart = widened_apart(problem, config, c)
-        bulk = may_be_in_bulk(problem, config)
+        bulk = may_copy_scales_in_bulk(problem, config)
         more = 0.0 if apart else (c.bulk_bytes if bulk else c.scale_bytes) - 8
         self.read_bytes = self.tile_bytes + config.tile_n * more * scaled
         self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
@@ -430,7 +432,7 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
     a_block = constants.registers(problem, config) * 32 * config.num_warps
     held = min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block))
     if problem.codec != AS_IS and config.tile_m < WIDE:
-        if may_be_in_bulk(problem, config):  # scales of other heads are on their way, too
+        if may_copy_scales_in_bulk(problem, config):  # scales of other heads are on their way, too
             ring += config.num_stages * config.tile_n * 8 * (problem.num_kv_heads - 1)
         held = min(held, constants.in_flight // ring)
     return max(1, held)
@@ -453,7 +455,7 @@ def constants_of(
 def widened_apart(problem: Problem, config: Config, constants: Constants) -> bool:
     """Whether a warp asks for keys of 8 bits in small pages, in a kernel that has one."""
     widened = problem.codec != AS_IS
-    return widened and constants.programs_apart > 0 and asked_apart(problem, config)
+    return widened and constants.programs_apart > 0 and has_producer_warp(problem, config)
 
 
 def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:

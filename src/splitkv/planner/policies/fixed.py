@@ -13,11 +13,11 @@ from dataclasses import replace
 from splitkv.core.device import Device
 from splitkv.core.plan import Choice, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     Policy,
     best_shape,
-    ceil_div,
     count,
     fit,
     num_tiles,

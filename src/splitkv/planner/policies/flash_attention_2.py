@@ -21,7 +21,8 @@ from splitkv.core.kv import Paged
 from splitkv.core.masks import UNBOUNDED
 from splitkv.core.plan import Choice, Kernel
 from splitkv.core.problem import Problem
-from splitkv.planner.policies.shared import ceil_div, count, fit, float32
+from splitkv.core.tiles import ceil_div
+from splitkv.planner.policies.shared import count, fit, float32
 
 Entry = Literal["fwd", "varlen_fwd", "fwd_kvcache"]
 ENTRY_OF_KIND: dict[str, Entry] = {

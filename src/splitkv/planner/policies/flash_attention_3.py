@@ -19,8 +19,9 @@ from splitkv.core.device import Device, MiB
 from splitkv.core.kv import Paged
 from splitkv.core.plan import Choice, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
 from splitkv.planner.policies.flash_attention_2 import fewest_splits_near_best, wave_efficiency
-from splitkv.planner.policies.shared import ceil_div, count, fit, float32
+from splitkv.planner.policies.shared import count, fit, float32
 
 Heuristic = Callable[[int, int, int, int, int, bool, int], int]
 MAX_SPLITS, L2_BYTES = 128, 50 * MiB

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from splitkv.core.device import Device
 from splitkv.core.plan import Choice, Kernel
 from splitkv.core.problem import Problem
-from splitkv.planner.policies.shared import Policy, ceil_div, count, fit
+from splitkv.core.tiles import ceil_div
+from splitkv.planner.policies.shared import Policy, count, fit
 
 PARTITION_SIZE = 512
 

@@ -14,6 +14,7 @@ from itertools import takewhile
 from splitkv.core.device import Device
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
 
 Policy = Callable[[Problem, Device, Sequence[Kernel]], Choice]
 """A policy: which of the kernels that can, in order of preference, with which config."""
@@ -45,10 +46,6 @@ def slowest(*seconds: float) -> float:
     """What takes as long as things side by side: their soft maximum."""
     most = max(seconds)
     return most * sum((s / most) ** SHARP for s in seconds) ** (1 / SHARP) if most else 0.0
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def num_tiles(problem: Problem, tile_n: int) -> int:

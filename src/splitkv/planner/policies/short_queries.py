@@ -24,8 +24,9 @@ from functools import partial
 from splitkv.core.device import REGISTERS_PER_SM, Device, MiB
 from splitkv.core.errors import expect
 from splitkv.core.kv import Paged
-from splitkv.core.plan import Choice, Config, Kernel, box_rows
+from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import box_rows, ceil_div
 from splitkv.planner.policies import widening
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
@@ -33,7 +34,6 @@ from splitkv.planner.policies.shared import (
     READY_BEFORE,
     WHOLE_SEQUENCES,
     Policy,
-    ceil_div,
     clusters,
     count,
     num_tiles,

@@ -51,14 +51,14 @@ from splitkv.core.device import GPUS, Device
 from splitkv.core.errors import expect
 from splitkv.core.kv import AS_IS, Contiguous, Paged
 from splitkv.core.masks import Mask
-from splitkv.core.plan import WIDE, Choice, Config, Kernel
+from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import WIDE, ceil_div
 from splitkv.planner.policies import decode_cost, waves
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     WHOLE_SEQUENCES,
     Policy,
-    ceil_div,
     count,
     even_splits,
     num_tiles,

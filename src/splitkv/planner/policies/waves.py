@@ -19,8 +19,9 @@ from dataclasses import replace
 
 from splitkv.core.device import Device, MiB
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import LONG, WIDE, Choice, Config, Kernel, eased, gathers
+from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import WIDE, ceil_div
 from splitkv.planner.policies import short_queries
 from splitkv.planner.policies.decode_cost import (
     H200,
@@ -37,7 +38,6 @@ from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     WHOLE_SEQUENCES,
     Policy,
-    ceil_div,
     clusters,
     count,
     even_splits,
@@ -46,6 +46,7 @@ from splitkv.planner.policies.shared import (
     shapes,
     splits_keys,
 )
+from splitkv.planner.policies.variants import gathers, long_split
 
 # Of shapes that the model cannot tell apart, the first, but for one that shares the batch out.
 CLOSE = 1.02
@@ -238,7 +239,7 @@ def _cheapest(
     least = min(most, least_splits(problem, shape, constants))
     even = most
     if widened_apart(problem, config, constants):  # of shorter parts rows are gathered
-        even = max(least, min(most, shape.tiles // LONG[eased(problem)]))
+        even = max(least, min(most, shape.tiles // long_split(problem)))
     # of no more programs than their longest part asks for: one more may not fit into a wave
     weighed = _splits_worth(shape.tiles, least, even, a_wave)
     worth = sorted({even_splits(shape.tiles, splits) for splits in weighed})

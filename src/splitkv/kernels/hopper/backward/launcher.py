@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.tiles import ceil_div
+from splitkv.core.variants import HopperBackward
 from splitkv.kernels.backward.launcher import allocate_gradients, allocate_splits, launch_sum
 from splitkv.kernels.backward.records import Gradients, GradientTensors, Stats
 from splitkv.kernels.backward.rows import CLEARED, P_ERROR, statistics
@@ -25,7 +25,6 @@ from splitkv.kernels.hopper.backward.records import BackwardConfig
 from splitkv.kernels.hopper.backward.round import hopper_backward_round
 from splitkv.kernels.hopper.backward.shared_memory import SUM_COLUMNS
 from splitkv.kernels.hopper.backward.sinks import threads_with_ds
-from splitkv.kernels.hopper.backward.variant import HEAD_DIMS, HopperBackward, tiling, variants
 from splitkv.kernels.hopper.primitives.tma_limits import fits_tma
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.sequence_sizes import LOG2_E, bounds_of, strides_of
@@ -35,34 +34,31 @@ SUMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 # The error of p, relatively, by which the sums of ds are weighed: in the exponent of fp32 totals,
 # or of p that consumers hand each other in fp16.
 ERRORS_OF_P = {"half_keys": P_ERROR, "one_gradient": 2.0**-12}
+LEAST_FULL = 0.9  # tiles that lanes have together, for each SM
 SPECIALIZE = {"half_keys": specialize_half_keys, "one_gradient": specialize_one_gradient}
 
 
-def unsupported(problem: Problem, device: Device) -> list[str]:
-    """Every reason why these kernels cannot make the gradients of a problem."""
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = []
+class Tiling(NamedTuple):
+    """Tiles of a lane, lanes, and how many lanes go together."""
 
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
+    tiles: int
+    lanes: int
+    width: int
 
-    cached = problem.kind == "decode" or isinstance(problem.place, Paged)
-    forward_only = cached or problem.codec != AS_IS
-    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
-    expect(
-        problem.dtype in ("bfloat16", "float16"),
-        f"dtype {problem.dtype}: expected bfloat16 or float16",
-    )
-    dims = problem.head_dim, problem.head_dim_v
-    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
-    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
-    expect(not problem.score.softcap, "softcap: expected none")
-    expect(not problem.score.alibi, "alibi: expected none")
-    expect(not problem.dropout, "dropout: expected none")
-    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
-    return reasons
+
+def tiling(problem: Problem, device: Device, total: int, heads: int, tile: int) -> Tiling:
+    """The Tiling of `total` tokens in tiles of `tile`, a lane being a head, dense of one sequence.
+
+    Together go the least number of lanes, of those that divide all, that has a tile for nearly
+    every SM. Where the tiles of a lane are not equally heavy, fewer would leave SMs idle at the
+    end.
+    """
+    if problem.kind == "varlen":
+        return Tiling(total // tile + problem.batch + 1, heads, heads)
+    tiles, lanes = ceil_div(total // problem.batch, tile), problem.batch * heads
+    widths = (n for n in range(1, lanes + 1) if lanes % n == 0)
+    enough = LEAST_FULL * device.num_sms
+    return Tiling(tiles, lanes, next((n for n in widths if n * tiles >= enough), lanes))
 
 
 class DqSums(NamedTuple):
@@ -108,11 +104,8 @@ class HopperBackwardLauncher:
     the output is copied where TMA cannot describe it.
     """
 
-    def __init__(
-        self, problem: Problem, device: Device, variant: HopperBackward | None = None
-    ) -> None:
-        self.problem, self.device = problem, device
-        self.variant = variant or next(variants(problem, device))
+    def __init__(self, problem: Problem, device: Device, variant: HopperBackward) -> None:
+        self.problem, self.device, self.variant = problem, device, variant
 
     def __call__(
         self,
@@ -167,7 +160,7 @@ class HopperBackwardLauncher:
         shape = self.sums_shape(x)
         size, tiles = self.variant.tile_m * self.problem.head_dim, shape[0] * shape[1]
         counted = tiles if self.variant.dq == "added_in_turns" else 0
-        numel = triton.cdiv(tiles * size + counted, CLEARED) * CLEARED
+        numel = ceil_div(tiles * size + counted, CLEARED) * CLEARED
         memory = x.q.new_empty(numel, dtype=torch.float32)
         sums = memory[: tiles * size].view(*shape, size)
         turns = memory[tiles * size :][:counted].view(torch.int32) if counted else None

@@ -17,12 +17,9 @@ from triton.experimental.gluon import language as gl
 from splitkv.kernels.hopper.primitives.cluster import exchange_at, wait_at
 from splitkv.kernels.hopper.primitives.inline_asm import act
 from splitkv.kernels.hopper.primitives.tma_ring import tile_at
+from splitkv.kernels.limits.hopper_decode_split import bulk_bytes
 
-
-@gluon.constexpr_function
-def bulk_bytes(stages, tile_n, heads):
-    """Bytes of the scales of K and of V and of a barrier, of all stages."""
-    return -(-stages * (8 * tile_n * heads + 8) // 16) * 16
+bytes_of_stages = gluon.constexpr_function(bulk_bytes)
 
 
 @gluon.constexpr_function
@@ -63,7 +60,7 @@ def load_instructions(offset, heads):
 @gluon.jit
 def allocate_bulk_scales(EXCHANGED: gl.constexpr, CONFIG: gl.constexpr):
     """Makes `KeyScales.stages` in front of the EXCHANGED bytes of a cluster, and their barriers."""
-    BYTES: gl.constexpr = bulk_bytes(CONFIG.num_stages, CONFIG.tile_n, CONFIG.scale_heads)
+    BYTES: gl.constexpr = bytes_of_stages(CONFIG.num_stages, CONFIG.tile_n, CONFIG.scale_heads)
     stages = exchange_at(EXCHANGED + BYTES)
     CODE: gl.constexpr = init_barriers(CONFIG.num_stages)
     act(CODE, "r", (barrier_of_stage(stages, 0, CONFIG),))

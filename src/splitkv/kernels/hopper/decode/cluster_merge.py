@@ -15,13 +15,15 @@ from splitkv.kernels.hopper.decode.eight_rows import first_of, first_rows, layou
 from splitkv.kernels.hopper.primitives.cluster import (
     arrive_written,
     exchange_at,
-    exchange_bytes,
     received,
     send,
     send_one,
     wait_cluster,
 )
+from splitkv.kernels.limits.hopper_decode_split import exchange_bytes
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
+
+exchange_bytes_of = gluon.constexpr_function(exchange_bytes)
 
 
 class ClusterPlace(NamedTuple):
@@ -57,7 +59,7 @@ def merge_cluster(softmax, output, place, row_ok, CONFIG: gl.constexpr):
     ROW_BYTES: gl.constexpr = 4 * SLICE
     SPLIT_BYTES: gl.constexpr = ROWS * ROW_BYTES
     STATISTICS: gl.constexpr = ROWS * 4 * DIM_V  # m, then l
-    base = exchange_at(exchange_bytes(ROWS, DIM_V, SPLITS))
+    base = exchange_at(exchange_bytes_of(ROWS, DIM_V, SPLITS))
 
     offs_m = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, S))[:, None]
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, S))[None, :]

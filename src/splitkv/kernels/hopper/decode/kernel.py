@@ -28,28 +28,16 @@ Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from splitkv.core.device import Device
-from splitkv.core.kv import Paged
-from splitkv.core.plan import (
-    WIDE,
-    Config,
-    HopperDecode,
-    Kernel,
-    Plan,
-    Traffic,
-    box_rows,
-    expect_variant,
-    ring_of,
-    visited,
-)
+from triton.experimental.gluon import language as gl
+
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.tiles import WIDE, box_rows
+from splitkv.core.variants import HopperDecode
 from splitkv.kernels import decode_split
-from splitkv.kernels.hopper.decode.bulk_scales import bulk_bytes
 from splitkv.kernels.hopper.decode.byte_pairs import from_e4m3, from_int8, pairs_of
 from splitkv.kernels.hopper.decode.kernel_all_warps import decode_all_warps
 from splitkv.kernels.hopper.decode.kernel_append import decode_append
@@ -59,11 +47,8 @@ from splitkv.kernels.hopper.decode.mma_loop import mma_loop
 from splitkv.kernels.hopper.decode.queries import load_mma_queries, load_wgmma_queries
 from splitkv.kernels.hopper.decode.records import DecodeConfig
 from splitkv.kernels.hopper.decode.ring import allocate_boxes, allocate_panels, allocate_rows
-from splitkv.kernels.hopper.decode.row_tiles import most_rows, rows_of_tile, type_of_keys
-from splitkv.kernels.hopper.decode.shared_memory import most_registers, shared_bytes
-from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layout_of, unfit
+from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layout_of
 from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
-from splitkv.kernels.hopper.primitives.cluster import CLUSTERS, exchange_bytes
 from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
@@ -75,8 +60,7 @@ from splitkv.kernels.host.launcher import (
     compile_options,
     split_arguments,
 )
-from splitkv.kernels.host.partition import grid, traffic_of_parts
-from splitkv.kernels.host.partition import num_parts as parts_of_problem
+from splitkv.kernels.host.partition import grid
 from splitkv.kernels.host.relaunch import (
     JUST_ADDRESSES,
     Launch,
@@ -84,12 +68,19 @@ from splitkv.kernels.host.relaunch import (
     bind_to_maps,
     in_clusters,
 )
+from splitkv.kernels.limits.hopper_decode_split import (
+    NAME,
+    bulk_bytes,
+    exchange_bytes,
+    most_registers,
+    refit,
+    ring_of,
+    rounds_rows,
+    unfit,
+    variant_of,
+)
 from splitkv.kernels.tile.visit import Strides
 
-if TYPE_CHECKING:
-    pass
-
-HEAD_DIMS = 64, 128, 256
 DEQUANTIZE = {"as_is": None, "int8": from_int8, "fp8": from_e4m3}
 ENTRIES = {
     "all_warps": decode_all_warps,
@@ -97,59 +88,6 @@ ENTRIES = {
     "wgmma": decode_wgmma,
     "append": decode_append,
 }
-
-
-def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = decode_split.unsupported(problem, device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(
-        problem.dtype in ("bfloat16", "float16"),
-        f"dtype {problem.dtype}: expected bfloat16 or float16",
-    )
-    for name in ("head_dim", "head_dim_v"):
-        value = getattr(problem, name)
-        expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
-    rows, most = problem.rows, most_rows(problem)
-    expect(rows <= most, f"query heads a KV head x query tokens {rows}: expected at most {most}")
-    if isinstance(problem.place, Paged):
-        page_size = problem.place.page_size
-        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
-    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
-    return reasons
-
-
-def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every ring that fits, with one split; `num_splits` may then be anything up to 1024. Then
-    those whose parts are a cluster."""
-    widest, found = max(problem.head_dim, problem.head_dim_v), []
-    for tile_m in rows_of_tile(problem):
-        tiles = (64, 32, 128) if tile_m != 32 and widest <= 128 else (64, 32)
-        for tile_n, num_stages in product(tiles, (3, 2, 1, 4, 6)):
-            config = Config(1, tile_m, tile_n, 4, num_stages)
-            if shared_bytes(problem, config) <= device.smem_per_block:
-                found.append(config)
-                yield config
-    for config in found:
-        for parts in CLUSTERS:
-            clustered = replace(config, num_splits=parts, merge="cluster")
-            if shared_bytes(problem, clustered) <= device.smem_per_block:
-                yield clustered
-
-
-def traffic(problem: Problem, config: Config) -> Traffic:
-    """Counts the bytes of kernels/decode_split.py; by the even rule splits are even as can be."""
-    parts = parts_of_problem(problem, config)
-    if config.schedule == "even":
-        parts = max(1, min(visited(problem, config.tile_n), config.num_splits))
-    if config.merge == "cluster":  # what is exchanged stays on the SMs
-        parts = 1
-    return traffic_of_parts(problem, parts)
 
 
 def entry_of(config: Config, variant: HopperDecode) -> str:
@@ -161,52 +99,11 @@ def entry_of(config: Config, variant: HopperDecode) -> str:
     return "producer" if variant.load == "producer_warp" else "all_warps"
 
 
-def variant_of(plan: Plan) -> HopperDecode:
-    """The variant of a plan for this kernel."""
-    variant = plan.config.variant
-    assert isinstance(variant, HopperDecode), f"expected a plan for {KERNEL.name}, got {plan}"
-    return variant
-
-
-def without_tma(plan: Plan, why: str) -> Plan:
-    """The plan with the same splits of the keys by the kernel for any GPU."""
-    config = plan.config
-    shapes = decode_split.configs(plan.problem, plan.device)
-    shape = min(shapes, key=lambda shape: abs(shape.tile_n - config.tile_n))
-    rule = ("num_splits", "schedule", "split_size", "programs", "appends")
-    cut = {name: getattr(config, name) for name in rule}
-    kernel = decode_split.KERNEL.name
-    return replace(plan, kernel=kernel, config=replace(shape, **cut), why=f"{plan.why}; {why}")
-
-
-def refit(plan: Plan, operands: Operands) -> Plan:
-    """The plan for tensors that this one does not fit: without TMA where that cannot describe them;
-    scales by tile where they do not lie in one piece; without gathering where pages are further
-    apart than its addresses reach. Else the plan itself."""
-    against, variant = unfit(operands), variant_of(plan)
-    if against:
-        return without_tma(plan, against[0])
-    why = []
-    if variant.key_scales == "bulk" and not in_one_piece(operands):
-        variant = replace(variant, key_scales="per_tile")
-        why.append("scales of keys do not lie in one piece")
-    if variant.load == "gather" and max(x.stride(0) for x in (operands.k, operands.v)) >= 1 << 32:
-        variant = replace(variant, load="tma")
-        why.append("pages are too far apart to be gathered")
-    if not why:
-        return plan
-    config = replace(plan.config, variant=variant)
-    return replace(plan, config=config, why="; ".join([plan.why, *why]))
-
-
-def in_one_piece(operands: Operands) -> bool:
-    """Whether the scales of the keys of a tile [keys, num_kv_heads] lie in one piece of memory, of
-    multiples of 16 bytes."""
-    for x in (operands.k_scale, operands.v_scale):
-        heads = x.shape[2]
-        if x.stride(1) != heads or (x.stride(0) | x.shape[1] * heads) % 4 or x.data_ptr() & 15:
-            return False
-    return True
+def type_of_keys(problem: Problem) -> Any:
+    """The type in which keys are multiplied: int8 where q may be rounded to it, else of 16 bits."""
+    if problem.codec == AS_IS:
+        return {"bfloat16": gl.bfloat16, "float16": gl.float16}[problem.dtype]
+    return gl.int8 if rounds_rows(problem) else gl.float16
 
 
 def as_stored(x: Any, config: Config) -> Any:
@@ -294,7 +191,6 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     """The entry point of a plan, bound to it and to a memory layout."""
     problem, config = plan.problem, plan.config
     variant = variant_of(plan)
-    expect_variant(problem, config)
     entry = entry_of(config, variant)
     kernel, producer = ENTRIES[entry], variant.load == "producer_warp"
     fixed = fixed_arguments_of(entry, plan, variant, operands)
@@ -354,16 +250,7 @@ def rebind(plan: Plan, operands: Operands) -> Launcher | None:
     other = refit(plan, operands)
     if other == plan:
         return None
-    if other.kernel == KERNEL.name:
+    if other.kernel == NAME:
         return bind(other, operands)
     warnings.warn(f"this call runs on {other.kernel}: {unfit(operands)[0]}", stacklevel=2)
     return decode_split.bind(other, operands)
-
-
-KERNEL = Kernel(
-    *("hopper_decode_split", unsupported, configs, traffic, bind, unfit),
-    refit=refit,
-    schedules=("even", "batch", "fixed"),
-    merges=("combine", "cluster"),
-    apart=decode_split.apart,
-)

@@ -1,4 +1,4 @@
-"""K and V as TMA reads them: descriptors, and which memory layouts have none."""
+"""K and V as TMA reads them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from splitkv.core.problem import Operands
-from splitkv.kernels.tile.codec import unfit as unfit_scales
-
-
-def unfit(operands: Operands) -> list[str]:
-    """Every reason why TMA cannot describe a memory layout."""
-    reasons = unfit_scales(operands)
-    for name, x in (("k", operands.k), ("v", operands.v)):
-        if 0 in x.shape:
-            reasons.append(f"{name}: expected a cache with room for a key, got {list(x.shape)}")
-        gaps = [stride for stride in x.stride()[:3] if stride * x.element_size() % 16]
-        if gaps or x.data_ptr() % 16:
-            reasons.append(
-                f"{name}: expected strides and an address that are multiples of 16 bytes"
-            )
-    return reasons
 
 
 def layout_of(x: Any, panels: bool) -> tuple[Sequence[int], Sequence[int]]:

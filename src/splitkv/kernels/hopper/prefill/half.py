@@ -27,28 +27,19 @@ Limits      sm_90; bf16 or fp16; int8 or e4m3, products half or full, of which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS, Ragged
-from splitkv.core.plan import Config, Kernel, Plan, Traffic
-from splitkv.core.problem import Operands, Problem
+from splitkv.core.kv import Ragged
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
-from splitkv.kernels.hopper.prefill.kernel import (
-    BARRIER_BYTES,
-    bind_warpgroups,
-    fitting,
-    has_lazy_maxima,
-)
+from splitkv.kernels.hopper.prefill.kernel import bind_warpgroups
 from splitkv.kernels.hopper.prefill.launch import HopperLauncher
 from splitkv.kernels.hopper.prefill.load import ROWS, allocate
 from splitkv.kernels.hopper.prefill.records import (
@@ -62,16 +53,16 @@ from splitkv.kernels.hopper.prefill.records import (
     SequenceBatch,
     Splitting,
 )
-from splitkv.kernels.hopper.prefill.shapes import ordered
 from splitkv.kernels.hopper.prefill.shared_memory import (
     allocate_operands,
     init_barriers,
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
-from splitkv.kernels.hopper.prefill.variant import HopperPrefill
+from splitkv.kernels.limits.hopper_prefill import refit as refit_without_tma
+from splitkv.kernels.limits.hopper_prefill_half import bytes_of_values, refit
+from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 from splitkv.kernels.widen import Widening
@@ -217,95 +208,10 @@ def hopper_prefill_half(
         merge_splits(work, results, CONFIG)
 
 
-def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
-    reasons = hopper_prefill.unsupported(plain, device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(problem.codec != AS_IS, f"kv {problem.codec}: expected int8 or fp8")
-    expect(
-        problem.codec.granularity != "token",
-        f"kv {problem.codec}: expected scales per tensor or head",
-    )
-    expect(
-        problem.codec == AS_IS or problem.products != "widened",
-        "products widened: expected half or full",
-    )
-    expect(
-        problem.codec.name != "fp8" or not problem.return_lse,
-        "return_lse of fp8: expected none, as units keep 14 bits",
-    )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
-    dims = problem.head_dim, problem.head_dim_v
-    expect(
-        dims in ((64, 64), (128, 128)),
-        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
-    )
-    return reasons
-
-
-def unfit(operands: Operands) -> list[str]:
-    """What TMA cannot describe of the memory that is read as it is given."""
-    reasons = hopper_prefill.unfit(replace(operands, v=None))
-    if 0 in operands.v.shape:
-        reasons.append(f"v: expected at least one token, got {list(operands.v.shape)}")
-    return reasons
-
-
-def bytes_of_values(problem: Problem) -> int:
-    """Bytes of values that have been widened."""
-    return problem.widened.kv_bytes * problem.head_dim_v // (problem.head_dim + problem.head_dim_v)
-
-
-def bytes_of_q(problem: Problem) -> int:
-    """Bytes of an element of q as it comes."""
-    return problem.element_bytes if problem.q_granularity == "none" else 1
-
-
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a config."""
-    of_q, of_out, stages = bytes_of_q(problem), problem.element_bytes, config.num_stages
-    a_row = of_q + (of_q > 1) + of_out
-    a_key = stages * (1 + problem.element_bytes)
-    return (config.tile_m * a_row + config.tile_n * a_key) * problem.head_dim + BARRIER_BYTES
-
-
-def variant_of(problem: Problem, config: Config, device: Device) -> HopperPrefill:
-    """The choices beside a config."""
-    mma_roles = config.tile_m // ROWS.value
-    room = device.smem_per_block - shared_bytes(problem, config)
-    # rows that are rounded first leave their place early
-    stays = bytes_of_q(problem) == 1 and config.tile_m * problem.head_dim <= room
-    return HopperPrefill(
-        mma_roles=mma_roles,
-        mma_order="in_turns" if mma_roles > 1 else "any",
-        maxima="lazy" if has_lazy_maxima(problem, config) else "each_tile",
-        q_stages=2 if config.programs and stays else 1,
-        out="own_tiles",
-    )
-
-
-def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every tile shape that fits: the space of `hopper_prefill`."""
-    return fitting(problem, device, ordered(problem, device), shared_bytes)
-
-
-def traffic(problem: Problem, config: Config) -> Traffic:
-    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
-    of_keys = problem.kv_bytes + 2 * bytes_of_values(problem)
-    return replace(prefill.traffic(problem, config), kv_bytes=of_keys)
-
-
 def bind_products(plan: Plan, operands: Operands) -> HopperLauncher:
     """`hopper_prefill_half` and `combine` bound to one plan and one memory layout, with values that
     have been widened."""
     problem, x = plan.problem, operands
-    variant = variant_of(problem, plan.config, plan.device)
     qs_b, qs_t, qs_h = scale_strides(x.q_scale, x.q)
     ks_b, ks_t, ks_h = scale_strides(x.k_scale, x.k)
     more = {
@@ -318,9 +224,9 @@ def bind_products(plan: Plan, operands: Operands) -> HopperLauncher:
     }
     kv_bytes = problem.kv_bytes // 2 + bytes_of_values(problem)
     bound = bind_warpgroups(
-        *(plan, x, variant, lambda: hopper_prefill_half, kv_bytes), more=more, ordered_values=True
+        *(plan, x, lambda: hopper_prefill_half, kv_bytes), more=more, ordered_values=True
     )
-    return HopperLauncher(plan, x, bound, hopper_prefill.unfit)
+    return HopperLauncher(plan, x, bound, refit_without_tma)
 
 
 class WidenedValues:
@@ -349,7 +255,7 @@ class WidenedValues:
         x = operands
         if any(tensor.data_ptr() & 15 for tensor in (x.q, x.k, x.out) if tensor is not None):
             if self.any_address is None:
-                self.any_address = prefill.for_any_address(self.plan, x, unfit(x)[0])
+                self.any_address = prefill.in_place_of(self.plan, refit(self.plan, x), x)
             return self.any_address(x)
         values = [(x.v, x.v_scale)]
         (v,), _ = self.widen(values, x.cache_seqlens, x.page_table, x.cu_seqlens_q)
@@ -372,10 +278,3 @@ class WidenedValues:
         if self.attend is None:
             self.attend = bind_products(self.plan, ready)
         return self.attend(ready)
-
-
-KERNEL = Kernel(
-    *("hopper_prefill_half", unsupported, configs, traffic, WidenedValues, unfit),
-    schedules=("even", "fixed"),
-    merges=("combine", "last"),
-)

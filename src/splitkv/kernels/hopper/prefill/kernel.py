@@ -31,21 +31,18 @@ Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 25
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config, Kernel, Plan, Traffic, box_rows
+from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels import prefill
+from splitkv.core.tiles import ceil_div
+from splitkv.core.variants import HopperPrefill
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
 from splitkv.kernels.hopper.prefill.launch import (
     PANEL_BYTES,
@@ -71,25 +68,21 @@ from splitkv.kernels.hopper.prefill.records import (
     SequenceBatch,
     Splitting,
 )
-from splitkv.kernels.hopper.prefill.shapes import ordered
 from splitkv.kernels.hopper.prefill.shared_memory import (
     allocate_operands,
     init_barriers,
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
-from splitkv.kernels.hopper.prefill.variant import HopperPrefill
-from splitkv.kernels.hopper.primitives.tma_limits import unfit as unfit
 from splitkv.kernels.host.sequences import sequence_splits
+from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 # Of results half as wide where registers are scarce: a thread then stores at two addresses and at
 # multiples behind them, not at four, and they are in registers all along.
 OUT_PANEL_BYTES = 64
-BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 
 SIZES = [  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch", "total_q", "lane_heads"),
@@ -227,125 +220,6 @@ def hopper_prefill(
         merge_splits(work, results, CONFIG)
 
 
-def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    if isinstance(problem.place, Paged):
-        page_size = problem.place.page_size
-        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
-    expect(
-        problem.dtype in ("bfloat16", "float16"),
-        f"dtype {problem.dtype}: expected bfloat16 or float16",
-    )
-    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
-    dims = problem.head_dim, problem.head_dim_v
-    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
-    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
-    expect(not problem.score.alibi, "alibi: expected none")
-    expect(not problem.dropout, "dropout: expected none")
-    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
-    return reasons
-
-
-def packed_heads(problem: Problem, config: Config) -> int:
-    """Query heads that share a row tile: a power of two that divides the group."""
-    group = problem.group
-    return min(group & -group, ROWS.value) if config.pack_gqa else 1
-
-
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a config, the output in the place of q."""
-    rows = config.tile_m * problem.head_dim
-    keys = config.num_stages * config.tile_n * (problem.head_dim + problem.head_dim_v)
-    return (rows + keys) * problem.element_bytes + BARRIER_BYTES
-
-
-def row_tiles(problem: Problem, config: Config, device: Device) -> tuple[int, int]:
-    """(row tiles of q, row tiles of the output beside it) in shared memory.
-
-    With a place of its own the output of one row tile leaves while the next is worked on, whose q
-    arrives, given a second place, while that is.
-    """
-    room = device.smem_per_block - shared_bytes(problem, config)
-    bytes_of = problem.element_bytes * config.tile_m
-    of_out = int(bytes_of * problem.head_dim_v <= room)
-    room -= bytes_of * (problem.head_dim_v + problem.head_dim)
-    return (2 if config.programs and room >= 0 else 1), of_out
-
-
-def has_lazy_maxima(problem: Problem, config: Config) -> bool:
-    """Whether steps look for maxima only where a weight is too large: a warpgroup then needs
-    registers for the products of a tile until it is known that their weights are good, and has
-    something to gain.
-
-    With tiles of 128 keys it has them from the warp that issues copies of small pages, which spills
-    some; but not where keys are split as well. A soft cap, and columns that q and K have beside
-    those of V, take registers, too.
-    """
-    warpgroups = config.tile_m // ROWS.value
-    splits = config.num_splits > 1 and config.merge != "cluster"
-    small_pages = config.tile_n // box_rows(problem, config.tile_n) > 2
-    fits = (warpgroups, config.tile_n) == (3, 64)
-    fits |= (warpgroups, config.tile_n) == (2, 128) and not (splits and small_pages)
-    others = problem.head_dim > problem.head_dim_v or problem.score.softcap
-    return problem.head_dim_v == 128 and fits and not others
-
-
-def variant_of(problem: Problem, config: Config, device: Device) -> HopperPrefill:
-    """The choices beside a config."""
-    mma_roles = config.tile_m // ROWS.value
-    of_q, of_out = row_tiles(problem, config, device)
-    return HopperPrefill(
-        mma_roles=mma_roles,
-        mma_order="in_turns" if mma_roles > 1 else "any",
-        maxima="lazy" if has_lazy_maxima(problem, config) else "each_tile",
-        q_stages=of_q,
-        out="own_tiles" if of_out else "place_of_q",
-    )
-
-
-def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every tile shape that fits, with and without packed heads, by as many programs as there are
-    SMs or by one a row tile.
-
-    Packed sequences start with one a row tile: how heavy each is, only the device knows.
-    """
-    return fitting(problem, device, ordered(problem, device), shared_bytes)
-
-
-def fitting(
-    problem: Problem,
-    device: Device,
-    shapes: Sequence[tuple[int, int, int]],
-    shared_bytes: Callable[[Problem, Config], int],
-) -> Iterator[Config]:
-    """The configs of such shapes: see `SHAPES`."""
-    programs = (0, device.num_sms) if problem.kind == "varlen" else (device.num_sms, 0)
-    packs = (True, False) if problem.group & 1 == 0 else (False,)
-    for count, pack_gqa in product(programs, packs):
-        for tile_m, tile_n, num_stages in shapes:
-            config = Config(
-                tile_m=tile_m,
-                tile_n=tile_n,
-                num_warps=tile_m // 16,
-                num_stages=num_stages,
-                programs=count,
-                pack_gqa=pack_gqa,
-            )
-            if shared_bytes(problem, config) <= device.smem_per_block:
-                yield config
-
-
-def traffic(problem: Problem, config: Config) -> Traffic:
-    return prefill.traffic(problem, config)
-
-
 def tiling(
     problem: Problem, device: Device, config: Config, tokens: int, kv_bytes: int
 ) -> tuple[int, int, int]:
@@ -362,13 +236,13 @@ def tiling(
     together = device.l2_bytes // 2 * kv_lanes // max(kv_bytes, 1)
     lanes = problem.batch * heads
     width = max(1, min(together * (problem.group // pack), lanes))
-    return triton.cdiv(problem.seqlen_q * pack, config.tile_m), lanes, width
+    return ceil_div(problem.seqlen_q * pack, config.tile_m), lanes, width
 
 
 def split_items(problem: Problem, config: Config) -> int:
     """The further splits of all row tiles."""
     pack = packed_heads(problem, config)
-    row_tiles = triton.cdiv(problem.cut_tokens * pack, config.tile_m)
+    row_tiles = ceil_div(problem.cut_tokens * pack, config.tile_m)
     return (config.num_splits - 1) * row_tiles * problem.batch * (problem.num_heads // pack)
 
 
@@ -383,7 +257,6 @@ def tiling_of(plan: Plan, operands: Operands, kv_bytes: int) -> Tiling:
 def bind_warpgroups(
     plan: Plan,
     operands: Operands,
-    variant: HopperPrefill,
     kernel: Callable[[], Any],
     kv_bytes: int,
     *,
@@ -395,14 +268,15 @@ def bind_warpgroups(
     kv_bytes         of keys and values as they are multiplied
     ordered_values   V is in order, where K is in pages
     """
-    problem, config = plan.problem, plan.config
+    problem, config, variant = plan.problem, plan.config, plan.config.variant
+    assert isinstance(variant, HopperPrefill), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
     sizes = tiling_of(plan, operands, kv_bytes)
     programs = min(sizes.items, config.programs or sizes.items)
     splits.expect_arrivals(programs)
     num_warps = ROWS.value // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
-    own = variant.out == "own_tiles"
+    own, mma_roles = variant.out == "own_tiles", config.tile_m // ROWS.value
     compiled = PrefillConfig(
         group=problem.group,
         packed_heads=pack,
@@ -411,10 +285,10 @@ def bind_warpgroups(
         head_dim_rest=problem.head_dim - problem.head_dim_v,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
-        mma_roles=variant.mma_roles,
+        mma_roles=mma_roles,
         num_stages=config.num_stages,
         q_stages=variant.q_stages,
-        out_stages=variant.mma_roles if own else 0,
+        out_stages=mma_roles if own else 0,
         mma_order=variant.mma_order,
         maxima=variant.maxima,
         issued_first=0,
@@ -439,14 +313,5 @@ def bind_warpgroups(
 
 def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     """`hopper_prefill` and `combine` bound to one plan and one memory layout."""
-    variant = variant_of(plan.problem, plan.config, plan.device)
-    kv_bytes = plan.problem.kv_bytes
-    bound = bind_warpgroups(plan, operands, variant, lambda: hopper_prefill, kv_bytes)
-    return HopperLauncher(plan, operands, bound, unfit)
-
-
-KERNEL = Kernel(
-    *("hopper_prefill", unsupported, configs, traffic, bind, unfit),
-    schedules=("even", "fixed"),
-    merges=("combine", "last"),
-)
+    bound = bind_warpgroups(plan, operands, lambda: hopper_prefill, plan.problem.kv_bytes)
+    return HopperLauncher(plan, operands, bound, refit)

@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.core.kv import Paged
-from splitkv.core.plan import Plan, box_rows
+from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.tiles import box_rows
 from splitkv.kernels import prefill
 from splitkv.kernels.combine import Final
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
@@ -187,10 +188,10 @@ class HopperLauncher(SequenceLauncher):
         plan: Plan,
         operands: Operands,
         bound: BoundKernel,
-        unfit: Callable[[Operands], list[str]],
+        refit: Callable[[Plan, Operands], Plan],
     ) -> None:
         self.plan, self.problem, self.device = plan, plan.problem, plan.device
-        self.bound, self.unfit = bound, unfit
+        self.bound, self.refit = bound, refit
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.Launcher | None = None
         self.again: Sequences | None = None
@@ -277,8 +278,8 @@ class HopperLauncher(SequenceLauncher):
         )
 
     def without_tma(self, operands: Operands) -> prefill.Launcher:
-        """The kernel for any GPU, for addresses of which `unfit` did not know."""
+        """The kernel for any GPU, by the plan for addresses that this one does not fit."""
         if self.any_address is None:
-            why = self.unfit(operands)[0]
-            self.any_address = prefill.for_any_address(self.plan, operands, why)
+            other = self.refit(self.plan, operands)
+            self.any_address = prefill.in_place_of(self.plan, other, operands)
         return self.any_address

@@ -24,8 +24,9 @@ from splitkv.kernels.hopper.prefill.items import (
 from splitkv.kernels.hopper.prefill.records import Progress, TileCopy
 from splitkv.kernels.hopper.primitives.named_barriers import wait
 from splitkv.kernels.hopper.primitives.tma_ring import async_load, foresee, reinterpret
+from splitkv.kernels.limits import hopper_prefill_tiles
 
-ROWS = gl.constexpr(64)  # of a warpgroup
+ROWS = gl.constexpr(hopper_prefill_tiles.ROWS)  # of a warpgroup
 ROWS_OF_WARP = gl.constexpr(16)
 
 

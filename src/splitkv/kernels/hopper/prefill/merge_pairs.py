@@ -32,24 +32,15 @@ from splitkv.kernels.hopper.primitives.cluster import (
     wait_cluster,
 )
 from splitkv.kernels.hopper.primitives.inline_asm import act_alone
+from splitkv.kernels.limits import hopper_prefill_quantised as limits
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
-PAIR = gl.constexpr(2)
-WARPS, THREADS = gl.constexpr(4), gl.constexpr(128)  # that multiply
-BARRIER = gl.constexpr(16)  # bytes
+PAIR = gl.constexpr(limits.PAIR)
+THREADS = gl.constexpr(limits.PAIR_THREADS)  # that multiply
+WARPS = gl.constexpr(limits.PAIR_THREADS // 32)
+bytes_of_half = gluon.constexpr_function(limits.bytes_of_half)
+pair_exchange_bytes = gluon.constexpr_function(limits.pair_exchange_bytes)
 OF_BITS = gl.constexpr({32: "r", 64: "l"})  # constraint of an operand
-
-
-@gluon.constexpr_function
-def bytes_of_half(head_dim_v):
-    """Bytes of a half, 16 of each thread at a time: half of its sums, then m and l of its rows."""
-    return THREADS.value * (head_dim_v + 16)
-
-
-@gluon.constexpr_function
-def pair_exchange_bytes(head_dim_v):
-    """Bytes of a half, and behind it of the barrier that it arrives at."""
-    return bytes_of_half(head_dim_v) + BARRIER.value
 
 
 @gluon.constexpr_function

@@ -42,30 +42,21 @@ Limits      sm_90; bf16 or fp16; int8 or e4m3; no lse of e4m3 with products half
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.core import errors
-from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS
-from splitkv.core.plan import Config, Kernel, Plan, Traffic
-from splitkv.core.problem import Operands, Problem
-from splitkv.kernels import prefill
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
+from splitkv.core.tiles import ceil_div
+from splitkv.core.variants import HopperPrefillQuantised
 from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
 from splitkv.kernels.hopper.prefill.convert import ready_pieces, stored_pieces
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
 from splitkv.kernels.hopper.prefill.items import item_at_grid
-from splitkv.kernels.hopper.prefill.kernel import (
-    BARRIER_BYTES,
-    fitting,
-    packed_heads,
-    tiling_of,
-)
+from splitkv.kernels.hopper.prefill.kernel import tiling_of
 from splitkv.kernels.hopper.prefill.launch import (
     BoundKernel,
     Box,
@@ -76,13 +67,7 @@ from splitkv.kernels.hopper.prefill.launch import (
     size_arguments,
 )
 from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate, issue_first_steps
-from splitkv.kernels.hopper.prefill.merge_pairs import (
-    PAIR,
-    WARPS,
-    bytes_of_half,
-    open_exchange,
-    pair_exchange_bytes,
-)
+from splitkv.kernels.hopper.prefill.merge_pairs import PAIR, WARPS, open_exchange
 from splitkv.kernels.hopper.prefill.records import (
     ConvertRing,
     ConvertRings,
@@ -99,27 +84,25 @@ from splitkv.kernels.hopper.prefill.records import (
     Splitting,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_convert
-from splitkv.kernels.hopper.prefill.variant import HopperPrefillQuantised
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.host.sequences import SequenceSplits, sequence_splits
 from splitkv.kernels.host.workspace import TICKETS
+from splitkv.kernels.limits.hopper_prefill import packed_heads
+from splitkv.kernels.limits.hopper_prefill_quantised import (
+    bytes_of_half,
+    pair_exchange_bytes,
+    programs_across,
+    refit,
+    types,
+)
+from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.codec import scale_strides
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 
-# By products: tile_m, tile_n, num_stages, the best guess first. A stage is a tile of keys and one
-# of values as they are stored. The shapes of 64 rows are for few rows, which wait for memory.
-SHAPES: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "widened": ((128, 64, 2), (64, 64, 6), (64, 128, 2)),
-    "half": ((128, 128, 2), (128, 64, 3), (64, 128, 3), (64, 64, 6)),
-    "full": ((128, 128, 2), (128, 128, 3), (128, 64, 3), (64, 128, 4)),
-}
-# Steps whose tiles are copied before warps have roles: of more, a warp's first instructions come
-# later, as they come from the same memory.
-ISSUED_FIRST = 1
+TYPES = {"int8": gl.int8, "fp8": gl.float8e4nv, "float16": gl.float16, "bfloat16": gl.bfloat16}
 MOST_ALONG_AN_AXIS = 65535  # programs, of an axis of a grid that is not its first
 SIZES = [  # arguments whose values are no reason to compile again
     *hopper_prefill.SIZES,
@@ -361,135 +344,6 @@ def hopper_prefill_quantised(
         merge_splits(work, results, CONFIG)
 
 
-def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
-    reasons = hopper_prefill.unsupported(plain, device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(problem.codec != AS_IS, f"kv {problem.codec}: expected int8 or fp8")
-    expect(
-        problem.codec.name != "fp8" or problem.products == "widened" or not problem.return_lse,
-        f"return_lse of fp8, products {problem.products}: expected widened, as units keep 14 bits",
-    )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
-    dims = problem.head_dim, problem.head_dim_v
-    expect(
-        dims in ((64, 64), (128, 128)),
-        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
-    )
-    return reasons
-
-
-def unfit(operands: Operands) -> list[str]:
-    """What of a memory layout TMA cannot describe."""
-    return hopper_prefill.unfit(operands)
-
-
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a config."""
-    dim, n, stages = problem.head_dim, config.tile_n, config.num_stages
-    found = types(problem)
-    of_q, of_k, of_v, stored = found.q, found.k, found.v, found.stored
-    a_row = size_of(of_q) + (size_of(of_k) if of_k != of_q else 0) + problem.element_bytes
-    a_key = 2 * stages * size_of(stored) + READY.value * size_of(of_v)
-    if of_k != stored:
-        a_key += READY.value * size_of(of_k)
-    columns = 0
-    if problem.codec.granularity == "token":
-        columns = (READY.value + 1) * (12 * n if of_v == stored else 6 * n + 8)
-    exchanged = 0
-    if config.clustered:  # no tile of results
-        a_row -= problem.element_bytes
-        exchanged = pair_exchange_bytes(problem.head_dim_v)
-    return (config.tile_m * a_row + n * a_key) * dim + columns + exchanged + BARRIER_BYTES
-
-
-def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Every tile shape that fits, in the order of `hopper_prefill`. Then those whose two splits are
-    a cluster, where a sequence and the packed heads have one row tile."""
-    found = list(fitting(problem, device, SHAPES[problem.products], shared_bytes))
-    yield from found
-    if problem.kind == "varlen" or problem.products == "full":
-        return
-    for config in found:
-        packed = config.tile_m == ROWS.value and config.pack_gqa and config.programs
-        if packed and problem.seqlen_q * packed_heads(problem, config) <= config.tile_m:
-            pair = replace(config, num_splits=PAIR.value, merge="cluster")
-            if shared_bytes(problem, pair) <= device.smem_per_block:
-                yield pair
-
-
-def programs_across(problem: Problem, config: Config) -> int:
-    """Programs of one sequence that has one row tile: its splits and packed heads."""
-    return config.num_splits * (problem.num_heads // packed_heads(problem, config))
-
-
-def has_items_by_grid(problem: Problem, config: Config) -> bool:
-    """Whether the place of a program in the grid says which its item is: each lane has one row tile
-    and all splits of a sequence run at once."""
-    rows = problem.seqlen_q * packed_heads(problem, config)
-    programs = 0 if config.clustered else config.programs
-    across = programs_across(problem, config)
-    one_tile = problem.kind != "varlen" and triton.cdiv(rows, config.tile_m) == 1
-    return one_tile and across <= (programs or across) and config.merge != "last"
-
-
-def variant_of(problem: Problem, config: Config, device: Device) -> HopperPrefillQuantised:
-    """The choices beside a config."""
-    found = types(problem)
-    of_q, of_k, of_v = found.q, found.k, found.v
-    warpgroups = config.tile_m // ROWS.value
-    room = device.smem_per_block - shared_bytes(problem, config)
-    # rows that are rounded first leave their place early
-    tile_bytes = config.tile_m * problem.head_dim * size_of(of_q)
-    stays = of_q == of_k and tile_bytes <= room
-    scarce = problem.codec.granularity == "token" and (of_k, of_v) == (gl.int8, gl.float16)
-    by_grid = has_items_by_grid(problem, config)
-    return HopperPrefillQuantised(
-        warpgroups=warpgroups,
-        # with more stages no barriers of the hardware are left for turns
-        mma_order="in_turns" if scarce and (warpgroups, config.num_stages) == (2, 2) else "any",
-        items="by_grid" if by_grid else "numbered",
-        issued_first=ISSUED_FIRST if by_grid else 0,
-        q_stages=2 if config.programs and stays else 1,
-    )
-
-
-def traffic(problem: Problem, config: Config) -> Traffic:
-    if config.clustered:  # what is exchanged stays on the SMs
-        config = replace(config, num_splits=config.num_splits // PAIR.value)
-    return prefill.traffic(problem, config)
-
-
-class OperandTypes(NamedTuple):
-    """Types of q as it comes, of K and V as they are multiplied, and of both as they are stored."""
-
-    q: Any
-    k: Any
-    v: Any
-    stored: Any
-
-
-def types(problem: Problem) -> OperandTypes:
-    """The OperandTypes of a problem."""
-    stored = {"int8": gl.int8, "fp8": gl.float8e4nv}[problem.codec.name]
-    working = {"bfloat16": gl.bfloat16, "float16": gl.float16}[problem.dtype]
-    of_k = gl.float16 if problem.products == "widened" else stored
-    of_v = stored if problem.products == "full" else gl.float16
-    of_q = working if problem.q_granularity == "none" else stored
-    return OperandTypes(of_q, of_k, of_v, stored)
-
-
-def size_of(dtype: Any) -> int:
-    """Bytes of an element."""
-    return dtype.primitive_bitwidth // 8
-
-
 def grid_of_places(plan: Plan) -> tuple[tuple[int, int, int], int | None]:
     """(grid by split, lane of a sequence and sequence, how many sequences a program goes through;
     None: one)."""
@@ -497,14 +351,14 @@ def grid_of_places(plan: Plan) -> tuple[tuple[int, int, int], int | None]:
     across = programs_across(problem, config)
     programs = 0 if config.clustered else config.programs
     at_once = min(problem.batch, programs // across if programs else MOST_ALONG_AN_AXIS)
-    rounds = triton.cdiv(problem.batch, at_once)
+    rounds = ceil_div(problem.batch, at_once)
     assert config.merge != "cluster" or config.num_splits == PAIR.value, "a cluster is a pair"
     if config.clustered:
         one = f"'combine' or 'last' beside more than {MOST_ALONG_AN_AXIS} sequences"
         errors.expect(rounds == 1, "plan.config.merge", one, config.merge)
     lanes = problem.num_heads // packed_heads(problem, config)
     splits = config.num_splits // (PAIR.value if config.clustered else 1)
-    return (splits, lanes, triton.cdiv(problem.batch, rounds)), None if rounds == 1 else rounds
+    return (splits, lanes, ceil_div(problem.batch, rounds)), None if rounds == 1 else rounds
 
 
 def splits_of_pairs(plan: Plan, splits: SequenceSplits) -> SequenceSplits:
@@ -533,8 +387,8 @@ def scale_arguments(operands: Operands) -> dict[str, int]:
 
 def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     """`hopper_prefill_quantised` and `combine` bound to one plan and one memory layout."""
-    problem, config = plan.problem, plan.config
-    variant = variant_of(problem, config, plan.device)
+    problem, config, variant = plan.problem, plan.config, plan.config.variant
+    assert isinstance(variant, HopperPrefillQuantised), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
     sizes = tiling_of(plan, operands, problem.kv_bytes)
     items: int | None = sizes.items
@@ -559,13 +413,13 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         mma_roles=1,
-        warpgroups=variant.warpgroups,
+        warpgroups=config.tile_m // ROWS.value,
         num_stages=config.num_stages,
         q_stages=variant.q_stages,
         mma_order=variant.mma_order,
         key_scales="per_key" if problem.codec.granularity == "token" else "shared",
-        k_type=found.k,
-        v_type=found.v,
+        k_type=TYPES[found.k],
+        v_type=TYPES[found.v],
         program_items=variant.items,
         issued_first=variant.issued_first,
         cluster_size=cluster_size,
@@ -588,11 +442,4 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
         cluster_size=cluster_size,
         exchange_bytes=pair_exchange_bytes(problem.head_dim_v) if cluster_size else 0,
     )
-    return HopperLauncher(plan, operands, bound, unfit)
-
-
-KERNEL = Kernel(
-    *("hopper_prefill_quantised", unsupported, configs, traffic, bind, unfit),
-    schedules=("even", "fixed"),
-    merges=("combine", "last", "cluster", "pairs"),
-)
+    return HopperLauncher(plan, operands, bound, refit)

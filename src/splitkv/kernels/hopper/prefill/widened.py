@@ -22,62 +22,18 @@ Limits      int8 or e4m3; no lse with products widened or of q in 8 bits, as rou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS, Paged, Ragged
-from splitkv.core.plan import Config, Kernel, Plan, Traffic
-from splitkv.core.problem import Operands, Problem
-from splitkv.kernels import prefill
+from splitkv.core.kv import Paged, Ragged
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
 from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
 from splitkv.kernels.hopper.prefill.launch import HopperLauncher
+from splitkv.kernels.limits.hopper_prefill import NAME
 from splitkv.kernels.widen import Widening
-
-
-def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(problem.codec != AS_IS, f"kv {problem.codec}: expected int8 or fp8")
-    rounds_q = problem.products != "widened" and problem.q_granularity == "none"
-    expect(
-        rounds_q or not problem.return_lse or problem.codec == AS_IS,
-        "return_lse: expected products half or full and q of 16 bits, as keys and q are rounded",
-    )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
-    return reasons
-
-
-def unfit(operands: Operands) -> list[str]:
-    """What TMA cannot describe of the memory that is read as it is given."""
-    x = operands
-    q = x.q if x.q_scale is None else None  # else `widen_rows` reads it
-    reasons = hopper_prefill.unfit(Operands(q, None, None, x.out))
-    for name in ("q", "k", "v"):
-        shape = list(getattr(x, name).shape)
-        if 0 in shape and (name != "q" or x.q_scale is not None):
-            reasons.append(f"{name}: expected at least one token, got {shape}")
-    return reasons
-
-
-def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Those of `hopper_prefill` for the widened problem."""
-    return hopper_prefill.configs(problem.widened, device)
-
-
-def traffic(problem: Problem, config: Config) -> Traffic:
-    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
-    wide = prefill.traffic(problem.widened, config)
-    return replace(wide, kv_bytes=problem.kv_bytes + 2 * wide.kv_bytes)
 
 
 class WidenedOperands:
@@ -88,7 +44,7 @@ class WidenedOperands:
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
         problem = plan.problem
-        self.plan = replace(plan, problem=problem.widened, kernel=hopper_prefill.KERNEL.name)
+        self.plan = replace(plan, problem=problem.widened, kernel=NAME)
         self.attend: HopperLauncher | None = None
         dtype, x, ragged = getattr(torch, problem.dtype), operands, problem.place == Ragged()
         paged = isinstance(problem.place, Paged)
@@ -131,10 +87,3 @@ class WidenedOperands:
         if self.attend is None:
             self.attend = hopper_prefill.bind(self.plan, wide)
         return self.attend(wide)
-
-
-KERNEL = Kernel(
-    *("hopper_prefill_widened", unsupported, configs, traffic, WidenedOperands, unfit),
-    schedules=("even", "fixed"),
-    merges=("combine", "last"),
-)

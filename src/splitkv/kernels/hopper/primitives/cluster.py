@@ -11,16 +11,6 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.primitives.inline_asm import act, act_alone
 
-# Parts of a sequence that may be a cluster. Every GPU of sm_90 runs clusters of 8; of 16, which not
-# all do, no plan was faster.
-CLUSTERS = (2, 4, 8)
-
-
-@gluon.constexpr_function
-def exchange_bytes(rows, head_dim_v, parts):
-    """Bytes of acc [parts, rows, head_dim_v / parts], m and l [parts, rows] in fp32."""
-    return 4 * rows * (head_dim_v + 2 * parts)
-
 
 @gluon.jit
 def arrive_running(CLUSTER: gl.constexpr):

@@ -12,10 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.limits import hopper_prefill_quantised
 
 FIRST = gl.constexpr(4)  # Triton has one for the first warps, one to begin, one for each role
 PHASES = gl.constexpr(3)  # of steps: those who make tiles ready are less than three steps ahead
-READY = gl.constexpr(2)  # slots for what has been made ready
+READY = gl.constexpr(hopper_prefill_quantised.READY)  # slots for what has been made ready
 
 
 class Numbers(NamedTuple):

@@ -1,16 +1,15 @@
-"""What there is to choose of the backward on Hopper: tiles, how dq is made, splits of rows."""
+"""What `hopper_backward` can run: its limits, and the variants that fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import triton
+from typing import Literal
 
 from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.problem import Problem
-from splitkv.kernels.backward.row_splits import RowSplits, row_splits
+from splitkv.core.tiles import next_power_of_2
+from splitkv.core.variants import BackwardTiles, HopperBackward
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # By head_dim: rows a step, keys a program, stages of rows, the best first. More rows do not fit
@@ -22,6 +21,7 @@ KEY_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     256: ((64, 64, 2),),
 }
 QUERY_ROWS = 128  # rows a program of `hopper_backward_queries`: 64 a consumer
+QUERY_WARPS = 4  # of the first consumer there
 # By head_dim: keys a step, and tiles of k and v in the ring, the best first.
 QUERY_TILES: dict[int, tuple[tuple[int, int], ...]] = {
     64: ((128, 4), (64, 8), (64, 4)),
@@ -32,55 +32,37 @@ QUERY_TILES: dict[int, tuple[tuple[int, int], ...]] = {
 HALF_KEYS_DIM = 128  # the largest head_dim of which registers hold dk and dv of 64 keys
 # Shared memory of barriers and alignment.
 BARRIER_BYTES = {"half_keys": 768, "one_gradient": 1024}
-LEAST_FULL = 0.9  # tiles that lanes have together, for each SM
 
 
-@dataclass(frozen=True, slots=True)
-class QueryTiles:
-    """The tiles of `hopper_backward_queries`: rows a program, keys a step, tiles of k and v in the
-    ring."""
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    """Every reason why these kernels cannot make the gradients of a problem."""
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = []
 
-    tile_m: int
-    tile_n: int
-    num_stages: int
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
 
-
-@dataclass(frozen=True, slots=True)
-class HopperBackward:
-    """All that is chosen for the backward of a problem on Hopper.
-
-    tile_m, tile_n     rows a step and keys a program
-    num_stages         tiles of q in shared memory; grad_stages: of the gradient of the output
-    consumers          half_keys: each has the gradients of 64 keys; one_gradient: one has dv and
-                       the other dk of all 64
-    dq                 added: programs add to fp32 sums in any order; added_in_turns: in the order
-                       of their keys; recomputed: `hopper_backward_queries` makes it
-    dq_pieces          pieces in which a tile of dq is added
-    row_splits         which tiles of keys come first, and how many programs share their rows
-    queries            tiles of `hopper_backward_queries`; None: it does not run
-    """
-
-    tile_m: int
-    tile_n: int
-    num_stages: int
-    grad_stages: int
-    consumers: Literal["half_keys", "one_gradient"]
-    dq: Literal["added", "added_in_turns", "recomputed"]
-    dq_pieces: int
-    row_splits: RowSplits
-    queries: QueryTiles | None
-
-
-class Tiling(NamedTuple):
-    """Tiles of a lane, lanes, and how many lanes go together."""
-
-    tiles: int
-    lanes: int
-    width: int
+    cached = problem.kind == "decode" or isinstance(problem.place, Paged)
+    forward_only = cached or problem.codec != AS_IS
+    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
+    expect(
+        problem.dtype in ("bfloat16", "float16"),
+        f"dtype {problem.dtype}: expected bfloat16 or float16",
+    )
+    dims = problem.head_dim, problem.head_dim_v
+    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
+    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
+    expect(not problem.score.softcap, "softcap: expected none")
+    expect(not problem.score.alibi, "alibi: expected none")
+    expect(not problem.dropout, "dropout: expected none")
+    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
+    return reasons
 
 
 def variants(problem: Problem, device: Device) -> Iterator[HopperBackward]:
-    """Every variant that fits, the best first."""
+    """Every variant that fits, without its row splits, the best first."""
     dq = way_of_dq(problem)
     for tile_m, tile_n, num_stages in KEY_TILES[problem.head_dim]:
         for queries in query_tiles(problem, device) if dq == "recomputed" else (None,):
@@ -93,7 +75,6 @@ def variants(problem: Problem, device: Device) -> Iterator[HopperBackward]:
                 consumers="half_keys" if problem.head_dim <= HALF_KEYS_DIM else "one_gradient",
                 dq=dq,
                 dq_pieces=problem.head_dim // 64 if problem.head_dim > HALF_KEYS_DIM else 2,
-                row_splits=row_splits(problem, device, tile_m, tile_n),
                 queries=queries,
             )
             if shared_bytes(problem, variant) <= device.smem_per_block:
@@ -108,18 +89,18 @@ def way_of_dq(problem: Problem) -> Literal["added", "added_in_turns", "recompute
     return "added_in_turns" if full and problem.head_dim <= HALF_KEYS_DIM else "recomputed"
 
 
-def query_tiles(problem: Problem, device: Device) -> Iterator[QueryTiles]:
+def query_tiles(problem: Problem, device: Device) -> Iterator[BackwardTiles]:
     """Every tile shape of `hopper_backward_queries` that fits, the best first."""
-    dim = triton.next_power_of_2(problem.head_dim)
+    dim = next_power_of_2(problem.head_dim)
     for tile_n, num_stages in QUERY_TILES[problem.head_dim]:
         elements = QUERY_ROWS * (dim + problem.head_dim_v) + num_stages * tile_n * dim
         if elements * problem.element_bytes + 1024 <= device.smem_per_block:
-            yield QueryTiles(QUERY_ROWS, tile_n, num_stages)
+            yield BackwardTiles(QUERY_ROWS, tile_n, QUERY_WARPS, num_stages)
 
 
 def shared_bytes(problem: Problem, variant: HopperBackward) -> int:
     """Shared memory of a variant: keys, stages of rows and their statistics, p, ds, sums of dq."""
-    dim, adds = triton.next_power_of_2(problem.head_dim), variant.dq != "recomputed"
+    dim, adds = next_power_of_2(problem.head_dim), variant.dq != "recomputed"
     stores_p = variant.consumers == "one_gradient"
     keys = variant.tile_n * (dim + problem.head_dim_v)
     rows = variant.num_stages * dim + variant.grad_stages * problem.head_dim_v
@@ -129,18 +110,3 @@ def shared_bytes(problem: Problem, variant: HopperBackward) -> int:
     sums = 2 * adds * variant.tile_m * problem.head_dim * 4 // variant.dq_pieces
     bytes_of_tiles = elements * problem.element_bytes + vectors * variant.tile_m * 4
     return bytes_of_tiles + sums + BARRIER_BYTES[variant.consumers]
-
-
-def tiling(problem: Problem, device: Device, total: int, heads: int, tile: int) -> Tiling:
-    """The Tiling of `total` tokens in tiles of `tile`, a lane being a head, dense of one sequence.
-
-    Together go the least number of lanes, of those that divide all, that has a tile for nearly
-    every SM. Where the tiles of a lane are not equally heavy, fewer would leave SMs idle at the
-    end.
-    """
-    if problem.kind == "varlen":
-        return Tiling(total // tile + problem.batch + 1, heads, heads)
-    tiles, lanes = triton.cdiv(total // problem.batch, tile), problem.batch * heads
-    widths = (n for n in range(1, lanes + 1) if lanes % n == 0)
-    enough = LEAST_FULL * device.num_sms
-    return Tiling(tiles, lanes, next((n for n in widths if n * tiles >= enough), lanes))

@@ -1,15 +1,13 @@
-"""What there is to choose of the backward for any GPU: tiles, warps, splits of rows."""
+"""What the kernels of kernels/backward can run: tiles, warps and stages that fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from splitkv.core.device import Device
-from splitkv.core.plan import Config
 from splitkv.core.problem import Problem
 from splitkv.core.scores import PLAIN
-from splitkv.kernels.backward.row_splits import RowSplits, row_splits
+from splitkv.core.variants import Backward, BackwardTiles
 from splitkv.kernels.host.partition import padded, padded_dims
 
 Shape = tuple[int, int, int]  # keys or rows that a program owns, those of a step, warps
@@ -27,26 +25,6 @@ SINGLE: dict[int, tuple[Shape, ...]] = {
     128: ((32, 16, 8), (16, 16, 4)),
     256: ((16, 16, 8), (16, 16, 4)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """All that is chosen for the backward of a problem.
-
-    keys         of `backward_keys`: tile_n keys a program, tile_m rows a step
-    queries      of `backward_queries`: tile_m rows a program, tile_n keys a step
-    row_splits   which tiles of keys come first, and how many programs share their rows
-    """
-
-    keys: Config
-    queries: Config
-    row_splits: RowSplits
-
-
-def variant_of(problem: Problem, device: Device) -> Backward:
-    """The best variant of a problem."""
-    keys, queries = next(key_configs(problem, device)), next(query_configs(problem, device))
-    return Backward(keys, queries, row_splits(problem, device, keys.tile_m, keys.tile_n))
 
 
 def fitting(problem: Problem, device: Device, found: Sequence[Shape], sums: int) -> Iterator[Shape]:
@@ -74,13 +52,20 @@ def fitting(problem: Problem, device: Device, found: Sequence[Shape], sums: int)
             yield own, step, warps
 
 
-def key_configs(problem: Problem, device: Device) -> Iterator[Config]:
+def key_configs(problem: Problem, device: Device) -> Iterator[BackwardTiles]:
     """Every tile shape of `backward_keys`, the best first."""
     for own, step, warps in fitting(problem, device, KEYS, 2):
-        yield Config(tile_m=step, tile_n=own, num_warps=warps, num_stages=2)
+        yield BackwardTiles(tile_m=step, tile_n=own, num_warps=warps, num_stages=2)
 
 
-def query_configs(problem: Problem, device: Device) -> Iterator[Config]:
+def query_configs(problem: Problem, device: Device) -> Iterator[BackwardTiles]:
     """Every tile shape of `backward_queries`, the best first."""
     for own, step, warps in fitting(problem, device, QUERIES, 1):
-        yield Config(tile_m=own, tile_n=step, num_warps=warps, num_stages=2)
+        yield BackwardTiles(tile_m=own, tile_n=step, num_warps=warps, num_stages=2)
+
+
+def variants(problem: Problem, device: Device) -> Iterator[Backward]:
+    """Every pair of tile shapes without its row splits, the best first."""
+    for keys in key_configs(problem, device):
+        for queries in query_configs(problem, device):
+            yield Backward(keys, queries)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import triton
-
 from splitkv.core.device import Device
 from splitkv.core.problem import Problem
-from splitkv.kernels.hopper.prefill.load import ROWS
+from splitkv.core.tiles import ceil_div
+
+ROWS = 64  # of a warpgroup
 
 # By head_dim: tile_m, tile_n, num_stages, the best guess first; see `ordered`. More rows or keys do
 # not fit into the registers of a warpgroup, more stages not into shared memory. What keeps as many
@@ -39,14 +39,14 @@ LEAST_PACKED_ROWS = 6400
 def ordered(problem: Problem, device: Device) -> list[tuple[int, int, int]]:
     """The shapes of a head_dim, the best guess first."""
     found = list(SHAPES[problem.head_dim])
-    pack = min(problem.group & -problem.group, ROWS.value)
+    pack = min(problem.group & -problem.group, ROWS)
     rows, lanes = problem.seqlen_q * pack, problem.batch * problem.num_heads // pack
     left, right = problem.mask.left, problem.mask.right
     if left is not None and right is not None and left + right < NARROW:
         found.sort(key=lambda shape: shape[:2] != (128, 64))
     elif problem.head_dim == 128:
         if problem.kind == "dense":
-            tiles = {tile_m: triton.cdiv(rows, tile_m) for tile_m in (128, 192)}
+            tiles = {tile_m: ceil_div(rows, tile_m) for tile_m in (128, 192)}
             wide = 192 * tiles[192] <= MOST_PADDING * 128 * tiles[128]
             wide &= tiles[192] * lanes >= LEAST_ROUNDS * device.num_sms
         else:

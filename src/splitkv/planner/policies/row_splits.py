@@ -8,25 +8,16 @@ or tiles are few, splits of their rows keep every SM at work to the end.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-
-import triton
 
 from splitkv.core.device import Device
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
+from splitkv.core.variants import RowSplits
 
 MAX_SPLITS = 64  # of the rows that see tiles of sink tokens, times those tiles
 LEAST_STEPS = 8  # of a split where every tile is split: what a split takes besides is that of three
 SLACK_CAUSAL = 1.5  # splits for each idle SM where tiles are not equally heavy
 MAX_SHARE = 4  # tiles of keys that a split may take as long as
-
-
-class RowSplits(NamedTuple):
-    """The first `tiles` tiles of keys come first, and `splits` programs share the rows that see
-    each of them; (0, 1): no rows are shared."""
-
-    tiles: int
-    splits: int
 
 
 def row_splits(problem: Problem, device: Device, tile_m: int, tile_n: int) -> RowSplits:
@@ -37,7 +28,7 @@ def row_splits(problem: Problem, device: Device, tile_m: int, tile_n: int) -> Ro
     those of sink tokens, as `sink_splits` says.
     """
     mask, p = problem.mask, problem
-    tiles = triton.cdiv(p.seqlen_k, tile_n)
+    tiles = ceil_div(p.seqlen_k, tile_n)
     if not p.batch * tiles:
         return RowSplits(0, 1)
     share = p.batch * p.num_kv_heads * tiles / device.num_sms  # tiles that an SM has
@@ -61,7 +52,7 @@ def sink_splits(problem: Problem, tile_n: int, share: float) -> RowSplits:
     where there is a tile for every SM.
     """
     reach = _reach(problem)
-    tiles = triton.cdiv(min(problem.mask.sink_tokens, problem.seqlen_k), tile_n)
+    tiles = ceil_div(min(problem.mask.sink_tokens, problem.seqlen_k), tile_n)
     if problem.mask.num_bands < 2 or reach is None or not tiles:
         return RowSplits(0, 1)
     rows = min(max(share - 0.5, 0.5), MAX_SHARE) * (reach + tile_n)

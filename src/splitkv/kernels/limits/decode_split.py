@@ -1,0 +1,124 @@
+"""What `decode_split` can run: its limits, its configs and what they take of an SM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from splitkv.core.device import Device
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Config
+from splitkv.core.problem import Problem
+from splitkv.core.scores import PLAIN
+from splitkv.core.tiles import ceil_div, next_power_of_2
+from splitkv.kernels.host.partition import padded_dims
+
+NAME = "decode_split"
+MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_GRID = 256, 16, 64, 65535
+
+
+MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on configs spill on sm_90
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    reasons = []
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    expect(problem.kind == "decode", f"kind {problem.kind}: expected decode")
+    expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
+    if device.kind == "cuda":
+        expect(device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer")
+    expect(
+        problem.dtype in ("bfloat16", "float16", "float32"),
+        f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
+    )
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(problem, name)
+        expect(
+            value % 16 == 0 and 16 <= value <= MAX_HEAD_DIM,
+            f"{name} {value}: expected a multiple of 16 from 16 to {MAX_HEAD_DIM}",
+        )
+    expect(
+        problem.seqlen_q <= MAX_SEQLEN_Q,
+        f"seqlen_q {problem.seqlen_q}: expected at most {MAX_SEQLEN_Q}",
+    )
+    expect(
+        problem.group <= MAX_GROUP,
+        f"query heads a KV head {problem.group}: expected at most {MAX_GROUP}",
+    )
+    expect(problem.batch <= MAX_GRID, f"batch {problem.batch}: expected at most {MAX_GRID}")
+    head_tiles = problem.num_kv_heads * ceil_div(problem.rows, tile_m(problem))
+    expect(
+        head_tiles <= MAX_GRID, f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}"
+    )
+    expect(not problem.dropout, "dropout_p: expected 0")
+    expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    return reasons
+
+
+def tile_m(problem: Problem) -> int:
+    """Rows a program: the packed rows rounded up to a matrix tile, at most 64.
+
+    In fp32 16: without a matrix unit, more rows would only take registers.
+    """
+    most = 64 if problem.element_bytes == 2 else 16
+    return min(most, max(16, next_power_of_2(max(problem.rows, 1))))
+
+
+def shared_bytes(problem: Problem, config: Config, device: Device) -> int:
+    """The most shared memory that Triton takes for a config.
+
+    In the loop tiles in flight, q, p, sums of rows and the table; after it acc on its way out.
+    """
+    dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
+    in_flight = config.num_stages + (config.tile_m == 64)  # wgmma still reads the tile before
+    a_tile = config.tile_n * (dim + dim_v)
+    tiles = in_flight * a_tile * problem.kv_element_bytes
+    rows = config.tile_m * (dim + config.tile_n)
+    if problem.kv_element_bytes < problem.element_bytes:  # widened, for the matrix unit
+        rows += a_tile
+    rows += config.tile_n * dim // 2 * (problem.element_bytes > 2)  # halves: tile/product.py
+    table = 8 * config.num_stages * config.tile_n if isinstance(problem.place, Paged) else 0
+    loop = tiles + rows * problem.element_bytes + 8 * config.tile_m + table
+    return max(loop, 4 * config.tile_m * dim_v)
+
+
+def register_need(problem: Problem, config: Config, device: Device) -> float:
+    """Registers of a thread, besides a fixed number, for acc, s, q and for loading keys and values.
+
+    Each 16 bytes that it loads take addresses and masks, more of them beside score modifiers or a
+    window; fp32 tiles are multiplied in registers. Fitted to where ptxas spills on sm_90.
+    """
+    dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
+    element = problem.element_bytes / 4
+    plain = problem.score == PLAIN and problem.mask.left is None and not problem.mask.chunk
+    a_load = 12 if problem.element_bytes > 2 else 4 if plain else 8
+    rows = config.tile_m * (dim_v + config.tile_n + dim * element)
+    loads = config.tile_n * (dim + dim_v) * element / 4
+    return (rows + a_load * loads) / (32 * config.num_warps)
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every tile shape that fits, with one split; `num_splits` may then be anything up to 1024."""
+    rows = tile_m(problem)
+    for tile_n in (64, 32, 128, 16):
+        for num_warps in (4, 2, 8):
+            for num_stages in (2, 3, 1, 4, 6, 8):
+                config = Config(1, rows, tile_n, num_warps, num_stages)
+                fits = shared_bytes(problem, config, device) <= device.smem_per_block
+                if fits and register_need(problem, config, device) < MAX_REGISTER_NEED:
+                    yield config
+
+
+def apart(problem: Problem) -> list[str]:
+    """What of new tokens is left to `append`."""
+    reasons = []
+    if problem.lengths == "host":
+        reasons.append("lengths host: expected device")
+    if problem.codec.granularity == "token":
+        reasons.append("scales of the cache: expected none a token")
+    if problem.early_kv:
+        reasons.append("early_kv: expected False")
+    return reasons

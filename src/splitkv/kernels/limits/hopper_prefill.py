@@ -1,0 +1,162 @@
+"""What `hopper_prefill` can run: limits, configs, variants, shared memory, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import Config, Plan, Traffic
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.tiles import box_rows
+from splitkv.core.variants import HopperPrefill, Variant
+from splitkv.kernels.hopper.primitives.tma_limits import unfit
+from splitkv.kernels.limits import prefill
+from splitkv.kernels.limits.hopper_prefill_tiles import ROWS, ordered
+
+NAME = "hopper_prefill"
+
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+
+
+BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device)
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    if isinstance(problem.place, Paged):
+        page_size = problem.place.page_size
+        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+    expect(
+        problem.dtype in ("bfloat16", "float16"),
+        f"dtype {problem.dtype}: expected bfloat16 or float16",
+    )
+    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
+    dims = problem.head_dim, problem.head_dim_v
+    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
+    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
+    expect(not problem.score.alibi, "alibi: expected none")
+    expect(not problem.dropout, "dropout: expected none")
+    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
+    return reasons
+
+
+def packed_heads(problem: Problem, config: Config) -> int:
+    """Query heads that share a row tile: a power of two that divides the group."""
+    group = problem.group
+    return min(group & -group, ROWS) if config.pack_gqa else 1
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a config, the output in the place of q."""
+    rows = config.tile_m * problem.head_dim
+    keys = config.num_stages * config.tile_n * (problem.head_dim + problem.head_dim_v)
+    return (rows + keys) * problem.element_bytes + BARRIER_BYTES
+
+
+def places_of_rows(
+    problem: Problem, config: Config, device: Device
+) -> list[tuple[int, Literal["own_tiles", "place_of_q"]]]:
+    """Every (row tiles of q, where results leave from) that shared memory has room for.
+
+    With a place of its own the output of one row tile leaves while the next is worked on, whose q
+    arrives, given a second place, while that is.
+    """
+    found: list[tuple[int, Literal["own_tiles", "place_of_q"]]] = [(1, "place_of_q")]
+    room = device.smem_per_block - shared_bytes(problem, config)
+    bytes_of = problem.element_bytes * config.tile_m
+    if bytes_of * problem.head_dim_v <= room:
+        found.append((1, "own_tiles"))
+    if config.programs and bytes_of * (problem.head_dim_v + problem.head_dim) <= room:
+        found.append((2, "own_tiles"))
+    return found
+
+
+def has_lazy_maxima(problem: Problem, config: Config) -> bool:
+    """Whether steps may look for maxima only where a weight is too large: a warpgroup then needs
+    registers for the products of a tile until it is known that their weights are good, and has
+    something to gain.
+
+    With tiles of 128 keys it has them from the warp that issues copies of small pages, which spills
+    some; but not where keys are split as well. A soft cap, and columns that q and K have beside
+    those of V, take registers, too.
+    """
+    warpgroups = config.tile_m // ROWS
+    splits = config.num_splits > 1 and config.merge != "cluster"
+    small_pages = config.tile_n // box_rows(problem, config.tile_n) > 2
+    fits = (warpgroups, config.tile_n) == (3, 64)
+    fits |= (warpgroups, config.tile_n) == (2, 128) and not (splits and small_pages)
+    others = problem.head_dim > problem.head_dim_v or problem.score.softcap
+    return problem.head_dim_v == 128 and fits and not others
+
+
+def mma_order(config: Config) -> Literal["in_turns", "any"]:
+    """How warpgroups, each with 64 rows of a row tile, issue products: in turns, where several."""
+    return "in_turns" if config.tile_m > ROWS else "any"
+
+
+def maxima(problem: Problem, config: Config) -> list[Literal["each_tile", "lazy"]]:
+    """Every way of following the maxima of rows."""
+    return ["each_tile", "lazy"] if has_lazy_maxima(problem, config) else ["each_tile"]
+
+
+def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
+    """Every variant that fits beside the numbers of a config."""
+    return [
+        HopperPrefill(mma_order(config), followed, q_stages, out)
+        for followed in maxima(problem, config)
+        for q_stages, out in places_of_rows(problem, config, device)
+    ]
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every tile shape that fits, with and without packed heads, by as many programs as there are
+    SMs or by one a row tile.
+
+    Packed sequences start with one a row tile: how heavy each is, only the device knows.
+    """
+    return fitting(problem, device, ordered(problem, device), shared_bytes)
+
+
+def fitting(
+    problem: Problem,
+    device: Device,
+    shapes: Sequence[tuple[int, int, int]],
+    shared_bytes: Callable[[Problem, Config], int],
+) -> Iterator[Config]:
+    """The configs of such shapes: see `SHAPES`."""
+    programs = (0, device.num_sms) if problem.kind == "varlen" else (device.num_sms, 0)
+    packs = (True, False) if problem.group & 1 == 0 else (False,)
+    for count, pack_gqa in product(programs, packs):
+        for tile_m, tile_n, num_stages in shapes:
+            config = Config(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                num_warps=tile_m // 16,
+                num_stages=num_stages,
+                programs=count,
+                pack_gqa=pack_gqa,
+            )
+            if shared_bytes(problem, config) <= device.smem_per_block:
+                yield config
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    return prefill.traffic(problem, config)
+
+
+def refit(plan: Plan, operands: Operands) -> Plan:
+    """The plan for tensors that this one does not fit: by the kernel for any GPU where TMA cannot
+    describe them. Else the plan itself."""
+    against = unfit(operands)
+    return prefill.without_tma(plan, operands, against[0]) if against else plan

@@ -1,0 +1,63 @@
+"""What `hopper_prefill_widened` can run: limits, configs, variants, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS
+from splitkv.core.plan import Config, Traffic
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.variants import Variant
+from splitkv.kernels.hopper.primitives import tma_limits
+from splitkv.kernels.limits import hopper_prefill, prefill
+
+NAME = "hopper_prefill_widened"
+
+
+def unsupported(problem: Problem, device: Device) -> list[str]:
+    if device.kind != "cuda" or device.capability != (9, 0):
+        return [f"device {device.arch}: expected sm_90"]
+    reasons = hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
+
+    def expect(ok: bool, reason: str) -> None:
+        if not ok:
+            reasons.append(reason)
+
+    expect(problem.codec != AS_IS, f"kv {problem.codec}: expected int8 or fp8")
+    rounds_q = problem.products != "widened" and problem.q_granularity == "none"
+    expect(
+        rounds_q or not problem.return_lse or problem.codec == AS_IS,
+        "return_lse: expected products half or full and q of 16 bits, as keys and q are rounded",
+    )
+    expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    return reasons
+
+
+def unfit(operands: Operands) -> list[str]:
+    """What TMA cannot describe of the memory that is read as it is given."""
+    x = operands
+    q = x.q if x.q_scale is None else None  # else `widen_rows` reads it
+    reasons = tma_limits.unfit(Operands(q, None, None, x.out))
+    for name in ("q", "k", "v"):
+        shape = list(getattr(x, name).shape)
+        if 0 in shape and (name != "q" or x.q_scale is not None):
+            reasons.append(f"{name}: expected at least one token, got {shape}")
+    return reasons
+
+
+def configs(problem: Problem, device: Device) -> Iterator[Config]:
+    """Those of `hopper_prefill` for the widened problem."""
+    return hopper_prefill.configs(problem.widened, device)
+
+
+def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
+    """Those of `hopper_prefill` for the widened problem."""
+    return hopper_prefill.variants(problem.widened, device, config)
+
+
+def traffic(problem: Problem, config: Config) -> Traffic:
+    """The lines of the docstring's Traffic section, every sequence at its upper bound."""
+    wide = prefill.traffic(problem.widened, config)
+    return replace(wide, kv_bytes=problem.kv_bytes + 2 * wide.kv_bytes)
