@@ -19,8 +19,9 @@ from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split, torch_math, torch_sdpa
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
-from splitkv.lab import space, studies
-from splitkv.lab.tune import drawn
+from splitkv.lab.harness import space
+from splitkv.lab.tune import studies
+from splitkv.lab.tune.table import drawn
 from splitkv.planner import registry
 from splitkv.planner.policies import POLICIES, decode_cost, tuned, waves
 from splitkv.planner.policies.shared import num_tiles, shapes

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from splitkv.lab import bench, floor, peers
-from splitkv.lab.cases import Case
-from splitkv.lab.sequences import bench as sequences
-from splitkv.lab.sequences import peers as their
-from splitkv.lab.sequences.suites import CASES as SEQUENCES
-from splitkv.lab.sequences.timing import Measured, Pace
-from splitkv.lab.suites import CASES
-from splitkv.lab.timing import Protocol, Timing
+from splitkv.lab.bench import decode as bench
+from splitkv.lab.bench.sequences import peers as their
+from splitkv.lab.bench.sequences import run as sequences
+from splitkv.lab.bench.sequences.suites import CASES as SEQUENCES
+from splitkv.lab.bench.sequences.timing import Measured, Pace
+from splitkv.lab.harness import floor, peers
+from splitkv.lab.harness.cases import Case
+from splitkv.lab.harness.suites import CASES
+from splitkv.lab.harness.timing import Protocol, Timing
 
 MACHINE = {
     "gpu": "NVIDIA H200",

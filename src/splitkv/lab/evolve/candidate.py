@@ -25,10 +25,10 @@ from splitkv.core.errors import expect, expect_one_of
 from splitkv.core.kv import Paged
 from splitkv.core.plan import Choice, Config, Kernel, Plan
 from splitkv.core.problem import Problem
-from splitkv.lab import space
 from splitkv.lab.evolve import sandbox
+from splitkv.lab.harness import space
 from splitkv.lab.reproduce.works import Way
-from splitkv.lab.studies import label
+from splitkv.lab.tune.studies import label
 from splitkv.planner.policies import DEFAULT, POLICIES, Policy
 from splitkv.planner.policies.shared import MAX_SPLITS, max_splits, shapes
 

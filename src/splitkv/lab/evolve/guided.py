@@ -15,7 +15,7 @@ from typing import Any
 from splitkv.lab.evolve.evaluate import Evaluator
 from splitkv.lab.evolve.grammar import Slots
 from splitkv.lab.evolve.search import Found, Search, Settings
-from splitkv.lab.lines import Lines
+from splitkv.lab.harness.lines import Lines
 
 SYSTEM = """You improve a Python function that decides how a GPU computes attention for one token.
 It returns (num_splits, pack_gqa, sm_margin, tile), or None to leave a problem to a good default.

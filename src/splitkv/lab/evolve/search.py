@@ -28,7 +28,7 @@ from splitkv.core.errors import expect
 from splitkv.lab.evolve import grammar
 from splitkv.lab.evolve.evaluate import Evaluation, Evaluator
 from splitkv.lab.evolve.grammar import Policy, Slots
-from splitkv.lab.lines import Lines, Record
+from splitkv.lab.harness.lines import Lines, Record
 
 CROSSOVER = 0.4  # of the children; the others are mutants
 MUTATIONS = 3  # of a mutant, at most

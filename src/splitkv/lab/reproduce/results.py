@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from splitkv.lab.lines import Record
+from splitkv.lab.harness.lines import Record
 from splitkv.lab.reproduce.model import rows_named
 from splitkv.lab.reproduce.works import places
 

@@ -13,9 +13,9 @@ from itertools import product, zip_longest
 from typing import NamedTuple
 
 from splitkv.core.problem import Problem
-from splitkv.lab.cases import Case
-from splitkv.lab.suites import SUITES
-from splitkv.lab.tune import MATRIX, case_of
+from splitkv.lab.harness.cases import Case
+from splitkv.lab.harness.suites import SUITES
+from splitkv.lab.tune.table import MATRIX, case_of
 from splitkv.planner.policies import flash_attention_3, paged_attention_v2, sequence_aware
 from splitkv.planner.policies.flash_attention_2 import fewest_splits_near_best, wave_efficiency
 from splitkv.planner.policies.flash_attention_3 import MAX_SPLITS, saturated
