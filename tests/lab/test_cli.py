@@ -24,6 +24,7 @@ from splitkv.core.device import GPUS
 from splitkv.core.plan import Config
 from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split
+from splitkv.lab.tune.problems import Draw
 from splitkv.planner import registry
 from splitkv.planner.explanation import explain
 from splitkv.planner.policies import tuned
@@ -367,11 +368,11 @@ def test_regret_takes_a_table_that_is_not_in_the_package(
     made = tuned.Table("NVIDIA H200", {}, (tuned.Measured(problem, (best,)),))
     path = tmp_path / "table.json"
     path.write_text(tuned.dump(made))
-    calls = stand_in(monkeypatch, "tune.table.measure_regret", 0)
+    calls = stand_in(monkeypatch, "tune.regret.measure_regret", 0)
     options = "--lengths", "host", "--share", "2/2"
     assert run("regret", "--table", str(path), *options).exit_code == 0
-    assert calls["share"] == (2, 2)
-    assert (calls["lengths"], calls["random_problems"], calls["seed"]) == ("host", 150, 1)
+    assert calls["args"] == (Draw(150, 1, 1.1e9, (2, 2)),)
+    assert calls["lengths"] == "host"
     assert list(calls["policies"]) == ["waves", "tuned"]
     choice = calls["policies"]["tuned"](problem, GPUS["h200"], [decode_split.KERNEL])
     assert choice.config.tile_n == 128

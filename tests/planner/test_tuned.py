@@ -21,7 +21,7 @@ from splitkv.kernels import decode_split, torch_math, torch_sdpa
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.lab.harness import space
 from splitkv.lab.tune import studies
-from splitkv.lab.tune.table import drawn
+from splitkv.lab.tune.problems import drawn
 from splitkv.planner import registry
 from splitkv.planner.policies import POLICIES, decode_cost, tuned, waves
 from splitkv.planner.policies.shared import num_tiles, shapes

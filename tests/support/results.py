@@ -15,6 +15,7 @@ from splitkv.lab.harness import floor, peers
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.harness.timing import Protocol, Timing
+from splitkv.lab.harness.variants import our_variants
 
 MACHINE = {
     "gpu": "NVIDIA H200",
@@ -28,7 +29,7 @@ PEAK = Timing(1500.0, 15.0)
 
 
 def decode_records() -> list[dict[str, Any]]:
-    ours = bench.our_variants()[0]
+    ours = our_variants()[0]
     fa3, cudnn = (peers.PEERS[name].variants[0] for name in ("fa3", "cudnn"))
     found = []
     for name, times in (("mqa8_b1_512", (4.0, 8.0, 6.0)), ("mqa8_b8_4096", (8.0, 9.0, None))):

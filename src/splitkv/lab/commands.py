@@ -71,14 +71,15 @@ def bench_decode(
         from splitkv.lab.harness.peers import parse
         from splitkv.lab.harness.suites import select
         from splitkv.lab.harness.timing import Protocol
+        from splitkv.lab.harness.variants import columns, our_variants
 
         expect_at_least("num_splits", num_splits, 0)
         expect_run(time_limit, jobs)
         suite = suite or SUITE_OF[str(context.info_name)]
         draw = find_plots().draw_all if plot else None
-        ours = lab.our_variants(policy or [], num_splits)
+        ours = our_variants(policy or [], num_splits)
         if suite.startswith("seed004") and not (policy or num_splits):
-            ours = lab.columns()
+            ours = columns()
         records, status = lab.bench_decode(
             select(case or [], place, suite),
             ours=ours,
@@ -221,13 +222,11 @@ def tune(
     """Measure problems on this GPU and write the table of the policy `tuned`."""
     with one_line_errors():
         from splitkv.lab.tune import table as lab
+        from splitkv.lab.tune.problems import Draw, share_of
 
         status = lab.tune(
-            problems=problems,
-            seed=seed,
-            max_bytes=max_bytes,
+            Draw(problems, seed, max_bytes, share_of(share)),
             with_known=known,
-            share=lab.share_of(share),
             effort=effort(candidates, rounds, time_limit, jobs),
             table_path=table,
             command=f"splitkv tune --problems {problems} --seed {seed} --max-bytes {max_bytes:g} "
@@ -259,7 +258,8 @@ def regret(
 ) -> None:
     """Time the plans that policies choose beside the fastest that can be found."""
     with one_line_errors():
-        from splitkv.lab.tune import table as lab
+        from splitkv.lab.tune import regret as lab
+        from splitkv.lab.tune.problems import Draw, share_of
         from splitkv.planner.policies import tuned
 
         expect_at_least("random", random, 0)
@@ -268,12 +268,9 @@ def regret(
             expect("tuned" in policies, "table", "None without the policy tuned", str(table))
             policies["tuned"] = tuned.with_table(tuned.load(table))
         status = lab.measure_regret(
+            Draw(random, seed, max_bytes, share_of(share)),
             with_matrix=matrix,
-            random_problems=random,
-            seed=seed,
-            max_bytes=max_bytes,
             lengths=lengths.value,
-            share=lab.share_of(share),
             policies=policies,
             effort=effort(candidates, rounds, time_limit, jobs),
             jobs=jobs,
@@ -417,8 +414,8 @@ def report(
 ) -> None:
     """Print measured results as Markdown tables; needs no GPU."""
     with one_line_errors():
-        from splitkv.lab.report.tables import read
-        from splitkv.lab.report.tables import report as as_markdown
+        from splitkv.lab.overview import report as as_markdown
+        from splitkv.lab.report.sections import read
 
         records = read(results)
         text = as_markdown(records)
@@ -430,7 +427,7 @@ def report(
                 plots.draw_all(records, plot)
         if html:
             find_plots()
-            from splitkv.lab.report.page import page
+            from splitkv.lab.overview import page
 
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page(records), encoding="utf-8")

@@ -34,7 +34,7 @@ from splitkv.lab.harness import compiler
 from splitkv.lab.harness import sequence_cases as cases
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.sequence_cases import Inputs, flops
-from splitkv.lab.report import tables as report
+from splitkv.lab.report import sequences as tables
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime import dispatch
 
@@ -153,7 +153,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_the_table_sets_ours_beside_every_library() -> None:
-    lines = report.rates_table(records()).splitlines()
+    lines = tables.rates_table(records()).splitlines()
     assert cells(lines[0]) == [
         *("forward, TFLOP/s", "splitkv", "fa3x upstream", "cudnn sdpa", "of peak", "best peer"),
         "ratio",
@@ -174,14 +174,14 @@ def test_the_fastest_of_ours_stands_against_the_best_peer() -> None:
     slower = {**first, "library": "splitkv (prefill)"}
     faster = {**first, "library": "splitkv (hopper_prefill)", "us": 2e3, "tflops": 999.4}
     faster["peak_fraction"] = 0.876
-    lines = report.rates_table([slower, *rest, faster]).splitlines()
+    lines = tables.rates_table([slower, *rest, faster]).splitlines()
     assert cells(lines[0])[1:3] == ["splitkv (prefill)", "splitkv (hopper_prefill)"]
     assert cells(lines[2])[2] == "999" and cells(lines[2])[-3:] == ["88%", "fa3x upstream", "2.00"]
 
 
 def test_where_nobody_has_a_time_there_is_a_table_of_none() -> None:
     untimed = [r for r in records() if r["us"] is None]
-    assert cells(report.rates_table(untimed).splitlines()[2]) == [TWO[1], "-", "-", "-"]
+    assert cells(tables.rates_table(untimed).splitlines()[2]) == [TWO[1], "-", "-", "-"]
 
 
 def test_report_has_each_direction_and_what_did_not_run(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_packed_sequences_are_set_beside_equal_ones() -> None:
     for name, ms in ((equal, 1.0), (packed, 1.25)):
         case = CASES["forward", name]
         found += bench.records("varlen", case, measured(case, (ms,) * 3), Pace(), MACHINE)
-    text = "\n\n".join(report.rates_tables(found))
+    text = "\n\n".join(tables.rates_tables(found))
     assert f"geometric mean 1.250, most 1.250 ({packed})" in text
 
 

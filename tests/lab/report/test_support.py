@@ -6,7 +6,7 @@ from pathlib import Path
 
 from splitkv.lab.report.support import tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+PAGE = Path(__file__).parents[3] / "docs" / "support.md"
 
 
 def test_the_page_is_current() -> None:

@@ -30,9 +30,9 @@ from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.harness.timing import Variant
+from splitkv.lab.harness.work import DEFAULT, Way, Work
 from splitkv.lab.reproduce import claims, model, run, tables, works
 from splitkv.lab.reproduce.claims import Verdict, check
-from splitkv.lab.reproduce.works import DEFAULT, Way, Work
 from splitkv.planner.policies import paged_attention_v2
 from splitkv.testing import assert_close
 

@@ -18,8 +18,8 @@ from splitkv.kernels import decode_split
 from splitkv.lab.harness import backends
 from splitkv.lab.harness.lines import Record, read
 from splitkv.lab.harness.suites import CASES
-from splitkv.lab.report.tables import report
-from splitkv.lab.reproduce.works import Work
+from splitkv.lab.harness.work import Work
+from splitkv.lab.overview import report
 from splitkv.lab.tune import fa3, studies, sweep
 from splitkv.planner import registry
 from splitkv.planner.policies import fixed, waves

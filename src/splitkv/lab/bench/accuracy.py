@@ -36,7 +36,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
 from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.terminal import say
-from splitkv.lab.report.tables import table
+from splitkv.lab.report.markdown import table
 from splitkv.planner.registry import make_plan
 
 HEADS, KV_HEADS, DIM, QUERIES = 8, 2, 128, 64

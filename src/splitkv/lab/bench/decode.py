@@ -5,11 +5,7 @@ Each result is written to the JSON file as soon as it is there: whatever ends a 
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -19,105 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-import splitkv
 from splitkv.core.device import Device, current
-from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.errors import expect
 from splitkv.core.plan import Plan
-from splitkv.lab.harness.cases import Case, Inputs, flops
+from splitkv.lab.harness.cases import Case, flops
 from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.floor import Floor, Floors
 from splitkv.lab.harness.lines import Lines, Record
+from splitkv.lab.harness.machine import facts
 from splitkv.lab.harness.peers import PEERS, Worker
+from splitkv.lab.harness.records import OURS, title
+from splitkv.lab.harness.screen import Screen
 from splitkv.lab.harness.terminal import say
-from splitkv.lab.harness.timing import Prepared, Protocol, Variant, measure, nvidia_smi, one_line
-from splitkv.lab.report.tables import OURS, besides, cell, number, summary, title
-from splitkv.planner.policies.short_queries import asked_for
-from splitkv.planner.registry import POLICIES, make_plan
+from splitkv.lab.harness.timing import Protocol, Variant, measure, one_line
+from splitkv.lab.report.decode import besides, summary
+from splitkv.lab.report.markdown import cell, number
+from splitkv.planner.registry import make_plan
 
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "sink_logits")
 MANY = 4  # cases: for fewer, starting processes that compile ahead takes longer than compiling
 SHOWN = ("case", "library", "us (spread)", "floor", "TB/s", "error")
-
-
-def our_variants(policies: Sequence[str] = (), num_splits: int = 0) -> list[Variant]:
-    """`splitkv.decode` without options, or under plans of policies or with a number of splits."""
-    expect(not (policies and num_splits), "num_splits", "0 with a policy", num_splits)
-    for name in policies:
-        expect_one_of("policy", name, POLICIES)
-    if num_splits:
-        return [our_variant(f"{OURS} ({num_splits} splits)", num_splits=num_splits)]
-    return [our_variant(f"{OURS} ({name})", policy=name) for name in policies] or [
-        our_variant(OURS)
-    ]
-
-
-def columns() -> list[Variant]:
-    """Those of the suites `seed004` and `seed004_int8`: keys in one part or in several, heads
-    packed or apart."""
-    return [
-        our_variant(
-            f"{OURS} ({'parts' if parts else 'one part'}, heads {'packed' if packed else 'apart'})",
-            policy=asked_for(parts=parts, packed=packed),
-        )
-        for packed in (False, True)
-        for parts in (False, True)
-    ]
-
-
-def our_variant(label: str, **decision: Any) -> Variant:
-    """`decision`: a `plan`, or the arguments of `splitkv.plan`; none: `decode` decides."""
-
-    def prepare(inputs: Inputs) -> Prepared:
-        given = inputs.arguments(0)
-        q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
-        plan = decision.get("plan") or splitkv.plan(q, k, v, **decision, **given)
-        chosen = {"plan": plan} if decision else {}
-        calls = [inputs.arguments(i) | chosen for i in range(inputs.buffers)]
-        return Prepared(lambda i: splitkv.decode(**calls[i]), splitkv.__version__, plan.as_dict())
-
-    return Variant(label, "decode", prepare, decision=decision)
-
-
-def facts() -> dict[str, Any]:
-    """What every record of a run says of the machine and the sources."""
-    driver = nvidia_smi("driver_version")
-    return {
-        "gpu": current().name,
-        "driver": driver[0] if driver else "unknown",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        },
-        "commit": commit(),
-    }
-
-
-def commit() -> str:
-    """The commit of the sources, or their sha256 where there is no repository."""
-    sources = Path(splitkv.__file__).parent
-    git = [
-        "git",
-        "-C",
-        str(sources),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        digest = hashlib.sha256()
-        for path in sorted(sources.rglob("*.py")):
-            digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
-        return f"sha256:{digest.hexdigest()[:12]}"
 
 
 def record(
@@ -172,47 +91,6 @@ def shown(r: dict[str, Any]) -> list[str]:
     return [*row, "; ".join(r["reasons"]) or error]
 
 
-class Screen:
-    """Results as they come: the last ones as a live table on a terminal, else a line each.
-
-    row    of a record, the cells under the header
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        total: int,
-        header: Sequence[str] = SHOWN,
-        row: Callable[[dict[str, Any]], list[str]] = shown,
-    ) -> None:
-        self.console, self.total, self.done = console, total, 0
-        self.header, self.row = header, row
-        self.rows: deque[list[str]] = deque(maxlen=max(4, console.height - 8))
-        self.live = Live(console=console, transient=True) if console.is_terminal else None
-
-    def __enter__(self) -> Screen:
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.live:
-            self.live.stop()
-
-    def add(self, r: dict[str, Any]) -> None:
-        self.rows.append(self.row(r))
-        if self.live:
-            table = Table(*self.header, caption=f"{self.done} of {self.total} cases done")
-            for cells in self.rows:
-                table.add_row(*cells)
-            self.live.update(table)
-        else:
-            self.say("  ".join(filter(None, self.rows[-1])))
-
-    def say(self, text: str) -> None:
-        say(self.console, text)
-
-
 def bench_decode(
     cases: Sequence[Case],
     *,
@@ -242,7 +120,7 @@ def bench_decode(
         lines = stack.enter_context(Lines(json_path))
         compiler = stack.enter_context(Compiler(jobs if len(cases) >= MANY else 0))
         ahead = {case: compiler.submit(_our_plans(case, ours, device)) for case in cases}
-        screen = stack.enter_context(Screen(console, len(cases)))
+        screen = stack.enter_context(Screen(console, len(cases), SHOWN, shown))
         workers = [Worker(name, protocol) for name in peers if PEERS[name].own_process]
         for worker in workers:
             stack.callback(worker.stop)

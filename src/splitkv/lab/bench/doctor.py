@@ -13,10 +13,10 @@ from splitkv.core.device import Device
 from splitkv.core.kv import Codec, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
-from splitkv.lab.bench.decode import our_variants
 from splitkv.lab.harness.floor import Floors
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.harness.timing import Protocol, measure, nvidia_smi, one_line
+from splitkv.lab.harness.variants import our_variants
 from splitkv.planner.policies import tuned
 from splitkv.planner.registry import make_plan
 from splitkv.testing import check

@@ -31,7 +31,7 @@ from splitkv.core.problem import Problem
 from splitkv.core.scales import DTYPE_BYTES
 from splitkv.core.scores import Score
 from splitkv.lab.harness.terminal import say
-from splitkv.lab.report.tables import number, table
+from splitkv.lab.report.markdown import number, table
 from splitkv.planner.explanation import explain
 from splitkv.planner.policies import DEFAULT
 from splitkv.planner.policies.flash_attention_2 import dispatch

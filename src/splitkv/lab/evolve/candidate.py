@@ -27,7 +27,7 @@ from splitkv.core.plan import Choice, Config, Kernel, Plan
 from splitkv.core.problem import Problem
 from splitkv.lab.evolve import sandbox
 from splitkv.lab.harness import space
-from splitkv.lab.reproduce.works import Way
+from splitkv.lab.harness.work import Way
 from splitkv.lab.tune.studies import label
 from splitkv.planner.policies import DEFAULT, POLICIES, Policy
 from splitkv.planner.policies.shared import MAX_SPLITS, max_splits, shapes

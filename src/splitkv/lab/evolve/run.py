@@ -19,7 +19,6 @@ from rich.console import Console
 
 from splitkv.core.device import Device, current
 from splitkv.core.errors import expect, expect_one_of
-from splitkv.lab.bench.decode import Screen, facts
 from splitkv.lab.evolve import guided, sandbox
 from splitkv.lab.evolve.candidate import Option, our_option
 from splitkv.lab.evolve.distil import distil as simplest
@@ -29,11 +28,14 @@ from splitkv.lab.evolve.search import Found, Search, Settings, write
 from splitkv.lab.evolve.timers import FlashAttention3, Kept, Ours, Simulated, Timer
 from splitkv.lab.evolve.workload import Workload, workload_named
 from splitkv.lab.harness.lines import Lines, Record
+from splitkv.lab.harness.machine import facts
+from splitkv.lab.harness.screen import Screen
 from splitkv.lab.harness.terminal import say
 from splitkv.lab.harness.timing import one_line
-from splitkv.lab.report.tables import ABSENT, table
+from splitkv.lab.harness.work import Way
+from splitkv.lab.report.markdown import ABSENT, table
 from splitkv.lab.reproduce.results import mean
-from splitkv.lab.reproduce.works import Way, splits_by
+from splitkv.lab.reproduce.works import splits_by
 from splitkv.planner.policies import tuned
 from splitkv.planner.registry import make_plan
 

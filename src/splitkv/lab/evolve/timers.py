@@ -19,7 +19,7 @@ from splitkv.lab.harness import backends, space
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines
-from splitkv.lab.reproduce.works import Work
+from splitkv.lab.harness.work import Work
 from splitkv.lab.tune.studies import Contest
 from splitkv.planner.policies import decode_cost
 from splitkv.planner.registry import kernel_named, make_plan

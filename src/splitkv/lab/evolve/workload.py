@@ -14,8 +14,8 @@ from typing import Any
 
 from splitkv.core.errors import expect, expect_one_of, expect_positive
 from splitkv.lab.harness.cases import Case
+from splitkv.lab.tune.problems import case_of
 from splitkv.lab.tune.sweep import USUAL
-from splitkv.lab.tune.table import case_of
 from splitkv.planner.policies.tuned import DIMS, tuned_problem
 
 

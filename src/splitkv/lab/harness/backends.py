@@ -26,9 +26,8 @@ from splitkv.lab.harness import peers, space
 from splitkv.lab.harness.cases import Inputs
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.process import Ended, Process
-from splitkv.lab.harness.timing import Prepared, Variant, measure
-from splitkv.lab.reproduce.works import Way, Work, unpacked
-from splitkv.lab.tune.studies import protocol_for
+from splitkv.lab.harness.timing import Prepared, Variant, measure, protocol_for
+from splitkv.lab.harness.work import Way, Work, unpacked
 from splitkv.planner.policies.shared import max_splits, shapes
 from splitkv.planner.registry import make_plan
 

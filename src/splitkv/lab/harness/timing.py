@@ -353,3 +353,16 @@ def clocks() -> dict[str, int] | None:
     if values is None or not all(value.isdigit() for value in values):
         return None
     return dict(zip(("sm_mhz", "memory_mhz"), map(int, values), strict=True))
+
+
+GRAPH_SECONDS = 1.5e-3  # that a graph is to take: enough to time, and many are replayed
+
+
+MOST_CALLS, LEAST_CALLS = 64, 8  # in a graph of a study
+
+
+def protocol_for(case: Case, device: Device, rounds: int) -> Protocol:
+    """Short graphs, each cold by reading twice the L2 before it."""
+    seconds = case.kv_bytes / device.bandwidth + 5e-6
+    calls = min(MOST_CALLS, max(LEAST_CALLS, round(GRAPH_SECONDS / seconds)))
+    return Protocol(rounds=rounds, calls=calls, flush=True)

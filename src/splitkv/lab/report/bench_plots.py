@@ -14,7 +14,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from splitkv.lab.harness.lines import Record
-from splitkv.lab.report.tables import OURS, by_case, latest, machine, provenance, title
+from splitkv.lab.harness.records import OURS, by_case, latest, machine, provenance, title
 
 CASES_A_ROW = 6
 COLORS = [f"C{i}" for i in range(10)] + ["0.2", "0.5", "0.8"]

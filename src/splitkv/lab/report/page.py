@@ -1,19 +1,17 @@
-"""Results as one HTML page that needs no other file: the tables of `report`, the pictures of
-`plots` as SVG."""
+"""One HTML page that needs no other file: Markdown as elements, pictures as SVG."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from splitkv.lab.harness.lines import Record
-from splitkv.lab.report.plots import NO_DATE, SVG, pictures
-from splitkv.lab.report.tables import section, sections
+from splitkv.lab.report.plots import NO_DATE, SVG
 
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -27,16 +25,24 @@ svg { max-width: 100%; height: auto; background: white; }
 """
 
 
-def page(records: Sequence[Record]) -> str:
-    """The page: a section a command, its tables before its pictures."""
+class Section(NamedTuple):
+    """A part of a page: its heading, its text, and pictures by name below it."""
+
+    heading: str
+    markdown: str
+    pictures: Mapping[str, Figure]
+
+
+def html(title: str, sections: Iterable[Section]) -> str:
+    """The page, its sections in their order."""
     parts = [
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">',
-        f"<title>splitkv: results</title>\n<style>{STYLE}</style>",
-        "<h1>splitkv: results</h1>",
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>",
+        f"<h1>{escape(title)}</h1>",
     ]
-    for name, part in sections(records).items():
-        parts += [f"<h2>{escape(name)}</h2>", *tags(section(name, part))]
-        parts += [f"<div>{svg(figure)}</div>" for figure in pictures(name, part).values()]
+    for heading, markdown, pictures in sections:
+        parts += [f"<h2>{escape(heading)}</h2>", *tags(markdown)]
+        parts += [f"<div>{svg(figure)}</div>" for figure in pictures.values()]
     return "\n".join(parts) + "\n</html>\n"
 
 

@@ -15,8 +15,10 @@ from matplotlib.figure import Figure
 
 from splitkv.core.errors import expect
 from splitkv.lab.harness.lines import Record
+from splitkv.lab.harness.records import machine
 from splitkv.lab.report import bench_plots
-from splitkv.lab.report.tables import SWEPT_OVER_KEYS, asked, machine, sections
+from splitkv.lab.report.sections import sections
+from splitkv.lab.report.studies import SWEPT_OVER_KEYS, asked
 
 MARKS = "osD^vPX*h"
 ENDINGS = (".svg", ".png", ".pdf")

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 from splitkv.lab.harness.lines import Record
+from splitkv.lab.harness.records import machine
 from splitkv.lab.harness.suites import CASES
-from splitkv.lab.report.tables import ABSENT, machine, number, rates_tables, table
+from splitkv.lab.report.markdown import ABSENT, number, table
+from splitkv.lab.report.sequences import rates_tables
 from splitkv.lab.reproduce.claims import Verdict
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
 from splitkv.lab.reproduce.results import Results, mean, ratio, splits_of, times

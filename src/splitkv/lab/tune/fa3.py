@@ -16,10 +16,10 @@ from splitkv.core.plan import Choice, Config
 from splitkv.core.problem import Problem
 from splitkv.lab.harness.backends import Backend, FlashAttention3
 from splitkv.lab.harness.cases import Case
+from splitkv.lab.harness.records import FA3
 from splitkv.lab.harness.space import Key
 from splitkv.lab.harness.timing import Timing
-from splitkv.lab.report.tables import FA3
-from splitkv.lab.reproduce.works import Way, Work
+from splitkv.lab.harness.work import Way, Work
 from splitkv.lab.tune.studies import Library, chosen
 from splitkv.planner.policies import Policy
 from splitkv.planner.policies.shared import num_tiles

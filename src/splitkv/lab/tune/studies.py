@@ -28,22 +28,23 @@ from splitkv.core.device import Device
 from splitkv.core.errors import expect
 from splitkv.core.plan import Choice, Config, Plan
 from splitkv.core.problem import Problem
-from splitkv.lab.bench.decode import facts, our_variant
 from splitkv.lab.harness import space
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.compiler import Compiler, in_order_of_readiness
 from splitkv.lab.harness.lines import Lines, Record
+from splitkv.lab.harness.machine import facts
+from splitkv.lab.harness.records import FA3
 from splitkv.lab.harness.space import Key
 from splitkv.lab.harness.terminal import say
-from splitkv.lab.harness.timing import Protocol, Replay, Session, Timing, one_line
-from splitkv.lab.report.tables import FA3, number, plan_cells, regret, shape_of
+from splitkv.lab.harness.timing import Replay, Session, Timing, one_line, protocol_for
+from splitkv.lab.harness.variants import our_variant
+from splitkv.lab.report.markdown import number
+from splitkv.lab.report.studies import plan_cells, regret, shape_of
 from splitkv.planner.policies import Policy
 from splitkv.planner.policies.tuned import dims
 from splitkv.planner.registry import make_plan
 
 FIRST_ROUNDS, FINALISTS = 3, 3
-GRAPH_SECONDS = 1.5e-3  # that a graph is to take: enough to time, and many are replayed
-CALLS = (8, 64)  # in a graph, at least and at most
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,6 @@ class Effort:
 
     candidates: int = 16
     rounds: int = 9
-
-
-def protocol_for(case: Case, device: Device, rounds: int) -> Protocol:
-    """Short graphs, each cold by reading twice the L2 before it."""
-    seconds = case.kv_bytes / device.bandwidth + 5e-6
-    calls = min(CALLS[1], max(CALLS[0], round(GRAPH_SECONDS / seconds)))
-    return Protocol(rounds=rounds, calls=calls, flush=True)
 
 
 class Contest:

@@ -15,19 +15,20 @@ from rich.console import Console
 from splitkv.core.device import Device, current
 from splitkv.core.errors import expect, expect_divides, expect_one_of, expect_positive
 from splitkv.core.plan import Choice, Config
-from splitkv.lab.bench.decode import facts
 from splitkv.lab.harness import space
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines, Record
+from splitkv.lab.harness.machine import facts
+from splitkv.lab.harness.records import FA3
 from splitkv.lab.harness.space import Key
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.harness.terminal import say
 from splitkv.lab.harness.timing import one_line
-from splitkv.lab.report.tables import FA3, SWEPT_OVER_KEYS, boundary_table, sweep_table
+from splitkv.lab.report.studies import SWEPT_OVER_KEYS, boundary_table, sweep_table
 from splitkv.lab.tune import fa3
+from splitkv.lab.tune.problems import case_of
 from splitkv.lab.tune.studies import OURS, Effort, Library, Rival, label, run_studies, timed
-from splitkv.lab.tune.table import case_of
 from splitkv.planner.policies import Policy
 from splitkv.planner.policies.shared import shapes
 from splitkv.planner.policies.tuned import most_splits, tuned_problem

@@ -22,7 +22,7 @@ from splitkv.core.device import Device, current
 from splitkv.core.errors import expect
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
-from splitkv.lab.bench.decode import SHAPE, Lost, Screen, facts, run_cases, status_of
+from splitkv.lab.bench.decode import SHAPE, Lost, run_cases, status_of
 from splitkv.lab.bench.sequences.peers import PEERS, There
 from splitkv.lab.bench.sequences.timing import (
     PEAK,
@@ -38,10 +38,14 @@ from splitkv.lab.bench.sequences.timing import (
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines, Record
+from splitkv.lab.harness.machine import facts
+from splitkv.lab.harness.records import OURS, title
+from splitkv.lab.harness.screen import Screen
 from splitkv.lab.harness.sequence_cases import Inputs, direction, flops
 from splitkv.lab.harness.terminal import say
 from splitkv.lab.harness.timing import Variant
-from splitkv.lab.report.tables import OURS, cell, number, percent, rates_tables, title
+from splitkv.lab.report.markdown import cell, number, percent
+from splitkv.lab.report.sequences import rates_tables
 from splitkv.planner.policies import DEFAULT, POLICIES
 from splitkv.planner.registry import kernel_named, make_plan
 
