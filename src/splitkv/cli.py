@@ -171,7 +171,7 @@ def explain(
 
 
 def codec_of(stored: Any, scales: Any, products: Any) -> Codec:
-    """Of the options of `explain`."""
+    """The codec that the options of `explain` name."""
     expect_one_of("stored", stored, get_args(CodecName))
     if stored == "as_is":
         expect_none_with("scales", scales, "keys stored as_is")

@@ -364,6 +364,7 @@ def evolve(
     with one_line_errors():
         lab = find_evolve()
         from splitkv.lab.evolve.search import Settings
+        from splitkv.lab.evolve.setup import Setup
 
         expect_run(time_limit, jobs)
         expect_at_least("population", population, 4)
@@ -372,14 +373,12 @@ def evolve(
         expect_at_least("rounds", rounds, 2)
         status = lab.evolve(
             folder,
-            lab.Setup(workload, backend, simulate, rounds),
+            Setup(workload, backend, simulate, rounds),
             Settings(population, islands, seed),
             generations=generations,
             time_limit=time_limit,
             starts=start or [],
-            proposer=proposer,
-            model=model,
-            api_base=api_base,
+            proposer=lab.Proposer(proposer, model, api_base),
             jobs=jobs,
             console=console,
         )
@@ -398,8 +397,10 @@ def distil(
     """Simplify the best candidate to a rule within 1 %, as a file and a table."""
     with one_line_errors():
         lab = find_evolve()
+        from splitkv.lab.evolve.setup import Setup
+
         expect_run(time_limit, 0)
-        setup = lab.Setup(workload, backend, simulate, rounds)
+        setup = Setup(workload, backend, simulate, rounds)
         status = lab.distil(folder, setup, time_limit, console)
     raise typer.Exit(status)
 

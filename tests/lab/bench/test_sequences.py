@@ -610,7 +610,7 @@ sys.path[:0] = {path!r}
 import torch
 from functools import partial
 from splitkv.lab.bench.sequences import peers, timing
-from test_lab_sequences import FakeBurst, Steady, small
+from test_sequences import FakeBurst, Steady, small
 for way in (False, True):
     case = small(needs_grad=way, num_kv_heads=4)
     peers.CASES["backward" if way else "forward", "small"] = case

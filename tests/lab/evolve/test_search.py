@@ -23,7 +23,7 @@ from splitkv.cli import app
 from splitkv.core import device
 from splitkv.core.device import GPUS
 from splitkv.core.plan import Config, Plain
-from splitkv.lab.evolve import candidate, guided, run, sandbox, search, timers, workload
+from splitkv.lab.evolve import candidate, guided, run, sandbox, search, setup, timers, workload
 from splitkv.lab.evolve.candidate import Answer, Option, answer_of, ask, policy_of
 from splitkv.lab.evolve.evaluate import Evaluation, Evaluator
 from splitkv.lab.evolve.timers import Kept, Simulated
@@ -489,8 +489,8 @@ def test_a_lost_gpu_loses_no_candidate(tmp_path: Path, monkeypatch: pytest.Monke
                 raise RuntimeError("CUDA error: an illegal memory access")
             return found
 
-    monkeypatch.setattr(run, "workload_named", lambda name: SMALL)
-    monkeypatch.setattr(run, "Simulated", Dies)
+    monkeypatch.setattr(setup, "workload_named", lambda name: SMALL)
+    monkeypatch.setattr(setup, "Simulated", Dies)
     status, text = evolved(tmp_path)
     assert status == 1 and "stopped: RuntimeError: CUDA error" in text
     assert len(told(tmp_path)) >= 3
@@ -533,17 +533,17 @@ def evolved(folder: Path, **more: Any) -> tuple[int, str]:
     start = folder.parent / f"{folder.name}_start.py"
     start.write_text(WRITTEN)
     options["starts"] = [start]
-    options |= {"proposer": "offline", "model": None, "api_base": None, **more}
-    setup = run.Setup(simulate="h200", rounds=5)
+    options |= {"proposer": run.Proposer(), **more}
+    searched_for = setup.Setup(simulate="h200", rounds=5)
     console = Console(file=screen, width=200)
-    status = run.evolve(folder, setup, Settings(6, 2, 3), **options, console=console)
+    status = run.evolve(folder, searched_for, Settings(6, 2, 3), **options, console=console)
     return status, screen.getvalue()
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "workload_named", lambda name: SMALL)
-    monkeypatch.setattr(run, "Simulated", FakeTimer)
+    monkeypatch.setattr(setup, "workload_named", lambda name: SMALL)
+    monkeypatch.setattr(setup, "Simulated", FakeTimer)
 
 
 @pytest.mark.usefixtures("fake")
@@ -656,7 +656,7 @@ def test_the_command_runs_on_the_cost_model(tmp_path: Path) -> None:
 def test_malformed_commands(
     args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "current", device.cpu)
+    monkeypatch.setattr(setup, "current", device.cpu)
     done = CliRunner().invoke(app, ["evolve", "--out", str(tmp_path), *args])
     assert done.exit_code == 2 and message in done.output, done.output
 
@@ -668,7 +668,7 @@ def test_a_proposal_is_judged_and_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = evaluator()
-    monkeypatch.setattr(run, "made_again", lambda about: (judge, slots(judge)))
+    monkeypatch.setattr(guided, "made_again", lambda about: (judge, slots(judge)))
     (tmp_path / "guided.json").write_text("{}")
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text(RULE)

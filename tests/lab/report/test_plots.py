@@ -18,6 +18,7 @@ from results import rate_records as sequences
 from typer.testing import CliRunner
 
 from splitkv.cli import app
+from splitkv.lab import overview
 from splitkv.lab.bench import decode as bench
 
 pytest.importorskip("matplotlib", reason="the lab extra is not installed")
@@ -212,7 +213,7 @@ def all_pictures() -> Iterator[str]:
 def test_what_libraries_say_is_no_markup(tmp_path: Path) -> None:
     records = decode()
     records[-1] = {**records[-1], "reasons": ["<script>alert(1)</script> & more"]}
-    text = page.page(records)
+    text = overview.page(records)
     assert "<script" not in text and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
 
 

@@ -96,14 +96,18 @@ def bandwidth(device: Device) -> Iterator[Said]:
         yield "clocks then", f"SM {now['sm_mhz']}, memory {now['memory_mhz']} MHz"
 
 
+CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
+
+
 def clocks() -> Iterator[Said]:
     """The clocks now, the highest ones, and what holds them down."""
-    found = nvidia_smi("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
+    found = nvidia_smi(*CLOCKS)
     if found is None:
         yield "clocks", "nvidia-smi does not tell"
         return
-    sm, most_sm, memory, most_memory, watts = found
-    yield "clocks", f"SM {sm} of {most_sm}, memory {memory} of {most_memory} MHz, up to {watts} W"
+    now = dict(zip(CLOCKS, found, strict=True))
+    sm, memory = (f"{now[f'clocks.{x}']} of {now[f'clocks.max.{x}']}" for x in ("sm", "mem"))
+    yield "clocks", f"SM {sm}, memory {memory} MHz, up to {now['power.limit']} W"
     told = nvidia_smi("clocks_throttle_reasons.active")
     bits = int(told[0], 16) if told and told[0].startswith("0x") else 0
     reasons = [reason for bit, reason in SLOWED.items() if bits & bit]

@@ -58,7 +58,7 @@ class Individual:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of a search: everything that a run has to agree on with the one that it goes on with."""
+    """What a search has to agree on with the one that it goes on with."""
 
     population: int = 16
     islands: int = 3

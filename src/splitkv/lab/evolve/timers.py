@@ -170,7 +170,7 @@ class Kept:
         return self.timer.option(None, case.problem)
 
     def ratios(self, case: Case, options: Sequence[Option], rounds: int) -> dict[str, float | str]:
-        """Of each option the time over the default's, or why it has none."""
+        """label -> the option's time over the default's, or why it has none."""
         base = self.default(case)
         left = {
             option.label: option

@@ -71,7 +71,7 @@ def our_plan(p: Problem, device: Device, way: Way, only: str | None = None) -> P
 
 
 def our_plans(work: Work, device: Device) -> dict[Way, Plan | ValueError]:
-    """Of each way its plan, or why there is none."""
+    """way -> its plan, or why there is none."""
     ablation = any(way.packed is False for way in work.ways)
     found: dict[Way, Plan | ValueError] = {}
     for way in work.ways:

@@ -124,7 +124,8 @@ class Inputs:
                 k, v = (tensor(*shape) for shape in shapes)
                 of_one = quantize_kv(k, v, p.codec.name, p.codec.granularity)[:4]
             repeated = (x.repeat(buffers, *(1,) * x.dim()) for x in of_one)
-            self.k, self.v, self.k_scale, self.v_scale = repeated
+            self.k, self.v = next(repeated), next(repeated)
+            self.k_scale, self.v_scale = next(repeated), next(repeated)
         self.sink = tensor(p.num_heads) if p.sink_logits else None
         keys = (0,) * p.batch if blank else self.keys
         self.lengths = torch.tensor(keys, dtype=torch.int32, device=device)

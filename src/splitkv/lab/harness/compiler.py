@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessP
 from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 
@@ -75,8 +75,20 @@ class Compiler:
             say(console, f"{len(failures)} kernels did not compile ahead: {failures[0]}")
 
 
-def key(plan: Plan) -> tuple[Any, ...]:
-    """Plans of one key are expected to need the same kernels: they differ in run-time numbers."""
+class Needed(NamedTuple):
+    """What of a plan decides which kernels it needs.
+
+    few   whether it has so few rows that decode on Hopper has code for them
+    """
+
+    kernel: str
+    config: Config
+    problem: Problem
+    few: bool
+
+
+def key(plan: Plan) -> Needed:
+    """What plans that need the same kernels agree in: they differ in run-time numbers."""
     p, c = plan.problem, plan.config
     powers = replace(
         c,
@@ -86,8 +98,7 @@ def key(plan: Plan) -> tuple[Any, ...]:
     alike = replace(
         p, batch=1, num_heads=p.group, num_kv_heads=1, seqlen_q=min(p.seqlen_q, 2), seqlen_k=0
     )
-    few = p.rows <= 8  # which decode on Hopper has code for
-    return plan.kernel, powers, alike, few
+    return Needed(plan.kernel, powers, alike, few=p.rows <= 8)
 
 
 def in_order_of_readiness(

@@ -379,7 +379,7 @@ class Worker:
         self.process = Process(command or own)
 
     def measure(self, case: Case) -> Iterator[dict[str, Any]]:
-        """As `timing.measure`. What ends the process is the reason of the variants left."""
+        """The rows of `timing.measure`; what ends the process is the reason of those left."""
         against = {variant: variant.unsupported(case) for variant in self.variants}
         if all(against.values()):
             yield from (variant.row(reasons=reasons) for variant, reasons in against.items())

@@ -13,7 +13,7 @@ FA3 = "fa3"  # the kernel of a plan of FlashAttention-3, of which a config has t
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Of each case and library's kernel the last record, in the order of the first."""
+    """The last record of each case and library's kernel, in the order of the first."""
     found = {}
     for record in records:
         names = ("case", "mode", "cache", "gpu")

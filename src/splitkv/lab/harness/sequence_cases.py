@@ -121,7 +121,7 @@ class Inputs:
         return self.problem.mask.window_left, self.problem.mask.window_right
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of `splitkv.attention`, or of `attention_varlen`."""
+        """Arguments of `splitkv.attention`, or of `attention_varlen`: by position, and by name."""
         p = self.problem
         by_position: tuple[Any, ...] = (self.q, self.k, self.v)
         if self.cu_seqlens is not None:
@@ -165,7 +165,7 @@ class Inputs:
         return out
 
     def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Of the leaves; may be asked again."""
+        """Gradients of the leaves; may be asked again."""
         leaves = list(self.leaves.values())
         return torch.autograd.grad(out, leaves, self.grad, retain_graph=True)
 

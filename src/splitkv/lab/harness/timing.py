@@ -136,7 +136,7 @@ def summarize(samples: Sequence[float], baseline: Sequence[float] | None = None)
     """Median and spread of the samples, less those of a baseline in the same rounds."""
     if baseline is not None:
         samples = [a - b for a, b in zip(samples, baseline, strict=True)]
-    low, _, high = quantiles(samples, n=4)
+    low, high = quantiles(samples, n=4)[::2]
     return Timing(median(samples), high - low)
 
 

@@ -59,7 +59,7 @@ def look(titles: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def bars(records: Sequence[Record]) -> Figure:
-    """Of each case and library the floor's time over its own: 1 is as fast as can be."""
+    """The floor's time over that of each case and library: 1 is as fast as can be."""
     known = [r for r in records if r["floor_us"]]
     cases, titles = by_case(known), titles_of(known)
     colors, names = look(titles), list(cases)

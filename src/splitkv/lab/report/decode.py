@@ -104,7 +104,7 @@ def besides(records: Sequence[Record]) -> str:
         [title(r), r["case"], number(r["us"]), o["case"], number(o["us"]), f"{ratio:.3f}"]
         for ratio, r, o in found
     ]
-    most, worst, _ = max(found, key=lambda triple: triple[0])
+    most, worst = max(found, key=lambda triple: triple[0])[:2]
     mean = math.exp(math.fsum(math.log(ratio) for ratio, *_ in found) / len(found))
     return (
         table(["library", "case", "us", "beside", "us", "ratio"], rows)

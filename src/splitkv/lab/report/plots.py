@@ -153,7 +153,7 @@ def _finished(figure: Figure, axes: Any) -> Figure:
 
 
 def split_curves(records: Sequence[Record]) -> Figure:
-    """Of a reproduction: microseconds over the number of splits, a line a backend, and a mark for
+    """Microseconds over the number of splits of a reproduction: a line a backend, and a mark for
     what its library decides by itself."""
     figure, axes = _axes(records[0], "splits")
     for color, r in enumerate(records):

@@ -12,7 +12,7 @@ from splitkv.lab.report.markdown import ABSENT, cell, number, percent, reasons_l
 
 
 def rates_report(records: Sequence[Record]) -> str:
-    """Of whole sequences: where and when, each direction's tables, what did not run and why."""
+    """Whole sequences: where and when, each direction's tables, what did not run and why."""
     parts = []
     for where in dict.fromkeys(map(provenance, records)):
         here = [r for r in records if provenance(r) == where]

@@ -14,7 +14,7 @@ SWEPT_OVER_KEYS = "@"  # in the name of a case that is another one with so many 
 
 
 def studies_report(records: Sequence[Record]) -> str:
-    """Of the studies of each run, how much longer than the best each policy's plan took."""
+    """How much longer than the best each policy's plan took, in the studies of each run."""
     last = {(machine(r), r["case"]): r for r in records}
     parts = []
     for where in dict.fromkeys(map(machine, records)):
@@ -29,7 +29,7 @@ def regret(record: Record, policy: str) -> float | None:
 
 
 def regret_table(records: Sequence[Record], worst: int = 5) -> str:
-    """Of each policy the median, the 90th percentile and the worst; below it the worst cases."""
+    """Median, 90th percentile and worst of each policy; below them the worst cases."""
     rows, listed = [], []
     for policy in dict.fromkeys(name for r in records for name in r["chosen"]):
         known = [(regret(r, policy), r) for r in records if policy in r["chosen"]]
@@ -87,7 +87,7 @@ def boundary_table(records: Sequence[Record]) -> str:
 
 
 def sweep_report(records: Sequence[Record]) -> str:
-    """Of each case swept, the best number of splits of each kernel, and every policy's choice."""
+    """Each case swept: the best number of splits of each kernel, and every policy's choice."""
     parts = []
     for where in dict.fromkeys((machine(r), r["case"]) for r in records):
         here = [r for r in records if (machine(r), r["case"]) == where]

@@ -161,7 +161,7 @@ def right_and_repeatable(results: Results, backend: str) -> Iterator[Verdict]:
 
 
 def unchanged_elsewhere(results: Results) -> Iterator[Verdict]:
-    """Of the rules themselves: it needs no time."""
+    """A claim about the rules themselves: it needs no time."""
     claim = "keys besides 385 to 512 at which patched splits otherwise"
     found = [w for w in works(False, 132) if w.step == "boundary"]
     other = [

@@ -28,7 +28,7 @@ class Results:
 
     @property
     def num_sms(self) -> int:
-        """Of the GPU, as the works say."""
+        """SMs of the GPU, as the works say."""
         return next(r["num_sms"] for r in self.works.values())
 
     def of(self, step: str, backend: str) -> list[Record]:

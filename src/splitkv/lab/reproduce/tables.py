@@ -108,7 +108,7 @@ def ablation_table(results: Results, backend: str) -> str:
 
 
 def matrix_table(results: Results, backend: str) -> str:
-    """Of each number of keys the speed-ups over batches and KV heads."""
+    """Speed-ups over batches and KV heads, a row a number of keys."""
     records = results.of("matrix", backend)
     rows = []
     for keys in dict.fromkeys(r["problem"]["seqlen_k"] for r in records):

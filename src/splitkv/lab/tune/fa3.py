@@ -71,7 +71,7 @@ def injected(problem: Problem, device: Device, policies: Mapping[str, Policy]) -
 
 
 class Contest:
-    """As `studies.Contest`. What cannot run is known once it is timed."""
+    """A `studies.Rival`. What cannot run is known once it is timed."""
 
     def __init__(self, backend: Backend, case: Case, device: Device, rounds: int) -> None:
         self.backend, self.case = backend, case

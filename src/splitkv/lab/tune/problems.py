@@ -73,18 +73,18 @@ def _hypercube(count: int, rng: random.Random, max_bytes: float) -> Iterator[Cas
     def axis(values: Sequence[T]) -> list[T]:
         return [values[int(share * len(values))] for share in shares()]
 
-    axes = axis(KV_HEADS), axis(RATIOS), axis(HEAD_DIMS), axis(QUERY_TOKENS), axis(PAGE_SIZES)
-    for i, (keys_share, batch_share, *rest) in enumerate(
-        zip(shares(), shares(), *axes, strict=True)
-    ):
-        kv_heads, ratio, head_dim, seqlen_q, page_size = rest
-        dims = (kv_heads * ratio, kv_heads, head_dim, seqlen_q)
-        keys = _between(*KEYS, keys_share, i % 2 == 0)
-        one = tuned.tuned_problem(1, *dims, keys, page_size)
-        q_bytes = one.num_heads * seqlen_q * head_dim * one.element_bytes
+    # One order of each axis, drawn before any problem is made of them.
+    kv_heads, ratios, head_dims = axis(KV_HEADS), axis(RATIOS), axis(HEAD_DIMS)
+    tokens, page_sizes = axis(QUERY_TOKENS), axis(PAGE_SIZES)
+    keys_shares, batch_shares = shares(), shares()
+    for i in range(count):
+        dims = (kv_heads[i] * ratios[i], kv_heads[i], head_dims[i], tokens[i])
+        keys = _between(*KEYS, keys_shares[i], i % 2 == 0)
+        one = tuned.tuned_problem(1, *dims, keys, page_sizes[i])
+        q_bytes = one.num_heads * one.seqlen_q * one.head_dim * one.element_bytes
         most = min(BATCH[1], int(max_bytes // (one.kv_bytes + 2 * q_bytes)))
         if most:
-            batch = _between(BATCH[0], most, batch_share, i // 2 % 2 == 0)
+            batch = _between(BATCH[0], most, batch_shares[i], i // 2 % 2 == 0)
             yield case_of(replace(one, batch=batch))
 
 

@@ -86,7 +86,7 @@ class Reference:
         return errors
 
     def looked_at(self, out: Tensor, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of an output and gradients what is compared, in the form of `_values`."""
+        """What of an output and gradients is compared, in the form of `_values`."""
         p, heads = self.inputs.problem, self.heads
 
         def rows_of(x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class Reference:
         q = rounding.of_queries(q, q[:, rows].to(k.dtype)).requires_grad_(needs_grad)
         options: dict[str, Any] = {"sink_logits": sink, "return_lse": False}
         options |= {"products": rounding.of_products, "weights": rounding.of_weights}
-        out, _ = reference.attend(q, k, v, visible, **options)
+        out = reference.attend(q, k, v, visible, **options)[0]
         if not needs_grad:
             return out, out
         (dq,) = torch.autograd.grad(out, q, grad[:, rows].to(out.dtype))
@@ -186,14 +186,14 @@ class Reference:
             leaves = [t.index_select(1, index).requires_grad_() for t in (k, v)]
             if sink is not None:
                 leaves.append(sink.detach().requires_grad_())
-            out, _ = reference.attend(
+            out = reference.attend(
                 q[:, first : last + 1],
                 leaves[0],
                 leaves[1],
                 self.visible(pos, index),
                 sink_logits=None if sink is None else leaves[2],
                 return_lse=False,
-            )
+            )[0]
             found = torch.autograd.grad(out, leaves, grad[:, first : last + 1].to(out.dtype))
             dk.index_add_(1, index, found[0].float())
             dv.index_add_(1, index, found[1].float())
