@@ -33,7 +33,7 @@ from splitkv.core.problem import Problem
 from splitkv.core.scales import DEFAULT_PRODUCTS, DTYPE_BYTES
 from splitkv.core.scores import Score
 from splitkv.lab import commands
-from splitkv.lab.terminal import Lengths, console, expect_here, one_line_errors
+from splitkv.lab.harness.terminal import Lengths, console, expect_here, one_line_errors
 
 if TYPE_CHECKING:
     from splitkv.planner.explanation import Explanation
@@ -171,7 +171,7 @@ def explain(
 
 
 def codec_of(stored: Any, scales: Any, products: Any) -> Codec:
-    """Of the options of `explain`."""
+    """The codec that the options of `explain` name."""
     expect_one_of("stored", stored, get_args(CodecName))
     if stored == "as_is":
         expect_none_with("scales", scales, "keys stored as_is")
@@ -199,7 +199,7 @@ def doctor(
     show(explanation)
     failed = not explanation.plans
     if check:
-        from splitkv.lab.doctor import self_check
+        from splitkv.lab.bench.doctor import self_check
 
         typer.echo()
         for name, said in self_check(current()):

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from splitkv.cli import versions
-from splitkv.lab.tune import share_of
+from splitkv.lab.tune.problems import share_of
 
 HERE = Path(__file__).parent
 RECORD = HERE / "last_run.json"

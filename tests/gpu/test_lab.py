@@ -7,10 +7,10 @@ import gc
 import torch
 
 import splitkv
-from splitkv.lab.bench import our_variants
-from splitkv.lab.cases import Inputs
-from splitkv.lab.suites import CASES
-from splitkv.lab.timing import Prepared, Protocol, Variant, measure
+from splitkv.lab.harness.cases import Inputs
+from splitkv.lab.harness.suites import CASES
+from splitkv.lab.harness.timing import Prepared, Protocol, Variant, measure
+from splitkv.lab.harness.variants import our_variants
 from splitkv.planner import registry
 
 PROTOCOL = Protocol("back-to-back", rounds=5, calls=8, flush=True)

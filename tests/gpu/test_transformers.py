@@ -10,7 +10,7 @@ from running import DEVICE
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
-from integrations import test_model_step as model_step  # noqa: E402
+from lab.bench import test_model_step as model_step  # noqa: E402
 from models import (  # noqa: E402
     CACHES,
     CONFIGS,

@@ -24,6 +24,7 @@ from splitkv.core.device import GPUS
 from splitkv.core.plan import Config
 from splitkv.core.problem import Problem
 from splitkv.kernels import records
+from splitkv.lab.tune.problems import Draw
 from splitkv.planner import registry
 from splitkv.planner.explanation import explain
 from splitkv.planner.policies import tuned
@@ -327,8 +328,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, function: str, result: Any) -> dic
 
 def test_sweep_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     point = {"suite": "sweep", "case": "c"}
-    calls = stand_in(monkeypatch, "sweep.sweep", ([point], True))
-    drawn = stand_in(monkeypatch, "plots.draw", None)
+    calls = stand_in(monkeypatch, "tune.sweep.sweep", ([point], True))
+    drawn = stand_in(monkeypatch, "report.plots.draw", None)
     path = tmp_path / "curve.png"
     result = run("sweep", "--seqlen-k", "700", "--page-size", "16", "--plot", str(path))
     assert result.exit_code == 1
@@ -339,7 +340,7 @@ def test_sweep_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_sweep_over_lengths_is_another_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = stand_in(monkeypatch, "sweep.boundary", ([], False))
+    calls = stand_in(monkeypatch, "tune.sweep.boundary", ([], False))
     chosen = ["--policy", "waves", "--policy", "sequence_aware"]
     assert run("sweep", "--seqlens", "384:640:128", *chosen).exit_code == 0
     assert calls["args"][1] == [384, 512, 640]
@@ -347,7 +348,7 @@ def test_sweep_over_lengths_is_another_sweep(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tune_records_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = stand_in(monkeypatch, "tune.tune", 3)
+    calls = stand_in(monkeypatch, "tune.table.tune", 3)
     table = tmp_path / "h200.json"
     given = ["--problems", "40", "--table", str(table), "--jobs", "5"]
     result = run("tune", *given, "--share", "2/4", "--no-known")
@@ -367,30 +368,30 @@ def test_regret_takes_a_table_that_is_not_in_the_package(
     made = tuned.Table("NVIDIA H200", {}, (tuned.Measured(problem, (best,)),))
     path = tmp_path / "table.json"
     path.write_text(tuned.dump(made))
-    calls = stand_in(monkeypatch, "tune.measure_regret", 0)
+    calls = stand_in(monkeypatch, "tune.regret.measure_regret", 0)
     options = "--lengths", "host", "--share", "2/2"
     assert run("regret", "--table", str(path), *options).exit_code == 0
-    assert calls["share"] == (2, 2)
-    assert (calls["lengths"], calls["random_problems"], calls["seed"]) == ("host", 150, 1)
+    assert calls["args"] == (Draw(150, 1, 1.1e9, (2, 2)),)
+    assert calls["lengths"] == "host"
     assert list(calls["policies"]) == ["waves", "tuned"]
     choice = calls["policies"]["tuned"](problem, GPUS["h200"], [records.DECODE_SPLIT])
     assert choice.config.tile_n == 128
 
 
 def test_report_draws_a_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    drawn = stand_in(monkeypatch, "plots.draw", None)
+    drawn = stand_in(monkeypatch, "report.plots.draw", None)
     results = tmp_path / "sweep.jsonl"
     results.write_text("")
     result = run("report", str(results), "--plot", str(tmp_path / "curve.svg"))
     assert result.exit_code == 0 and drawn["args"] == ([], tmp_path / "curve.svg")
-    drawn = stand_in(monkeypatch, "plots.draw_all", None)
+    drawn = stand_in(monkeypatch, "report.plots.draw_all", None)
     result = run("report", str(results), "--plot", str(tmp_path / "curves"))
     assert result.exit_code == 0 and drawn["args"] == ([], tmp_path / "curves")
 
 
 def test_without_matplotlib_the_plot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "splitkv.lab.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "splitkv.lab.report.plots", raising=False)
     result = run("sweep", "--plot", "curve.svg")
     assert result.exit_code == 2
     assert result.stderr.startswith("splitkv: plot: expected splitkv[lab] installed, got no matpl")

@@ -19,8 +19,9 @@ from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split, records
 from splitkv.kernels.limits import decode_split as limits
-from splitkv.lab import space, studies
-from splitkv.lab.tune import drawn
+from splitkv.lab.harness import space
+from splitkv.lab.tune import studies
+from splitkv.lab.tune.problems import drawn
 from splitkv.planner import registry
 from splitkv.planner.policies import POLICIES, decode_cost, tuned, waves
 from splitkv.planner.policies.shared import num_tiles, shapes

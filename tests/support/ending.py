@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from splitkv.lab import lines
+from splitkv.lab.harness import lines
 
 ENDINGS: dict[str, type[BaseException]] = {
     "ctrl-c": KeyboardInterrupt,

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from splitkv.lab import bench, floor, peers
-from splitkv.lab.cases import Case
-from splitkv.lab.sequences import bench as sequences
-from splitkv.lab.sequences import peers as their
-from splitkv.lab.sequences.suites import CASES as SEQUENCES
-from splitkv.lab.sequences.timing import Measured, Pace
-from splitkv.lab.suites import CASES
-from splitkv.lab.timing import Protocol, Timing
+from splitkv.lab.bench import decode as bench
+from splitkv.lab.bench.sequences import peers as their
+from splitkv.lab.bench.sequences import run as sequences
+from splitkv.lab.bench.sequences.suites import CASES as SEQUENCES
+from splitkv.lab.bench.sequences.timing import Measured, Pace
+from splitkv.lab.harness import floor, peers
+from splitkv.lab.harness.cases import Case
+from splitkv.lab.harness.suites import CASES
+from splitkv.lab.harness.timing import Protocol, Timing
+from splitkv.lab.harness.variants import our_variants
 
 MACHINE = {
     "gpu": "NVIDIA H200",
@@ -27,7 +29,7 @@ PEAK = Timing(1500.0, 15.0)
 
 
 def decode_records() -> list[dict[str, Any]]:
-    ours = bench.our_variants()[0]
+    ours = our_variants()[0]
     fa3, cudnn = (peers.PEERS[name].variants[0] for name in ("fa3", "cudnn"))
     found = []
     for name, times in (("mqa8_b1_512", (4.0, 8.0, 6.0)), ("mqa8_b8_4096", (8.0, 9.0, None))):

@@ -310,7 +310,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def seconds_a_call(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     """Median time of one of `calls`, captured together in a CUDA graph."""
-    replay, _ = captured(lambda: [call() for call in calls])
+    replay = captured(lambda: [call() for call in calls])[0]
     torch.cuda.synchronize()
     times = []
     for _ in range(repeats):

@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,19 @@ SMOOTHING = 10  # steps whose mean is compared
 
 ORDERS = 5  # of the head dimension: runs in bfloat16
 
-RUNS: dict[str, tuple[Attend, torch.dtype, int]] = {
-    "float32": (eager_attend, torch.float32, 1),
-    "eager": (eager_attend, torch.bfloat16, ORDERS),
-    "splitkv": (splitkv_attend, torch.bfloat16, ORDERS),
+
+class Run(NamedTuple):
+    """A training: its attention, its type, in how many orders of the head dimension."""
+
+    attend: Attend
+    dtype: torch.dtype
+    orders: int
+
+
+RUNS = {
+    "float32": Run(eager_attend, torch.float32, 1),
+    "eager": Run(eager_attend, torch.bfloat16, ORDERS),
+    "splitkv": Run(splitkv_attend, torch.bfloat16, ORDERS),
 }
 
 
@@ -58,7 +67,8 @@ def losses(
     name: str, steps: int, device: str, shape: Shape = SHAPE, seed: int = 0, number: int = 0
 ) -> Tensor:
     """[steps] nats a character of one of RUNS, float64, on the CPU; `number` of its orders."""
-    attend, dtype, _ = RUNS[name]
+    run = RUNS[name]
+    attend, dtype = run.attend, run.dtype
     if number > 0:
         g = torch.Generator().manual_seed(number)
         attend = reordered(attend, torch.randperm(shape.head_dim, generator=g).to(device))
@@ -90,8 +100,8 @@ def losses(
 def all_losses(steps: int, device: str) -> dict[str, Tensor]:
     """[runs, steps] of each of RUNS."""
     return {
-        name: torch.stack([losses(name, steps, device, number=n) for n in range(runs)])
-        for name, (*_, runs) in RUNS.items()
+        name: torch.stack([losses(name, steps, device, number=n) for n in range(run.orders)])
+        for name, run in RUNS.items()
     }
 
 

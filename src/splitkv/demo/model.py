@@ -104,7 +104,7 @@ def splitkv_attend(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def eager_attend(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same in plain PyTorch, the sink as one more column: what splitkv is held to."""
+    """Attention in plain PyTorch, the sink as one more column: what splitkv is held to."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
@@ -172,7 +172,7 @@ def generate(model: Model, prompts: Tensor, lengths: Tensor, num_tokens: int) ->
 
 @torch.no_grad()
 def generate_eager(model: Model, prompts: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
-    """The same continuations without splitkv and without a cache: every token anew at each step."""
+    """Continuations without splitkv and without a cache: every token anew at each step."""
     batch, seqlen = prompts.shape
     text = F.pad(prompts, (0, num_tokens))
     sequence = torch.arange(batch, device=prompts.device)

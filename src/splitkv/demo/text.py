@@ -12,7 +12,7 @@ VOCABULARY = 128  # ASCII; everything else becomes a question mark
 
 
 def corpus(max_chars: int = 1_500_000) -> str:
-    """The same text for the same Python: the licence, then modules in the order of their names."""
+    """Text that is one for one Python: the licence, then modules in the order of their names."""
     library = Path(sysconfig.get_paths()["stdlib"])
     licences = [library / "LICENSE.txt", library.parent / "LICENSE.txt"]
     files = [f for f in licences if f.is_file()][:1] + sorted(library.glob("*.py"))

@@ -18,10 +18,10 @@ from splitkv.core.errors import (
     expect_one_of,
     expect_positive,
 )
-from splitkv.lab.terminal import Lengths, console, expect_here, one_line_errors, say
+from splitkv.lab.harness.terminal import Lengths, console, expect_here, one_line_errors, say
 
 if TYPE_CHECKING:
-    from splitkv.lab.studies import Effort
+    from splitkv.lab.tune.studies import Effort
     from splitkv.planner.policies import Policy
 
 JOBS = max(1, (os.cpu_count() or 2) - 1)
@@ -67,18 +67,19 @@ def bench_decode(
     jobs: Jobs = JOBS,
 ) -> None:
     with one_line_errors():
-        from splitkv.lab import bench as lab
-        from splitkv.lab.peers import parse
-        from splitkv.lab.suites import select
-        from splitkv.lab.timing import Protocol
+        from splitkv.lab.bench import decode as lab
+        from splitkv.lab.harness.peers import parse
+        from splitkv.lab.harness.suites import select
+        from splitkv.lab.harness.timing import Protocol
+        from splitkv.lab.harness.variants import columns, our_variants
 
         expect_at_least("num_splits", num_splits, 0)
         expect_run(time_limit, jobs)
         suite = suite or SUITE_OF[str(context.info_name)]
         draw = find_plots().draw_all if plot else None
-        ours = lab.our_variants(policy or [], num_splits)
+        ours = our_variants(policy or [], num_splits)
         if suite.startswith("seed004") and not (policy or num_splits):
-            ours = lab.columns()
+            ours = columns()
         records, status = lab.bench_decode(
             select(case or [], place, suite),
             ours=ours,
@@ -110,11 +111,11 @@ def bench_sequences(
     jobs: Jobs = JOBS,
 ) -> None:
     with one_line_errors():
-        from splitkv.lab.peers import parse
-        from splitkv.lab.sequences import bench as lab
-        from splitkv.lab.sequences.peers import PEERS
-        from splitkv.lab.sequences.suites import select
-        from splitkv.lab.sequences.timing import QUICK, Pace
+        from splitkv.lab.bench.sequences import run as lab
+        from splitkv.lab.bench.sequences.peers import PEERS
+        from splitkv.lab.bench.sequences.suites import select
+        from splitkv.lab.bench.sequences.timing import QUICK, Pace
+        from splitkv.lab.harness.peers import parse
 
         expect_run(time_limit, jobs)
         command = str(context.info_name)
@@ -158,9 +159,9 @@ def sweep(
 ) -> None:
     """Time a shape under every number of splits, or over many numbers of keys."""
     with one_line_errors():
-        from splitkv.lab import sweep as lab
-        from splitkv.lab.fa3 import library
-        from splitkv.lab.studies import OURS
+        from splitkv.lab.tune import sweep as lab
+        from splitkv.lab.tune.fa3 import library
+        from splitkv.lab.tune.studies import OURS
 
         expect_run(time_limit, jobs)
         expect_one_of("backend", backend, ("splitkv", "fa3"))
@@ -220,14 +221,12 @@ def tune(
 ) -> None:
     """Measure problems on this GPU and write the table of the policy `tuned`."""
     with one_line_errors():
-        from splitkv.lab import tune as lab
+        from splitkv.lab.tune import table as lab
+        from splitkv.lab.tune.problems import Draw, share_of
 
         status = lab.tune(
-            problems=problems,
-            seed=seed,
-            max_bytes=max_bytes,
+            Draw(problems, seed, max_bytes, share_of(share)),
             with_known=known,
-            share=lab.share_of(share),
             effort=effort(candidates, rounds, time_limit, jobs),
             table_path=table,
             command=f"splitkv tune --problems {problems} --seed {seed} --max-bytes {max_bytes:g} "
@@ -259,7 +258,8 @@ def regret(
 ) -> None:
     """Time the plans that policies choose beside the fastest that can be found."""
     with one_line_errors():
-        from splitkv.lab import tune as lab
+        from splitkv.lab.tune import regret as lab
+        from splitkv.lab.tune.problems import Draw, share_of
         from splitkv.planner.policies import tuned
 
         expect_at_least("random", random, 0)
@@ -268,12 +268,9 @@ def regret(
             expect("tuned" in policies, "table", "None without the policy tuned", str(table))
             policies["tuned"] = tuned.with_table(tuned.load(table))
         status = lab.measure_regret(
+            Draw(random, seed, max_bytes, share_of(share)),
             with_matrix=matrix,
-            random_problems=random,
-            seed=seed,
-            max_bytes=max_bytes,
             lengths=lengths.value,
-            share=lab.share_of(share),
             policies=policies,
             effort=effort(candidates, rounds, time_limit, jobs),
             jobs=jobs,
@@ -297,7 +294,7 @@ def accuracy(
 ) -> None:
     """Measure what int8 and e4m3 keys and values cost in accuracy, beside bf16."""
     with one_line_errors():
-        from splitkv.lab import accuracy as lab
+        from splitkv.lab.bench import accuracy as lab
 
         expect_at_least("keys", keys, 2 * lab.QUERIES)
         expect_here(device)
@@ -367,6 +364,7 @@ def evolve(
     with one_line_errors():
         lab = find_evolve()
         from splitkv.lab.evolve.search import Settings
+        from splitkv.lab.evolve.setup import Setup
 
         expect_run(time_limit, jobs)
         expect_at_least("population", population, 4)
@@ -375,14 +373,12 @@ def evolve(
         expect_at_least("rounds", rounds, 2)
         status = lab.evolve(
             folder,
-            lab.Setup(workload, backend, simulate, rounds),
+            Setup(workload, backend, simulate, rounds),
             Settings(population, islands, seed),
             generations=generations,
             time_limit=time_limit,
             starts=start or [],
-            proposer=proposer,
-            model=model,
-            api_base=api_base,
+            proposer=lab.Proposer(proposer, model, api_base),
             jobs=jobs,
             console=console,
         )
@@ -401,8 +397,10 @@ def distil(
     """Simplify the best candidate to a rule within 1 %, as a file and a table."""
     with one_line_errors():
         lab = find_evolve()
+        from splitkv.lab.evolve.setup import Setup
+
         expect_run(time_limit, 0)
-        setup = lab.Setup(workload, backend, simulate, rounds)
+        setup = Setup(workload, backend, simulate, rounds)
         status = lab.distil(folder, setup, time_limit, console)
     raise typer.Exit(status)
 
@@ -417,8 +415,8 @@ def report(
 ) -> None:
     """Print measured results as Markdown tables; needs no GPU."""
     with one_line_errors():
-        from splitkv.lab.report import read
-        from splitkv.lab.report import report as as_markdown
+        from splitkv.lab.overview import report as as_markdown
+        from splitkv.lab.report.sections import read
 
         records = read(results)
         text = as_markdown(records)
@@ -430,7 +428,7 @@ def report(
                 plots.draw_all(records, plot)
         if html:
             find_plots()
-            from splitkv.lab.page import page
+            from splitkv.lab.overview import page
 
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page(records), encoding="utf-8")
@@ -452,7 +450,7 @@ def trace(
     """Show which attention kernels a model of transformers runs in prefill and decode, and why."""
     with one_line_errors():
         try:
-            from splitkv.lab import trace as lab
+            from splitkv.lab.bench import trace as lab
         except ModuleNotFoundError as error:
             message = f"expected splitkv[transformers] installed, got no {error.name}"
             raise ValueError(f"trace: {message}") from None
@@ -480,7 +478,7 @@ def expect_run(time_limit: float | None, jobs: int) -> None:
 
 def effort(candidates: int, rounds: int, time_limit: float | None, jobs: int) -> Effort:
     """The options that commands made of studies have."""
-    from splitkv.lab.studies import Effort
+    from splitkv.lab.tune.studies import Effort
 
     expect_run(time_limit, jobs)
     expect_positive("candidates", candidates)
@@ -491,7 +489,7 @@ def effort(candidates: int, rounds: int, time_limit: float | None, jobs: int) ->
 def find_plots() -> Any:
     """`lab.plots`, where matplotlib is installed."""
     try:
-        return import_module("splitkv.lab.plots")
+        return import_module("splitkv.lab.report.plots")
     except ModuleNotFoundError as error:
         raise ValueError(f"plot: expected splitkv[lab] installed, got no {error.name}") from None
 

@@ -25,10 +25,10 @@ from splitkv.core.errors import expect, expect_one_of
 from splitkv.core.kv import Paged
 from splitkv.core.plan import Choice, Config, Kernel, Plan
 from splitkv.core.problem import Problem
-from splitkv.lab import space
 from splitkv.lab.evolve import sandbox
-from splitkv.lab.reproduce.works import Way
-from splitkv.lab.studies import label
+from splitkv.lab.harness import space
+from splitkv.lab.harness.work import Way
+from splitkv.lab.tune.studies import label
 from splitkv.planner.policies import DEFAULT, POLICIES, Policy
 from splitkv.planner.policies.shared import MAX_SPLITS, max_splits, shapes
 
@@ -58,7 +58,7 @@ class Option:
 
 
 class Answered(NamedTuple):
-    """Of each problem the answer, and what a call took on this machine's processor."""
+    """The answers, a problem each, and what a call took on this machine's processor."""
 
     answers: list[Answer | None]
     us: float
@@ -102,7 +102,8 @@ def answer_of(returned: Any) -> Answer | None:
         return None
     ok = isinstance(returned, list | tuple) and len(returned) == 4
     expect(ok, "policy", "(num_splits, pack_gqa, sm_margin, tile) or None", returned)
-    splits, pack, margin, tile = returned
+    splits, pack = returned[:2]
+    margin, tile = returned[2:]
     for name, value in (("num_splits", splits), ("sm_margin", margin)):
         expect(isinstance(value, int) and not isinstance(value, bool), name, "an integer", value)
     expect(1 <= splits <= MAX_SPLITS, "num_splits", f"1 to {MAX_SPLITS}", splits)

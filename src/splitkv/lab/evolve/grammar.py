@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from deap import gp
 
@@ -52,20 +52,29 @@ HELPER = """
 def ceil_div(a, b):
     return -(-a // max(1, b))
 """
-# primitive -> (types of its arguments, its type, how it is written)
-PRIMITIVES: Mapping[str, tuple[Sequence[type], type, str]] = {
-    "add": ((Number, Number), Number, "({} + {})"),
-    "subtract": ((Number, Number), Number, "({} - {})"),
-    "multiply": ((Number, Number), Number, "({} * {})"),
-    "ceil_div": ((Number, Number), Number, "ceil_div({}, {})"),
-    "least": ((Number, Number), Number, "min({}, {})"),
-    "most": ((Number, Number), Number, "max({}, {})"),
-    "number_if": ((Truth, Number, Number), Number, "({1} if {0} else {2})"),
-    "less": ((Number, Number), Truth, "({} < {})"),
-    "both": ((Truth, Truth), Truth, "({} and {})"),
-    "either": ((Truth, Truth), Truth, "({} or {})"),
-    "truth_if": ((Truth, Truth, Truth), Truth, "({1} if {0} else {2})"),
-    "tile_if": ((Truth, TileShape, TileShape), TileShape, "({1} if {0} else {2})"),
+
+
+class Primitive(NamedTuple):
+    """An operation of expressions: the types of its arguments, its own, how it is written."""
+
+    takes: Sequence[type]
+    gives: type
+    written: str
+
+
+PRIMITIVES: Mapping[str, Primitive] = {
+    "add": Primitive((Number, Number), Number, "({} + {})"),
+    "subtract": Primitive((Number, Number), Number, "({} - {})"),
+    "multiply": Primitive((Number, Number), Number, "({} * {})"),
+    "ceil_div": Primitive((Number, Number), Number, "ceil_div({}, {})"),
+    "least": Primitive((Number, Number), Number, "min({}, {})"),
+    "most": Primitive((Number, Number), Number, "max({}, {})"),
+    "number_if": Primitive((Truth, Number, Number), Number, "({1} if {0} else {2})"),
+    "less": Primitive((Number, Number), Truth, "({} < {})"),
+    "both": Primitive((Truth, Truth), Truth, "({} and {})"),
+    "either": Primitive((Truth, Truth), Truth, "({} or {})"),
+    "truth_if": Primitive((Truth, Truth, Truth), Truth, "({1} if {0} else {2})"),
+    "tile_if": Primitive((Truth, TileShape, TileShape), TileShape, "({1} if {0} else {2})"),
 }
 OPERATORS: Mapping[Any, str] = {
     **{ast.Add: "add", ast.Sub: "subtract", ast.Mult: "multiply"},
@@ -93,9 +102,9 @@ class Slots:
     def _set(self, name: str, kind: type) -> Any:
         pset = gp.PrimitiveSetTyped(name, [Number] * len(ARGUMENTS), kind)
         pset.renameArguments(**{f"ARG{i}": word for i, word in enumerate(ARGUMENTS)})
-        for primitive, (takes, gives, _) in PRIMITIVES.items():
-            if self.tiles or gives is not TileShape:
-                pset.addPrimitive(_absent, list(takes), gives, primitive)
+        for word, primitive in PRIMITIVES.items():
+            if self.tiles or primitive.gives is not TileShape:
+                pset.addPrimitive(_absent, list(primitive.takes), primitive.gives, word)
         pset.addEphemeralConstant("splitkv_constant", a_constant, Number)
         for value in (True, False):
             pset.addTerminal(value, Truth, str(value))
@@ -135,7 +144,7 @@ def expression(tree: Sequence[Any]) -> str:
         while len(stack[-1][1]) == stack[-1][0].arity:
             done, parts = stack.pop()
             if done.name in PRIMITIVES:
-                text = PRIMITIVES[done.name][2].format(*parts)
+                text = PRIMITIVES[done.name].written.format(*parts)
             elif done.name.startswith("tile_"):
                 text = f"({', '.join(done.name.split('_')[1:])})"
             else:  # an argument of the policy, a truth or a constant
@@ -205,9 +214,10 @@ def _nodes(node: ast.expr, kind: type, pset: Any) -> list[Any]:
     """An expression's nodes of DEAP, in their order."""
 
     def made(name: str, *parts: ast.expr) -> list[Any]:
-        takes, gives, _ = PRIMITIVES[name]
-        expect(gives is kind, "policy", f"a {kind.__name__}", ast.unparse(node))
-        inner = [n for part, its in zip(parts, takes, strict=True) for n in _nodes(part, its, pset)]
+        made_by = PRIMITIVES[name]
+        expect(made_by.gives is kind, "policy", f"a {kind.__name__}", ast.unparse(node))
+        typed = zip(parts, made_by.takes, strict=True)
+        inner = [n for part, its in typed for n in _nodes(part, its, pset)]
         return [pset.mapping[name], *inner]
 
     match node:
@@ -286,5 +296,5 @@ def crossed(a: Policy, b: Policy) -> tuple[Policy, str]:
     child = Policy((n, gp.PrimitiveTree(random.choice((a, b))[n])) for n in a)
     name = random.choice(list(child))
     first, second = (gp.PrimitiveTree(parent[name]) for parent in (a, b))
-    child[name], _ = gp.cxOnePoint(first, second)
+    child[name] = gp.cxOnePoint(first, second)[0]
     return (child, f"cross {name}") if child.fits() else (a.copy(), "kept")

@@ -15,7 +15,8 @@ from typing import Any
 from splitkv.lab.evolve.evaluate import Evaluator
 from splitkv.lab.evolve.grammar import Slots
 from splitkv.lab.evolve.search import Found, Search, Settings
-from splitkv.lab.lines import Lines
+from splitkv.lab.evolve.setup import made_again
+from splitkv.lab.harness.lines import Lines
 
 SYSTEM = """You improve a Python function that decides how a GPU computes attention for one token.
 It returns (num_splits, pack_gqa, sm_margin, tile), or None to leave a problem to a good default.
@@ -99,15 +100,13 @@ def instructions(evaluator: Evaluator, slots: Slots) -> str:
 def judge(folder: str, path: str) -> dict[str, Any]:
     """Metrics of a candidate: `combined_score`, 0 where it is rejected, and why."""
     if folder not in _searches:
-        from splitkv.lab.evolve.run import made_again
-
         evaluator, slots = made_again(json.loads((Path(folder) / "guided.json").read_text()))
         _searches[folder] = Search(Path(folder), evaluator, slots, Settings())
     search = _searches[folder]
     search.lines = Lines(search.lines.path)  # another process may have added to it
     search.take_up()
     with search.lines:
-        _, found = search.add(Path(path).read_text(), "proposed by a model", (), 0)
+        found = search.add(Path(path).read_text(), "proposed by a model", (), 0)[1]
     score = 0.0 if found.reason or not found.ratio else 1 / found.ratio
     metrics: dict[str, Any] = {"combined_score": score}
     if found.reason:

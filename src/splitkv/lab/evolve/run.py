@@ -9,91 +9,52 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from splitkv.core.device import Device, current
 from splitkv.core.errors import expect, expect_one_of
-from splitkv.lab.bench import Screen, facts
 from splitkv.lab.evolve import guided, sandbox
 from splitkv.lab.evolve.candidate import Option, our_option
 from splitkv.lab.evolve.distil import distil as simplest
 from splitkv.lab.evolve.evaluate import Evaluator
 from splitkv.lab.evolve.grammar import Slots
 from splitkv.lab.evolve.search import Found, Search, Settings, write
-from splitkv.lab.evolve.timers import FlashAttention3, Kept, Ours, Simulated, Timer
-from splitkv.lab.evolve.workload import Workload, workload_named
-from splitkv.lab.lines import Lines, Record
-from splitkv.lab.report import ABSENT, table
+from splitkv.lab.evolve.setup import Setup, opened
+from splitkv.lab.evolve.timers import Ours
+from splitkv.lab.evolve.workload import Workload
+from splitkv.lab.harness.lines import Record
+from splitkv.lab.harness.machine import facts
+from splitkv.lab.harness.screen import Screen
+from splitkv.lab.harness.terminal import say
+from splitkv.lab.harness.timing import one_line
+from splitkv.lab.harness.work import Way
+from splitkv.lab.report.markdown import ABSENT, table
 from splitkv.lab.reproduce.results import mean
-from splitkv.lab.reproduce.works import Way, splits_by
-from splitkv.lab.terminal import say
-from splitkv.lab.timing import one_line
+from splitkv.lab.reproduce.works import splits_by
 from splitkv.planner.policies import tuned
 from splitkv.planner.registry import make_plan
 
-BACKENDS = ("splitkv", "fa3")
 PROPOSERS = ("offline", "openevolve")
 SHOWN = ("candidate", "island", "from", "time", "held out", "")
 CONFIRM = 3  # times the rounds, for the figures of the report
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What is searched, and how it is timed; simulate: a GPU by name, for the cost model."""
+class Proposer:
+    """Who makes candidates: `offline`, or `openevolve` with the model of an endpoint."""
 
-    workload: str = "chat"
-    backend: str = "splitkv"
-    simulate: str | None = None
-    rounds: int = 9
+    name: str = "offline"
+    model: str | None = None
+    api_base: str | None = None
 
     def __post_init__(self) -> None:
-        expect_one_of("backend", self.backend, BACKENDS)
-        clash = self.simulate is not None and self.backend != "splitkv"
-        expect(
-            not clash,
-            "simulate",
-            "None with fa3, as the cost model is of our kernels",
-            self.simulate,
-        )
-
-    def timer(self) -> Timer:
-        if self.simulate is not None:
-            return Simulated(Device.named(self.simulate))
-        device = current()
-        expect(device.kind == "cuda", "device", "a CUDA GPU, or simulate", device.name)
-        return Ours(device) if self.backend == "splitkv" else FlashAttention3(device)
-
-
-@contextmanager
-def opened(folder: Path, setup: Setup, jobs: int = 0) -> Iterator[tuple[Evaluator, Slots]]:
-    """An evaluator whose timings are kept in the folder."""
-    workload, timer = workload_named(setup.workload), setup.timer()
-    slots = Slots(timer.tiles(workload.counted) if isinstance(timer, Ours) else ())
-    machine = {} if setup.simulate else {name: facts()[name] for name in ("gpu", "commit")}
-    machine = machine or {"gpu": timer.device.name, "commit": "the cost model"}
-    with Lines(folder / "times.jsonl") as lines:
-        if isinstance(timer, Ours) and jobs:
-            timer.compile_ahead((*workload.counted[::-1], *workload.held_out), jobs)
-        try:
-            yield Evaluator(workload, Kept(timer, lines, machine), setup.rounds), slots
-        finally:
-            timer.stop()
-
-
-def made_again(about: Record) -> tuple[Evaluator, Slots]:
-    """The evaluator of a run, in another process of it; it lives as long as the process."""
-    context = opened(Path(about["folder"]), Setup(**about["setup"]))
-    _open.append(context)
-    return context.__enter__()
-
-
-_open: list[Any] = []
+        expect_one_of("proposer", self.name, PROPOSERS)
+        if self.name == "openevolve":
+            expect(self.model, "model", "a name with the proposer openevolve", self.model)
+            expect(self.api_base, "api_base", "a URL with the proposer openevolve", self.api_base)
 
 
 def evolve(
@@ -104,15 +65,12 @@ def evolve(
     generations: int,
     time_limit: float | None,
     starts: Sequence[Path],
-    proposer: str,
-    model: str | None,
-    api_base: str | None,
+    proposer: Proposer,
     jobs: int,
     console: Console,
 ) -> int:
     """Search, then confirm the best with more rounds. 0, or 1 where nothing was found or the GPU
     was lost."""
-    expect_one_of("proposer", proposer, PROPOSERS)
     files = [(path.name, read_start(path)) for path in starts]
     start = time.monotonic()
     end = None if time_limit is None else start + time_limit
@@ -121,12 +79,10 @@ def evolve(
         with Screen(console, generations, SHOWN, shown) as screen:
             search = Search(folder, evaluator, slots, settings, screen.add)
             try:
-                if proposer == "offline":
+                if proposer.name == "offline":
                     found = search.run(generations, end, files)
                 else:
-                    found = run_guided(
-                        folder, setup, evaluator, slots, generations, model, api_base
-                    )
+                    found = run_guided(folder, setup, proposer, evaluator, slots, generations)
             except RuntimeError as error:  # the GPU does not recover from this in one process
                 screen.say(f"stopped: {one_line(error)}")
                 found, lost = search.found, True
@@ -139,14 +95,12 @@ def evolve(
 def run_guided(
     folder: Path,
     setup: Setup,
+    proposer: Proposer,
     evaluator: Evaluator,
     slots: Slots,
     iterations: int,
-    model: str | None,
-    api_base: str | None,
 ) -> Found:
-    expect(model, "model", "a name with the proposer openevolve", model)
-    expect(api_base, "api_base", "a URL with the proposer openevolve", api_base)
+    """The search by a language model. ValueError: OpenEvolve is not installed."""
     about = {"folder": str(folder), "setup": asdict(setup)}
     try:
         return guided.run(
@@ -154,8 +108,8 @@ def run_guided(
             evaluator,
             slots,
             iterations,
-            model=str(model),
-            api_base=str(api_base),
+            model=str(proposer.model),
+            api_base=str(proposer.api_base),
             about=about,
         )
     except ModuleNotFoundError as error:
@@ -297,7 +251,7 @@ def lineage(found: Found) -> str:
 
 def draw(found: Found, path: Path, console: Console) -> None:
     try:
-        from splitkv.lab.plots import draw_lineage
+        from splitkv.lab.report.plots import draw_lineage
     except ModuleNotFoundError as error:
         say(console, f"no picture without {error.name}")
         return
@@ -335,7 +289,7 @@ def distil(folder: Path, setup: Setup, time_limit: float | None, console: Consol
 
 def table_of(folder: Path, source: str, evaluator: Evaluator) -> tuned.Table:
     """The rule's plans of the problems that count, timed, for the policy `tuned`."""
-    options, _ = evaluator.options(source)
+    options = evaluator.options(source)[0]
     first = len(evaluator.workload.counted)
     measured = []
     for case, option in zip(evaluator.workload.counted, options[:first], strict=True):

@@ -115,7 +115,7 @@ def answers(
 
 
 def limit(seconds: int) -> None:
-    """Of processor time and memory, from here on."""
+    """Limits processor time and memory, from here on."""
     try:
         import resource
     except ImportError:  # no Unix: the caller's clock alone limits it

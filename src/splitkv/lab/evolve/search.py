@@ -28,7 +28,7 @@ from splitkv.core.errors import expect
 from splitkv.lab.evolve import grammar
 from splitkv.lab.evolve.evaluate import Evaluation, Evaluator
 from splitkv.lab.evolve.grammar import Policy, Slots
-from splitkv.lab.lines import Lines, Record
+from splitkv.lab.harness.lines import Lines, Record
 
 CROSSOVER = 0.4  # of the children; the others are mutants
 MUTATIONS = 3  # of a mutant, at most
@@ -58,7 +58,7 @@ class Individual:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of a search: everything that a run has to agree on with the one that it goes on with."""
+    """What a search has to agree on with the one that it goes on with."""
 
     population: int = 16
     islands: int = 3

@@ -14,14 +14,13 @@ import torch
 from splitkv.core.device import Device
 from splitkv.core.plan import Choice
 from splitkv.core.problem import Problem
-from splitkv.lab import space
-from splitkv.lab.cases import Case
-from splitkv.lab.compiler import Compiler
 from splitkv.lab.evolve.candidate import Answer, Option, Tile, Tiles, our_option, their_answer
-from splitkv.lab.lines import Lines
-from splitkv.lab.reproduce import backends
-from splitkv.lab.reproduce.works import Work
-from splitkv.lab.studies import Contest
+from splitkv.lab.harness import backends, space
+from splitkv.lab.harness.cases import Case
+from splitkv.lab.harness.compiler import Compiler
+from splitkv.lab.harness.lines import Lines
+from splitkv.lab.harness.work import Work
+from splitkv.lab.tune.studies import Contest
 from splitkv.planner.policies import decode_cost
 from splitkv.planner.registry import kernel_named, make_plan
 
@@ -171,7 +170,7 @@ class Kept:
         return self.timer.option(None, case.problem)
 
     def ratios(self, case: Case, options: Sequence[Option], rounds: int) -> dict[str, float | str]:
-        """Of each option the time over the default's, or why it has none."""
+        """label -> the option's time over the default's, or why it has none."""
         base = self.default(case)
         left = {
             option.label: option

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from splitkv.core.errors import expect, expect_one_of, expect_positive
-from splitkv.lab.cases import Case
-from splitkv.lab.sweep import USUAL
-from splitkv.lab.tune import case_of
+from splitkv.lab.harness.cases import Case
+from splitkv.lab.tune.problems import case_of
+from splitkv.lab.tune.sweep import USUAL
 from splitkv.planner.policies.tuned import DIMS, tuned_problem
 
 

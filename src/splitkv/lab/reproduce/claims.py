@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from splitkv.lab.lines import Record
+from splitkv.lab.harness.lines import Record
+from splitkv.lab.harness.suites import CASES
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
 from splitkv.lab.reproduce.results import FA3, OURS, Results, mean, ratio, splits_of, times
 from splitkv.lab.reproduce.works import BLOCK, MQA_16, mqa, picks, works
-from splitkv.lab.suites import CASES
 from splitkv.planner.policies import paged_attention_v2
 
 SOURCES = {
@@ -161,7 +161,7 @@ def right_and_repeatable(results: Results, backend: str) -> Iterator[Verdict]:
 
 
 def unchanged_elsewhere(results: Results) -> Iterator[Verdict]:
-    """Of the rules themselves: it needs no time."""
+    """A claim about the rules themselves: it needs no time."""
     claim = "keys besides 385 to 512 at which patched splits otherwise"
     found = [w for w in works(False, 132) if w.step == "boundary"]
     other = [

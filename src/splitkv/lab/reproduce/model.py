@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from splitkv.lab.lines import Record
-from splitkv.lab.timing import Replay, interleave, summarize
+from splitkv.lab.harness.lines import Record
+from splitkv.lab.harness.timing import Replay, interleave, summarize
 
 CALLS = 8  # layers in a graph
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from splitkv.lab.lines import Record
+from splitkv.lab.harness.lines import Record
 from splitkv.lab.reproduce.model import rows_named
 from splitkv.lab.reproduce.works import places
 
@@ -28,7 +28,7 @@ class Results:
 
     @property
     def num_sms(self) -> int:
-        """Of the GPU, as the works say."""
+        """SMs of the GPU, as the works say."""
         return next(r["num_sms"] for r in self.works.values())
 
     def of(self, step: str, backend: str) -> list[Record]:

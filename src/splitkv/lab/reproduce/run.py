@@ -23,20 +23,21 @@ from rich.console import Console
 from splitkv.core.device import Device, current
 from splitkv.core.errors import expect, expect_one_of
 from splitkv.core.plan import Plan
-from splitkv.lab.bench import facts
-from splitkv.lab.compiler import Compiler, in_order_of_readiness
-from splitkv.lab.lines import Lines, Record, read
+from splitkv.lab.bench.sequences import run as sequences
+from splitkv.lab.bench.sequences.peers import PEERS
+from splitkv.lab.bench.sequences.suites import CASES, SUITES
+from splitkv.lab.bench.sequences.timing import QUICK, Pace
+from splitkv.lab.harness.backends import Backend, FlashAttention3, Ours, our_plans
+from splitkv.lab.harness.compiler import Compiler, in_order_of_readiness
+from splitkv.lab.harness.lines import Lines, Record, read
+from splitkv.lab.harness.machine import facts
+from splitkv.lab.harness.terminal import say, terminated_as_interrupted
+from splitkv.lab.harness.timing import one_line
+from splitkv.lab.harness.work import Work
 from splitkv.lab.reproduce import model
-from splitkv.lab.reproduce.backends import Backend, FlashAttention3, Ours, our_plans
 from splitkv.lab.reproduce.claims import Verdict, check
 from splitkv.lab.reproduce.tables import report
-from splitkv.lab.reproduce.works import Work, in_turns, works
-from splitkv.lab.sequences import bench as sequences
-from splitkv.lab.sequences.peers import PEERS
-from splitkv.lab.sequences.suites import CASES, SUITES
-from splitkv.lab.sequences.timing import QUICK, Pace
-from splitkv.lab.terminal import say, terminated_as_interrupted
-from splitkv.lab.timing import one_line
+from splitkv.lab.reproduce.works import in_turns, works
 
 ROUNDS = {"quick": 7, "full": 21}
 BACKENDS = ("splitkv", "fa3")
@@ -286,7 +287,7 @@ def conclude(folder: Path, console: Console) -> list[Verdict]:
 
 def draw_splits(records: Sequence[Record], path: Path, console: Console) -> None:
     try:
-        from splitkv.lab.plots import save, split_curves
+        from splitkv.lab.report.plots import save, split_curves
     except ModuleNotFoundError as error:
         say(console, f"no picture without {error.name}")
         return

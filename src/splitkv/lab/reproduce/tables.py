@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from splitkv.lab.lines import Record
-from splitkv.lab.report import ABSENT, machine, number, rates_tables, table
+from splitkv.lab.harness.lines import Record
+from splitkv.lab.harness.records import machine
+from splitkv.lab.harness.suites import CASES
+from splitkv.lab.report.markdown import ABSENT, number, table
+from splitkv.lab.report.sequences import rates_tables
 from splitkv.lab.reproduce.claims import Verdict
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
 from splitkv.lab.reproduce.results import Results, mean, ratio, splits_of, times
 from splitkv.lab.reproduce.works import RULES, TABLE_1, mqa, picks, splits_by
-from splitkv.lab.suites import CASES
 from splitkv.planner.policies import paged_attention_v2
 
 STEPS = ("table 1", "splits", "ablation", "boundary", "matrix", "ten shapes", "packing")
@@ -106,7 +108,7 @@ def ablation_table(results: Results, backend: str) -> str:
 
 
 def matrix_table(results: Results, backend: str) -> str:
-    """Of each number of keys the speed-ups over batches and KV heads."""
+    """Speed-ups over batches and KV heads, a row a number of keys."""
     records = results.of("matrix", backend)
     rows = []
     for keys in dict.fromkeys(r["problem"]["seqlen_k"] for r in records):

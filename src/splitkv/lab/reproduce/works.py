@@ -7,16 +7,15 @@ keys, tiles counted over batch and KV heads, and the number of splits handed to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from itertools import product, zip_longest
-from typing import NamedTuple
 
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.lab.cases import Case
-from splitkv.lab.suites import SUITES
-from splitkv.lab.tune import MATRIX, case_of
+from splitkv.lab.harness.cases import Case
+from splitkv.lab.harness.suites import SUITES
+from splitkv.lab.harness.work import DEFAULT, Way, Work
+from splitkv.lab.tune.problems import MATRIX, case_of
 from splitkv.planner.policies import flash_attention_3, paged_attention_v2, sequence_aware
 from splitkv.planner.policies.flash_attention_2 import fewest_splits_near_best, wave_efficiency
 from splitkv.planner.policies.flash_attention_3 import MAX_SPLITS, saturated
@@ -77,31 +76,6 @@ RULES: Mapping[str, Rule] = {
 def splits_by(rule: str, p: Problem, num_sms: int) -> int:
     """The number of splits that a rule takes of a problem with one query token."""
     return RULES[rule](p.batch * p.num_kv_heads, ceil_div(p.seqlen_k, BLOCK), num_sms)
-
-
-class Way(NamedTuple):
-    """One way to run a shape.
-
-    splits   0: as the library itself decides
-    packed   the query heads of a KV head share the rows of a tile; None: as it decides
-    margin   SMs left to others
-    """
-
-    name: str
-    splits: int = 0
-    packed: bool | None = None
-    margin: int = 0
-
-
-DEFAULT = Way("default")
-
-
-class Work(NamedTuple):
-    """A shape and the ways that are timed in turns."""
-
-    step: str
-    case: Case
-    ways: tuple[Way, ...]
 
 
 def forced(splits: Iterable[int]) -> tuple[Way, ...]:
@@ -211,8 +185,3 @@ def picks(rule: paged_attention_v2.Rule, p: Problem, num_sms: int) -> str:
     programs, partitions = p.batch * p.num_kv_heads, ceil_div(p.seqlen_k, PARTITION_SIZE)
     split = programs < rule.sm_share * num_sms and partitions >= rule.min_partitions
     return "partitions" if split else "one pass"
-
-
-def unpacked(p: Problem) -> Problem:
-    """Every query head with a KV head of its own, which all read the same keys."""
-    return replace(p, num_kv_heads=p.num_heads)
