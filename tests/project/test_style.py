@@ -23,6 +23,18 @@ MAX_PARAMETERS, MAX_RESULTS, MAX_NESTING = 10, 3, 4  # of a Python or device fun
 NESTING = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef)
 FORBIDDEN_OPENINGS = ("Of ", "As ", "The same ")
 FORBIDDEN_MODULES = ("known", "again", "ahead", "effect", "halves", "numbered")
+_PUBLIC = "public: its arguments are the interface, written out for readers and type checkers"
+_RELAUNCH = "called once a step: a record made for the call would cost more than the call"
+# Functions that the limits are not for, by file under src/splitkv, each with why.
+EXEMPT: dict[str, dict[str, str]] = {
+    "runtime/attention.py": {"attention": _PUBLIC, "attention_varlen": _PUBLIC},
+    "runtime/call_cache.py": {
+        "__call__": _RELAUNCH,
+        "layout": "a key, which is compared and never taken apart",
+    },
+    "runtime/decode.py": {"decode": _PUBLIC},
+    "runtime/warmup.py": {"warmup": _PUBLIC},
+}
 # Not yet done: paths under src/splitkv. What is mended leaves the list, nothing joins it.
 PENDING: tuple[str, ...] = (
     "cache/paged.py",
@@ -97,12 +109,6 @@ PENDING: tuple[str, ...] = (
     "planner/policies/widening.py",
     "reference.py",
     "rounding.py",
-    "runtime/append.py",
-    "runtime/append_decode.py",
-    "runtime/attention.py",
-    "runtime/call_cache.py",
-    "runtime/decode.py",
-    "runtime/warmup.py",
     "testing.py",
 )
 
@@ -198,6 +204,18 @@ def shape_faults(path: Path) -> set[str]:
     return faults
 
 
+def exempt(path: Path) -> dict[str, str]:
+    """The functions of a file that the limits are not for."""
+    inside = path.is_relative_to(PACKAGE)
+    return EXEMPT.get(path.relative_to(PACKAGE).as_posix(), {}) if inside else {}
+
+
+def open_faults(path: Path) -> set[str]:
+    """What is left to mend in a file."""
+    spared = exempt(path)
+    return {fault for fault in shape_faults(path) | flags(path) if fault.split(":")[0] not in spared}
+
+
 def flags(path: Path) -> set[str]:
     """Compile-time parameters that say whether, and not which or what: they stand alone as a
     condition and are given as True or False."""
@@ -219,9 +237,8 @@ def pending(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=relative)
 def test_functions_take_and_give_what_has_a_name(path: Path) -> None:
-    faults = shape_faults(path) | flags(path)
     if not pending(path):
-        assert faults == set()
+        assert open_faults(path) == set()
 
 
 def test_what_is_pending_is_there() -> None:
@@ -229,7 +246,13 @@ def test_what_is_pending_is_there() -> None:
     for name in PENDING:
         paths = [p for p in PACKAGE.rglob("*.py") if relative(p).startswith(f"src/splitkv/{name}")]
         assert paths, f"{name}: no such file"
-        assert any(shape_faults(p) | flags(p) for p in paths), f"{name}: nothing is left to do"
+        assert any(map(open_faults, paths)), f"{name}: nothing is left to do"
+
+
+@pytest.mark.parametrize("name", EXEMPT)
+def test_what_is_exempt_needs_to_be(name: str) -> None:
+    over = {fault.split(":")[0] for fault in shape_faults(PACKAGE / name)}
+    assert over >= EXEMPT[name].keys()
 
 
 def test_kernel_files_are_found() -> None:
