@@ -294,7 +294,9 @@ class Subclass(Tensor):
 
 @pytest.mark.parametrize("problem", [DECODE, DENSE], ids=["decode", "dense"])
 @pytest.mark.parametrize(
-    "far", [{"window_size": (PAST, PAST)}, {"sink_tokens": PAST}, {"attention_chunk": PAST}], ids=str
+    "far",
+    [{"window_size": (PAST, PAST)}, {"sink_tokens": PAST}, {"attention_chunk": PAST}],
+    ids=str,
 )
 def test_edges_past_64_bits_are_as_good_as_all_keys(problem: Problem, far: dict[str, Any]) -> None:
     call = make_operands(problem) | {"window_size": (3, -1)} | far

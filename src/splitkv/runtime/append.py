@@ -26,8 +26,8 @@ calls: CallCache[Launcher] = CallCache()
 def append(call: Append) -> Result:
     """Appends; returns (q_out, after): the rotated queries and how many keys there are now.
 
-    q_out is None without q, after is None with slots. Writes into the caches. One launch, no wait for the device, nothing read by the host. Records no
-    gradient.
+    q_out is None without q, after is None with slots. Writes into the caches. One launch, no wait
+    for the device, nothing read by the host. Records no gradient.
     """
     if is_dynamo_compiling():
         return _through_operator(call)

@@ -54,7 +54,7 @@ class Step(NamedTuple):
 _TENSORS, _SCALARS = tensors_of("append_and_decode"), scalars_of("append_and_decode")
 _scalars_of = itemgetter(*(name for name in _SCALARS if name != "window_size"))
 _DEFAULTS = defaults_of("decode")
-_UNROTATED = Rotary(*(None,) * 2)  # type: ignore[arg-type]
+_UNROTATED = Rotary(*(None,) * 2)
 calls: CallCache[BoundCall] = CallCache()
 
 
@@ -217,8 +217,8 @@ def append_decode_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
     plan = given.pop("plan")
     rotary = Rotary(*(given.pop(name) for name in Rotary._fields))
-    q, k_cache, v_cache, k = (given.pop(name) for name in ("q", "k_cache", "v_cache", "k"))
-    caches = k_cache, v_cache
+    q, k_cache, v_cache = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
+    k, caches = given.pop("k"), (k_cache, v_cache)
     if k.dtype == torch.uint8 != k_cache.dtype:  # written as they come
         caches = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     call = Append(
