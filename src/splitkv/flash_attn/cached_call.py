@@ -63,17 +63,30 @@ def relaunched(given: Mapping[str, Any]) -> Tensor | None:
     if cos is not None:
         turn = given["rotary_sin"], given["rotary_seqlens"], given["rotary_interleaved"]
         rotary = Rotary(cos, *turn, step.q_step)
-    caches = k_cache, v_cache
-    new = Append(given["k"], given["v"], *caches, lengths, cu_seqlens_new=new_ends, rotary=rotary)
+    k, v = given["k"], given["v"]
+    new = Append(k, v, k_cache, v_cache, lengths, cu_seqlens_new=new_ends, rotary=rotary)
     table = given["block_table"]
     if table is None:
         table = given["page_table"]
     if table is None:
         table = given["cache_batch_idx"]
-    scores = None, given["alibi_slopes"], None, None, None
-    how = bound.softmax_scale, given["softcap"], new
     repeat: Relaunch = bound.launcher.repeat  # type: ignore[attr-defined]
-    done = repeat(given["q"], *caches, None, lengths, table, *scores, *how)
+    done = repeat(
+        given["q"],
+        k_cache,
+        v_cache,
+        None,
+        lengths,
+        table,
+        None,
+        given["alibi_slopes"],
+        None,
+        None,
+        None,
+        bound.softmax_scale,
+        given["softcap"],
+        new,
+    )
     return None if done is None else done[0]
 
 
