@@ -484,16 +484,18 @@ def _attend(
 
 def _problem(*tensors: Any, **arguments: Any) -> Problem:
     """Describes the call that will follow, every argument checked: once for each kind."""
-    new = partial(describe, *tensors, **arguments)
     if is_dynamo_compiling():  # the cache would be guarded, and compiled again for as it grows
-        return new()
+        return describe(*tensors, **arguments)
     everything = (*tensors, *arguments.values())
     given = [x for x in everything if isinstance(x, Tensor)]
     others = tuple(Tensor if isinstance(x, Tensor) else x for x in everything)
     try:
         window = with_types(tuple(arguments["window_size"]))
-    except TypeError:
-        return new()
+    except TypeError:  # describing says what it should be
+        return describe(*tensors, **arguments)
     options = with_types(others), window, *arguments
     problem = problems.match(options, given)
-    return problems.get_or_bind(options, given, new) if problem is None else problem
+    if problem is None:
+        new = partial(describe, *tensors, **arguments)
+        problem = problems.get_or_bind(options, given, new)
+    return problem
