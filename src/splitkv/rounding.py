@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what quantised values go up to
+from splitkv.core.kv import CODECS
+
+STORED: dict[str, torch.dtype] = {name: getattr(torch, x.dtype) for name, x in CODECS.items()}
+LARGEST = {STORED[name]: x.largest for name, x in CODECS.items()}  # what stored values go up to
 MIN_SCALE = 2.0**-100  # of a row of zeros; its reciprocal is finite
 WEIGHT_KEYS = 64  # keys whose weights in int8 share a scale
 UNIT_DIMS, UNIT_BITS = 32, 13  # of e4m3 units: products of a step, bits kept below a sum's first
@@ -57,12 +60,12 @@ def scale_of(x: Tensor, dims: tuple[int, ...], stored: torch.dtype) -> Tensor:
 def quantize(x: Tensor, scale: Tensor, stored: torch.dtype) -> Tensor:
     """Rounds `x / scale` to the nearest stored values, past the largest to that; scale broadcasts.
 
-    Ties go to even. NaN, also of an infinite x and scale, is 0 in int8, which has none.
+    Ties go to even. NaN, also of an infinite x and scale, is 0 in integers, which have none.
     """
     most = LARGEST[stored]
     y = (x.float() * (1 / scale)).clamp(-most, most)
-    rounded = y.round() if stored == torch.int8 else y
-    nan = 0.0 if stored == torch.int8 else float("nan")  # without a sign
+    rounded = y if stored.is_floating_point else y.round()
+    nan = float("nan") if stored.is_floating_point else 0.0  # without a sign
     return torch.where(y.isnan(), nan, rounded).to(stored)
 
 

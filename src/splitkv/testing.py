@@ -47,7 +47,7 @@ DRAWS = 4
 SOFTCAP = 3.0  # of the size of a random score, so that leaving it out shows
 DROPOUT_P = 0.2
 SPARE_PAGES, SPARE_KEYS, SPARE_DIM = 3, 3, 8
-STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+STORED = rounding.STORED
 
 
 def make_operands(
@@ -212,11 +212,11 @@ def _stored(problem: Problem, g: torch.Generator, *shape: int) -> tuple[Tensor, 
 
 def _fill(x: Tensor, where: Tensor) -> Tensor:
     """Fills x with NaN, or where its type has none with its largest value."""
-    if x.dtype == torch.int8:
-        return x.masked_fill(where[..., None, None], 127)
-    if x.dtype == torch.float8_e4m3fn:
-        nan = x.view(torch.uint8).masked_fill(where[..., None, None], 0x7F)
-        return nan.view(torch.float8_e4m3fn)
+    if not x.is_floating_point():
+        return x.masked_fill(where[..., None, None], torch.iinfo(x.dtype).max)
+    if x.element_size() == 1:
+        nan = torch.tensor(float("nan")).to(x.dtype).view(torch.uint8).item()
+        return x.view(torch.uint8).masked_fill(where[..., None, None], nan).view(x.dtype)
     return x.masked_fill(where[..., None, None], float("nan"))
 
 
@@ -235,9 +235,10 @@ def quantize(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     heads, last = x.dim() - 2, x.dim() - 1
     lead = tuple(range(heads))
     dims = {"tensor": (*lead, heads, last), "head": (*lead, last), "token": (last,)}
-    scale = rounding.scale_of(x, dims[codec.granularity], STORED[codec.name])
+    stored = STORED[codec.name]
+    scale = rounding.scale_of(x, dims[codec.granularity], stored)
     shape = {"tensor": (1,), "head": (x.shape[heads],), "token": x.shape[:-1]}[codec.granularity]
-    return rounding.quantize(x, scale, STORED[codec.name]), scale.reshape(shape)
+    return rounding.quantize(x, scale, stored), scale.reshape(shape)
 
 
 def captured(

@@ -23,9 +23,8 @@ from splitkv.core.errors import (
 from splitkv.core.kv import Granularity
 from splitkv.core.scales import DTYPE_BYTES
 from splitkv.kernels import quantize as kernel
-from splitkv.rounding import quantize, scale_of
+from splitkv.rounding import STORED, quantize, scale_of
 
-STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 GRANULARITIES = [x for x in get_args(Granularity) if x != "none"]
 
 

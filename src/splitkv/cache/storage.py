@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from splitkv.cache.quantize import GRANULARITIES, STORED, mean_key
+from splitkv.cache.quantize import GRANULARITIES, mean_key
 from splitkv.core.errors import (
     dtype_name,
     expect,
@@ -22,7 +22,7 @@ from splitkv.core.errors import (
     expect_shape,
     expect_size,
 )
-from splitkv.rounding import dequantize, scale_of
+from splitkv.rounding import STORED, dequantize, scale_of
 from splitkv.runtime.dispatch import torch_device
 
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

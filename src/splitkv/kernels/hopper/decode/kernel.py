@@ -112,6 +112,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
+    known = problem.codec.name in DEQUANTIZE
+    expect(known, f"kv {problem.codec}: expected {', '.join(DEQUANTIZE)}")
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
         expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
