@@ -24,7 +24,7 @@ e4m3, of which the matrix units keep fewer bits than fp32 has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,38 @@ WORKING = (*HALF, torch.float32, torch.float64)
 
 
 def compute_dtype(dtype: torch.dtype, upcast: bool | torch.dtype) -> torch.dtype:
-    """The precision that inputs of `dtype` are computed in; quantised queries work in bfloat16."""
+    """Returns the precision for inputs of `dtype`; quantised queries work in bfloat16."""
     if isinstance(upcast, torch.dtype):
         return upcast
     working = dtype if dtype in WORKING else torch.bfloat16
     if not upcast:
         return working
     return torch.float32 if working in HALF else torch.float64
+
+
+class Scoring(NamedTuple):
+    """How scores are made of products.
+
+    softmax_scale   default head_dim ** -0.5
+    softcap         above 0: softcap * tanh(score / softcap)
+    slopes          ALiBi's, [B or 1, H, S_q or 1]
+    distance        beside them, |pos - j| [B or 1, S_q, S_k]
+    """
+
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    distance: Tensor | None = None
+
+
+class Dropout(NamedTuple):
+    """The probability of dropping a weight, and what draws; None: torch's own generator."""
+
+    p: float = 0.0
+    generator: torch.Generator | None = None
+
+
+AS_THEY_ARE, NONE_DROPPED = Scoring(), Dropout()
 
 
 def attention(
@@ -69,7 +94,7 @@ def attention(
     upcast: bool | torch.dtype = True,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Dense attention.
+    """Computes dense attention.
 
     q [B, S_q, H, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]; alibi_slopes [H] or [B, H];
     sink_logits [H]. For scales see `dequantize`.
@@ -87,13 +112,14 @@ def attention(
         k,
         v,
         None if mask.is_full else mask.visible(pos, key)[None],
-        distance=None if alibi_slopes is None else (pos - key).abs()[None],
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
+        scoring=Scoring(
+            softmax_scale,
+            softcap,
+            slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
+            distance=None if alibi_slopes is None else (pos - key).abs()[None],
+        ),
         sink_logits=sink_logits,
-        dropout_p=dropout_p,
-        generator=generator,
+        dropout=Dropout(dropout_p, generator),
         products=rounding.of_products,
         weights=rounding.of_weights,
         return_lse=return_lse,
@@ -121,7 +147,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     upcast: bool | torch.dtype = True,
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequences as one block-diagonal mask: quadratic in the total length.
+    """Computes packed sequences under one block-diagonal mask: quadratic in the total length.
 
     q [total_q, H, D], k, v [total_k, H_kv, D]; cu_seqlens [B + 1] on the device. Or k, v
     [num_pages, page_size, H_kv, D] with page_table [B, max_pages] and cache_seqlens [B]; entries of
@@ -176,12 +202,14 @@ def attention_varlen(
         k[None],
         v[None],
         (mask.visible(pos, key) & same)[None],
-        distance=None if slopes is None else (pos - key).abs()[None],
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        slopes=slopes,
+        scoring=Scoring(
+            softmax_scale,
+            softcap,
+            slopes,
+            distance=None if slopes is None else (pos - key).abs()[None],
+        ),
         sink_logits=sink_logits,
-        dropout_p=dropout_p,
+        dropout=Dropout(dropout_p),
         products=rounding.of_products,
         weights=rounding.of_weights,
     )
@@ -209,7 +237,7 @@ def decode(
     upcast: bool | torch.dtype = True,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """A few queries a sequence against a KV cache; the queries are the last keys of the sequence.
+    """Computes a few queries a sequence against a KV cache, of which they are the last keys.
 
     q [B, S_q, H, D]; caches [B, capacity, H_kv, D], or [num_pages, page_size, H_kv, D] with
     page_table [B, max_pages]; cache_seqlens [B]. Cache entries that no query sees are never used,
@@ -253,9 +281,15 @@ def attend_padded(
     seqlens_k: Tensor | None,
     mask: Mask,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` for sequences padded at their end; keys that no query sees may hold anything."""
+    """Runs `attend` for sequences padded at their end; keys that no query sees may hold anything.
+
+    options   softmax_scale and softcap, and those of `attend`
+    """
+    scale, softcap = options.pop("softmax_scale", None), options.pop("softcap", 0.0)
     pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, mask)
     unread = ~visible.any(-2)[:, :, None, None]  # [B, S_k, 1, 1]
     return attend(
@@ -263,8 +297,13 @@ def attend_padded(
         k.masked_fill(unread, 0),
         v.masked_fill(unread, 0),
         visible,
-        distance=None if alibi_slopes is None else (pos - key).abs(),
-        slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
+        scoring=Scoring(
+            scale,
+            softcap,
+            slopes=None if alibi_slopes is None else alibi_slopes.view(-1, q.shape[2], 1),
+            distance=None if alibi_slopes is None else (pos - key).abs(),
+        ),
+        dropout=Dropout(dropout_p, generator),
         **options,
     )
 
@@ -275,46 +314,40 @@ def attend(
     v: Tensor,
     visible: Tensor | None,
     *,
-    distance: Tensor | None = None,
-    slopes: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    scoring: Scoring = AS_THEY_ARE,
     sink_logits: Tensor | None = None,
-    dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    dropout: Dropout = NONE_DROPPED,
     products: Callable[[Tensor, Tensor], Tensor] | None = None,
     weights: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The definition, on `[B, S, H, D]` tensors of one dtype.
+    """Computes the definition, on `[B, S, H, D]` tensors of one dtype.
 
     visible   [B or 1, S_q, S_k] booleans; None: all keys
-    generator what dropout draws from; None: torch's own
-    distance  [B or 1, S_q, S_k], |pos - j|;  slopes  [B or 1, H, S_q or 1]: ALiBi
     products  rows [B, H_kv, R, D] times the transpose of keys [B, H_kv, S_k, D]; None: exactly
     weights   rounds the softmax's weights [B, H_kv, H / H_kv, S_q, S_k]; None: they stay
     """
-    batch, seqlen_q, num_heads, head_dim = q.shape
+    batch, seqlen_q, num_heads = q.shape[:3]
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         visible = q.new_zeros(1, seqlen_q, 1, dtype=torch.bool)
-        distance, weights = q.new_zeros(1, seqlen_q, 1), None  # with no scale of its own
+        scoring = scoring._replace(distance=q.new_zeros(1, seqlen_q, 1))
+        weights = None  # with no scale of its own
     seqlen_k, num_kv_heads = k.shape[1:3]
     group = num_heads // num_kv_heads
     stat = torch.promote_types(q.dtype, torch.float32)
 
     # The heads of a group are more rows against the same keys: K and V are not repeated.
-    rows = pack_heads(
-        q * (head_dim**-0.5 if softmax_scale is None else softmax_scale), num_kv_heads
-    )
+    scale = q.shape[3] ** -0.5 if scoring.softmax_scale is None else scoring.softmax_scale
+    rows = pack_heads(q * scale, num_kv_heads)
     s = (products or _matmul)(rows, k.transpose(1, 2)).to(stat)
     s = s.view(batch, num_kv_heads, group, seqlen_q, seqlen_k)
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    if slopes is not None:
-        assert distance is not None
-        per_row = slopes.to(stat).unflatten(1, (num_kv_heads, group)).unsqueeze(-1)
-        s = s - per_row * distance[:, None, None]
+    if scoring.softcap > 0:
+        s = scoring.softcap * torch.tanh(s / scoring.softcap)
+    if scoring.slopes is not None:
+        assert scoring.distance is not None
+        per_row = scoring.slopes.to(stat).unflatten(1, (num_kv_heads, group)).unsqueeze(-1)
+        s = s - per_row * scoring.distance[:, None, None]
 
     sees_any = None
     if visible is not None:
@@ -327,7 +360,7 @@ def attend(
         sink = sink_logits.to(stat).view(num_kv_heads, group, 1, 1)
         s = torch.cat([s, sink.expand(*s.shape[:-1], 1)], -1)
         v = F.pad(v, (0, 0, 0, 0, 0, 1))
-    p = _dropped(torch.softmax(s, -1), dropout_p, generator)
+    p = _dropped(torch.softmax(s, -1), dropout)
     if weights is not None:  # of keys, not of the sink, whose value is 0
         p = F.pad(weights(p[..., :seqlen_k]), (0, s.shape[-1] - seqlen_k))
     p = p.to(v.dtype)
@@ -340,11 +373,11 @@ def attend(
     return out, None if lse is None else lse.view(batch, num_heads, seqlen_q)
 
 
-def _dropped(p: Tensor, dropout_p: float, generator: torch.Generator | None) -> Tensor:
-    if generator is None or dropout_p == 0:
-        return F.dropout(p, dropout_p)
-    keep = torch.empty_like(p).bernoulli_(1 - dropout_p, generator=generator)
-    return p * keep / (1 - dropout_p) if dropout_p < 1 else p * keep
+def _dropped(weights: Tensor, dropout: Dropout) -> Tensor:
+    if dropout.generator is None or dropout.p == 0:
+        return F.dropout(weights, dropout.p)
+    keep = torch.empty_like(weights).bernoulli_(1 - dropout.p, generator=dropout.generator)
+    return weights * keep / (1 - dropout.p) if dropout.p < 1 else weights * keep
 
 
 def _matmul(rows: Tensor, keys: Tensor) -> Tensor:
@@ -352,14 +385,15 @@ def _matmul(rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def pack_heads(q: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, S, H, D] -> [B, H_kv, (H / H_kv) * S, D]: the query rows that read each KV head."""
+    """Packs [B, S, H, D] to [B, H_kv, (H / H_kv) * S, D]: the query rows that read each KV head."""
     return q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def padded_mask(
     q: Tensor, k: Tensor, seqlens_q: Tensor | None, seqlens_k: Tensor | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of queries [B or 1, S_q, 1] and keys [S_k]; what is visible [B, S_q, S_k]."""
+    """Returns positions of queries [B or 1, S_q, 1] and keys [S_k], and what is visible
+    [B, S_q, S_k]."""
     batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     len_q = max_seqlen_q if seqlens_q is None else seqlens_q.long()[:, None, None]
     len_k = max_seqlen_k if seqlens_k is None else seqlens_k.long()[:, None, None]
@@ -371,7 +405,7 @@ def padded_mask(
 
 
 def sequence_of_token(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of each packed token its sequence and its index in it; past the last sequence: (B, any)."""
+    """Finds each packed token's sequence and its index in it; past the last sequence: (B, any)."""
     token = torch.arange(total, device=cu_seqlens.device)
     ends = cu_seqlens[1:].long()
     sequence = torch.searchsorted(ends, token, right=True)
@@ -379,7 +413,7 @@ def sequence_of_token(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def pad_sequences(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """[total, ...] -> [B, max_seqlen, ...], zeros after the end of each sequence."""
+    """Pads [total, ...] to [B, max_seqlen, ...], zeros after the end of each sequence."""
     start, length = cu_seqlens[:-1].long(), cu_seqlens.diff()
     i = torch.arange(max_seqlen, device=x.device)
     if x.shape[0] == 0:
@@ -390,7 +424,7 @@ def pad_sequences(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def pack_sequences(x: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0) -> Tensor:
-    """[B, max_seqlen, ...] -> [total, ...], `fill` after the last sequence."""
+    """Packs [B, max_seqlen, ...] to [total, ...], `fill` after the last sequence."""
     if x.shape[0] * x.shape[1] == 0:  # a token that is used nowhere: the graph goes on through it
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, x.shape[1] == 0, 0, x.shape[0] == 0))
     sequence, i = sequence_of_token(cu_seqlens, total)
@@ -406,7 +440,7 @@ def load_cache(
     max_seqlen_k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The first `max_seqlen_k` keys of each sequence, dequantised: [B, max_seqlen_k, H_kv, D]."""
+    """Gathers and dequantises the first keys of each sequence: [B, max_seqlen_k, H_kv, D]."""
     if is_of_tokens(scale, cache):
         assert scale is not None
         scale = first_keys_of(scale, page_table, max_seqlen_k)
@@ -414,28 +448,28 @@ def load_cache(
 
 
 def first_keys_of(x: Tensor, page_table: Tensor | None, max_seqlen_k: int) -> Tensor:
-    """[B, max_seqlen_k, ...] of a cache or of what lies beside it."""
+    """Gathers [B, max_seqlen_k, ...] of a cache or of what lies beside it."""
     if page_table is None:
         return x[:, :max_seqlen_k]
     return gather_pages(x, page_table, max_seqlen_k)
 
 
 def gather_pages(cache: Tensor, page_table: Tensor, max_seqlen_k: int) -> Tensor:
-    """[num_pages, page_size, ...] -> [B, max_seqlen_k, ...]; never reads past the cache."""
+    """Gathers [B, max_seqlen_k, ...] of [num_pages, page_size, ...]; never reads past the cache."""
     num_pages, page_size = cache.shape[:2]
     pages = page_table[:, : -(-max_seqlen_k // page_size)].long().clamp(0, num_pages - 1)
     return take(cache, pages).flatten(1, 2)[:, :max_seqlen_k]
 
 
 def take(x: Tensor, *index: Any) -> Tensor:
-    """`x[index]`; 8-bit floats are moved as bytes, as not every device indexes them."""
+    """Returns `x[index]`; 8-bit floats are moved as bytes, as not every device indexes them."""
     if x.element_size() > 1:
         return x[index]
     return x.view(torch.uint8)[index].view(x.dtype)
 
 
 def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """out with the sink logits [H] in its denominator: once, after every merge.
+    """Puts the sink logits [H] into the denominator of out: once, after every merge.
 
     out [B, S, H, D] with lse [B, H, S], or out [total, H, D] with lse [H, total], which leaves the
     sinks out.
@@ -461,8 +495,7 @@ def merge_states(
     names = *(("total",) if packed else ("batch", "seqlen_q")), "num_heads", "head_dim_v"
     sizes = dict(zip(names, expect_shape("out_a", out_a, **dict.fromkeys(names)), strict=True))
     expect_shape("out_b", out_b, **sizes)
-    *batch, tokens, heads, _ = names
-    rows = {name: sizes[name] for name in (*batch, heads, tokens)}
+    rows = {name: sizes[name] for name in (*names[:-3], names[-2], names[-3])}  # heads first
     expect_shape("lse_a", lse_a, **rows)
     expect_shape("lse_b", lse_b, **rows)
     for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what quantised values go up to
+from splitkv.core.kv import CODECS
+
+STORED: dict[str, torch.dtype] = {name: getattr(torch, x.dtype) for name, x in CODECS.items()}
+LARGEST = {STORED[name]: x.largest for name, x in CODECS.items()}  # what stored values go up to
 MIN_SCALE = 2.0**-100  # of a row of zeros; its reciprocal is finite
 WEIGHT_KEYS = 64  # keys whose weights in int8 share a scale
 UNIT_DIMS, UNIT_BITS = 32, 13  # of e4m3 units: products of a step, bits kept below a sum's first
@@ -21,9 +24,11 @@ def is_of_tokens(scale: Tensor | None, x: Tensor) -> bool:
 
 
 def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x * scale` in `dtype`, x [B, S, heads, D] or [total, heads, D] and scale of one element,
-    [heads], [B, heads] beside the former, or x's shape but the last; the product is rounded
-    once."""
+    """Returns `x * scale` in `dtype`, rounded once.
+
+    x       [B, S, heads, D] or [total, heads, D]
+    scale   of one element, [heads], [B, heads] beside the former, or x's shape but the last
+    """
     if scale is None:
         return x.to(dtype)
     if scale.numel() == 1:
@@ -37,8 +42,12 @@ def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def scale_of(x: Tensor, dims: tuple[int, ...], stored: torch.dtype) -> Tensor:
-    """The fp32 scale by which the largest of x over `dims`, which are kept, becomes the largest
-    stored value; inf where one of them is not finite."""
+    """Computes the fp32 scale by which the largest of x becomes the largest stored value.
+
+    dims   those that share a scale; they are kept, as ones
+
+    It is inf where an element is not finite.
+    """
     largest = x.detach().float().abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     if any(x.shape[dim] == 0 for dim in dims):
         shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
@@ -49,14 +58,14 @@ def scale_of(x: Tensor, dims: tuple[int, ...], stored: torch.dtype) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, stored: torch.dtype) -> Tensor:
-    """The stored values nearest to `x / scale`, the largest for what is past it; scale broadcasts.
+    """Rounds `x / scale` to the nearest stored values, past the largest to that; scale broadcasts.
 
-    Ties go to even. NaN, also of an infinite x and scale, is 0 in int8, which has none.
+    Ties go to even. NaN, also of an infinite x and scale, is 0 in integers, which have none.
     """
     most = LARGEST[stored]
     y = (x.float() * (1 / scale)).clamp(-most, most)
-    rounded = y.round() if stored == torch.int8 else y
-    nan = 0.0 if stored == torch.int8 else float("nan")  # without a sign
+    rounded = y if stored.is_floating_point else y.round()
+    nan = float("nan") if stored.is_floating_point else 0.0  # without a sign
     return torch.where(y.isnan(), nan, rounded).to(stored)
 
 
@@ -73,8 +82,10 @@ class Rounding(NamedTuple):
     v_scale: Tensor | None
 
     def of_queries(self, given: Tensor, q: Tensor) -> Tensor:
-        """q [.., D], rounded with a scale a row where the keys are quantised and `given`, which q
-        was made of, is not."""
+        """Rounds q [.., D] with a scale a row, where the keys are quantised and q was not.
+
+        given   what q was made of
+        """
         if self.products == "widened" or self.stored not in LARGEST or given.dtype in LARGEST:
             return q
         scale = scale_of(q, (q.dim() - 1,), self.stored)
@@ -83,7 +94,7 @@ class Rounding(NamedTuple):
 
     @property
     def of_products(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """For `attend`: of e4m3, sums as the units keep them; sums of int8 are exact.
+        """The products of `attend`: for e4m3, sums as the units keep them; None: exact ones.
 
         Measured for Hopper in section 3.3.2 of the DeepSeek-V3 report (arXiv:2412.19437): about 14
         bits of each sum remain, the rest is cut off.
@@ -94,15 +105,15 @@ class Rounding(NamedTuple):
 
     @property
     def of_weights(self) -> Callable[[Tensor], Tensor] | None:
-        """For `attend`."""
+        """The rounding of weights in `attend`; None: they stay."""
         if self.products != "full" or self.stored not in LARGEST:
             return None
         return self._round_weights
 
     def _round_weights(self, p: Tensor) -> Tensor:
-        """p [B, H_kv, G, S_q, S_k]: in int8 with a scale a row and `WEIGHT_KEYS` keys, else a row.
+        """Rounds p [B, H_kv, G, S_q, S_k], in int8 by a scale a row and `WEIGHT_KEYS` keys.
 
-        Rows of zeros stay.
+        In e4m3 a scale is that of a whole row. Rows of zeros stay.
         """
         factor = torch.ones((), dtype=p.dtype, device=p.device)
         if self.v_scale is not None:
@@ -118,13 +129,13 @@ class Rounding(NamedTuple):
 
 
 def _sum_in_steps(rows: Tensor, keys: Tensor) -> Tensor:
-    """rows @ keys.T in steps of `UNIT_DIMS` products, each sum cut off past `UNIT_BITS` bits."""
+    """Computes rows @ keys.T by `UNIT_DIMS` products, each sum cut off past `UNIT_BITS` bits."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     steps = (x.to(dtype).split(UNIT_DIMS, -1) for x in (rows, keys))
     total = rows.new_zeros(*rows.shape[:-1], keys.shape[-2], dtype=dtype)
     for a, b in zip(*steps, strict=True):
         added = total + a @ b.transpose(-1, -2)
-        _, exponent = torch.maximum(added.abs(), total.abs()).detach().frexp()
+        exponent = torch.maximum(added.abs(), total.abs()).detach().frexp().exponent
         last = torch.ldexp(torch.ones_like(added), exponent - UNIT_BITS - 1)
         total = added + ((added / last).trunc() * last - added).detach()
     return total.to(rows.dtype)

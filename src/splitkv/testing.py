@@ -47,7 +47,7 @@ DRAWS = 4
 SOFTCAP = 3.0  # of the size of a random score, so that leaving it out shows
 DROPOUT_P = 0.2
 SPARE_PAGES, SPARE_KEYS, SPARE_DIM = 3, 3, 8
-STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+STORED = rounding.STORED
 
 
 def make_operands(
@@ -60,7 +60,7 @@ def make_operands(
     strided: bool = False,
     poison: bool = True,
 ) -> Call:
-    """Random keyword arguments for the public function that `problem` is a call of.
+    """Makes random keyword arguments for the public function that `problem` is a call of.
 
     The values depend on the seed alone, not on the device.
 
@@ -114,7 +114,7 @@ def make_operands(
 def _lengths(
     problem: Problem, g: torch.Generator, lengths: Sequence[int] | None, zero_length: bool
 ) -> Tensor:
-    """Keys of each sequence, int32 on the host."""
+    """Draws or checks the keys of each sequence, int32 on the host."""
     most, batch = problem.seqlen_k, problem.batch
     if problem.lengths == "host" and problem.kind != "varlen":
         if lengths is not None or zero_length:
@@ -198,8 +198,10 @@ def _dense_operands(problem: Problem, g: torch.Generator, keys: Tensor) -> Call:
 
 
 def _stored(problem: Problem, g: torch.Generator, *shape: int) -> tuple[Tensor, Tensor | None]:
-    """Random keys or values, and their scales where the problem has a codec; then tokens and heads
-    are of different sizes, so that a wrong scale shows."""
+    """Draws keys or values, and their scales where the problem has a codec.
+
+    Tokens and heads are then of different sizes, so that a wrong scale shows.
+    """
     x = _random(problem, g, *shape)
     if problem.codec == AS_IS:
         return x, None
@@ -209,38 +211,40 @@ def _stored(problem: Problem, g: torch.Generator, *shape: int) -> tuple[Tensor, 
 
 
 def _fill(x: Tensor, where: Tensor) -> Tensor:
-    """NaN where there is one in the type, else its largest value."""
-    if x.dtype == torch.int8:
-        return x.masked_fill(where[..., None, None], 127)
-    if x.dtype == torch.float8_e4m3fn:
-        nan = x.view(torch.uint8).masked_fill(where[..., None, None], 0x7F)
-        return nan.view(torch.float8_e4m3fn)
+    """Fills x with NaN, or where its type has none with its largest value."""
+    if not x.is_floating_point():
+        return x.masked_fill(where[..., None, None], torch.iinfo(x.dtype).max)
+    if x.element_size() == 1:
+        nan = torch.tensor(float("nan")).to(x.dtype).view(torch.uint8).item()
+        return x.view(torch.uint8).masked_fill(where[..., None, None], nan).view(x.dtype)
     return x.masked_fill(where[..., None, None], float("nan"))
 
 
 def _strided(x: Tensor, poison: bool) -> Tensor:
-    """The same values, heads before tokens in memory and `SPARE_DIM` elements between rows."""
-    *rest, tokens, heads, dim = x.shape
-    y = torch.zeros(*rest, heads, tokens, dim + SPARE_DIM, dtype=x.dtype, device=x.device)
+    """Copies x to heads before tokens in memory and `SPARE_DIM` elements between rows."""
+    tokens, heads, dim = x.shape[-3:]
+    shape = *x.shape[:-3], heads, tokens, dim + SPARE_DIM
+    y = torch.zeros(shape, dtype=x.dtype, device=x.device)
     y = _fill(y, torch.ones(y.shape[:-2], dtype=torch.bool, device=x.device)) if poison else y
     y = y.transpose(-2, -3)[..., :dim]
     return y.copy_(x)
 
 
 def quantize(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    """x [.., H_kv, D] as stored values and float32 scales [1], [H_kv] or [.., H_kv]."""
+    """Returns x [.., H_kv, D] as stored values and float32 scales [1], [H_kv] or [.., H_kv]."""
     heads, last = x.dim() - 2, x.dim() - 1
     lead = tuple(range(heads))
     dims = {"tensor": (*lead, heads, last), "head": (*lead, last), "token": (last,)}
-    scale = rounding.scale_of(x, dims[codec.granularity], STORED[codec.name])
+    stored = STORED[codec.name]
+    scale = rounding.scale_of(x, dims[codec.granularity], stored)
     shape = {"tensor": (1,), "head": (x.shape[heads],), "token": x.shape[:-1]}[codec.granularity]
-    return rounding.quantize(x, scale, STORED[codec.name]), scale.reshape(shape)
+    return rounding.quantize(x, scale, stored), scale.reshape(shape)
 
 
 def captured(
     run: Callable[[], Any], warm: Callable[[], Any] | None = None
 ) -> tuple[Callable[[], None], Any]:
-    """(replay, result) of `run` in a CUDA graph; a replay overwrites the result.
+    """Captures `run` in a CUDA graph; returns (replay, result), and a replay overwrites the result.
 
     As torch asks for, `warm`, by default `run` itself, is called on a side stream before: that
     compiles, loads and allocates.
@@ -264,10 +268,11 @@ def expected(
     draw: int = 0,
     products: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of a call by definition; `upcast=False` is the run in working precision, which
-    rounds what `products` says, by default those of the problem; the definition rounds nothing.
+    """Computes (out, lse) of a call by definition, which rounds nothing.
 
-    `draw` reorders the head dimension: other rounding errors of the same result.
+    upcast     False: the run in working precision, which rounds what `products` says
+    draw       above 0: reorders the head dimension, for other rounding errors of the same result
+    products   default: those of the problem
     """
     working = getattr(torch, problem.dtype)
     names = {"decode": ("cache_seqlens", "page_table", "max_seqlen_k"), "dense": ()}
@@ -288,7 +293,7 @@ def expected(
 
 
 def bind(problem: Problem, call: Call) -> Operands:
-    """The operands that a kernel is launched with for a call."""
+    """Makes the operands that a kernel is launched with for a call."""
     names = Operands.__dataclass_fields__.keys() & call.keys()
     tensors = {n: call[n] for n in names - {"softmax_scale", "q", "k", "v"}}
     k, v = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
@@ -341,7 +346,7 @@ def check(
 
 
 def _furthest(pts: Sequence[Tensor], ref: Tensor) -> Tensor:
-    """The run with the largest error."""
+    """Returns the run with the largest error."""
     if ref.numel() == 0:
         return pts[0]
     return max(pts, key=lambda pt: (pt.detach().double() - ref.double()).abs().max().item())
@@ -355,7 +360,7 @@ def _public(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def repro(problem: Problem, seed: int, *, device: str = "cpu", **options: Any) -> str:
-    """One line of shell that checks the problem again."""
+    """Writes one line of shell that checks the problem again."""
     given = {"device": device} if device != "cpu" else {}
     arguments = "".join(f", {n}={x!r}" for n, x in (given | options).items())
     return f'python -c "from splitkv.testing import *; check({problem!r}, seed={seed}{arguments})"'
@@ -364,7 +369,7 @@ def repro(problem: Problem, seed: int, *, device: str = "cpu", **options: Any) -
 def assert_close(
     out: Tensor, ref: Tensor, pt: Tensor, *, factor: float = 2.0, name: str = "out"
 ) -> None:
-    """max|out - ref| <= factor * max|pt - ref| + 2 * max|(ref + 0.3 - 0.3) - ref|.
+    """Asserts max|out - ref| <= factor * max|pt - ref| + 2 * max|(ref + 0.3 - 0.3) - ref|.
 
     `ref` is computed in a higher precision than `out`, `pt` in the same. The second term is what
     one rounding in the type of `out` can do. NaN never passes.
@@ -395,7 +400,7 @@ def assert_close(
 def assert_lse_close(
     lse: Tensor, ref: Tensor, *, rounded: Tensor | None = None, name: str = "lse"
 ) -> None:
-    """Infinities equal exactly, the rest to an absolute 1e-3. NaN never passes.
+    """Asserts that infinities are equal and the rest within an absolute 1e-3. NaN never passes.
 
     rounded   the LSE by queries in 8 bits, where a kernel may round them: the error may be twice as
               much more as that of the worst element, as in `assert_close`
@@ -423,7 +428,7 @@ def assert_lse_close(
 
 
 def _worst(error: Tensor) -> tuple[int, ...]:
-    """The index of the largest element."""
+    """Finds the index of the largest element."""
     flat = int(error.argmax())
     index = []
     for size in reversed(error.shape):

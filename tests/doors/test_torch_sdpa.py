@@ -22,6 +22,7 @@ from splitkv.core.device import GPUS, cpu
 from splitkv.integrations import torch_sdpa
 from splitkv.kernels import prefill
 from splitkv.runtime.autograd import _recording
+from splitkv.runtime.call_cache import CallCache
 
 aten = torch.ops.aten
 Q, K, V = (2, 4, 6, 16), (2, 2, 9, 16), (2, 2, 9, 16)
@@ -92,7 +93,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     made, library = Torch(), Library("aten", "IMPL", "CPU")
     for operator, name in OPERATORS.items():
         library.impl(operator, getattr(made, name), "CPU")
-    monkeypatch.setattr(torch_sdpa, "_bound", {})
+    monkeypatch.setattr(torch_sdpa, "calls", CallCache())
     monkeypatch.setattr(torch_sdpa, "_said", set())
     monkeypatch.setattr(torch_sdpa, "device_of", lambda q: GPUS["a100"])
     yield made
@@ -229,17 +230,37 @@ def test_a_layout_is_bound_once(
     again = aten._scaled_dot_product_flash_attention(q.clone(), k, v)
     torch.testing.assert_close(first[0], again[0])
     assert launched.operands[0].q is not launched.operands[1].q
-    assert all(bound.operands.q is None for bound in torch_sdpa._bound.values())
+    kept = [bound for entries in torch_sdpa.calls.recent.values() for _, _, bound in entries]
+    assert kept and all(bound.operands.q is None for bound in kept)
 
 
 def test_what_is_kept_is_bounded(
     launched: Launched, active: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_sdpa, "MAX_BOUND", 3)
+    monkeypatch.setattr(torch_sdpa, "calls", CallCache(max_calls=3))
     for tokens in range(1, 8):
         q, k, v = tensors((1, 2, tokens, 16), (1, 2, 9, 16), (1, 2, 9, 16), grad=False)
         aten._scaled_dot_product_flash_attention(q, k, v)
-        assert len(torch_sdpa._bound) <= 3
+        assert 0 < len(torch_sdpa.calls) <= 3
+
+
+def test_a_kernel_is_replaced_with_the_filters_of_warnings_left_alone() -> None:
+    """They are of the process: other threads would see a change. torch's own warning stays."""
+    code = (
+        "import warnings, torch\n"
+        "from torch.library import Library\n"
+        "from splitkv.integrations import torch_sdpa\n"
+        "before, warnings.catch_warnings = list(warnings.filters), None\n"
+        "library = Library('aten', 'IMPL', 'CPU')\n"
+        "torch_sdpa._replace(library, 'relu', lambda keys, x: x + 1, 'CPU')\n"
+        "assert warnings.filters == before\n"
+        "assert torch.relu(torch.zeros(1)) == 1, 'the kernel is in place'\n"
+    )
+    for option in ("default", "error"):
+        command = [sys.executable, "-W", f"{option}:Warning only once:UserWarning", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert (torch_sdpa.REPLACED in done.stderr) == (option == "default")
 
 
 REFUSALS: dict[str, tuple[Any, str]] = {

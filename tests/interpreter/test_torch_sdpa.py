@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from splitkv.core.device import GPUS
 from splitkv.integrations import torch_sdpa
+from splitkv.runtime.call_cache import CallCache
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def on_an_a100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_sdpa, "_bound", {})
+    monkeypatch.setattr(torch_sdpa, "calls", CallCache())
     monkeypatch.setattr(torch_sdpa, "device_of", lambda q: GPUS["a100"])
 
 

@@ -402,8 +402,7 @@ def test_a_policy_of_the_caller() -> None:
         ({"num_splits": True}, "num_splits: expected an integer, got True"),
         (
             {"policy": "x"},
-            "policy: expected 'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', "
-            "'sequence_aware', 'paged_attention_v2', 'paged_attention_v2_permissive' or 'fixed', "
+            f"policy: expected {', '.join(map(repr, [*POLICIES][:-1]))} or {[*POLICIES][-1]!r}, "
             "got 'x'",
         ),
     ],

@@ -23,23 +23,42 @@ MAX_PARAMETERS, MAX_RESULTS, MAX_NESTING = 10, 3, 4  # of a Python or device fun
 NESTING = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef)
 FORBIDDEN_OPENINGS = ("Of ", "As ", "The same ")
 FORBIDDEN_MODULES = ("known", "again", "ahead", "effect", "halves", "numbered")
+_PUBLIC = "public: its arguments are the interface, written out for readers and type checkers"
+_FOREIGN = "a signature of FlashAttention or torch, written out as there; a test compares it"
+_RELAUNCH = "called once a step: a record made for the call would cost more than the call"
+# Functions that the limits are not for, by file under src/splitkv, each with why.
+EXEMPT: dict[str, dict[str, str]] = {
+    "cache/paged.py": {"__init__": _PUBLIC},
+    "cache/sink_window.py": {"__init__": _PUBLIC},
+    "flash_attn/attention.py": {
+        "flash_attn_func": _FOREIGN,
+        "flash_attn_kvpacked_func": _FOREIGN,
+        "flash_attn_qkvpacked_func": _FOREIGN,
+        "flash_attn_varlen_func": _FOREIGN,
+        "flash_attn_varlen_kvpacked_func": _FOREIGN,
+        "flash_attn_varlen_qkvpacked_func": _FOREIGN,
+    },
+    "flash_attn/kv_cache.py": {"flash_attn_with_kvcache": _FOREIGN},
+    "flash_attn/scheduler.py": {"get_scheduler_metadata": _FOREIGN},
+    "integrations/torch_sdpa.py": {
+        "_flash": _FOREIGN,
+        "_flash_backward": _FOREIGN,
+        "_sdpa_backward": _FOREIGN,
+    },
+    "reference.py": {"attention": _PUBLIC, "attention_varlen": _PUBLIC, "decode": _PUBLIC},
+    "runtime/attention.py": {"attention": _PUBLIC, "attention_varlen": _PUBLIC},
+    "runtime/call_cache.py": {
+        "__call__": _RELAUNCH,
+        "layout": "a key, which is compared and never taken apart",
+    },
+    "runtime/decode.py": {"decode": _PUBLIC},
+    "runtime/warmup.py": {"warmup": _PUBLIC},
+}
 # Not yet done: paths under src/splitkv. What is mended leaves the list, nothing joins it.
 PENDING: tuple[str, ...] = (
-    "cache/paged.py",
-    "cache/quantize.py",
-    "cache/sink_window.py",
-    "cache/storage.py",
     "core/masks.py",
     "core/options.py",
     "core/problem.py",
-    "flash_attn/attention.py",
-    "flash_attn/cached_call.py",
-    "flash_attn/descales.py",
-    "flash_attn/kv_cache.py",
-    "flash_attn/pages.py",
-    "flash_attn/scheduler.py",
-    "integrations/torch_sdpa.py",
-    "integrations/transformers.py",
     "kernels/append.py",
     "kernels/combine.py",
     "kernels/hopper/__init__.py",
@@ -65,15 +84,6 @@ PENDING: tuple[str, ...] = (
     "planner/policies/short_queries.py",
     "planner/policies/tuned.py",
     "planner/policies/widening.py",
-    "reference.py",
-    "rounding.py",
-    "runtime/append.py",
-    "runtime/append_decode.py",
-    "runtime/attention.py",
-    "runtime/call_cache.py",
-    "runtime/decode.py",
-    "runtime/warmup.py",
-    "testing.py",
 )
 
 
@@ -178,6 +188,20 @@ def shape_faults(path: Path) -> set[str]:
     return faults
 
 
+def exempt(path: Path) -> dict[str, str]:
+    """The functions of a file that the limits are not for."""
+    inside = path.is_relative_to(PACKAGE)
+    return EXEMPT.get(path.relative_to(PACKAGE).as_posix(), {}) if inside else {}
+
+
+def open_faults(path: Path) -> set[str]:
+    """What is left to mend in a file."""
+    spared = exempt(path)
+    return {
+        fault for fault in shape_faults(path) | flags(path) if fault.split(":")[0] not in spared
+    }
+
+
 def flags(path: Path) -> set[str]:
     """Compile-time parameters that say whether, and not which or what: they stand alone as a
     condition and are given as True or False."""
@@ -199,9 +223,8 @@ def pending(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=relative)
 def test_functions_take_and_give_what_has_a_name(path: Path) -> None:
-    faults = shape_faults(path) | flags(path)
     if not pending(path):
-        assert faults == set()
+        assert open_faults(path) == set()
 
 
 def test_what_is_pending_is_there() -> None:
@@ -209,7 +232,13 @@ def test_what_is_pending_is_there() -> None:
     for name in PENDING:
         paths = [p for p in PACKAGE.rglob("*.py") if relative(p).startswith(f"src/splitkv/{name}")]
         assert paths, f"{name}: no such file"
-        assert any(shape_faults(p) | flags(p) for p in paths), f"{name}: nothing is left to do"
+        assert any(map(open_faults, paths)), f"{name}: nothing is left to do"
+
+
+@pytest.mark.parametrize("name", EXEMPT)
+def test_what_is_exempt_needs_to_be(name: str) -> None:
+    over = {fault.split(":")[0] for fault in shape_faults(PACKAGE / name)}
+    assert over >= EXEMPT[name].keys()
 
 
 def test_kernel_files_are_found() -> None:

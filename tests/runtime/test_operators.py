@@ -25,6 +25,7 @@ from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, ma
 DECODE = Problem("decode", 2, 8, 2, 32, 32, 2, 24, "float32", mask=Mask(True), lengths="device")
 DENSE = Problem("dense", 2, 4, 2, 16, 16, 5, 7, "float32")
 WINDOW = Mask(True, 6, -1, 2)
+PAST = 1 << 70  # an integer that no operator can take
 EVERY_SCORE = Score(softcap=True, alibi=True)
 
 DECODE_PROBLEMS = {
@@ -268,6 +269,9 @@ def test_compiled_with_a_list_for_the_window() -> None:
         (DECODE, {"plan": "waves"}, "plan: expected a splitkv.Plan, got 'waves'"),
         (DENSE, {"window_size": 3}, r"window_size: expected \(left, right\), got 3"),
         (DENSE, {"dropout_p": 1.5}, "dropout_p: expected from 0 to less than 1, got 1.5"),
+        (DECODE, {"num_splits": PAST}, f"num_splits: expected 0 to 1024, got {PAST}"),
+        (DECODE, {"max_seqlen_k": PAST}, f"max_seqlen_k: expected 0 to .*, got {PAST}"),
+        (DENSE, {"window_size": (-PAST, 0)}, f"left: expected at least -1, got -{PAST}"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )
@@ -286,6 +290,19 @@ def test_a_malformed_call_is_refused(
 
 class Subclass(Tensor):
     """A tensor that is not plain."""
+
+
+@pytest.mark.parametrize("problem", [DECODE, DENSE], ids=["decode", "dense"])
+@pytest.mark.parametrize(
+    "far",
+    [{"window_size": (PAST, PAST)}, {"sink_tokens": PAST}, {"attention_chunk": PAST}],
+    ids=str,
+)
+def test_edges_past_64_bits_are_as_good_as_all_keys(problem: Problem, far: dict[str, Any]) -> None:
+    call = make_operands(problem) | {"window_size": (3, -1)} | far
+    wanted = run(FUNCTION[problem.kind], call)
+    call["q"] = Subclass(call["q"])
+    assert_same(tuple(x.as_subclass(Tensor) for x in run(FUNCTION[problem.kind], call)), wanted)
 
 
 @pytest.mark.parametrize("problem", [DECODE, DENSE], ids=["decode", "dense"])

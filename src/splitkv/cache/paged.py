@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from splitkv.api import attention_varlen, decode
-from splitkv.cache.storage import Layers, dtype_of, expect_sizes, unit_stride
+from splitkv.cache.storage import Layers, Storage, dtype_of, expect_sizes, unit_stride
 from splitkv.core.errors import (
     expect,
     expect_at_least,
@@ -106,7 +106,7 @@ class PagedKVCache:
         self.page_size, self.max_batch = page_size, max_batch
         self.max_seqlen, self.max_tokens = max_seqlen, max_tokens
         shape = num_layers, num_pages, page_size, num_kv_heads, head_dim, head_dim_v
-        self._layers = held = Layers(*shape, dtype, device, granularity, smooth_k)
+        self._layers = held = Layers(*shape, Storage(dtype, granularity, smooth_k, device))
         self.k, self.v, self.dtype = held.k, held.v, held.dtype
         self.k_scale, self.v_scale, self.k_mean = held.k_scale, held.v_scale, held.k_mean
         max_pages = -(-max_seqlen // page_size)
@@ -208,7 +208,7 @@ class PagedKVCache:
         v_scale: Tensor | None = None,
         k_mean: Tensor | None = None,
     ) -> None:
-        """The same with values that are known already, as those that come with a model.
+        """Settle them by values that are known already, as those that come with a model.
 
         k_scale, v_scale   [num_kv_heads] or [1] fp32, by the granularity; none of "token"
         k_mean             [num_kv_heads, head_dim] fp32, with smooth_k

@@ -23,9 +23,8 @@ from splitkv.core.errors import (
 from splitkv.core.kv import Granularity
 from splitkv.core.scales import DTYPE_BYTES
 from splitkv.kernels import quantize as kernel
-from splitkv.rounding import quantize, scale_of
+from splitkv.rounding import STORED, quantize, scale_of
 
-STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 GRANULARITIES = [x for x in get_args(Granularity) if x != "none"]
 
 
@@ -52,7 +51,7 @@ def quantize_kv(
     smooth_k: bool = False,
     k_mean: Tensor | None = None,
 ) -> QuantizedKV:
-    """Keys and values as int8 or fp8 (e4m3) with fp32 scales, nearest, ties to even.
+    """Quantizes keys and values to int8 or fp8 (e4m3) with fp32 scales, nearest, ties to even.
 
     k, v         [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], the pages of a cache
                  [num_pages, page_size, ..], or packed [total_k, ..]: bf16, fp16, fp32 or fp64
@@ -98,7 +97,7 @@ def quantize_kv(
 
 
 def mean_key(k: Tensor) -> Tensor:
-    """The mean of keys [.., heads, dim] over all tokens, [heads, dim] fp32; of none it is 0."""
+    """Computes the mean key of [.., heads, dim] over all tokens, [heads, dim] fp32; 0 of none."""
     tokens = k.flatten(0, -3)
     if not tokens.shape[0]:
         return torch.zeros(k.shape[-2:], device=k.device)
@@ -108,9 +107,8 @@ def mean_key(k: Tensor) -> Tensor:
 def _quantized(
     x: Tensor, mean: Tensor | None, stored: torch.dtype, granularity: Any
 ) -> tuple[Tensor, Tensor]:
-    """x in `stored`, and its scale."""
-    *lead, heads, _ = x.shape
-    shape = {"tensor": (1,), "head": (heads,), "token": (*lead, heads)}[granularity]
+    """Returns x in `stored`, and its scale."""
+    shape = {"tensor": (1,), "head": x.shape[-2:-1], "token": x.shape[:-1]}[granularity]
     if x.is_cuda and x.numel():
         x = x if x.stride(-1) == 1 else x.contiguous()
         mean = None if mean is None else mean.contiguous()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from splitkv.api import decode
-from splitkv.cache.storage import Layers, expect_sizes, unit_stride
+from splitkv.cache.storage import Layers, Storage, expect_sizes, unit_stride
 from splitkv.core.errors import (
     UnsupportedProblem,
     expect,
@@ -93,7 +93,7 @@ class SinkWindowCache:
         self.sink_tokens, self.window = int(sink_tokens), int(window)
         self.capacity = self.sink_tokens + self.window
         shape = num_layers, batch, self.capacity, num_kv_heads, head_dim, head_dim_v
-        self._layers = held = Layers(*shape, dtype, device, granularity, smooth_k)
+        self._layers = held = Layers(*shape, Storage(dtype, granularity, smooth_k, device))
         self.k, self.v, self.dtype = held.k, held.v, held.dtype
         self.k_scale, self.v_scale, self.k_mean = held.k_scale, held.v_scale, held.k_mean
         self._empty = True
@@ -119,7 +119,10 @@ class SinkWindowCache:
         self._empty = True
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As of PagedKVCache; before the first `extend`, or after `reset`."""
+        """Settle a layer's scales and mean key, like `PagedKVCache.calibrate`.
+
+        Only before the first `extend`, or after `reset`.
+        """
         self._expect_empty("calibrate")
         self._layers.calibrate(layer, k, v)
 
@@ -130,7 +133,10 @@ class SinkWindowCache:
         v_scale: Tensor | None = None,
         k_mean: Tensor | None = None,
     ) -> None:
-        """As of PagedKVCache; before the first `extend`, or after `reset`."""
+        """Settle them by values that are known, like `PagedKVCache.set_scales`.
+
+        Only before the first `extend`, or after `reset`.
+        """
         self._expect_empty("set_scales")
         self._layers.set_scales(layer, k_scale, v_scale, k_mean)
 

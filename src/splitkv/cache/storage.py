@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from splitkv.cache.quantize import GRANULARITIES, STORED, mean_key
+from splitkv.cache.quantize import GRANULARITIES, mean_key
 from splitkv.core.errors import (
     dtype_name,
     expect,
@@ -22,7 +22,7 @@ from splitkv.core.errors import (
     expect_shape,
     expect_size,
 )
-from splitkv.rounding import dequantize, scale_of
+from splitkv.rounding import STORED, dequantize, scale_of
 from splitkv.runtime.dispatch import torch_device
 
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,18 +32,27 @@ WITHOUT_MEAN = ("softcap", "sink_logits")
 
 
 def expect_sizes(**sizes: Any) -> None:
-    """Integers from 1 to MAX_SIZE."""
+    """Raises for what is no integer from 1 to MAX_SIZE."""
     for name, size in sizes.items():
         expect_size(name, size)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype, or one of the names bf16, fp16, fp32, int8 and fp8 (e4m3)."""
+    """Returns a dtype given as one, or by the name bf16, fp16, fp32, int8 or fp8 (e4m3)."""
     if isinstance(dtype, str):
         expect_one_of("dtype", dtype, DTYPES)
         return DTYPES[dtype]
     expect(dtype in DTYPES.values(), "dtype", f"one of {[*DTYPES.values()]}", dtype)
     return dtype
+
+
+class Storage(NamedTuple):
+    """How keys and values are stored: the arguments of a cache that say so, as given."""
+
+    dtype: torch.dtype | str
+    granularity: str | None
+    smooth_k: bool
+    device: torch.device | str
 
 
 class Layers:
@@ -65,19 +74,17 @@ class Layers:
         num_kv_heads: int,
         head_dim: int,
         head_dim_v: int | None,
-        dtype: torch.dtype | str,
-        device: torch.device | str,
-        granularity: str | None,
-        smooth_k: bool,
+        storage: Storage,
     ) -> None:
         dim_v = head_dim if head_dim_v is None else head_dim_v
         expect_sizes(
             num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dim_v
         )
         expect_in_range("number of slots", slabs * keys, 1, MAX_SLOTS)
-        device = torch_device(device)
+        device = torch_device(storage.device)
         shape = num_layers, slabs, keys, num_kv_heads
-        self.dtype = dtype_of(dtype)
+        self.dtype = dtype_of(storage.dtype)
+        granularity, smooth_k = storage.granularity, storage.smooth_k
         expect_bool("smooth_k", smooth_k)
         self.k = torch.zeros(*shape, head_dim, dtype=self.dtype, device=device)
         self.v = torch.zeros(*shape, dim_v, dtype=self.dtype, device=device)
@@ -150,11 +157,11 @@ class Layers:
         self._settled.add(layer)
 
     def expect_settles(self, name: str) -> None:
-        """There is something to be known."""
+        """Raises where nothing has to be known."""
         expect(self.settles, name, "granularity 'tensor' or 'head', or smooth_k", self.granularity)
 
     def stored_by(self, layer: int) -> dict[str, Tensor | None]:
-        """Arguments of `Append` for a layer, which has to be calibrated if its scales are fixed."""
+        """Returns arguments of `Append` for a layer, calibrated before if its scales are fixed."""
         if self.settles:
             number = self.expect_layer(layer)
             what = "calibrate or set_scales before tokens are stored"
@@ -163,13 +170,13 @@ class Layers:
         return {**self.scales(layer), "k_mean": mean}
 
     def scales(self, layer: int) -> dict[str, Tensor]:
-        """Arguments of `decode` and `attention_varlen`."""
+        """Returns arguments of `decode` and `attention_varlen`."""
         if self.k_scale is None or self.v_scale is None:
             return {}
         return {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
 
     def expect_options(self, options: dict[str, Any]) -> None:
-        """None that say what the cache itself says, nor, with a mean, what its scores change."""
+        """Raises for options that the cache itself says, or that a mean's scores would change."""
         if self.k_scale is not None:
             for name in ("k_scale", "v_scale"):
                 expect_none_with(name, options.get(name), "a cache that holds its scales")
@@ -179,7 +186,7 @@ class Layers:
             expect(absent, name, "none with smooth_k, which takes a number off all scores", given)
 
     def finish(self, layer: int, q: Tensor, result: Any, options: dict[str, Any]) -> Any:
-        """The LSE of `decode` or `attention_varlen`, with the mean key's score added again."""
+        """Adds the mean key's score to the LSE of `decode` or `attention_varlen` again."""
         if self.k_mean is None or not isinstance(result, tuple):
             return result
         out, lse = result
@@ -189,7 +196,7 @@ class Layers:
         return out, lse + scale * (q * mean).sum(-1).transpose(-1, -2)
 
     def copy_slabs(self, source: Tensor, target: Tensor) -> None:
-        """Slabs, with their scales, to others, in all layers."""
+        """Copies slabs, with their scales, to others, in all layers."""
         held: list[Tensor | None] = [self.k, self.v]
         if self.granularity == "token":
             held += [self.k_scale, self.v_scale]
@@ -201,7 +208,10 @@ class Layers:
     # Tokens
 
     def check(self, layer: int, k: Tensor, v: Tensor, **lead: int | None) -> int:
-        """New keys and values of a layer, `lead` their first dimensions; its number from 0."""
+        """Checks new keys and values of a layer; returns its number from 0.
+
+        lead   their first dimensions
+        """
         number = self.expect_layer(layer)
         quantised = self.dtype in STORED.values()
         for name, x, held in (("k", k, self.k), ("v", v, self.v)):
@@ -217,7 +227,7 @@ class Layers:
         return number
 
     def expect_layer(self, layer: int) -> int:
-        """The number from 0 of a layer, which may be counted from the last."""
+        """Returns the number from 0 of a layer, which may be counted from the last."""
         expect_int("layer", layer)
         layers = self.k.shape[0]
         expect(-layers <= layer < layers, "layer", f"less than {layers}", layer)
@@ -225,5 +235,5 @@ class Layers:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x, copied if neighbours along its last dimension are not neighbours in memory."""
+    """Returns x, copied if neighbours along its last dimension are not neighbours in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from splitkv.core.values import Value
 
@@ -12,6 +12,26 @@ Granularity = Literal["none", "tensor", "head", "token"]
 Products = Literal["widened", "half", "full"]
 """What may be multiplied in 8 bits beside quantised keys and values: nothing, all are widened
 first; q . k, for which q is rounded as well; or p . v too, for which p is."""
+
+
+class Stored(NamedTuple):
+    """What elements of a codec are stored as, in one byte each.
+
+    dtype      torch's name of the type, by which a tensor tells its codec
+    largest    the largest stored value: a scale maps the largest number to it
+    products   what may be multiplied in 8 bits where nobody says; "widened" is always right
+    """
+
+    dtype: str
+    largest: float
+    products: Products
+
+
+CODECS: dict[CodecName, Stored] = {
+    "int8": Stored("int8", 127.0, "half"),
+    "fp8": Stored("float8_e4m3fn", 448.0, "widened"),
+}
+"""Every codec but as_is, in the order in which messages list them."""
 
 
 @dataclass(frozen=True, slots=True)

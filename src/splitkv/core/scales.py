@@ -19,11 +19,21 @@ from splitkv.core.errors import (
     expect_one_of,
     expect_tensor,
 )
-from splitkv.core.kv import AS_IS, Codec, CodecName, Granularity, Paged, Place, Products, Ragged
+from splitkv.core.kv import (
+    AS_IS,
+    CODECS,
+    Codec,
+    CodecName,
+    Granularity,
+    Paged,
+    Place,
+    Products,
+    Ragged,
+)
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-QUANTISED: dict[str, CodecName] = {"int8": "int8", "float8_e4m3fn": "fp8"}
-DEFAULT_PRODUCTS: dict[CodecName, Products] = {"int8": "half", "fp8": "widened"}
+QUANTISED: dict[str, CodecName] = {stored.dtype: name for name, stored in CODECS.items()}
+DEFAULT_PRODUCTS: dict[CodecName, Products] = {name: x.products for name, x in CODECS.items()}
 
 
 class Types(NamedTuple):

@@ -48,7 +48,7 @@ calls: CallCache[CachedStep] = CallCache()
 
 
 def relaunched(given: Mapping[str, Any]) -> Tensor | None:
-    """out of a call with these arguments, launched as an earlier one; None: nothing is done."""
+    """Launches a call as an earlier one like it, and returns out; None: nothing is done."""
     options, tensors = _options_of(given)
     if options is None:
         return None
@@ -58,23 +58,43 @@ def relaunched(given: Mapping[str, Any]) -> Tensor | None:
     bound = step.bound
     if bound.device is not None and bound.device != call_cache.current_device():
         return None
-    q, k_cache, v_cache, k, v, before, rows, table, table_too, *rest = _tensors_of(given)
-    cos, sin, start, slopes, cu_seqlens_new = rest
-    rotary = None
+    k_cache, v_cache, lengths = given["k_cache"], given["v_cache"], given["cache_seqlens"]
+    cos, rotary, new_ends = given["rotary_cos"], None, given["cu_seqlens_k_new"]
     if cos is not None:
-        rotary = Rotary(cos, sin, start, given["rotary_interleaved"], step.q_step)
-    new = Append(k, v, k_cache, v_cache, before, cu_seqlens_new=cu_seqlens_new, rotary=rotary)
-    table = table_too if table is None else table
-    table = rows if table is None else table
-    of_decode = q, k_cache, v_cache, None, before, table, None, slopes, None, None, None
+        turn = given["rotary_sin"], given["rotary_seqlens"], given["rotary_interleaved"]
+        rotary = Rotary(cos, *turn, step.q_step)
+    k, v = given["k"], given["v"]
+    new = Append(k, v, k_cache, v_cache, lengths, cu_seqlens_new=new_ends, rotary=rotary)
+    table = given["block_table"]
+    if table is None:
+        table = given["page_table"]
+    if table is None:
+        table = given["cache_batch_idx"]
     repeat: Relaunch = bound.launcher.repeat  # type: ignore[attr-defined]
-    done = repeat(*of_decode, bound.softmax_scale, given["softcap"], new)
+    done = repeat(
+        given["q"],
+        k_cache,
+        v_cache,
+        None,
+        lengths,
+        table,
+        None,
+        given["alibi_slopes"],
+        None,
+        None,
+        None,
+        bound.softmax_scale,
+        given["softcap"],
+        new,
+    )
     return None if done is None else done[0]
 
 
 def keep(given: Mapping[str, Any], call: Append, q: Tensor, bound: BoundCall | None) -> None:
-    """Keep how a call with these arguments was launched: it was this call of `append`, and decode
-    with this q."""
+    """Keeps how a call with these arguments was launched.
+
+    call, q   what it appended, and the queries that it then attended with
+    """
     if bound is None or getattr(bound.launcher, "repeat", None) is None:
         return
     options, tensors = _options_of(given)
@@ -88,7 +108,7 @@ def keep(given: Mapping[str, Any], call: Append, q: Tensor, bound: BoundCall | N
 
 
 def _options_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    """(the options and the tensors of a call); no options where it is none that is cached."""
+    """Returns (options, tensors) of a call; options None where it is none that is cached."""
     if is_dynamo_compiling():
         return None, []
     absent, values = _absent_of(given), _tensors_of(given)

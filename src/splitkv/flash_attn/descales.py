@@ -27,7 +27,7 @@ def scales_of(
     batch: int,
     cu_seqlens_k: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The arguments that say how 8-bit tensors are scaled and multiplied; none for other types.
+    """Makes the arguments that say how 8-bit tensors are scaled; none for other types.
 
     descales      q_descale, k_descale and v_descale by their names: fp32 [batch, num_kv_heads], or
                   one; None: 1
@@ -55,21 +55,23 @@ def scales_of(
         of_k, of_v = of_k.contiguous(), of_v.contiguous()
     for name, scale in (("k_scale", of_k), ("v_scale", of_v)):
         if scale.dim() == 2 and cu_seqlens_k is not None:
-            sequence, _ = sequence_of_token(cu_seqlens_k, k.shape[0])
+            sequence = sequence_of_token(cu_seqlens_k, k.shape[0])[0]
             scale = scale[sequence.clamp(max=batch - 1)]
         scales[name] = scale
     return scales
 
 
 def joined(scales: dict[str, Any]) -> dict[str, Any]:
-    """The scales for queries that are in 8 bits no longer: theirs joins that of the keys."""
+    """Makes the scales of queries that have left 8 bits: theirs joins that of the keys."""
     rest = {name: scale for name, scale in scales.items() if name != "q_scale"}
     return rest | {"k_scale": scales["k_scale"] * scales["q_scale"]}
 
 
 def _narrowed(name: str, descale: Tensor | None, q: Tensor, k: Tensor, batch: int) -> Tensor:
-    """[1], [num_kv_heads] or [batch, num_kv_heads]: what is expanded is one for all that share it,
-    which strides tell without a look at the device."""
+    """Narrows a scale to [1], [num_kv_heads] or [batch, num_kv_heads].
+
+    What is expanded is one for all that share it, which strides tell without a look at the device.
+    """
     if descale is None:
         return torch.ones(1, dtype=torch.float32, device=q.device)
     expect_dtype(name, descale, "float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +38,10 @@ from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.runtime.append import append
 from splitkv.runtime.append_decode import append_and_decode, appending, bound_call_of, step_of
 from splitkv.runtime.autocast import without_autocast
-from splitkv.runtime.call_cache import BoundCall, layout
+from splitkv.runtime.call_cache import BoundCall, CallCache, with_types
 from splitkv.runtime.dispatch import describe, device_of, fit_plan
 
-MAX_PROBLEMS = 4096  # kept; past it the table starts afresh
-_problems: dict[Any, Problem] = {}
+problems: CallCache[Problem] = CallCache()  # of calls whose arguments were checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
 
 
 def _either(name: str, x: Any, other: str, y: Any) -> tuple[Any, str]:
-    """Two names of one argument: its value, and the name it came by."""
+    """Returns the value of an argument that has two names, and the name it came by."""
     if y is None:
         return x, name
     expect_none_with(name, x, f"{other}, another name for it")
@@ -282,7 +282,7 @@ def _expect_cache(
 
 
 def _expect_seqlens(cache_seqlens: Any, cache: Cache, q: Tensor) -> Tensor | None:
-    """[batch] int32, or None: the whole cache."""
+    """Returns the lengths [batch] int32; None stands for the whole cache."""
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         if cache_seqlens is not None:
             _expect_index("cache_seqlens", cache_seqlens, q, batch=cache.batch)
@@ -341,8 +341,10 @@ def _expect_new(
     cache: Cache,
     options: Options,
 ) -> Append | None:
-    """The call that writes k and v, None where there is nothing to do. Rotated, what comes in 8
-    bits goes on in bf16, q too."""
+    """Makes the call that writes k and v; None where there is nothing to do.
+
+    Rotated, what comes in 8 bits goes on in bf16, q too.
+    """
     if k is None or v is None:
         expect_none_with("v", v, "no k")
         expect_none_with("k", k, "no v")
@@ -354,8 +356,8 @@ def _expect_new(
         _expect_index("cu_seqlens_k_new", cu_seqlens_new, q, **{"batch + 1": cache.batch + 1})
         lead = {"total_new": None}
     heads, head_dim = cache.k.shape[2:]
-    *tokens, _, _ = expect_shape("k", k, **lead, num_kv_heads=heads, head_dim=head_dim)
-    lead = dict(zip(lead, tokens, strict=True))
+    shape = expect_shape("k", k, **lead, num_kv_heads=heads, head_dim=head_dim)
+    lead = dict(zip(lead, shape[: len(lead)], strict=True))
     expect_shape("v", v, **lead, num_kv_heads=heads, head_dim_v=cache.v.shape[3])
     types = [dtype_name(cache.k)]
     if cache.k.dtype in QUANTISED and q.dtype not in QUANTISED:
@@ -416,7 +418,7 @@ class Attend:
     shape: tuple[int, ...]
 
     def run(self, call: Append | None) -> Any:
-        """out, or (out, lse); first what is to be appended."""
+        """Appends what is to be appended, and returns out, or (out, lse)."""
         tensors, arguments = (self.q, self.k, self.v), self.arguments
         if self.ragged is None and call is not None:
             result = append_and_decode(call, *tensors, **arguments)
@@ -432,7 +434,7 @@ class Attend:
         return attention_varlen(*tensors, *of_q, cache_seqlens=lengths, **arguments)
 
     def bound_call(self, call: Append) -> BoundCall | None:
-        """What a call whose queries are dense is launched by."""
+        """Finds what a call whose queries are dense is launched by."""
         return bound_call_of(step_of(call, self.q, self.k, self.v, **self.arguments))
 
     def __call__(self, call: Append | None) -> Any:
@@ -455,7 +457,7 @@ def _attend(
     metadata: Plan | None,
     call: Append | None = None,
 ) -> Attend:
-    """What will be called, checked as a whole."""
+    """Makes what will be called, checked as a whole."""
     shape, batch = tuple(q.shape), cache.batch
     if ragged is not None and ragged.max_seqlen_q == 1 and q.shape[0] == batch:
         ragged, q = None, q[:, None]
@@ -481,19 +483,19 @@ def _attend(
 
 
 def _problem(*tensors: Any, **arguments: Any) -> Problem:
-    """The problem of the call that will follow, every argument checked: once for each kind."""
-    if is_dynamo_compiling():  # the table would be guarded, and compiled again for as it grows
+    """Describes the call that will follow, every argument checked: once for each kind."""
+    if is_dynamo_compiling():  # the cache would be guarded, and compiled again for as it grows
         return describe(*tensors, **arguments)
-    everything = (*tensors, *arguments, *arguments.values())
+    everything = (*tensors, *arguments.values())
+    given = [x for x in everything if isinstance(x, Tensor)]
+    others = tuple(Tensor if isinstance(x, Tensor) else x for x in everything)
     try:
-        window = tuple(map(type, arguments["window_size"]))
-        # types: 1 and 1.0 equal True, but are not what it may be
-        key = window, *(layout(x) if isinstance(x, Tensor) else (type(x), x) for x in everything)
-        problem = _problems.get(key)
-    except TypeError:  # not hashable: describing says what it is
+        window = with_types(tuple(arguments["window_size"]))
+    except TypeError:  # describing says what it should be
         return describe(*tensors, **arguments)
+    options = with_types(others), window, *arguments
+    problem = problems.match(options, given)
     if problem is None:
-        if len(_problems) >= MAX_PROBLEMS:
-            _problems.clear()
-        problem = _problems[key] = describe(*tensors, **arguments)
+        new = partial(describe, *tensors, **arguments)
+        problem = problems.get_or_bind(options, given, new)
     return problem

@@ -29,8 +29,9 @@ class Cache:
 
 
 def pages_of(cache: Cache, needs_table: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """k, v and the page table that make each sequence start at its first key, nothing moved.
+    """Returns k, v and the page table by which each sequence starts at its first key.
 
+    Nothing is moved.
     A row of a contiguous cache is a page; with padding on the left every key is one.
     """
     k, v, table, rows = cache.k, cache.v, cache.page_table, cache.rows
@@ -48,7 +49,7 @@ def pages_of(cache: Cache, needs_table: bool) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def _single_keys(cache: Cache, table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The cache as pages of one key, and the page of each key of each sequence."""
+    """Returns the cache as pages of one key, and the page of each key of each sequence."""
     assert cache.leftpad is not None
     keys = torch.arange(cache.capacity, dtype=torch.int32, device=cache.k.device)
     place = cache.leftpad[:, None] + keys
@@ -67,7 +68,7 @@ def _single_keys(cache: Cache, table: Tensor | None) -> tuple[Tensor, Tensor, Te
 
 
 def _pitch(name: str, cache: Tensor) -> int:
-    """Keys from one slab of [slabs, keys, heads, dim] to the next, in memory."""
+    """Counts the keys from one slab of [slabs, keys, heads, dim] to the next, in memory."""
     slab, key = (int(n) for n in cache.stride()[:2])
     if cache.shape[0] == 1 or cache.shape[1] == 1:
         return int(cache.shape[1]) if cache.shape[0] == 1 else 1
@@ -77,9 +78,9 @@ def _pitch(name: str, cache: Tensor) -> int:
 
 
 def _as_single_keys(cache: Tensor, pitch: int) -> Tensor:
-    """[slabs * pitch, 1, heads, dim], a view of the same memory."""
-    slabs, keys, heads, dim = cache.shape
-    slab, key, head, _ = cache.stride()
-    step = slab if keys == 1 else key
+    """Views the memory as [slabs * pitch, 1, heads, dim]."""
+    slabs, keys = cache.shape[:2]
+    step = cache.stride(0 if keys == 1 else 1)
     pages = (slabs - 1) * pitch + keys
-    return cache.as_strided((pages, 1, heads, dim), (step, step, head, 1))  # from its own offset
+    strides = step, step, cache.stride(2), 1
+    return cache.as_strided((pages, 1, *cache.shape[2:]), strides)  # from its own offset

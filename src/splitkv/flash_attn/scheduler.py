@@ -132,13 +132,13 @@ def get_scheduler_metadata(
 
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, device: Device, num_splits: int) -> Plan:
-    """One object a decision, so that the calls bound to it are found in their caches."""
+    """Makes one object a decision, so that the calls bound to it are found in their caches."""
     return make_plan(problem, device, num_splits=num_splits)
 
 
 @lru_cache(maxsize=4096)
 def fitted(plan: Plan, problem: Problem) -> Plan:
-    """The plan, with what metadata cannot know of a call taken from the call's problem.
+    """Fits the plan to a call: what metadata cannot know of it is taken from its problem.
 
     Where its kernel cannot run that, or not with the plan's config, the decision is made again, for
     the plan's own device.
@@ -156,7 +156,7 @@ def fitted(plan: Plan, problem: Problem) -> Plan:
         rotary=problem.rotary,
     )
     kernel = kernel_named(plan.kernel)
-    config, _ = appending.decide(of_call, kernel, plan.config)
+    config = appending.decide(of_call, kernel, plan.config)[0]
     unsupported = kernel.unsupported(of_call, plan.device)
     if unsupported or not is_legal(kernel, of_call, plan.device, config):
         forced = plan.config.num_splits if plan.policy == "fixed" else 0

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +34,12 @@ from splitkv.core.problem import Operands, describe_attention
 from splitkv.kernels.gradients import backward_for
 from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.planner.registry import kernel_named, make_plan
-from splitkv.runtime.call_cache import layout
+from splitkv.runtime.call_cache import CallCache
 from splitkv.runtime.dispatch import device_of
 
 NAME = "splitkv"
 FLASH = 1  # torch's number of the FlashAttention backend
-MAX_BOUND = 1024  # layouts kept; past it the table starts afresh
-_bound: dict[Any, Bound] = {}
+REPLACED = "Overriding a previously registered kernel"  # what torch says of it, once a process
 _said: set[str] = set()
 
 
@@ -61,8 +61,7 @@ class Active:
     order_before: list[int]
 
     def remove(self) -> None:
-        """The kernels that were replaced are in place again, and the order of backends too, unless
-        someone has set another since."""
+        """Puts the replaced kernels back, and the order of backends if nobody has set another."""
         if self.library is None:
             return
         self.library._destroy()
@@ -95,9 +94,16 @@ def activate(dispatch_key: str = "CUDA") -> Active:
 
 
 def _replace(library: Any, operator: str, run: Callable[..., Any], dispatch_key: str) -> None:
-    with warnings.catch_warnings():  # that a kernel is replaced is what was asked for
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
+    """Replaces a kernel, of which torch warns once a process, as for any other implementation.
+
+    Filters of warnings belong to all threads and stay as they are. Where they make the warning an
+    error it is raised when the kernel is in place.
+    """
+    try:
         library.impl(operator, run, dispatch_key, with_keyset=True)
+    except UserWarning as warning:
+        if REPLACED not in str(warning):
+            raise
 
 
 class Refused(Exception):
@@ -105,7 +111,7 @@ class Refused(Exception):
 
 
 def _or_else(run: Callable[..., Any], replaced: Any) -> Callable[..., Any]:
-    """`run`, and where it refuses, the kernel that it replaces."""
+    """Makes a kernel of `run` and, where that refuses, of the one that it replaces."""
 
     def implementation(keys: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -118,7 +124,7 @@ def _or_else(run: Callable[..., Any], replaced: Any) -> Callable[..., Any]:
 
 
 def _announced(operator: str, kernel: Any) -> Callable[..., Any]:
-    """torch's kernel of another backend, which says why no FlashAttention was offered the call."""
+    """Wraps another backend's kernel so that it says why FlashAttention was not offered a call."""
 
     def implementation(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._get_flash_sdp_enabled():
@@ -147,7 +153,7 @@ def _not_offered(
     *_: Any,
     **__: Any,
 ) -> str:
-    """What of a call keeps torch from offering it to FlashAttention; "": nothing that is known."""
+    """Says what keeps torch from offering a call to FlashAttention; "": nothing that is known."""
     dims = [x.shape[-1] for x in (query, key, value)]
     limits = (
         (attn_bias is not None, f"attn_mask: expected None, got {_shape(attn_bias)}"),
@@ -190,6 +196,9 @@ class Call(NamedTuple):
     scale: float | None
 
 
+OPERANDS = Call._fields[:6]
+
+
 class Bound(NamedTuple):
     """A launcher for all calls of a layout, and operands to put their tensors into; or why not."""
 
@@ -198,8 +207,11 @@ class Bound(NamedTuple):
     against: str
 
 
+calls: CallCache[Bound] = CallCache()
+
+
 def _bind(call: Call) -> tuple[SequenceLauncher, Operands]:
-    """The launcher of a call's layout and the call's operands. Raises Refused.
+    """Returns the launcher of a call's layout and the call's operands. Raises Refused.
 
     Forward and backward ask alike, so that both are run by the same side.
     """
@@ -207,19 +219,14 @@ def _bind(call: Call) -> tuple[SequenceLauncher, Operands]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     aligned = tuple(x.data_ptr() % 16 == 0 for x in call[:3])
     given = call.out is None, call.cu_seqlens_q is None
-    key = (*map(layout, tensors), call[6:], aligned, given, deterministic)
-    bound = _bound.get(key)
+    options = call[6:], aligned, given, deterministic
+    bound = calls.match(options, tensors)
     if bound is None:
-        bound = _bind_anew(call, deterministic)
-        if len(_bound) >= MAX_BOUND:
-            _bound.clear()
-        _bound[key] = bound
+        bound = calls.get_or_bind(options, tensors, partial(_bind_anew, call, deterministic))
     if bound.launcher is None:
         raise Refused(bound.against)
-    q, k, v, out, cu_q, cu_k, *_ = call
-    return bound.launcher, replace(
-        bound.operands, q=q, k=k, v=v, out=out, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
-    )
+    of_call: dict[str, Any] = {name: getattr(call, name) for name in OPERANDS}
+    return bound.launcher, replace(bound.operands, **of_call)
 
 
 def _bind_anew(call: Call, deterministic: bool) -> Bound:
@@ -264,8 +271,7 @@ def _bind_anew(call: Call, deterministic: bool) -> Bound:
     if not isinstance(launcher, SequenceLauncher):
         against = dict(plan.rejected).get("prefill") or (f"the plan is {plan.kernel}",)
         return Bound(None, operands, "; ".join(against))
-    # tensors of this call are not kept alive
-    without: dict[str, Any] = dict.fromkeys(("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k"))
+    without: dict[str, Any] = dict.fromkeys(OPERANDS)  # tensors of this call are not kept alive
     return Bound(launcher, replace(operands, **without), "")
 
 
@@ -273,8 +279,31 @@ def _on_device(q: Tensor) -> Any:
     return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
 
 
-def _forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, and the three that torch has beside them: the seed of dropout and two unused."""
+class Forward(NamedTuple):
+    """What aten::_flash_attention_forward returns."""
+
+    output: Tensor
+    softmax_logsumexp: Tensor
+    rng_state: Tensor  # here the seed of dropout
+    unused: Tensor
+    debug_attn_mask: Tensor
+
+
+class SdpaForward(NamedTuple):
+    """What aten::_scaled_dot_product_flash_attention returns."""
+
+    output: Tensor
+    logsumexp: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    rng_state: Tensor
+    unused: Tensor
+    debug_attn_mask: Tensor
+
+
+def _forward(call: Call) -> Forward:
     launcher, operands = _bind(call)
     q = call.q
     seeds = torch.empty(2, dtype=torch.int64, device=q.device)
@@ -283,7 +312,7 @@ def _forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _on_device(q):
         out, lse = launcher.forward(operands, seeds[0] if call.dropout_p > 0 else None)
     unused = torch.empty((), dtype=torch.uint64, device=q.device)
-    return out, lse, seeds.view(torch.uint64), unused, q.new_empty(0)
+    return Forward(out, lse, seeds.view(torch.uint64), unused, q.new_empty(0))
 
 
 def _backward(
@@ -293,15 +322,15 @@ def _backward(
     run = backward_for(launcher.plan, operands)
     seed = seeds.view(torch.int64)[0] if call.dropout_p > 0 else None
     with _on_device(call.q):
-        dq, dk, dv, *_ = run(operands, seed, out, lse, grad_out, None, False)
-    return dq, dk, dv
+        grads = run(operands, seed, out, lse, grad_out, None, False)
+    return grads[0], grads[1], grads[2]
 
 
 # The operators
 
 
 def _heads_second(*tensors: Tensor) -> list[Tensor]:
-    """[batch, heads, tokens, dim] of torch to [batch, tokens, heads, dim] and back, views."""
+    """Views [batch, heads, tokens, dim] of torch as [batch, tokens, heads, dim], or back."""
     return [x.transpose(1, 2) for x in tensors]
 
 
@@ -314,13 +343,13 @@ def _sdpa(
     return_debug_mask: bool = False,
     *,
     scale: float | None = None,
-) -> tuple[Any, ...]:
-    """aten::_scaled_dot_product_flash_attention."""
+) -> SdpaForward:
+    """Stands for aten::_scaled_dot_product_flash_attention."""
     _refuse_debug_mask(return_debug_mask)
     out = torch.empty_like(query)
     call = _dense(query, key, value, out, dropout_p, is_causal, scale)
-    _, lse, *rest = _forward(call)
-    return out, lse, None, None, query.shape[2], key.shape[2], *rest
+    made = _forward(call)
+    return SdpaForward(out, made[1], None, None, query.shape[2], key.shape[2], *made[2:])
 
 
 def _sdpa_backward(
@@ -341,7 +370,7 @@ def _sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """aten::_scaled_dot_product_flash_attention_backward."""
+    """Stands for aten::_scaled_dot_product_flash_attention_backward."""
     call = _dense(query, key, value, out, dropout_p, is_causal, scale)
     grad, made = _heads_second(grad_out, out)
     return tuple(_heads_second(*_backward(call, grad, made, logsumexp, philox_seed)))
@@ -356,8 +385,8 @@ def _dense(
     is_causal: bool,
     scale: float | None,
 ) -> Call:
-    q, k, v, into = _heads_second(query, key, value, out)
-    return Call(q, k, v, into, None, None, 0, 0, dropout_p, is_causal, (-1, -1), scale)
+    tensors = _heads_second(query, key, value, out)
+    return Call._make((*tensors, None, None, 0, 0, dropout_p, is_causal, (-1, -1), scale))
 
 
 def _flash(
@@ -376,8 +405,8 @@ def _flash(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     **others: Any,
-) -> tuple[Tensor, ...]:
-    """aten::_flash_attention_forward, whose tensors are laid out as here."""
+) -> Forward:
+    """Stands for aten::_flash_attention_forward, whose tensors are laid out as here."""
     _refuse_debug_mask(return_debug_mask)
     _refuse(**others)
     window = _window(window_size_left, window_size_right)
@@ -407,7 +436,7 @@ def _flash_backward(
     window_size_right: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    """aten::_flash_attention_backward."""
+    """Stands for aten::_flash_attention_backward."""
     _refuse(**others)
     window = _window(window_size_left, window_size_right)
     lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
@@ -420,7 +449,7 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _expect_both(call: Call) -> Call:
-    """Bounds of queries and keys, or neither: what torch's kernel also takes otherwise is its."""
+    """Refuses all but bounds of queries and keys, or neither: the rest is for torch's kernel."""
     if call.cu_seqlens_q is None:
         _refuse(cum_seq_k=call.cu_seqlens_k)
         return call._replace(max_seqlen_q=0, max_seqlen_k=0)
@@ -435,7 +464,7 @@ def _refuse_debug_mask(return_debug_mask: bool) -> None:
 
 
 def _refuse(**given: Any) -> None:
-    """Arguments of torch's operators that only its own kernels know."""
+    """Refuses arguments of torch's operators that only its own kernels know."""
     for name, value in given.items():
         if value is not None:
             shown = _shape(value) if isinstance(value, Tensor) else value

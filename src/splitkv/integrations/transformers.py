@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ def attention_forward(
     attention_mask: Visibility | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: query, key, value `[B, H, S, D]` to `([B, S, H, D], None)`.
+    """Computes one layer: query, key, value `[B, H, S, D]` to `([B, S, H, D], None)`.
 
     `attention_mask` is what `visible_keys` made, and says alone which keys are visible: `is_causal`
     and `sliding_window` beside it change nothing. Without it the layer attends to every key, as in
@@ -101,7 +101,8 @@ def attention_forward(
     of a model in fewer bits to the model's, as for FlashAttention.
     """
     try:
-        return _forward(module, query, key, value, attention_mask, **arguments), None
+        given = LayerOptions.of(arguments)
+        return _forward(module, query, key, value, attention_mask, given), None
     except ValueError as error:
         raise renamed(error, NAMES) from None
     except UnsupportedProblem as error:
@@ -110,46 +111,63 @@ def attention_forward(
         raise UnsupportedLayer(error.problem, error.device, error.reasons) from None
 
 
+class LayerOptions(NamedTuple):
+    """What a layer may say beside query, key, value and mask, by transformers' names."""
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    is_causal: bool | None = None
+    deterministic: bool | None = None
+    position_ids: Tensor | None = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+    max_length_q: int | Tensor | None = None
+    max_length_k: int | Tensor | None = None
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> LayerOptions:
+        """Takes the arguments that a layer gave; raises for those that would change its result."""
+        own = {name: arguments.pop(name) for name in cls._fields if name in arguments}
+        for name, given in arguments.items():
+            if name not in INERT and given is not None and given is not False:
+                raise unsupported(f"{name}: expected None, got {shown(given)}")
+        return cls(**own)
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The sequences of a batch without padding: all of these, or none."""
+        names = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+        return {name: getattr(self, name) for name in names}
+
+
 def _forward(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Visibility | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    deterministic: bool | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | Tensor | None = None,
-    max_length_k: int | Tensor | None = None,
-    **kwargs: Any,
+    given: LayerOptions,
 ) -> Tensor:
-    for name, given in kwargs.items():
-        if name not in INERT and given is not None and given is not False:
-            raise unsupported(f"{name}: expected None, got {shown(given)}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if getattr(x, "ndim", 0) != 4:
             expect_shape(name, x, batch=None, num_heads=None, seqlen=None, head_dim=None)
-    for name, flag in (("is_causal", is_causal), ("deterministic", deterministic)):
+    for name, flag in (("is_causal", given.is_causal), ("deterministic", given.deterministic)):
         if flag is not None:
             expect_bool(name, flag)
-    if sliding_window is not None:
-        expect_int("sliding_window", sliding_window)
-        expect_positive("sliding_window", sliding_window)
+    if given.sliding_window is not None:
+        expect_int("sliding_window", given.sliding_window)
+        expect_positive("sliding_window", given.sliding_window)
     # [B, H, S, D] -> [B, S, H, D], a view
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if not (q.dtype is k.dtype is v.dtype) or q.dtype is torch.float32:
         q, k, v = _in_one_type(module, q, k, v)
     seen = attention_mask
     if seen is None:
-        seen = _without_a_mask(module, (*q.shape[:2], k.shape[1]), is_causal, sliding_window)
+        sizes = (*q.shape[:2], k.shape[1])
+        seen = _without_a_mask(module, sizes, given.is_causal, given.sliding_window)
     elif not isinstance(seen, Visibility):
         raise unsupported(
             f"attention_mask: expected [batch, positions] at the model, got {shown(seen)}; "
@@ -161,30 +179,25 @@ def _forward(
         f"[{q.shape[0]}, 1, {q.shape[1]}, {k.shape[1]}], as the queries and keys of the layer",
         list(seen.shape),
     )
-    lengths = {
-        "cu_seq_lens_q": cu_seq_lens_q,
-        "cu_seq_lens_k": cu_seq_lens_k,
-        "max_length_q": max_length_q,
-        "max_length_k": max_length_k,
-    }
     expect_no_ulysses()
-    if any(given is not None for given in lengths.values()):
-        seen = _with_lengths(seen, lengths)
-    elif seen.packing is not None and getattr(position_ids, "ndim", 0) == 2:
-        seen = _packed(seen, seen.packing.segments(position_ids))
+    if any(x is not None for x in given.lengths.values()):
+        seen = _with_lengths(seen, given.lengths)
+    elif seen.packing is not None and getattr(given.position_ids, "ndim", 0) == 2:
+        seen = _packed(seen, seen.packing.segments(given.position_ids))
 
     options: dict[str, Any] = {
         "causal": seen.causal,
         "window_size": seen.window_size,
         "attention_chunk": seen.chunk,
-        "softmax_scale": scaling,
-        "softcap": 0.0 if softcap is None else softcap,
-        "sink_logits": s_aux,
+        "softmax_scale": given.scaling,
+        "softcap": 0.0 if given.softcap is None else given.softcap,
+        "sink_logits": given.s_aux,
     }
     needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (query, key, value, s_aux)
+        t is not None and t.requires_grad for t in (query, key, value, given.s_aux)
     )
-    training: dict[str, Any] = {"dropout_p": dropout, "deterministic": bool(deterministic)}
+    dropout = given.dropout
+    training: dict[str, Any] = {"dropout_p": dropout, "deterministic": bool(given.deterministic)}
     if seen.segments is not None:
         return _varlen(q, k, v, seen.segments, seen.length, {**options, **training})
     if seen.cache_seqlens is not None or (
@@ -198,7 +211,7 @@ def _forward(
 
 
 def _in_one_type(module: torch.nn.Module, *tensors: Tensor) -> Iterable[Tensor]:
-    """Queries, keys and values in the type in which FlashAttention would take them.
+    """Casts queries, keys and values to the type in which FlashAttention would take them.
 
     Rotary embeddings under autocast, and layer norms kept in float32, leave some of them wider.
     """
@@ -250,7 +263,7 @@ def _without_a_mask(
 
 
 def _packed(seen: Visibility, segments: Segments | None) -> Visibility:
-    """Sequences apart that only `position_ids` tell apart."""
+    """Keeps sequences apart that only `position_ids` tell apart."""
     if segments is not None and seen.chunk:
         raise unsupported(
             f"position_ids: expected one sequence a row with chunks of {seen.chunk}, which count "
@@ -271,7 +284,7 @@ def expect_no_ulysses() -> None:
 
 
 def _with_lengths(seen: Visibility, lengths: dict[str, Any]) -> Visibility:
-    """The sequences of a batch without padding, as its collator gave them."""
+    """Keeps the sequences of a batch without padding apart, as its collator gave them."""
     for name, given in lengths.items():
         expect_given_with(name, given, ", ".join(n for n in lengths if n != name))
     padded = seen.cache_seqlens is not None or (seen.segments is not None and seen.segments.padded)
@@ -337,7 +350,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, options: dict[str
 
 
 def _pitch(cache: Tensor) -> int | None:
-    """Keys from one sequence of `[B, S, H, D]` to the next; None: no whole number of them."""
+    """Counts the keys from one sequence of `[B, S, H, D]` to the next; None: no whole number."""
     if cache.shape[0] == 1:
         return cache.shape[1]
     whole, rest = divmod(cache.stride(0), cache.stride(1))
@@ -345,11 +358,11 @@ def _pitch(cache: Tensor) -> int | None:
 
 
 def _pages(cache: Tensor, pitch: int) -> Tensor:
-    """A cache `[B, S, H, D]` as pages of one key, `[pages, 1, H, D]`: a view of the same memory.
+    """Views a cache `[B, S, H, D]` as pages of one key, `[pages, 1, H, D]`.
 
     Page `b * pitch + s` is key s of sequence b. Pages between the sequences belong to nobody.
     """
-    batch, seqlen, heads, dim = cache.shape
-    _, key_stride, head_stride, _ = cache.stride()
+    batch, seqlen = cache.shape[:2]
     pages = (batch - 1) * pitch + seqlen
-    return cache.as_strided((pages, 1, heads, dim), (key_stride, key_stride, head_stride, 1))
+    strides = cache.stride(1), cache.stride(1), cache.stride(2), 1
+    return cache.as_strided((pages, 1, *cache.shape[2:]), strides)

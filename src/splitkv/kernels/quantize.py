@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitkv.kernels.host.append_arguments import codes
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.visit import load_tile, store_tile
 from splitkv.rounding import LARGEST
@@ -126,7 +127,7 @@ def launch(x: Tensor, mean: Tensor | None, granularity: str, stored: Tensor, sca
     tile_t = max(1, min(64, TILE_ELEMENTS // triton.next_power_of_2(dim)))
     tiles = triton.cdiv(tokens, tile_t)
     sizes = tokens, slab, heads, tiles, *strides, int(granularity == "head")
-    out = stored if stored.dtype == torch.int8 else stored.view(torch.uint8)
+    out = codes(stored, stored)
     largest = None
     if granularity != "token":
         largest = torch.zeros_like(scale)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from splitkv.core.options import names_of
 from splitkv.kernels.append import Launcher
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 from splitkv.runtime.call_cache import CallCache, launch_on
@@ -23,10 +24,10 @@ calls: CallCache[Launcher] = CallCache()
 
 
 def append(call: Append) -> Result:
-    """(q_out, after): the rotated queries, and how many keys there are now; None without q, slots.
+    """Appends; returns (q_out, after): the rotated queries and how many keys there are now.
 
-    Writes into the caches. One launch, no wait for the device, nothing read by the host. Records no
-    gradient.
+    q_out is None without q, after is None with slots. Writes into the caches. One launch, no wait
+    for the device, nothing read by the host. Records no gradient.
     """
     if is_dynamo_compiling():
         return _through_operator(call)
@@ -53,28 +54,34 @@ def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
 
 
 def _through_operator(call: Append) -> Result:
-    """The call as `splitkv::append`, for what traces it or looks into it."""
+    """Runs the call as `splitkv::append`, for what traces it or looks into it."""
     tensors = (x if x is None else x.detach() for x in call.tensors)
     how = (False, 0) if call.rotary is None else call.rotary[3:]
     q_out, after = append_op(*tensors, *how)
     return None if call.q is None else q_out, None if call.before is None else after
 
 
+_SCHEMA = (
+    *("Tensor k", "Tensor v", "Tensor(a!) k_cache", "Tensor(b!) v_cache", "Tensor? before"),
+    *("Tensor? rows", "Tensor? leftpad", "Tensor? page_table", "Tensor? slots"),
+    *("Tensor? cu_seqlens_new", "Tensor? q", "Tensor? cu_seqlens_q", "Tensor(c!)? k_scale"),
+    *("Tensor(d!)? v_scale", "Tensor? k_mean", "Tensor? cos", "Tensor? sin", "Tensor? start"),
+    *("bool interleaved", "SymInt q_step"),
+)
+_NAMES = names_of(_SCHEMA)
+
+
 @torch.library.custom_op(
     "splitkv::append",
     mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"),
-    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? before, "
-    "Tensor? rows, Tensor? leftpad, Tensor? page_table, Tensor? slots, Tensor? cu_seqlens_new, "
-    "Tensor? q, Tensor? cu_seqlens_q, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
-    "Tensor? k_mean, Tensor? cos, Tensor? sin, Tensor? start, bool interleaved, "
-    "SymInt q_step) -> (Tensor, Tensor)",
+    schema=f"({', '.join(_SCHEMA)}) -> (Tensor, Tensor)",
 )
 def append_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *others, cos, sin, start, interleaved, q_step = arguments
-    rotary = None if cos is None else Rotary(cos, sin, start, interleaved, q_step)
-    call = Append._make((*others, rotary))
+    given = dict(zip(_NAMES, arguments, strict=True))
+    rotary = Rotary(*(given.pop(name) for name in Rotary._fields))
+    call = Append(**given, rotary=None if rotary.cos is None else rotary)
     absent = tuple(x is None for x in call.tensors)
-    q_out, after = _run(call, call.given, (absent, arguments[-2:]))
+    q_out, after = _run(call, call.given, (absent, rotary.interleaved, rotary.q_step))
     k = call.k
     return (
         k.new_empty(0) if q_out is None else q_out,
@@ -84,7 +91,7 @@ def append_op(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @append_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    k, before, q = arguments[0], arguments[4], arguments[10]
+    k, before, q = (arguments[_NAMES.index(name)] for name in ("k", "before", "q"))
     return (
         k.new_empty(0) if q is None else q.new_empty(q.shape),
         k.new_empty(0, dtype=torch.int32) if before is None else before.new_empty(before.shape),

@@ -31,12 +31,16 @@ from splitkv.runtime.dispatch import (
     is_plain,
     operator_outputs,
     plan_for,
+    within_64_bits,
     working_dtype,
 )
 
 
 class Step(NamedTuple):
-    """A call of `append_and_decode`; given: every argument of decode but these."""
+    """A call of `append_and_decode`.
+
+    given   every argument of decode that is no field here, by name
+    """
 
     append: Append
     q: Tensor
@@ -50,11 +54,12 @@ class Step(NamedTuple):
 _TENSORS, _SCALARS = tensors_of("append_and_decode"), scalars_of("append_and_decode")
 _scalars_of = itemgetter(*(name for name in _SCALARS if name != "window_size"))
 _DEFAULTS = defaults_of("decode")
+_UNROTATED = Rotary(*(None,) * 2)
 calls: CallCache[BoundCall] = CallCache()
 
 
 def appending(problem: Problem, call: Append) -> Problem:
-    """The problem of a call of decode, with what is appended before it."""
+    """Adds to the problem of a call of decode what is appended before it."""
     rotary = call.rotary is not None
     return replace(problem, seqlen_new=call.tokens_a_sequence, rotary=rotary)
 
@@ -69,7 +74,7 @@ def step_of(
     plan: Plan | None = None,
     **arguments: Any,
 ) -> Step:
-    """By the arguments of `append_and_decode`."""
+    """Makes a Step of the arguments of `append_and_decode`."""
     assert call.before is not None and call.slots is None and call.k_mean is None
     return Step(call, q, k_cache, v_cache, num_splits, plan, _DEFAULTS | arguments)
 
@@ -77,7 +82,7 @@ def step_of(
 def append_and_decode(
     call: Append, q: Tensor, k_cache: Tensor, v_cache: Tensor, **arguments: Any
 ) -> Result:
-    """(out, lse or None) of `decode` after a call of `append`, which is checked by who makes it.
+    """Appends, and returns (out, lse or None) of `decode`; who makes `call` has checked it.
 
     call       its lengths are those before it; its scales, if any, not one a token
     q          [batch, seqlen_q, num_heads, head_dim], not rotated yet
@@ -105,13 +110,16 @@ def _run(bound: BoundCall, step: Step) -> Result:
 
 
 def bound_call_of(step: Step, *, in_operator: bool = False) -> BoundCall | None:
-    """What the call is launched by; None for what traces it or looks into it, unless the operator
-    asks."""
+    """Finds or binds what launches the call.
+
+    Returns None where the call is traced or looked into, unless `in_operator`: the operator itself
+    asks.
+    """
     if not in_operator and is_dynamo_compiling():
         return None
     call, given, plan = step.append, step.given, step.plan
-    cos, sin, start, *turn = (None, None, None) if call.rotary is None else call.rotary
-    of_append = call.cu_seqlens_new, call.leftpad, call.k_scale, call.v_scale, cos, sin, start
+    rotary = _UNROTATED if call.rotary is None else call.rotary
+    of_append = call.cu_seqlens_new, call.leftpad, call.k_scale, call.v_scale, *rotary[:3]
     assert call.before is not None
     tensors, present = [step.q, step.k_cache, step.v_cache, call.before, call.k, call.v], 0
     for t in (*(given[name] for name in _TENSORS), *of_append):
@@ -121,7 +129,7 @@ def bound_call_of(step: Step, *, in_operator: bool = False) -> BoundCall | None:
             present += 1
     left, right = given["window_size"]
     scalars = with_types((left, right, step.num_splits, *_scalars_of(given)))
-    options = scalars, present, plan and id(plan), *turn
+    options = scalars, present, plan and id(plan), *rotary[3:]
     bound = calls.match(options, tensors)
     if bound is not None:
         return bound
@@ -131,12 +139,9 @@ def bound_call_of(step: Step, *, in_operator: bool = False) -> BoundCall | None:
 
 
 def _bind(step: Step) -> BoundCall:
-    """A call of the kernel that appends too, or of `append` and decode under the same decision."""
+    """Binds the kernel that appends too, or `append` and decode under the same decision."""
     call, given, plan = step.append, step.given, step.plan
-    lengths = {"cache_seqlens": call.before}
-    problem, operands = describe_decode(
-        step.q, step.k_cache, step.v_cache, needs_grad=False, **given | lengths
-    )
+    problem, operands = _described(step)
     made = plan_for(appending(problem, call), operands, plan, step.num_splits)
     launcher: Launcher
     if made.config.appends:
@@ -149,8 +154,15 @@ def _bind(step: Step) -> BoundCall:
     return BoundCall.of(launcher, operands, plan)
 
 
+def _described(step: Step) -> tuple[Problem, Operands]:
+    """Describes the call of decode; what is appended is no part of it."""
+    lengths = {"cache_seqlens": step.append.before}
+    arguments = step.given | lengths
+    return describe_decode(step.q, step.k_cache, step.v_cache, needs_grad=False, **arguments)
+
+
 def _append_then_decode(scalars: dict[str, Any], operands: Operands) -> Result:
-    """A launcher of two calls, for a plan whose kernel of decode writes no new tokens."""
+    """Launches two calls, for a plan whose kernel of decode writes no new tokens."""
     tensors = {name: getattr(operands, name) for name in _TENSORS}
     return _in_turn(operands.new, operands.q, operands.k, operands.v, scalars | tensors)
 
@@ -158,7 +170,7 @@ def _append_then_decode(scalars: dict[str, Any], operands: Operands) -> Result:
 def _in_turn(
     call: Append, q: Tensor, k_cache: Tensor, v_cache: Tensor, arguments: dict[str, Any]
 ) -> Result:
-    """`append`, and then `decode` with these arguments."""
+    """Runs `append`, and then `decode` with these arguments."""
     rotated, after = append(call)
     if rotated is not None:
         q = rotated.view(q.shape)
@@ -167,69 +179,70 @@ def _in_turn(
 
 
 def _through_operator(step: Step) -> Result:
-    """The call as `splitkv::append_decode`, for what traces it or looks into it."""
-    call, q, k_cache, v_cache, num_splits, plan, given = step
-    cos, sin, start, *turn = (None, None, None, False, 0) if call.rotary is None else call.rotary
-    of_append = call.before, call.k, call.v, call.cu_seqlens_new, call.k_scale, call.v_scale
-    of_decode = (given[name] for name in _TENSORS)
-    tensors = q, k_cache, v_cache, *of_append, cos, sin, start, *of_decode
-    detached = (t if t is None else t.detach() for t in tensors)
+    """Runs the call as `splitkv::append_decode`, for what traces it or looks into it."""
+    given = within_64_bits(step.given, step.num_splits, partial(_described, step))
     left, right = given["window_size"]
-    scalars = given | {"window_left": left, "window_right": right}
-    scalars |= {"num_splits": num_splits, "plan": handle_of(plan)}
-    out, lse = append_decode_op(*detached, *turn, *(scalars[name] for name in _OF_OPERATOR))
-    return out, lse if given["return_lse"] else None
+    rotary = _UNROTATED if step.append.rotary is None else step.append.rotary
+    given |= {"q": step.q, "k_cache": step.k_cache, "v_cache": step.v_cache, **rotary._asdict()}
+    new = ("before", "k", "v", "cu_seqlens_new")
+    given |= {name: getattr(step.append, name) for name in new}
+    given |= {"k_divisor": step.append.k_scale, "v_divisor": step.append.v_scale}
+    given |= {"window_left": left, "window_right": right}
+    given |= {"num_splits": step.num_splits, "plan": handle_of(step.plan)}
+    arguments = (given[name] for name in _NAMES)
+    out, lse = append_decode_op(*(x.detach() if isinstance(x, Tensor) else x for x in arguments))
+    return out, lse if step.given["return_lse"] else None
 
 
-_SCHEMA = schema_of("append_and_decode")
-_TENSOR_SCHEMA = tuple(argument for argument in _SCHEMA if argument.startswith("Tensor"))
-_SCALAR_SCHEMA = tuple(argument for argument in _SCHEMA if argument not in _TENSOR_SCHEMA)
-_OF_OPERATOR = names_of(_SCALAR_SCHEMA)
+_OF_DECODE = schema_of("append_and_decode")
+_TENSOR_SCHEMA = tuple(argument for argument in _OF_DECODE if argument.startswith("Tensor"))
+_SCHEMA = (
+    *("Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", "Tensor before", "Tensor k"),
+    *("Tensor v", "Tensor? cu_seqlens_new", "Tensor? k_divisor", "Tensor? v_divisor"),
+    *("Tensor? cos", "Tensor? sin", "Tensor? start", *_TENSOR_SCHEMA),
+    *("bool interleaved", "SymInt q_step"),
+    *(argument for argument in _OF_DECODE if argument not in _TENSOR_SCHEMA),
+)
+_NAMES = names_of(_SCHEMA)
 
 
 @torch.library.custom_op(
     "splitkv::append_decode",
     mutates_args=("k_cache", "v_cache"),
-    schema="(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor before, Tensor k, Tensor v, "
-    "Tensor? cu_seqlens_new, Tensor? k_divisor, Tensor? v_divisor, Tensor? cos, Tensor? sin, "
-    f"Tensor? start, {', '.join(_TENSOR_SCHEMA)}, bool interleaved, SymInt q_step, "
-    f"{', '.join(_SCALAR_SCHEMA)}) -> (Tensor, Tensor)",
+    schema=f"({', '.join(_SCHEMA)}) -> (Tensor, Tensor)",
 )
-def append_decode_op(*given: Any) -> tuple[Tensor, Tensor]:
+def append_decode_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Pages are where decode reads them, so `append` needs no rows of a cache or table."""
-    q, k_cache, v_cache, before, k, v, cu_seqlens_new, k_scale, v_scale, *rest = given
-    cos, sin, start, *rest = rest
-    of_decode, (interleaved, q_step, *scalars) = rest[: len(_TENSORS)], rest[len(_TENSORS) :]
-    arguments = dict(zip((*_TENSORS, *_OF_OPERATOR), (*of_decode, *scalars), strict=True))
-    arguments["window_size"] = arguments.pop("window_left"), arguments.pop("window_right")
-    plan = arguments.pop("plan")
-    caches = k_cache, v_cache
+    given = dict(zip(_NAMES, arguments, strict=True))
+    given["window_size"] = given.pop("window_left"), given.pop("window_right")
+    plan = given.pop("plan")
+    rotary = Rotary(*(given.pop(name) for name in Rotary._fields))
+    q, k_cache, v_cache = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
+    k, caches = given.pop("k"), (k_cache, v_cache)
     if k.dtype == torch.uint8 != k_cache.dtype:  # written as they come
         caches = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    turn = None if cos is None else Rotary(cos, sin, start, interleaved, q_step)
     call = Append(
         k,
-        v,
+        given.pop("v"),
         *caches,
-        before=before,
-        page_table=arguments["page_table"],
-        cu_seqlens_new=cu_seqlens_new,
-        q=None if turn is None else q,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        rotary=turn,
+        before=given.pop("before"),
+        page_table=given["page_table"],
+        cu_seqlens_new=given.pop("cu_seqlens_new"),
+        q=None if rotary.cos is None else q,
+        k_scale=given.pop("k_divisor"),
+        v_scale=given.pop("v_divisor"),
+        rotary=None if rotary.cos is None else rotary,
     )
     made = plan_with_handle(plan) if plan else None
-    step = step_of(call, q, k_cache, v_cache, plan=made, **arguments)
+    step = step_of(call, q, k_cache, v_cache, plan=made, **given)
     bound = bound_call_of(step, in_operator=True)
     assert bound is not None
     return operator_outputs(*_run(bound, step))
 
 
 @append_decode_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor]:
-    q, v_cache = given[0], given[2]
-    return_lse = given[_OF_OPERATOR.index("return_lse") - len(_OF_OPERATOR)]
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, v_cache, return_lse = (arguments[_NAMES.index(x)] for x in ("q", "v_cache", "return_lse"))
     out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=working_dtype(q))
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)
     return out, q.new_empty(lse_shape, dtype=torch.float32)

@@ -17,12 +17,12 @@ from torch import Tensor
 from splitkv.core.errors import expect_number, expect_tensor
 from splitkv.core.options import options_of, scalars_of, tensors_of
 from splitkv.core.plan import Plan
-from splitkv.core.problem import Operands, describe_attention, expect_window
+from splitkv.core.problem import Operands, describe_attention
 from splitkv.runtime import dispatch
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.autograd import NAMES, attention_op
 from splitkv.runtime.call_cache import BoundCall, Result, with_types
-from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad
+from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad, within_64_bits
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -295,10 +295,12 @@ def _attention(
         out, lse = result
     else:
         q, k, v = as_autocast(q, k, v)
-        expect_window(given["window_size"])
+        grad = needs_grad(*leaves)  # inside an operator nothing seems to need one
+        new = partial(describe_attention, q, k, v, needs_grad=grad, **given)
+        given = within_64_bits(given, 0, new)
         expect_number("dropout_p", given["dropout_p"])
-        given["window_left"], given["window_right"] = given.pop("window_size")
-        given["needs_grad"] = needs_grad(*leaves)  # inside an operator nothing seems to need one
+        given["window_left"], given["window_right"] = given["window_size"]
+        given["needs_grad"] = grad
         if given["dropout_p"] > 0:
             given["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
         optional = (given.get(name) for name in NAMES[3:-1])
@@ -309,8 +311,9 @@ def _attention(
 def _run(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
 ) -> Result | None:
-    """Describe, plan and bind on the first call of a kind; then only launch. Differentiable where
-    the kernel is. None under autocast, which the caller has to apply.
+    """Describes, plans and binds on the first call of a kind; then only launches.
+
+    Differentiable where the kernel is. Returns None under autocast, which the caller has to apply.
 
     given   every other argument of `attention_varlen`, by name
     """

@@ -196,8 +196,10 @@ def check_of(tensors: Sequence[Tensor]) -> Check | None:
 
 
 def layout(x: Tensor | None) -> Any:
-    """What a launcher is bound to of a tensor: everything but its address and contents. Raises
-    TypeError for a tensor that has no strides."""
+    """What a launcher is bound to of a tensor: everything but its address and contents.
+
+    Raises TypeError for a tensor that has no strides.
+    """
     if x is None:
         return None
     if x.is_nested or x.layout is not torch.strided:  # the former ends the process when asked

@@ -7,6 +7,7 @@ as the operator `splitkv::decode`.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -16,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from splitkv.core.errors import dtype_name
 from splitkv.core.options import names_of, schema_of
 from splitkv.core.plan import Plan, plan_with_handle
-from splitkv.core.problem import expect_out, expect_window
+from splitkv.core.problem import describe_decode, expect_out
 from splitkv.runtime import call_cache, dispatch
 from splitkv.runtime.autocast import as_autocast
 from splitkv.runtime.call_cache import Result
@@ -25,6 +26,7 @@ from splitkv.runtime.dispatch import (
     handle_of,
     operator_outputs,
     run_decode,
+    within_64_bits,
     working_dtype,
 )
 
@@ -258,7 +260,7 @@ def decode(
     if not is_dynamo_compiling():
         result = run_decode(tensors, arguments, num_splits, plan, options, _inside.operator)
     if result is None:
-        result = _through_operator(q, k_cache, v_cache, num_splits, plan, **arguments)
+        result = _through_operator(q, k_cache, v_cache, num_splits, plan, arguments)
     return result if return_lse else result[0]
 
 
@@ -277,19 +279,19 @@ def _through_operator(
     v_cache: Tensor,
     num_splits: int,
     plan: Plan | None,
-    *,
-    window_size: tuple[int, int],
-    out: Tensor | None,
-    return_lse: bool,
-    **arguments: Any,
+    arguments: dict[str, Any],
 ) -> Result:
-    """The call as `splitkv::decode`, for what traces it or looks into it."""
-    expect_window(window_size)
-    left, right = window_size
+    """Runs the call as `splitkv::decode`, for what traces it or looks into it.
+
+    arguments   every other one of `decode`, by name
+    """
     q, k_cache, v_cache = as_autocast(q, k_cache, v_cache)
-    arguments |= {"window_left": left, "window_right": right, "return_lse": return_lse}
-    arguments |= {"num_splits": num_splits, "plan": handle_of(plan)}
-    result, lse = decode_op(q, k_cache, v_cache, **arguments)
+    new = partial(describe_decode, q, k_cache, v_cache, needs_grad=False, **arguments)
+    given = within_64_bits(arguments, num_splits, new)
+    given["window_left"], given["window_right"] = given["window_size"]
+    given |= {"num_splits": num_splits, "plan": handle_of(plan)}
+    out = given["out"]
+    result, lse = decode_op(q, k_cache, v_cache, *(given[name] for name in _NAMES))
     if out is not None:
         expect_out(out, tuple(result.shape), dtype_name(result), q.device)
         expect_unrecorded(out)

@@ -11,6 +11,7 @@ or `splitkv::attention` (in `runtime/autograd.py`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,12 +20,20 @@ import torch
 from torch import Tensor
 
 from splitkv.core.device import Device, cpu, current
-from splitkv.core.errors import expect, expect_one_of, expect_tensor
+from splitkv.core.errors import expect, expect_in_range, expect_one_of, expect_tensor
 from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.masks import FAR
 from splitkv.core.options import Function, defaults_of, required_of, tensors_of
 from splitkv.core.plan import Config, Kernel, Plan
-from splitkv.core.problem import Operands, Problem, describe_attention, describe_decode
+from splitkv.core.problem import (
+    Operands,
+    Problem,
+    describe_attention,
+    describe_decode,
+    expect_window,
+)
 from splitkv.planner.legality import expect_backward, expect_config
+from splitkv.planner.policies.shared import MAX_SPLITS
 from splitkv.planner.registry import completed, kernel_named, make_plan
 from splitkv.runtime import call_cache
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
@@ -147,6 +156,28 @@ def handle_of(plan: Plan | None) -> str:
 def _handle_of(plan: Plan) -> str:
     """Found while a graph is traced, not traced itself."""
     return plan.handle
+
+
+def within_64_bits(
+    arguments: dict[str, Any], num_splits: int, describe: Callable[[], Any]
+) -> dict[str, Any]:
+    """Makes the arguments ones that an operator can take, which has 64 bits for an integer.
+
+    arguments   of `describe_decode` or `describe_attention`, by name
+    describe    raises what is said of a malformed integer outside of an operator; those that it
+                lets through are edges of the mask, past all keys, and are returned as `FAR`
+
+    Costs nothing but a look where every integer has 64 bits.
+    """
+    expect_window(arguments["window_size"])
+    left, right = arguments["window_size"]
+    integers = {"left": left, "right": right, "num_splits": num_splits, **arguments}
+    if all(type(x) is not int or -(1 << 63) <= x < 1 << 63 for x in integers.values()):
+        return arguments
+    describe()
+    expect_in_range("num_splits", num_splits, 0, MAX_SPLITS)
+    edges = {name: min(arguments[name], FAR) for name in ("sink_tokens", "attention_chunk")}
+    return arguments | edges | {"window_size": (min(left, FAR), min(right, FAR))}
 
 
 def expect_unrecorded(out: Any) -> None:

@@ -51,6 +51,8 @@ def rounds_rows(problem: Problem) -> bool:
     return problem.codec.name == "int8" and problem.products != "widened"
 
 
+# Codecs that its device code dequantizes.
+CODECS = ("as_is", "int8", "fp8")
 # Parts of a sequence that may be a cluster. Every GPU of sm_90 runs clusters of 8; of 16, which not
 # all do, no plan was faster (measurements/decode-hopper.md).
 CLUSTERS = (2, 4, 8)
@@ -137,6 +139,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
+    known = problem.codec.name in CODECS
+    expect(known, f"kv {problem.codec}: expected {', '.join(CODECS)}")
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
         expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")

@@ -19,7 +19,7 @@ from splitkv.core.plan import Config
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.codec import widen
-from splitkv.kernels.tile.encode import encode, magnitude, scale_of
+from splitkv.kernels.tile.encode import encode, largest_of, magnitude, scale_of
 from splitkv.kernels.tile.locate import key_rows
 from splitkv.kernels.tile.product import add_product, row_product
 from splitkv.kernels.tile.visit import Strides, place
@@ -58,7 +58,7 @@ class RowTileScales(NamedTuple):
 @triton.jit
 def round_queries(q, CODE: tl.constexpr):
     """(q as CODE, its scale [rows]) of q in a working type."""
-    scale = scale_of(tl.max(magnitude(q), 1), 127.0 if tl.int8 == CODE else 448.0)
+    scale = scale_of(tl.max(magnitude(q), 1), largest_of(CODE))
     if tl.int8 == CODE:
         rounded = encode(q, scale[:, None], tl.int8)
     else:
@@ -176,6 +176,8 @@ def units_of(problem: Problem, device: Device, config: Config) -> str:
     """
     if problem.codec == AS_IS:
         return "as_is"
+    if problem.codec.name not in ("int8", "fp8"):  # others have no units here
+        return "widened"
     if problem.codec.name == "fp8" and not multiplies_e4m3(device, config):
         return "widened"
     if problem.element_bytes > 2 or triton.next_power_of_2(problem.head_dim) < 32:

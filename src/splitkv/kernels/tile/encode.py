@@ -25,6 +25,12 @@ class Place(NamedTuple):
     head: Any
 
 
+@triton.constexpr_function
+def largest_of(stored):
+    """The largest value of a stored type; uint8 has the bits of e4m3."""
+    return 127.0 if stored == tl.int8 else 448.0
+
+
 @triton.jit
 def magnitude(x):
     """|x| in fp32, NaN as infinity: what the scale is made from."""
@@ -45,7 +51,7 @@ def encode(x, scale, STORED: tl.constexpr):
 
     The bits of e4m3 are made here and not by an instruction, as sm_80 and sm_86 have none.
     """
-    MOST: tl.constexpr = 127.0 if tl.int8 == STORED else 448.0
+    MOST: tl.constexpr = largest_of(STORED)
     y = x.to(tl.float32) * tl.div_rn(1.0, scale)
     number = y == y
     y = tl.minimum(tl.maximum(y, -MOST), MOST)
@@ -102,7 +108,7 @@ def write_tokens(
             where = place.b.to(tl.int64) * stride_scale_s
             scale = tl.load(scale_rows + where, mask=ok, other=1.0)
         else:
-            scale = scale_of(tl.max(magnitude(y), 1), 127.0 if tl.int8 == CODE else 448.0)
+            scale = scale_of(tl.max(magnitude(y), 1), largest_of(CODE))
             where = place.outer * stride_scale_s + place.inner * stride_scale_n
             tl.store(scale_rows + where, scale, mask=ok)
         y = encode(y, scale[:, None], CODE)
