@@ -205,7 +205,7 @@ def decode(
                     made_with,
                     given,
                 )
-            recent = () if call_cache.dispatch_modes() else dispatch.calls.recent[options]
+            recent = () if call_cache.dispatch_modes() else dispatch.calls.recent[options, len(q)]
         except KeyError:
             recent = ()
         except (TypeError, ValueError):  # describing says which option is not right
