@@ -136,8 +136,8 @@ class CallCache(Generic[Bound]):
         None under a dispatch mode, which is to see a call that is not cached.
         """
         try:
-            recent = () if dispatch_modes() else self.recent.get((options, len(tensors[0])), ())
-        except TypeError:  # some option is not what it should be: describing says which
+            recent = () if dispatch_modes() else self.recent.get((options, tensors[0].shape[0]), ())
+        except (TypeError, AttributeError, IndexError):  # describing says what is not right
             return None
         for fits, grad_mode, bound in recent:
             if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
@@ -171,7 +171,7 @@ class CallCache(Generic[Bound]):
         grad_mode = torch.is_grad_enabled() if needs_grad else None
         if not tensors[0].dim():  # it has no length
             return
-        key = options, len(tensors[0])
+        key = options, tensors[0].shape[0]
         others = [
             entry
             for entry in self.recent.get(key, ())
