@@ -83,15 +83,37 @@ def test_a_bind_that_raises_leaves_nothing(cache: Cache) -> None:
     assert len(cache) == 0
 
 
-def test_a_tensor_given_twice_is_found_by_its_layout(cache: Cache) -> None:
-    x = torch.zeros(2)
-    assert found(cache, (), x, x) is found(cache, (), x, x)
-    assert not cache.recent
+def test_a_tensor_given_twice(cache: Cache) -> None:
+    """It is checked where it is, and is another kind than two of its layout."""
+    x, y = torch.zeros(2), torch.zeros(2)
+    twice = found(cache, (), x, y, x)
+    assert found(cache, (), y, x, y) is twice
+    for _ in range(2):
+        assert found(cache, (), x, y, torch.zeros(2)) is twice  # by its layout
+        assert found(cache, (), x, x, x) is twice
+    assert found(cache, (), x, y, x.double()) is not twice
+    if call_cache._TensorGuards is not None:
+        (entries,) = cache.recent.values()
+        checks = [fits for fits, _, bound in entries if bound is twice]
+        for same in ((x, y, x), (x, y, torch.zeros(2)), (x, x, x)):
+            assert [fits(*same) for fits in checks].count(True) == 1
+
+
+def test_lengths_of_the_first_tensor_do_not_push_each_other_out() -> None:
+    """As the batches of an engine: each is found by the check, however many there are."""
+    cache = Cache()
+    batches = [torch.zeros(n, 4) for n in range(1, 20 * MAX_RECENT)]
+    calls = [found(cache, (), x, torch.zeros(7)) for x in batches]
+    assert [cache.match((), (x, torch.zeros(7))) for x in batches] == calls
+
+
+def test_a_tensor_without_a_length(cache: Cache) -> None:
+    assert found(cache, (), torch.zeros(())) is found(cache, (), torch.zeros(()))
 
 
 def test_the_latest_layouts_are_tried_first() -> None:
     cache = Cache()
-    tensors = [torch.zeros(n) for n in range(1, MAX_RECENT + 4)]
+    tensors = [torch.zeros(1, n) for n in range(1, MAX_RECENT + 4)]
     calls = [found(cache, (), x) for x in tensors]
     assert [found(cache, (), x) for x in tensors] == calls
     (recent,) = cache.recent.values()
@@ -102,7 +124,7 @@ def test_an_entry_replaces_what_it_stands_in_front_of() -> None:
     cache = Cache()
     for bound in range(3):
         cache.add((), [torch.zeros(2)], bound)
-        cache.add((), [torch.zeros(3)], 10 + bound)
+        cache.add((), [torch.zeros(2, 1)], 10 + bound)
     (recent,) = cache.recent.values()
     assert [bound for _, _, bound in recent] == [12, 2]
 

@@ -925,13 +925,14 @@ def test_a_known_call_is_traced_like_any_other() -> None:
 
 
 def test_a_tensor_given_twice(described_calls: list[Problem]) -> None:
-    """Which torch's check refuses: the key of layouts knows it."""
+    """Each has a check of its own, and one launcher."""
     q, k = torch.randn(2, 1, 4, 32), torch.randn(2, 24, 2, 32)
     wanted = splitkv.decode(q, k, k.clone())
     for _ in range(3):
         assert torch.equal(splitkv.decode(q, k, k), wanted)
     (recent,) = dispatch.calls.recent.values()
-    assert (len(described_calls), len(recent)) == (1, 1)
+    assert (len(described_calls), len(recent)) == (1, 2)
+    assert len({id(bound) for _, _, bound in recent}) == 1
     assert splitkv.decode(q, k, k, out=q) is q
     assert torch.equal(q, wanted)
 
@@ -939,8 +940,8 @@ def test_a_tensor_given_twice(described_calls: list[Problem]) -> None:
 def test_layouts_in_turns_are_all_known(described_calls: list[Problem]) -> None:
     """More of them than are tried one by one."""
     calls = [
-        make_operands(replace(DECODE, batch=n), poison=False) | {"max_seqlen_k": None}
-        for n in range(1, call_cache.MAX_RECENT + 5)
+        make_operands(replace(DECODE, seqlen_k=n), poison=False) | {"max_seqlen_k": None}
+        for n in range(20, 20 + call_cache.MAX_RECENT + 5)
     ]
     for _ in range(3):
         for call in calls:
@@ -1001,6 +1002,51 @@ def test_a_launcher_repeats_a_call_where_it_can(monkeypatch: pytest.MonkeyPatch)
         assert splitkv.decode(**call)[0] is call["q"]
         assert (len(launcher.slow), len(launcher.fast)) == counts
     assert entered == [0]
+
+
+def quantised_call(batch: int) -> Call:
+    problem = replace(DECODE, batch=batch, dtype="bfloat16", codec=Codec("int8", "head"))
+    call = make_operands(problem, poison=False)
+    return call | {"v_scale": call["k_scale"]}  # one tensor, given twice
+
+
+HARMLESS: dict[str, Callable[[], list[Call]]] = {
+    "one tensor as k_scale and v_scale": lambda: [quantised_call(2)],
+    "one cache as keys and values": lambda: [
+        call | {"v_cache": call["k_cache"]} for call in [make_operands(DECODE, poison=False)]
+    ],
+    "parameters": lambda: [
+        make_operands(replace(DECODE, sink_logits=True), poison=False)
+        | {"sink_logits": torch.nn.Parameter(sink(), requires_grad=False)}
+    ],
+    "what needs a gradient": lambda: [
+        call | {"q": call["q"].clone().requires_grad_()}
+        for call in [make_operands(DECODE, poison=False)]
+    ],
+    "batches of an engine": lambda: [
+        make_operands(replace(DECODE, batch=n), poison=False) for n in range(1, 40)
+    ],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_repeats_are_relaunched(
+    name: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second time on nothing looks a layout up, let alone describes it."""
+    sdpa = registry.kernel_named("torch_sdpa")
+    kernel = replace(sdpa, unsupported=lambda problem, device: [], bind=Sooner)
+    monkeypatch.setattr(registry, "KERNELS", (kernel,))
+    monkeypatch.setattr(dispatch, "calls", CallCache())
+    calls = HARMLESS[name]()
+    with mode():
+        for call in calls:
+            splitkv.decode(**call)
+        monkeypatch.setattr(dispatch, "run_decode", pytest.fail)
+        for _ in range(2):
+            for call in calls:
+                assert splitkv.decode(**call) == ("out", "lse")
 
 
 # --- lengths decided for -----------------------------------------------------------------------

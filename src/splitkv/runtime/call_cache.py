@@ -12,10 +12,10 @@ Addresses and contents are in no key, so neither are lengths nor page tables. Au
 a kind: the check below refuses a call for which it has changed, and functions that autocast applies
 to cast their tensors before they look a layout up.
 
-A kind is found in two steps. Its options alone lead to the last few layouts they came with, each
-with a check of all tensors in C++, the one that guards torch's compiled graphs. Where none of those
-fits, where torch has no such check, or where a tensor is given twice, which the check refuses, a
-key of options and layouts decides.
+A kind is found in two steps. Its options and the length of the first tensor, the batch of an engine
+or the tokens of packed prompts, lead to the last few layouts they came with, each with a check of
+all tensors in C++, the one that guards torch's compiled graphs. Where none of those fits, or where
+torch has no such check, a key of options and layouts decides.
 
 Reading and writing take single operations of a dict, which CPython does one at a time: threads may
 bind the same call twice, and never see half of an entry.
@@ -113,7 +113,8 @@ where no tensor requires a gradient, and what serves the call."""
 class CallCache(Generic[Bound]):
     """Bound calls by their options and the layouts of their tensors, as the module says.
 
-    recent   options -> the last entries that came with them, the latest first; for reading
+    recent   (options, length of the first tensor) -> the last entries that came with them, the
+             latest first; for reading
     """
 
     def __init__(self, max_calls: int = MAX_CALLS, max_recent: int = MAX_RECENT) -> None:
@@ -135,8 +136,8 @@ class CallCache(Generic[Bound]):
         None under a dispatch mode, which is to see a call that is not cached.
         """
         try:
-            recent = () if dispatch_modes() else self.recent.get(options, ())
-        except TypeError:  # some option is not what it should be: describing says which
+            recent = () if dispatch_modes() else self.recent.get((options, tensors[0].shape[0]), ())
+        except (TypeError, AttributeError, IndexError):  # describing says what is not right
             return None
         for fits, grad_mode, bound in recent:
             if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
@@ -168,13 +169,16 @@ class CallCache(Generic[Bound]):
             return
         needs_grad = any(x.requires_grad for x in tensors)
         grad_mode = torch.is_grad_enabled() if needs_grad else None
+        if not tensors[0].dim():  # it has no length
+            return
+        key = options, tensors[0].shape[0]
         others = [
             entry
-            for entry in self.recent.get(options, ())
+            for entry in self.recent.get(key, ())
             if entry[1] is not grad_mode or not entry[0](*tensors)
         ]
         latest = fits, grad_mode, bound
-        self.recent[options] = (latest, *others[: self._max_recent - 1])
+        self.recent[key] = (latest, *others[: self._max_recent - 1])
 
     def _make_room(self) -> None:
         if len(self) >= self._max_calls:
@@ -187,12 +191,35 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def check_of(tensors: Sequence[Tensor]) -> Check | None:
-    """A check for tensors just like these; None where torch has none, or one is given twice."""
+    """A check for tensors just like these, the same one in the same places; None where torch has
+    none."""
     if _TensorGuards is None:
         return None
-    guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    firsts = {id(x): n for n, x in reversed([*enumerate(tensors)])}
+    places = sorted(firsts.values())
+    distinct = [tensors[n] for n in places]  # torch's check refuses a tensor that is given twice
+    guards = _TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     check: Check = guards.check
-    return check if check(*tensors) else None
+    if not check(*distinct):
+        return None
+    if len(places) == len(tensors):
+        return check
+    pairs = [(n, firsts[id(x)]) for n, x in enumerate(tensors) if firsts[id(x)] != n]
+    return _check_with_repeats(check, places, pairs)
+
+
+def _check_with_repeats(
+    check: Check, places: Sequence[int], pairs: Sequence[tuple[int, int]]
+) -> Check:
+    """A check of tensors of which those of each pair are one; `check` is of those at the places."""
+
+    def fits(*tensors: Any) -> bool:
+        for n, first in pairs:
+            if tensors[n] is not tensors[first]:
+                return False
+        return check(*[tensors[n] for n in places])
+
+    return fits
 
 
 def layout(x: Tensor | None) -> Any:

@@ -207,10 +207,17 @@ def decode(
                     made_with,
                     given,
                 )
-            recent = () if call_cache.dispatch_modes() else dispatch.calls.recent[options]
+            recent = (
+                () if call_cache.dispatch_modes() else dispatch.calls.recent[options, q.shape[0]]
+            )
         except KeyError:
             recent = ()
-        except (TypeError, ValueError):  # describing says which option is not right
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+        ):  # describing says what is not right
             recent, options = (), ([],)  # which no cache holds
         for fits, grad_mode, bound in recent:
             if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):

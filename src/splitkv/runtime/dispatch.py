@@ -32,6 +32,7 @@ from splitkv.core.problem import (
     describe_decode,
     expect_window,
 )
+from splitkv.kernels.host.stand_in import StandIn
 from splitkv.planner.legality import expect_backward, expect_config
 from splitkv.planner.policies.shared import MAX_SPLITS
 from splitkv.planner.registry import completed, kernel_named, make_plan
@@ -41,12 +42,15 @@ from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
 
 calls: CallCache[BoundCall] = CallCache()  # of decode, attention and attention_varlen
 _warned: set[tuple[str, ...]] = set()
+_PLAIN = (Tensor, type(None), torch.nn.Parameter, StandIn)
 
 _DECODE_TENSORS = tensors_of("decode")
 
 
 def device_of(tensor: Tensor) -> Device:
     """The Device that a tensor lives on."""
+    if isinstance(tensor, StandIn):
+        return tensor.gpu
     return current(tensor.device.index) if tensor.is_cuda else cpu()
 
 
@@ -66,9 +70,7 @@ def is_plain(*arguments: Any) -> bool:
     if torch.compiler.is_compiling() or call_cache.dispatch_modes():
         return False
     for x in arguments:
-        kind = type(x)
-        plain = kind is Tensor or x is None or kind is torch.nn.Parameter
-        if not plain and isinstance(x, Tensor):
+        if type(x) not in _PLAIN and isinstance(x, Tensor):
             return False
     return True
 

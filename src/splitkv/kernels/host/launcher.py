@@ -14,7 +14,7 @@ from splitkv.kernels.combine import SHARED_TILES, Final, combine, merge_tiles
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.partition import grid, packed_rows
-from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of
+from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of, observed
 from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.codec import Scales
 from splitkv.kernels.tile.visit import Strides
@@ -283,7 +283,7 @@ class Launcher:
                 "growth": arguments.get("growth"),
             }
             merged = self.merge.launch(given)
-        if compiled is not None and self.repeat is None and aligned(o):
+        if compiled is not None and self.repeat is None and aligned(o) and not observed():
             self.keep(compiled, merged, out)
         return out, lse
 

@@ -221,6 +221,8 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         if not behind:
             return kernel[programs](*ordered, **options)
         compiled = kernel.warmup(*ordered, grid=programs, **options)
+        if compiled is None:  # whoever looks at what is compiled has declined it
+            return None
         clustered = in_clusters(compiled, cluster_size, behind)
         clustered[clusters](*ordered)
         return clustered

@@ -247,6 +247,8 @@ class HopperLauncher(SequenceLauncher):
         if not bound.cluster_size:
             return kernel[bound.grid](*given, **options)
         made = kernel.warmup(*given, grid=bound.grid, **options)
+        if made is None:  # whoever looks at what is compiled has declined it
+            return None
         clustered = in_clusters(made, bound.cluster_size, bound.exchange_bytes)
         clustered[bound.grid](*given)
         return clustered
