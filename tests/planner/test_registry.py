@@ -397,8 +397,8 @@ def test_a_policy_of_the_caller() -> None:
         (
             {"policy": "x"},
             "policy: expected 'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', "
-            "'sequence_aware', 'paged_attention_v2', 'paged_attention_v2_permissive' or 'fixed', "
-            "got 'x'",
+            "'sequence_aware', 'paged_attention_v2', 'paged_attention_v2_permissive', 'fixed' or "
+            "'batch_invariant', got 'x'",
         ),
     ],
     ids=str,

@@ -52,9 +52,8 @@ def test_into_buffers(dtype: torch.dtype) -> None:
 def test_traced() -> None:
     given, sink = states(3), torch.randn(4)
     compiled = torch.compile(splitkv.merge_states, backend="eager", fullgraph=True)
-    for x, y in zip(
-        compiled(*given, sink_logits=sink), reference.merge_states(*given, sink_logits=sink)
-    ):
+    wanted = reference.merge_states(*given, sink_logits=sink)
+    for x, y in zip(compiled(*given, sink_logits=sink), wanted, strict=True):
         torch.testing.assert_close(x, y)
 
 

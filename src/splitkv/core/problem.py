@@ -456,8 +456,8 @@ def describe_attention(
 
 def expect_out(out: Any, shape: tuple[int, ...], dtype: str, device: Any) -> None:
     """A tensor that the result fits into, packed or not."""
-    names = ("batch", "seqlen_q") if len(shape) == 4 else ("total_q",)
-    names += "num_heads", "head_dim_v"
+    tokens = ("batch", "seqlen_q") if len(shape) == 4 else ("total_q",)
+    names = *tokens, "num_heads", "head_dim_v"
     expect_shape("out", out, **dict(zip(names, shape, strict=True)))
     expect_dtype("out", out, dtype)
     expect_device("out", out, device)
