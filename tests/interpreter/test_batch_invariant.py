@@ -1,4 +1,4 @@
-"""The policy `batch_invariant` in Triton's interpreter: a sequence has the same bits in any batch."""
+"""The policy `batch_invariant` run as Python: a sequence has the same bits in any batch."""
 
 from __future__ import annotations
 
