@@ -1,8 +1,8 @@
 """A model of random weights in a real vLLM: its tokens beside transformers, and its time a step.
 
-    python tests/engines/vllm_engine.py check [--models llama,gpt_oss] [--backends CUSTOM,FLASH_ATTN]
-    python tests/engines/vllm_engine.py bench [--batch 1,8] [--keys 2048,8192] [--backends ...]
-    python tests/engines/vllm_engine.py engine ...       what these start, each in a process of its own
+    python tests/engines/vllm_engine.py check --models llama,gpt_oss --backends CUSTOM,FLASH_ATTN
+    python tests/engines/vllm_engine.py bench --batch 1,8 --keys 2048,8192 --backends ...
+    python tests/engines/vllm_engine.py engine ...      what these start, in processes of their own
 
 `check` needs a vLLM of any device, `bench` one with a GPU. With vLLM's build for CPUs the backend
 stands in the place of CPU_ATTN, which is the only one that is taken there.
@@ -198,7 +198,9 @@ def impl_of(llm: Any) -> str:
 
     def ask(worker: Any) -> str:
         context = worker.vllm_config.compilation_config.static_forward_context
-        return ",".join(sorted({type(layer.impl).__name__ for layer in context.values()}))
+        layers = (layer for layer in context.values() if hasattr(layer, "kv_cache"))
+        kinds = {type(layer.impl).__name__ for layer in layers}
+        return ",".join(sorted(kinds))
 
     return str(llm.llm_engine.collective_rpc(ask)[0])
 

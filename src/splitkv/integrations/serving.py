@@ -117,7 +117,7 @@ class Step:
         return self.num_decodes * self.decode_len
 
     def with_pages(self, page_table: Tensor) -> Step:
-        """The same step over the pages of other layers: page_table [batch, max_pages]."""
+        """This step over the pages of other layers: page_table [batch, max_pages]."""
         own, rest = page_table[: self.num_decodes], self.rest
         if rest is not None:
             rest = replace(rest, page_table=aligned(page_table[self.num_decodes :]))
@@ -263,7 +263,7 @@ class SharedPrefix:
         page_size: int,
         **numbers: int,
     ) -> SharedPrefix:
-        """Of the sequences of a step, as `Step.of` takes them, and what they share.
+        """Divides the sequences of a step, as `Step.of` takes them, into prefix and suffix.
 
         numbers   num_tokens, max_seqlen_q, max_seqlen_k: the latter with the prefix
 

@@ -3,19 +3,19 @@
     pip install "splitkv[vllm]"
     vllm serve MODEL --attention-backend CUSTOM
 
-vLLM finds `register` by the entry point `splitkv` of the group `vllm.general_plugins`, in each of its
-processes. Written for and tested with the releases in TESTED.
+vLLM finds `register` by the entry point `splitkv` of the group `vllm.general_plugins`, in each of
+its processes. Written for and tested with the releases in TESTED.
 
-A step's keys and values are written before any layer attends (`do_kv_cache_update`), as with prefix
+A step's keys and values are written before the layer attends (`do_kv_cache_update`), as with prefix
 caching a request may read a page that another one writes in the same step. Its requests come sorted
-by the number of their new tokens: those that decode go to `splitkv.decode`, the rest, in one launch,
-to `splitkv.attention_varlen`. A step of requests that all decode can be captured in a full CUDA
-graph, speculative tokens included.
+by the number of their new tokens: those that decode go to `splitkv.decode`, the rest, in one
+launch, to `splitkv.attention_varlen`. A step of requests that all decode can be captured in a full
+CUDA graph, speculative tokens included.
 
 The cache is vLLM's own, [blocks, heads, keys, 2 * head_dim] with the heads before the keys or after
 them, read through strides. Caches with a scale a token and head (`int8_per_token_head`,
-`fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so that
-rows begin at multiples of 16 bytes.
+`fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so
+that rows begin at multiples of 16 bytes.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, encoder-decoder models, a causal
 flag a sequence, prefix-LM ranges, context parallelism, e5m2 and 4-bit caches, output in 8 bits.
@@ -103,7 +103,8 @@ class SplitKVBackend(AttentionBackend):
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         scale = SCALE_BYTES if cache_dtype_str in SCALED_BY_TOKEN else 0
-        return num_blocks, num_kv_heads, block_size, 2 * (head_size + scale)
+        shape = num_blocks, num_kv_heads, block_size, 2 * (head_size + scale)
+        return shape
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -194,8 +195,8 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         if self.batch_invariant:
             expect_whole_prompts(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        assert self.reorder_batch_threshold is not None
-        self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_DECODE_LEN)
+        most: int = self.reorder_batch_threshold or 1
+        self.reorder_batch_threshold: int | None = min(most, MAX_DECODE_LEN)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -300,6 +301,23 @@ def decodes_in_front(lengths: list[int], threshold: int) -> tuple[int, int]:
     return next(others, len(lengths)), first
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What vLLM says of a layer when it makes its SplitKVImpl, in the order of its arguments."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int | None = None
+    alibi_slopes: list[float] | None = None
+    sliding_window: int | None = None
+    kv_cache_dtype: str = "auto"
+    logits_soft_cap: float | None = None
+    attn_type: str = AttentionType.DECODER
+    kv_sharing_target_layer_name: str | None = None
+    sinks: Tensor | None = None
+
+
 class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     """Attention of one layer."""
 
@@ -308,39 +326,30 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     supports_pcp: bool = False
     supports_quant_query_input: bool = False  # q stays in 16 bits: decode waits for keys, not for q
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        if not SplitKVBackend.supports_attn_type(attn_type):
-            raise NotImplementedError(f"attn_type: expected decoder, encoder_only, got {attn_type}")
-        if not SplitKVBackend.supports_kv_cache_dtype(kv_cache_dtype):  # type: ignore[arg-type]
-            known = ", ".join(SplitKVBackend.supported_kv_cache_dtypes)
-            raise NotImplementedError(f"kv_cache_dtype: expected {known}, got {kv_cache_dtype}")
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.attn_type = attn_type
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
-        self.left = -1 if sliding_window is None else sliding_window - 1
-        slopes = alibi_slopes
+    def __init__(self, *arguments: Any, **by_name: Any) -> None:
+        """Takes the fields of Layer, by position or by name."""
+        given = Layer(*arguments, **by_name)
+        if not SplitKVBackend.supports_attn_type(given.attn_type):
+            kind = given.attn_type
+            raise NotImplementedError(f"attn_type: expected decoder, encoder_only, got {kind}")
+        if not SplitKVBackend.supports_kv_cache_dtype(given.kv_cache_dtype):
+            known, kind = ", ".join(SplitKVBackend.supported_kv_cache_dtypes), given.kv_cache_dtype
+            raise NotImplementedError(f"kv_cache_dtype: expected {known}, got {kind}")
+        self.num_heads, self.head_size = given.num_heads, given.head_size
+        self.scale = float(given.scale)
+        self.num_kv_heads = given.num_kv_heads or given.num_heads
+        self.kv_cache_dtype = given.kv_cache_dtype
+        self.attn_type = given.attn_type
+        self.kv_sharing_target_layer_name = given.kv_sharing_target_layer_name
+        self.sinks = given.sinks
+        self.left = -1 if given.sliding_window is None else given.sliding_window - 1
+        slopes = given.alibi_slopes
         self.alibi_slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)
         self.options: dict[str, Any] = {
             "softmax_scale": self.scale,
-            "softcap": float(logits_soft_cap or 0.0),
+            "softcap": float(given.logits_soft_cap or 0.0),
             "alibi_slopes": None,
-            "sink_logits": sinks,
+            "sink_logits": given.sinks,
         }
         self.plans = Plans("batch_invariant" if envs.VLLM_BATCH_INVARIANT else "")
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
@@ -424,7 +433,7 @@ def planes(kv_cache: Tensor, stored: torch.dtype) -> Pages:
                of each block is taken: within it lie all keys, all values, the fp32 scales of the
                keys and those of the values, each [keys, heads, ..]
     """
-    blocks, heads, keys, width = kv_cache.shape
+    (blocks, heads), (keys, width) = kv_cache.shape[:2], kv_cache.shape[2:]
     dim = width // 2 - SCALE_BYTES
     step, first = kv_cache.stride(0), kv_cache.storage_offset()
     if kv_cache.element_size() != 1 or step % SCALE_BYTES or first % SCALE_BYTES:

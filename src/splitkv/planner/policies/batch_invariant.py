@@ -1,4 +1,4 @@
-"""The same bits for a sequence whatever else is in the batch, and however many others are.
+"""Plans by which a sequence has the same bits whatever else, and how much, is in the batch.
 
 What a row is summed up from, and in which order, follows from its own length and from the bounds of
 the call, `max_seqlen_q` and `max_seqlen_k`, which an engine keeps at the most that it serves:
