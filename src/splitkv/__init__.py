@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from splitkv import flash_attn as flash_attn
     from splitkv import integrations as integrations
     from splitkv import reference as reference
-    from splitkv.api import attention, attention_varlen, decode, explain, merge_states, plan
+    from splitkv.api import (
+        append,
+        attention,
+        attention_varlen,
+        decode,
+        explain,
+        merge_states,
+        plan,
+    )
     from splitkv.cache.quantize import quantize_kv
     from splitkv.core.device import Device
     from splitkv.core.errors import UnsupportedProblem
@@ -33,6 +41,7 @@ _HOMES = {
     "Plan": "core.plan",
     "Problem": "core.problem",
     "UnsupportedProblem": "core.errors",
+    "append": "api",
     "attention": "api",
     "attention_varlen": "api",
     "decode": "api",
@@ -50,6 +59,7 @@ __all__ = [
     "Plan",
     "Problem",
     "UnsupportedProblem",
+    "append",
     "attention",
     "attention_varlen",
     "decode",

@@ -23,12 +23,13 @@ from splitkv.planner.explanation import Explanation
 from splitkv.planner.explanation import explain as explain_problem
 from splitkv.planner.policies import DEFAULT, Policy
 from splitkv.planner.registry import make_plan
-from splitkv.reference import merge_states
 from splitkv.runtime.attention import attention, attention_varlen
 from splitkv.runtime.decode import decode
 from splitkv.runtime.dispatch import describe, device_of
+from splitkv.runtime.merge_states import merge_states
+from splitkv.runtime.slot_mapping import append
 
-__all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan"]
+__all__ = ["append", "attention", "attention_varlen", "decode", "explain", "merge_states", "plan"]
 
 
 def plan(

@@ -23,6 +23,7 @@ e4m3, of which the matrix units keep fewer bits than fp32 has.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from splitkv.core.errors import expect_device, expect_dtype, expect_shape
+from splitkv.core.errors import expect, expect_device, expect_dtype, expect_shape
 from splitkv.core.masks import Mask
 from splitkv.core.scales import DTYPE_BYTES
 from splitkv.rounding import Rounding, dequantize, is_of_tokens
@@ -481,34 +482,58 @@ def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
 
 
 def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *more: Tensor,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Attention over the union of disjoint sets of keys, from the attention over each.
 
     out [B, S, H, D] with lse [B, H, S], or out [total, H, D] with lse [H, total]; no sink logits
-    in either: `apply_sink_logits` adds them after the last merge. Returns out in the dtype of
-    `out_a` and the merged lse.
+    in any: `sink_logits` [H] join the denominator of the result, once. more: out_c, lse_c, and so
+    on. Returns out in the dtype of `out_a` and the merged lse, which leaves the sinks out.
 
     Raises ValueError where shapes, dtypes or devices are not these: all on one device, floating.
     """
+    states = expect_states(out_a, lse_a, out_b, lse_b, *more)
+    wide = torch.promote_types(lse_a.dtype, torch.float32)
+    lses = [lse.to(wide) for _, lse in states]
+    m = lses[0]
+    for x in lses[1:]:
+        m = torch.maximum(m, x)
+    m = torch.where(m == float("-inf"), 0.0, m.detach())
+    weights = [torch.exp(x - m) for x in lses]
+    total = sum(weights[1:], weights[0])
+    sees_any = total > 0
+    total = torch.where(sees_any, total, 1.0)
+    lse = torch.where(sees_any, m + torch.log(total), float("-inf"))
+    out: Any = 0
+    for weight, (part, _) in zip(weights, states, strict=True):
+        out = out + (weight / total).transpose(-1, -2).unsqueeze(-1) * part.to(wide)
+    if sink_logits is not None:
+        expect_shape("sink_logits", sink_logits, num_heads=out_a.shape[-2])
+        out = apply_sink_logits(out, lse, sink_logits)
+    return out.to(out_a.dtype).contiguous(), lse.contiguous()
+
+
+def expect_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *more: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """The states of `merge_states`, checked, as pairs (out, lse)."""
     packed = getattr(out_a, "ndim", 4) == 3
     names = *(("total",) if packed else ("batch", "seqlen_q")), "num_heads", "head_dim_v"
     sizes = dict(zip(names, expect_shape("out_a", out_a, **dict.fromkeys(names)), strict=True))
-    expect_shape("out_b", out_b, **sizes)
     rows = {name: sizes[name] for name in (*names[:-3], names[-2], names[-3])}  # heads first
-    expect_shape("lse_a", lse_a, **rows)
-    expect_shape("lse_b", lse_b, **rows)
-    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        expect_dtype(name, x, *DTYPE_BYTES)
-        expect_device(name, x, out_a.device)
-    wide = torch.promote_types(lse_a.dtype, torch.float32)
-    lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
-    m = torch.maximum(lse_a, lse_b).detach()
-    m = torch.where(m == float("-inf"), 0.0, m)
-    a, b = torch.exp(lse_a - m), torch.exp(lse_b - m)
-    sees_any = a + b > 0
-    total = torch.where(sees_any, a + b, 1.0)
-    lse = torch.where(sees_any, m + torch.log(total), float("-inf"))
-    weight_a, weight_b = ((x / total).transpose(-1, -2).unsqueeze(-1) for x in (a, b))
-    out = weight_a * out_a.to(wide) + weight_b * out_b.to(wide)
-    return out.to(out_a.dtype).contiguous(), lse.contiguous()
+    expect(len(more) % 2 == 0, "states", "an out and an lse of each", 4 + len(more))
+    given = out_a, lse_a, out_b, lse_b, *more
+    states = list(zip(given[::2], given[1::2], strict=True))
+    for i, (out, lse) in enumerate(states):
+        letter = string.ascii_lowercase[i] if i < 26 else str(i)
+        expect_shape(f"out_{letter}", out, **sizes)
+        expect_shape(f"lse_{letter}", lse, **rows)
+        for name, x in ((f"out_{letter}", out), (f"lse_{letter}", lse)):
+            expect_dtype(name, x, *DTYPE_BYTES)
+            expect_device(name, x, out_a.device)
+    return states

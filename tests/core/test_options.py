@@ -92,7 +92,7 @@ def test_tensors_of_a_relaunch() -> None:
     ("operator", "functions", "without"),
     [
         (decode_op, ["decode"], {"out"}),
-        (attention_op, ["attention", "attention_varlen"], set()),
+        (attention_op, ["attention", "attention_varlen"], {"out"}),
         (append_decode_op, ["append_and_decode"], set()),
     ],
     ids=["decode", "attention", "append_decode"],

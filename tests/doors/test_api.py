@@ -590,6 +590,29 @@ def test_out() -> None:
     assert room[..., 32:].isnan().all()
 
 
+@pytest.mark.parametrize("kind", TRAINING)
+def test_out_of_whole_sequences(kind: str) -> None:
+    """Written in place whatever its strides; a graph has no part in it."""
+    call = make_operands(replace(TRAINING[kind], return_lse=True))
+    function = PLANNED[kind][1]
+    wanted = function(**call)
+    shape = wanted[0].shape
+    out = torch.empty(*shape[:-1], shape[-1] + 8)[..., : shape[-1]]
+    for trace in (lambda f: f, lambda f: torch.compile(f, backend="eager", fullgraph=True)):
+        torch._dynamo.reset()
+        out.fill_(math.nan)
+        result, lse = trace(function)(**call, out=out)
+        assert result is out
+        assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+        recorded = call | {"q": call["q"].clone().requires_grad_()}
+        with pytest.raises(ValueError, match="out: expected None where a gradient is recorded"):
+            function(**recorded, out=out)
+        with torch.no_grad():
+            assert function(**recorded, out=out)[0] is out
+    with pytest.raises(ValueError, match=r"out: expected \["):
+        function(**call, out=out[:-1])
+
+
 def test_return_lse_does_not_change_out() -> None:
     for kind, problem in {"decode": DECODE, **TRAINING}.items():
         function = {"dense": splitkv.attention, "varlen": splitkv.attention_varlen}.get(
@@ -661,7 +684,8 @@ def test_warmup(options: dict[str, Any]) -> None:
 def test_signatures_are_the_published_ones() -> None:
     common = (
         "causal window_size sink_tokens attention_chunk sink_logits softmax_scale softcap "
-        "alibi_slopes q_scale k_scale v_scale products dropout_p deterministic return_lse plan"
+        "alibi_slopes q_scale k_scale v_scale products dropout_p deterministic out "
+        "return_lse plan"
     )
     published = {
         "attention": "q k v " + common,

@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[Callable[[Draw], Drawn], int]] = {
     "ring_cache": (caches.ring, 5),
     "quantize": (others.quantize_kv, 2),
     "merge": (others.merge_states, 1),
+    "append": (others.append, 2),
     "plans": (others.plans, 4),
     "warmup": (others.warmup, 1),
     "metadata": (others.metadata, 1),
@@ -32,7 +33,7 @@ KINDS: dict[str, tuple[Callable[[Draw], Drawn], int]] = {
 # Of these one argument is broken at times, or numbers come as NumPy's.
 PLAIN = (
     *("attention", "varlen", "decode", "paged", "flash", "flash_varlen", "kvcache", "combine"),
-    *("quantize", "merge", "warmup", "metadata", "plans", "paged_cache", "ring_cache"),
+    *("quantize", "merge", "append", "warmup", "metadata", "plans", "paged_cache", "ring_cache"),
 )
 # torch's own attention is replaced on a GPU; a model of the interpreter's would take minutes.
 WHERE = {"sdpa": ("cuda",), "models": ("cpu", "cuda"), "warmup": ("cpu", "cuda")}

@@ -106,6 +106,54 @@ def merge_states(d: Draw) -> Drawn:
     return Drawn("merge_states", splitkv.merge_states, kwargs, judge)
 
 
+def append(d: Draw) -> Drawn:
+    """Tokens into slots of pages, some of them nowhere."""
+    v, of = d.variant, shape(d, TYPES)
+    kind, by = v.choice(("", "int8", "fp8")), v.choice(("token", "head", "tensor"))
+    pages, size, tokens = d.rng.randint(1, 5), d.rng.choice((1, 4, 16)), d.rng.randint(0, 9)
+    stored = STORED[kind] if kind else of.dtype
+    heads = d.chance(0.3)
+
+    def cache(dim: int) -> Any:
+        lead = (pages, of.kv_heads, size) if heads else (pages, size, of.kv_heads)
+        made = torch.zeros(*lead, dim, device=d.device).to(stored)
+        return made.transpose(1, 2) if heads else made
+
+    kwargs: dict[str, Any] = {
+        "k": d.randn(tokens, of.kv_heads, of.dim, dtype=of.dtype),
+        "v": d.randn(tokens, of.kv_heads, of.dim_v, dtype=of.dtype),
+        "k_cache": cache(of.dim),
+        "v_cache": cache(of.dim_v),
+    }
+    slots = d.rng.sample(range(-9, pages * size + 9), min(tokens, pages * size + 18))
+    slots += [-1] * (tokens - len(slots))
+    index = d.rng.choice((torch.int64, torch.int32))
+    kwargs["slot_mapping"] = torch.tensor(slots, dtype=index, device=d.device)
+    names = ("k_scale", "v_scale") if kind else ()
+    for name in names:
+        sizes = {"token": (pages, size, of.kv_heads), "head": (of.kv_heads,), "tensor": (1,)}
+        kwargs[name] = d.rand(*sizes[by]) + 0.01
+
+    def judge(result: Any) -> None:
+        kept = [
+            (n, *divmod(slot, size)) for n, slot in enumerate(slots) if 0 <= slot < pages * size
+        ]
+        for name in "kv":
+            held, scale = kwargs[f"{name}_cache"], kwargs.get(f"{name}_scale")
+            for n, page, key in kept:
+                x = held[page, key].float()
+                if scale is not None:
+                    x = x * (scale[page, key] if by == "token" else scale)[:, None]
+                error = (x - kwargs[name][n].float()).abs()
+                most = kwargs[name][n].float().abs().amax() * 0.07
+                past = scale is not None and by != "token"  # what is past the largest is cut
+                if not past and (error > most if kind else error > 0).any():
+                    raise Wrong(f"{name}_cache: expected token {n} on page {page}")
+
+    writes = ("k_cache", "v_cache", *(names if by == "token" else ()))
+    return Drawn("append", splitkv.append, kwargs, judge, writes)
+
+
 def problem(d: Draw) -> Problem:
     """Any, also of no tensor that fits into memory."""
     r = d.rng

@@ -343,6 +343,7 @@ def describe_attention(
     products: Any,
     dropout_p: float,
     deterministic: bool,
+    out: Any = None,
     return_lse: bool,
     needs_grad: bool,
 ) -> tuple[Problem, Operands]:
@@ -403,6 +404,9 @@ def describe_attention(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
     )
     _expect_sink_logits(sink_logits, num_heads, q.device)
+    if out is not None:
+        expect_out(out, (*q.shape[:-1], head_dim_v), types.dtype, q.device)
+        expect_no_grad_with_out(needs_grad)
     expect_number("dropout_p", dropout_p)
     expect(0 <= dropout_p < 1, "dropout_p", "from 0 to less than 1", dropout_p)
     expect_bool("deterministic", deterministic)
@@ -434,6 +438,7 @@ def describe_attention(
         q=q,
         k=k,
         v=v,
+        out=out,
         cache_seqlens=cache_seqlens,
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
@@ -450,13 +455,20 @@ def describe_attention(
 
 
 def expect_out(out: Any, shape: tuple[int, ...], dtype: str, device: Any) -> None:
-    """A tensor that the result of `decode` fits into."""
-    names = "batch", "seqlen_q", "num_heads", "head_dim_v"
+    """A tensor that the result fits into, packed or not."""
+    tokens = ("batch", "seqlen_q") if len(shape) == 4 else ("total_q",)
+    names = *tokens, "num_heads", "head_dim_v"
     expect_shape("out", out, **dict(zip(names, shape, strict=True)))
     expect_dtype("out", out, dtype)
     expect_device("out", out, device)
     expect_last_dim_contiguous("out", out)
     expect_apart("out", out)
+
+
+def expect_no_grad_with_out(needs_grad: bool) -> None:
+    """What is written into `out` is no part of a graph."""
+    hint = "call within torch.no_grad()"
+    expect(not needs_grad, "out", "None where a gradient is recorded", "a tensor", hint)
 
 
 def _describe_pages(

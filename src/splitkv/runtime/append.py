@@ -7,6 +7,7 @@ torch.export, FakeTensorMode and for tensor subclasses the same function runs as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,17 @@ from splitkv.runtime.dispatch import is_plain
 calls: CallCache[Launcher] = CallCache()
 
 
-def append(call: Append) -> Result:
+def append(call: Append, check: Callable[[Append], None] | None = None) -> Result:
     """Appends; returns (q_out, after): the rotated queries and how many keys there are now.
 
     q_out is None without q, after is None with slots. Writes into the caches. One launch, no wait
     for the device, nothing read by the host. Records no gradient.
+
+    check   raises where a call is malformed; not called for a call like an earlier one
     """
     if is_dynamo_compiling():
+        if check is not None:
+            check(call)
         return _through_operator(call)
     tensors, given = [], 0
     for x in call.tensors:
@@ -41,6 +46,8 @@ def append(call: Append) -> Result:
     launcher = calls.match(options, tensors)
     if launcher is not None:
         return launch_on(launcher.device, launcher, call, tensors)
+    if check is not None:
+        check(call)
     if not is_plain(*tensors):
         return _through_operator(call)
     return _run(call, tensors, options)

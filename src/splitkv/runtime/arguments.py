@@ -35,6 +35,7 @@ class AttentionOptions(Options, total=False):
 
     dropout_p: float
     deterministic: bool
+    out: Tensor | None
 
 
 class VarlenOptions(AttentionOptions, total=False):

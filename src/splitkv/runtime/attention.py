@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from splitkv.core.errors import expect_number, expect_tensor
+from splitkv.core.errors import dtype_name, expect_number, expect_tensor
 from splitkv.core.options import options_of, scalars_of, tensors_of
 from splitkv.core.plan import Plan
-from splitkv.core.problem import Operands, describe_attention
+from splitkv.core.problem import (
+    Operands,
+    describe_attention,
+    expect_no_grad_with_out,
+    expect_out,
+)
 from splitkv.runtime import dispatch
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.autograd import NAMES, attention_op
@@ -83,6 +88,7 @@ def attention(
     products: str | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    out: Tensor | None = None,
     return_lse: bool = False,
     plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -114,6 +120,8 @@ def attention(
                    float8_e4m3fn. A kernel without such units computes more exactly
     dropout_p      probability of dropping an attention weight
     deterministic  backward gives the same bits every time
+    out            where to write the result, of its shape and type; any strides but the last, each
+                   element in memory of its own. Only where no gradient is recorded
     plan           a Plan of `splitkv.plan` for this problem, to skip deciding
 
     Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural log of
@@ -153,6 +161,7 @@ def attention(
         products=products,
         dropout_p=dropout_p,
         deterministic=deterministic,
+        out=out,
         return_lse=return_lse,
     )
 
@@ -221,6 +230,7 @@ def attention_varlen(
     products: str | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    out: Tensor | None = None,
     return_lse: bool = False,
     plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -275,6 +285,7 @@ def attention_varlen(
         products=products,
         dropout_p=dropout_p,
         deterministic=deterministic,
+        out=out,
         return_lse=return_lse,
     )
 
@@ -284,8 +295,8 @@ def _attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     given = _NOT_OF_ATTENTION | given
     scales = (given[name] for name in ("q_scale", "k_scale", "v_scale"))
-    leaves = q, k, v, given["sink_logits"], given["alibi_slopes"]
-    if is_plain(*leaves, *scales):
+    leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
+    if is_plain(*leaves, *scales, out):
         result = _run(q, k, v, plan, given)
         if result is None:
             qa, ka, va = as_autocast(q, k, v)
@@ -295,7 +306,7 @@ def _attention(
         out, lse = result
     else:
         q, k, v = as_autocast(q, k, v)
-        grad = needs_grad(*leaves)  # inside an operator nothing seems to need one
+        grad = needs_grad(*leaves, out)  # inside an operator nothing seems to need one
         new = partial(describe_attention, q, k, v, needs_grad=grad, **given)
         given = within_64_bits(given, 0, new)
         expect_number("dropout_p", given["dropout_p"])
@@ -304,7 +315,11 @@ def _attention(
         if given["dropout_p"] > 0:
             given["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
         optional = (given.get(name) for name in NAMES[3:-1])
-        out, lse = attention_op(q, k, v, *optional, handle_of(plan))
+        made, lse = attention_op(q, k, v, *optional, handle_of(plan))
+        if out is not None:
+            expect_out(out, tuple(made.shape), dtype_name(made), made.device)
+            expect_no_grad_with_out(given["needs_grad"])
+        out = made if out is None else out.copy_(made)
     return (out, lse) if given["return_lse"] else out
 
 
@@ -338,7 +353,7 @@ def _run(
             return None
         new = partial(_bind, q, k, v, plan, given)
         bound = dispatch.calls.get_or_bind(options, tensors, new)
-    operands = Operands(q, k, v, None, *optional)
+    operands = Operands(q, k, v, *optional)
     operands.softmax_scale = bound.softmax_scale
     operands.softcap, operands.dropout_p = float(given["softcap"]), float(given["dropout_p"])
     return bound(operands)
@@ -347,6 +362,6 @@ def _run(
 def _bind(q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]) -> BoundCall:
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
-    grad = needs_grad(q, k, v, given["sink_logits"], given["alibi_slopes"])
+    grad = needs_grad(q, k, v, given["sink_logits"], given["alibi_slopes"], given["out"])
     problem, operands = describe_attention(q, k, v, needs_grad=grad, **given)
     return BoundCall.of(dispatch.bind(problem, operands, plan), operands, plan)

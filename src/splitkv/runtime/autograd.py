@@ -28,7 +28,7 @@ from splitkv.runtime.dispatch import bind, operator_outputs, working_dtype
 
 _SCHEMA = (
     *("Tensor q", "Tensor k", "Tensor v"),
-    *schema_of("attention", "attention_varlen", without=["plan"]),
+    *schema_of("attention", "attention_varlen", without=["out", "plan"]),
     *("bool needs_grad", "Tensor? seed", "str plan"),
 )
 _ARGUMENTS, NAMES = ", ".join(_SCHEMA), names_of(_SCHEMA)
@@ -42,6 +42,7 @@ def _bound(arguments: Sequence[Any]) -> tuple[Launcher, Operands]:
     plan = given.pop("plan")
     del given["seed"]
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
+    given["out"] = None
     q, k, v = (given.pop(name) for name in ("q", "k", "v"))
     problem, operands = describe_attention(q, k, v, **given)
     return bind(problem, operands, plan_with_handle(plan) if plan else None), operands

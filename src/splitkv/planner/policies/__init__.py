@@ -6,6 +6,7 @@ for any GPU can be made anywhere.
 
 from splitkv.planner.policies import (
     appending,
+    batch_invariant,
     fixed,
     flash_attention_2,
     flash_attention_3,
@@ -26,6 +27,7 @@ POLICIES: dict[str, Policy] = {
     "paged_attention_v2": paged_attention_v2.choose,
     "paged_attention_v2_permissive": paged_attention_v2.choose_permissive,
     "fixed": fixed.choose,
+    "batch_invariant": batch_invariant.choose,
 }
 DEFAULT = "tuned"
 
@@ -34,6 +36,7 @@ __all__ = [
     "POLICIES",
     "Policy",
     "appending",
+    "batch_invariant",
     "fixed",
     "flash_attention_2",
     "flash_attention_3",

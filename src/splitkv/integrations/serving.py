@@ -1,0 +1,328 @@
+"""A step of a serving engine: sequences with few new tokens, and others with a chunk of a prompt.
+
+What the adapters of engines share, in terms of tensors alone:
+
+    step = Step.of(cu_seqlens_q, seqlens, page_table, num_decodes=6, decode_len=1, ...)
+    attend(q, pages, step, out, options)
+
+`Step` is made once a step, by the host from what the host knows; `attend` is called by every layer
+and launches one kernel for the sequences that decode and one for the others. Neither reads a length
+from the device, and with the same numbers and addresses a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from splitkv.api import attention_varlen, decode, merge_states, plan
+from splitkv.core.plan import Plan
+
+MAX_DECODE_LEN = 16  # new tokens of a sequence that the kernels of decode take
+LEAST_BOUND = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Keys and values of a layer as kernels read them.
+
+    k, v              [num_pages, page_size, num_kv_heads, head_dim], any strides but the last
+    k_scale, v_scale  fp32, of int8 and float8_e4m3fn: as `decode` takes them; else None
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def scales(self) -> dict[str, Tensor | None]:
+        """The scales by the names of arguments."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The sequences of a step that do not decode, as `attention_varlen` takes them."""
+
+    cu_seqlens_q: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Which tokens of a step are whose: first the sequences that decode, then the rest.
+
+    num_decodes    sequences of `decode_len` new tokens each; 0: none
+    num_tokens     new tokens of all sequences; rows of q past them are padding
+    max_seqlen_q   upper bound of the new tokens of a sequence of the rest
+    max_seqlen_k   upper bound of the keys of any sequence
+    causal         whether a query sees no later key
+    cache_seqlens  [num_decodes] int32; page_table [num_decodes, max_pages] int32
+    rest           None: every sequence decodes
+    """
+
+    num_decodes: int
+    decode_len: int
+    num_tokens: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    causal: bool
+    cache_seqlens: Tensor
+    page_table: Tensor
+    rest: Rest | None
+
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens_q: Tensor,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
+        *,
+        num_decodes: int,
+        decode_len: int,
+        num_tokens: int,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool = True,
+    ) -> Step:
+        """The step of sequences whose first `num_decodes` have `decode_len` new tokens each.
+
+        cu_seqlens_q   [batch + 1] int32 on the device, of all sequences
+        cache_seqlens  [batch] int32 on the device: keys, the new ones included
+        page_table     [batch, max_pages] int32 on the device
+        """
+        decodes = decode_len * num_decodes
+        rest = None
+        if decodes < num_tokens:
+            rest = Rest(*rest_of(cu_seqlens_q, cache_seqlens, page_table, num_decodes, decodes))
+        return cls(
+            num_decodes=num_decodes,
+            decode_len=decode_len,
+            num_tokens=num_tokens,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            cache_seqlens=cache_seqlens[:num_decodes],
+            page_table=page_table[:num_decodes],
+            rest=rest,
+        )
+
+    @property
+    def decode_tokens(self) -> int:
+        """New tokens of the sequences that decode."""
+        return self.num_decodes * self.decode_len
+
+    def with_pages(self, page_table: Tensor) -> Step:
+        """This step over the pages of other layers: page_table [batch, max_pages]."""
+        own, rest = page_table[: self.num_decodes], self.rest
+        if rest is not None:
+            rest = replace(rest, page_table=aligned(page_table[self.num_decodes :]))
+        return replace(self, page_table=own, rest=rest)
+
+
+def rest_of(
+    cu_seqlens_q: Tensor, cache_seqlens: Tensor, page_table: Tensor, decodes: int, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cu_seqlens_q, cache_seqlens and page_table of the sequences after the first `decodes`, which
+    have `tokens`; as they are, where these are none."""
+    if not decodes:
+        return cu_seqlens_q, cache_seqlens, page_table
+    starts = cu_seqlens_q[decodes:] - tokens
+    return starts, aligned(cache_seqlens[decodes:]), aligned(page_table[decodes:])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, copied where it does not begin at a multiple of 16 bytes, which is another specialisation
+    of every Triton kernel."""
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+
+
+def bound_of(length: int, most: int) -> int:
+    """An upper bound of `length` that changes seldom while sequences grow, at most `most`: calls
+    are described and planned once for each."""
+    step = max(LEAST_BOUND, 1 << max(length.bit_length() - 3, 0))
+    return min(-(-length // step) * step, most)
+
+
+class Plans:
+    """Plans of a policy by name, one for each kind of call of a layer; "": the default policy,
+    which needs none."""
+
+    def __init__(self, policy: str = "") -> None:
+        self.policy = policy
+        self._made: dict[Any, Plan] = {}
+
+    def of(self, kind: Any, *tensors: Any, **arguments: Any) -> Plan | None:
+        """The plan for a call with these arguments; what else there is of its kind is `kind`."""
+        if not self.policy:
+            return None
+        made = self._made.get(kind)
+        if made is None:
+            made = self._made[kind] = plan(*tensors, policy=self.policy, **arguments)
+        return made
+
+
+DEFAULT_PLANS = Plans()
+
+
+def attend(
+    q: Tensor,
+    pages: Pages,
+    step: Step,
+    out: Tensor,
+    options: dict[str, Any],
+    plans: Plans = DEFAULT_PLANS,
+) -> None:
+    """Attention of a step's new tokens, whose keys and values are in their pages already.
+
+    q        [tokens, num_heads, head_dim]; rows past step.num_tokens are padding
+    out      [tokens, num_heads, head_dim_v], which is written, but for the padding
+    options  arguments that `decode` and `attention_varlen` share, causal and scales not among them
+    """
+    options = {**options, **pages.scales, "causal": step.causal}
+    n = step.decode_tokens
+    if step.num_decodes:
+        shape = step.num_decodes, step.decode_len
+        rows = q[:n].unflatten(0, shape)
+        arguments: dict[str, Any] = {
+            **options,
+            "cache_seqlens": step.cache_seqlens,
+            "page_table": step.page_table,
+            "max_seqlen_k": step.max_seqlen_k,
+        }
+        made = plans.of(("decode", shape, step.causal), rows, pages.k, pages.v, **arguments)
+        into = out[:n].unflatten(0, shape)
+        decode(rows, pages.k, pages.v, **arguments, out=into, plan=made)
+    if step.rest is not None:
+        of_rest(q[n : step.num_tokens], pages, step, out[n : step.num_tokens], options, plans)
+
+
+def of_rest(
+    q: Tensor, pages: Pages, step: Step, out: Tensor, options: dict[str, Any], plans: Plans
+) -> None:
+    """The sequences of a step that do not decode: q and out are theirs."""
+    rest = step.rest
+    assert rest is not None
+    bounds = step.max_seqlen_q, step.max_seqlen_k
+    arguments: dict[str, Any] = {
+        **options,
+        "page_table": rest.page_table,
+        "cache_seqlens": rest.cache_seqlens,
+    }
+    tensors = q, pages.k, pages.v, rest.cu_seqlens_q, None, *bounds
+    kind = "rest", q.shape[0], rest.cache_seqlens.shape[0], step.causal
+    attention_varlen(*tensors, **arguments, out=out, plan=plans.of(kind, *tensors, **arguments))
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    out: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Attention of whole sequences that are in no cache, as of an encoder.
+
+    q, k, v, out  [tokens, heads, dim], all tokens of sequences laid end to end
+    cu_seqlens    [batch + 1] int32 on the device; max_seqlen: upper bound of their lengths
+    options       arguments of `attention_varlen`
+    """
+    attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A step all of whose sequences begin with the same keys, in the same pages.
+
+    prefix_len      keys that they share, a multiple of the page size; seqlen [1] int32 on the
+                    device: the same
+    cu_seqlens_q    [2] int32 on the device: 0 and the tokens of the step
+    page_table      [1, prefix pages] int32: those of the prefix
+    suffix          the step without the prefix: its lengths and pages are of what follows
+    """
+
+    prefix_len: int
+    seqlen: Tensor
+    cu_seqlens_q: Tensor
+    page_table: Tensor
+    suffix: Step
+
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens_q: Tensor,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
+        prefix_len: int,
+        page_size: int,
+        **numbers: int,
+    ) -> SharedPrefix:
+        """Divides the sequences of a step, as `Step.of` takes them, into prefix and suffix.
+
+        numbers   num_tokens, max_seqlen_q, max_seqlen_k: the latter with the prefix
+
+        Allocates on the device and copies two numbers there: not inside a CUDA graph.
+        """
+        shared = prefix_len // page_size
+        suffix = Step.of(
+            cu_seqlens_q,
+            cache_seqlens - prefix_len,
+            aligned(page_table[:, shared:]),
+            num_decodes=0,
+            decode_len=1,
+            num_tokens=numbers["num_tokens"],
+            max_seqlen_q=numbers["max_seqlen_q"],
+            max_seqlen_k=numbers["max_seqlen_k"] - prefix_len,
+        )
+        bounds = cu_seqlens_q.new_tensor([0, numbers["num_tokens"]])
+        seqlen = cache_seqlens.new_tensor([prefix_len])
+        return cls(prefix_len, seqlen, bounds, page_table[:1, :shared], suffix)
+
+
+def attend_with_prefix(
+    q: Tensor, pages: Pages, shared: SharedPrefix, out: Tensor, options: dict[str, Any]
+) -> None:
+    """`attend` of a step with a shared prefix, which is read once for all of its sequences.
+
+    options   as of `attend`, without a window and ALiBi, which need positions; sink logits join
+              when the two are merged
+    """
+    step, n = shared.suffix, shared.suffix.num_tokens
+    given = {**options, **pages.scales, "return_lse": True}
+    sink_logits = given.pop("sink_logits", None)
+    q, out = q[:n], out[:n]
+    of_prefix = attention_varlen(
+        q,
+        pages.k,
+        pages.v,
+        shared.cu_seqlens_q,
+        None,
+        n,
+        shared.prefix_len,
+        page_table=shared.page_table,
+        cache_seqlens=shared.seqlen,
+        **given,
+        causal=False,
+    )
+    rest = step.rest
+    assert rest is not None
+    of_suffix = attention_varlen(
+        q,
+        pages.k,
+        pages.v,
+        rest.cu_seqlens_q,
+        None,
+        step.max_seqlen_q,
+        step.max_seqlen_k,
+        page_table=rest.page_table,
+        cache_seqlens=rest.cache_seqlens,
+        **given,
+        causal=True,
+    )
+    merge_states(*of_prefix, *of_suffix, sink_logits=sink_logits, out=out)

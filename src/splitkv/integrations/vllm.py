@@ -1,0 +1,454 @@
+"""splitkv as an attention backend of vLLM, out of tree.
+
+    pip install "splitkv[vllm]"
+    vllm serve MODEL --attention-backend CUSTOM
+
+vLLM finds `register` by the entry point `splitkv` of the group `vllm.general_plugins`, in each of
+its processes. Written for and tested with the releases in TESTED.
+
+A step's keys and values are written before the layer attends (`do_kv_cache_update`), as with prefix
+caching a request may read a page that another one writes in the same step. Its requests come sorted
+by the number of their new tokens: those that decode go to `splitkv.decode`, the rest, in one
+launch, to `splitkv.attention_varlen`. A step of requests that all decode can be captured in a full
+CUDA graph, speculative tokens included.
+
+The cache is vLLM's own, [blocks, heads, keys, 2 * head_dim] with the heads before the keys or after
+them, read through strides. Caches with a scale a token and head (`int8_per_token_head`,
+`fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so
+that rows begin at multiples of 16 bytes.
+
+Not served, and refused where vLLM asks: MLA and sparse attention, encoder-decoder models, a causal
+flag a sequence, prefix-LM ranges, context parallelism, e5m2 and 4-bit caches, output in 8 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+from splitkv.api import append
+from splitkv.integrations.serving import (
+    MAX_DECODE_LEN,
+    Pages,
+    Plans,
+    SharedPrefix,
+    Step,
+    attend,
+    attend_packed,
+    attend_with_prefix,
+    bound_of,
+)
+
+TESTED = ("0.26.0",)
+"""Releases of vLLM that the tests were run with."""
+
+NAME = "CUSTOM"  # the member of AttentionBackendEnum that vLLM keeps for others
+SCALED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
+AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+SCALE_BYTES = 4
+LEAST_SHARERS = 8  # requests from which on a shared prefix is read apart; no measurement behind it
+
+
+def register() -> None:
+    """Makes the backend known to vLLM as CUSTOM. Called in every process, more than once, too."""
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.SplitKVBackend")
+
+
+class SplitKVBackend(AttentionBackend):
+    """What vLLM asks before it makes a layer: names, shapes and what is supported."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *("auto", *AS_THEY_ARE, *SCALED, *SCALED_BY_TOKEN)
+    ]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[SplitKVImpl]:
+        return SplitKVImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SplitKVMetadataBuilder]:
+        return SplitKVMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        scale = SCALE_BYTES if cache_dtype_str in SCALED_BY_TOKEN else 0
+        shape = num_blocks, num_kv_heads, block_size, 2 * (head_size + scale)
+        return shape
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        keys_first = get_kv_cache_layout() == "NHD"
+        if include_num_layers_dimension:
+            return (1, 0, 3, 2, 4) if keys_first else (1, 2, 0, 3, 4)
+        return (0, 2, 1, 3) if keys_first else (0, 1, 2, 3)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 16 == 0 and 16 <= head_size <= 256
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        *others: Any,
+        **by_name: Any,
+    ) -> str | None:
+        """Why not, of what each for itself is supported."""
+        stored = AS_THEY_ARE.get(kv_cache_dtype, dtype)
+        if stored != dtype:
+            return f"kv_cache_dtype: expected auto, fp8 or {dtype}, got {kv_cache_dtype}"
+        return None
+
+
+@dataclass(frozen=True)
+class SplitKVMetadata:
+    """A step, as every layer of a group of caches reads it.
+
+    num_actual_tokens  tokens that are not padding
+    max_query_len      upper bound of the new tokens of a request
+    query_start_loc    [requests + 1] int32 on the device
+    step               which requests decode, and their lengths and blocks
+    shared             the prefix that all requests share, read apart; None: no such
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor
+    step: Step
+    shared: SharedPrefix | None = None
+
+
+class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
+    """Makes a step's SplitKVMetadata, once for all layers that share a block table."""
+
+    supports_update_block_table: bool = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        if self.batch_invariant:
+            expect_whole_prompts(vllm_config)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        most: int = self.reorder_batch_threshold or 1
+        self.reorder_batch_threshold: int | None = min(most, MAX_DECODE_LEN)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Full graphs of steps in which all requests have as many new tokens, if decode takes so
+        many."""
+        speculative = vllm_config.speculative_config
+        drafted = 0 if speculative is None else speculative.num_speculative_tokens or 0
+        if drafted < MAX_DECODE_LEN:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> SplitKVMetadata:
+        x = common_attn_metadata
+        if not isinstance(x.causal, bool):
+            raise NotImplementedError("causal: expected one flag for all requests, got one of each")
+        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
+            if getattr(x, name, None) is not None:
+                raise NotImplementedError(f"{name}: expected none, got some")
+        lengths = query_lens(x)
+        num_decodes, decode_len = decodes_in_front(lengths, self.reorder_batch_threshold or 0)
+        numbers = {
+            "num_tokens": min(x.num_actual_tokens, sum(lengths)),
+            "max_seqlen_q": self.max_tokens if self.batch_invariant else x.max_query_len,
+            "max_seqlen_k": self.bound(x.max_seq_len, x.block_table_tensor),
+        }
+        requests = x.query_start_loc, x.seq_lens, x.block_table_tensor
+        step = Step.of(
+            *requests, num_decodes=num_decodes, decode_len=decode_len, causal=x.causal, **numbers
+        )
+        shared = None
+        if common_prefix_len:
+            shared = SharedPrefix.of(*requests, common_prefix_len, self.block_size, **numbers)
+        return SplitKVMetadata(
+            x.num_actual_tokens, x.max_query_len, x.query_start_loc, step, shared
+        )
+
+    def bound(self, length: int, table: Tensor) -> int:
+        """The max_seqlen_k of a step; the most there is where bits may not follow the batch."""
+        most = table.shape[1] * self.block_size
+        if self.batch_invariant:
+            return min(self.max_model_len, most)
+        return bound_of(max(length, 1), most)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SplitKVMetadata:
+        """A step for a graph that is replayed with requests of any length."""
+        made = self.build(0, common_attn_metadata)
+        longest = self.bound(self.max_model_len, common_attn_metadata.block_table_tensor)
+        return replace(made, step=replace(made.step, max_seqlen_k=longest))
+
+    def update_block_table(
+        self, metadata: SplitKVMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> SplitKVMetadata:
+        """The step over another group's caches, of the same block size; slots come to
+        `do_kv_cache_update` by themselves."""
+        return replace(metadata, step=metadata.step.with_pages(blk_table), shared=None)
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether a shared prefix is read apart; vLLM asks where `disable_cascade_attn` is off."""
+        positions = use_alibi or use_sliding_window or use_local_attention
+        enough = common_prefix_len >= self.block_size and len(query_lens) >= LEAST_SHARERS
+        return enough and not positions and dcp_world_size == 1 and not self.batch_invariant
+
+
+def expect_whole_prompts(vllm_config: Any) -> None:
+    """Settings by which a prompt is computed in one piece: where it is cut would follow from what
+    else is in the batch, or was before."""
+    chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", False)
+    cached = vllm_config.cache_config.enable_prefix_caching
+    for name, on in (("enable_chunked_prefill", chunked), ("enable_prefix_caching", cached)):
+        if on:
+            raise ValueError(f"{name}: expected False with VLLM_BATCH_INVARIANT, got True")
+
+
+def query_lens(x: Any) -> list[int]:
+    """New tokens of each request, on the host; padded requests at the end are left out."""
+    starts = x.query_start_loc_cpu[: x.num_reqs + 1].tolist()
+    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    while lengths and not lengths[-1]:
+        lengths.pop()
+    return lengths
+
+
+def decodes_in_front(lengths: list[int], threshold: int) -> tuple[int, int]:
+    """(how many, new tokens of each) of the requests in front that have as many, up to a number."""
+    if not lengths or not 0 < lengths[0] <= threshold:
+        return 0, 1
+    first = lengths[0]
+    others = (n for n, length in enumerate(lengths) if length != first)
+    return next(others, len(lengths)), first
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What vLLM says of a layer when it makes its SplitKVImpl, in the order of its arguments."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int | None = None
+    alibi_slopes: list[float] | None = None
+    sliding_window: int | None = None
+    kv_cache_dtype: str = "auto"
+    logits_soft_cap: float | None = None
+    attn_type: str = AttentionType.DECODER
+    kv_sharing_target_layer_name: str | None = None
+    sinks: Tensor | None = None
+
+
+class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
+    """Attention of one layer."""
+
+    can_return_lse_for_decode: bool = False
+    supports_dcp: bool = False
+    supports_pcp: bool = False
+    supports_quant_query_input: bool = False  # q stays in 16 bits: decode waits for keys, not for q
+
+    def __init__(self, *arguments: Any, **by_name: Any) -> None:
+        """Takes the fields of Layer, by position or by name."""
+        given = Layer(*arguments, **by_name)
+        if not SplitKVBackend.supports_attn_type(given.attn_type):
+            kind = given.attn_type
+            raise NotImplementedError(f"attn_type: expected decoder, encoder_only, got {kind}")
+        if not SplitKVBackend.supports_kv_cache_dtype(given.kv_cache_dtype):
+            known, kind = ", ".join(SplitKVBackend.supported_kv_cache_dtypes), given.kv_cache_dtype
+            raise NotImplementedError(f"kv_cache_dtype: expected {known}, got {kind}")
+        self.num_heads, self.head_size = given.num_heads, given.head_size
+        self.scale = float(given.scale)
+        self.num_kv_heads = given.num_kv_heads or given.num_heads
+        self.kv_cache_dtype = given.kv_cache_dtype
+        self.attn_type = given.attn_type
+        self.kv_sharing_target_layer_name = given.kv_sharing_target_layer_name
+        self.sinks = given.sinks
+        self.left = -1 if given.sliding_window is None else given.sliding_window - 1
+        slopes = given.alibi_slopes
+        self.alibi_slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)
+        self.options: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "softcap": float(given.logits_soft_cap or 0.0),
+            "alibi_slopes": None,
+            "sink_logits": given.sinks,
+        }
+        self.plans = Plans("batch_invariant" if envs.VLLM_BATCH_INVARIANT else "")
+        self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
+        self._pages: Pages | None = None
+
+    def window_size(self, causal: bool) -> tuple[int, int]:
+        """(left, right): a window looks to both sides where nothing is causal."""
+        return self.left, -1 if causal else self.left
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: SplitKVMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of query [tokens, num_heads, head_size] into output, which is returned.
+
+        The keys and values are in the cache already; key and value are read by encoders only.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: expected None, got a scale")
+        x = attn_metadata
+        if x is None:  # memory is profiled
+            return output.fill_(0)
+        causal = x.step.causal and self.attn_type == AttentionType.DECODER
+        options = self.options | {"window_size": self.window_size(causal)}
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
+            options["alibi_slopes"] = self.alibi_slopes
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            n = x.num_actual_tokens
+            tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.max_query_len
+            attend_packed(*tensors, output[:n], options)
+            return output
+        pages = self.pages(layer, kv_cache)
+        if x.shared is None:
+            attend(query, pages, x.step, output, options, self.plans)
+        else:
+            attend_with_prefix(query, pages, x.shared, output, options)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes a step's keys and values, in one launch; a slot below 0 is not written."""
+        if self.attn_type == AttentionType.ENCODER_ONLY or not kv_cache.numel():
+            return
+        pages = self.pages(layer, kv_cache)
+        append(key, value, pages.k, pages.v, slot_mapping, **pages.scales)
+
+    def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
+        """The cache of a layer as kernels read it: made once, as vLLM binds a layer to one."""
+        bound = self._bound_to
+        if bound is None or bound[0] is not kv_cache or bound[1] is not layer._k_scale:
+            self._pages = self._make_pages(layer, kv_cache)
+            self._bound_to = kv_cache, layer._k_scale
+        assert self._pages is not None
+        return self._pages
+
+    def _make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
+        if self.kv_cache_dtype in SCALED_BY_TOKEN:
+            return planes(kv_cache, SCALED_BY_TOKEN[self.kv_cache_dtype])
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        stored = SCALED.get(self.kv_cache_dtype)
+        if stored is None:
+            return Pages(k, v)
+        scales = layer._k_scale.view(-1), layer._v_scale.view(-1)
+        return Pages(k.view(stored), v.view(stored), *scales)
+
+
+def planes(kv_cache: Tensor, stored: torch.dtype) -> Pages:
+    """The pages of a cache with a scale a token and head.
+
+    kv_cache   [blocks, heads, keys, 2 * (head_dim + 4)] of one byte each, of which only the place
+               of each block is taken: within it lie all keys, all values, the fp32 scales of the
+               keys and those of the values, each [keys, heads, ..]
+    """
+    (blocks, heads), (keys, width) = kv_cache.shape[:2], kv_cache.shape[2:]
+    dim = width // 2 - SCALE_BYTES
+    step, first = kv_cache.stride(0), kv_cache.storage_offset()
+    if kv_cache.element_size() != 1 or step % SCALE_BYTES or first % SCALE_BYTES:
+        raise NotImplementedError(
+            "kv_cache: expected bytes, and blocks at multiples of 4 of them, got "
+            f"{kv_cache.dtype} and blocks of {step} from {first} on"
+        )
+    raw, of_keys = kv_cache.view(torch.uint8), keys * heads * dim
+    rows, steps = (blocks, keys, heads, dim), (step, heads * dim, dim, 1)
+    k = raw.as_strided(rows, steps, first).view(stored)
+    v = raw.as_strided(rows, steps, first + of_keys).view(stored)
+    words = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
+    words = words.set_(kv_cache.untyped_storage())
+    shape, steps_of_scales = (blocks, keys, heads), (step // SCALE_BYTES, heads, 1)
+    at = (first + 2 * of_keys) // SCALE_BYTES
+    k_scale = words.as_strided(shape, steps_of_scales, at)
+    v_scale = words.as_strided(shape, steps_of_scales, at + keys * heads)
+    return Pages(k, v, k_scale, v_scale)

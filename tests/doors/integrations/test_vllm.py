@@ -1,0 +1,479 @@
+"""The attention backend of vLLM against the definition, in steps as its engine makes them.
+
+The classes of vLLM are its own where it is installed (`make test-vllm`), else those of
+tests/support/vllm_contract.py.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm_contract as contract
+from torch import Tensor
+from vllm_contract import adapter
+
+from splitkv import reference
+from splitkv.core.masks import Mask
+from splitkv.rounding import quantize, scale_of
+from splitkv.testing import assert_close
+
+HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, LONGEST = 4, 2, 16, 16, 64, 160
+ENCODER_ONLY = "encoder_only"
+DTYPE = torch.bfloat16
+if contract.REAL:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+else:
+    CommonAttentionMetadata = contract.CommonAttentionMetadata
+
+
+@pytest.fixture(autouse=True)
+def keys_before_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout by default, which vLLM asks of its configuration."""
+    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "NHD")
+
+
+def tokens(count: int, heads: int) -> Tensor:
+    """Random queries, keys or values."""
+    return torch.randn(count, heads, DIM, dtype=DTYPE)
+
+
+@dataclass
+class Request:
+    """A sequence: its blocks, and the keys and values of all of its tokens."""
+
+    blocks: list[int]
+    k: Tensor = field(default_factory=lambda: tokens(0, KV_HEADS))
+    v: Tensor = field(default_factory=lambda: tokens(0, KV_HEADS))
+
+
+class Engine:
+    """As much of vLLM as a layer sees: a cache, block tables, steps sorted by new tokens."""
+
+    def __init__(self, kv: str = "auto", *, drafted: int = 0, **options: Any) -> None:
+        self.draw, self.kv = random.Random(0), kv
+        torch.manual_seed(0)
+        self.scales = options.pop("scales", (1.0, 1.0))
+        self.layer = contract.layer(*self.scales)
+        spec = SimpleNamespace(block_size=BLOCK)
+        settings = contract.config(LONGEST, 256, drafted, **options.pop("settings", {}))
+        device = torch.device("cpu")
+        self.builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
+        self.impl = adapter.SplitKVImpl(
+            HEADS, DIM, 0.3, KV_HEADS, kv_cache_dtype=kv, **options.pop("impl", {})
+        )
+        assert not options
+        self.options = self.impl.options
+        self.cache = empty_cache(kv)
+        self.free = list(range(BLOCKS))
+        self.draw.shuffle(self.free)
+
+    def request(self, tokens: int = 0) -> Request:
+        made = Request([self.free.pop() for _ in range(LONGEST // BLOCK)])
+        if tokens:
+            self.step([(made, tokens)])
+        return made
+
+    def described(self, new: list[tuple[Request, int]], padded: int = 0, causal: Any = True) -> Any:
+        """vLLM's description of a step; `padded`: requests without tokens at its end."""
+        counts = [n for _, n in new] + [0] * padded
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        lengths = [len(request.k) for request, _ in new] + [0] * padded
+        table = torch.zeros(len(counts), LONGEST // BLOCK, dtype=torch.int32)
+        slots = []
+        for row, (request, n) in enumerate(new):
+            table[row] = torch.tensor(request.blocks)
+            for at in range(len(request.k) - n, len(request.k)):
+                slots.append(request.blocks[at // BLOCK] * BLOCK + at % BLOCK)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.clone(),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            num_reqs=len(counts),
+            num_actual_tokens=sum(counts),
+            max_query_len=max(counts),
+            max_seq_len=max(lengths),
+            block_table_tensor=table,
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            causal=causal,
+        )
+
+    def step(
+        self,
+        new: list[tuple[Request, int]],
+        *,
+        padded: int = 0,
+        extra_rows: int = 0,
+        common_prefix: int = 0,
+        capture: bool = False,
+        causal: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """One step of these requests and new tokens of each, compared with the definition."""
+        for request, n in new:
+            request.k = torch.cat([request.k, tokens(n, KV_HEADS)])
+            request.v = torch.cat([request.v, tokens(n, KV_HEADS)])
+        x = self.described(new, padded, causal)
+        rows = x.num_actual_tokens + extra_rows
+        q, k, v = (tokens(rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        out = torch.full_like(q, torch.nan)
+        k[: x.num_actual_tokens] = torch.cat([r.k[len(r.k) - n :] for r, n in new])
+        v[: x.num_actual_tokens] = torch.cat([r.v[len(r.v) - n :] for r, n in new])
+        if capture:
+            made = self.builder.build_for_cudagraph_capture(x)
+        else:
+            made = self.builder.build(common_prefix, x)
+        self.impl.do_kv_cache_update(self.layer, k, v, self.cache, x.slot_mapping)
+        given = self.impl.forward(self.layer, q, k, v, self.cache, made, out)
+        assert given is out
+        first = 0
+        for request, n in new:
+            self.compare(request, q[first : first + n], out[first : first + n], causal)
+            first += n
+        return out, made
+
+    def compare(self, request: Request, q: Tensor, out: Tensor, causal: bool) -> None:
+        """The rows of one request, whose keys are those that its cache can hold."""
+        window, options = self.impl.window_size(causal), self.options
+        slopes = self.impl.alibi_slopes
+        k, v = (
+            stored(x, self.kv, s) for x, s in zip((request.k, request.v), self.scales, strict=True)
+        )
+        results = [
+            reference.attention(
+                *(x[None].to(dtype) for x in (q, k, v)),
+                mask=Mask(causal, *window).within_reach(),
+                softmax_scale=options["softmax_scale"],
+                softcap=options["softcap"],
+                alibi_slopes=slopes,
+                sink_logits=options["sink_logits"],
+                upcast=False,
+            )[0][0]
+            for dtype in (torch.float32, DTYPE)
+        ]
+        assert_close(out, *results)
+
+
+def empty_cache(kv: str, layout: str = "NHD", dtype: torch.dtype = DTYPE) -> Tensor:
+    """As vLLM makes it, of garbage: by the shape and order that the backend says."""
+    backend = adapter.SplitKVBackend
+    shape = backend.get_kv_cache_shape(BLOCKS, BLOCK, KV_HEADS, DIM, kv)
+    order = backend.get_kv_cache_stride_order()
+    physical = [shape[i] for i in order]
+    if kv == "auto":
+        made = torch.full(physical, torch.nan, dtype=dtype)
+    else:
+        made = torch.full(physical, 127, dtype=torch.uint8)
+        made = made.view(torch.int8) if kv == "int8_per_token_head" else made
+    return made.permute([order.index(i) for i in range(4)])
+
+
+def stored(x: Tensor, kv: str, scale: Any) -> Tensor:
+    """What comes back of keys or values that a cache holds."""
+    if kv == "auto":
+        return x
+    by_token = kv.endswith("per_token_head")
+    dtype = torch.int8 if kv.startswith("int8") else torch.float8_e4m3fn
+    of = torch.as_tensor(scale).view(-1, 1)
+    by = scale_of(x, (2,), dtype) if by_token else of
+    return quantize(x, by, dtype).float() * by
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 20},
+    "softcap": {"logits_soft_cap": 5.0},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.06]},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "sinks and window": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "sliding_window": 33},
+}
+CACHES: dict[str, tuple[str, tuple[Any, Any]]] = {
+    "as it is": ("auto", (1.0, 1.0)),
+    "fp8": ("fp8", (0.02, 0.03)),
+    "fp8 a head": ("fp8_e4m3", ([0.02, 0.01], [0.03, 0.015])),
+    "int8 a token and head": ("int8_per_token_head", (1.0, 1.0)),
+    "fp8 a token and head": ("fp8_per_token_head", (1.0, 1.0)),
+}
+
+
+def mixed_steps(engine: Engine, steps: int = 6) -> Iterator[tuple[Tensor, Any]]:
+    """Random steps: some requests decode, others have a chunk, in vLLM's order; some end."""
+    requests = [engine.request(n) for n in (5, 33)]
+    for number in range(steps):
+        if len(requests) < 5:
+            requests.append(engine.request())
+        new = []
+        for request in requests:
+            fresh = not len(request.k)
+            n = engine.draw.choice((2, 17, 30)) if fresh or engine.draw.random() < 0.3 else 1
+            new.append((request, n))
+        new.sort(key=lambda pair: pair[1] > 1)
+        yield engine.step(new, padded=number % 3, extra_rows=number % 2 * 3)
+        requests = [r for r in requests if len(r.k) < LONGEST - 30]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_mixed_steps(layer: str) -> None:
+    found = list(mixed_steps(Engine(impl=LAYERS[layer])))
+    kinds = {(made.step.num_decodes > 0, made.step.rest is not None) for _, made in found}
+    assert (True, True) in kinds
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_caches(cache: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: layout)
+    kv, scales = CACHES[cache]
+    engine = Engine(kv, scales=scales)
+    assert (engine.cache.stride(1) < engine.cache.stride(2)) == (layout == "NHD")
+    assert len(list(mixed_steps(engine, 3))) == 3
+
+
+def test_a_cache_within_larger_blocks() -> None:
+    """Blocks of several layers lie side by side: their stride is larger than their size."""
+    for kv in ("auto", "int8_per_token_head"):
+        engine = Engine(kv)
+        shape, own = engine.cache.shape, engine.cache.permute(0, 2, 1, 3)
+        room = own.new_empty(BLOCKS, 3, *own.shape[1:])
+        engine.cache = room[:, 1].permute(0, 2, 1, 3)
+        assert engine.cache.shape == shape
+        assert len(list(mixed_steps(engine, 2))) == 2
+
+
+def test_rows_past_the_tokens_are_left_alone() -> None:
+    engine = Engine()
+    a, b = engine.request(7), engine.request(20)
+    out, _ = engine.step([(a, 1), (b, 1)], padded=2, extra_rows=5)
+    assert out[2:].isnan().all() and not out[:2].isnan().any()
+
+
+def test_steps_of_a_graph() -> None:
+    """What is captured serves any length: nothing of the step is a number of its lengths."""
+    engine = Engine()
+    requests = [engine.request(n) for n in (3, 40, 90)]
+    _, made = engine.step([(r, 1) for r in requests], capture=True)
+    assert made.step.rest is None and made.step.num_decodes == 3
+    assert made.step.max_seqlen_k == LONGEST
+    x = engine.described([(r, 1) for r in requests])
+    captured = engine.builder.build_for_cudagraph_capture(x).step
+    assert captured.cache_seqlens.data_ptr() == x.seq_lens.data_ptr()
+    assert captured.page_table.data_ptr() == x.block_table_tensor.data_ptr()
+
+
+@pytest.mark.parametrize("drafted", [1, 4])
+def test_speculative_tokens_decode(drafted: int) -> None:
+    engine = Engine(drafted=drafted)
+    assert engine.builder.reorder_batch_threshold == 1 + drafted
+    requests = [engine.request(n) for n in (3, 40, 90)]
+    _, made = engine.step([(r, 1 + drafted) for r in requests])
+    assert (made.step.num_decodes, made.step.decode_len) == (3, 1 + drafted)
+    a, b, c = requests
+    _, made = engine.step([(a, 1 + drafted), (b, 1), (c, 1)])
+    assert (made.step.num_decodes, made.step.decode_len) == (1, 1 + drafted)
+    assert made.step.rest is not None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "threshold", "found"),
+    [
+        ([1, 1, 1], 1, (3, 1)),
+        ([1, 1, 30], 1, (2, 1)),
+        ([30, 40], 1, (0, 1)),
+        ([3, 3, 1, 1], 3, (2, 3)),
+        ([2], 4, (1, 2)),
+        ([], 1, (0, 1)),
+    ],
+)
+def test_which_requests_decode(lengths: list[int], threshold: int, found: tuple[int, int]) -> None:
+    assert adapter.decodes_in_front(lengths, threshold) == found
+
+
+def test_a_padded_request_is_not_taken_for_one_that_decodes() -> None:
+    """Two tokens of one request and a padded one are as many as one of each of two."""
+    engine = Engine(drafted=1)
+    request = engine.request(9)
+    _, made = engine.step([(request, 2)], padded=1)
+    assert (made.step.num_decodes, made.step.decode_len) == (1, 2)
+
+
+def test_graph_support() -> None:
+    of = adapter.SplitKVMetadataBuilder.get_cudagraph_support
+    for drafted, name in ((0, "UNIFORM_BATCH"), (15, "UNIFORM_BATCH"), (16, "UNIFORM_SINGLE")):
+        assert of(contract.config(drafted=drafted), None).name.startswith(name)
+    assert Engine(drafted=40).builder.reorder_batch_threshold == 16
+
+
+@pytest.mark.parametrize("layer", ["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_shared_prefix(layer: str, kv: str) -> None:
+    """Keys that all requests share are read apart, and merged with what follows them."""
+    engine = Engine(kv, impl=LAYERS[layer], scales=(0.02, 0.03) if kv == "fp8" else (1.0, 1.0))
+    first = engine.request(2 * BLOCK)
+    requests = [first]
+    for n in (1, 7, 30):
+        own = engine.request()
+        own.blocks[:2] = first.blocks[:2]
+        own.k, own.v = first.k[: 2 * BLOCK], first.v[: 2 * BLOCK]
+        requests.append(own)
+        engine.step([(own, n)])
+    engine.step([(first, 3)])
+    _, made = engine.step(
+        [(r, n) for r, n in zip(requests, (1, 1, 5, 2), strict=True)], common_prefix=2 * BLOCK
+    )
+    assert made.shared is not None and made.shared.prefix_len == 2 * BLOCK
+
+
+def test_when_a_shared_prefix_is_read_apart() -> None:
+    ask = Engine().builder.use_cascade_attention
+    plain = (False, False, False, 132, 1)
+    assert ask(64, [1] * 8, 32, 8, *plain)
+    assert not ask(64, [1] * 7, 32, 8, *plain)
+    assert not ask(0, [1] * 8, 32, 8, *plain)
+    for number in range(3):
+        flags = [number == n for n in range(3)]
+        assert not ask(64, [1] * 8, 32, 8, *flags, 132, 1)
+    assert not ask(64, [1] * 8, 32, 8, False, False, False, 132, 2)
+
+
+def test_not_causal() -> None:
+    for layer in ("plain", "window"):
+        engine = Engine(impl=LAYERS[layer])
+        requests = [engine.request(n) for n in (9, 50)]
+        engine.step([(requests[0], 1), (requests[1], 12)], causal=False)
+
+
+@pytest.mark.parametrize("layer", ["plain", "window"])
+def test_encoders(layer: str) -> None:
+    """Whole sequences in no cache, every token sees all, or those in a window to both sides."""
+    engine = Engine(impl=LAYERS[layer] | {"attn_type": ENCODER_ONLY})
+    requests = [engine.request() for _ in range(3)]
+    engine.cache = torch.empty(0)
+    new = list(zip(requests, (5, 1, 40), strict=True))
+    for request, n in new:
+        request.k, request.v = tokens(n, KV_HEADS), tokens(n, KV_HEADS)
+    x = engine.described(new, causal=False)
+    q, out = tokens(46, HEADS), tokens(46, HEADS)
+    k, v = (torch.cat([getattr(r, name) for r in requests]) for name in "kv")
+    engine.impl.do_kv_cache_update(engine.layer, k, v, engine.cache, x.slot_mapping)
+    engine.impl.forward(engine.layer, q, k, v, engine.cache, engine.builder.build(0, x), out)
+    rows = q.split([5, 1, 40]), out.split([5, 1, 40])
+    for request, of_q, of_out in zip(requests, *rows, strict=True):
+        engine.compare(request, of_q, of_out, False)
+
+
+def test_profiling_writes_zeros() -> None:
+    out = torch.full((3, HEADS, DIM), torch.nan)
+    q = torch.randn(3, HEADS, DIM)
+    impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS)
+    assert (impl.forward(None, q, q, q, torch.empty(0), None, out) == 0).all()
+
+
+def test_other_block_tables() -> None:
+    """A step described once for groups of caches with tables of their own."""
+    engine = Engine()
+    requests = [engine.request(n) for n in (9, 50, 33)]
+    x = engine.described([(requests[0], 1), (requests[1], 1), (requests[2], 7)])
+    made = engine.builder.build(0, x)
+    other = x.block_table_tensor.flip(1)
+    moved = engine.builder.update_block_table(made, other, x.slot_mapping)
+    again = engine.builder.build(0, x.__class__(**{**vars(x), "block_table_tensor": other}))
+    assert torch.equal(moved.step.page_table, again.step.page_table)
+    assert torch.equal(moved.step.rest.page_table, again.step.rest.page_table)
+    assert torch.equal(moved.step.rest.cu_seqlens_q, again.step.rest.cu_seqlens_q)
+
+
+# --- what the engine asks, and what is refused -------------------------------------------------
+
+
+def test_what_is_supported() -> None:
+    backend = adapter.SplitKVBackend
+    assert backend.get_name() == "CUSTOM"
+    assert backend.get_impl_cls() is adapter.SplitKVImpl
+    assert backend.get_builder_cls() is adapter.SplitKVMetadataBuilder
+    assert not backend.forward_includes_kv_cache_update
+    assert [size.base for size in backend.get_supported_kernel_block_sizes()] == [16]
+    sizes = [n for n in range(1, 600) if backend.supports_head_size(n)]
+    assert sizes == list(range(16, 257, 16))
+    for major, ok in ((7, False), (8, True), (9, True), (12, True)):
+        assert backend.supports_compute_capability(SimpleNamespace(major=major)) == ok
+    for kind, ok in (("decoder", True), ("encoder_only", True), ("encoder_decoder", False)):
+        assert backend.supports_attn_type(kind) == ok
+    assert not backend.is_mla()
+    kinds = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head", "bfloat16")
+    assert all(backend.supports_kv_cache_dtype(kv) for kv in kinds)
+    assert not any(backend.supports_kv_cache_dtype(kv) for kv in ("fp8_e5m2", "nvfp4"))
+    other = backend.supports_combination(128, torch.bfloat16, "float16", 16)
+    assert other == "kv_cache_dtype: expected auto, fp8 or torch.bfloat16, got float16"
+    assert backend.supports_combination(128, torch.bfloat16, "fp8", 16) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_type": "encoder_decoder"}, "attn_type: expected decoder, encoder_only, got enc"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: expected auto, float16, .* got fp8_e5m2"),
+    ],
+)
+def test_layers_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS, **options)
+
+
+def test_steps_that_are_refused() -> None:
+    engine = Engine()
+    request = engine.request(3)
+    flags = torch.ones(1, dtype=torch.bool)
+    x = engine.described([(request, 1)], causal=flags)
+    with pytest.raises(NotImplementedError, match="causal: expected one flag for all requests"):
+        engine.builder.build(0, x)
+    x = engine.described([(request, 1)])
+    x.mm_req_doc_ranges = {0: [(0, 2)]}
+    with pytest.raises(NotImplementedError, match="mm_req_doc_ranges: expected none"):
+        engine.builder.build(0, x)
+    out = torch.empty(1, HEADS, DIM)
+    with pytest.raises(NotImplementedError, match="output_scale: expected None"):
+        engine.impl.forward(None, out, out, out, engine.cache, None, out, torch.ones(1))
+
+
+def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point names it; it may be called twice."""
+    registered: dict[Any, str] = {}
+    monkeypatch.setattr(adapter, "register_backend", registered.__setitem__)
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    (entry,) = re.findall(r'entry-points."vllm.general_plugins"]\nsplitkv = "([^"]+)"', project)
+    module, _, function = entry.partition(":")
+    for _ in range(2):
+        getattr(import_module(module), function)()
+    ((member, path),) = registered.items()
+    assert member.name == "CUSTOM"
+    assert path == f"{adapter.__name__}.SplitKVBackend" == f"{module}.SplitKVBackend"
+
+
+# --- batch invariance --------------------------------------------------------------------------
+
+
+def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch has a plan of the policy, for bounds that no batch changes."""
+    monkeypatch.setattr(adapter.envs, "VLLM_BATCH_INVARIANT", True)
+    engine = Engine()
+    for _, made in mixed_steps(engine, 4):
+        assert (made.step.max_seqlen_q, made.step.max_seqlen_k) == (256, LONGEST)
+    plans = engine.impl.plans._made.values()
+    assert plans and {plan.policy for plan in plans} == {"batch_invariant"}
+    assert {plan.problem.kind for plan in plans} == {"decode", "varlen"}
+    assert len({plan.config for plan in plans if plan.problem.kind == "decode"}) == 1
+    assert not engine.builder.use_cascade_attention(64, [1] * 8, 4, 2, *[False] * 3, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["enable_chunked_prefill", "enable_prefix_caching"])
+def test_batch_invariance_needs_whole_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter.envs, "VLLM_BATCH_INVARIANT", True)
+    with pytest.raises(ValueError, match=f"{name}: expected False with VLLM_BATCH_INVARIANT"):
+        Engine(settings={name: True})

@@ -1,0 +1,315 @@
+"""A model of random weights in a real vLLM: its tokens beside transformers, and its time a step.
+
+    python tests/engines/vllm_engine.py check --models llama,gpt_oss --backends CUSTOM,FLASH_ATTN
+    python tests/engines/vllm_engine.py bench --batch 1,8 --keys 2048,8192 --backends ...
+    python tests/engines/vllm_engine.py engine ...      what these start, in processes of their own
+
+`check` needs a vLLM of any device, `bench` one with a GPU. With vLLM's build for CPUs the backend
+stands in the place of CPU_ATTN, which is the only one that is taken there.
+
+`check` prints of each backend and model how many of its greedy tokens are those that transformers
+in fp32 would choose, and the largest difference of their log-probabilities; it exits with 1 where
+splitkv is further off than --tolerance, or has fewer tokens right than another backend less 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+VOCABULARY = 512
+LENGTHS = 5, 33, 120, 300, 17, 64
+COMMON: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"head_dim": 32}),
+    "qwen2": ("Qwen2Config", {}),
+    "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": 48}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 32, "sliding_window": 48, "query_pre_attn_scalar": 32}
+        | {"tie_word_embeddings": True, "attn_logit_softcapping": 20.0},
+    ),
+    "bloom": ("BloomConfig", {"n_head": 4, "n_layer": 2, "tie_word_embeddings": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+"""Of each model the class of its configuration and what it has beside COMMON."""
+
+
+def save_model(name: str, folder: Path) -> str:
+    """Writes a small model whose distributions are sharp; the folder."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config_class, own = MODELS[name]
+    config = getattr(transformers, config_class)(**COMMON | own)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32)
+    for key, x in model.named_parameters():
+        if key.endswith("sinks"):
+            torch.nn.init.normal_(x)
+    model.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def save_shape(o: argparse.Namespace) -> str:
+    """Writes the configuration of a Llama of the shape that is asked for; the folder."""
+    heads, kv_heads = (int(n) for n in o.heads.split(","))
+    path = Path(o.folder) / f"llama-{heads}-{kv_heads}-{o.layers}"
+    path.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": heads * 128,
+        "intermediate_size": heads * 448,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "num_hidden_layers": o.layers,
+        "vocab_size": 128256,
+        "max_position_embeddings": 1 << 18,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": o.dtype,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def prompts(lengths: list[int], shared: int = 0) -> list[dict[str, list[int]]]:
+    """Random tokens; the first `shared` of all prompts are the same."""
+    draw = random.Random(1)
+    prefix = [draw.randrange(3, VOCABULARY) for _ in range(shared)]
+    made = []
+    for length in lengths:
+        own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+        made.append({"prompt_token_ids": prefix + own})
+    return made
+
+
+def engine(o: argparse.Namespace, **more: Any) -> Any:
+    """vLLM with the backend that is asked for."""
+    import torch
+    from vllm import LLM
+
+    options: dict[str, Any] = {"enforce_eager": True}
+    if torch.cuda.is_available():
+        sizes = [int(n) for n in o.graphs.split(",") if n]
+        options |= {"attention_backend": o.backend, "gpu_memory_utilization": o.memory}
+        if sizes:  # decode steps in full graphs; nothing is compiled
+            graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+            options |= {"enforce_eager": False, "compilation_config": {"mode": 0, **graphs}}
+    elif o.backend == "CUSTOM":
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        path = "splitkv.integrations.vllm.SplitKVBackend"
+        register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    if o.speculate:
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": o.speculate,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    return LLM(
+        model=o.model,
+        skip_tokenizer_init=True,
+        max_model_len=o.max_model_len,
+        kv_cache_dtype=o.kv,
+        dtype=o.dtype,
+        block_size=o.page,
+        enable_prefix_caching=bool(o.shared),
+        **options | more,
+    )
+
+
+def run_engine(o: argparse.Namespace) -> None:
+    """One engine: its tokens and log-probabilities into a file, or its times printed."""
+    from vllm import SamplingParams
+
+    fixed = {"temperature": 0, "detokenize": False, "ignore_eos": True}
+    if o.save:
+        llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
+        asked = prompts(list(LENGTHS), o.shared)
+        told = SamplingParams(max_tokens=o.tokens, logprobs=1, **fixed)
+        if o.shared:  # so that the others find its blocks
+            llm.generate(asked[:1], told, use_tqdm=False)
+        done = [x.outputs[0] for x in llm.generate(asked, told, use_tqdm=False)]
+        ids = [list(x.token_ids) for x in done]
+        logprobs = [
+            [step[token].logprob for step, token in zip(x.logprobs, chosen, strict=True)]
+            for x, chosen in zip(done, ids, strict=True)
+        ]
+        impl = impl_of(llm)
+        Path(o.save).write_text(json.dumps([asked, ids, logprobs, impl]))
+        return
+    llm = engine(o, load_format="dummy", max_num_seqs=max(o.most, 8))
+    for batch in numbers(o.batch):
+        for keys in numbers(o.keys):
+            asked = prompts([keys] * batch)
+
+            def seconds(tokens: int, asked: Any = asked) -> float:
+                told = SamplingParams(max_tokens=tokens, min_tokens=tokens, **fixed)
+                start = time.perf_counter()
+                llm.generate(asked, told, use_tqdm=False)
+                return time.perf_counter() - start
+
+            seconds(4)
+            first, few, many = (
+                min(seconds(n) for _ in range(o.repeats)) for n in (1, 8, 8 + o.tokens)
+            )
+            row = {"backend": o.backend, "batch": batch, "keys": keys, "kv": o.kv, "page": o.page}
+            row |= {"ms_a_step": (many - few) / o.tokens * 1e3, "ms_to_first_token": first * 1e3}
+            print(json.dumps(row), flush=True)
+
+
+def impl_of(llm: Any) -> str:
+    """The class that attends in the engine's layers."""
+
+    def ask(worker: Any) -> str:
+        context = worker.vllm_config.compilation_config.static_forward_context
+        layers = (layer for layer in context.values() if hasattr(layer, "kv_cache"))
+        kinds = {type(layer.impl).__name__ for layer in layers}
+        return ",".join(sorted(kinds))
+
+    return str(llm.llm_engine.collective_rpc(ask)[0])
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def start(o: argparse.Namespace, **changed: Any) -> int:
+    """Starts an engine with these options, in a process of its own."""
+    given = vars(o) | changed | {"verb": "engine"}
+    verb = given.pop("verb")
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return subprocess.run([sys.executable, __file__, verb, *arguments]).returncode
+
+
+def check(o: argparse.Namespace) -> int:
+    """Compares every backend with transformers; how many are not as they should be."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    wrong, folder = 0, Path(o.folder)
+    for name in o.models.split(","):
+        model = save_model(name, folder)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        )
+        found: dict[str, tuple[float, float]] = {}
+        for backend in o.backends.split(","):
+            save = folder / f"{name}-{backend}.json"
+            save.unlink(missing_ok=True)
+            if start(o, backend=backend, model=model, save=str(save)) or not save.exists():
+                print(f"{name} {backend}: did not run", flush=True)
+                wrong += backend == "CUSTOM"
+                continue
+            asked, ids, logprobs, impl = json.loads(save.read_text())
+            worst, right, tokens = 0.0, 0, 0
+            for x, chosen, own in zip(asked, ids, logprobs, strict=True):
+                prompt = x["prompt_token_ids"]
+                with torch.no_grad():
+                    logits = loaded(torch.tensor([prompt + chosen])).logits[0]
+                of_chosen = logits[len(prompt) - 1 : -1].log_softmax(-1)
+                wanted = of_chosen.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+                worst = max(worst, (wanted - torch.tensor(own)).abs().max().item())
+                right += int((of_chosen.argmax(-1) == torch.tensor(chosen)).sum())
+                tokens += len(chosen)
+            found[backend] = right / tokens, worst
+            print(
+                f"{name} {backend} ({impl}): {right} of {tokens} tokens as transformers in fp32, "
+                f"log-probabilities within {worst:.2g}",
+                flush=True,
+            )
+            wrong += backend == "CUSTOM" and (worst > o.tolerance or impl != "SplitKVImpl")
+        ours = found.pop("CUSTOM", (1.0, 0.0))
+        wrong += any(ours[0] < other[0] - 0.02 for other in found.values())
+    return wrong
+
+
+def main() -> int:
+    said = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=said)
+    parser.add_argument("verb", choices=("check", "bench", "engine"))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--backends", default="CUSTOM")
+    parser.add_argument("--backend", default="CUSTOM")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--save", default="")
+    parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "vllm_engine"))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv", default="auto")
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--graphs", default="1,2,4,8")
+    parser.add_argument("--memory", type=float, default=0.5)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--speculate", type=int, default=0)
+    parser.add_argument("--shared", type=int, default=0)
+    parser.add_argument("--tolerance", type=float, default=1e-2)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--keys", default="2048,8192")
+    parser.add_argument("--most", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--heads", default="32,8")
+    parser.add_argument("--layers", type=int, default=16)
+    o = parser.parse_args()
+    Path(o.folder).mkdir(parents=True, exist_ok=True)
+    if o.verb == "engine":
+        run_engine(o)
+        return 0
+    if o.verb == "check":
+        return min(check(o), 1)
+    most, longest = max(numbers(o.batch)), max(numbers(o.keys))
+    length = max(o.max_model_len, longest + o.tokens + 64)
+    graphs = ",".join(sorted({str(n) for n in numbers(o.batch)}, key=int))
+    codes = [
+        start(
+            o,
+            backend=backend,
+            model=save_shape(o),
+            most=most,
+            max_model_len=length,
+            graphs=graphs,
+            save="",
+        )
+        for backend in o.backends.split(",")
+    ]
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""What the adapter for vLLM imports of it: vLLM's own where it is installed, else a stand-in.
+
+The stand-in has the members that `splitkv.integrations.vllm` touches, with the meaning that they
+have in vLLM 0.26.0, and nothing else. `make test-vllm` runs the same tests against the real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+REAL = find_spec("vllm") is not None
+ADAPTER = "splitkv.integrations.vllm"
+T = TypeVar("T")
+
+
+class MultipleOf:
+    def __init__(self, base: int) -> None:
+        self.base = base
+
+
+class AttentionType(str, Enum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class AttentionBackend:
+    supported_kv_cache_dtypes: Any = []
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return False
+
+
+class AttentionImpl(Generic[T]):
+    dcp_world_size = 1
+
+
+class AttentionMetadataBuilder(Generic[T]):
+    reorder_batch_threshold: int | None = None
+
+    def __init__(self, spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec, self.vllm_config = spec, vllm_config
+
+    def _init_reorder_batch_threshold(
+        self, threshold: int = 1, supports_spec_as_decode: bool = False
+    ) -> None:
+        speculative = self.vllm_config.speculative_config
+        drafted = 0 if speculative is None else speculative.num_speculative_tokens
+        self.reorder_batch_threshold = threshold + (drafted if supports_spec_as_decode else 0)
+
+
+class AttentionBackendEnum(Enum):
+    CPU_ATTN = "cpu"
+    CUSTOM = "custom"
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: Any = True
+    mm_req_doc_ranges: Any = None
+    rswa_prefix_lens: Any = None
+
+
+REGISTERED: dict[Any, str] = {}
+LAYOUT = ["NHD"]
+
+
+def stand_in() -> None:
+    """Puts the stand-in where `import vllm` finds it."""
+    envs = ModuleType("vllm.envs")
+    envs.VLLM_BATCH_INVARIANT = False  # type: ignore[attr-defined]
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"envs": envs, "__version__": "0.26.0"},
+        "vllm.envs": vars(envs),
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backend": {
+            "AttentionBackend": AttentionBackend,
+            "AttentionCGSupport": AttentionCGSupport,
+            "AttentionImpl": AttentionImpl,
+            "AttentionMetadataBuilder": AttentionMetadataBuilder,
+            "AttentionType": AttentionType,
+            "CommonAttentionMetadata": CommonAttentionMetadata,
+            "MultipleOf": MultipleOf,
+        },
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.registry": {
+            "AttentionBackendEnum": AttentionBackendEnum,
+            "register_backend": REGISTERED.__setitem__,
+        },
+        "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: LAYOUT[0]},
+    }
+    for name, members in contents.items():
+        module = envs if name == "vllm.envs" else ModuleType(name)
+        vars(module).update(members)
+        sys.modules[name] = module
+
+
+def imported() -> ModuleType:
+    """The adapter, imported beside the stand-in where there is no vLLM; nothing else sees that."""
+    if REAL:
+        return import_module(ADAPTER)
+    before = set(sys.modules)
+    stand_in()
+    try:
+        return import_module(ADAPTER)
+    finally:
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] == "vllm":
+                del sys.modules[name]
+
+
+adapter = imported()
+
+
+def config(
+    max_model_len: int = 256, max_tokens: int = 64, drafted: int = 0, **cached: bool
+) -> SimpleNamespace:
+    """The settings that a builder reads."""
+    speculative = SimpleNamespace(num_speculative_tokens=drafted, parallel_drafting=False)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=max_tokens,
+            enable_chunked_prefill=cached.get("enable_chunked_prefill", False),
+        ),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=cached.get("enable_prefix_caching", False)
+        ),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        speculative_config=speculative if drafted else None,
+    )
+
+
+def layer(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> Any:
+    """The scales of a layer, as vLLM keeps them: one number each, or one a head."""
+    return SimpleNamespace(_k_scale=torch.tensor(k_scale), _v_scale=torch.tensor(v_scale))
