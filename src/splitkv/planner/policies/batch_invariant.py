@@ -23,8 +23,9 @@ from dataclasses import replace
 from splitkv.core.device import Device
 from splitkv.core.plan import Choice, Kernel
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
 from splitkv.planner.policies.fixed import with_split_size
-from splitkv.planner.policies.shared import READY_BEFORE, best_shape, ceil_div, shapes
+from splitkv.planner.policies.shared import READY_BEFORE, best_shape, shapes
 
 LEAST_KEYS = 1024  # a part of decode
 MOST_SPLITS = 32  # what `combine` merges in one step
