@@ -75,10 +75,7 @@ def make_operands(
     call: Call = {
         "softmax_scale": None,
         "softcap": SOFTCAP if problem.score.softcap else 0.0,
-        "causal": problem.mask.causal,
-        "window_size": (problem.mask.window_left, problem.mask.window_right),
-        "sink_tokens": problem.mask.sink_tokens,
-        "attention_chunk": problem.mask.chunk,
+        **problem.mask.arguments,
         "alibi_slopes": None,
         "sink_logits": None,
         "return_lse": problem.return_lse,

@@ -118,3 +118,22 @@ def test_edges_that_nothing_meets_are_left_out(causal: bool) -> None:
     assert Mask(True, 5, 0, 2).within(6, 7) == Mask(True, 5, 0, 2)
     assert Mask(False, 6, 5).within(6, 7).is_full
     assert Mask(False, 6, 4).within(6, 7) == Mask(False, -1, 4)
+
+
+def test_arguments_make_the_mask_again() -> None:
+    for mask in MASKS:
+        assert Mask.of(**mask.arguments) == mask
+    far = {
+        "causal": True,
+        "window_size": (1 << 70, 3),
+        "sink_tokens": 0,
+        "attention_chunk": 1 << 70,
+    }
+    assert Mask.of(**far) == Mask(causal=True, window_right=3)
+
+
+def test_a_kernel_is_told_of_bounds_that_it_does_not_have() -> None:
+    mask = Mask(True, 9, -1, 4, 64)
+    assert mask.beyond("sink_tokens", "attention_chunk") == []
+    assert mask.beyond("sink_tokens") == ["attention_chunk 64: expected 0"]
+    assert mask.beyond() == ["sink_tokens 4: expected 0", "attention_chunk 64: expected 0"]

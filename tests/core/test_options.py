@@ -11,6 +11,7 @@ import pytest
 
 import splitkv
 from splitkv.core import options
+from splitkv.core.masks import Mask
 from splitkv.core.options import (
     OPTIONS,
     REQUIRED,
@@ -71,8 +72,9 @@ def test_what_type_checkers_read(function: Function) -> None:
 def test_what_is_described(function: Function) -> None:
     _, _, _, *parameters = inspect.signature(DESCRIBED[function]).parameters.values()
     known = {*defaults_of(function), *required_of(function)}
-    left = {p.name for p in parameters if p.default is p.empty} - {"needs_grad"}
-    assert left <= known <= {p.name for p in parameters}
+    of_mask = {*Mask().arguments}  # in place of the last parameter
+    left = {p.name for p in parameters[:-1] if p.default is p.empty} - {"needs_grad"}
+    assert of_mask | left <= known <= of_mask | {p.name for p in parameters[:-1]}
 
 
 @pytest.mark.parametrize("function", [*PUBLIC, "append_and_decode"])

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from splitkv.core.errors import MAX_SIZE
+from splitkv.core.errors import MAX_SIZE, expect, expect_at_least, expect_bool, expect_int
 from splitkv.core.values import Value
 
 UNBOUNDED = -1
 FAR = MAX_SIZE + 1  # keys: no sequence is as long, and kernels add edges to positions in 32 bits
+NUMBERS = {"sink_tokens": "sink_tokens", "attention_chunk": "chunk"}
+"""Arguments of the public functions that are a number of keys, 0 where they say nothing, and the
+fields of `Mask` that they become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,36 @@ class Mask(Value):
     window_right: int = UNBOUNDED
     sink_tokens: int = 0
     chunk: int = 0
+
+    @classmethod
+    def of(cls, causal: Any, window_size: Any, **numbers: Any) -> Mask:
+        """Checks the arguments of a public function, and makes a mask without edges that are FAR.
+
+        numbers   each of NUMBERS
+        """
+        expect_bool("causal", causal)
+        expect_window(window_size)
+        for side, keys in zip(("left", "right"), window_size, strict=True):
+            expect_int(f"window_size {side}", keys)
+            expect_at_least(f"window_size {side}", keys, UNBOUNDED)
+        for name in NUMBERS:
+            expect_int(name, numbers[name])
+            expect_at_least(name, numbers[name], 0)
+        left, right = map(int, window_size)
+        fields = {NUMBERS[name]: int(keys) for name, keys in numbers.items()}
+        return cls(causal, left, right, **fields).within_reach()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a public function that make this mask."""
+        numbers = {name: getattr(self, field) for name, field in NUMBERS.items()}
+        window_size = self.window_left, self.window_right
+        return {"causal": self.causal, "window_size": window_size, **numbers}
+
+    def beyond(self, *numbers: str) -> list[str]:
+        """Reasons against a mask of a kernel that has causality, windows and these of NUMBERS."""
+        given = {name: getattr(self, field) for name, field in NUMBERS.items()}
+        return [f"{n} {x}: expected 0" for n, x in given.items() if x and n not in numbers]
 
     @property
     def left(self) -> int | None:
@@ -171,6 +204,12 @@ class Mask(Value):
         if self.num_bands == 2:
             parts.append(f"sink_tokens({self.sink_tokens})")
         return " ".join(parts) or "full"
+
+
+def expect_window(window_size: Any) -> None:
+    """Raises for what is no pair, of whatever."""
+    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    expect(pair, "window_size", "(left, right)", window_size)
 
 
 @lru_cache(maxsize=1024)  # a policy asks for the same ones with every shape of tile that it weighs

@@ -221,10 +221,6 @@ def describe_decode(
     cache_seqlens: Any,
     page_table: Any,
     max_seqlen_k: int | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    sink_tokens: int,
-    attention_chunk: int,
     sink_logits: Any,
     softmax_scale: float | None,
     softcap: float,
@@ -237,8 +233,12 @@ def describe_decode(
     return_lse: bool,
     early_kv: bool,
     needs_grad: bool,
+    **of_mask: Any,
 ) -> tuple[Problem, Operands]:
-    """Check every argument of `decode` and name the problem."""
+    """Check every argument of `decode` and name the problem.
+
+    of_mask   the arguments of `Mask.of`
+    """
     batch, seqlen_q, num_heads, head_dim = expect_shape(
         "q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None
     )
@@ -270,7 +270,7 @@ def describe_decode(
     of_cache = q, k_cache, v_cache, q_scale, k_scale, v_scale
     types = describe_types(("k_cache", "v_cache"), *of_cache, products, place, batch)
     expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
-    mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
+    mask = Mask.of(**of_mask)
     score, scale = _describe_scores(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
     )
@@ -329,10 +329,6 @@ def describe_attention(
     max_seqlen_k: int | None = None,
     page_table: Any = None,
     cache_seqlens: Any = None,
-    causal: bool,
-    window_size: tuple[int, int],
-    sink_tokens: int,
-    attention_chunk: int,
     sink_logits: Any,
     softmax_scale: float | None,
     softcap: float,
@@ -346,8 +342,12 @@ def describe_attention(
     out: Any = None,
     return_lse: bool,
     needs_grad: bool,
+    **of_mask: Any,
 ) -> tuple[Problem, Operands]:
-    """Check every argument of `attention` (dense), or of `attention_varlen` with `cu_seqlens_q`."""
+    """Check every argument of `attention` (dense), or of `attention_varlen` with `cu_seqlens_q`.
+
+    of_mask   the arguments of `Mask.of`
+    """
     place: Place = Contiguous()
     if cu_seqlens_q is None:
         kind: Kind = "dense"
@@ -398,7 +398,7 @@ def describe_attention(
     operands = q, k, v, q_scale, k_scale, v_scale
     types = describe_types(("k", "v"), *operands, products, place, batch)
     expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
-    mask = _describe_mask(causal, window_size, sink_tokens, attention_chunk)
+    mask = Mask.of(**of_mask)
     mask = mask.within(seqlen_q, seqlen_k)
     score, scale = _describe_scores(
         num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
@@ -512,27 +512,6 @@ def _expect_sink_logits(sink_logits: Any, num_heads: int, device: Any) -> None:
         expect_dtype("sink_logits", sink_logits, *DTYPE_BYTES)
         expect_device("sink_logits", sink_logits, device)
         expect_last_dim_contiguous("sink_logits", sink_logits)
-
-
-def expect_window(window_size: Any) -> None:
-    """A pair, of whatever."""
-    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
-    expect(pair, "window_size", "(left, right)", window_size)
-
-
-def _describe_mask(
-    causal: bool, window_size: tuple[int, int], sink_tokens: int, attention_chunk: int
-) -> Mask:
-    expect_bool("causal", causal)
-    expect_window(window_size)
-    for side, keys in zip(("left", "right"), window_size, strict=True):
-        expect_int(f"window_size {side}", keys)
-        expect_at_least(f"window_size {side}", keys, -1)
-    for name, keys in (("sink_tokens", sink_tokens), ("attention_chunk", attention_chunk)):
-        expect_int(name, keys)
-        expect_at_least(name, keys, 0)
-    numbers = map(int, (*window_size, sink_tokens, attention_chunk))
-    return Mask(causal, *numbers).within_reach()
 
 
 def _describe_scores(

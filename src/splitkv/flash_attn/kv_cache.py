@@ -27,8 +27,9 @@ from splitkv.core.errors import (
     expect_size,
     expect_tensor,
 )
+from splitkv.core.masks import expect_window
 from splitkv.core.plan import Plan
-from splitkv.core.problem import Problem, expect_window
+from splitkv.core.problem import Problem
 from splitkv.flash_attn.cached_call import keep, relaunched
 from splitkv.flash_attn.descales import QUANTISED, joined, scales_of
 from splitkv.flash_attn.options import Options, named, rows_contiguous

@@ -21,9 +21,9 @@ from splitkv.core.errors import (
     expect_size,
 )
 from splitkv.core.kv import Contiguous, Paged
-from splitkv.core.masks import Mask
+from splitkv.core.masks import Mask, expect_window
 from splitkv.core.plan import Plan
-from splitkv.core.problem import Problem, expect_window
+from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
 from splitkv.flash_attn.options import expect_hints, window_of
 from splitkv.planner.legality import is_legal

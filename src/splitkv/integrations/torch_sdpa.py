@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.library import Library
 
 from splitkv.core.errors import expect
+from splitkv.core.options import defaults_of
 from splitkv.core.plan import Kernel
 from splitkv.core.problem import Operands, describe_attention
 from splitkv.kernels.gradients import backward_for
@@ -231,36 +232,22 @@ def _bind(call: Call) -> tuple[SequenceLauncher, Operands]:
 
 def _bind_anew(call: Call, deterministic: bool) -> Bound:
     q, k, v = call[:3]
-    lengths: dict[str, Any] = {}
+    given = defaults_of("attention") | {
+        "causal": call.causal,
+        "window_size": call.window_size,
+        "softmax_scale": call.scale,
+        "dropout_p": call.dropout_p,
+        "deterministic": deterministic,
+        "return_lse": True,
+    }
     if call.cu_seqlens_q is not None:
-        lengths = {
+        given |= {
             "cu_seqlens_q": call.cu_seqlens_q,
             "cu_seqlens_k": call.cu_seqlens_k,
             "max_seqlen_q": int(call.max_seqlen_q),
             "max_seqlen_k": int(call.max_seqlen_k),
         }
-    problem, operands = describe_attention(
-        q,
-        k,
-        v,
-        **lengths,
-        causal=call.causal,
-        window_size=call.window_size,
-        attention_chunk=0,
-        sink_tokens=0,
-        sink_logits=None,
-        softmax_scale=call.scale,
-        softcap=0.0,
-        alibi_slopes=None,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        products=None,
-        dropout_p=call.dropout_p,
-        deterministic=deterministic,
-        return_lse=True,
-        needs_grad=True,
-    )
+    problem, operands = describe_attention(q, k, v, needs_grad=True, **given)
     operands = replace(operands, out=call.out)
 
     def unfit(kernel: Kernel) -> list[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from splitkv.core.device import Device, cpu, current
 from splitkv.core.errors import expect, expect_in_range, expect_one_of, expect_tensor
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.masks import FAR
+from splitkv.core.masks import FAR, NUMBERS, expect_window
 from splitkv.core.options import Function, defaults_of, required_of, tensors_of
 from splitkv.core.plan import Config, Kernel, Plan
 from splitkv.core.problem import (
@@ -30,7 +30,6 @@ from splitkv.core.problem import (
     Problem,
     describe_attention,
     describe_decode,
-    expect_window,
 )
 from splitkv.kernels.host.stand_in import StandIn
 from splitkv.planner.legality import expect_backward, expect_config
@@ -178,7 +177,7 @@ def within_64_bits(
         return arguments
     describe()
     expect_in_range("num_splits", num_splits, 0, MAX_SPLITS)
-    edges = {name: min(arguments[name], FAR) for name in ("sink_tokens", "attention_chunk")}
+    edges = {name: min(arguments[name], FAR) for name in NUMBERS}
     return arguments | edges | {"window_size": (min(left, FAR), min(right, FAR))}
 
 

@@ -55,6 +55,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     )
     expect(not problem.dropout, "dropout_p: expected 0")
     expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons
 
 

@@ -57,7 +57,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     expect(not problem.score.softcap, "softcap: expected none")
     expect(not problem.score.alibi, "alibi: expected none")
     expect(not problem.dropout, "dropout: expected none")
-    expect(not problem.mask.chunk, f"attention_chunk {problem.mask.chunk}: expected 0")
+    reasons += problem.mask.beyond("sink_tokens")
     return reasons
 
 

@@ -75,6 +75,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
     forward_only |= problem.codec != AS_IS
     expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
+    reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons
 
 
