@@ -123,13 +123,8 @@ def test_edges_that_nothing_meets_are_left_out(causal: bool) -> None:
 def test_arguments_make_the_mask_again() -> None:
     for mask in MASKS:
         assert Mask.of(**mask.arguments) == mask
-    far = {
-        "causal": True,
-        "window_size": (1 << 70, 3),
-        "sink_tokens": 0,
-        "attention_chunk": 1 << 70,
-    }
-    assert Mask.of(**far) == Mask(causal=True, window_right=3)
+    far = Mask(True, 1 << 70, 3, 0, 1 << 70)
+    assert Mask.of(**far.arguments) == Mask(causal=True, window_right=3)
 
 
 def test_a_kernel_is_told_of_bounds_that_it_does_not_have() -> None:
