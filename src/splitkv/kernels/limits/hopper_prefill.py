@@ -47,7 +47,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
     expect(not problem.score.alibi, "alibi: expected none")
     expect(not problem.dropout, "dropout: expected none")
-    reasons += problem.mask.beyond("sink_tokens")
+    reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]
     return reasons
 
 
