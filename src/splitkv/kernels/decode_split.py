@@ -231,8 +231,8 @@ def decode_split(
     if row.slope_ptr is not None:
         slope = tl.load(row.slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
         slope = slope.to(tl.float32)[:, None]
-    of_sequence = q_ptr + b.to(tl.int64) * q_strides.b
-    q_rows = of_sequence + t.to(tl.int64) * q_strides.t + head * q_strides.h
+    q_of_sequence = q_ptr + b.to(tl.int64) * q_strides.b
+    q_rows = q_of_sequence + t.to(tl.int64) * q_strides.t + head * q_strides.h
     dtype: tl.constexpr = final.out_ptr.dtype.element_ty
     if ROTARY_DIM > 0:
         angle = start_of(turn, length.before, b, True) + q_step * t
