@@ -73,7 +73,7 @@ def compile_only(gpu: Device, variants: Variants) -> Iterator[None]:
 
 
 class _Driver:
-    """As much of a driver of Triton as compiling and launching ask for; runs nothing."""
+    """A driver of Triton, as far as compiling and launching ask for one; runs nothing."""
 
     def __init__(self, gpu: Device, variants: Variants) -> None:
         self.gpu, self.variants = gpu, variants
