@@ -20,6 +20,9 @@ MOST_IN_BULK = 8  # KV heads: see `scales_in_bulk`
 # Elements of keys and values, tiles of a part, see `asked_apart`; where that is `eased`.
 LARGE, LONG = (32 << 20, 16 << 20), (16, 4)
 
+SCHEDULED = "ranges", "head_ranges", "proportional"
+"""The values of Config.schedule by which a schedule of the step says what programs work on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plain(Value):
@@ -56,7 +59,9 @@ class Config(Value):
                  on the device, each sequence getting parts in proportion to its length (even, on
                  whole sequences: programs that go through the row tiles, 0: one each);
                  fixed: parts of `split_size` keys whatever else is in the batch, so that the bits
-                 of a row do not depend on its neighbours
+                 of a row do not depend on its neighbours;
+                 ranges, head_ranges, proportional: a schedule of the step, made on the device,
+                 says where each of `programs` programs starts; see kernels/schedule.py
     tile_m       packed query rows a program; tile_n: keys a step
     num_stages   tiles of keys and values that a program has in flight
     pack_gqa     the query heads of a KV head share one program
@@ -72,7 +77,7 @@ class Config(Value):
     tile_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    schedule: Literal["even", "batch", "fixed"] = "even"
+    schedule: Literal["even", "batch", "fixed", "ranges", "head_ranges", "proportional"] = "even"
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
