@@ -43,9 +43,10 @@ import triton.language as tl
 
 from splitkv.core.device import Device
 from splitkv.core.kv import Paged
-from splitkv.core.plan import Config, Kernel, Plan
+from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.scores import PLAIN
+from splitkv.kernels import decode_persistent
 from splitkv.kernels.combine import write_absent, write_part
 from splitkv.kernels.host.append_arguments import (
     NO_NEW_TOKENS,
@@ -68,6 +69,7 @@ from splitkv.kernels.host.launcher import (
 )
 from splitkv.kernels.host.partition import grid, padded_dims, traffic
 from splitkv.kernels.host.relaunch import launch_of
+from splitkv.kernels.host.step import StepLauncher
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, unfit, widen
 from splitkv.kernels.tile.new import (
@@ -472,8 +474,11 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     return SplitKernel(launch, lambda compiled: launch_of(compiled, programs, tail))
 
 
-def bind(plan: Plan, operands: Operands) -> Launcher:
-    """The kernel and `combine` bound to one plan and one memory layout."""
+def bind(plan: Plan, operands: Operands) -> Launcher | StepLauncher:
+    """The kernel and `combine`, or by a schedule of the step `decode_persistent`, bound to one plan
+    and one memory layout."""
+    if plan.config.schedule in SCHEDULED:
+        return decode_persistent.bind(plan, operands)
     return Launcher(plan, operands, bind_split(plan, operands))
 
 
@@ -491,6 +496,6 @@ def apart(problem: Problem) -> list[str]:
 
 KERNEL = Kernel(
     *("decode_split", unsupported, configs, traffic, bind, unfit),
-    schedules=("even", "batch", "fixed"),
+    schedules=("even", "batch", "fixed", *SCHEDULED),
     apart=apart,
 )
