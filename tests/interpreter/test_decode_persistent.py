@@ -42,7 +42,11 @@ MAX_ROWS = 64  # of a problem: the interpreter takes milliseconds for each
 AXES: cases.Axes = {
     **cases.AXES,
     "lengths": ("device",),
-    "seqlen_k": (17, 100),
+    "head_dims": ((32, 32), (80, 80), (48, 16)),
+    "group": (1, 7, 16),
+    "num_kv_heads": (1, 2),
+    "seqlen_q": (1, 2, 16),
+    "seqlen_k": (17, 70),
     "schedule": SCHEDULED,
     "programs": (1, 5, 40),
     "tile_n": (16, 32),
@@ -70,7 +74,7 @@ def small(values: cases.Values) -> bool:
 
 
 def plan_of(problem: Problem, schedule: str, programs: int, tile_n: int = 16) -> Plan:
-    """A plan with tiles so small that 100 keys are several."""
+    """A plan with tiles so small that 70 keys are several."""
     programs += problem.batch * (schedule == "proportional")
     rows = decode_split.tile_m(problem)
     config = Config(1, rows, tile_n, schedule=schedule, programs=programs)
@@ -118,14 +122,14 @@ def random_mix(draw: random.Random, batch: int, most: int) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_mixes(seed: int) -> None:
     """Many sequences a program, and many programs a sequence; one launcher serves all lengths."""
     draw = random.Random(seed)
     place: Any = draw.choice([Contiguous(), Paged(1), Paged(16), Paged(7)])
     mask = draw.choice([Mask(True), Mask(True, 30, -1, 5), Mask(), Mask(True, chunk=48)])
     problem = replace(
-        *(DECODE,),
+        DECODE,
         batch=draw.choice([1, 6, 11]),
         place=place,
         mask=mask,
