@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from splitkv import flash_attn as flash_attn
     from splitkv import integrations as integrations
     from splitkv import reference as reference
-    from splitkv.api import attention, attention_varlen, decode, explain, merge_states, plan
+    from splitkv.api import (
+        Schedule,
+        attention,
+        attention_varlen,
+        decode,
+        explain,
+        make_schedule,
+        merge_states,
+        plan,
+    )
     from splitkv.cache.quantize import quantize_kv
     from splitkv.core.device import Device
     from splitkv.core.errors import UnsupportedProblem
@@ -32,11 +41,13 @@ _HOMES = {
     "Device": "core.device",
     "Plan": "core.plan",
     "Problem": "core.problem",
+    "Schedule": "api",
     "UnsupportedProblem": "core.errors",
     "attention": "api",
     "attention_varlen": "api",
     "decode": "api",
     "explain": "api",
+    "make_schedule": "api",
     "merge_states": "api",
     "plan": "api",
     "quantize_kv": "cache.quantize",
@@ -49,11 +60,13 @@ __all__ = [
     "Device",
     "Plan",
     "Problem",
+    "Schedule",
     "UnsupportedProblem",
     "attention",
     "attention_varlen",
     "decode",
     "explain",
+    "make_schedule",
     "merge_states",
     "plan",
     "quantize_kv",

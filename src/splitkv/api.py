@@ -27,8 +27,18 @@ from splitkv.reference import merge_states
 from splitkv.runtime.attention import attention, attention_varlen
 from splitkv.runtime.decode import decode
 from splitkv.runtime.dispatch import describe, device_of
+from splitkv.runtime.schedule import Schedule, make_schedule
 
-__all__ = ["attention", "attention_varlen", "decode", "explain", "merge_states", "plan"]
+__all__ = [
+    "Schedule",
+    "attention",
+    "attention_varlen",
+    "decode",
+    "explain",
+    "make_schedule",
+    "merge_states",
+    "plan",
+]
 
 
 def plan(

@@ -30,7 +30,7 @@ import triton.language as tl
 from splitkv.core.plan import Plan
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.partition import packed_rows
-from splitkv.kernels.host.relaunch import Launch, launch_of
+from splitkv.kernels.host.relaunch import Launch, launch_of, observed
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.walk import START_FIELDS, Start, counted_tiles
 
@@ -264,3 +264,25 @@ class ScheduleKernel:
         """A function that launches it again: launch(stream, at_starts, at_lens)."""
         tail = tail_in_order(self.kernel, ("starts_ptr", "lens_ptr"), self.fixed)
         return launch_of(compiled, self.grid, tail)
+
+
+class ScheduleLauncher:
+    """The kernel of a plan, launched through Triton once and with as little Python as possible from
+    then on."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.kernel = plan, ScheduleKernel(plan)
+        self.launch: Launch | None = None
+
+    def __call__(self, starts: Any, lens: Any) -> None:
+        """Writes starts [programs, 8] int32 from lens [batch] int32, on the current stream."""
+        aligned = not (starts.data_ptr() | lens.data_ptr()) & 15
+        if self.launch is None or not aligned or observed():
+            compiled = self.kernel.launch(starts, lens)
+            if compiled is not None and aligned and self.launch is None:
+                self.launch = self.kernel.relaunch(compiled)
+            return
+        import torch
+
+        stream = torch._C._cuda_getCurrentRawStream(starts.device.index)
+        self.launch(stream, starts.data_ptr(), lens.data_ptr())
