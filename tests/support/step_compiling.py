@@ -12,6 +12,7 @@ from triton.runtime.driver import driver
 
 from splitkv.core.plan import Plan
 from splitkv.kernels import decode_persistent, schedule
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.host import step, workspace
 
 KERNELS = "schedule", "decode", "combine_slots"
@@ -26,9 +27,12 @@ def compile_step(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[s
     decodes = {"decode_persistent": Recorder(decode_persistent.decode_persistent)}
     merge = Recorder(step.combine_slots)
     operands = layouts(plan.problem, row_gap, address)
+    entries = {name: Recorder(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
+    decodes["hopper_decode_split"] = entries["persistent"]
     with ExitStack() as patches:
         for patch in (
             mock.patch.object(decode_persistent, "decode_persistent", decodes["decode_persistent"]),
+            mock.patch.object(hopper_decode_split, "ENTRIES", entries),
             mock.patch.object(step, "combine_slots", merge),
             mock.patch.object(schedule, "RULES", rules),
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),

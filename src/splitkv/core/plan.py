@@ -195,7 +195,9 @@ def hopper_decode(problem: Problem, config: Config) -> HopperDecode:
     load: Literal["tma", "producer_warp", "gather"] = "tma"
     start: Literal["before_q", "after_q"] = "after_q"
     key_scales: Literal["none", "per_tile", "preloaded", "bulk"] = "none"
-    if asked_apart(problem, config):
+    if config.schedule in SCHEDULED:
+        load, start = "producer_warp", "before_q"
+    elif asked_apart(problem, config):
         load, start = "producer_warp", "before_q" if asked_early(problem, config) else "after_q"
     elif gathers(problem, config):
         load = "gather"
@@ -216,7 +218,11 @@ def expect_variant(problem: Problem, config: Config) -> None:
     hint = "variant=Plain() has the kernel choose"
     narrow, boxes = config.tile_m < WIDE, config.tile_n // box_rows(problem, config.tile_n)
     alone = not problem.early_kv and not config.appends
-    if variant.load == "producer_warp":
+    if config.schedule in SCHEDULED:
+        expect(narrow, "plan.config.tile_m", f"less than {WIDE} with a schedule", config.tile_m)
+        expect_one_of(f"{name}.load", variant.load, ("producer_warp",), hint)
+        expect_one_of(f"{name}.start", variant.start, ("before_q",), hint)
+    elif variant.load == "producer_warp":
         apart = boxes > 1 and config.tile_m == 16 and config.num_stages > 1
         apart = apart and config.schedule == "even" and alone
         expect(apart, f"{name}.load", "'tma' or 'gather'", variant.load, hint)
