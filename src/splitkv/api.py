@@ -78,11 +78,13 @@ def explain(
     device: Device | None = None,
     policies: Sequence[str] = (DEFAULT,),
     num_splits: int = 0,
+    lengths: Sequence[int] = (),
     **arguments: Any,
 ) -> Explanation:
     """Why a call runs as it does; print it. Takes a Problem, a Plan, or the arguments of a call.
 
     policies   names of policies to show side by side
+    lengths    keys of each sequence of a decode call: what the cost model says of such a batch
 
     Shows the problem, every kernel with the reasons against it, each policy's plan with its grid,
     waves, share of SMs busy, bytes, and the time that the bytes take at full bandwidth.
@@ -102,7 +104,7 @@ def explain(
         expect(device is None, "device", "nothing beside a Plan", device)
         expect(tuple(policies) == (DEFAULT,), "policies", "nothing beside a Plan", policies)
         expect(num_splits == 0, "num_splits", "nothing beside a Plan", num_splits)
-    return explain_problem(problem, device, policies, num_splits)
+    return explain_problem(problem, device, policies, num_splits, lengths)
 
 
 def _checked(problem: Problem) -> Problem:

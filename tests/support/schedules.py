@@ -65,7 +65,9 @@ def expect_cover(splits: Sequence[Split], tiles: Sequence[int], head_tiles: int)
     places = [
         (x.sequence, x.head_tile, tile) for x in splits for tile in range(x.tile, x.tile + x.count)
     ]
-    every = {(b, h, tile) for b, n in enumerate(tiles) for h in range(head_tiles) for tile in range(n)}
+    every = {
+        (b, h, tile) for b, n in enumerate(tiles) for h in range(head_tiles) for tile in range(n)
+    }
     assert len(places) == len(every) and set(places) == every
 
 

@@ -187,6 +187,7 @@ def scales_in_bulk(problem: Problem, config: Config) -> bool:
     heads, most = problem.num_kv_heads, 2 * config.num_stages * config.num_splits
     long = heads == 1 or visited(problem, config.tile_n) > most
     apart = scales_at_once(problem, config) or problem.early_kv or config.appends
+    apart = apart or config.schedule in SCHEDULED
     return may_be_in_bulk(problem, config) and long and not apart
 
 

@@ -86,10 +86,9 @@ def write_final(
     head,
     ok,
     offs_v,  # [DIM_V]
-    HEAD_DIM_V: tl.constexpr,
+    out_ok,  # of `mask_of_columns`
 ):
     """The result of rows whose keys this program has all seen."""
-    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     sink_log2 = None
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32)
@@ -102,9 +101,8 @@ def write_final(
 
 
 @triton.jit
-def write_partial(partial, slot_rows, acc, m, l, ok, offs_v, HEAD_DIM_V: tl.constexpr):
+def write_partial(partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V: tl.constexpr):
     """The Partial of rows of which this program has seen some keys."""
-    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     acc_ptrs = partial.acc_ptr + slot_rows[:, None] * HEAD_DIM_V + offs_v[None, :]
     tl.store(acc_ptrs, acc, mask=out_ok)
     tl.store(partial.m_ptr + slot_rows, m, mask=ok)
@@ -129,13 +127,14 @@ def write_part(
     HEAD_DIM_V: tl.constexpr,
 ):
     """The result of rows whose keys this program has all seen, else the partial."""
+    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     if num_parts == 1:
         places = ResultRows(out_rows, lse_rows)
-        write_final(final, places, sink_ptr, acc, m, l, head, ok, offs_v, HEAD_DIM_V)
+        write_final(final, places, sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
         if partial is not None:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, ok, FINISHED)
     elif partial is not None:
-        write_partial(partial, slot_rows, acc, m, l, ok, offs_v, HEAD_DIM_V)
+        write_partial(partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V)
 
 
 def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ import triton.language as tl
 from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
-from splitkv.kernels.combine import ResultRows, write_final, write_partial
+from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
     BOUNDS,
@@ -174,17 +174,18 @@ def decode_persistent(
         )
         acc *= v_scale
 
+        out_ok = mask_of_columns(acc, rows.ok, offs_v, HEAD_DIM_V)
         if count == walk.tiles:
             out_rows = place(0, out_strides, b, rows.token, rows.head)
             lse_rows = (b * num_kv_heads * GROUP + rows.head).to(tl.int64) * seqlen_q + rows.token
             places = ResultRows(out_rows, lse_rows)
             write_final(
-                *(final, places, row.sink_ptr, acc, m, l, rows.head, rows.ok, offs_v, HEAD_DIM_V)
+                *(final, places, row.sink_ptr, acc, m, l, rows.head, rows.ok, offs_v, out_ok)
             )
         else:
             slot = slot_of_split(walk, program, programs, group)
             slot_rows = slot.to(tl.int64) * rows_of_slot + tl.arange(0, TILE_M)
-            write_partial(partial, slot_rows, acc, m, l, rows.ok, offs_v, HEAD_DIM_V)
+            write_partial(partial, slot_rows, acc, m, l, rows.ok, offs_v, out_ok, HEAD_DIM_V)
         walk = next_split(walk, lens_ptr, bounds, seqlen_q, batch, head_tiles, TILE_N)
 
 

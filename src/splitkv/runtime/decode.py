@@ -326,7 +326,7 @@ def decode_op(q, k_cache, v_cache, *rest):
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
     handle, starts = given.pop("plan"), given.pop("schedule")
     plan = plan_with_handle(handle) if handle else None
-    schedule = None if starts is None else Schedule(plan, starts)
+    schedule = None if starts is None or plan is None else Schedule(plan, starts)
     _inside.operator = True
     try:
         result = decode(q, k_cache, v_cache, plan=plan, schedule=schedule, **given)

@@ -226,9 +226,7 @@ def run_decode(
     return bound(operands)
 
 
-def _bind_decode(
-    tensors: list[Tensor], arguments: dict[str, Any], made: Decision
-) -> BoundCall:
+def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decision) -> BoundCall:
     q, k_cache, v_cache = tensors[:3]
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         expect_tensor(name, x)

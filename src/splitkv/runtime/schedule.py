@@ -109,10 +109,10 @@ def _expect_lengths(plan: Plan, cache_seqlens: Any) -> None:
 @torch.library.custom_op(
     "splitkv::make_schedule", mutates_args=(), schema="(Tensor cache_seqlens, str plan) -> Tensor"
 )
-def schedule_op(cache_seqlens, plan):
+def schedule_op(cache_seqlens: Tensor, plan: str) -> Tensor:
     return make_schedule(plan_with_handle(plan), cache_seqlens).starts
 
 
 @schedule_op.register_fake
-def _(cache_seqlens, plan):
+def _(cache_seqlens: Tensor, plan: str) -> Tensor:
     return cache_seqlens.new_empty(buffer_shape(plan_with_handle(plan)))

@@ -1,8 +1,8 @@
 """What a call of decode by a schedule of the step needs beside its kernel.
 
-    schedule    which program works on what; made by the call where it is given none
-    decode      the kernel, whose programs follow the schedule
-    combine     merges what several programs have of a head tile
+schedule    which program works on what; made by the call where it is given none
+decode      the kernel, whose programs follow the schedule
+combine     merges what several programs have of a head tile
 """
 
 from __future__ import annotations
@@ -281,7 +281,8 @@ class StepRepeat(Again):
         """(out, lse or None), or None where the call has to go through Triton; given: the eleven
         tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule."""
         tensors, (scale, softcap) = given[:11], given[11:]
-        found = Addresses(*[None if x is None else x.data_ptr() for x in (*tensors, starts)])
+        every: Any = [None if x is None else x.data_ptr() for x in (*tensors, starts)]
+        found = Addresses(*every)
         bits = 0
         for at in found:
             bits |= at or 0

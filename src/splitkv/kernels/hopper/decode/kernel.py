@@ -79,7 +79,7 @@ from splitkv.kernels.host.launcher import (
     compile_options,
     split_arguments,
 )
-from splitkv.kernels.host.partition import grid, traffic_of_parts
+from splitkv.kernels.host.partition import grid, traffic_of_parts, traffic_of_shares
 from splitkv.kernels.host.partition import num_parts as parts_of_problem
 from splitkv.kernels.host.relaunch import (
     JUST_ADDRESSES,
@@ -149,6 +149,8 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     """Counts the bytes of kernels/decode_split.py; by the even rule splits are even as can be."""
+    if config.schedule in SCHEDULED:
+        return traffic_of_shares(problem, config)
     parts = parts_of_problem(problem, config)
     if config.schedule == "even":
         parts = max(1, min(visited(problem, config.tile_n), config.num_splits))
@@ -306,7 +308,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     entry = entry_of(config, variant)
     kernel, producer = ENTRIES[entry], variant.load == "producer_warp"
     fixed = fixed_arguments_of(entry, plan, variant, operands)
-    per_call = PER_CALL_OF_APPEND if config.appends else PER_CALL
+    per_call: tuple[str, ...] = PER_CALL_OF_APPEND if config.appends else PER_CALL
     programs = grid(problem, config)
     if entry == "persistent":
         per_call, programs = step.PER_CALL, step.grid_of(plan)

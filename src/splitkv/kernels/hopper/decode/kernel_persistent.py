@@ -85,9 +85,7 @@ def decode_walk(
     tl.extra.cuda.gdc_launch_dependents()  # combine waits for this grid before it reads partials
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
-    step = Step(
-        starts_ptr, lens_ptr, bounds, seqlen_q, batch, head_tiles, group, program, programs
-    )
+    step = Step(starts_ptr, lens_ptr, bounds, seqlen_q, batch, head_tiles, group, program, programs)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
     v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import triton
+
 from splitkv.core.device import REGISTERS_PER_SM, Device
 from splitkv.core.kv import AS_IS
-from splitkv.core.plan import WIDE, Config, HopperDecode, hopper_decode
+from splitkv.core.plan import SCHEDULED, WIDE, Config, HopperDecode, hopper_decode
 from splitkv.core.problem import Problem
 from splitkv.kernels.hopper.decode.bulk_scales import bulk_bytes
 from splitkv.kernels.hopper.decode.row_tiles import type_of_keys
@@ -17,9 +19,13 @@ RESERVED_BYTES = 1024  # of each program, by CUDA
 def most_registers(problem: Problem, config: Config, device: Device) -> int:
     """Registers of a thread, on average, where there is a producer warp: what as many programs as
     an SM has shared memory for leave each. Triton fills its warps up to four. Beside 8 bits a
-    fourth program would have threads spill."""
+    fourth program would have threads spill. By a schedule no more programs run than it has."""
     held = device.smem_per_sm // (shared_bytes(problem, config) + RESERVED_BYTES)
     most = 4 if problem.codec == AS_IS else 3
+    if config.schedule in SCHEDULED:
+        groups = problem.num_kv_heads * triton.cdiv(problem.rows, config.tile_m)
+        groups = 1 if config.schedule == "ranges" else groups
+        most = min(most, triton.cdiv(groups * config.programs, device.num_sms))
     return REGISTERS_PER_SM // (256 * max(1, min(held, most))) // 8 * 8
 
 

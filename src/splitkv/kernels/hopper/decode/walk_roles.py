@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from splitkv.kernels.combine import ResultRows, write_final, write_partial
+from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
 from splitkv.kernels.hopper.decode.attend import attend
 from splitkv.kernels.hopper.decode.epilogue import locate_partial_rows, per_row
 from splitkv.kernels.hopper.decode.key_scales import copy_scales
@@ -118,7 +118,9 @@ def split_of_walk(walk, step, CONFIG: gl.constexpr):
     """The Split that a program is at; its num_splits is 1 where it is all of a head tile."""
     kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
     keys = walk.keys
-    count, near, skip = visited_tiles(step.bounds, keys - step.seqlen_q, keys - 1, keys, CONFIG.tile_n)
+    count, near, skip = visited_tiles(
+        step.bounds, keys - step.seqlen_q, keys - 1, keys, CONFIG.tile_n
+    )
     length = split_length(walk)
     last = gl.maximum(gl.minimum(walk.tile + length, count), walk.tile)
     tiles = Tiles(walk.tile, last, 1, near, skip)
@@ -190,6 +192,7 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
     t, head, ok = per_row(rows.token, ROWS), per_row(rows.head, ROWS), per_row(rows.ok, ROWS)
     offs_v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     HEAD_DIM_V: gl.constexpr = acc.shape[1]
+    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     if split.num_splits == 1:
         of_sequence = split.sequence.to(gl.int64) * output.stride_b
         first_head = split.sequence * output.num_kv_heads * CONFIG.group
@@ -197,10 +200,10 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
             of_sequence + t.to(gl.int64) * output.stride_t + head * output.stride_h,
             (first_head + head).to(gl.int64) * output.seqlen_q + t,
         )
-        write_final(output.final, places, output.sink_ptr, acc, m, l, head, ok, offs_v, HEAD_DIM_V)
+        write_final(output.final, places, output.sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
     else:
         slot_rows = per_row(locate_partial_rows(slot, output.seqlen_q, CONFIG), ROWS)
-        write_partial(output.partial, slot_rows, acc, m, l, ok, offs_v, HEAD_DIM_V)
+        write_partial(output.partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V)
 
 
 # --- load --------------------------------------------------------------------------------------
