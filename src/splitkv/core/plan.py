@@ -96,6 +96,12 @@ class Config(Value):
         return replace(self, num_splits=1, merge="combine", appends=False, variant=Plain())
 
 
+def shares_of(config: Config) -> str:
+    """What a schedule of the step was made for, of a config."""
+    tile = f"tiles of {config.tile_m} x {config.tile_n}"
+    return f"{config.schedule} of {config.programs} programs, {tile}"
+
+
 def box_rows(problem: Problem, tile_n: int) -> int:
     """Keys that arrive in one copy by TMA: a tile, or what of it lies in one page."""
     if isinstance(problem.place, Paged):

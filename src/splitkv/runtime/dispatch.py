@@ -22,7 +22,7 @@ from splitkv.core.device import Device, cpu, current
 from splitkv.core.errors import expect, expect_device, expect_one_of, expect_tensor
 from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.options import Function, defaults_of, required_of, tensors_of
-from splitkv.core.plan import Config, Kernel, Plan
+from splitkv.core.plan import Config, Kernel, Plan, shares_of
 from splitkv.core.problem import Operands, Problem, describe_attention, describe_decode
 from splitkv.planner.legality import expect_config
 from splitkv.planner.registry import kernel_named, make_plan
@@ -235,7 +235,16 @@ def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decisio
     if made.starts is not None:
         expect_device("schedule", made.starts, q.device)
     launcher = bind(problem, operands, made.plan, made.num_splits)
+    if made.starts is not None and made.plan is not None:
+        _expect_same_shares(made.plan, getattr(launcher, "plan", made.plan))
     return BoundCall.of(launcher, operands, made.plan)
+
+
+def _expect_same_shares(made_for: Plan, plan: Plan) -> None:
+    """The plan of a launcher, which may be another for the memory layout, cuts what a schedule was
+    made for."""
+    ours, theirs = (shares_of(x.config) for x in (plan, made_for))
+    expect(ours == theirs, "schedule", f"one for {ours}", theirs)
 
 
 def working_dtype(q: Tensor) -> torch.dtype:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import triton
 
-from splitkv.core.plan import Plan
+from splitkv.core.errors import expect
+from splitkv.core.plan import Plan, shares_of
 from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial
 from splitkv.kernels.combine_slots import TILE_P, TILE_V, WARPS, combine_slots
@@ -164,6 +165,9 @@ class StepLauncher:
 
         other = self.rebind_once(operands)
         if other is not None:
+            if operands.starts is not None:
+                ours, theirs = shares_of(other.plan.config), shares_of(self.plan.config)
+                expect(ours == theirs, "schedule", f"one for {ours}", theirs)
             return other.dispatch(operands)
         o, lse, starts = operands, None, operands.starts
         out = o.q.new_empty(self.out_shape, dtype=self.dtype) if o.out is None else o.out
