@@ -17,6 +17,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import SCHEDULED, Config, Plan
 from splitkv.core.problem import Problem
 from splitkv.kernels import decode_split
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.planner.legality import expect_config
 
 DECODE = Problem(
@@ -35,6 +36,17 @@ AXES: cases.Axes = {
     "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token")),
     "schedule": SCHEDULED,
     "extras": (False, True),
+}
+HOPPER_AXES: cases.Axes = {
+    "head_dims": ((128, 128), (64, 64), (256, 256), (64, 128)),
+    "dtype": ("bfloat16", "float16"),
+    "shape": ((8, 1), (8, 2), (8, 4), (4, 1)),
+    "place": (Contiguous(), Paged(16), Paged(48), Paged(256)),
+    "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
+    "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token"), Codec("fp8", "token")),
+    "schedule": SCHEDULED,
+    "extras": (False, True),
+    "programs_per_sm": (1, 2),
 }
 MOST_REGISTERS = {"schedule": 255, "decode_persistent": 255, "combine_slots": 128}
 
@@ -62,9 +74,10 @@ def plan_of(values: cases.Values, kernel: Any = decode_split) -> Plan:
     )
     device = GPUS[values.get("gpu", "h200")]
     shape, *_ = (c for c in kernel.configs(problem, device) if c.num_stages == 2)
-    config: Config = replace(
-        shape, schedule=values.get("schedule", "ranges"), programs=device.num_sms
-    )
+    schedule = values.get("schedule", "ranges")
+    groups = 1 if schedule == "ranges" else 2 * -(-problem.rows // shape.tile_m)
+    programs = device.num_sms * values.get("programs_per_sm", 1) // groups
+    config: Config = replace(shape, schedule=schedule, programs=programs)
     plan = Plan(problem, device, "fixed", kernel.KERNEL.name, config, "a test")
     expect_config(kernel.KERNEL, problem, device, plan.config)
     return plan
@@ -115,3 +128,26 @@ def test_a_schedule_of_a_large_batch(schedule: str) -> None:
     plan = replace(plan, problem=problem, config=replace(plan.config, programs=2264))
     kernel = compile_step(plan)["schedule"]
     assert kernel.stack_bytes == 0 and kernel.registers <= 128
+
+
+def describe_hopper(values: cases.Values) -> str:
+    return "-".join(str(values[name]) for name in ("head_dims", "shape", "place", "codec"))
+
+
+@variants(HOPPER_AXES, most=9, newest=3, ids=describe_hopper)
+def test_programs_for_hopper(values: cases.Values) -> None:
+    """A producer warp, TMA and mma as in today's kernel, and no register is spilled."""
+    plan = plan_of(values, hopper_decode_split)
+    kernels = compile_step(plan)
+    hold_to_launches({"decode": kernels["hopper_decode_split"], **kernels}, plan)
+    kernel = kernels["hopper_decode_split"]
+    assert kernel.stack_bytes == 0
+    assert kernel.shared_bytes <= hopper_decode_split.shared_bytes(plan.problem, plan.config)
+    room = plan.device.smem_per_sm // (kernel.shared_bytes + 1024)
+    together = min(values["programs_per_sm"], room)
+    assert kernel.registers * 32 * kernel.num_warps * together <= 65536
+    for word in ("setmaxnreg.inc", "cp.async.bulk.tensor.5d", "mbarrier.try_wait", "mma.sync"):
+        assert word in kernel.ptx, word
+    assert "wgmma" not in kernel.ptx and "barrier.cluster" not in kernel.ptx
+    of_keys = plan.problem.codec.granularity == "token"
+    assert ("cp.async.c" in kernel.ptx) == of_keys, "else by TMA alone"

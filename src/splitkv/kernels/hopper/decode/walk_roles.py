@@ -24,7 +24,6 @@ from splitkv.kernels.hopper.decode.producer_warp import (
     declare_page_id,
     issue_rounds,
     load_round,
-    producer_registers,
 )
 from splitkv.kernels.hopper.decode.queries import load_mma_queries, locate_rows
 from splitkv.kernels.hopper.decode.records import QueryRows, Ring, Split, Work
@@ -42,6 +41,8 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
 from splitkv.kernels.tile.band import token_range, visited_tiles
 from splitkv.kernels.tile.new import Tiles
 from splitkv.kernels.tile.walk import Walk, load_start, next_split, slot_of_split, split_length
+
+LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
 
 
 class Step(NamedTuple):
@@ -76,7 +77,6 @@ class WalkInputs(NamedTuple):
 def run_roles(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
     """Runs the roles from the start of the program to its end."""
     thread_barrier()  # the producer warps find the barriers ready
-    REGISTERS: gl.constexpr = producer_registers(CONFIG)
     gl.warp_specialize(
         [
             (mma_walk, (kv, ring, scales, inputs, step, CONFIG)),
@@ -85,7 +85,7 @@ def run_roles(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
             (arrive_running, (0,)),  # two warps that Triton would add anyway
         ],
         [1, 1, 2],
-        [REGISTERS, REGISTERS, REGISTERS],
+        [LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )
 
 
