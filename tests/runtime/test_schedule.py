@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import splitkv
 from splitkv.core.device import CPU, GPUS
 from splitkv.core.errors import UnsupportedProblem
-from splitkv.core.plan import SCHEDULED, Plan
+from splitkv.core.kv import Codec
+from splitkv.core.plan import SCHEDULED, Plain, Plan
+from splitkv.flash_attn import scheduler
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.step import StepLaunches, StepRepeat, partial_rows
 from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
@@ -24,7 +26,7 @@ from splitkv.planner.policies import persistent
 from splitkv.runtime import dispatch
 from splitkv.runtime import schedule as schedules
 from splitkv.runtime.call_cache import CallCache
-from splitkv.testing import Mask, Problem, make_operands
+from splitkv.testing import Mask, Paged, Problem, make_operands
 
 DECODE = Problem("decode", 2, 8, 2, 64, 64, 1, 256, mask=Mask(causal=True), lengths="device")
 LENGTHS = torch.tensor([256, 3], dtype=torch.int32)
@@ -135,8 +137,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> Iterator[l
 def call_and_plan() -> tuple[dict[str, Any], Plan]:
     call = make_operands(DECODE, poison=False, lengths=(256, 3))
     config = replace(plan_of().config, tile_m=16, tile_n=64, num_warps=4, num_stages=2)
-    config = replace(config, variant=splitkv.core.plan.Plain())  # type: ignore[attr-defined]
-    problem = splitkv.runtime.dispatch.describe(  # type: ignore[attr-defined]
+    config = replace(config, variant=Plain())
+    problem = dispatch.describe(
         call["q"],
         call["k_cache"],
         call["v_cache"],
@@ -289,3 +291,42 @@ def test_programs_of_the_policy() -> None:
     assert plan_of("proportional", problem).config.programs == 2 + 2 * (132 // 8)
     wide = replace(DECODE, num_heads=128)  # 64 rows: the kernel for Hopper has no narrow tile
     assert plan_of("ranges", wide).kernel == "decode_split"
+
+
+# --- scheduler metadata ------------------------------------------------------------------------
+
+
+def test_metadata_is_a_schedule_where_programs_follow_one(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the default policy it is a Plan."""
+    sizes, padding = (2, 1, 256, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
+    monkeypatch.setattr(scheduler, "device_of", lambda x: GPUS["h200"])
+    monkeypatch.setattr(schedules, "device_of", lambda x: GPUS["h200"])
+    assert isinstance(scheduler.get_scheduler_metadata(*sizes, LENGTHS), Plan)
+    policy = persistent.with_schedule()
+    made = scheduler.get_scheduler_metadata(
+        *sizes,
+        LENGTHS,
+        cache_leftpad=padding,
+        page_size=16,
+        causal=True,
+        policy=policy,
+        sm_margin=4,
+    )
+    assert isinstance(made, splitkv.Schedule) and made.plan.config.programs == 128
+    assert launched[0][1].tolist() == [255, 1]
+    of_call = replace(made.plan.problem, return_lse=True, sink_logits=True)
+    fitted = scheduler.fitted_schedule(made, of_call)
+    assert fitted.starts is made.starts and fitted.plan.problem == of_call
+    assert fitted.plan.config == made.plan.config
+
+
+@pytest.mark.parametrize(
+    "changed", [{"seqlen_new": 1}, {"codec": Codec("int8", "head"), "place": Paged(7)}], ids=str
+)
+def test_metadata_that_is_not_for_a_call(changed: dict[str, Any]) -> None:
+    """New tokens make other lengths; pages of 7 keys another kernel."""
+    made = splitkv.Schedule(plan_of(), LENGTHS)
+    with pytest.raises(ValueError, match="^scheduler_metadata: expected"):
+        scheduler.fitted_schedule(made, replace(DECODE, **changed))
