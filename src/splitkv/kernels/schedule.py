@@ -36,7 +36,8 @@ from splitkv.kernels.tile.walk import START_FIELDS, Start, counted_tiles
 
 CLASSES = tl.constexpr(4)  # of sizes of splits, each of half as many tiles as the one before
 MAX_STEP, CELLS = 1024, 8192  # sequences a step; sequences times programs of a step
-INTEGERS = ("seqlen_q", "batch", "left", "right", "sink_tokens", "chunk", "head_tiles", "programs")
+BOUNDS = "left", "right", "sink_tokens", "chunk"  # of a mask, as `Mask.bounds`
+INTEGERS = ("seqlen_q", "batch", *BOUNDS, "head_tiles", "programs")
 
 
 @triton.jit
@@ -215,15 +216,11 @@ RULES: dict[str, Any] = {
 def arguments_of(plan: Plan) -> dict[str, Any]:
     """The arguments of the kernel that never change from step to step."""
     problem, config = plan.problem, plan.config
-    left, right, sink_tokens, chunk = problem.mask.bounds
     step = min(triton.next_power_of_2(problem.batch), MAX_STEP)
     return {
         "seqlen_q": problem.seqlen_q,
         "batch": problem.batch,
-        "left": left,
-        "right": right,
-        "sink_tokens": sink_tokens,
-        "chunk": chunk,
+        **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
         "head_tiles": head_tiles_of_share(plan),
         "programs": config.programs,
         "TILE_N": config.tile_n,
