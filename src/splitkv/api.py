@@ -27,9 +27,20 @@ from splitkv.runtime.attention import attention, attention_varlen
 from splitkv.runtime.decode import decode
 from splitkv.runtime.dispatch import describe, device_of
 from splitkv.runtime.merge_states import merge_states
+from splitkv.runtime.schedule import Schedule, make_schedule
 from splitkv.runtime.slot_mapping import append
 
-__all__ = ["append", "attention", "attention_varlen", "decode", "explain", "merge_states", "plan"]
+__all__ = [
+    "Schedule",
+    "append",
+    "attention",
+    "attention_varlen",
+    "decode",
+    "explain",
+    "make_schedule",
+    "merge_states",
+    "plan",
+]
 
 
 def plan(
@@ -69,11 +80,13 @@ def explain(
     device: Device | None = None,
     policies: Sequence[str] = (DEFAULT,),
     num_splits: int = 0,
+    lengths: Sequence[int] = (),
     **arguments: Any,
 ) -> Explanation:
     """Why a call runs as it does; print it. Takes a Problem, a Plan, or the arguments of a call.
 
     policies   names of policies to show side by side
+    lengths    keys of each sequence of a decode call: what the cost model says of such a batch
 
     Shows the problem, every kernel with the reasons against it, each policy's plan with its grid,
     waves, share of SMs busy, bytes, and the time that the bytes take at full bandwidth.
@@ -93,7 +106,7 @@ def explain(
         expect(device is None, "device", "nothing beside a Plan", device)
         expect(tuple(policies) == (DEFAULT,), "policies", "nothing beside a Plan", policies)
         expect(num_splits == 0, "num_splits", "nothing beside a Plan", num_splits)
-    return explain_problem(problem, device, policies, num_splits)
+    return explain_problem(problem, device, policies, num_splits, lengths)
 
 
 def _checked(problem: Problem) -> Problem:

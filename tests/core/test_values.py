@@ -99,7 +99,11 @@ WRONG = [
     (("device", "capability"), [9], "device.capability: expected 2 items, got [9]"),
     (("device", "capability"), [9, "0"], "device.capability[1]: expected an integer, got '0'"),
     (("device", "bandwidth"), "fast", "device.bandwidth: expected a finite number, got 'fast'"),
-    (("config", "schedule"), "odd", "config.schedule: expected 'even', 'batch' or 'fixed', got "),
+    (
+        ("config", "schedule"),
+        "odd",
+        "config.schedule: expected 'even', 'batch', 'fixed', 'ranges',",
+    ),
     (("config", "merge"), ["last"], "config.merge: expected 'combine', 'cluster', 'last' or "),
     (("kernel",), None, "kernel: expected a string, got None"),
     (("rejected",), [["prefill"]], "rejected[0]: expected 2 items, got ['prefill']"),

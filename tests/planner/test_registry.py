@@ -15,7 +15,7 @@ from splitkv.core.device import CPU, GPUS
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
-from splitkv.core.plan import Config, Kernel, Traffic
+from splitkv.core.plan import SCHEDULED, Config, Kernel, Traffic
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.scores import Score
 from splitkv.kernels import records
@@ -112,11 +112,14 @@ def test_the_kernel_for_hopper_runs_its_cases(gpu: str) -> None:
         assert taken == "hopper_decode_split", case
 
 
+DECODE_SCHEDULES = ("even", "batch", "fixed", *SCHEDULED)
+
+
 @every_kernel
 def test_a_kernel_has_every_schedule_or_says_which(kernel: Kernel) -> None:
-    assert set(kernel.schedules) <= {"even", "batch", "fixed"}
+    assert set(kernel.schedules) <= {"even", "batch", "fixed", *SCHEDULED}
     splits = dict.fromkeys(WHOLE_SEQUENCES, ("even", "fixed"))
-    splits |= dict.fromkeys(("hopper_decode_split", "decode_split"), ("even", "batch", "fixed"))
+    splits |= dict.fromkeys(("hopper_decode_split", "decode_split"), DECODE_SCHEDULES)
     assert kernel.schedules == splits.get(kernel.name, ("even",))
 
 

@@ -26,6 +26,7 @@ LAYERS = (
     "planner.legality planner.explanation testing",
     "runtime.autocast runtime.call_cache",
     "runtime.dispatch",
+    "runtime.schedule",
     "runtime.arguments",
     "runtime.decode",
     "runtime.autograd runtime.append runtime.merge_states",

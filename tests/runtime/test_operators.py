@@ -68,7 +68,7 @@ LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 def decode_arguments(call: Call) -> tuple[Any, ...]:
     """A call of `decode` as the arguments of the operator."""
     defaults = {"cache_seqlens": None, "page_table": None, "q_scale": None, "num_splits": 0}
-    defaults |= {"early_kv": False}
+    defaults |= {"early_kv": False, "schedule": None}
     given = {**defaults, "plan": "", **call}
     given["window_left"], given["window_right"] = given["window_size"]
     return tuple(given[argument.name] for argument in decode_op._opoverload._schema.arguments)

@@ -23,6 +23,7 @@ _SCHEMA_TYPES = {
     "bool": "bool",
     "str": "str",
     "Plan": "str",  # its handle; none: an empty string
+    "Schedule": "Tensor",  # where its programs start
 }
 
 
@@ -48,7 +49,7 @@ class Option:
     @property
     def decides(self) -> bool:
         """Whether it is about the plan, and not about the problem."""
-        return self.name in ("num_splits", "plan")
+        return self.name in ("num_splits", "plan", "schedule")
 
     def schema(self, optional: bool) -> tuple[str, ...]:
         """How an operator takes it; `optional`: it may be None there."""
@@ -95,6 +96,7 @@ OPTIONS = (
     Option("early_kv", "bool", False, ("decode",)),
     Option("num_splits", "int", 0, _CACHE),
     Option("plan", "Plan | None", None, _EVERY),
+    Option("schedule", "Schedule | None", None, ("decode",)),
 )
 
 

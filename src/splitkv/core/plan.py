@@ -14,6 +14,9 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.core.values import Value
 from splitkv.core.variants import Gradients, Plain, Variant
 
+SCHEDULED = "ranges", "head_ranges", "proportional"
+"""The values of Config.schedule by which a schedule of the step says what programs work on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config(Value):
@@ -25,7 +28,9 @@ class Config(Value):
                  on the device, each sequence getting parts in proportion to its length (even, on
                  whole sequences: programs that go through the row tiles, 0: one each);
                  fixed: parts of `split_size` keys whatever else is in the batch, so that the bits
-                 of a row do not depend on its neighbours
+                 of a row do not depend on its neighbours;
+                 ranges, head_ranges, proportional: a schedule of the step, made on the device,
+                 says where each of `programs` programs starts; see kernels/schedule.py
     tile_m       packed query rows a program; tile_n: keys a step
     num_stages   tiles of keys and values that a program has in flight
     pack_gqa     the query heads of a KV head share one program
@@ -42,7 +47,7 @@ class Config(Value):
     tile_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    schedule: Literal["even", "batch", "fixed"] = "even"
+    schedule: Literal["even", "batch", "fixed", "ranges", "head_ranges", "proportional"] = "even"
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
@@ -59,6 +64,12 @@ class Config(Value):
     def shape(self) -> Config:
         """The config of this tile with one split."""
         return replace(self, num_splits=1, merge="combine", appends=False, variant=Plain())
+
+
+def shares_of(config: Config) -> str:
+    """What a schedule of the step was made for, of a config."""
+    tile = f"tiles of {config.tile_m} x {config.tile_n}"
+    return f"{config.schedule} of {config.programs} programs, {tile}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,7 @@ class Operands:
     softcap: float = 0.0
     dropout_p: float = 0.0
     new: Any = None  # a call of `append` that the kernel does; cache_seqlens are those before it
+    starts: Any = None  # of a schedule of the step, see kernels/schedule.py
 
 
 def describe_decode(

@@ -34,13 +34,14 @@ from splitkv.flash_attn.cached_call import keep, relaunched
 from splitkv.flash_attn.descales import QUANTISED, joined, scales_of
 from splitkv.flash_attn.options import Options, named, rows_contiguous
 from splitkv.flash_attn.pages import Cache, pages_of
-from splitkv.flash_attn.scheduler import fitted
+from splitkv.flash_attn.scheduler import fitted, fitted_schedule
 from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.runtime.append import append
 from splitkv.runtime.append_decode import append_and_decode, appending, bound_call_of, step_of
 from splitkv.runtime.autocast import without_autocast
 from splitkv.runtime.call_cache import BoundCall, CallCache, with_types
 from splitkv.runtime.dispatch import describe, device_of, fit_plan
+from splitkv.runtime.schedule import Schedule
 
 problems: CallCache[Problem] = CallCache()  # of calls whose arguments were checked
 
@@ -85,7 +86,7 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     attention_chunk: int = 0,
-    scheduler_metadata: Plan | None = None,
+    scheduler_metadata: Plan | Schedule | None = None,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     s_aux: Tensor | None = None,
@@ -112,7 +113,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved  pairs are neighbours; otherwise the halves of rotary_dim
     num_splits        above 0: parts of the keys of each sequence; packed queries of several tokens
                       leave it to the policy
-    scheduler_metadata  a Plan of get_scheduler_metadata for as many queries a sequence, which
+    scheduler_metadata  a Plan or Schedule of get_scheduler_metadata for as many queries, which
                       settled num_splits, pack_gqa and sm_margin; of packed queries of several
                       tokens nothing is settled, and it is not looked at
     q_descale, k_descale, v_descale
@@ -192,7 +193,8 @@ def flash_attn_with_kvcache(
         q, scales = call.q, joined(scales)
     names |= options.names | {"plan": "scheduler_metadata", "k": "k_cache", "v": "v_cache"}
     metadata = scheduler_metadata
-    expect(metadata is None or isinstance(metadata, Plan), "scheduler_metadata", "a Plan", metadata)
+    known = metadata is None or isinstance(metadata, Plan | Schedule)
+    expect(known, "scheduler_metadata", "a Plan or a Schedule", metadata)
     with torch.no_grad(), named(names), without_autocast(q):
         if call is None:
             lengths = seqlens
@@ -455,7 +457,7 @@ def _attend(
     ragged: Ragged | None,
     options: Options,
     scales: dict[str, Any],
-    metadata: Plan | None,
+    metadata: Plan | Schedule | None,
     call: Append | None = None,
 ) -> Attend:
     """Makes what will be called, checked as a whole."""
@@ -470,16 +472,20 @@ def _attend(
         lengths = (ragged.cu_seqlens_q, None, ragged.max_seqlen_q)
         _problem(q, k, v, *lengths, cache_seqlens=seqlens, **arguments, **scales)
         return Attend(q, k, v, seqlens, arguments | scales, ragged, shape)
-    if metadata is not None:
-        arguments["max_seqlen_k"] = min(cache.capacity, metadata.problem.seqlen_k)
+    made = metadata.plan if isinstance(metadata, Schedule) else metadata
+    if made is not None:
+        arguments["max_seqlen_k"] = min(cache.capacity, made.problem.seqlen_k)
     problem = _problem(q, k, v, cache_seqlens=seqlens, **arguments, **scales)
     if metadata is None:
         arguments["num_splits"] = options.num_splits
     else:
         problem = problem if call is None else appending(problem, call)
-        plan = fitted(metadata, problem)
-        fit_plan(plan, problem, device_of(q))
-        arguments["plan"] = plan
+        if isinstance(metadata, Schedule):
+            schedule = fitted_schedule(metadata, problem)
+            arguments |= {"plan": schedule.plan, "schedule": schedule}
+        else:
+            arguments["plan"] = fitted(metadata, problem)
+        fit_plan(arguments["plan"], problem, device_of(q))
     return Attend(q, k, v, seqlens, arguments | scales, None, shape)
 
 

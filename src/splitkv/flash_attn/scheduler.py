@@ -22,14 +22,15 @@ from splitkv.core.errors import (
 )
 from splitkv.core.kv import Contiguous, Paged
 from splitkv.core.masks import Mask, expect_window
-from splitkv.core.plan import Plan
+from splitkv.core.plan import SCHEDULED, Plan, shares_of
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
 from splitkv.flash_attn.options import expect_hints, window_of
 from splitkv.planner.legality import is_legal
-from splitkv.planner.policies import appending
+from splitkv.planner.policies import DEFAULT, Policy, appending
 from splitkv.planner.registry import kernel_named, make_plan
 from splitkv.runtime.dispatch import device_of
+from splitkv.runtime.schedule import Schedule, make_schedule
 
 DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -61,16 +62,21 @@ def get_scheduler_metadata(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-) -> Plan:
-    """A Plan for `flash_attn_with_kvcache(scheduler_metadata=...)`, which then decides nothing.
+    *,
+    policy: str | Policy = DEFAULT,
+) -> Plan | Schedule:
+    """What `flash_attn_with_kvcache(scheduler_metadata=...)` takes, which then decides nothing: a
+    Plan, or a Schedule where the plan's programs follow one.
 
     max_seqlen_k   bound of the keys before the new ones; longer sequences are undefined
-    cache_seqlens  [batch_size] int32; only its device is looked at, as lengths are balanced on the
-                   device in every step. So one Plan serves all steps and layers of a shape, and
-                   graphs may be replayed with other lengths
+    cache_seqlens  [batch_size] int32; for a Plan only its device is looked at, as lengths are
+                   balanced on the device in every step. So one Plan serves all steps and layers of
+                   a shape, and graphs may be replayed with other lengths. A Schedule is of these
+                   lengths: it serves all layers of one step
     sm_margin      SMs left to others: the plan is made for a device without them
     num_splits     above 0: parts of the keys of each sequence
     pack_gqa       checked; query heads of a KV head always share a program
+    policy         of `splitkv.plan`; `policies.persistent.with_schedule` makes a Schedule
 
     Sizes and lengths are less than 2**30. Raises ValueError for what is malformed.
     """
@@ -105,6 +111,7 @@ def get_scheduler_metadata(
     expect_int("attention_chunk", attention_chunk)
     expect_at_least("attention_chunk", attention_chunk, 0)
     expect_hints(num_splits, pack_gqa, sm_margin)
+    expect(isinstance(policy, str) or callable(policy), "policy", "a name or a function", policy)
     device = device_of(cache_seqlens)
     expect(sm_margin < device.num_sms, "sm_margin", f"less than {device.num_sms}", sm_margin)
     left, right = map(int, window_size)
@@ -127,13 +134,30 @@ def get_scheduler_metadata(
         lengths="device",
         seqlen_new=int(max_seqlen_k_new),
     )
-    return _plan(problem, replace(device, num_sms=device.num_sms - int(sm_margin)), int(num_splits))
+    for_device = replace(device, num_sms=device.num_sms - int(sm_margin))
+    plan = _plan(problem, for_device, int(num_splits), policy)
+    if plan.config.schedule not in SCHEDULED:
+        return plan
+    keys = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
+    return make_schedule(plan, keys)
 
 
 @lru_cache(maxsize=1024)
-def _plan(problem: Problem, device: Device, num_splits: int) -> Plan:
+def _plan(problem: Problem, device: Device, num_splits: int, policy: str | Policy) -> Plan:
     """Makes one object a decision, so that the calls bound to it are found in their caches."""
-    return make_plan(problem, device, num_splits=num_splits)
+    return make_plan(problem, device, policy=policy, num_splits=num_splits)
+
+
+def fitted_schedule(schedule: Schedule, problem: Problem) -> Schedule:
+    """The schedule under the plan that a call has, which cuts what it was made for. Raises
+    ValueError where that cannot be: for new tokens, whose lengths it has not, and another kernel or
+    tiles."""
+    new = problem.appends
+    expect(not new, "scheduler_metadata", "a Plan for a call with new tokens", "a Schedule")
+    plan = fitted(schedule.plan, problem)
+    ours, theirs = (f"{x.kernel}, {shares_of(x.config)}" for x in (plan, schedule.plan))
+    expect(ours == theirs, "scheduler_metadata", f"one for {ours}", theirs)
+    return Schedule(plan, schedule.starts)
 
 
 @lru_cache(maxsize=4096)

@@ -59,6 +59,56 @@ def write_absent(m_ptr, l_ptr, slot_rows, ok, l):
     tl.store(l_ptr + slot_rows, nothing + l, mask=ok)
 
 
+class ResultRows(NamedTuple):
+    """Where the results of rows go, each [TILE_M]: the first element of out, that of lse."""
+
+    out: Any
+    lse: Any
+
+
+@triton.jit
+def mask_of_columns(acc, ok, offs_v, HEAD_DIM_V: tl.constexpr):
+    """Which elements of acc [TILE_M, DIM_V] are stored."""
+    out_ok = ok[:, None]
+    if acc.shape[1] != HEAD_DIM_V:
+        out_ok = out_ok & (offs_v < HEAD_DIM_V)[None, :]
+    return out_ok
+
+
+@triton.jit
+def write_final(
+    final,  # Final
+    places,  # ResultRows
+    sink_ptr,  # [num_heads], or None
+    acc,  # [TILE_M, DIM_V]
+    m,  # [TILE_M]
+    l,
+    head,
+    ok,
+    offs_v,  # [DIM_V]
+    out_ok,  # of `mask_of_columns`
+):
+    """The result of rows whose keys this program has all seen."""
+    sink_log2 = None
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32)
+        sink_log2 = sink * 1.4426950408889634
+    out, lse = finish(acc, m, l, sink_log2)
+    out_ptrs = final.out_ptr + places.out[:, None] + offs_v[None, :]
+    tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
+    if final.lse_ptr is not None:
+        tl.store(final.lse_ptr + places.lse, lse, mask=ok)
+
+
+@triton.jit
+def write_partial(partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V: tl.constexpr):
+    """The Partial of rows of which this program has seen some keys."""
+    acc_ptrs = partial.acc_ptr + slot_rows[:, None] * HEAD_DIM_V + offs_v[None, :]
+    tl.store(acc_ptrs, acc, mask=out_ok)
+    tl.store(partial.m_ptr + slot_rows, m, mask=ok)
+    tl.store(partial.l_ptr + slot_rows, l, mask=ok)
+
+
 @triton.jit
 def write_part(
     final,  # Final
@@ -77,26 +127,14 @@ def write_part(
     HEAD_DIM_V: tl.constexpr,
 ):
     """The result of rows whose keys this program has all seen, else the partial."""
-    out_ok = ok[:, None]
-    if acc.shape[1] != HEAD_DIM_V:
-        out_ok = out_ok & (offs_v < HEAD_DIM_V)[None, :]
+    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     if num_parts == 1:
-        sink_log2 = None
-        if sink_ptr is not None:
-            sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32)
-            sink_log2 = sink * 1.4426950408889634
-        out, lse = finish(acc, m, l, sink_log2)
-        out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
-        tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
-        if final.lse_ptr is not None:
-            tl.store(final.lse_ptr + lse_rows, lse, mask=ok)
+        places = ResultRows(out_rows, lse_rows)
+        write_final(final, places, sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
         if partial is not None:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, ok, FINISHED)
     elif partial is not None:
-        acc_ptrs = partial.acc_ptr + slot_rows[:, None] * HEAD_DIM_V + offs_v[None, :]
-        tl.store(acc_ptrs, acc, mask=out_ok)
-        tl.store(partial.m_ptr + slot_rows, m, mask=ok)
-        tl.store(partial.l_ptr + slot_rows, l, mask=ok)
+        write_partial(partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V)
 
 
 def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
@@ -117,6 +155,20 @@ def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
 # Where a batch is shared out: parts in the only step of a row of no more, parts a step of others,
 # columns a program, warps. Most sequences have few parts, but a long one is not to be waited for.
 SHARED_TILES = 4, 64, 32, 1
+
+
+@triton.jit
+def add_partials(m, l, acc, m_p, l_p, acc_p):
+    """m [1], l [1] and acc [1, TILE_V] with the partials m_p, l_p [TILE_P] and acc_p
+    [TILE_P, TILE_V]."""
+    acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
+    m_new = tl.maximum(m, tl.max(m_p, 0))
+    top = finite_or_zero(m_new)
+    weight = tl.exp2(m_p - top)
+    shrink = tl.exp2(m - top)
+    l = l * shrink + tl.sum(weight * l_p, 0)
+    acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, None], 0)[None, :]
+    return m_new, l, acc
 
 
 @triton.jit
@@ -146,14 +198,7 @@ def merged(
         m_p = tl.load(m_ptr + part_offs, mask=p_ok, other=float("-inf"))
         l_p = tl.load(l_ptr + part_offs, mask=p_ok, other=0.0)
         acc_p = tl.load(acc_ptr + acc_offs, mask=p_ok[:, None] & v_ok[None, :], other=0.0)
-        acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
-        m_new = tl.maximum(m, tl.max(m_p, 0))
-        top = finite_or_zero(m_new)
-        weight = tl.exp2(m_p - top)
-        shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(weight * l_p, 0)
-        acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, None], 0)[None, :]
-        m = m_new
+        m, l, acc = add_partials(m, l, acc, m_p, l_p, acc_p)
         m_ptr += TILE_P * ROWS
         l_ptr += TILE_P * ROWS
         acc_ptr += TILE_P * ROWS * HEAD_DIM_V

@@ -41,8 +41,9 @@ import triton
 import triton.language as tl
 
 from splitkv.core.kv import Paged
-from splitkv.core.plan import Plan
+from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.core.problem import Operands
+from splitkv.kernels import decode_persistent
 from splitkv.kernels.combine import write_absent, write_part
 from splitkv.kernels.host.append_arguments import (
     NO_NEW_TOKENS,
@@ -65,9 +66,9 @@ from splitkv.kernels.host.launcher import (
 )
 from splitkv.kernels.host.partition import grid, padded_dims
 from splitkv.kernels.host.relaunch import launch_of
-from splitkv.kernels.tile.band import Bounds, token_range, visible, visited_tiles
+from splitkv.kernels.host.step import StepLauncher
+from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
-from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.new import (
     NewSteps,
     Tiles,
@@ -78,10 +79,8 @@ from splitkv.kernels.tile.new import (
     start_of,
     write_and_wait,
 )
-from splitkv.kernels.tile.product import add_product, row_product
-from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of, sequence_share
-from splitkv.kernels.tile.softmax import weights
+from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.visit import Strides
 
 
@@ -261,9 +260,6 @@ def decode_split(
     table = None
     if kv.table_ptr is not None:
         table = kv.table_ptr + b.to(tl.int64) * stride_table
-    m = tl.full([TILE_M], float("-inf"), tl.float32)
-    l = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, DIM_V], tl.float32)
     first = part * per
     last = tl.minimum(first + per, tiles)
     if seqlen_new is not None:
@@ -301,27 +297,22 @@ def decode_split(
             PAIR=PAIR,
             TILE_T=TILE_T,
         )
-    for i in tl.range(first, last, num_stages=STAGES):
-        offs_n = tl.where(i < near, i, i + skip) * TILE_N + tl.arange(0, TILE_N)
-        n_ok = offs_n < keys
-        outer, inner = locate(table, b, offs_n, n_ok, PAGE_SIZE)
-        k_rows = outer * k_strides.b + inner * k_strides.t
-        k_ok = n_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
-        k = tl.load(k_head + k_rows[:, None] + offs_d[None, :], mask=k_ok, other=0.0)
-        qk = row_product(q, widen(k, dtype))  # [TILE_M, TILE_N]
-        if key_scales is not None:
-            at = outer * stride_sb + inner * stride_sn + h * stride_sh
-            qk *= tl.load(key_scales.k_ptr + at, mask=n_ok, other=0.0)[None, :]
-        s = score_log2(qk, scale, softcap, slope, pos, offs_n[None, :])
-        s = tl.where(visible(bounds, pos, offs_n[None, :], keys), s, float("-inf"))
-        m, p, shrink = weights(m, s)
-        l = l * shrink + tl.sum(p, 1)
-        if key_scales is not None:
-            p *= tl.load(key_scales.v_ptr + at, mask=n_ok, other=0.0)[None, :]
-        v_rows = outer * v_strides.b + inner * v_strides.t
-        v_ok = n_ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
-        v = widen(tl.load(v_head + v_rows[:, None] + offs_v[None, :], mask=v_ok, other=0.0), dtype)
-        acc = add_product(acc * shrink[:, None], p.to(dtype), v)
+    scale_strides = Strides(stride_sb, stride_sn, stride_sh)
+    of_head = CachedHead(
+        k_head, v_head, table, b, h, k_strides, v_strides, key_scales, scale_strides
+    )
+    m, l, acc = attend_split(
+        q,
+        of_head,
+        ScoredRows(bounds, pos, keys, scale, softcap, slope),
+        Tiles(first, last, 1, near, skip),
+        HEAD_DIM=HEAD_DIM,
+        HEAD_DIM_V=HEAD_DIM_V,
+        DIM_V=DIM_V,
+        PAGE_SIZE=PAGE_SIZE,
+        TILE_N=TILE_N,
+        STAGES=STAGES,
+    )
     acc *= v_scale
 
     out_of_sequence = b.to(tl.int64) * out_strides.b
@@ -384,6 +375,9 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     return SplitKernel(launch, lambda compiled: launch_of(compiled, programs, tail))
 
 
-def bind(plan: Plan, operands: Operands) -> Launcher:
-    """The kernel and `combine` bound to one plan and one memory layout."""
+def bind(plan: Plan, operands: Operands) -> Launcher | StepLauncher:
+    """The kernel and `combine`, or by a schedule of the step `decode_persistent`, bound to one plan
+    and one memory layout."""
+    if plan.config.schedule in SCHEDULED:
+        return decode_persistent.bind(plan, operands)
     return Launcher(plan, operands, bind_split(plan, operands))

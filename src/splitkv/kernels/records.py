@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from splitkv.core.plan import Kernel, Plan
+from splitkv.core.plan import SCHEDULED, Kernel, Plan
 from splitkv.core.problem import Operands
 from splitkv.kernels import torch_math, torch_sdpa
 from splitkv.kernels.hopper.primitives import tma_limits
@@ -25,7 +25,7 @@ from splitkv.kernels.limits import (
 )
 
 HOST_RULES = ("even", "fixed")  # values of Config.schedule that whole sequences have
-EVERY_RULE = ("even", "batch", "fixed")
+EVERY_RULE = ("even", "batch", "fixed", *SCHEDULED)  # those of decode
 
 
 def _hopper_decode_split(plan: Plan, operands: Operands) -> Any:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from splitkv.core.device import Device, current
-from splitkv.core.plan import Config, Plan, Traffic
+from splitkv.core.plan import SCHEDULED, Config, Plan, Traffic
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
 from splitkv.core.variants import (
@@ -28,6 +28,7 @@ from splitkv.core.variants import (
 )
 from splitkv.kernels.limits.hopper_decode_split import ring_of
 from splitkv.planner import registry
+from splitkv.planner.policies import mixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Explanation:
 
     kernels   every kernel, in order of preference, with the reasons against it; none: it can run
     plans     one a policy, beside its figures; empty where no kernel can run the problem
+    mix_seconds  what the cost model says of the lengths that were asked for, of each plan
     """
 
     problem: Problem
@@ -75,6 +77,7 @@ class Explanation:
     kernels: tuple[tuple[str, tuple[str, ...]], ...]
     plans: tuple[Plan, ...]
     figures: tuple[Figures, ...]
+    mix_seconds: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation as plain data, for JSON."""
@@ -98,6 +101,7 @@ class Explanation:
                 }
                 for plan, figures in zip(self.plans, self.figures, strict=True)
             ],
+            **({"mix_seconds": list(self.mix_seconds)} if self.mix_seconds else {}),
         }
 
     def kernel_rows(self) -> list[tuple[str, str]]:
@@ -111,6 +115,8 @@ class Explanation:
     def plan_rows(self) -> list[tuple[str, ...]]:
         """The plans side by side, as text: a row a fact, a label and then a cell a plan."""
         columns = [_column(p, f) for p, f in zip(self.plans, self.figures, strict=True)]
+        for column, seconds in zip(columns, self.mix_seconds, strict=False):
+            column["at these lengths"] = f"{_seconds(seconds)}, by the model"
         labels = dict.fromkeys(label for column in columns for label in column)
         return [(label, *(column.get(label, "-") for column in columns)) for label in labels]
 
@@ -132,11 +138,13 @@ def explain(
     device: Device | None = None,
     policies: Sequence[str] = ("waves",),
     num_splits: int = 0,
+    lengths: Sequence[int] = (),
 ) -> Explanation:
     """Explain a problem under each of `policies`, side by side, or one plan that is already made.
 
     device       where the problem is to run; None: the device that torch sees here
     num_splits   above 0: what the caller forces, as in `decode`
+    lengths      keys of each sequence, to be told what the cost model says of them
 
     A Plan is shown as it is, with the problem, device and policy that it carries. A problem that no
     kernel can run is an answer too: the explanation has every reason, and no plan.
@@ -149,6 +157,7 @@ def explain(
             _kernels(plan.problem, plan.device),
             (plan,),
             (figures(plan),),
+            _mixes((plan,), lengths),
         )
     device = current() if device is None else device
     kernels = _kernels(problem, device)
@@ -158,7 +167,20 @@ def explain(
             registry.make_plan(problem, device, policy=policy, num_splits=num_splits)
             for policy in policies
         )
-    return Explanation(problem, device, kernels, plans, tuple(figures(plan) for plan in plans))
+    found = tuple(figures(plan) for plan in plans)
+    return Explanation(problem, device, kernels, plans, found, _mixes(plans, lengths))
+
+
+def _mixes(plans: Sequence[Plan], lengths: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of each plan with these lengths; none where there are no lengths."""
+    if not len(lengths):
+        return ()
+    return tuple(
+        mixes.seconds_of_mix(
+            plan.problem, plan.device, registry.kernel_named(plan.kernel), plan.config, lengths
+        )
+        for plan in plans
+    )
 
 
 def figures(plan: Plan) -> Figures:
@@ -183,6 +205,12 @@ def _grid(problem: Problem, device: Device, config: Config) -> Grid:
     key_tiles = ceil_div(problem.visible_keys, config.tile_n)
     parts = config.num_splits * problem.batch
     tiles_a_split = ceil_div(key_tiles, config.num_splits)
+    if config.schedule in SCHEDULED:
+        groups = 1 if config.schedule == "ranges" else row_tiles
+        programs = groups * config.programs
+        tiles_a_program = ceil_div(key_tiles * problem.batch * row_tiles, programs)
+        waves, busy = programs / device.num_sms, min(1.0, programs / device.num_sms)
+        return Grid(key_tiles, tiles_a_program, programs, waves, busy)
     if config.schedule == "batch":
         parts = config.programs
         tiles_a_split = ceil_div(key_tiles * problem.batch, parts)
@@ -279,6 +307,8 @@ def _arrival(plan: Plan, variant: HopperDecode) -> dict[str, str]:
 
 
 def _splits(config: Config) -> str:
+    if config.schedule in SCHEDULED:
+        return f"{config.schedule} of a schedule"
     if config.schedule == "batch":
         return f"up to {config.num_splits}, by length"
     splits = f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")

@@ -18,14 +18,15 @@ from splitkv.core.errors import (
     expect_one_of,
     expect_positive,
 )
-from splitkv.core.plan import Config, Kernel, Plan
+from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
 from splitkv.core.values import checked
 from splitkv.core.variants import Plain, RowSplits, Variant
 from splitkv.kernels.limits.decode_split import MAX_GRID
-from splitkv.planner.policies.shared import MAX_SPLITS, count, num_tiles
+from splitkv.planner.policies.shared import MAX_SPLITS, count, num_tiles, row_tiles
 
+MAX_TILES = 1 << 31  # of a batch and its head tiles, where a schedule counts them
 SHAPE = ("pack_gqa", "tile_m", "tile_n", "num_warps", "num_stages")
 
 
@@ -42,11 +43,15 @@ def _expect_config(kernel: Kernel, problem: Problem, device: Device, config: Con
     expect_one_of("plan.config.merge", config.merge, kernel.merges)
     expect_in_range("plan.config.num_splits", config.num_splits, 1, MAX_SPLITS)
     _expect_shape(kernel, problem, device, config)
-    if config.schedule == "batch":
+    if config.schedule in ("batch", *SCHEDULED):
         hint = "lengths on the host leave nothing to share out"
         shared = problem.lengths == "device"
-        expect(shared, "plan.config.schedule", "'even' or 'fixed'", "batch", hint)
-        expect_in_range("plan.config.programs", config.programs, problem.batch, MAX_GRID)
+        expect(shared, "plan.config.schedule", "'even' or 'fixed'", config.schedule, hint)
+        least = {"ranges": 1, "head_ranges": 1, "proportional": problem.batch + 1}
+        least_programs = least.get(config.schedule, problem.batch)
+        expect_in_range("plan.config.programs", config.programs, least_programs, MAX_GRID)
+    if config.schedule in SCHEDULED:
+        _expect_scheduled(problem, config)
     if config.schedule == "fixed":
         _expect_every_key(problem, config)
     else:
@@ -117,11 +122,24 @@ def _expect_shape(kernel: Kernel, problem: Problem, device: Device, config: Conf
         expect_one_of(f"plan.config.{name}", value, values, hint)
         found = [c for c in found if getattr(c, name) == value]
         before = ", ".join(filter(None, [before, f"{name} {value}"]))
-    if config.schedule != "batch":
+    if config.schedule not in ("batch", *SCHEDULED):
         several = {c.programs > 0 for c in found}
         known = " or ".join("more than 0" if some else "0" for some in sorted(several))
         expect_at_least("plan.config.programs", config.programs, 0)
         expect((config.programs > 0) in several, "plan.config.programs", known, config.programs)
+
+
+def _expect_scheduled(problem: Problem, config: Config) -> None:
+    """A schedule of the step, whose tiles are counted in 32 bits."""
+    name, hint = "plan.config", "programs of a schedule write no new tokens"
+    expect(not config.appends, f"{name}.appends", "False", config.appends, hint)
+    merge = config.merge == "combine"
+    expect(merge, f"{name}.merge", "'combine'", config.merge)
+    head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
+    tiles = problem.batch * head_tiles * num_tiles(problem, config.tile_n)
+    expect(tiles < MAX_TILES, f"{name}.schedule", f"fewer than {MAX_TILES} tiles", tiles)
+    early = problem.early_kv
+    expect(not early, f"{name}.schedule", "'even' or 'batch' with early_kv", config.schedule)
 
 
 def _expect_every_key(problem: Problem, config: Config) -> None:

@@ -10,6 +10,7 @@ from typing import TypedDict
 from torch import Tensor
 
 from splitkv.core.plan import Plan
+from splitkv.runtime.schedule import Schedule
 
 
 class Options(TypedDict, total=False):
@@ -54,3 +55,4 @@ class DecodeOptions(Options, total=False):
     num_splits: int
     out: Tensor | None
     early_kv: bool
+    schedule: Schedule | None

@@ -22,6 +22,7 @@ from splitkv.runtime import call_cache, dispatch
 from splitkv.runtime.autocast import as_autocast
 from splitkv.runtime.call_cache import Result
 from splitkv.runtime.dispatch import (
+    Decision,
     expect_unrecorded,
     handle_of,
     operator_outputs,
@@ -29,6 +30,7 @@ from splitkv.runtime.dispatch import (
     within_64_bits,
     working_dtype,
 )
+from splitkv.runtime.schedule import Schedule, plan_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,6 +93,7 @@ def decode(
     return_lse: bool = False,
     early_kv: bool = False,
     plan: Plan | None = None,
+    schedule: Schedule | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new tokens against a KV cache that already holds their keys and values.
 
@@ -116,6 +119,8 @@ def decode(
                    `hopper_decode_split` starts to read before that kernel has ended; the other
                    kernels have no use for it
     plan           a Plan of `splitkv.plan`, to skip deciding
+    schedule       a Schedule of `splitkv.make_schedule` for these lengths, whose plan the call
+                   runs under; without one, a plan that needs a schedule makes it in every call
 
     The mask and score arguments are those of `attention`. Nothing synchronises with the host; a
     call can be captured in a CUDA graph. Not differentiable on a GPU kernel: tensors that need a
@@ -127,6 +132,8 @@ def decode(
     scales. Under torch.autocast as `attention`: a cache of another type is cast whole, in every
     call. Raises as `attention`.
     """
+    if schedule is not None:
+        plan = plan_of(schedule, plan)
     if not is_dynamo_compiling():
         tensors, given = [q, k_cache, v_cache], 0  # a bit for each of the optional ones
         if cache_seqlens is not None:
@@ -153,6 +160,9 @@ def decode(
         if out is not None:
             tensors.append(out)
             given |= 128
+        if schedule is not None:
+            tensors.append(schedule.starts)
+            given |= 256
         made_with = None if plan is None else id(plan)
         try:
             # types: 1 and 1.0 equal True, but are not what it may be
@@ -225,6 +235,7 @@ def decode(
                 repeat = bound.launcher.repeat if bound.relaunches else None  # type: ignore[attr-defined]
                 if repeat is None or not (device is None or device == call_cache.current_device()):
                     break
+                starts = {} if schedule is None else {"starts": schedule.starts}
                 done = repeat(
                     q,
                     k_cache,
@@ -239,6 +250,7 @@ def decode(
                     v_scale,
                     bound.softmax_scale,
                     softcap,
+                    **starts,
                 )
                 if done is None:
                     break
@@ -265,9 +277,11 @@ def decode(
     }
     result: Result | None = None
     if not is_dynamo_compiling():
-        result = run_decode(tensors, arguments, num_splits, plan, options, _inside.operator)
+        made = Decision(num_splits, plan, None if schedule is None else schedule.starts)
+        result = run_decode(tensors, arguments, made, options, _inside.operator)
     if result is None:
-        result = _through_operator(q, k_cache, v_cache, num_splits, plan, arguments)
+        made_by = {"num_splits": num_splits, "plan": plan, "schedule": schedule}
+        result = _through_operator(q, k_cache, v_cache, made_by, arguments)
     return result if return_lse else result[0]
 
 
@@ -284,19 +298,21 @@ def _through_operator(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    num_splits: int,
-    plan: Plan | None,
+    made_by: dict[str, Any],
     arguments: dict[str, Any],
 ) -> Result:
     """Runs the call as `splitkv::decode`, for what traces it or looks into it.
 
+    made_by     num_splits, plan and schedule
     arguments   every other one of `decode`, by name
     """
     q, k_cache, v_cache = as_autocast(q, k_cache, v_cache)
     new = partial(describe_decode, q, k_cache, v_cache, needs_grad=False, **arguments)
-    given = within_64_bits(arguments, num_splits, new)
+    given = within_64_bits(arguments, made_by["num_splits"], new)
     given["window_left"], given["window_right"] = given["window_size"]
-    given |= {"num_splits": num_splits, "plan": handle_of(plan)}
+    given |= {"num_splits": made_by["num_splits"], "plan": handle_of(made_by["plan"])}
+    schedule = made_by["schedule"]
+    given["schedule"] = None if schedule is None else schedule.starts
     out = given["out"]
     result, lse = decode_op(q, k_cache, v_cache, *(given[name] for name in _NAMES))
     if out is not None:
@@ -318,10 +334,12 @@ _NAMES = names_of(_SCHEMA)
 def decode_op(q, k_cache, v_cache, *rest):
     given = dict(zip(_NAMES, rest, strict=True))
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
-    plan = given.pop("plan")
+    handle, starts = given.pop("plan"), given.pop("schedule")
+    plan = plan_with_handle(handle) if handle else None
+    schedule = None if starts is None or plan is None else Schedule(plan, starts)
     _inside.operator = True
     try:
-        result = decode(q, k_cache, v_cache, plan=plan_with_handle(plan) if plan else None, **given)
+        result = decode(q, k_cache, v_cache, plan=plan, schedule=schedule, **given)
     finally:
         _inside.operator = False
     out, lse = result if given["return_lse"] else (result, None)

@@ -14,17 +14,23 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from splitkv.core.device import Device, cpu, current
-from splitkv.core.errors import expect, expect_in_range, expect_one_of, expect_tensor
+from splitkv.core.errors import (
+    expect,
+    expect_device,
+    expect_in_range,
+    expect_one_of,
+    expect_tensor,
+)
 from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.masks import FAR, NUMBERS, expect_window
 from splitkv.core.options import Function, defaults_of, required_of, tensors_of
-from splitkv.core.plan import Config, Kernel, Plan
+from splitkv.core.plan import Config, Kernel, Plan, shares_of
 from splitkv.core.problem import (
     Operands,
     Problem,
@@ -216,11 +222,19 @@ def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Pr
     return described(q, k, v, needs_grad=grad, **given)[0]
 
 
+class Decision(NamedTuple):
+    """What a call of decode says of its plan: parts that are forced, or 0; a plan; where programs
+    start by a schedule of the step; or None."""
+
+    num_splits: int
+    plan: Plan | None
+    starts: Tensor | None
+
+
 def run_decode(
     tensors: list[Tensor],
     arguments: dict[str, Any],
-    num_splits: int,
-    plan: Plan | None,
+    made: Decision,
     options: tuple[Any, ...],
     in_operator: bool,
 ) -> Result | None:
@@ -228,7 +242,7 @@ def run_decode(
     None where it has to go through the operator.
 
     tensors    q, k_cache, v_cache, and of the optional ones those that are given
-    arguments  all but q, k_cache, v_cache, num_splits and plan
+    arguments  all but q, k_cache, v_cache and what is in `made`
     options    what the cache knows it by beside the layouts of the tensors; where that is not
                hashable, some option is not what it should be
     """
@@ -240,27 +254,38 @@ def run_decode(
         if autocast_dtype(q) is not None:
             tensors = [*as_autocast(*tensors[:3]), *tensors[3:]]
             with without_autocast(q):
-                return run_decode(tensors, arguments, num_splits, plan, options, in_operator)
+                return run_decode(tensors, arguments, made, options, in_operator)
         expect_unrecorded(arguments["out"])
-        new = partial(_bind_decode, tensors, arguments, num_splits, plan)
+        new = partial(_bind_decode, tensors, arguments, made)
         bound = calls.get_or_bind(options, tensors, new)
     q, k_cache, v_cache = tensors[:3]
     operands = Operands(q, k_cache, v_cache, softmax_scale=bound.softmax_scale)
     for name in _DECODE_TENSORS:
         setattr(operands, name, arguments[name])
     operands.softcap = float(arguments["softcap"])
+    operands.starts = made.starts
     return bound(operands)
 
 
-def _bind_decode(
-    tensors: list[Tensor], arguments: dict[str, Any], num_splits: int, plan: Plan | None
-) -> BoundCall:
+def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decision) -> BoundCall:
     q, k_cache, v_cache = tensors[:3]
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         expect_tensor(name, x)
     grad = needs_grad(q, k_cache, v_cache, arguments["sink_logits"], arguments["alibi_slopes"])
     problem, operands = describe_decode(q, k_cache, v_cache, needs_grad=grad, **arguments)
-    return BoundCall.of(bind(problem, operands, plan, num_splits), operands, plan)
+    if made.starts is not None:
+        expect_device("schedule", made.starts, q.device)
+    launcher = bind(problem, operands, made.plan, made.num_splits)
+    if made.starts is not None and made.plan is not None:
+        _expect_same_shares(made.plan, getattr(launcher, "plan", made.plan))
+    return BoundCall.of(launcher, operands, made.plan)
+
+
+def _expect_same_shares(made_for: Plan, plan: Plan) -> None:
+    """The plan of a launcher, which may be another for the memory layout, cuts what a schedule was
+    made for."""
+    ours, theirs = (shares_of(x.config) for x in (plan, made_for))
+    expect(ours == theirs, "schedule", f"one for {ours}", theirs)
 
 
 def working_dtype(q: Tensor) -> torch.dtype:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from splitkv.core.device import Device
-from splitkv.core.plan import Config, Traffic
+from splitkv.core.plan import SCHEDULED, Config, Traffic
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div, next_power_of_2, visited
 
@@ -48,7 +50,18 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     """The lines of the docstring's Traffic section, every sequence at its upper bound."""
+    if config.schedule in SCHEDULED:
+        return traffic_of_shares(problem, config)
     return traffic_of_parts(problem, num_parts(problem, config))
+
+
+def traffic_of_shares(problem: Problem, config: Config) -> Traffic:
+    """What programs with shares of a schedule read and write: each has a split that it leaves as a
+    partial at the beginning of its share, and one at the end."""
+    row_tiles, rows = packed_rows(problem, config)
+    groups = 1 if config.schedule == "ranges" else problem.num_kv_heads * row_tiles
+    partials = 2 * groups * config.programs * rows * (problem.head_dim_v + 2) * 4
+    return replace(traffic_of_parts(problem, 1), partial_bytes=2 * partials)
 
 
 def traffic_of_parts(problem: Problem, parts: int) -> Traffic:

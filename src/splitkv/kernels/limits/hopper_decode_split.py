@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from splitkv.core.device import REGISTERS_PER_SM, Device
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config, Plan, Traffic
+from splitkv.core.plan import SCHEDULED, Config, Plan, Traffic
 from splitkv.core.problem import Operands, Problem
-from splitkv.core.tiles import WIDE, box_rows, visited
+from splitkv.core.tiles import WIDE, box_rows, ceil_div, visited
 from splitkv.core.variants import HopperDecode, Variant
 from splitkv.kernels.host.partition import num_parts as parts_of_problem
-from splitkv.kernels.host.partition import traffic_of_parts
+from splitkv.kernels.host.partition import traffic_of_parts, traffic_of_shares
 from splitkv.kernels.limits import decode_split
 from splitkv.kernels.limits.scale_layout import unfit as unfit_scales
 from splitkv.planner.policies.variants import (
@@ -75,9 +75,13 @@ RESERVED_BYTES = 1024  # of each program, by CUDA
 def most_registers(problem: Problem, config: Config, device: Device) -> int:
     """Registers of a thread, on average, where there is a producer warp: what as many programs as
     an SM has shared memory for leave each. Triton fills its warps up to four. Beside 8 bits a
-    fourth program would have threads spill."""
+    fourth program would have threads spill. By a schedule no more programs run than it has."""
     held = device.smem_per_sm // (shared_bytes(problem, config) + RESERVED_BYTES)
     most = 4 if problem.codec == AS_IS else 3
+    if config.schedule in SCHEDULED:
+        groups = problem.num_kv_heads * ceil_div(problem.rows, config.tile_m)
+        groups = 1 if config.schedule == "ranges" else groups
+        most = min(most, ceil_div(groups * config.programs, device.num_sms))
     return REGISTERS_PER_SM // (256 * max(1, min(held, most))) // 8 * 8
 
 
@@ -173,6 +177,8 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 def traffic(problem: Problem, config: Config) -> Traffic:
     """Counts the bytes of kernels/decode_split.py; by the even rule splits are even as can be."""
+    if config.schedule in SCHEDULED:
+        return traffic_of_shares(problem, config)
     parts = parts_of_problem(problem, config)
     if config.schedule == "even":
         parts = max(1, min(visited(problem, config.tile_n), config.num_splits))
@@ -226,6 +232,7 @@ def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
     """Every variant that computes the problem with these numbers."""
     narrow, boxes = config.tile_m < WIDE, config.tile_n // box_rows(problem, config.tile_n)
     alone = not problem.early_kv and not config.appends
+    scheduled = config.schedule in SCHEDULED
     loads: list[tuple[Any, Any]] = [("tma", "after_q")]
     several = boxes > 1 and config.tile_m == 16 and config.num_stages > 1
     if several and config.schedule == "even" and alone:
@@ -233,6 +240,8 @@ def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
     gathered = isinstance(problem.place, Paged) and problem.codec != AS_IS and narrow
     if gathered and problem.head_dim == problem.head_dim_v:
         loads.append(("gather", "after_q"))
+    if scheduled:
+        loads = [("producer_warp", "before_q")] if narrow else []
     found: list[Variant] = []
     for load, start in loads:
         scales: list[Any] = ["none"]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from splitkv.core.device import MiB
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config
+from splitkv.core.plan import SCHEDULED, Config
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, box_rows, visited
 from splitkv.core.variants import (
@@ -39,7 +39,9 @@ def hopper_decode(problem: Problem, config: Config) -> HopperDecode:
     load: Literal["tma", "producer_warp", "gather"] = "tma"
     start: Literal["before_q", "after_q"] = "after_q"
     key_scales: Literal["none", "per_tile", "preloaded", "bulk"] = "none"
-    if has_producer_warp(problem, config):
+    if config.schedule in SCHEDULED:
+        load, start = "producer_warp", "before_q"
+    elif has_producer_warp(problem, config):
         load, start = "producer_warp", "before_q" if starts_early(problem, config) else "after_q"
     elif gathers(problem, config):
         load = "gather"
@@ -118,6 +120,7 @@ def copies_scales_in_bulk(problem: Problem, config: Config) -> bool:
     heads, most = problem.num_kv_heads, LONG_IN_BULK * config.num_stages * config.num_splits
     long = heads == 1 or visited(problem, config.tile_n) > most
     apart = preloads_scales(problem, config) or problem.early_kv or config.appends
+    apart = apart or config.schedule in SCHEDULED
     return may_copy_scales_in_bulk(problem, config) and long and not apart
 
 

@@ -1,12 +1,13 @@
 """Split-KV decode attention for Hopper: keys and values by TMA, a ring of tiles in flight.
 
 Computes what kernels/decode_split.py computes, leaves the same partials and shares `combine`. It
-differs in how keys arrive. Four entry points share device functions; each reads from top to bottom:
+differs in how keys arrive. Five entry points share device functions; each reads from top to bottom:
 
     kernel_all_warps.py  16 or 32 packed rows, multiplied by mma; every warp issues copies
     kernel_producer.py   16 rows; a producer warp issues the many boxes of small pages
     kernel_wgmma.py      64 rows, multiplied by wgmma
     kernel_append.py     new tokens are written first; of either height
+    kernel_persistent.py by a schedule of the step; 16 or 32 rows
 
 What they work on is named in records.py. Split s of n takes the tiles s, s + n, s + 2n, ...: all
 SMs then read neighbouring tiles at the same time, which the memory serves faster than n distant
@@ -33,7 +34,7 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config, Plan
+from splitkv.core.plan import SCHEDULED, Config, Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import WIDE, box_rows
 from splitkv.core.variants import HopperDecode
@@ -41,6 +42,7 @@ from splitkv.kernels import decode_split
 from splitkv.kernels.hopper.decode.byte_pairs import from_e4m3, from_int8, pairs_of
 from splitkv.kernels.hopper.decode.kernel_all_warps import decode_all_warps
 from splitkv.kernels.hopper.decode.kernel_append import decode_append
+from splitkv.kernels.hopper.decode.kernel_persistent import decode_walk
 from splitkv.kernels.hopper.decode.kernel_producer import decode_producer
 from splitkv.kernels.hopper.decode.kernel_wgmma import decode_wgmma
 from splitkv.kernels.hopper.decode.mma_loop import mma_loop
@@ -49,6 +51,7 @@ from splitkv.kernels.hopper.decode.records import DecodeConfig
 from splitkv.kernels.hopper.decode.ring import allocate_boxes, allocate_panels, allocate_rows
 from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layout_of
 from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
+from splitkv.kernels.host import step
 from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
@@ -87,11 +90,14 @@ ENTRIES = {
     "producer": decode_producer,
     "wgmma": decode_wgmma,
     "append": decode_append,
+    "persistent": decode_walk,
 }
 
 
 def entry_of(config: Config, variant: HopperDecode) -> str:
     """The entry point of a plan: a key of ENTRIES."""
+    if config.schedule in SCHEDULED:
+        return "persistent"
     if config.appends:
         return "append"
     if config.tile_m == WIDE:
@@ -168,7 +174,8 @@ def fixed_arguments_of(
 ) -> dict[str, Any]:
     """The arguments of an entry point that never change from call to call."""
     mask, appends = plan.problem.mask, entry == "append"
-    arguments = split_arguments(plan, operands) | {
+    of_plan = step.step_arguments if entry == "persistent" else split_arguments
+    arguments = of_plan(plan, operands) | {
         "left": mask.left,
         "right": mask.right,
         "sink_tokens": mask.sink_tokens if mask.num_bands == 2 else None,
@@ -194,7 +201,10 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     entry = entry_of(config, variant)
     kernel, producer = ENTRIES[entry], variant.load == "producer_warp"
     fixed = fixed_arguments_of(entry, plan, variant, operands)
-    per_call = PER_CALL_OF_APPEND if config.appends else PER_CALL
+    per_call: tuple[str, ...] = PER_CALL_OF_APPEND if config.appends else PER_CALL
+    programs = grid(problem, config)
+    if entry == "persistent":
+        per_call, programs = step.PER_CALL, step.grid_of(plan)
     names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
     tail = tail_in_order(kernel, names, fixed)
     options = compile_options(config.num_warps)
@@ -202,7 +212,6 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         options["maxnreg"] = most_registers(problem, config, plan.device)
     if problem.early_kv:
         options["launch_pdl"] = True
-    programs = grid(problem, config)
     cluster_size = config.num_splits if config.merge == "cluster" else 1
     clusters = (1, *programs[1:]) if config.merge == "cluster" else programs
     behind = shared_behind(problem, config, variant)
@@ -242,12 +251,14 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
 KV_NAMES = "k", "v", "table_ptr"
 
 
-def bind(plan: Plan, operands: Operands) -> Launcher:
-    """The kernel and `combine` bound to one plan and one memory layout."""
+def bind(plan: Plan, operands: Operands) -> Launcher | step.StepLauncher:
+    """The kernel and what merges its partials bound to one plan and one memory layout."""
+    if plan.config.schedule in SCHEDULED:
+        return step.StepLauncher(plan, operands, bind_split(plan, operands), rebind)
     return Launcher(plan, operands, bind_split(plan, operands), rebind)
 
 
-def rebind(plan: Plan, operands: Operands) -> Launcher | None:
+def rebind(plan: Plan, operands: Operands) -> Any:
     """A launcher for tensors that the plan does not fit; None where it does."""
     other = refit(plan, operands)
     if other == plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from splitkv.kernels.hopper.decode.byte_pairs import add_values, both_columns, scores_of_tile
 from splitkv.kernels.hopper.decode.eight_rows import first_of, first_rows, layout_of_half, with_rows
@@ -24,7 +24,13 @@ from splitkv.kernels.hopper.decode.records import Softmax
 from splitkv.kernels.hopper.decode.ring import load_page_ids
 from splitkv.kernels.hopper.prefill.sums import any_among, declare_any
 from splitkv.kernels.hopper.primitives.inline_asm import act
-from splitkv.kernels.hopper.primitives.tma_ring import foresee, next_slot, thread_barrier, tile_at
+from splitkv.kernels.hopper.primitives.tma_ring import (
+    first_slot,
+    foresee,
+    next_slot,
+    thread_barrier,
+    tile_at,
+)
 from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.band import all_visible, visible
 from splitkv.kernels.tile.score import score_log2
@@ -79,7 +85,7 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     sums = gl.zeros([ROWS, TILE_N], gl.float32, R)  # of l, added up across threads at the end
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
     acc_odd = acc
-    stage, phase = tiles.first * 0, tiles.first * 0
+    stage, phase = first_slot(ring.before, tiles.first * 0, STAGES)
     for i in range(tiles.first, tiles.last, tiles.by):
         ahead = i + STAGES * tiles.by
         # page ids come while this tile is worked on
@@ -94,6 +100,8 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
         first_n = tile_at(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
             clear_behind(ring.v_tiles.index(stage), keys - first_n, TILE_N, 0, 1)
+            if ring.before is not None:  # TMA writes there again
+                fence_async_shared()
         qk = scores_of_tile(q, ring.k_tiles.index(stage), S, CONFIG.dequantize)
         if ROWS < TILE_M:
             qk = first_rows(qk, R)

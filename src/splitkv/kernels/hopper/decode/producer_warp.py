@@ -27,6 +27,7 @@ from splitkv.kernels.hopper.primitives.inline_asm import act, act_alone
 from splitkv.kernels.hopper.primitives.tma_ring import (
     arrivals,
     async_load,
+    first_slot,
     keys_of_box,
     next_slot,
     thread_barrier,
@@ -217,8 +218,8 @@ def issue_rounds(ring, kv, split, pages, CONFIG: gl.constexpr):
     ROUND: gl.constexpr = LANES // BOXES  # tiles
     BYTES: gl.constexpr = BOXES * (kv.k.block_type.nbytes + kv.v.block_type.nbytes)
     tiles, kv_head = split.tiles, split.kv_head
-    stage = tiles.first * 0
-    phase = stage + 1  # all stages are empty
+    stage, phase = first_slot(ring.before, tiles.first * 0, STAGES)
+    phase = 1 - phase  # all stages are empty in the beginning
     for first in range(tiles.first, tiles.last, ROUND * tiles.by):
         keep_page_ids(pages, 0)
         behind = first + ROUND * tiles.by
@@ -246,8 +247,8 @@ def copy_scale_rounds(ring, kv, split, scales, pages, CONFIG: gl.constexpr):
     ROUND: gl.constexpr = LANES // BOXES  # tiles
     tiles = split.tiles
     boxes = key_of_thread(0, CONFIG.tile_n) // BOX
-    stage = tiles.first * 0
-    phase = stage + 1
+    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    phase = 1 - phase
     for first in range(tiles.first, tiles.last, ROUND * tiles.by):
         keep_page_ids(pages, 1)
         behind = first + ROUND * tiles.by

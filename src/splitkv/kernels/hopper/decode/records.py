@@ -160,6 +160,8 @@ class Ring(NamedTuple):
     empty              a barrier a stage: its tile has been read; None: the warps that multiply
                        issue the copies, too
     k_tiles, v_tiles   the same memory as products read it [num_stages, TILE_N, columns]
+    before             tiles that have gone through the ring before those of this split, where a
+                       program has several; None: it has one
     """
 
     k_boxes: Any
@@ -168,6 +170,7 @@ class Ring(NamedTuple):
     empty: Any
     k_tiles: Any
     v_tiles: Any
+    before: Any = None
 
 
 class KeyScales(NamedTuple):

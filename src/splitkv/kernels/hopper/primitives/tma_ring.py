@@ -79,6 +79,18 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def first_slot(before, zero, SLOTS: gl.constexpr):
+    """The stage of the next tile of a ring, and the phase of its barrier.
+
+    before   tiles that have gone through it; None: none, `zero` is a 0 of the loop's type
+    """
+    stage, phase = zero, zero
+    if before is not None:
+        stage, phase = before % SLOTS, before // SLOTS & 1
+    return stage, phase
+
+
+@gluon.jit
 def turn_of(j, SLOTS: gl.constexpr):
     """The stage of the j-th tile where there are one or two, and the phase of its barrier: worked
     out, as a register for each is more than some loops have."""

@@ -1,0 +1,225 @@
+"""Persistent decode attention by a schedule of the step, for any NVIDIA GPU.
+
+Computes what kernels/decode_split.py computes. A program has a share of the tiles of the whole
+batch, which a schedule (kernels/schedule.py) says, and goes on with the next head tile or sequence
+where the last one ends: lengths may differ as they like, every program has as much to do. Head
+tiles that one program has all keys of are finished here; of others the programs store partials,
+which `combine_slots` merges.
+
+Shapes      as kernels/decode_split.py; starts [programs, 8] int32; partials
+            [2 * groups * programs, rows, head_dim_v + 2] fp32
+Grid        (groups, programs): by `ranges` one group, whose shares go through all head tiles; else
+            a group for each, side by side
+Traffic     keys, values as kernels/decode_split.py; partials at most two a program, of splits that
+            are not all keys of a head tile
+Numerics    as kernels/decode_split.py; the same lengths give the same bits
+Limits      as kernels/decode_split.py; lengths on the device; head tiles * tiles of the batch below
+            2^31; no new tokens
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from splitkv.core.kv import Paged
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
+from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
+from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.launcher import (
+    BOUNDS,
+    SplitKernel,
+    compile_options,
+    dependent_launches,
+)
+from splitkv.kernels.host.partition import padded_dims
+from splitkv.kernels.host.relaunch import launch_of
+from splitkv.kernels.host.step import PER_CALL, StepLauncher, grid_of, step_arguments
+from splitkv.kernels.tile.band import Bounds, visited_tiles
+from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
+from splitkv.kernels.tile.new import Tiles
+from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
+from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
+from splitkv.kernels.tile.walk import Walk, load_start, next_split, slot_of_split, split_length
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_q",
+        "batch",
+        "num_kv_heads",
+        "left",
+        "right",
+        "sink_tokens",
+        "chunk",
+        "head_tiles",
+        "programs",
+        "stride_table",
+        "stride_slope",
+        "stride_qsb",
+        "stride_qst",
+        "stride_qsh",
+        "stride_sb",
+        "stride_sn",
+        "stride_sh",
+    ]
+)
+def decode_persistent(
+    q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM]
+    kv,  # KV
+    lens_ptr,  # [batch] int32 keys of each sequence
+    final,  # Final
+    partial,  # Partial
+    row,  # Row
+    head_scales,  # Scales that the keys of a head share, or None
+    key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
+    scale,  # see tile/score.py
+    softcap,  # float or None
+    starts_ptr,  # [programs, 8] int32: the schedule of the step
+    seqlen_q,
+    batch,
+    num_kv_heads,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    chunk,
+    head_tiles,  # that a share goes through
+    programs,
+    q_strides,  # Strides: of a sequence, a token, a head
+    k_strides,  # of a sequence or a page, a key, a head
+    v_strides,
+    out_strides,
+    stride_table,
+    stride_slope,
+    stride_qsb,  # of the scales of q: a sequence, a token, a head
+    stride_qst,
+    stride_qsh,
+    stride_sb,  # of those of K and V: a sequence or a page, a key, a head
+    stride_sn,
+    stride_sh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    DIM: tl.constexpr,  # columns of tiles: head_dim and head_dim_v, padded
+    DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # early: combine is launched before this grid has ended; or in_order
+):
+    if DEPENDENTS == "early":  # combine waits for this grid before it reads partials
+        tl.extra.cuda.gdc_launch_dependents()
+    bounds = Bounds(left, right, sink_tokens, chunk)
+    scale_strides = Strides(stride_sb, stride_sn, stride_sh)
+    dtype: tl.constexpr = final.out_ptr.dtype.element_ty
+    group = tl.program_id(0)
+    program = tl.program_id(1)
+    row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
+    rows_of_slot = tl.minimum(TILE_M, seqlen_q * GROUP)
+    offs_v = tl.arange(0, DIM_V)
+    start = load_start(starts_ptr, program)
+    walk = Walk(start.sequence, start.head_tile, start.tile, start.count, start.tiles, start.keys)
+    while walk.left > 0:
+        b = walk.sequence
+        keys = walk.keys
+        head_tile = group * head_tiles + walk.head_tile
+        h = head_tile // row_tiles
+        first_pos = keys - seqlen_q
+        tiles, near, skip = visited_tiles(bounds, first_pos, keys - 1, keys, TILE_N)
+        count = split_length(walk)
+        last = tl.minimum(walk.tile + count, tiles)
+
+        # the rows  [TILE_M]
+        rows = rows_of(head_tile % row_tiles, h, seqlen_q, GROUP, TILE_M)
+        slope = None
+        if row.slope_ptr is not None:
+            slope = tl.load(row.slope_ptr + b * stride_slope + rows.head, mask=rows.ok, other=0.0)
+            slope = slope.to(tl.float32)[:, None]
+        q = load_tile(place(q_ptr, q_strides, b, rows.token, rows.head), rows.ok, HEAD_DIM, DIM)
+        q = widen(q, dtype)
+        k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
+        of_rows = row_scale(
+            row, b, rows.token, rows.head, rows.ok, stride_qsb, stride_qst, stride_qsh
+        )
+        pos = (first_pos + rows.token)[:, None]
+
+        table = None
+        if kv.table_ptr is not None:
+            table = kv.table_ptr + b.to(tl.int64) * stride_table
+        m, l, acc = attend_split(
+            q,
+            CachedHead(
+                kv.k_ptr + h.to(tl.int64) * k_strides.h,
+                kv.v_ptr + h.to(tl.int64) * v_strides.h,
+                table,
+                b,
+                h,
+                k_strides,
+                v_strides,
+                key_scales,
+                scale_strides,
+            ),
+            ScoredRows(bounds, pos, keys, scale * k_scale * of_rows, softcap, slope),
+            Tiles(walk.tile, last, 1, near, skip),
+            HEAD_DIM=HEAD_DIM,
+            HEAD_DIM_V=HEAD_DIM_V,
+            DIM_V=DIM_V,
+            PAGE_SIZE=PAGE_SIZE,
+            TILE_N=TILE_N,
+            STAGES=STAGES,
+        )
+        acc *= v_scale
+
+        out_ok = mask_of_columns(acc, rows.ok, offs_v, HEAD_DIM_V)
+        if count == walk.tiles:
+            out_rows = place(0, out_strides, b, rows.token, rows.head)
+            lse_rows = (b * num_kv_heads * GROUP + rows.head).to(tl.int64) * seqlen_q + rows.token
+            places = ResultRows(out_rows, lse_rows)
+            write_final(
+                *(final, places, row.sink_ptr, acc, m, l, rows.head, rows.ok, offs_v, out_ok)
+            )
+        else:
+            slot = slot_of_split(walk, program, programs, group)
+            slot_rows = slot.to(tl.int64) * rows_of_slot + tl.arange(0, TILE_M)
+            write_partial(partial, slot_rows, acc, m, l, rows.ok, offs_v, out_ok, HEAD_DIM_V)
+        walk = next_split(walk, lens_ptr, bounds, seqlen_q, batch, head_tiles, TILE_N)
+
+
+def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
+    """`decode_persistent` bound to one plan and one memory layout."""
+    problem, config = plan.problem, plan.config
+    dim, dim_v = padded_dims(problem, plan.device, config.tile_m, config.num_warps)
+    fixed = step_arguments(plan, operands) | {
+        **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
+        "k_strides": Strides(*operands.k.stride()[:3]),
+        "v_strides": Strides(*operands.v.stride()[:3]),
+        "GROUP": problem.group,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "DIM": dim,
+        "DIM_V": dim_v,
+        "PAGE_SIZE": problem.place.page_size if isinstance(problem.place, Paged) else 1,
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        # an indirect load takes Triton's pipeline two stages a tile in flight
+        "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
+        "DEPENDENTS": "early" if dependent_launches(plan, operands) else "in_order",
+    }
+    programs, options = grid_of(plan), compile_options(config.num_warps)
+    tail = tail_in_order(decode_persistent, PER_CALL, fixed)
+
+    def launch(arguments: dict[str, Any]) -> Any:
+        return decode_persistent[programs](
+            *in_order(decode_persistent, arguments | fixed), **options
+        )
+
+    return SplitKernel(launch, lambda compiled: launch_of(compiled, programs, tail))
+
+
+def bind(plan: Plan, operands: Operands) -> StepLauncher:
+    """The kernel and `combine_slots` bound to one plan and one memory layout."""
+    return StepLauncher(plan, operands, bind_split(plan, operands))

@@ -1,0 +1,112 @@
+"""`hopper_decode_split` by a schedule of the step: programs that stay, and walk over splits.
+
+A producer warp issues the copies of all splits of a program into one ring, and the other warps
+multiply, 16 or 32 packed rows: see walk_roles.py. What a program has is what kernels/schedule.py
+says; partials are merged by kernels/combine_slots.py.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from splitkv.kernels.hopper.decode.key_scales import allocate_scale_stages, arrivals_per_tile
+from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
+from splitkv.kernels.hopper.decode.records import (
+    KeyScales,
+    KVCache,
+    Output,
+    Ring,
+    ScaleStrides,
+    ScoreTerms,
+)
+from splitkv.kernels.hopper.decode.ring import allocate_boxes
+from splitkv.kernels.hopper.decode.walk_roles import Step, WalkInputs, run_roles
+from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.tile.band import Bounds
+
+
+@gluon.jit(
+    repr=named_for_profilers,
+    do_not_specialize=[
+        "seqlen_q",
+        "batch",
+        "num_kv_heads",
+        "left",
+        "right",
+        "sink_tokens",
+        "head_tiles",
+        "programs",
+        "stride_table",
+        "stride_slope",
+        "stride_qsb",
+        "stride_qst",
+        "stride_qsh",
+        "stride_sb",
+        "stride_sn",
+        "stride_sh",
+    ],
+)
+def decode_walk(
+    q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
+    k,  # TMA descriptor of [batch or pages, keys, num_kv_heads, columns], as v
+    v,
+    table_ptr,  # [batch, max_pages], or None
+    lens_ptr,  # [batch] int32 keys of each sequence
+    final,  # Final
+    partial,  # Partial
+    row,  # Row
+    head_scales,  # Scales that the keys of a head share, or None
+    key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
+    scale,  # see tile/score.py
+    softcap,  # float or None
+    starts_ptr,  # [programs, 8] int32: the schedule of the step
+    seqlen_q,
+    batch,
+    num_kv_heads,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    head_tiles,  # that a share goes through
+    programs,
+    q_strides,  # Strides, as out_strides
+    out_strides,
+    stride_table,
+    stride_slope,
+    stride_qsb,  # of the scales of q: a sequence, a token, a head
+    stride_qst,
+    stride_qsh,
+    stride_sb,  # of those of K and V: a sequence or a page, a key, a head
+    stride_sn,
+    stride_sh,
+    CONFIG: gl.constexpr,  # DecodeConfig
+):
+    tl.extra.cuda.gdc_launch_dependents()  # combine waits for this grid before it reads partials
+    bounds = Bounds(left, right, sink_tokens)
+    group, program = gl.program_id(0), gl.program_id(1)
+    step = Step(starts_ptr, lens_ptr, bounds, seqlen_q, batch, head_tiles, group, program, programs)
+    kv = KVCache(k, v, table_ptr, stride_table, None, None)
+    k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
+    v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)
+    scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
+    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    empty = arrivals(CONFIG.num_stages, 1)
+    ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
+    of_q, of_kv = (
+        ScaleStrides(stride_qsb, stride_qst, stride_qsh),
+        ScaleStrides(stride_sb, None, stride_sh),
+    )
+    terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
+    output = Output(
+        final,
+        partial,
+        row.sink_ptr,
+        seqlen_q,
+        num_kv_heads,
+        out_strides.b,
+        out_strides.t,
+        out_strides.h,
+    )
+    inputs = WalkInputs(q_ptr, q_strides, terms, output)
+    run_roles(kv, ring, scales, inputs, step, CONFIG)

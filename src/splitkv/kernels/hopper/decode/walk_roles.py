@@ -1,0 +1,292 @@
+"""The roles of persistent decode on Hopper: each walks over the splits of its program by itself.
+
+All go the same way, from what the schedule of the step says, so none tells another where it is. The
+load role runs ahead: what holds it up is only that no stage of the ring is empty, so the tiles of
+the next split are on their way before the epilogue of this one. Stages and phases go on from split
+to split: both sides count the tiles that have gone through the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
+from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.epilogue import locate_partial_rows, per_row
+from splitkv.kernels.hopper.decode.key_scales import copy_scales
+from splitkv.kernels.hopper.decode.mma_loop import mma_loop
+from splitkv.kernels.hopper.decode.producer_warp import (
+    copy_scale_rounds,
+    declare_page_id,
+    issue_rounds,
+    load_round,
+)
+from splitkv.kernels.hopper.decode.queries import load_mma_queries, locate_rows
+from splitkv.kernels.hopper.decode.records import QueryRows, Ring, Split, Work
+from splitkv.kernels.hopper.decode.split_range import LANES, locate_rows_of_head
+from splitkv.kernels.hopper.primitives.cluster import arrive_running
+from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.tma_ring import (
+    async_load,
+    first_slot,
+    keys_of_box,
+    next_slot,
+    thread_barrier,
+    tile_at,
+)
+from splitkv.kernels.tile.band import token_range, visited_tiles
+from splitkv.kernels.tile.new import Tiles
+from splitkv.kernels.tile.walk import Walk, load_start, next_split, slot_of_split, split_length
+
+LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
+
+
+class Step(NamedTuple):
+    """What says which splits a program has.
+
+    starts_ptr   [programs, 8] int32 of the schedule; lens_ptr: [batch] int32
+    group        of programs; program: which of its `programs`
+    head_tiles   that a share goes through
+    """
+
+    starts_ptr: Any
+    lens_ptr: Any
+    bounds: Any
+    seqlen_q: Any
+    batch: Any
+    head_tiles: Any
+    group: Any
+    program: Any
+    programs: Any
+
+
+class WalkInputs(NamedTuple):
+    """What the warps that multiply start from: pointer and Strides of q, ScoreTerms, Output."""
+
+    q_ptr: Any
+    q_strides: Any
+    terms: Any
+    output: Any
+
+
+@gluon.jit
+def run_roles(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
+    """Runs the roles from the start of the program to its end."""
+    thread_barrier()  # the producer warps find the barriers ready
+    gl.warp_specialize(
+        [
+            (mma_walk, (kv, ring, scales, inputs, step, CONFIG)),
+            (load_walk, (kv, ring, step, CONFIG)),
+            (load_scales_walk, (kv, ring, scales, step, CONFIG)),
+            (arrive_running, (0,)),  # two warps that Triton would add anyway
+        ],
+        [1, 1, 2],
+        [LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+    )
+
+
+# --- the walk ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def first_walk(step):
+    """The Walk of a program at its first split."""
+    start = load_start(step.starts_ptr, step.program)
+    return Walk(start.sequence, start.head_tile, start.tile, start.count, start.tiles, start.keys)
+
+
+@gluon.jit
+def walk_on(walk, step, CONFIG: gl.constexpr):
+    """The Walk behind a split."""
+    return next_split(
+        walk,
+        step.lens_ptr,
+        step.bounds,
+        step.seqlen_q,
+        step.batch,
+        step.head_tiles,
+        CONFIG.tile_n,
+    )
+
+
+@gluon.jit
+def split_of_walk(walk, step, CONFIG: gl.constexpr):
+    """The Split that a program is at; its num_splits is 1 where it is all of a head tile."""
+    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
+    keys = walk.keys
+    count, near, skip = visited_tiles(
+        step.bounds, keys - step.seqlen_q, keys - 1, keys, CONFIG.tile_n
+    )
+    length = split_length(walk)
+    last = gl.maximum(gl.minimum(walk.tile + length, count), walk.tile)
+    tiles = Tiles(walk.tile, last, 1, near, skip)
+    num_splits = gl.where(length == walk.tiles, 1, 2)
+    return Split(walk.sequence, kv_head, tiles, keys, num_splits)
+
+
+@gluon.jit
+def head_tile_of(walk, step):
+    """The head tile of a split among all of a sequence."""
+    return step.group * step.head_tiles + walk.head_tile
+
+
+@gluon.jit
+def behind(ring, before):
+    """The Ring after so many tiles."""
+    return Ring(
+        ring.k_boxes, ring.v_boxes, ring.full, ring.empty, ring.k_tiles, ring.v_tiles, before
+    )
+
+
+# --- mma ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
+    """The mma role: attends to split after split, and writes what each leaves."""
+    walk = first_walk(step)
+    before = walk.tile * 0
+    while walk.left > 0:
+        split = split_of_walk(walk, step, CONFIG)
+        following = walk_on(walk, step, CONFIG)
+        kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
+        first_token, last_token = token_range(row_tile, step.seqlen_q, CONFIG.group, CONFIG.tile_m)
+        work = Work(
+            step.lens_ptr,
+            split.num_keys,
+            step.seqlen_q,
+            split.sequence,
+            0,
+            split.num_splits,
+            None,
+            step.bounds,
+            first_token,
+            last_token,
+        )
+        q_of_sequence = inputs.q_ptr + split.sequence.to(gl.int64) * inputs.q_strides.b
+        stride_t, stride_h = inputs.q_strides.t, inputs.q_strides.h
+        queries = QueryRows(
+            q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, None
+        )
+        q = load_mma_queries(queries, CONFIG)
+        of_split = behind(ring, before)
+        terms = inputs.terms
+        softmax = attend(mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG)
+        slot = slot_of_split(walk, step.program, step.programs, step.group)
+        write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
+        before += split.tiles.last - split.tiles.first
+        walk = following
+
+
+@gluon.jit
+def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.constexpr):
+    """Writes the result of a split that is all of a head tile, else its partial."""
+    acc = softmax.acc
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = locate_rows(split.kv_head, row_tile, output.seqlen_q, CONFIG)
+    m, l = per_row(softmax.m, ROWS), per_row(softmax.l, ROWS)
+    t, head, ok = per_row(rows.token, ROWS), per_row(rows.head, ROWS), per_row(rows.ok, ROWS)
+    offs_v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    HEAD_DIM_V: gl.constexpr = acc.shape[1]
+    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
+    if split.num_splits == 1:
+        of_sequence = split.sequence.to(gl.int64) * output.stride_b
+        first_head = split.sequence * output.num_kv_heads * CONFIG.group
+        places = ResultRows(
+            of_sequence + t.to(gl.int64) * output.stride_t + head * output.stride_h,
+            (first_head + head).to(gl.int64) * output.seqlen_q + t,
+        )
+        write_final(output.final, places, output.sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
+    else:
+        slot_rows = per_row(locate_partial_rows(slot, output.seqlen_q, CONFIG), ROWS)
+        write_partial(output.partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V)
+
+
+# --- load --------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_walk(kv, ring, step, CONFIG: gl.constexpr):
+    """The load role: issues the copies of split after split; one warp."""
+    declare_page_id(0)
+    walk = first_walk(step)
+    before = walk.tile * 0
+    while walk.left > 0:
+        split = split_of_walk(walk, step, CONFIG)
+        following = walk_on(walk, step, CONFIG)  # its length comes while this split is issued
+        if kv.table_ptr is None:
+            issue_contiguous(behind(ring, before), kv, split, CONFIG)
+        else:
+            pages = load_round(kv, split, split.tiles.first, CONFIG)
+            prefetch_pages(kv, following, step, CONFIG)
+            issue_rounds(behind(ring, before), kv, split, pages, CONFIG)
+        before += split.tiles.last - split.tiles.first
+        walk = following
+
+
+@gluon.jit
+def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
+    """Issues the copies of all tiles of a split of a contiguous cache, a tile in two boxes."""
+    TILE_N: gl.constexpr = CONFIG.tile_n
+    BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
+    tiles = split.tiles
+    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    phase = 1 - phase  # all stages are empty in the beginning
+    for i in range(tiles.first, tiles.last):
+        mbarrier.wait(ring.empty.index(stage), phase)
+        full = ring.full.index(stage)
+        mbarrier.expect(full, BYTES)
+        at = [split.sequence, split.kv_head, 0, tile_at(tiles, i) * TILE_N, 0]
+        async_load(kv.k, at, full, ring.k_boxes.index(stage))
+        async_load(kv.v, at, full, ring.v_boxes.index(stage))
+        stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+
+
+@gluon.jit
+def prefetch_pages(kv, walk, step, CONFIG: gl.constexpr):
+    """Prefetches the page ids of the first round of the next split, where no length says which they
+    are; of another sequence at most, as those of this one are near."""
+    if step.bounds.left is None:
+        BOXES: gl.constexpr = CONFIG.tile_n // keys_of_box(kv.k.block_type.shape)
+        BOX: gl.constexpr = CONFIG.tile_n // BOXES
+        lanes = gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        sequence = gl.minimum(walk.sequence, step.batch - 1)
+        row = kv.table_ptr + sequence.to(gl.int64) * kv.stride_table
+        key = gl.minimum(lanes * BOX, gl.maximum(walk.keys - 1, 0))
+        act("prefetch.global.L1 [$1];", "l", (row + key // CONFIG.page_size,))
+
+
+@gluon.jit
+def load_scales_walk(kv, ring, scales, step, CONFIG: gl.constexpr):
+    """The load role of scales of each key, where keys have any; one warp."""
+    if scales.pointers is not None:
+        declare_page_id(1)
+        walk = first_walk(step)
+        before = walk.tile * 0
+        while walk.left > 0:
+            split = split_of_walk(walk, step, CONFIG)
+            following = walk_on(walk, step, CONFIG)
+            of_split = behind(ring, before)
+            if kv.table_ptr is None:
+                copy_contiguous_scales(of_split, split, scales, CONFIG)
+            else:
+                pages = load_round(kv, split, split.tiles.first, CONFIG)
+                copy_scale_rounds(of_split, kv, split, scales, pages, CONFIG)
+            before += split.tiles.last - split.tiles.first
+            walk = following
+
+
+@gluon.jit
+def copy_contiguous_scales(ring, split, scales, CONFIG: gl.constexpr):
+    """Copies the scales of all keys of a split of a contiguous cache."""
+    tiles = split.tiles
+    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    phase = 1 - phase
+    for i in range(tiles.first, tiles.last):
+        mbarrier.wait(ring.empty.index(stage), phase)
+        copy_scales(scales, ring, split, stage, tile_at(tiles, i), None, CONFIG)
+        stage, phase = next_slot(stage, phase, CONFIG.num_stages)

@@ -1,0 +1,326 @@
+"""What a call of decode by a schedule of the step needs beside its kernel.
+
+schedule    which program works on what; made by the call where it is given none
+decode      the kernel, whose programs follow the schedule
+combine     merges what several programs have of a head tile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import triton
+
+from splitkv.core.errors import expect
+from splitkv.core.plan import Plan, shares_of
+from splitkv.core.problem import Operands
+from splitkv.kernels.combine import Final, Partial
+from splitkv.kernels.combine_slots import TILE_P, TILE_V, WARPS, combine_slots
+from splitkv.kernels.host import launcher
+from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.launcher import (
+    KV,
+    Row,
+    SplitKernel,
+    aligned,
+    compile_options,
+    dependent_launches,
+    out_strides,
+    split_arguments,
+)
+from splitkv.kernels.host.partition import packed_rows
+from splitkv.kernels.host.relaunch import Launch, launch_of, observed
+from splitkv.kernels.host.relaunch import _Again as Again
+from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
+from splitkv.kernels.tile.codec import Scales
+
+if TYPE_CHECKING:
+    import torch
+
+PER_CALL = (*launcher.PER_CALL, "starts_ptr")
+"""The arguments of a decode kernel by a schedule that change from call to call."""
+COMBINE_PER_CALL = "partial", "final", "starts_ptr", "sink_ptr"
+"""Those of `combine_slots`."""
+
+
+def groups_of(plan: Plan) -> int:
+    """Groups of programs, each with shares of head tiles of its own."""
+    head_tiles = plan.problem.num_kv_heads * packed_rows(plan.problem, plan.config)[0]
+    return head_tiles // head_tiles_of_share(plan)
+
+
+def grid_of(plan: Plan) -> tuple[int, int, int]:
+    """Programs along each axis of the launch of decode: neighbours have neighbouring heads."""
+    return groups_of(plan), plan.config.programs, 1
+
+
+def partial_rows(plan: Plan) -> int:
+    """Rows of the partials of all programs, two slots each."""
+    return 2 * groups_of(plan) * plan.config.programs * packed_rows(plan.problem, plan.config)[1]
+
+
+def step_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
+    """The arguments that every decode kernel by a schedule takes and that never change from call to
+    call."""
+    arguments = split_arguments(plan, operands)
+    for name in ("seqlen_k", "parts", "size"):
+        del arguments[name]
+    arguments["head_tiles"] = head_tiles_of_share(plan)
+    arguments["programs"] = plan.config.programs
+    return arguments
+
+
+class SlotMerge(NamedTuple):
+    """`combine_slots` bound to one plan: its grid, the arguments that never change, its options."""
+
+    grid: tuple[int, int, int]
+    fixed: dict[str, Any]
+    options: dict[str, Any]
+
+    def launch(self, arguments: dict[str, Any]) -> Any:
+        """Launches it through Triton; the compiled kernel."""
+        ordered = in_order(combine_slots, arguments | self.fixed)
+        return combine_slots[self.grid](*ordered, **self.options)
+
+    def relaunch(self, compiled: Any) -> Launch:
+        """A function that launches it again: see `StepRepeat`."""
+        tail = tail_in_order(combine_slots, COMBINE_PER_CALL, self.fixed)
+        return launch_of(compiled, self.grid, tail)
+
+
+def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
+    """The SlotMerge of a plan."""
+    problem, config = plan.problem, plan.config
+    early, out = dependent_launches(plan, operands), out_strides(plan, operands)
+    columns = min(TILE_V, triton.next_power_of_2(problem.head_dim_v))
+    fixed = {
+        "num_kv_heads": problem.num_kv_heads,
+        "head_tiles": head_tiles_of_share(plan),
+        "programs": config.programs,
+        "stride_ob": out.b,
+        "stride_ot": out.t,
+        "stride_oh": out.h,
+        "SEQLEN_Q": problem.seqlen_q,
+        "GROUP": problem.group,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "TILE_M": config.tile_m,
+        "TILE_P": TILE_P,
+        "TILE_V": columns,
+        "AFTER": "early" if early else "in_order",
+    }
+    rows = groups_of(plan) * packed_rows(problem, config)[1]
+    grid = rows, config.programs, triton.cdiv(problem.head_dim_v, columns)
+    overlapping = {"launch_pdl": True} if early else {}
+    return SlotMerge(grid, fixed, compile_options(WARPS) | overlapping)
+
+
+class StepLauncher:
+    """The schedule, a decode kernel and `combine_slots` bound to one plan and one memory layout.
+
+    As `Launcher`: the first call goes through Triton, later ones through `repeat`.
+
+    rebind   rebind(plan, operands): a launcher under another plan for tensors of this layout at
+             other addresses that the plan does not fit; None where it does
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        operands: Operands,
+        split: SplitKernel,
+        rebind: Callable[[Plan, Operands], StepLauncher | None] = lambda plan, operands: None,
+    ) -> None:
+        import torch
+
+        from splitkv.kernels.host.workspace import partials
+
+        problem, q = plan.problem, operands.q
+        self.plan, self.split, self.partials = plan, split, partials
+        self.rebind, self.other = rebind, cast("StepLauncher | None", None)
+        self.schedule = ScheduleKernel(plan)
+        self.merge = slot_merge_of(plan, operands)
+        native = not q.is_cuda or plan.device.capability >= (8, 9)
+        self.in_bits = problem.codec.name == "fp8" and not native
+        self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+        self.lse_shape = None
+        if problem.return_lse:
+            self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+        self.dtype = getattr(torch, problem.dtype)
+        self.partial_rows = partial_rows(plan)
+        self.repeat: Callable[..., Any] | None = None
+
+    def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse or None), on the current stream; writes `operands.out` where given."""
+        o, done = operands, None
+        per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
+        tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
+        if self.repeat is not None:
+            done = self.repeat(*tensors, o.softmax_scale, o.softcap, starts=o.starts)
+        return done or self.dispatch(operands)
+
+    def dispatch(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches through Triton, which compiles what these arguments need, and keeps that."""
+        import torch
+
+        other = self.rebind_once(operands)
+        if other is not None:
+            if operands.starts is not None:
+                ours, theirs = shares_of(other.plan.config), shares_of(self.plan.config)
+                expect(ours == theirs, "schedule", f"one for {ours}", theirs)
+            return other.dispatch(operands)
+        o, lse, starts = operands, None, operands.starts
+        out = o.q.new_empty(self.out_shape, dtype=self.dtype) if o.out is None else o.out
+        if self.lse_shape is not None:
+            lse = o.q.new_empty(self.lse_shape, dtype=torch.float32)
+        scheduled = None
+        if starts is None:
+            starts = o.q.new_empty(buffer_shape(self.plan), dtype=torch.int32)
+            scheduled = self.schedule.launch(starts, o.cache_seqlens)
+        arguments = self.per_call(o, Final(out, lse), starts)
+        compiled = self.split.launch(arguments)
+        given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
+        merged = self.merge.launch(given | {"sink_ptr": o.sink_logits})
+        if compiled is not None and self.repeat is None and aligned(o):
+            self.keep(compiled, merged, scheduled, out)
+        return out, lse
+
+    def rebind_once(self, operands: Operands) -> StepLauncher | None:
+        """The launcher under another plan that these tensors need; kept for later ones."""
+        if aligned(operands):
+            return None
+        if self.other is None:
+            self.other = self.rebind(self.plan, operands)
+        return self.other
+
+    def per_call(self, operands: Operands, final: Final, starts: Any) -> dict[str, Any]:
+        """The arguments of a decode kernel that change from call to call."""
+        o = operands
+        q, k, v = o.q, o.k, o.v
+        if self.in_bits:
+            import torch
+
+            q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
+        scales = None if o.k_scale is None else Scales(o.k_scale, o.v_scale)
+        of_keys = self.plan.problem.codec.granularity == "token"
+        acc = self.partial_rows * self.plan.problem.head_dim_v
+        partial: Partial = self.partials(q, acc, self.partial_rows)
+        scale = o.softmax_scale / o.softcap if o.softcap else o.softmax_scale * 1.4426950408889634
+        return {
+            "q_ptr": q,
+            "kv": KV(k, v, o.page_table),
+            "lens_ptr": o.cache_seqlens,
+            "final": final,
+            "partial": partial,
+            "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale),
+            "head_scales": None if of_keys else scales,
+            "key_scales": scales if of_keys else None,
+            "scale": scale,
+            "softcap": o.softcap or None,
+            "starts_ptr": starts,
+        }
+
+    def keep(self, compiled: Any, merged: Any, scheduled: Any, out: torch.Tensor) -> None:
+        """Keeps what was compiled for later calls; `scheduled` None: they are given schedules."""
+        split = self.split.relaunch(compiled)
+        if split is None:
+            return
+        schedule = None if scheduled is None else self.schedule.relaunch(scheduled)
+        launches = StepLaunches(schedule, split, self.merge.relaunch(merged))
+        self.repeat = StepRepeat(launches, self.plan, out, self.lse_shape, self.partial_rows).call
+
+
+class StepLaunches(NamedTuple):
+    """What a call launches: schedule(stream, at_starts, at_lens), None where each is given one;
+    split as in `Repeat`, with at_starts behind; merge(stream, partial, (at_out, at_lse), at_starts,
+    at_sink)."""
+
+    schedule: Launch | None
+    split: Launch
+    merge: Launch
+
+
+class Addresses(NamedTuple):
+    """The addresses of the tensors of a call, or None."""
+
+    q: int
+    k: int
+    v: int
+    out: int | None
+    lens: int
+    table: int | None
+    sink: int | None
+    slopes: int | None
+    q_scale: int | None
+    k_scale: int | None
+    v_scale: int | None
+    starts: int | None
+
+
+class StepRepeat(Again):
+    """A call of decode by a schedule, once its kernels are compiled: allocate, schedule, split,
+    merge. A schedule that is made by the call lies behind the partials of the stream."""
+
+    def __init__(
+        self,
+        launches: StepLaunches,
+        plan: Plan,
+        out: torch.Tensor,
+        lse_shape: tuple[int, ...] | None,
+        rows: int,
+    ) -> None:
+        head_dim_v = plan.problem.head_dim_v
+        tensors = out.device, out.dtype, out.shape, lse_shape
+        super().__init__(launches.merge, *tensors, rows * head_dim_v, rows)
+        self.schedule, self.split, self.merge_slots = launches
+        self.key_scales = plan.problem.codec.granularity == "token"
+        programs, fields = buffer_shape(plan)
+        self.numel = -(-self.numel // 4) * 4  # 16 bytes
+        self.starts_at = 4 * self.numel
+        self.numel += programs * fields
+
+    def call(
+        self, *given: Any, starts: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """(out, lse or None), or None where the call has to go through Triton; given: the eleven
+        tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule."""
+        tensors, (scale, softcap) = given[:11], given[11:]
+        every: Any = [None if x is None else x.data_ptr() for x in (*tensors, starts)]
+        found = Addresses(*every)
+        bits = 0
+        for at in found:
+            bits |= at or 0
+        if bits & 15 or observed() or (starts is None and self.schedule is None):
+            return None
+        out, at_out, at_starts = tensors[3], found.out, found.starts
+        if out is None:
+            out = self.new_out()
+            at_out = out.data_ptr()
+        lse = at_lse = None
+        if self.new_lse is not None:
+            lse = self.new_lse()
+            at_lse = lse.data_ptr()
+        if softcap:
+            scale /= softcap
+        else:
+            scale, softcap = scale * 1.4426950408889634, None
+        scales = None if found.k_scale is None else (found.k_scale, found.v_scale)
+        of_heads, of_keys = (None, scales) if self.key_scales else (scales, None)
+        stream = self.current_stream(self.device)
+        captured = stream and self.capturing()  # stream 0, the default, cannot be
+        buffer: Any = None if captured else self.buffers.pop(stream, None)
+        if buffer is None or buffer[1] < self.numel:
+            buffer = self.make_buffer(self.device, self.numel, captured)
+        at = buffer[0]
+        partial, final = (at, at + self.m_at, at + self.l_at), (at_out, at_lse)
+        if at_starts is None:
+            at_starts = at + self.starts_at
+            assert self.schedule is not None
+            self.schedule(stream, at_starts, found.lens)
+        kv, row = (found.k, found.v, found.table), (found.sink, found.slopes, found.q_scale)
+        rest = of_heads, of_keys, scale, softcap, at_starts
+        self.split(stream, found.q, kv, found.lens, final, partial, row, *rest)
+        self.merge_slots(stream, partial, final, at_starts, found.sink)
+        if not captured:
+            self.buffers[stream] = buffer
+        return out, lse

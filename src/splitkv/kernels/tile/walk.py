@@ -1,0 +1,125 @@
+"""The walk of a program over a schedule of a step: from one split to the next.
+
+A schedule (kernels/schedule.py) cuts the tiles of a whole batch into as many shares as there are
+programs. A share is a range: it may end inside a sequence, go on with the next head tile, and with
+the next sequence. A head tile is a row tile of a KV head.
+
+Every sequence counts as one tile at least, so that what sees no key is written, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from splitkv.kernels.tile.band import visited_tiles
+
+START_FIELDS = tl.constexpr(8)  # 32-bit integers of a program in the memory of a schedule
+
+
+class Start(NamedTuple):
+    """Where the share of a program starts, as a schedule says.
+
+    sequence    index in the batch; the batch where the share is empty
+    head_tile   number of the head tile among those that the share goes through
+    tile        first of the tiles that the sequence's rows visit
+    count       tiles of the whole share
+    tiles       tiles of the sequence; keys: its keys
+    merged      splits of this head tile that are merged, where this program has the second of them;
+                else 0
+    """
+
+    sequence: Any
+    head_tile: Any
+    tile: Any
+    count: Any
+    tiles: Any
+    keys: Any
+    merged: Any
+
+
+class Walk(NamedTuple):
+    """The split that a program is at.
+
+    sequence, head_tile, tiles, keys   as in Start, of this split
+    tile     its first tile
+    left     tiles of the share from there on
+    """
+
+    sequence: Any
+    head_tile: Any
+    tile: Any
+    left: Any
+    tiles: Any
+    keys: Any
+
+
+@triton.jit
+def counted_tiles(bounds, keys, seqlen_q, TILE_N: tl.constexpr):
+    """Tiles of sequences of so many keys, one at least: those that some query token visits."""
+    tiles, near, skip = visited_tiles(bounds, keys - seqlen_q, keys - 1, keys, TILE_N)
+    return tl.maximum(tiles, 1)
+
+
+@triton.jit
+def load_start(starts_ptr, program):
+    """The Start of a program."""
+    at = starts_ptr + program * START_FIELDS
+    return Start(
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+    )
+
+
+@triton.jit
+def split_length(walk):
+    """Tiles of the split that a program is at."""
+    return tl.minimum(walk.tiles - walk.tile, walk.left)
+
+
+@triton.jit
+def next_split(
+    walk,
+    lens_ptr,  # [batch] int32
+    bounds,
+    seqlen_q,
+    batch,
+    head_tiles,  # that a share goes through
+    TILE_N: tl.constexpr,
+):
+    """The Walk behind a split; without meaning where `left` is 0."""
+    left = walk.left - split_length(walk)
+    head_tile = walk.head_tile + 1
+    sequence = walk.sequence
+    keys = walk.keys
+    tiles = walk.tiles
+    if head_tile == head_tiles:
+        head_tile = head_tile * 0
+        sequence += 1
+        keys = tl.load(lens_ptr + sequence, mask=sequence < batch, other=0)
+        tiles = counted_tiles(bounds, keys, seqlen_q, TILE_N)
+    return Walk(sequence, head_tile, walk.tile * 0, left, tiles, keys)
+
+
+@triton.jit
+def slot_of_split(walk, program, programs, group):
+    """Where the partial of a split is stored, of programs of head tiles `group`.
+
+    A program has at most two splits that are not whole: one that goes on from the program before,
+    and one that the next program goes on with.
+    """
+    return group * 2 * programs + program + tl.where(walk.tile == 0, programs, 0)
+
+
+@triton.jit
+def slots_to_merge(offs_p, program, programs, group):
+    """The slots of splits `offs_p` of a head tile whose second split `program` has."""
+    first = group * 2 * programs + program - 1
+    return first + offs_p + tl.where(offs_p == 0, programs, 0)

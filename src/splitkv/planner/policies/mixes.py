@@ -1,0 +1,105 @@
+"""What the cost model says of a batch whose lengths are known: the time of a mix.
+
+    seconds = start + slowest(the place that is busy longest, the bytes through the memory) + merge
+
+A place is room for one program on an SM. Programs take places in the order of the launch, each the
+one that is free first. A program is busy for every split that it has and every tile of those. The
+constants are those of `decode_cost`, which were fitted to equal lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from heapq import heapreplace
+
+from splitkv.core.device import Device
+from splitkv.core.errors import expect, expect_in_range, expect_one_of
+from splitkv.core.plan import SCHEDULED, Config, Kernel
+from splitkv.core.problem import Problem
+from splitkv.core.tiles import ceil_div
+from splitkv.planner.policies.decode_cost import Shape, constants_of
+from splitkv.planner.policies.shared import num_tiles, row_tiles, slowest
+
+Program = tuple[int, int]
+"""The splits and tiles of a program."""
+
+
+def seconds_of_mix(
+    problem: Problem, device: Device, kernel: Kernel, config: Config, lengths: Sequence[int]
+) -> float:
+    """The model's time of a decode call with these keys of each sequence."""
+    expect_one_of("kind", problem.kind, ("decode",))
+    expect(len(lengths) == problem.batch, "lengths", f"{problem.batch} of them", len(lengths))
+    for length in lengths:
+        expect_in_range("lengths", length, 0, problem.seqlen_k)
+    constants = constants_of(kernel)
+    shape = Shape(problem, device, config, constants)
+    tiles = [tiles_of(problem, config, length) for length in lengths]
+    head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
+    programs = list(programs_of(tiles, head_tiles, config))
+    most = max(count for _, count in programs)
+    alone = shape.wave(1, most) / most  # a tile of a program that has the memory for itself
+    together = shape.wave(shape.slots, most) / most / shape.slots
+    places = [0.0] * shape.slots
+    for splits, count in programs:
+        each = splits * (constants.program + constants.latency) + count * alone
+        heapreplace(places, places[0] + each)
+    read = sum(count for _, count in programs) * together
+    merge = 0.0
+    if config.merge == "combine" and len(programs) > len(tiles) * head_tiles:
+        merge = constants.merge + shape.merge_part * (len(programs) / (len(tiles) * head_tiles))
+    elif config.schedule in SCHEDULED:
+        merge = constants.merge
+    return shape.start + slowest(max(places), read) + merge
+
+
+def tiles_of(problem: Problem, config: Config, length: int) -> int:
+    """Tiles of a sequence of so many keys, one at least."""
+    one = replace(problem, batch=1, seqlen_k=max(1, length), lengths="host")
+    return num_tiles(one, config.tile_n)
+
+
+def programs_of(tiles: Sequence[int], head_tiles: int, config: Config) -> Iterator[Program]:
+    """The programs of a launch in their order, of sequences of so many tiles."""
+    if config.schedule == "ranges":
+        yield from ranges(tiles, head_tiles, config.programs)
+        return
+    if config.schedule == "head_ranges":
+        own = list(ranges(tiles, 1, config.programs))
+    else:
+        own = [(1, count) for count in splits_of(tiles, config)]
+        if config.schedule == "proportional":
+            own.sort(reverse=True)
+    for program in own:
+        for _ in range(head_tiles):
+            yield program
+
+
+def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> Iterator[Program]:
+    """Programs with as many tiles each, one behind the other, to within one."""
+    total = head_tiles * sum(tiles)
+    items = (count for count in tiles for _ in range(head_tiles))
+    left = 0  # tiles of the head tile that the last range ended in
+    for program in range(min(programs, total)):
+        count = (program + 1) * total // programs - program * total // programs
+        splits, wanted = 0, count
+        while wanted > 0:
+            left = left or next(items)
+            taken = min(left, wanted)
+            splits, wanted, left = splits + 1, wanted - taken, left - taken
+        if count:
+            yield splits, count
+
+
+def splits_of(tiles: Sequence[int], config: Config) -> Iterator[int]:
+    """The tiles of every split, sequence by sequence: tile/share.py on the host."""
+    spare = config.programs - len(tiles)
+    for count in tiles:
+        per = ceil_div(count, config.num_splits)
+        if config.schedule == "fixed":
+            per = config.split_size // config.tile_n
+        elif config.schedule in ("batch", "proportional"):
+            per = ceil_div(count, max(1, min(ceil_div(count * spare, sum(tiles)), count)))
+        for first in range(0, count, per):
+            yield min(per, count - first)

@@ -1,0 +1,167 @@
+"""Decode by a schedule of the step: random mixes of lengths, graphs, and the schedule itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import schedules
+import torch
+from running import DEVICE, SERVING, only, same_bits
+from torch import Tensor
+
+import splitkv
+from splitkv.core.plan import SCHEDULED, Plan
+from splitkv.kernels.schedule import head_tiles_of_share
+from splitkv.planner.policies import persistent
+from splitkv.testing import (
+    AS_IS,
+    Call,
+    Codec,
+    Contiguous,
+    Mask,
+    Paged,
+    Problem,
+    captured,
+    check,
+    make_operands,
+)
+
+MIXES, CHUNKS = 2000, 40
+HOPPER = ("hopper_decode_split",) if torch.cuda.get_device_capability() == (9, 0) else ()
+KERNELS = (*HOPPER, "decode_split")
+STEPS = ((4096, 1, 0, 300), (0, 0, 0, 0), (1, 1, 1, 1), (4096, 4096, 4096, 4096), (5, 2000, 64, 65))
+
+
+def scheduled(problem: Problem, kernel: str, schedule: Any, **how: Any) -> Plan:
+    """A plan whose programs follow a schedule; without one for the kernel that any GPU has."""
+    policy = only(kernel, persistent.with_schedule(schedule, **how))
+    return splitkv.plan(problem, policy=policy)
+
+
+def lengths_of(draw: random.Random, batch: int, most: int) -> list[int]:
+    """As an engine has them: by one of four distributions, and some none."""
+    how = draw.choice(("lognormal", "uniform", "bimodal", "one long"))
+    found = {
+        "lognormal": lambda: int(draw.lognormvariate(0, 1.2) * most / 12),
+        "uniform": lambda: draw.randint(1, most),
+        "bimodal": lambda: most if draw.random() < 0.125 else draw.randint(0, most // 20),
+        "one long": lambda: draw.randint(0, most // 40),
+    }[how]
+    lengths = [min(most, found()) for _ in range(batch)]
+    lengths[draw.randrange(batch)] = most
+    return lengths
+
+
+def random_problem(draw: random.Random, kernel: str) -> Problem:
+    """Of compile-time values a few, of all others many."""
+    hopper = kernel == "hopper_decode_split"
+    pages = (Contiguous(), Paged(16), Paged(256)) + (() if hopper else (Paged(1),))
+    group, seqlen_q = draw.choice(((8, 1), (8, 1), (4, 2), (1, 1)))
+    heads = draw.choice((1, 2, 8))
+    left = draw.choice((-1, -1, 700))
+    codec = draw.choice((AS_IS, AS_IS, Codec("fp8", "head"), Codec("int8", "token")))
+    return replace(
+        SERVING,
+        batch=draw.choice((1, 2, 7, 33, 130)),
+        num_heads=heads * group,
+        num_kv_heads=heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=draw.choice((300, 2500)),
+        place=draw.choice(pages),
+        mask=Mask(True, left, -1, 5 if left >= 0 and draw.random() < 0.5 else 0),
+        codec=codec,
+        sink_logits=draw.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_mixes(kernel: str, chunk: int) -> None:
+    """The definition's results, whatever the mix."""
+    for number in range(MIXES // CHUNKS // len(KERNELS)):
+        seed = (chunk * MIXES + number) * len(KERNELS) + KERNELS.index(kernel)
+        draw = random.Random(seed)
+        problem = random_problem(draw, kernel)
+        schedule, sms = draw.choice(SCHEDULED), draw.choice((1, 2))
+        plan = scheduled(problem, kernel, schedule, programs_per_sm=sms)
+        lengths = lengths_of(draw, problem.batch, problem.seqlen_k)
+
+        def run(problem: Problem, call: Call, plan: Plan = plan) -> tuple[Tensor, Any]:
+            made = splitkv.make_schedule(plan, call["cache_seqlens"])
+            out, lse = splitkv.decode(**call, schedule=made)
+            assert same_bits((out, lse), splitkv.decode(**call, plan=plan)), "its own schedule"
+            return out, lse
+
+        check(problem, seed=seed, device=DEVICE, run=run, lengths=lengths)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("schedule", SCHEDULED)
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_a_graph_with_other_lengths(kernel: str, schedule: str, place: Any) -> None:
+    """The schedule is made in the graph; every replay is right, and what an eager call gives."""
+    problem = replace(SERVING, place=place, mask=Mask(True, 3000, -1, 4))
+    plan = scheduled(problem, kernel, schedule)
+    call = make_operands(problem, device=DEVICE, lengths=(64, 64, 64, 64))
+
+    def layers() -> tuple[Tensor, Tensor]:
+        made = splitkv.make_schedule(plan, call["cache_seqlens"])
+        first = splitkv.decode(**call, schedule=made)
+        assert isinstance(splitkv.decode(**call, schedule=made), tuple)
+        return first
+
+    start, results = captured(layers)
+
+    def replay(problem: Problem, other: Call) -> tuple[Tensor, Tensor]:
+        for name, x in other.items():
+            if isinstance(x, Tensor):
+                call[name].copy_(x)
+        for x in results:
+            x.fill_(torch.nan)
+        start()
+        assert same_bits(results, splitkv.decode(**other, plan=plan))
+        return results[0].clone(), results[1].clone()
+
+    for seed, lengths in enumerate(STEPS):
+        check(problem, seed=seed, device=DEVICE, run=replay, lengths=lengths)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+@pytest.mark.parametrize("batch", [1, 70, 600, 1500])
+def test_the_schedule_is_that_of_plain_python(schedule: str, batch: int) -> None:
+    problem = replace(SERVING, batch=batch, seqlen_k=20_000, num_kv_heads=8)
+    plan = scheduled(problem, "decode_split", schedule)
+    draw = random.Random(batch)
+    lengths = lengths_of(draw, batch, 20_000)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    made = splitkv.make_schedule(plan, lens).starts.tolist()
+    tile_n = plan.config.tile_n
+    tiles = [schedules.num_tiles(problem.mask, n, 1, tile_n) for n in lengths]
+    if schedule == "proportional":
+        expected = schedules.proportional(tiles, plan.config.programs)
+    else:
+        expected = schedules.ranges(tiles, head_tiles_of_share(plan), plan.config.programs)
+    firsts: dict[int, schedules.Split] = {}
+    for split in expected:
+        firsts.setdefault(split.program, split)
+    for program, start in enumerate(made):
+        split = firsts.get(program)
+        if split is None:
+            assert start[3] == 0
+        else:
+            assert start[:3] == [split.sequence, split.head_tile, split.tile]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_waits_and_nothing_is_read_by_the_host(kernel: str, no_host_sync: Any) -> None:
+    plan = scheduled(SERVING, kernel, "ranges")
+    call = make_operands(SERVING, device=DEVICE)
+    made = splitkv.make_schedule(plan, call["cache_seqlens"])
+    splitkv.decode(**call, schedule=made)
+    with no_host_sync():
+        splitkv.make_schedule(plan, call["cache_seqlens"], out=made)
+        splitkv.decode(**call, schedule=made)
+        splitkv.decode(**call, plan=plan)

@@ -1,0 +1,153 @@
+"""Decode by a schedule of the step compiles for every architecture, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import cases
+import pytest
+from compiling import Compiled, variants
+from step_compiling import compile_step
+
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
+from splitkv.core.plan import SCHEDULED, Config, Plan
+from splitkv.core.problem import Problem
+from splitkv.kernels import decode_split
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.planner.legality import expect_config
+
+DECODE = Problem(
+    *("decode", 3, 16, 2, 128, 128, 1, 1000),
+    mask=Mask(causal=True),
+    lengths="device",
+    return_lse=True,
+)
+AXES: cases.Axes = {
+    "gpu": ("h200", "a100", "l4", "b200", "rtx5090"),
+    "dtype": ("bfloat16", "float32"),
+    "head_dims": ((128, 128), (192, 128), (64, 64)),
+    "shape": ((8, 1), (7, 16)),
+    "place": (Contiguous(), Paged(1), Paged(16)),
+    "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
+    "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token")),
+    "schedule": SCHEDULED,
+    "extras": (False, True),
+}
+HOPPER_AXES: cases.Axes = {
+    "head_dims": ((128, 128), (64, 64), (256, 256), (64, 128)),
+    "dtype": ("bfloat16", "float16"),
+    "shape": ((8, 1), (8, 2), (8, 4), (4, 1)),
+    "place": (Contiguous(), Paged(16), Paged(48), Paged(256)),
+    "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
+    "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token"), Codec("fp8", "token")),
+    "schedule": SCHEDULED,
+    "extras": (False, True),
+    "programs_per_sm": (1, 2),
+}
+MOST_REGISTERS = {"schedule": 255, "decode_persistent": 255, "combine_slots": 128}
+
+
+def valid(values: cases.Values) -> bool:
+    stored = values.get("codec", AS_IS) != AS_IS
+    wide = values.get("shape") == (7, 16) and values.get("head_dims") == (192, 128)
+    return not (stored and values.get("dtype") == "float32") and not wide
+
+
+def plan_of(values: cases.Values, kernel: Any = decode_split) -> Plan:
+    group, seqlen_q = values.get("shape", (8, 1))
+    head_dim, head_dim_v = values.get("head_dims", (128, 128))
+    extras = values.get("extras", False)
+    given = {name: values[name] for name in ("dtype", "place", "mask", "codec") if name in values}
+    problem = replace(
+        DECODE,
+        num_heads=2 * group,
+        seqlen_q=seqlen_q,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        sink_logits=extras,
+        score=replace(DECODE.score, softcap=extras, alibi=extras),
+        **given,
+    )
+    device = GPUS[values.get("gpu", "h200")]
+    shape, *_ = (c for c in kernel.configs(problem, device) if c.num_stages == 2)
+    schedule = values.get("schedule", "ranges")
+    groups = 1 if schedule == "ranges" else 2 * -(-problem.rows // shape.tile_m)
+    programs = device.num_sms * values.get("programs_per_sm", 1) // groups
+    config: Config = replace(shape, schedule=schedule, programs=programs)
+    plan = Plan(problem, device, "fixed", kernel.KERNEL.name, config, "a test")
+    expect_config(kernel.KERNEL, problem, device, plan.config)
+    return plan
+
+
+def describe(values: cases.Values) -> str:
+    return "-".join(str(values[name]) for name in ("gpu", "dtype", "place", "schedule"))
+
+
+def hold_to_launches(kernels: dict[str, Compiled], plan: Plan) -> None:
+    """combine is there before decode has ended, where the GPU can; no barrier but the block's."""
+    early = plan.device.capability >= (9, 0)
+    for name, word in (("decode", "launch_dependents"), ("combine_slots", "wait")):
+        found = next(kernel for key, kernel in kernels.items() if key.startswith(name))
+        assert found.ptx.count(f"griddepcontrol.{word}") == early, name
+
+
+@variants(AXES, most=10, newest=3, valid=valid, ids=describe)
+def test_every_architecture(values: cases.Values) -> None:
+    plan = plan_of(values)
+    kernels = compile_step(plan)
+    assert kernels.keys() == MOST_REGISTERS.keys()
+    hold_to_launches(kernels, plan)
+    for name, kernel in kernels.items():
+        assert kernel.shared_bytes <= plan.device.smem_per_block, name
+        assert kernel.registers <= MOST_REGISTERS[name], name
+    assert kernels["schedule"].stack_bytes == 0
+    assert kernels["combine_slots"].stack_bytes == 0
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_everyday_decode_spills_nothing(place: Any) -> None:
+    """Two programs an SM, keys and values past the registers."""
+    plan = plan_of({"place": place})
+    kernel = compile_step(plan)["decode_persistent"]
+    assert kernel.stack_bytes == 0
+    assert 2 * kernel.registers * 32 * kernel.num_warps <= 65536
+    estimate = decode_split.shared_bytes(plan.problem, plan.config, plan.device)
+    assert kernel.shared_bytes <= estimate
+    assert re.search(r"cp\.async\.c[ag]\.shared\.global", kernel.ptx)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_a_schedule_of_a_large_batch(schedule: str) -> None:
+    """1024 sequences a step: nothing spills."""
+    plan = plan_of({"schedule": schedule})
+    problem = replace(plan.problem, batch=2000)
+    plan = replace(plan, problem=problem, config=replace(plan.config, programs=2264))
+    kernel = compile_step(plan)["schedule"]
+    assert kernel.stack_bytes == 0 and kernel.registers <= 128
+
+
+def describe_hopper(values: cases.Values) -> str:
+    return "-".join(str(values[name]) for name in ("head_dims", "shape", "place", "codec"))
+
+
+@variants(HOPPER_AXES, most=9, newest=3, ids=describe_hopper)
+def test_programs_for_hopper(values: cases.Values) -> None:
+    """A producer warp, TMA and mma as in today's kernel, and no register is spilled."""
+    plan = plan_of(values, hopper_decode_split)
+    kernels = compile_step(plan)
+    hold_to_launches({"decode": kernels["hopper_decode_split"], **kernels}, plan)
+    kernel = kernels["hopper_decode_split"]
+    assert kernel.stack_bytes == 0
+    assert kernel.shared_bytes <= hopper_decode_split.shared_bytes(plan.problem, plan.config)
+    room = plan.device.smem_per_sm // (kernel.shared_bytes + 1024)
+    together = min(values["programs_per_sm"], room)
+    assert kernel.registers * 32 * kernel.num_warps * together <= 65536
+    for word in ("setmaxnreg.inc", "cp.async.bulk.tensor.5d", "mbarrier.try_wait", "mma.sync"):
+        assert word in kernel.ptx, word
+    assert "wgmma" not in kernel.ptx and "barrier.cluster" not in kernel.ptx
+    of_keys = plan.problem.codec.granularity == "token"
+    assert ("cp.async.c" in kernel.ptx) == of_keys, "else by TMA alone"

@@ -1,0 +1,332 @@
+"""`make_schedule` and decode with a schedule, without a GPU: checks, launches, operators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import splitkv
+from splitkv.core.device import CPU, GPUS
+from splitkv.core.errors import UnsupportedProblem
+from splitkv.core.kv import Codec
+from splitkv.core.plan import SCHEDULED, Plain, Plan
+from splitkv.flash_attn import scheduler
+from splitkv.kernels.host import workspace
+from splitkv.kernels.host.step import StepLaunches, StepRepeat, partial_rows
+from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
+from splitkv.planner import registry
+from splitkv.planner.policies import persistent
+from splitkv.runtime import dispatch
+from splitkv.runtime import schedule as schedules
+from splitkv.runtime.call_cache import CallCache
+from splitkv.testing import Mask, Paged, Problem, make_operands
+
+DECODE = Problem("decode", 2, 8, 2, 64, 64, 1, 256, mask=Mask(causal=True), lengths="device")
+LENGTHS = torch.tensor([256, 3], dtype=torch.int32)
+
+
+def plan_of(schedule: Any = "ranges", problem: Problem = DECODE) -> Plan:
+    policy = persistent.with_schedule(schedule)
+    return registry.make_plan(problem, GPUS["h200"], policy=policy)
+
+
+def on_cpu(plan: Plan) -> Plan:
+    """The plan as if it were for the device that tests have."""
+    return replace(plan, device=CPU)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """What schedules are made of, in order: nothing is launched."""
+    found: list[tuple[Any, Any]] = []
+
+    def launch(self: Any, starts: Any, lens: Any) -> None:
+        found.append((starts.fill_(7), lens))
+
+    monkeypatch.setattr(ScheduleLauncher, "__call__", launch)
+    monkeypatch.setattr(schedules, "_launchers", {})
+    return found
+
+
+# --- make_schedule -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_a_schedule_has_a_start_for_every_program(schedule: str, launched: list[Any]) -> None:
+    plan = on_cpu(plan_of(schedule))
+    made = splitkv.make_schedule(plan, LENGTHS)
+    assert made.plan is plan and made.starts.shape == (plan.config.programs, 8)
+    assert made.starts.dtype == torch.int32 and launched[0][1] is LENGTHS
+    again = splitkv.make_schedule(plan, LENGTHS, out=made)
+    assert again is made and launched[1][0] is made.starts
+
+
+BAD = {
+    "plan": ({"plan": None}, "plan: expected a splitkv.Plan"),
+    "schedule": (
+        {"plan": on_cpu(replace(plan_of(), config=replace(plan_of().config, schedule="even")))},
+        "plan.config.schedule: expected",
+    ),
+    "device": ({"plan": plan_of()}, "plan: expected one for cpu"),
+    "batch": ({"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, "cache_seqlens: expected"),
+    "dtype": ({"cache_seqlens": torch.zeros(2)}, "cache_seqlens: expected"),
+    "gaps": ({"cache_seqlens": torch.zeros(4, dtype=torch.int32)[::2]}, "cache_seqlens: expected"),
+    "out": ({"out": splitkv.Schedule(plan_of(), LENGTHS)}, "out: expected a Schedule of this plan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_malformed_is_refused(name: str, launched: list[Any]) -> None:
+    changed, said = BAD[name]
+    given = {"plan": on_cpu(plan_of()), "cache_seqlens": LENGTHS} | changed
+    with pytest.raises(ValueError, match=f"^{said}"):
+        splitkv.make_schedule(given.pop("plan"), given.pop("cache_seqlens"), **given)
+    assert launched == []
+
+
+def test_the_operator_under_fake_tensors(launched: list[Any]) -> None:
+    plan = on_cpu(plan_of())
+    with FakeTensorMode() as mode:
+        made = splitkv.make_schedule(plan, mode.from_tensor(LENGTHS))
+    assert made.starts.shape == buffer_shape(plan) and launched == []
+
+
+def test_the_operator_is_registered_right(launched: list[Any]) -> None:
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    given = LENGTHS, on_cpu(plan_of()).handle
+    torch.library.opcheck(schedules.schedule_op, given, test_utils=checks)
+
+
+# --- decode ------------------------------------------------------------------------------------
+
+
+class Recording:
+    """A launcher that keeps what it is called with."""
+
+    def __init__(self, plan: Plan, operands: Any) -> None:
+        self.plan, self.slow, self.fast = plan, [], []  # type: ignore[var-annotated]
+        self.repeat: Any = None
+        LAUNCHERS.append(self)
+
+    def __call__(self, operands: Any) -> Any:
+        self.slow.append(operands)
+        self.repeat = lambda *args, **more: self.fast.append((args, more)) or ("out", None)
+        return operands.q, None
+
+
+LAUNCHERS: list[Recording] = []
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> Iterator[list[Recording]]:
+    kernel = registry.kernel_named("decode_split")
+    kernel = replace(kernel, unsupported=lambda problem, device: [], bind=Recording)
+    monkeypatch.setattr(registry, "KERNELS", (kernel,))
+    monkeypatch.setattr(dispatch, "calls", CallCache())
+    LAUNCHERS.clear()
+    yield LAUNCHERS
+
+
+def call_and_plan() -> tuple[dict[str, Any], Plan]:
+    call = make_operands(DECODE, poison=False, lengths=(256, 3))
+    config = replace(plan_of().config, tile_m=16, tile_n=64, num_warps=4, num_stages=2)
+    config = replace(config, variant=Plain())
+    problem = dispatch.describe(
+        call["q"],
+        call["k_cache"],
+        call["v_cache"],
+        cache_seqlens=call["cache_seqlens"],
+        max_seqlen_k=256,
+    )
+    return call, Plan(problem, CPU, "fixed", "decode_split", config, "a test")
+
+
+def test_a_call_is_given_where_programs_start(
+    recorded: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
+    call, plan = call_and_plan()
+    made = splitkv.make_schedule(plan, call["cache_seqlens"])
+    assert splitkv.decode(**call, schedule=made) is call["q"]
+    (launcher,) = recorded
+    assert launcher.plan is plan and launcher.slow[0].starts is made.starts
+    assert splitkv.decode(**call, schedule=made) == "out"
+    other = splitkv.make_schedule(plan, call["cache_seqlens"])
+    assert splitkv.decode(**call, schedule=other, plan=plan) == "out"
+    assert [more["starts"] for _, more in launcher.fast] == [made.starts, other.starts]
+    splitkv.decode(**call, plan=plan)
+    assert len(recorded) == 2 and recorded[1].slow[0].starts is None
+
+
+def test_a_schedule_of_another_plan_is_refused(recorded: list[Recording]) -> None:
+    call, plan = call_and_plan()
+    made = splitkv.make_schedule(plan, call["cache_seqlens"])
+    with pytest.raises(ValueError, match="^schedule: expected one that was made for the plan"):
+        splitkv.decode(**call, schedule=made, plan=replace(plan, why="another"))
+    with pytest.raises(ValueError, match=r"^schedule: expected a splitkv\.Schedule"):
+        splitkv.decode(**call, schedule=plan)
+    other = replace(plan, problem=replace(plan.problem, batch=3))
+    of_other = splitkv.make_schedule(other, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="^plan: expected one for"):
+        splitkv.decode(**call, schedule=of_other)
+    with pytest.raises(ValueError, match="^num_splits: expected 0 with a plan"):
+        splitkv.decode(**call, schedule=made, num_splits=2)
+    assert recorded == []
+
+
+# --- a call again ------------------------------------------------------------------------------
+
+
+class Launches:
+    """The launches of a call, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def record(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *args))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As much of a GPU as a repeated call asks for: a stream, whether it is captured, memory."""
+    state = SimpleNamespace(stream=5, captured=False)
+    functions = {
+        "_cuda_getCurrentRawStream": lambda device: state.stream,
+        "_cuda_isCurrentStreamCapturing": lambda: state.captured,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+
+    def make_buffer(device: int, numel: int, captured: bool = False) -> workspace.Buffer:
+        memory = torch.zeros(numel if captured else 1 << (numel - 1).bit_length())
+        return memory.data_ptr(), memory.numel(), memory
+
+    guards = torch._C._dynamo.guards
+    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
+    monkeypatch.setattr(workspace, "make_buffer", make_buffer)
+    monkeypatch.setattr(workspace, "_buffers", {})
+    return state
+
+
+def repeat_of(launches: Launches, plan: Plan) -> StepRepeat:
+    three = StepLaunches(*(launches.record(name) for name in ("schedule", "split", "merge")))
+    like = SimpleNamespace(
+        device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(2, 1, 8, 64)
+    )
+    return StepRepeat(three, plan, like, (2, 8, 1), partial_rows(plan))  # type: ignore[arg-type]
+
+
+def tensors() -> list[Any]:
+    """q, k, v, out, lens, table, sink, slopes, scales."""
+    q, k, v = torch.zeros(2, 1, 8, 64), torch.zeros(2, 9, 2, 64), torch.zeros(2, 9, 2, 64)
+    return [q, k, v, None, torch.zeros(2, dtype=torch.int32), *[None] * 6]
+
+
+def test_a_call_makes_its_schedule_behind_the_partials(gpu: SimpleNamespace) -> None:
+    launches, plan, given = Launches(), plan_of(), tensors()
+    repeat = repeat_of(launches, plan)
+    out, lse = repeat.call(*given, 0.5, 0.0)  # type: ignore[misc]
+    assert out.shape == (2, 1, 8, 64) and lse.shape == (2, 8, 1)  # type: ignore[union-attr]
+    schedule, split, merge = launches.calls
+    at, lens = schedule[2], given[4].data_ptr()
+    assert schedule == ("schedule", 5, at, lens)
+    assert split[:5] == ("split", 5, given[0].data_ptr(), split[3], lens)
+    assert split[12] == at and split[6] == merge[2] and merge[4:] == (at, None)
+    (first, numel, _), (acc, _, l) = workspace.buffers(0)[5], split[6]
+    rows = partial_rows(plan)
+    assert acc == first and l + 4 * rows <= at
+    assert at % 16 == 0 and at + 32 * plan.config.programs <= first + 4 * numel
+
+
+def test_a_call_that_is_given_a_schedule_makes_none(gpu: SimpleNamespace) -> None:
+    launches, plan = Launches(), plan_of()
+    starts = torch.zeros(buffer_shape(plan), dtype=torch.int32)
+    repeat_of(launches, plan).call(*tensors(), 0.5, 3.0, starts=starts)
+    split, merge = launches.calls
+    assert split[10:] == (0.5 / 3.0, 3.0, starts.data_ptr()) and merge[4] == starts.data_ptr()
+
+
+@pytest.mark.parametrize("index", [0, 4])
+def test_an_address_off_by_a_few_bytes_is_another_kernel(gpu: SimpleNamespace, index: int) -> None:
+    launches, given = Launches(), tensors()
+    given[index] = torch.zeros(64, dtype=torch.int32)[1:3]
+    repeat = repeat_of(launches, plan_of())
+    assert repeat.call(*given, 0.5, 0.0) is None and launches.calls == []
+
+
+def test_a_graph_has_memory_of_its_own(gpu: SimpleNamespace) -> None:
+    launches = Launches()
+    repeat = repeat_of(launches, plan_of())
+    call = functools.partial(repeat.call, *tensors(), 0.5, 0.0)
+    call()
+    gpu.captured = True
+    call()
+    gpu.captured = False
+    call()
+    places = [args[2] for name, *args in [(c[0], *c) for c in launches.calls] if name == "schedule"]
+    assert places[0] == places[2] != places[1]
+
+
+# --- the policy --------------------------------------------------------------------------------
+
+
+def test_the_policy_says_why_not() -> None:
+    for changed in ({"lengths": "host"}, {"early_kv": True}, {"kind": "dense", "lengths": "host"}):
+        with pytest.raises(UnsupportedProblem, match="expected"):
+            plan_of(problem=replace(DECODE, **changed))
+
+
+def test_programs_of_the_policy() -> None:
+    problem = replace(DECODE, num_heads=64, num_kv_heads=8)
+    assert plan_of("ranges", problem).config.programs == 132
+    assert plan_of("head_ranges", problem).config.programs == 132 // 8
+    assert plan_of("proportional", problem).config.programs == 2 + 2 * (132 // 8)
+    wide = replace(DECODE, num_heads=128)  # 64 rows: the kernel for Hopper has no narrow tile
+    assert plan_of("ranges", wide).kernel == "decode_split"
+
+
+# --- scheduler metadata ------------------------------------------------------------------------
+
+
+def test_metadata_is_a_schedule_where_programs_follow_one(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the default policy it is a Plan."""
+    sizes, padding = (2, 1, 256, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
+    monkeypatch.setattr(scheduler, "device_of", lambda x: GPUS["h200"])
+    monkeypatch.setattr(schedules, "device_of", lambda x: GPUS["h200"])
+    assert isinstance(scheduler.get_scheduler_metadata(*sizes, LENGTHS), Plan)
+    policy = persistent.with_schedule()
+    made = scheduler.get_scheduler_metadata(
+        *sizes,
+        LENGTHS,
+        cache_leftpad=padding,
+        page_size=16,
+        causal=True,
+        policy=policy,
+        sm_margin=4,
+    )
+    assert isinstance(made, splitkv.Schedule) and made.plan.config.programs == 128
+    assert launched[0][1].tolist() == [255, 1]
+    of_call = replace(made.plan.problem, return_lse=True, sink_logits=True)
+    fitted = scheduler.fitted_schedule(made, of_call)
+    assert fitted.starts is made.starts and fitted.plan.problem == of_call
+    assert fitted.plan.config == made.plan.config
+
+
+@pytest.mark.parametrize(
+    "changed", [{"seqlen_new": 1}, {"codec": Codec("int8", "head"), "place": Paged(7)}], ids=str
+)
+def test_metadata_that_is_not_for_a_call(changed: dict[str, Any]) -> None:
+    """New tokens make other lengths; pages of 7 keys another kernel."""
+    made = splitkv.Schedule(plan_of(), LENGTHS)
+    with pytest.raises(ValueError, match="^scheduler_metadata: expected"):
+        scheduler.fitted_schedule(made, replace(DECODE, **changed))

@@ -1,0 +1,47 @@
+"""Kernels of decode by a schedule of the step, compiled without a GPU."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from compiling import ADDRESS, MODULES, AnyGPU, Compiled, Recorder, layouts, measure
+from triton.runtime.driver import driver
+
+from splitkv.core.plan import Plan
+from splitkv.kernels import decode_persistent, schedule
+from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
+from splitkv.kernels.host import step, workspace
+
+KERNELS = "schedule", "decode", "combine_slots"
+
+
+def compile_step(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[str, Compiled]:
+    """The kernels that a call of the plan launches, by name: `schedule`, that of decode,
+    `combine_slots`."""
+    major, minor = plan.device.capability
+    on_host, partials = torch.empty(0), workspace.partials  # slices of a buffer: theirs is real
+    rules = {name: Recorder(rule) for name, rule in schedule.RULES.items()}
+    decodes = {"decode_persistent": Recorder(decode_persistent.decode_persistent)}
+    merge = Recorder(step.combine_slots)
+    operands = layouts(plan.problem, row_gap, address)
+    entries = {name: Recorder(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
+    decodes["hopper_decode_split"] = entries["persistent"]
+    with ExitStack() as patches:
+        for patch in (
+            mock.patch.object(decode_persistent, "decode_persistent", decodes["decode_persistent"]),
+            mock.patch.object(hopper_decode_split, "ENTRIES", entries),
+            mock.patch.object(step, "combine_slots", merge),
+            mock.patch.object(schedule, "RULES", rules),
+            mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
+            mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
+            mock.patch.object(step.StepLauncher, "keep", mock.Mock()),
+        ):
+            patches.enter_context(patch)
+        MODULES[plan.kernel].KERNEL.bind(plan, operands)(operands)
+    every: list[tuple[str, Any]] = [*decodes.items(), ("combine_slots", merge)]
+    every += [("schedule", rule) for rule in rules.values()]
+    return {name: measure(made) for name, recorder in every for made in recorder.compiled}
