@@ -197,7 +197,7 @@ def test_pure_layer_runs_without_torch_and_triton() -> None:
 
 
 def test_plans_are_made_without_torch_and_triton() -> None:
-    """Of a Problem and a Device given as data, by every kernel: its plan is stored and explained."""
+    """Of a Problem and a Device given as data; plans are stored and explained."""
     code = """
 import sys
 sys.modules['torch'] = sys.modules['triton'] = None

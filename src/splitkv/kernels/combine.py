@@ -130,9 +130,10 @@ def merged(
     ROWS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_P: tl.constexpr,
-    EXACT: tl.constexpr,
+    LAST_STEP: tl.constexpr,
 ):
-    """m [1], l [1] and acc [1, TILE_V] of all parts of a row, TILE_P a step."""
+    """m [1], l [1] and acc [1, TILE_V] of all parts of a row, TILE_P a step. LAST_STEP: "full", or
+    "short": it may have fewer."""
     offs_p = tl.arange(0, TILE_P)
     part_offs = offs_p * ROWS  # [TILE_P]
     acc_offs = (part_offs * HEAD_DIM_V)[:, None] + offs_v[None, :]  # [TILE_P, TILE_V]
@@ -141,7 +142,7 @@ def merged(
     acc = tl.zeros([1, offs_v.shape[0]], tl.float32)
     for first in range(0, num_parts, TILE_P):
         p_ok = offs_p == offs_p
-        if not EXACT:
+        if LAST_STEP == "short":
             p_ok = offs_p < num_parts - first
         m_p = tl.load(m_ptr + part_offs, mask=p_ok, other=float("-inf"))
         l_p = tl.load(l_ptr + part_offs, mask=p_ok, other=0.0)
@@ -206,8 +207,8 @@ def combine(
     TILE_P: tl.constexpr,  # parts a step
     FEW: tl.constexpr,  # a row of no more parts takes one step of so many; 0: it does not
     TILE_V: tl.constexpr,
-    EXACT: tl.constexpr,  # the parts of every sequence fill whole steps
-    PDL: tl.constexpr,
+    LAST_STEP: tl.constexpr,  # full: the parts of every sequence fill whole steps; short: not so
+    PREDECESSOR: tl.constexpr,  # running: the kernel before may still run; done
 ):
     rows: tl.constexpr = SEQLEN_Q * GROUP
     ROWS: tl.constexpr = min(TILE_M, rows)  # of a slot
@@ -242,7 +243,9 @@ def combine(
         )
         slot = head_tile * programs + tl.sum(tl.where(offs_b < b, parts_b, 0), 0)
         num_parts = tl.sum(tl.where(offs_b == b, parts_b, 0), 0)
-    if PDL:  # before any return: this grid must not end before decode_split does
+    if (
+        PREDECESSOR == "running"
+    ):  # before any return: this grid must not end before decode_split does
         tl.extra.cuda.gdc_wait()
     first_row = slot.to(tl.int64) * ROWS + r % TILE_M
     m_ptr = partial.m_ptr + first_row
@@ -268,13 +271,13 @@ def combine(
     if HEAD_DIM_V % TILE_V:
         v_ok = offs_v < HEAD_DIM_V
     of_row = acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts
-    if FEW:
+    if FEW > 0:
         if num_parts <= FEW:
-            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, FEW, False)
+            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, FEW, "short")
         else:
-            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, EXACT)
+            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, LAST_STEP)
     else:
-        m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, EXACT)
+        m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, LAST_STEP)
     out, lse = finish(acc, m, l, sink_log2)
 
     out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
