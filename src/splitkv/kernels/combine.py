@@ -59,6 +59,17 @@ def write_absent(m_ptr, l_ptr, slot_rows, ok, l):
     tl.store(l_ptr + slot_rows, nothing + l, mask=ok)
 
 
+class PartRows(NamedTuple):
+    """Where the rows of a part are [TILE_M]: the head of each, whether it exists, and where it
+    begins in out, in lse and in the partials."""
+
+    head: Any
+    ok: Any
+    out_rows: Any
+    lse_rows: Any
+    slot_rows: Any
+
+
 @triton.jit
 def write_part(
     final,  # Final
@@ -67,16 +78,13 @@ def write_part(
     acc,  # [TILE_M, DIM_V]
     m,  # [TILE_M]
     l,
-    head,
-    ok,
-    out_rows,  # where each row of out begins
-    lse_rows,
-    slot_rows,
+    rows,  # PartRows
     offs_v,  # [DIM_V]
     num_parts,
     HEAD_DIM_V: tl.constexpr,
 ):
     """The result of rows whose keys this program has all seen, else the partial."""
+    head, ok, slot_rows = rows.head, rows.ok, rows.slot_rows
     out_ok = ok[:, None]
     if acc.shape[1] != HEAD_DIM_V:
         out_ok = out_ok & (offs_v < HEAD_DIM_V)[None, :]
@@ -86,10 +94,10 @@ def write_part(
             sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32)
             sink_log2 = sink * 1.4426950408889634
         out, lse = finish(acc, m, l, sink_log2)
-        out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
+        out_ptrs = final.out_ptr + rows.out_rows[:, None] + offs_v[None, :]
         tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
         if final.lse_ptr is not None:
-            tl.store(final.lse_ptr + lse_rows, lse, mask=ok)
+            tl.store(final.lse_ptr + rows.lse_rows, lse, mask=ok)
         if partial is not None:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, ok, FINISHED)
     elif partial is not None:
