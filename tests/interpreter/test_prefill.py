@@ -325,12 +325,12 @@ def test_every_tile_of_every_lane_has_a_program(group: int) -> None:
 def visit(out_ptr, left, right, sink_tokens, chunk, seqlen_q, keys, TILE_N: tl.constexpr):
     pos, bounds = keys - seqlen_q, Bounds(left, right, sink_tokens, chunk)
     seen = tiles_seen(bounds, pos, pos + seqlen_q - 1, keys, TILE_N)
-    first, last = visits(seen, True)
+    first, last = visits(seen, "edges")
     for i in range(first, last):
-        tl.store(out_ptr + i, tile_at(seen, i, True))
-    first, last = visits(seen, False)
+        tl.store(out_ptr + i, tile_at(seen, i, "edges"))
+    first, last = visits(seen, "middle")
     for i in range(first, last):
-        tl.store(out_ptr + 16 + i, tile_at(seen, i, False))
+        tl.store(out_ptr + 16 + i, tile_at(seen, i, "middle"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import cases
 import pytest
 from compiling import ADDRESS, Compiled, compile_plan, variants
 
-from splitkv.core import plan as plans
 from splitkv.core.device import GPUS, Device
 from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
@@ -27,6 +26,7 @@ from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.limits import decode_split
 from splitkv.kernels.limits import hopper_decode_split as hopper_decode_split_limits
 from splitkv.planner.policies import decode_cost
+from splitkv.planner.policies import variants as variant_policy
 from splitkv.planner.policies.shared import clusters, shapes
 from splitkv.planner.registry import completed, kernel_named
 
@@ -361,8 +361,8 @@ def test_kernel_for_hopper(values: cases.Values) -> None:
 @variants(ASKED_APART_AXES, most=6, newest=2, valid=valid, ids=describe)
 def test_a_warp_that_asks_for_tiles(values: cases.Values, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long parts of large caches, here in short ones."""
-    monkeypatch.setattr(plans, "LARGE", (0, 0))
-    monkeypatch.setattr(plans, "LONG", (0, 0))
+    for name in ("LARGE_CACHE", "LARGE_CACHE_8BIT", "LONG_SPLIT", "LONG_SPLIT_8BIT"):
+        monkeypatch.setattr(variant_policy, name, 0)
     hold_to_budgets(values)
 
 

@@ -25,6 +25,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.problem import Operands
 from splitkv.core.variants import Plain
 from splitkv.kernels.host.append_call import Append, Rotary
+from splitkv.planner.registry import completed
 
 DEVICE_LENGTHS = PLAIN | {"lengths": "device"}
 AXES: cases.Axes = {
@@ -111,9 +112,8 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
     rotary = values["rotary"] is not None
     plan = plan_of(of_plan)
     problem = replace(plan.problem, seqlen_new=values["tokens"], rotary=rotary)
-    plan = replace(
-        plan, problem=problem, config=replace(plan.config, appends=True, variant=Plain())
-    )
+    config = replace(plan.config, appends=True, variant=Plain())
+    plan = completed(replace(plan, problem=problem, config=config))
     kernels = compile_plan(plan, new=lambda operands: new_of(values, operands))
     split = kernels[plan.kernel]
     hopper = plan.kernel == "hopper_decode_split"

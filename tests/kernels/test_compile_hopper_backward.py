@@ -32,6 +32,7 @@ from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.limits import hopper_backward as limits
 from splitkv.kernels.limits.hopper_backward import shared_bytes
 from splitkv.kernels.limits.hopper_backward import variants as backward_variants
+from splitkv.planner.policies.backward import with_row_splits
 
 H200 = GPUS["h200"]
 OLD_PTXAS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -104,7 +105,7 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
 
 def variant_of(problem: Problem, number: int) -> HopperBackward:
     """One of the variants, by tiles of keys; beside it the best tiles of queries."""
-    found = list(backward_variants(problem, H200))
+    found = [with_row_splits(problem, H200, x) for x in backward_variants(problem, H200)]
     found = [variant for variant in found if variant.queries == found[0].queries]
     return found[number % len(found)]
 

@@ -192,7 +192,7 @@ def test_pure_layer_runs_without_torch_and_triton() -> None:
 
 
 def test_plans_are_made_without_torch_and_triton() -> None:
-    """Each kernel plans a Problem and a Device given as data; the plan is stored and explained."""
+    """Of a Problem and a Device given as data; plans are stored and explained."""
     code = """
 import sys
 sys.modules['torch'] = sys.modules['triton'] = None

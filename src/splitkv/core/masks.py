@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from splitkv.core.errors import MAX_SIZE, expect, expect_at_least, expect_bool, expect_int
 from splitkv.core.values import Value
@@ -21,6 +21,15 @@ FAR = MAX_SIZE + 1  # keys: no sequence is as long, and kernels add edges to pos
 NUMBERS = {"sink_tokens": "sink_tokens", "attention_chunk": "chunk"}
 """Arguments of the public functions that are a number of keys, 0 where they say nothing, and the
 fields of `Mask` that they become."""
+
+
+class MaskBounds(NamedTuple):
+    """What bounds the keys that a query sees, relative to it: see `Mask`; None: nothing."""
+
+    left: int | None
+    right: int | None
+    sink_tokens: int | None
+    chunk: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +101,20 @@ class Mask(Value):
         return self.left is None and self.right is None and not self.chunk
 
     @property
-    def bounds(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """left, right, sink tokens and chunk, each None where it bounds nothing."""
+    def bounds(self) -> MaskBounds:
+        """The bounds of the bands, each None where it bounds nothing."""
         sink_tokens = self.sink_tokens if self.num_bands == 2 else None
-        return self.left, self.right, sink_tokens, self.chunk or None
+        return MaskBounds(self.left, self.right, sink_tokens, self.chunk or None)
 
     def within_reach(self) -> Mask:
-        """The same mask without edges that are `FAR`."""
+        """Drops edges that are `FAR`."""
         left, right = (UNBOUNDED if x >= FAR else x for x in (self.window_left, self.window_right))
         chunk = 0 if self.chunk >= FAR else self.chunk
         return Mask(self.causal, left, right, min(self.sink_tokens, FAR), chunk)
 
     def within(self, seqlen_q: int, seqlen_k: int) -> Mask:
-        """The same mask for at most so many queries and keys, without edges that none of them
-        meets: a window as long as the sequence is causal or full."""
+        """Drops the edges that none of at most so many queries and keys meets: a window as long
+        as the sequence is causal or full."""
         left, right, sink_tokens = self.window_left, self.window_right, self.sink_tokens
         if left >= seqlen_k - 1:
             left = UNBOUNDED
@@ -137,7 +146,7 @@ class Mask(Value):
         return _span(self, seqlen_q, seqlen_k)
 
     def longest(self, seqlen_q: int, seqlen_k: int) -> int:
-        """Of the lengths up to `seqlen_k`, the one of which `seqlen_q` queries see most keys.
+        """Finds the length up to `seqlen_k` of which `seqlen_q` queries see most keys.
 
         With chunks that is not the greatest: they see the fewest right after one begins.
         """
@@ -164,8 +173,8 @@ class Mask(Value):
         return seen
 
     def _pairs_from(self, start: int, first: int, count: int, keys: int) -> int:
-        """Of the queries at `first, first + 1, ..` after `start` with the `keys` keys from there
-        on, and with sink tokens before it."""
+        """Counts pairs of the queries at `first, first + 1, ..` after `start` with the `keys` keys
+        from there on, and with sink tokens before it."""
         seen = keys * count
         if self.right is not None:
             seen = clamped_sum(first + self.right + 1, count, keys)

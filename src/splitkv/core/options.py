@@ -55,7 +55,7 @@ class Option:
         """How an operator takes it; `optional`: it may be None there."""
         if self.type == "tuple[int, int]":
             return "SymInt window_left", "SymInt window_right"
-        kind, _, none = self.type.partition(" | ")
+        kind, *none = self.type.split(" | ", 1)
         may_be_none = (optional or none) and kind != "Plan"
         return (f"{_SCHEMA_TYPES[kind]}{'?' if may_be_none else ''} {self.name}",)
 

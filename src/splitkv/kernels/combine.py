@@ -109,6 +109,17 @@ def write_partial(partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V:
     tl.store(partial.l_ptr + slot_rows, l, mask=ok)
 
 
+class PartRows(NamedTuple):
+    """Where the rows of a part are [TILE_M]: the head of each, whether it exists, and where it
+    begins in out, in lse and in the partials."""
+
+    head: Any
+    ok: Any
+    out_rows: Any
+    lse_rows: Any
+    slot_rows: Any
+
+
 @triton.jit
 def write_part(
     final,  # Final
@@ -117,19 +128,16 @@ def write_part(
     acc,  # [TILE_M, DIM_V]
     m,  # [TILE_M]
     l,
-    head,
-    ok,
-    out_rows,  # where each row of out begins
-    lse_rows,
-    slot_rows,
+    rows,  # PartRows
     offs_v,  # [DIM_V]
     num_parts,
     HEAD_DIM_V: tl.constexpr,
 ):
     """The result of rows whose keys this program has all seen, else the partial."""
+    head, ok, slot_rows = rows.head, rows.ok, rows.slot_rows
     out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     if num_parts == 1:
-        places = ResultRows(out_rows, lse_rows)
+        places = ResultRows(rows.out_rows, rows.lse_rows)
         write_final(final, places, sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
         if partial is not None:
             write_absent(partial.m_ptr, partial.l_ptr, slot_rows, ok, FINISHED)
@@ -182,9 +190,10 @@ def merged(
     ROWS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_P: tl.constexpr,
-    EXACT: tl.constexpr,
+    LAST_STEP: tl.constexpr,
 ):
-    """m [1], l [1] and acc [1, TILE_V] of all parts of a row, TILE_P a step."""
+    """m [1], l [1] and acc [1, TILE_V] of all parts of a row, TILE_P a step. LAST_STEP: "full", or
+    "short": it may have fewer."""
     offs_p = tl.arange(0, TILE_P)
     part_offs = offs_p * ROWS  # [TILE_P]
     acc_offs = (part_offs * HEAD_DIM_V)[:, None] + offs_v[None, :]  # [TILE_P, TILE_V]
@@ -193,7 +202,7 @@ def merged(
     acc = tl.zeros([1, offs_v.shape[0]], tl.float32)
     for first in range(0, num_parts, TILE_P):
         p_ok = offs_p == offs_p
-        if not EXACT:
+        if LAST_STEP == "short":
             p_ok = offs_p < num_parts - first
         m_p = tl.load(m_ptr + part_offs, mask=p_ok, other=float("-inf"))
         l_p = tl.load(l_ptr + part_offs, mask=p_ok, other=0.0)
@@ -251,8 +260,8 @@ def combine(
     TILE_P: tl.constexpr,  # parts a step
     FEW: tl.constexpr,  # a row of no more parts takes one step of so many; 0: it does not
     TILE_V: tl.constexpr,
-    EXACT: tl.constexpr,  # the parts of every sequence fill whole steps
-    PDL: tl.constexpr,
+    LAST_STEP: tl.constexpr,  # full: the parts of every sequence fill whole steps; short: not so
+    PREDECESSOR: tl.constexpr,  # running: the kernel before may still run; done
 ):
     rows: tl.constexpr = SEQLEN_Q * GROUP
     ROWS: tl.constexpr = min(TILE_M, rows)  # of a slot
@@ -287,7 +296,9 @@ def combine(
         )
         slot = head_tile * programs + tl.sum(tl.where(offs_b < b, parts_b, 0), 0)
         num_parts = tl.sum(tl.where(offs_b == b, parts_b, 0), 0)
-    if PDL:  # before any return: this grid must not end before decode_split does
+    if (
+        PREDECESSOR == "running"
+    ):  # before any return: this grid must not end before decode_split does
         tl.extra.cuda.gdc_wait()
     first_row = slot.to(tl.int64) * ROWS + r % TILE_M
     m_ptr = partial.m_ptr + first_row
@@ -313,13 +324,13 @@ def combine(
     if HEAD_DIM_V % TILE_V:
         v_ok = offs_v < HEAD_DIM_V
     of_row = acc_ptr, m_ptr, l_ptr, offs_v, v_ok, num_parts
-    if FEW:
+    if FEW > 0:
         if num_parts <= FEW:
-            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, FEW, False)
+            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, FEW, "short")
         else:
-            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, EXACT)
+            m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, LAST_STEP)
     else:
-        m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, EXACT)
+        m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, LAST_STEP)
     out, lse = finish(acc, m, l, sink_log2)
 
     out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh

@@ -44,7 +44,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.core.problem import Operands
 from splitkv.kernels import decode_persistent
-from splitkv.kernels.combine import write_absent, write_part
+from splitkv.kernels.combine import PartRows, write_absent, write_part
 from splitkv.kernels.host.append_arguments import (
     NO_NEW_TOKENS,
     TokenTiles,
@@ -316,22 +316,14 @@ def decode_split(
     acc *= v_scale
 
     out_of_sequence = b.to(tl.int64) * out_strides.b
-    write_part(
-        final,
-        partial,
-        row.sink_ptr,
-        acc,
-        m,
-        l,
-        head,
-        row_ok,
+    rows = PartRows(
+        head=head,
+        ok=row_ok,
         out_rows=out_of_sequence + t.to(tl.int64) * out_strides.t + head * out_strides.h,
         lse_rows=(b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t,
         slot_rows=slot_rows,
-        offs_v=offs_v,
-        num_parts=num_parts,
-        HEAD_DIM_V=HEAD_DIM_V,
     )
+    write_part(final, partial, row.sink_ptr, acc, m, l, rows, offs_v, num_parts, HEAD_DIM_V)
 
 
 def bind_split(plan: Plan, operands: Operands) -> SplitKernel:

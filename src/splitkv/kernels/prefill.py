@@ -275,8 +275,8 @@ def prefill(
         scales=RowTileScales(q_scale, k_at, v_at, stored.k_strides, stored.v_strides),
         out_ptr=final.out_ptr,
     )
-    sums = attend(RowSums(m, l, acc), row_tile, visit, CONFIG, True)
-    sums = attend(sums, row_tile, visit, CONFIG, False)
+    sums = attend(RowSums(m, l, acc), row_tile, visit, CONFIG, "edges")
+    sums = attend(sums, row_tile, visit, CONFIG, "middle")
 
     acc = sums.acc * v_scale
     if scoring.seed_ptr is not None:
@@ -385,12 +385,12 @@ def size_arguments(
 ) -> dict[str, Any]:
     """The sizes and strides that never change, by name."""
     q, table, lse = operands.q, operands.page_table, lse_strides(operands.q)
-    left, right, sink_tokens, chunk = problem.mask.bounds
+    bounds = problem.mask.bounds
     return {
-        "left": left,
-        "right": right,
-        "sink_tokens": sink_tokens,
-        "chunk": chunk,
+        "left": bounds.left,
+        "right": bounds.right,
+        "sink_tokens": bounds.sink_tokens,
+        "chunk": bounds.chunk,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
         "batch": problem.batch,
@@ -468,8 +468,10 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
-        *tensors, seed, out, lse = ctx.saved_tensors
+        tensors = ctx.saved_tensors[:-3]
+        seed, out, lse = ctx.saved_tensors[-3:]
         operands = replace(ctx.scalars, **dict(zip(TENSORS, tensors, strict=True)))
         run = backward_for(ctx.launcher.plan, operands)
         saved, of_slopes = (operands, seed, out, lse), ctx.needs_input_grad[-1]
-        return None, None, None, *run(*saved, grad_out, grad_lse, of_slopes)
+        of_arguments = (None, None, None)  # launcher, operands and seed have no gradient
+        return of_arguments + tuple(run(*saved, grad_out, grad_lse, of_slopes))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from splitkv.core.device import Device
 from splitkv.core.kv import AS_IS, Contiguous
@@ -106,17 +106,30 @@ def launch(
         scales = {"q_scale": x.q_scale, "k_scale": x.k_scale, "v_scale": x.v_scale}
         out, lse = reference.attention(x.q, x.k, x.v, **scales, **options, upcast=dtype)
     else:
-        q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
+        padded = padded_inputs(operands, problem, dtype)
         out, lse = reference.attend_padded(
-            q, k, v, seqlens_q=seqlens_q, seqlens_k=seqlens_k, **options
+            padded.q,
+            padded.k,
+            padded.v,
+            seqlens_q=padded.seqlens_q,
+            seqlens_k=padded.seqlens_k,
+            **options,
         )
     return finish(operands, problem, out.to(working), lse)
 
 
-def padded_inputs(
-    operands: Operands, problem: Problem, dtype: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q, k, v [B, S, heads, D] in `dtype` and their lengths, from a cache or packed sequences."""
+class PaddedInputs(NamedTuple):
+    """q, k, v [B, S, heads, D], and the lengths [B] of queries and keys, or None: all of S."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seqlens_q: Tensor | None
+    seqlens_k: Tensor | None
+
+
+def padded_inputs(operands: Operands, problem: Problem, dtype: Any) -> PaddedInputs:
+    """The PaddedInputs of a call in `dtype`, from a cache or packed sequences."""
     from splitkv import reference
     from splitkv.rounding import dequantize
 
@@ -137,7 +150,7 @@ def padded_inputs(
     else:
         k = reference.load_cache(x.k, x.k_scale, x.page_table, problem.seqlen_k, dtype)
         v = reference.load_cache(x.v, x.v_scale, x.page_table, problem.seqlen_k, dtype)
-    return q, k, v, seqlens_q, seqlens_k
+    return PaddedInputs(q, k, v, seqlens_q, seqlens_k)
 
 
 def finish(

@@ -122,7 +122,9 @@ def _attend(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
 
     x = operands
     form = mask_form(problem)
-    q, k, v, seqlens_q, seqlens_k = padded_inputs(operands, problem, dtype)
+    padded = padded_inputs(operands, problem, dtype)
+    q, k, v = padded.q, padded.k, padded.v
+    seqlens_k = padded.seqlens_k
     if form != "tensor":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         causal, gqa = form == "causal", problem.group > 1
@@ -131,7 +133,7 @@ def _attend(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         seqlens_k = torch.zeros(problem.batch, dtype=torch.int32, device=k.device)
-    _, _, visible = reference.padded_mask(q, k, seqlens_q, seqlens_k, problem.mask)
+    visible = reference.padded_mask(q, k, padded.seqlens_q, seqlens_k, problem.mask)[2]
     if problem.kind == "dense":
         visible = visible[:1]
     else:  # cache entries that no query sees may hold anything

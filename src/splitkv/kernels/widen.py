@@ -182,6 +182,13 @@ PER_CALL = ("x", "y", "lens_ptr", "table_ptr", "cu_q_ptr", "first_ptr")
 """The arguments of `widen_rows` that change from call to call."""
 
 
+class Widened(NamedTuple):
+    """Tensors of the working type, and the first token [batch + 1] of packed sequences, or None."""
+
+    tensors: list[Tensor]
+    first: Tensor | None
+
+
 class Widening:
     """`widen_rows` bound to tensors of one memory layout: keys and values, or one of them.
 
@@ -254,7 +261,7 @@ class Widening:
         lens: Tensor | None = None,
         table: Tensor | None = None,
         cu_q: Tensor | None = None,
-    ) -> tuple[list[Tensor], Tensor | None]:
+    ) -> Widened:
         """lens [batch] of the tokens of each sequence, cu_q [batch + 1] of packed queries."""
         if self.again is not None and not observed():
             launch, new = self.again
@@ -262,13 +269,13 @@ class Widening:
             given, bits = addresses(tensors, made, lens, table, cu_q)
             if not bits & 15:
                 launch(torch._C._cuda_getCurrentRawStream(self.index), *given)
-                return (made[:-1], made[-1]) if self.packed else (made, None)
+                return Widened(made[:-1], made[-1]) if self.packed else Widened(made, None)
         x = tensors[0][0]
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes]
         first = made[-1] if self.packed else None
         outs = made[: len(tensors)]
         if self.grid[0] == 0:
-            return outs, first
+            return Widened(outs, first)
         stored: list[Any] = [
             WideningTensor(bits_of(x) if self.as_bits else x, scale, out)
             for (x, scale), out in zip(tensors, outs, strict=True)
@@ -283,7 +290,7 @@ class Widening:
                 new = [workspace.allocation(*what, self.device) for what in self.shapes]
                 tail = tail_in_order(widen_rows, PER_CALL, self.fixed)
                 self.again = launch_of(compiled, self.grid, tail), new
-        return outs, first
+        return Widened(outs, first)
 
 
 def addresses(

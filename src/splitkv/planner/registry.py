@@ -160,9 +160,7 @@ def decided_lengths(longest: int) -> list[int]:
 def rounded_up(seqlen_k: int) -> int:
     """The next of 16 steps an octave: exact up to 32 keys, 34, 36, ... 64, 68, ... 4096, 4352, ...
 
-    Over 250 random decode problems on an H200, deciding by it costs 0.3 % in the mean by the model
-    of `waves`, and below 5 % in each but those where the device shares the batch out a little
-    sooner.
+    What deciding by it costs: measurements/thresholds.md#waves.
     """
     step = 1 << max(0, (seqlen_k - 1).bit_length() - 5)
     return -(-seqlen_k // step) * step

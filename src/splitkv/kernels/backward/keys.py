@@ -16,9 +16,10 @@ import triton.language as tl
 
 from splitkv.kernels.backward.records import SIZES
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.gradient import Rows, sum_over_rows
+from splitkv.kernels.tile.gradient import KeyGradients, OwnKeys, Rows, sum_over_rows
 from splitkv.kernels.tile.product import empty_sum
 from splitkv.kernels.tile.visit import (
+    TiledTokens,
     load_tile,
     own_tile,
     part_of,
@@ -35,7 +36,7 @@ from splitkv.kernels.tile.visit import (
 def backward_keys(
     ptrs,  # GradientTensors
     strides,  # GradientTensors
-    split_ptr,  # [batch, num_kv_heads, split_tiles, row_splits, TILE_N, HEAD_DIM + HEAD_DIM_V]
+    split_ptr,  # [batch, num_kv_heads, split_tiles, row_splits, TILE_N, head_dim + head_dim_v]
     # fp32, or None: rows are not split
     stats,  # Stats
     stat_strides,  # Strides
@@ -59,16 +60,11 @@ def backward_keys(
     width,  # lanes that go together
     split_tiles,  # tiles that come first
     row_splits,  # of the rows that see each of them
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    DIM: tl.constexpr,  # columns of tiles: head_dim and head_dim_v, padded
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    OFFSET: tl.constexpr,  # the type of offsets inside a row tile
+    CONFIG: tl.constexpr,  # BackwardConfig
 ):
+    GROUP: tl.constexpr = CONFIG.group
+    TILE_M: tl.constexpr = CONFIG.tile_m
+    TILE_N: tl.constexpr = CONFIG.tile_n
     bounds = Bounds(left, right, sink_tokens, chunk)
     pid = tl.program_id(0)
 
@@ -82,17 +78,12 @@ def backward_keys(
     else:
         tile, lane = tile_and_lane(pid - before, tiles, lanes, width)
         found = own_tile(
-            tile=tile,
-            lane=lane,
-            cu_ptr=cu_k_ptr,
-            other_cu_ptr=cu_q_ptr,
-            length=seqlen_k,
-            other_length=seqlen_q,
-            batch=batch,
-            total=total_k,
-            num_kv_heads=num_kv_heads,
-            ROWS=1,
-            TILE=TILE_N,
+            tile,
+            lane,
+            TiledTokens(cu_k_ptr, cu_q_ptr, seqlen_k, seqlen_q, batch, total_k),
+            num_kv_heads,
+            1,
+            TILE_N,
         )
         own = whole_tile(found, split_tiles, batch)
     b = own.sequence
@@ -105,8 +96,12 @@ def backward_keys(
         return
     offs_n = own.tile * TILE_N + tl.arange(0, TILE_N)
     n_ok = offs_n < num_keys
-    k = load_tile(place(ptrs.k, strides.k, b, first_k + offs_n, h), n_ok, HEAD_DIM, DIM)
-    v = load_tile(place(ptrs.v, strides.v, b, first_k + offs_n, h), n_ok, HEAD_DIM_V, DIM_V)
+    k = load_tile(
+        place(ptrs.k, strides.k, b, first_k + offs_n, h), n_ok, CONFIG.head_dim, CONFIG.dim
+    )
+    v = load_tile(
+        place(ptrs.v, strides.v, b, first_k + offs_n, h), n_ok, CONFIG.head_dim_v, CONFIG.dim_v
+    )
 
     # the rows that see them
     head = h * GROUP
@@ -135,43 +130,25 @@ def backward_keys(
     if split_ptr is not None:
         of = tl.where(in_split, row_splits, 1)
         visit = part_of(visit, pid % of, of)
-    dk = empty_sum(k, TILE_N, DIM)
-    dv = empty_sum(v, TILE_N, DIM_V)
-    for MASKED in tl.static_range(1, -1, -1):  # the tiles in which the mask is asked come first
-        dk, dv = sum_over_rows(
-            dk,
-            dv,
-            k,
-            v,
-            offs_n,
-            num_keys,
-            rows,
-            scoring,
-            visit,
-            bounds,
-            GROUP,
-            HEAD_DIM,
-            HEAD_DIM_V,
-            TILE_M,
-            STAGES,
-            OFFSET,
-            MASKED,
-        )
+    sums = KeyGradients(empty_sum(k, TILE_N, CONFIG.dim), empty_sum(v, TILE_N, CONFIG.dim_v))
+    tile_of_keys = OwnKeys(k, v, offs_n, num_keys)
+    sums = sum_over_rows(sums, tile_of_keys, rows, scoring, visit, bounds, CONFIG, "edges")
+    sums = sum_over_rows(sums, tile_of_keys, rows, scoring, visit, bounds, CONFIG, "middle")
 
-    dk = dk[0] * softmax_scale
-    dv = dv[0]
+    dk = sums.dk[0] * softmax_scale
+    dv = sums.dv[0]
     if scoring.seed_ptr is not None:
         dv *= scoring.keep_scale
     if split_ptr is not None:
         tile_of_head = (b * num_kv_heads + h) * split_tiles + own.tile
         number = tile_of_head * row_splits + pid % row_splits
         row = number.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-        split_rows = split_ptr + row * (HEAD_DIM + HEAD_DIM_V)
+        split_rows = split_ptr + row * (CONFIG.head_dim + CONFIG.head_dim_v)
         split_ok = n_ok & in_split
-        store_tile(split_rows, dk, split_ok, HEAD_DIM)
-        store_tile(split_rows + HEAD_DIM, dv, split_ok, HEAD_DIM_V)
+        store_tile(split_rows, dk, split_ok, CONFIG.head_dim)
+        store_tile(split_rows + CONFIG.head_dim, dv, split_ok, CONFIG.head_dim_v)
         n_ok = n_ok & (pid >= before)
     dk_rows = place(ptrs.dk, strides.dk, b, first_k + offs_n, h)
     dv_rows = place(ptrs.dv, strides.dv, b, first_k + offs_n, h)
-    store_tile(dk_rows, dk, n_ok, HEAD_DIM)
-    store_tile(dv_rows, dv, n_ok, HEAD_DIM_V)
+    store_tile(dk_rows, dk, n_ok, CONFIG.head_dim)
+    store_tile(dv_rows, dv, n_ok, CONFIG.head_dim_v)

@@ -14,7 +14,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import Backward, RowSplits
 from splitkv.kernels.backward.keys import backward_keys
 from splitkv.kernels.backward.queries import backward_queries
-from splitkv.kernels.backward.records import Gradients, GradientTensors, Stats
+from splitkv.kernels.backward.records import BackwardConfig, Gradients, GradientTensors, Stats
 from splitkv.kernels.backward.rows import statistics, strides_of_stats
 from splitkv.kernels.backward.sum import backward_sum
 from splitkv.kernels.host.arguments import in_order
@@ -163,9 +163,6 @@ class BackwardLauncher:
             "batch": p.batch,
             "num_kv_heads": p.num_kv_heads,
             "stride_slope": stride_slope(x.alibi_slopes),
-            "GROUP": p.group,
-            "HEAD_DIM": p.head_dim,
-            "HEAD_DIM_V": p.head_dim_v,
         }
 
     def launch_keys(
@@ -187,12 +184,17 @@ class BackwardLauncher:
             "width": width,
             "split_tiles": splits.tiles,
             "row_splits": splits.splits,
-            "DIM": dim,
-            "DIM_V": dim_v,
-            "TILE_M": c.tile_m,
-            "TILE_N": c.tile_n,
-            "STAGES": c.num_stages,
-            "OFFSET": offset_type(c.tile_m, p.group, x.q, tensors.grad),
+            "CONFIG": BackwardConfig(
+                group=p.group,
+                head_dim=p.head_dim,
+                head_dim_v=p.head_dim_v,
+                dim=dim,
+                dim_v=dim_v,
+                tile_m=c.tile_m,
+                tile_n=c.tile_n,
+                num_stages=c.num_stages,
+                offset_type=offset_type(c.tile_m, p.group, x.q, tensors.grad),
+            ),
         }
         if programs:
             backward_keys[(programs,)](
@@ -215,12 +217,17 @@ class BackwardLauncher:
             "tiles": tiles,
             "lanes": lanes,
             "width": width,
-            "DIM": dim,
-            "DIM_V": dim_v,
-            "TILE_M": c.tile_m,
-            "TILE_N": c.tile_n,
-            "STAGES": c.num_stages,
-            "OFFSET": offset_type(c.tile_n, 1, x.k, x.v),
+            "CONFIG": BackwardConfig(
+                group=p.group,
+                head_dim=p.head_dim,
+                head_dim_v=p.head_dim_v,
+                dim=dim,
+                dim_v=dim_v,
+                tile_m=c.tile_m,
+                tile_n=c.tile_n,
+                num_stages=c.num_stages,
+                offset_type=offset_type(c.tile_n, 1, x.k, x.v),
+            ),
         }
         backward_queries[(tiles * lanes,)](
             *in_order(backward_queries, arguments), num_warps=c.num_warps, enable_fp_fusion=True

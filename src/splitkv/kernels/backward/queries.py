@@ -18,10 +18,11 @@ import triton.language as tl
 
 from splitkv.kernels.backward.records import SIZES
 from splitkv.kernels.tile.band import Bounds, token_range
-from splitkv.kernels.tile.gradient import sum_over_keys, zero_sums
+from splitkv.kernels.tile.gradient import OwnRows, sum_over_keys, zero_sums
 from splitkv.kernels.tile.product import empty_sum
 from splitkv.kernels.tile.visit import (
     Keys,
+    TiledTokens,
     load_tile,
     own_tile,
     place,
@@ -57,32 +58,22 @@ def backward_queries(
     tiles,  # row tiles of a lane
     lanes,
     width,  # lanes that go together
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    DIM: tl.constexpr,  # columns of tiles: head_dim and head_dim_v, padded
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    OFFSET: tl.constexpr,  # the type of offsets inside a tile of keys
+    CONFIG: tl.constexpr,  # BackwardConfig
 ):
+    GROUP: tl.constexpr = CONFIG.group
+    TILE_M: tl.constexpr = CONFIG.tile_m
+    TILE_N: tl.constexpr = CONFIG.tile_n
     bounds = Bounds(left, right, sink_tokens, chunk)
 
     # whose rows, and which  [TILE_M]
     tile, lane = tile_and_lane(tl.program_id(0), tiles, lanes, width)
     own = own_tile(
-        tile=tiles - 1 - tile,
-        lane=lane,
-        cu_ptr=cu_q_ptr,
-        other_cu_ptr=cu_k_ptr,
-        length=seqlen_q,
-        other_length=seqlen_k,
-        batch=batch,
-        total=total_q,
-        num_kv_heads=num_kv_heads,
-        ROWS=GROUP,
-        TILE=TILE_M,
+        tiles - 1 - tile,
+        lane,
+        TiledTokens(cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, batch, total_q),
+        num_kv_heads,
+        GROUP,
+        TILE_M,
     )
     b = own.sequence
     h = own.head
@@ -97,8 +88,10 @@ def backward_queries(
     t = rows.token
     head = rows.head
     ok = rows.ok
-    q = load_tile(place(ptrs.q, strides.q, b, first_q + t, head), ok, HEAD_DIM, DIM)
-    grad = load_tile(place(ptrs.grad, strides.grad, b, first_q + t, head), ok, HEAD_DIM_V, DIM_V)
+    q = load_tile(place(ptrs.q, strides.q, b, first_q + t, head), ok, CONFIG.head_dim, CONFIG.dim)
+    grad = load_tile(
+        place(ptrs.grad, strides.grad, b, first_q + t, head), ok, CONFIG.head_dim_v, CONFIG.dim_v
+    )
     total_rows = place(stats.total + first_q * GROUP, stat_strides, b, first_q, h) + offs_m
     total = tl.load(total_rows, mask=ok, other=float("inf"))
     delta_rows = place(stats.delta + first_q * GROUP, stat_strides, b, first_q, h) + offs_m
@@ -117,31 +110,17 @@ def backward_queries(
     keys = Keys(k_head, v_head, strides.k.t, strides.v.t, len_k)
     t_first, t_last = token_range(own.tile, len_q, GROUP, TILE_M)
     visit = tiles_seen(bounds, shift + t_first, shift + t_last, len_k, TILE_N)
-    dq = empty_sum(q, TILE_M, DIM)
+    dq = empty_sum(q, TILE_M, CONFIG.dim)
     sums = zero_sums(TILE_M)
-    for MASKED in tl.static_range(1, -1, -1):  # the tiles in which the mask is asked come first
-        dq, sums = sum_over_keys(
-            dq,
-            sums,
-            q,
-            grad,
-            total,
-            delta,
-            stats,
-            keys,
-            queries,
-            scoring,
-            visit,
-            bounds,
-            HEAD_DIM,
-            HEAD_DIM_V,
-            TILE_N,
-            STAGES,
-            OFFSET,
-            MASKED,
-        )
+    own_rows = OwnRows(q, grad, total, delta, stats)
+    dq, sums = sum_over_keys(
+        dq, sums, own_rows, keys, queries, scoring, visit, bounds, CONFIG, "edges"
+    )
+    dq, sums = sum_over_keys(
+        dq, sums, own_rows, keys, queries, scoring, visit, bounds, CONFIG, "middle"
+    )
     dq_rows = place(ptrs.dq, strides.dq, b, first_q + t, head)
-    store_tile(dq_rows, dq[0] * softmax_scale, ok, HEAD_DIM)
+    store_tile(dq_rows, dq[0] * softmax_scale, ok, CONFIG.head_dim)
 
     # not dout . out, which has the rounding of out, nor ds, in which dlse may be far larger
     if stats.sink is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from splitkv.kernels.compile_time import CompileTimeRecord
+
 SIZES = (  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "chunk", "seqlen_q", "seqlen_k", "batch", "num_kv_heads"),
     *("total_q", "total_k", "stride_slope", "tiles", "lanes", "width", "split_tiles"),
@@ -53,3 +55,22 @@ class Stats(NamedTuple):
     slope: Any
     weight: Any = None
     sink_sums: Any = None
+
+
+class BackwardConfig(CompileTimeRecord):
+    """The compile-time values of `backward_keys` and `backward_queries`.
+
+    group          query heads a KV head
+    dim, dim_v     columns of tiles: head_dim and head_dim_v, padded
+    offset_type    the type of offsets inside a tile of the other side
+    """
+
+    group: int
+    head_dim: int
+    head_dim_v: int
+    dim: int
+    dim_v: int
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    offset_type: Any

@@ -1,1 +1,1 @@
-"""The same jobs for sm_90, in Gluon: TMA into shared memory, and loads of many tiles in flight."""
+"""Kernels for sm_90, in Gluon: tiles arrive by TMA, many of them in flight."""

@@ -203,8 +203,8 @@ def merge_of(plan: Plan, operands: Operands) -> Merge:
         "TILE_P": tile_p,
         "FEW": few,
         "TILE_V": tile_v,
-        "EXACT": not splits.programs and splits.most % tile_p == 0,
-        "PDL": pdl,
+        "LAST_STEP": "short" if splits.programs or splits.most % tile_p else "full",
+        "PREDECESSOR": "running" if pdl else "done",
     }
     columns = triton.cdiv(problem.head_dim_v, tile_v)
     overlapping = {"launch_pdl": True} if pdl else {}

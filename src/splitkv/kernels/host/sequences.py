@@ -188,8 +188,8 @@ def combine_launch(
         "TILE_P": tile_p,
         "FEW": 0,
         "TILE_V": tile_v,
-        "EXACT": num_splits % tile_p == 0,
-        "PDL": early,
+        "LAST_STEP": "short" if num_splits % tile_p else "full",
+        "PREDECESSOR": "running" if early else "done",
     }
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     if early:

@@ -20,17 +20,17 @@ from splitkv.kernels.limits.hopper_prefill_tiles import ROWS
 NAME = "hopper_prefill_quantised"
 PAIR = 2  # splits of a cluster
 READY = 2  # slots for tiles that have been made ready to be multiplied
-PAIR_THREADS, PAIR_BARRIER_BYTES = 128, 16  # of a program of a cluster: that multiply; of a barrier
+PAIR_THREADS = 128  # of a program of a cluster, those that multiply
 
 
 def bytes_of_half(head_dim_v: int) -> int:
     """Bytes of a half, 16 of each thread at a time: half of its sums, then m and l of its rows."""
-    return PAIR_THREADS * (head_dim_v + 16)
+    return 128 * (head_dim_v + 16)  # PAIR_THREADS: device code calls this, and has no such name
 
 
 def pair_exchange_bytes(head_dim_v: int) -> int:
     """Bytes of a half, and behind it of the barrier that it arrives at."""
-    return bytes_of_half(head_dim_v) + PAIR_BARRIER_BYTES
+    return 128 * (head_dim_v + 16) + 16
 
 
 # By products: tile_m, tile_n, num_stages, the best guess first. A stage is a tile of keys and one

@@ -23,16 +23,14 @@ SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
     192: ((128, 128, 2), (128, 64, 3), (128, 64, 2), (128, 64, 4), (64, 64, 5)),
     256: ((128, 64, 2), (64, 64, 3)),
 }
-# Of a window of 512 keys tiles of 64 and 128 rows took 0.89 of the time of larger ones, of 128 keys
-# 0.52, of 1024 keys 1.17 (head_dim 64, 64/8 heads, 16384 tokens, one H200, 2026-11-22).
-NARROW = 512
-# Three warpgroups were 3 to 6 % faster than two with tiles of 128 keys (head_dim 128, 16/1 heads,
-# dense, there): as much as rows that no sequence has may cost. With 2.6 row tiles a program they
-# took 60 us for 59, with 5.2 197 for 203 (32/8 heads, causal).
+# Figures of what follows: measurements/thresholds.md#tiles-of-hopper_prefill.
+NARROW = 512  # keys of a window for which tiles of 128 rows and 64 keys are the fastest
+# Three warpgroups are faster than two with tiles of 128 keys by as much as rows that no sequence
+# has may cost (a factor), where a program has several row tiles.
 MOST_PADDING = 1.02
 LEAST_ROUNDS = 3
-# Of packed sequences only the longest is known: of a quarter of it, half a row tile more or less is
-# still within that padding. 64 of 2048 tokens, 32/8 heads, causal: 4.03 ms for 4.30.
+# Packed rows of the longest sequence, the only one that is known: of a quarter of it, half a row
+# tile more or less is still within that padding.
 LEAST_PACKED_ROWS = 6400
 
 

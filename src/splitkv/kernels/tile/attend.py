@@ -79,9 +79,8 @@ class RowSums(NamedTuple):
 
 
 @triton.jit
-def attend(sums, row_tile, visit, CONFIG: tl.constexpr, MASKED: tl.constexpr):
-    """The RowSums after the tiles of a Visit in which the mask has to be asked, or after the
-    others.
+def attend(sums, row_tile, visit, CONFIG: tl.constexpr, REGION: tl.constexpr):
+    """The RowSums after the tiles of a Visit that lie in a region: see `visits`.
 
     sums       RowSums before
     row_tile   RowTile
@@ -95,16 +94,16 @@ def attend(sums, row_tile, visit, CONFIG: tl.constexpr, MASKED: tl.constexpr):
     q, keys, pages = row_tile.q, row_tile.keys, row_tile.pages
     queries, scoring, scales = row_tile.queries, row_tile.scoring, row_tile.scales
     m, l, acc = sums.m, sums.l, sums.acc
-    first, last = visits(visit, MASKED)
+    first, last = visits(visit, REGION)
     page = None
     if pages.table_ptr is not None:
-        start = tile_at(visit, first, MASKED) * TILE_N
+        start = tile_at(visit, first, REGION) * TILE_N
         page = pages_of(pages, start, keys.count, TILE_N, PAGE_SIZE)
     for i in tl.range(first, last, num_stages=STAGES):
-        start = tile_at(visit, i, MASKED) * TILE_N
+        start = tile_at(visit, i, REGION) * TILE_N
         offs_n = start + tl.arange(0, TILE_N)
         n_ok = None
-        if MASKED:
+        if REGION == "edges":
             n_ok = offs_n < keys.count
         k_rows = key_rows(
             page, keys.k_ptr, keys.stride_k, pages.stride_k, start, OFFSET, TILE_N, PAGE_SIZE
@@ -117,13 +116,13 @@ def attend(sums, row_tile, visit, CONFIG: tl.constexpr, MASKED: tl.constexpr):
             )
             qk *= k_scale[None, :]
         s, unit, column = scores_of_rows(qk, scales.q, scoring, queries, offs_n[None, :])
-        if MASKED:
+        if REGION == "edges":
             seen = visible(row_tile.bounds, queries.pos, offs_n[None, :], keys.count)
             s = tl.where(seen, s, float("-inf"))
         m_here = tl.max(s, 1) * unit
         m_new = tl.maximum(m, m_here)
         top = m_new
-        if MASKED:
+        if REGION == "edges":
             top = finite_or_zero(m_new)
         p = tl.exp2(s * column - top[:, None])
         shrink = tl.exp2(m - top)
@@ -144,7 +143,7 @@ def attend(sums, row_tile, visit, CONFIG: tl.constexpr, MASKED: tl.constexpr):
             )
         acc = add_values(acc, shrink, p, tl.exp2(m_here - top), v, v_scale, WORKING, UNITS)
         if pages.table_ptr is not None:  # a step ahead, as keys wait for it
-            start = tile_at(visit, i + 1, MASKED) * TILE_N
+            start = tile_at(visit, i + 1, REGION) * TILE_N
             page = pages_of(pages, start, keys.count, TILE_N, PAGE_SIZE)
     return RowSums(m, l, acc)
 

@@ -17,5 +17,5 @@ def kept(seed_ptr, drop_below, offs_n, t, sequence_head):
 
     drop_below  the probability of dropping times 2**24, in fp32
     """
-    bits, _, _, _ = tl.philox(tl.load(seed_ptr), offs_n, t, sequence_head, 0, n_rounds=7)
+    bits = tl.philox(tl.load(seed_ptr), offs_n, t, sequence_head, 0, n_rounds=7)[0]
     return (bits >> 8).to(tl.int32).to(tl.float32) >= drop_below

@@ -17,7 +17,7 @@ class Scales(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of each token: its sequence, its slab or page and its key in there; and the head."""
+    """Where tokens go: the sequence, the slab or page and the key in it of each; and the head."""
 
     b: Any
     outer: Any

@@ -63,40 +63,64 @@ def tile_rows(ptr, strides, tile, OFFSET: tl.constexpr, GROUP: tl.constexpr, TIL
     return rows
 
 
+class OwnKeys(NamedTuple):
+    """The tile of keys of a program: k [TILE_N, DIM], v [TILE_N, DIM_V], their numbers offs_n
+    [TILE_N], and how many keys the sequence has."""
+
+    k: Any
+    v: Any
+    offs_n: Any
+    count: Any
+
+
+class OwnRows(NamedTuple):
+    """The tile of rows of a program: q [TILE_M, DIM], the gradient of the output [TILE_M, DIM_V],
+    total and delta [TILE_M]; and the Stats, whose pointers say which RowSums are wanted."""
+
+    q: Any
+    grad: Any
+    total: Any
+    delta: Any
+    stats: Any
+
+
+class KeyGradients(NamedTuple):
+    """Sums [TILE_N, DIM] and [TILE_N, DIM_V], each beside what it lost."""
+
+    dk: Any
+    dv: Any
+
+
 @triton.jit
 def sum_over_rows(
-    dk,  # (sum [TILE_N, DIM], what it lost)
-    dv,  # (sum [TILE_N, DIM_V], what it lost)
-    k,  # [TILE_N, DIM]
-    v,  # [TILE_N, DIM_V]
-    offs_n,  # [TILE_N]
-    keys,  # number of keys
+    sums,  # KeyGradients
+    own,  # OwnKeys
     rows,  # Rows
     scoring,  # Scoring
     visit,  # Visit
     bounds,  # Bounds
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,  # BackwardConfig
+    REGION: tl.constexpr,
 ):
-    """Computes (dk, dv) after the row tiles in which the mask has to be asked, or after the
-    others."""
-    first, last = visits(visit, MASKED)
+    """Computes the KeyGradients after the row tiles of a region: see `visits`."""
+    GROUP: tl.constexpr = CONFIG.group
+    TILE_M: tl.constexpr = CONFIG.tile_m
+    STAGES: tl.constexpr = CONFIG.num_stages
+    OFFSET: tl.constexpr = CONFIG.offset_type
+    dk, dv = sums.dk, sums.dv
+    k, v, offs_n = own.k, own.v, own.offs_n
+    first, last = visits(visit, REGION)
     for i in tl.range(first, last, num_stages=STAGES):
-        tile = tile_at(visit, i, MASKED)
+        tile = tile_at(visit, i, REGION)
         offs_m = tile * TILE_M + tl.arange(0, TILE_M)
         ok = None
-        if MASKED:
+        if REGION == "edges":
             ok = offs_m < rows.count * GROUP
         q_rows = tile_rows(rows.q_ptr, rows.q_strides, tile, OFFSET, GROUP, TILE_M)
-        q = load_tile(q_rows, ok, HEAD_DIM, k.shape[1])  # [TILE_M, DIM]
+        q = load_tile(q_rows, ok, CONFIG.head_dim, k.shape[1])  # [TILE_M, DIM]
         grad_rows = tile_rows(rows.grad_ptr, rows.grad_strides, tile, OFFSET, GROUP, TILE_M)
-        grad = load_tile(grad_rows, ok, HEAD_DIM_V, v.shape[1])  # [TILE_M, DIM_V]
-        if MASKED:
+        grad = load_tile(grad_rows, ok, CONFIG.head_dim_v, v.shape[1])  # [TILE_M, DIM_V]
+        if REGION == "edges":
             total = tl.load(rows.total_ptr + offs_m, mask=ok, other=float("inf"))
             delta = tl.load(rows.delta_ptr + offs_m, mask=ok, other=0.0)
         else:
@@ -118,69 +142,73 @@ def sum_over_rows(
             dp = row_product(v, grad)
         qk = row_product(k, q)
         at = gradients(
-            qk, dp, total[None, :], rest, offs_n[:, None], keys, queries, scoring, bounds, MASKED
+            qk,
+            dp,
+            total[None, :],
+            rest,
+            offs_n[:, None],
+            own.count,
+            queries,
+            scoring,
+            bounds,
+            REGION,
         )
         dv = add_product_compensated(dv[0], dv[1], at.p_kept.to(grad.dtype), grad)
         dk = add_product_compensated(dk[0], dk[1], at.dx.to(q.dtype), q)
-    return dk, dv
+    return KeyGradients(dk, dv)
 
 
 @triton.jit
 def sum_over_keys(
     dq,  # (sum [TILE_M, DIM], what it lost)
     sums,  # RowSums
-    q,  # [TILE_M, DIM]
-    grad,  # [TILE_M, DIM_V]
-    total,  # [TILE_M]
-    delta,  # [TILE_M]
-    stats,  # Stats
+    own,  # OwnRows
     keys,  # Keys
     queries,  # Queries
     scoring,  # Scoring
     visit,  # Visit
     bounds,  # Bounds
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    TILE_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MASKED: tl.constexpr,
+    CONFIG: tl.constexpr,  # BackwardConfig
+    REGION: tl.constexpr,
 ):
-    """Computes (dq, RowSums) after the tiles in which the mask has to be asked, or after the
-    others."""
+    """Computes (dq, RowSums) after the tiles of keys of a region: see `visits`."""
+    TILE_N: tl.constexpr = CONFIG.tile_n
+    STAGES: tl.constexpr = CONFIG.num_stages
+    OFFSET: tl.constexpr = CONFIG.offset_type
+    q, grad = own.q, own.grad
     dp_sum = sums.p_dp
     ds_sum = sums.ds
     ds_far = sums.ds_far
     p_far = sums.p_far
     offs = tl.arange(0, TILE_N).to(OFFSET)
-    first, last = visits(visit, MASKED)
+    first, last = visits(visit, REGION)
     for i in tl.range(first, last, num_stages=STAGES):
-        start = tile_at(visit, i, MASKED) * TILE_N
+        start = tile_at(visit, i, REGION) * TILE_N
         offs_n = start + tl.arange(0, TILE_N)
         n_ok = None
-        if MASKED:
+        if REGION == "edges":
             n_ok = offs_n < keys.count
         k_tile = keys.k_ptr + start.to(tl.int64) * keys.stride_k
-        k = load_tile(k_tile + offs * keys.stride_k, n_ok, HEAD_DIM, q.shape[1])
+        k = load_tile(k_tile + offs * keys.stride_k, n_ok, CONFIG.head_dim, q.shape[1])
         v_tile = keys.v_ptr + start.to(tl.int64) * keys.stride_v
-        v = load_tile(v_tile + offs * keys.stride_v, n_ok, HEAD_DIM_V, grad.shape[1])
+        v = load_tile(v_tile + offs * keys.stride_v, n_ok, CONFIG.head_dim_v, grad.shape[1])
         qk = row_product(q, k)  # [TILE_M, TILE_N]
         dp = row_product(grad, v)
         at = gradients(
             qk,
             dp,
-            total[:, None],
-            delta[:, None],
+            own.total[:, None],
+            own.delta[:, None],
             offs_n[None, :],
             keys.count,
             queries,
             scoring,
             bounds,
-            MASKED,
+            REGION,
         )
-        if stats.sink is not None:
+        if own.stats.sink is not None:
             dp_sum += tl.sum(at.p_kept * dp, 1)
-        if stats.slope is not None:
+        if own.stats.slope is not None:
             ds_sum += tl.sum(at.ds, 1)
             distance = tl.abs(queries.pos - offs_n[None, :]).to(tl.float32)
             ds_far += tl.sum(at.ds * distance, 1)

@@ -42,7 +42,7 @@ class Merged(NamedTuple):
 
 
 def parts_a_step(parts: int, head_dim_v: int) -> int:
-    """Of rows of so many parts."""
+    """Parts that are merged together, of rows of so many."""
     most = STEPS[-1] * 128 // max(128, triton.next_power_of_2(head_dim_v))
     return min(next((step for step in STEPS if step >= parts), most), most)
 

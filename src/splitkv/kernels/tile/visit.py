@@ -97,6 +97,23 @@ class TokenLengths(NamedTuple):
     total_q: Any
 
 
+class TiledTokens(NamedTuple):
+    """Which tokens are tiled, and the others that belong to them: keys of queries, or the reverse.
+
+    cu_ptr                 [batch + 1] int32 of those that are tiled, or None: dense
+    other_cu_ptr           of the others, or None: all start at 0 and have `other_length`
+    length, other_length   of a sequence where dense
+    total                  tokens that are tiled, of all sequences
+    """
+
+    cu_ptr: Any
+    other_cu_ptr: Any
+    length: Any
+    other_length: Any
+    batch: Any
+    total: Any
+
+
 class RowTiling(NamedTuple):
     """Row tiles of a lane, lanes, lanes that go together, and most splits of a row tile's keys, or
     None: one."""
@@ -144,12 +161,7 @@ def tile_and_lane(pid, tiles, lanes, width):
 def own_tile(
     tile,
     lane,
-    cu_ptr,  # [batch + 1] of the tokens that are tiled, or None: dense
-    other_cu_ptr,  # of the others, or None: all start at 0 and have `other_length`
-    length,  # tokens of a sequence where dense
-    other_length,
-    batch,
-    total,  # tokens that are tiled, of all sequences
+    tokens,  # TiledTokens
     num_kv_heads,
     ROWS: tl.constexpr,  # a token
     TILE: tl.constexpr,
@@ -159,6 +171,9 @@ def own_tile(
     Varlen: sequence b starts at tile cu[b] * ROWS // TILE + b, which leaves each as many tiles as
     it needs or one more. Number `batch` is what lies after the last sequence; it has no others.
     """
+    cu_ptr, other_cu_ptr = tokens.cu_ptr, tokens.other_cu_ptr
+    length, other_length = tokens.length, tokens.other_length
+    batch, total = tokens.batch, tokens.total
     if cu_ptr is None:
         b = lane // num_kv_heads
         h = lane % num_kv_heads
@@ -245,19 +260,8 @@ def own_split(
     split = pid * 0
     if tiling.num_splits is None or pid < tiles * lanes:
         tile, lane = tile_and_lane(pid, tiles, lanes, width)
-        own = own_tile(
-            tiles - 1 - tile,
-            lane,
-            cu_q_ptr,
-            cu_k_ptr,
-            seqlen_q,
-            seqlen_k,
-            batch,
-            lengths.total_q,
-            num_kv_heads,
-            GROUP,
-            TILE_M,
-        )
+        tokens = TiledTokens(cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, batch, lengths.total_q)
+        own = own_tile(tiles - 1 - tile, lane, tokens, num_kv_heads, GROUP, TILE_M)
         b = own[0]
         h = own[1]
         tile_m = own[2]
@@ -340,20 +344,21 @@ def cut(visit, part, per):
 
 
 @triton.jit
-def visits(visit, MASKED: tl.constexpr):
-    """The range of `tile_at`: outside the middle where a mask has to be asked, else the middle."""
+def visits(visit, REGION: tl.constexpr):
+    """The range of `tile_at`. REGION: "edges", tiles outside the middle, in which the mask has to
+    be asked; "middle", the others."""
     first = visit.middle_first
     last = visit.middle_last
-    if MASKED:
+    if REGION == "edges":
         last = visit.count - (last - first)
         first = first * 0
     return first, last
 
 
 @triton.jit
-def tile_at(visit, i, MASKED: tl.constexpr):
-    """The tile of visit i."""
-    if MASKED:
+def tile_at(visit, i, REGION: tl.constexpr):
+    """The tile of visit i of a region."""
+    if REGION == "edges":
         j = tl.where(i < visit.middle_first, i, i + visit.middle_last - visit.middle_first)
         tile = j + tl.where(j < visit.near, visit.start, visit.skip)
     else:

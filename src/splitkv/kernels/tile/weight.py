@@ -93,7 +93,7 @@ def gradients(
     queries,  # Queries
     scoring,  # Scoring
     bounds,  # Bounds
-    MASKED: tl.constexpr,
+    REGION: tl.constexpr,  # see `visits` of tile/visit.py
 ):
     """Computes the WeightGradients of products qk, each of the shape of qk.
 
@@ -101,7 +101,7 @@ def gradients(
     """
     s, unit = scores(qk, scoring, queries, offs_n)
     p = tl.exp2(s * unit - total)
-    if MASKED:
+    if REGION == "edges":
         p = tl.where(visible(bounds, queries.pos, offs_n, keys), p, 0.0)
     p_kept = p
     if scoring.seed_ptr is not None:

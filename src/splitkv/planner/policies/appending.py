@@ -1,13 +1,11 @@
 """Whether a kernel writes the new tokens of a call itself, or `append` runs before it.
 
 A launch costs more than writing a few tokens, so a kernel that can writes them, whichever policy
-chose it. On an H200 (2026-11-22, rotary, heads 8/1 and 32/8) that was 1.02 to 1.31 times as fast
-with one token and 1.02 to 1.15 with four; with 8 and 16 the kernel for Hopper was 0.93 to 1.01
-times as fast, `decode_split` 0.85 to 1.05. More than `FEW` tokens are therefore written by the
-kernel only where there would be three launches else.
+chose it; with many tokens that is slower. More than `FEW` are therefore written by the kernel only
+where there would be three launches else.
 
-Kernels that write none merge their parts themselves after `append`: two launches at most. In a CUDA
-graph that was 0.1 to 3.9 us later than `combine` in 11 of 12 shapes, so elsewhere `combine` merges.
+Kernels that write none merge their parts themselves after `append`: two launches at most. Elsewhere
+`combine` is sooner done, and merges. Figures: measurements/thresholds.md#new-tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 
-FEW = 4
+FEW = 4  # tokens a sequence
 
 
 def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:

@@ -28,7 +28,7 @@ from splitkv.planner.policies.shared import WHOLE_SEQUENCES, num_tiles, row_tile
 from splitkv.planner.policies.variants import gathers, has_producer_warp, may_copy_scales_in_bulk
 
 # (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
-# within 2 % of it. Of those that the model cannot tell apart, which is within `CLOSE`, the first.
+# hardly slower. Of those that the model cannot tell apart, which is within `CLOSE`, the first.
 SHAPES = ((64, 4, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 SHAPES_256 = ((64, 4, 2), (16, 2, 2), (32, 4, 2), (128, 4, 2), (32, 4, 3))
 HOPPER_SHAPES = ((64, 4, 1), (128, 4, 2), (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 1))
@@ -47,9 +47,7 @@ BEGINNING = 8
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
 SMEM_RESERVED = 6 * KiB
 # Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
-# element of a tile that the thread loads. ptxas reports for sm_90, 16 rows, head_dim 128: 96, 123,
-# 175 at 32, 64, 128 keys (contiguous), 110, 178 at 32, 64 keys and 150 at 16 keys with 2 warps
-# (paged).
+# element of a tile that the thread loads: measurements/thresholds.md#the-cost-model-of-decode.
 REGISTERS, REGISTERS_PAGED = (46, 0.41), (23, 1.04)
 # Of the kernel for Hopper, by head_dim, tile_m and tile_n.
 HOPPER_REGISTERS = {
@@ -65,7 +63,7 @@ HOPPER_GATHERED_REGISTERS = HOPPER_REGISTERS | {(128, 16, 64): 152, (128, 16, 12
 
 
 def registers(problem: Problem, config: Config) -> float:
-    """Of a thread of the Triton kernel."""
+    """Registers of a thread of the Triton kernel."""
     elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
     base, each = REGISTERS_PAGED if isinstance(problem.place, Paged) else REGISTERS
     rows = config.tile_m * (problem.head_dim_v + problem.head_dim / 2)
@@ -73,7 +71,7 @@ def registers(problem: Problem, config: Config) -> float:
 
 
 def hopper_registers(problem: Problem, config: Config) -> float:
-    """Of a thread of the kernel for Hopper."""
+    """Registers of a thread of the kernel for Hopper."""
     key = max(problem.head_dim, problem.head_dim_v), config.tile_m, config.tile_n
     table = HOPPER_REGISTERS
     if problem.codec.name == "int8" and gathers(problem, config):
@@ -88,14 +86,8 @@ class Constants:
     """What a GPU and a kernel cost, in seconds, bytes and operations a second.
 
     The defaults are the Triton kernel's. Both are fitted to what `splitkv tune` and `splitkv
-    regret` timed: bf16, batch 1 to 256, 128 to 512 Ki keys, 1 to 32 KV heads of 1 to 16 query
-    heads, 1, 4 and 16 query tokens, head_dim 64, 128 and 256, contiguous and pages of 1, 16 and 64
-    keys (H200, calls apart from each other, keys cold, torch 2.11, Triton 3.6, 2026-11-22). In the
-    median the model is 5.4 % off over 1407 plans of the Triton kernel, 3.8 % over 2228 of the one
-    for Hopper and 4.6 % over 287 of it in 8 bits. Of a problem's timed plans it picks one that is
-    2.9, 2.0 and 1.2 % behind that kernel's best in the mean, in one of ten 8, 6.5 and 4.3 %. What
-    is of few rows and of scales a key is fitted to 100 plans of 58 problems of 8 bits timed at
-    e935618 (2026-11-23): 4.1 % off in the mean, and 0.04 % behind the best.
+    regret` timed; what that was, and how far off they are:
+    measurements/thresholds.md#the-cost-model-of-decode.
 
     start          launch, first address to first tile, epilogue; start_paged: more where a page
                    table has to be read first; start_byte: for each byte of a tile, until the first
@@ -134,12 +126,9 @@ class Constants:
                    bits are widened; crowded: of the time that memory takes, what clusters
                    of four and eight lose of it
     in_flight      most bytes that an SM has on their way where 8 bits are widened: with more it is
-                   slower. 128 keys x 2 in two programs took 128.2 us at 537 MB, in three 130.4;
-                   in_flight_apart: where a warp asks for small pages. 64 x 3 in two programs took
-                   129.3 us, in three 133.8, 128 x 2 in three 141.5; at 67 MB 128 x 3 in one 22.8,
-                   64 x 3 in two 23.8, in three 25.9; in_flight_scales: and with a scale a key,
-                   128 x 2 in two 133.4 us, 64 x 3 in two 141.4; programs_apart: that it has
-                   registers for
+                   slower; in_flight_apart: where a producer warp issues copies of small pages;
+                   in_flight_scales: and with a scale a key; programs_apart: programs that it has
+                   registers for there
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
@@ -333,7 +322,7 @@ class Shape:
         self.cluster_part = c.cluster_row * sent
 
     def cut(self, config: Config) -> Cost:
-        """As a config of this shape cuts the keys."""
+        """The cost where a config of this shape cuts the keys."""
         if config.schedule == "batch":
             return self.shared_out(config.programs - self.batch)  # the rest is there for rounding
         if config.schedule == "fixed":
@@ -357,7 +346,7 @@ class Shape:
         return self.found(self.cost_of(self.batch * parts * self.head_tiles, per, parts, "combine"))
 
     def mixed(self, full_parts: int) -> Cost:
-        """The same with one sequence as long as it may be and the others `OTHERS` of that."""
+        """The cost with one sequence as long as it may be and the others `OTHERS` of that."""
         tiles = math.ceil(self.tiles * (1 + OTHERS * (self.batch - 1)))
         per = ceil_div(tiles, full_parts)
         parts = ceil_div(tiles, per) + self.batch // 2  # what rounding adds
@@ -369,7 +358,7 @@ class Shape:
         return replace(cost, merge_seconds=cost.merge_seconds + self.merge_shared)
 
     def cost_of(self, num_ctas: int, per: int, parts: int, merge: str | None) -> Cost:
-        """Of programs of `per` tiles, and merging so many parts a row, in one of two ways."""
+        """The cost of programs of `per` tiles, and of merging so many parts a row, by `merge`."""
         full, rest = divmod(num_ctas, self.slots)
         c, seconds = self.constants, self.start
         seconds += self.program * num_ctas + self.asking * (min(per, self.num_stages) - 1)

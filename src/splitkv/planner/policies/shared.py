@@ -26,9 +26,7 @@ READY_BEFORE = (HALF, WIDENED)
 """The kernels of a launch that makes values, or keys too, a working type before another."""
 WHOLE_SEQUENCES = ("hopper_prefill", QUANTISED, *READY_BEFORE, "prefill")
 """The kernels that take any number of query tokens."""
-# Of what takes as long as the slowest, about 1.3 times as long is seen: with the maximum itself, as
-# the model was, one wave of few programs looked as good as one of many, and took up to 28 % longer.
-SHARP = 3.0
+SHARP = 3.0  # the power of the soft maximum: measurements/thresholds.md#waves
 
 
 def float32(x: float) -> float:

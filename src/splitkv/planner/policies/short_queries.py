@@ -42,9 +42,8 @@ from splitkv.planner.policies.shared import (
 )
 
 MOST_PARTIAL_BYTES = 256 * MiB
-# Tiles in several pages whose parts are clusters; and how many of these the last one merges: 48
-# rows of int8 at 67 MB took 24.3 us with two, where a kernel that merges took 25.0, and 24.8 with
-# four, where it took 25.0.
+# Keys of tiles in several pages whose parts are clusters; and how many of these the last one
+# merges: measurements/thresholds.md#whole-sequences-of-few-rows.
 LONG_TILE, PAIRS = 128, (2, 4)
 # The model does not tell apart what is so close: then fewer rows, which read no keys twice where
 # they are enough, and longer tiles.
@@ -66,9 +65,8 @@ def occupancy(problem: Problem, device: Device, config: Config) -> int:
 class Constants:
     """What `prefill` costs on a GPU, in seconds, bytes and operations a second.
 
-    Both are fitted as those of `waves` are, to decode in the same studies. In the median the model
-    is 4.9 % off over 1379 plans of `prefill` and 4.5 % over 925 of the kernel for Hopper; of a
-    problem's timed plans it picks one that is 2.0 and 0.4 % behind the best in the mean.
+    Both are fitted as those of `waves` are, to decode in the same studies; how far off they are:
+    measurements/thresholds.md#whole-sequences-of-few-rows.
 
     start        launch, first address to first tile, epilogue
     program      for each program that an SM runs, whether together or one after another;
@@ -310,8 +308,9 @@ def fastest(
         together = _in_clusters(problem, device, kernel, rule)
         weighed += [(cost(problem, device, config, rule), config) for config in together]
 
-    def rank(one: tuple[Cost, Config]) -> tuple[int, int, float, int]:
-        return one[1].tile_m, -one[1].tile_n, one[0].seconds, one[1].num_splits
+    def rank(one: tuple[Cost, Config]) -> list[float]:
+        spent, cut = one
+        return [cut.tile_m, -cut.tile_n, spent.seconds, cut.num_splits]
 
     least = min(one.seconds for one, _ in weighed)
     close = (pair for pair in weighed if pair[0].seconds <= CLOSE * least)
@@ -362,7 +361,7 @@ def _worth_weighing(kernel: Kernel, problem: Problem, device: Device) -> list[Co
 
 
 def _bytes_a_part(problem: Problem) -> int:
-    """Of partials."""
+    """Bytes of partials of a part."""
     rows = problem.batch * problem.cut_tokens * problem.num_heads
     return max(1, rows * (problem.head_dim_v + 2) * 4)
 
@@ -372,7 +371,7 @@ def _most_parts(problem: Problem) -> int:
 
 
 def _least_parts(problem: Problem, shape: Config, constants: Constants) -> int:
-    """Of the longest sequence, where others may be short."""
+    """Parts of the longest sequence, where others may be short."""
     if problem.lengths == "host" or problem.batch == 1:
         return 1
     tile_bytes = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
@@ -400,8 +399,8 @@ def _in_clusters(
     """The configs whose parts are a cluster, or several, and can all run at once, none of them too
     long.
 
-    In the longest tiles alone, which where they are in several pages have 128 keys and one cluster:
-    48 rows of int8 at 67 MB took 23.1 us in pairs of tiles of 128 keys and 27.6 of 64.
+    In the longest tiles alone, which where they are in several pages have `LONG_TILE` keys and one
+    cluster.
     """
     found = clusters(kernel, problem, device)
     longest = max((config.tile_n for config in found), default=0)

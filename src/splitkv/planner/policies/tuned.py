@@ -45,7 +45,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from splitkv.core.device import GPUS, Device
 from splitkv.core.errors import expect
@@ -69,13 +69,11 @@ from splitkv.planner.policies.shared import (
 TABLES = Path(__file__).parent / "tables"
 SCHEMA = 1
 DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "page_size")
-# Each of 332 problems timed on an H200 left out of the table in turn: of those whose plan, or one
-# of up to 1.2 times its splits, is among the timed, half were given the fastest and one in ten a
-# plan more than 5.3 % behind it.
+# Problems that count as near, octaves, and weights, by leaving timed problems out of the table in
+# turn: measurements/thresholds.md#tuned, as what follows.
 NEIGHBOURS, MAX_OCTAVES, PRIOR, SPLITS_WEIGHT = 12, 4.0, 2.0, 4.0
 # Keys of a tile that lies in one page are read as those of a contiguous cache, which counts as
-# pages of so many keys. With pages of 64 and contiguous ones in a class each, of 310 problems left
-# out in turn one in ten was 4.8 % behind the best, and in one class 3.6 %.
+# pages of so many keys.
 WHOLE_TILES, WHOLE_PAGES = 64, 128
 NARROW = 16  # packed rows of the least tile: fewer take as long
 # Octaves of keys between problems that count as one: calls are planned for their keys rounded up by
@@ -83,8 +81,7 @@ NARROW = 16  # packed rows of the least tile: fewer take as long
 SAME = math.log2(17 / 16)
 HARDLY_MORE = 1.03  # times the first kernel's fastest plan, for another's to be taken
 HARDLY = 1.05  # times the fastest, for a plan that was timed as it is
-# How far the model is off differs more between kernels than between plans of one. Of problems left
-# out of the table in turn one in twenty is as far behind with 1.02 and with 1.1.
+# How far the model is off differs more between kernels than between plans of one: a factor.
 OTHER_KERNEL = 1.05
 GOOD = 1.02  # times the fastest of a near problem, for a shape to be weighed
 # times the model's best splits
@@ -119,9 +116,9 @@ class Table:
     note: str = ""
 
     @cached_property
-    def places(self) -> dict[tuple[bool, int, int, int], list[tuple[tuple[float, ...], Measured]]]:
+    def places(self) -> dict[_Class, list[tuple[tuple[float, ...], Measured]]]:
         """(where it stands, measured) of every problem, by class."""
-        found: dict[tuple[bool, int, int, int], list[tuple[tuple[float, ...], Measured]]] = {}
+        found: dict[_Class, list[tuple[tuple[float, ...], Measured]]] = {}
         for m in self.measured:
             found.setdefault(_class(m.problem), []).append((_place(m.problem), m))
         return found
@@ -330,8 +327,8 @@ def _timed(
 
 
 def _preferred(candidates: Sequence[Kernel], plans: Sequence[Timed]) -> Sequence[Timed]:
-    """Those of the first kernel that was timed, where the fastest of all is hardly ahead: of 8 KV
-    heads at 1 GB `decode_split` was 0.2 % ahead in one run and 9 % behind in the next."""
+    """Those of the first kernel that was timed, where the fastest of all is hardly ahead: runs
+    differ by more than that."""
     names = [kernel.name for kernel in candidates]
     timed = [name for name in names if any(plan.kernel == name for plan in plans)]
     own = [plan for plan in plans if plan.kernel == timed[0]] if timed else []
@@ -347,8 +344,7 @@ def _paired(
     timed: Timed,
     plans: Sequence[Timed],
 ) -> Timed:
-    """Two parts as a cluster where that was not timed: of 58 pairs that were timed both ways 54
-    were faster so, by up to 18 %, and four slower, by up to 1.2 %."""
+    """Two parts as a cluster where that was not timed: nearly always the faster of both ways."""
     pair = replace(timed.config, merge="cluster")
     if timed.config.num_splits != 2 or any(plan.config == pair for plan in plans):
         return timed
@@ -464,11 +460,21 @@ def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]
         yield from sorted((a for a in away if a[0] <= MAX_OCTAVES), key=lambda pair: pair[0])
 
 
-def _class(problem: Problem) -> tuple[bool, int, int, int]:
+class _Class(NamedTuple):
+    """What problems have in common whose plans may be taken for each other's: tiles in one piece,
+    bits of the wider head dimension, bytes of an element, row tiles' kind."""
+
+    whole: bool
+    dim_bits: int
+    element_bytes: int
+    tiles: int
+
+
+def _class(problem: Problem) -> _Class:
     wider, place = max(problem.head_dim, problem.head_dim_v), problem.place
     whole = not isinstance(place, Paged) or place.page_size % WHOLE_TILES == 0
     tiles = (problem.rows > NARROW) + (problem.rows > WIDE)
-    return whole, (wider - 1).bit_length(), problem.kv_element_bytes, tiles
+    return _Class(whole, (wider - 1).bit_length(), problem.kv_element_bytes, tiles)
 
 
 def _place(problem: Problem) -> tuple[float, ...]:
@@ -507,6 +513,6 @@ def _likeness(kernel: str, config: Config) -> tuple[Any, ...]:
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:
-    """Of (weight, value) pairs."""
+    """The mean of (weight, value) pairs."""
     pairs = list(weighted)
     return math.fsum(w * x for w, x in pairs) / math.fsum(w for w, _ in pairs)

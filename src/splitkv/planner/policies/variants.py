@@ -2,7 +2,7 @@
 
 A kernel lists the variants that it can run beside a config (`Kernel.variants`); each function here
 chooses one of them. Thresholds are constants; what they were taken from is in
-measurements/decode-hopper.md#which-variant.
+measurements/thresholds.md#variants-of-decode-on-hopper.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ ask for what the memory can give. The choice is the shape and number of splits o
 whichever kernel; of another than the first only where it promises to be `OTHER` times as fast.
 
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
-no part may be longer than `longest_part` bytes, which one SM of an H200 reads in about 130 us;
-where that would take more than a wave of programs, the device shares one out by the lengths
+no part may be longer than `longest_part` bytes, which one SM reads in a time that may be waited
+for; where that would take more than a wave of programs, the device shares one out by the lengths
 (`schedule="batch"`).
 """
 
@@ -50,10 +50,9 @@ from splitkv.planner.policies.variants import gathers, long_split
 
 # Of shapes that the model cannot tell apart, the first, but for one that shares the batch out.
 CLOSE = 1.02
-# A cluster of four or eight needs as many places in one part of the GPU: with 256 programs for 264
-# places some waited for a second wave, 17.9 us beside 13.5, and so they did with 256 for 396: 28.2
-# us for 64 sequences of 4096 keys in int8, beside 23.2 merged by a kernel where 8 x 8 are as many.
-# Pairs did not, with 128 for 132. So of the places, up to two an SM, this share.
+# A cluster of four or eight needs as many places in one part of the GPU, and some wait for a second
+# wave where there are hardly enough; pairs do not. So of the places, up to two an SM, this share.
+# Figures of this and what follows: measurements/thresholds.md#waves.
 ROOM_FOR_CLUSTERS = 0.75
 
 # Sequences to share programs out over: with the parts they are one axis of a grid, not its first.
@@ -68,18 +67,14 @@ OTHER = 1.05
 # sequences are preferred.
 MANY_ROWS, LARGE = 32, 16 * MiB
 # For 17 to 32 rows the kernel for Hopper has narrow and wide tiles, and wide ones are taken from so
-# many bytes of keys and values on: 36.5 us beside 37.8 by mma at 134 MB, 41.7 beside 47.0 in pages
-# of 16.
+# many bytes of keys and values on.
 LARGE_OF_WIDE = 16 * MiB
-# Of head_dim 256 narrow ones have 16 rows, and two of them read the same keys: 10.9 us beside 12.4
-# and 10.9 beside 15.0 at 16 MiB, 7.1 beside 7.3 at 4, 6.3 beside 5.8 at 2.
+# Of head_dim 256 narrow ones have 16 rows, and two of them read the same keys: from so many bytes.
 LARGE_OF_TWICE = 2 * MiB
-# In pages smaller than a tile a wide one takes 2 copies a page for keys, as for values, in 16 bits:
-# of 64 rows at 134 MB in pages of 16 `hopper_prefill` took 42.7 us, and that 44.2. Of 48 rows of
-# half int8 at 67 MB `hopper_prefill_quantised` took 24.5 to 29.1, and that 28.6 to 30.7.
+# In pages smaller than a tile, of so many keys, a wide one takes two copies a page for keys, as for
+# values, in 16 bits: kernels for whole sequences are faster.
 WIDE_PAGES = 64
-# Parts of wide tiles are clusters of two at most: of four and eight, which send each other 32 KiB a
-# program, 64 rows at 134 MB took 60.7 us beside 37.4, and at 8 MB 10.3 beside 9.1 by a merge.
+# Splits of wide tiles are clusters of two at most: programs of larger ones send each other more.
 WIDE_CLUSTER = 2
 
 
@@ -142,7 +137,7 @@ def fastest(
     weighed.sort(key=lambda pair: pair[1].schedule == "batch")
     best, config = next(pair for pair in weighed if pair[0].seconds <= least * CLOSE)
     if problem.codec != AS_IS and problem.codec.granularity != "token":
-        # as many slots as gain: of four and eight tiles a part a third made 2 to 3 %
+        # as many stages as gain
         same = [x for x in weighed if replace(x[1], num_stages=config.num_stages) == config]
         best, config = min(same, key=lambda pair: (pair[0].seconds, pair[1].num_stages))
     why = _why(problem, device, config, best, constants)

@@ -43,10 +43,9 @@ RATES = {
 FULL = "fp8", "full", False
 RATES_IN_PAGES = {("int8", "half", False): 0.94, ("fp8", "half", False): 1.06, FULL: 1.12}
 LONG, RATE_OF_LONG = 8192, 1.08  # of `FULL` from so many keys on
-# With q in 8 bits: 0.99 to 1.15 in int8, whose rates are not steady, and 1.07 to 1.16 in e4m3.
+# With q in 8 bits, in terms of bf16: measurements/thresholds.md#whole-sequences-in-8-bits.
 RATES_OF_HALF = {"int8": 1.03, "fp8": 1.12}
-# Seconds that so many rows of q take more where they come in 16 bits: 1.5 to 2.8 us, and 0.3 to
-# 2.9 in e4m3.
+# Seconds that so many rows of q take more where they come in 16 bits: see there.
 ROUNDING, ROWS = {"int8": 2e-6, "fp8": 1e-6}, 192
 RATE_OF_OTHERS = 0.4  # of `prefill`
 FLOPS_OF_SM = 5.7e12  # a second, of bf16
@@ -64,7 +63,7 @@ def rate_of(problem: Problem) -> float:
 
 
 def columns_made_ready(name: str, problem: Problem) -> int:
-    """Of a key and its value, those that a kernel of `READY_BEFORE` makes a working type."""
+    """Columns of a key and its value that a kernel of `READY_BEFORE` makes a working type."""
     return problem.head_dim_v if name == HALF else problem.head_dim + problem.head_dim_v
 
 
@@ -76,7 +75,7 @@ def seconds(name: str, problem: Problem, device: Device) -> float:
 
 
 def workspace_bytes(name: str, problem: Problem) -> int:
-    """Of what it makes."""
+    """Bytes of what it makes."""
     keys = problem.batch * problem.seqlen_k * problem.num_kv_heads
     return keys * columns_made_ready(name, problem) * problem.element_bytes
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from splitkv.kernels.tile.visit import own_tile, place, store_tile
+from splitkv.kernels.tile.visit import TiledTokens, own_tile, place, store_tile
 
 
 @triton.jit(do_not_specialize=("scale", "seqlen_q", "batch", "num_heads", "total_q", "tiles"))
@@ -40,19 +40,8 @@ def hopper_backward_round(
     tl.extra.cuda.gdc_wait()  # before any return: this grid must not end before those before it
     pid = tl.program_id(0)
     at = pid.to(tl.int64) * SIZE
-    own = own_tile(
-        tile=pid % tiles,
-        lane=pid // tiles,
-        cu_ptr=cu_q_ptr,
-        other_cu_ptr=cu_q_ptr,
-        length=seqlen_q,
-        other_length=seqlen_q,
-        batch=batch,
-        total=total_q,
-        num_kv_heads=num_heads,
-        ROWS=1,
-        TILE=TILE_M,
-    )
+    tokens = TiledTokens(cu_q_ptr, cu_q_ptr, seqlen_q, seqlen_q, batch, total_q)
+    own = own_tile(pid % tiles, pid // tiles, tokens, num_heads, 1, TILE_M)
     t = own.tile * TILE_M + tl.arange(0, TILE_M)
     if own.tile * TILE_M >= own.length:
         return

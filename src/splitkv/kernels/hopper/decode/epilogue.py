@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.combine import write_absent, write_part
+from splitkv.kernels.combine import PartRows, write_absent, write_part
 from splitkv.kernels.hopper.decode.cluster_merge import ClusterPlace, merge_cluster
 from splitkv.kernels.hopper.decode.layouts import scores_layout
 
@@ -47,6 +47,14 @@ def write_split(softmax, output, split, rows, partial_rows, CONFIG: gl.constexpr
     of_sequence = split.sequence.to(gl.int64) * output.stride_b
     out_rows = of_sequence + t.to(gl.int64) * output.stride_t + head * output.stride_h
     first_head = split.sequence * output.num_kv_heads * CONFIG.group
+    part_rows = PartRows(
+        head=head,
+        ok=ok,
+        out_rows=out_rows,
+        lse_rows=(first_head + head).to(gl.int64) * output.seqlen_q + t,
+        slot_rows=slot_rows,
+    )
+    offs_v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     write_part(
         output.final,
         output.partial,
@@ -54,14 +62,10 @@ def write_split(softmax, output, split, rows, partial_rows, CONFIG: gl.constexpr
         acc,
         m,
         l,
-        head,
-        ok,
-        out_rows=out_rows,
-        lse_rows=(first_head + head).to(gl.int64) * output.seqlen_q + t,
-        slot_rows=slot_rows,
-        offs_v=gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout)),
-        num_parts=split.num_splits,
-        HEAD_DIM_V=acc.shape[1],
+        part_rows,
+        offs_v,
+        split.num_splits,
+        acc.shape[1],
     )
 
 

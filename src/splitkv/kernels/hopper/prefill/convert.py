@@ -154,28 +154,32 @@ def convert_role(converts, CONFIG: gl.constexpr):
         if has_number(batch, index):
             item = item_at(batch, index, CONFIG)
             if has_rows(item, CONFIG):
-                tiles = tiles_of_item(batch, item, CONFIG)
-                kv_head = item.head // CONFIG.group
-                if scales.of_k is not None:
-                    keys = tile_of_step(tiles, 0) * TILE_N + places
-                    of_k = load_key_scales(
-                        scales.k_ptr, scales.k, batch, item, kv_head, keys, CONFIG
-                    )
-                    of_v = load_key_scales(
-                        scales.v_ptr, scales.v, batch, item, kv_head, keys, CONFIG
-                    )
-                for i in range(0, tiles.steps):
-                    count = item.len_k - tile_of_step(tiles, i) * TILE_N
-                    if scales.of_k is not None:
-                        store_key_scales(n, of_k, of_v, scales)
-                        # of the next step, which arrive while this one is made ready
-                        after = tile_of_step(tiles, gl.minimum(i + 1, tiles.steps - 1))
-                        keys = after * TILE_N + places
-                        of_k = load_key_scales(
-                            scales.k_ptr, scales.k, batch, item, kv_head, keys, CONFIG
-                        )
-                        of_v = load_key_scales(
-                            scales.v_ptr, scales.v, batch, item, kv_head, keys, CONFIG
-                        )
-                    convert_step(converts, n, count, TILE_N)
-                    n += 1
+                n = convert_item(converts, item, n, places, CONFIG)
+
+
+@gluon.jit
+def convert_item(converts, item, n, places, CONFIG: gl.constexpr):
+    """Makes keys and values of an item ready, from step n on; the step after.
+
+    places   [TILE_N], the keys of a tile in the order of their scales
+    """
+    batch, scales = converts.batch, converts.scales
+    TILE_N: gl.constexpr = CONFIG.tile_n
+    tiles = tiles_of_item(batch, item, CONFIG)
+    kv_head = item.head // CONFIG.group
+    if scales.of_k is not None:
+        keys = tile_of_step(tiles, 0) * TILE_N + places
+        of_k = load_key_scales(scales.k_ptr, scales.k, batch, item, kv_head, keys, CONFIG)
+        of_v = load_key_scales(scales.v_ptr, scales.v, batch, item, kv_head, keys, CONFIG)
+    for i in range(0, tiles.steps):
+        count = item.len_k - tile_of_step(tiles, i) * TILE_N
+        if scales.of_k is not None:
+            store_key_scales(n, of_k, of_v, scales)
+            # of the next step, which arrive while this one is made ready
+            after = tile_of_step(tiles, gl.minimum(i + 1, tiles.steps - 1))
+            keys = after * TILE_N + places
+            of_k = load_key_scales(scales.k_ptr, scales.k, batch, item, kv_head, keys, CONFIG)
+            of_v = load_key_scales(scales.v_ptr, scales.v, batch, item, kv_head, keys, CONFIG)
+        convert_step(converts, n, count, TILE_N)
+        n += 1
+    return n

@@ -258,11 +258,11 @@ class WidenedValues:
                 self.any_address = prefill.in_place_of(self.plan, refit(self.plan, x), x)
             return self.any_address(x)
         values = [(x.v, x.v_scale)]
-        (v,), _ = self.widen(values, x.cache_seqlens, x.page_table, x.cu_seqlens_q)
+        widened = self.widen(values, x.cache_seqlens, x.page_table, x.cu_seqlens_q)
         ready = Operands(
             q=x.q,
             k=x.k,
-            v=v,
+            v=widened.tensors[0],
             out=x.out,
             cache_seqlens=x.cache_seqlens,
             page_table=x.page_table,

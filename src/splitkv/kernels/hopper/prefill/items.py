@@ -177,8 +177,8 @@ def tiles_of_item(batch, item, CONFIG: gl.constexpr):
 def tile_of_step(tiles, i):
     """The tile of keys of an item's step i: first those that ask the mask."""
     visit = tiles.visit
-    inner = tile_at(visit, i - tiles.masked_steps + visit.middle_first, False)
-    return gl.where(i < tiles.masked_steps, tile_at(visit, i, True), inner)
+    inner = tile_at(visit, i - tiles.masked_steps + visit.middle_first, "middle")
+    return gl.where(i < tiles.masked_steps, tile_at(visit, i, "edges"), inner)
 
 
 @gluon.jit

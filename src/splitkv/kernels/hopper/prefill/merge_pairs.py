@@ -85,7 +85,8 @@ def storing(elements, rows, bits):
 
     A thread has two columns of a row, two of the row 8 below, then those of 8 columns further on.
     """
-    x, m, l, to = (elements // 4 + n * elements for n in range(4))
+    x = elements // 4
+    m, l, to = x + elements, x + 2 * elements, x + 3 * elements
     fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)] + [(m, l, m + 2, l + 2)]
     step, warps = 16 * THREADS.value, -(-rows // ROWS_OF_WARP.value)
     code = f"mov.u32 t, %tid.x; setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING;"

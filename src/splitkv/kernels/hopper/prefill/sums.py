@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -11,6 +13,15 @@ from splitkv.kernels.hopper.primitives.named_barriers import arrive, wait
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
 SLACK = gl.constexpr(15.5)  # in base 2, by which weights of 16 bits may be larger than 1
 TOO_LARGE = gl.constexpr(0x47000000)  # the bits of 2 ** 15: fp16 still has weights of 2 ** SLACK
+
+
+class Quarters(NamedTuple):
+    """Four parts of a tile, of different columns."""
+
+    a: Any
+    b: Any
+    c: Any
+    d: Any
 
 
 @gluon.jit
@@ -30,10 +41,11 @@ def sums_of_fours(x):
 
 @gluon.jit
 def dot_of_threads(x, by):
-    """As `sums_of_threads`, of x times by [1, TILE_N]."""
-    a, b, c, d = quarters(x)
-    e, f, g, h = quarters(by.broadcast_to(x.shape))
-    sums = gl.sum(gl.sum(gl.fma(a, e, gl.fma(b, f, gl.fma(c, g, d * h))), 3), 1)
+    """Computes `sums_of_threads` of x times by [1, TILE_N]."""
+    of = quarters(x)
+    to = quarters(by.broadcast_to(x.shape))
+    last = gl.fma(of.c, to.c, of.d * to.d)
+    sums = gl.sum(gl.sum(gl.fma(of.a, to.a, gl.fma(of.b, to.b, last)), 3), 1)
     return gl.convert_layout(sums, sums_of_threads(x).type.layout, assert_trivial=True)
 
 
@@ -44,7 +56,7 @@ def quarters(x):
     one, other = some.split()
     a, b = one.split()
     c, d = other.split()
-    return a, b, c, d
+    return Quarters(a, b, c, d)
 
 
 @gluon.jit

@@ -68,7 +68,7 @@ class WidenedOperands:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
         x, q = operands, operands.q
         if self.of_queries is not None:
-            (q,), _ = self.of_queries([(q, x.q_scale)])
+            q = self.of_queries([(q, x.q_scale)]).tensors[0]
         keys = (x.k, x.k_scale), (x.v, x.v_scale)
         cu_q = x.cu_seqlens_q if self.packed else None
         (k, v), first = self.of_keys(keys, x.cache_seqlens, x.page_table, cu_q)
