@@ -8,14 +8,18 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from results import MACHINE
 from rich.console import Console
 from typer.testing import CliRunner
@@ -24,15 +28,18 @@ from splitkv.cli import app
 from splitkv.core import device
 from splitkv.core.device import GPUS
 from splitkv.core.plan import Plan
-from splitkv.lab.harness import backends
+from splitkv.lab.harness import backends, peers
 from splitkv.lab.harness.cases import Case, Inputs
 from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines
+from splitkv.lab.harness.screen import Advance
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.harness.timing import Variant
 from splitkv.lab.harness.work import DEFAULT, Way, Work
-from splitkv.lab.reproduce import claims, model, run, tables, works
-from splitkv.lab.reproduce.claims import Verdict, check
+from splitkv.lab.reproduce import model, run, tables, tracing, training, works
+from splitkv.lab.reproduce.check import check
+from splitkv.lab.reproduce.claims import int8, paged
+from splitkv.lab.reproduce.claims.verdict import SOURCES, Verdict
 from splitkv.planner.policies import paged_attention_v2
 from splitkv.testing import assert_close
 
@@ -43,10 +50,23 @@ Us = Callable[[Work, Way], float | None]
 def fast(work: Work, way: Way) -> float | None:
     """A GPU on which the claims of the sources hold."""
     p = work.case.problem
-    if work.step == "packing":
-        return 40.0 if way.name == "both" else 400.0
+    if work.step.startswith("packing"):
+        row = int8.TABLE_3[p.seqlen_k]
+        return {**row._asdict(), "both": row.both / 1.01}[way.name] + (way.name == "split")
+    if work.step == "sdpa":
+        return 9.5
+    if work.step == "page sizes":
+        return 12.0 if way.name == "one pass" else 10.0
+    if work.step == "one launch":
+        return 10.0 + p.seqlen_k / (100 if way.name == "one program" else 1000)
+    if work.step == "kernels":
+        return 80.0 if way.name == "triton" else 10.0
+    if work.step == "no metadata":
+        return 10.2 if way.name == "standard" else 10.0
     if work.step == "ten shapes":
+        shape = work.case.name.removeprefix("seed003_").removesuffix("_page16")
         picked = works.picks(paged_attention_v2.CONSERVATIVE, p, 132)
+        picked = paged.NAMED[shape][0] if shape in paged.NAMED else picked
         return {"default": 9.0, picked: 10.0}.get(way.name, 20.0)
     splits = way.splits or 3
     if work.step == "splits" and way.splits > 32:
@@ -79,11 +99,34 @@ class FakeBackend:
         pass
 
 
+def taken(backend: str, todo: list[Work]) -> list[Work]:
+    return [work for work in todo if works.takes(backend, work.step)]
+
+
 def rest(rounds: int) -> list[dict[str, Any]]:
     row = {"spread_us": 0.1, "err": None, "repeats": None, "reasons": []}
     return [
         {"kernel": part, "us": us, **row} for part, us in zip(model.PARTS, (50, 60), strict=True)
     ]
+
+
+def traced(rounds: int) -> list[dict[str, Any]]:
+    """Kernels as the source's traces have them."""
+    one = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>(params)"
+    split = "void pytorch_flash::flash_fwd_splitkv_kernel<Traits<128, 64>, false>(params)"
+    merged = f"void pytorch_flash::{tracing.COMBINE}<Traits<128, 64>, 4, 3, true>(params)"
+    rows = [(94, one, [1, 1, 4]), (542, split, [1, 5, 4]), (542, merged, [7, 1, 1])]
+    own = {"us": None, "err": None, "repeats": None, "reasons": []}
+    return [{"kernel": name, "keys": keys, "grid": grid, **own} for keys, name, grid in rows]
+
+
+def trained(rounds: int) -> list[dict[str, Any]]:
+    rows = [("float32", 0.0), ("eager", 0.01), ("splitkv", 0.011), ("without sinks", None)]
+    own = {"us": None, "err": None, "repeats": None, "reasons": [], "loss": 1.5, "runs": 5}
+    return [{"kernel": name, "distance": distance, **own} for name, distance in rows]
+
+
+BESIDE = {"decode step": rest, "trace": traced, "training": trained}
 
 
 def measured(
@@ -96,7 +139,7 @@ def measured(
             list(who),
             *(H200, effort, lines, Compiler(0)),
             **{"ends": {}, "console": Console(file=screen, width=200)},
-            **{"machine": MACHINE, "rest": rest},
+            **{"machine": MACHINE, "beside": BESIDE},
         )
     return lost, screen.getvalue()
 
@@ -109,12 +152,12 @@ def rates(direction: str, case: str, library: str, us: float, tflops: float = 1.
 def whole_sequences() -> list[dict[str, Any]]:
     """Results of prefill and backward on which the sources' claims hold."""
     found = []
-    for mask, by_tokens in claims.PREFILL_H100.items():
-        for tokens, tflops in by_tokens.items():
-            case = f"mqa16_b{32768 // tokens}_{tokens}_{mask}"
-            found += [
-                rates("forward", case, name, 1.0, 1.1 * tflops) for name in ("splitkv", "fa3x")
-            ]
+    for mask, columns in int8.TABLES.items():
+        for dtype, by_tokens in columns.items():
+            for tokens, tflops in zip(int8.TOKENS, by_tokens, strict=True):
+                case = int8.prefill_case(tokens, mask, dtype)
+                for name in ("splitkv", "fa3x"):
+                    found.append(rates("forward", case, name, 1.0, 1.1 * tflops))
     for direction in ("forward", "backward"):
         for tokens in (1024, 8192, 16384):
             full, window = tokens**2 / 8192, float(tokens)
@@ -122,13 +165,20 @@ def whole_sequences() -> list[dict[str, Any]]:
             found.append(rates(direction, f"{name}_causal", "fa2", full))
             ours = rates(direction, f"{name}_window4096_sink_tokens4", "splitkv", window - 1)
             found.append(ours)
+            found.append(rates(direction, f"{name}_causal", "splitkv", full))
+        for tokens in (32768, 131072):
+            name = f"gqa32x8_b1_{tokens}_window4096_sink_tokens4"
+            linear = {"us": float(tokens), "peak_bytes": 4 * tokens}
+            found.append({**rates(direction, name, "splitkv", 1.0), **linear})
+    for end, us in (("", 100.5), ("_nosink", 100.0)):
+        found.append(rates("backward", f"gpt_oss_b1_4096_causal{end}", "splitkv", us))
     return found
 
 
 @pytest.fixture
 def records(tmp_path: Path) -> list[dict[str, Any]]:
     path = tmp_path / "results.jsonl"
-    measured(path, FakeBackend("splitkv"), FakeBackend("fa3"))
+    measured(path, FakeBackend("splitkv"), FakeBackend("fa3"), FakeBackend("torch"))
     return [json.loads(line) for line in path.read_text().splitlines()] + whole_sequences()
 
 
@@ -248,10 +298,10 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     path.write_text(whole[: whole.rindex("\n", 0, -1) + 20])  # cut short in its last record
     again = FakeBackend("splitkv")
     measured(path, again, todo=todo)
-    assert len(again.asked) == len(todo) - 2
+    assert len(again.asked) == len(taken("splitkv", todo)) - 2
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["case"] for r in lines if r["step"] == "decode step"] == ["llama3_70b_tp8"]
-    assert len(lines) == len(todo) + 1
+    assert len(lines) == len(taken("splitkv", todo)) + len(BESIDE)
     other = FakeBackend("splitkv")
     measured(path, other, todo=todo[:2], effort="quick")
     assert len(other.asked) == 2
@@ -266,15 +316,15 @@ def test_a_lost_gpu_loses_no_result(tmp_path: Path) -> None:
     path, todo = tmp_path / "results.jsonl", works.works(True, 132)
     lost, text = measured(path, FakeBackend("splitkv", breaks), todo=todo)
     assert lost and "splitkv: stopped: RuntimeError: CUDA error" in text
-    assert len(path.read_text().splitlines()) == 3  # the parts of a decode step, and two shapes
+    assert len(path.read_text().splitlines()) == len(BESIDE) + 2  # steps beside, and two shapes
 
 
 def test_past_its_time_a_backend_begins_nothing_and_the_next_one_does(tmp_path: Path) -> None:
     screen, ours, theirs = io.StringIO(), FakeBackend("splitkv"), FakeBackend("fa3")
     with Lines(tmp_path / "r.jsonl") as lines:
-        options: Any = {"ends": {"fa3": 0.0}, "machine": MACHINE, "rest": rest}
+        options: Any = {"ends": {"fa3": 0.0}, "machine": MACHINE, "beside": BESIDE}
         options["console"] = Console(file=screen)
-        todo = works.in_turns(works.works(True, 132))[:5]
+        todo = [w for w in works.works(True, 132) if w.step == "table 1"][:5]
         who: Any = [ours, theirs]
         run.run_works(todo, who, H200, "quick", lines, Compiler(0), **options)
     assert not theirs.asked and len(ours.asked) == 5
@@ -289,22 +339,23 @@ def test_the_first_shapes_have_one_of_every_step_and_those_that_claims_need() ->
         first = turns[: len(tables.STEPS)]
         assert {w.step for w in first} == set(tables.STEPS)
         assert works.MQA_16 in {w.case.name for w in first}
-        early = {(w.step, w.case.name) for w in turns[:20]}
+        early = {(w.step, w.case.name) for w in turns[: 2 * len(tables.STEPS)]}
         for kv_heads in (1, 2):
             assert ("table 1", works.mqa(512, kv_heads).name) in early
 
 
 def cut_short(monkeypatch: pytest.MonkeyPatch, folder: Path, ending: Callable[[], Any]) -> str:
-    """`reproduce` on fakes, of which the ninth shape is not the end of the run, but `ending`."""
+    """`reproduce` on fakes, of which the 14th shape is not the end of the run, but `ending`."""
 
     def us(work: Work, way: Way) -> float | None:
-        return ending() if len(ours.asked) == 9 else fast(work, way)
+        return ending() if len(ours.asked) == 14 else fast(work, way)
 
     ours, screen = FakeBackend("splitkv", us), io.StringIO()
     monkeypatch.setattr(run, "current", lambda: H200)
     monkeypatch.setattr(run, "facts", lambda: MACHINE)
     monkeypatch.setattr(run, "Ours", lambda: ours)
-    monkeypatch.setattr(run.model, "measure", rest)
+    monkeypatch.setattr(run, "beside_attention", lambda effort: {"decode step": rest})
+    monkeypatch.setattr(run, "Torch", lambda: FakeBackend("torch", absent="left out"))
     options: Any = {"backends": ["splitkv"], "whole_sequences": False, "jobs": 0}
     with pytest.raises(KeyboardInterrupt):
         run.reproduce(
@@ -325,7 +376,7 @@ def test_an_interrupted_run_says_what_its_results_say(
     for name, ending in (("ctrl-c", interrupted), ("term", terminated)):
         folder = tmp_path / name
         said = cut_short(monkeypatch, folder, ending)
-        assert len((folder / "results.jsonl").read_text().splitlines()) == 9  # and a decode step
+        assert len((folder / "results.jsonl").read_text().splitlines()) == 14  # and a decode step
         claims = {v["claim"]: v for v in json.loads((folder / "claims.json").read_text())}
         words = {v["verdict"] for v in claims.values()}
         assert words == {"PASS", "NOT RUN"} and all(v["why"] for v in claims.values())
@@ -364,7 +415,7 @@ def test_whole_sequences_that_are_there_are_left_out(
     path.unlink()
     run.run_sequences(path, "quick", ahead, 0.0, quiet)
     assert asked == [], "past the time limit"
-    assert [len(names) for _, names in run.sequence_cases("full")] == [22, 10]
+    assert [len(names) for _, names in run.sequence_cases("full")] == [48, 16]
 
 
 def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,8 +431,8 @@ def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_claims_hold_on_results_like_the_sources(records: list[dict[str, Any]]) -> None:
     found = verdicts(records)
-    failed = {v.claim: v.why for v in found.values() if v.verdict != "PASS"}
-    assert not failed
+    failed = {v.text: v.why for v in found.values() if v.verdict != "PASS"}
+    assert failed == {int8.PREFILL_GAIN.text: "this command times no whole model in prefill"}
     patched = found["512 keys, 1 KV head: patched over standard (splitkv)"]
     assert patched.why == "1.399 is >= 1.21: 14.00 us in 1 split, 10.01 us in 3"
 
@@ -434,8 +485,8 @@ def doctored(
             "packing",
             "both",
             {"us": 100.0},
-            "packing, with splitting: the least speed-up",
-            "4 is not",
+            "packing, bf16 keys, with splitting: the least speed-up",
+            "3.236 is not",
         ),
     ],
 )
@@ -453,7 +504,7 @@ def test_doctored_results_fail_their_claim(
     failed = {name: v for name, v in found.items() if v.verdict == "FAIL"}
     assert f"{claim} ({backend})" in failed
     assert failed[f"{claim} ({backend})"].why.startswith(why)
-    assert all(backend in name for name in failed), "another backend's claim failed"
+    assert {v.backend for v in failed.values()} == {backend}, "another backend's claim failed"
 
 
 @pytest.mark.parametrize(
@@ -461,7 +512,26 @@ def test_doctored_results_fail_their_claim(
     [
         ("matrix", "default", 12.0, "default policy over the patched rule on our kernels"),
         ("table 1", "default", 15.0, "time per output token, llama3_70b_tp8, 512 keys"),
-        ("ten shapes", "partitions", 30.0, "16 x 32/1 x 4096: partitions over one pass"),
+        ("ten shapes", "partitions", 30.0, "16 x 32/1 x 4096: partitions over one pass (splitkv)"),
+        ("ten shapes", "partitions", 60.0, "16 x 32/1 x 4096: partitions over SDPA, gap in % (sp"),
+        (
+            "page sizes",
+            "one pass",
+            5.0,
+            "16 x 32/1 x 4096: the best page size in one pass over "
+            "partitions on pages of 16 (splitkv)",
+        ),
+        (
+            "one launch",
+            "chunks",
+            99.0,
+            "1 query token: keys from which chunks of 256 in programs of"
+            " their own are faster (splitkv)",
+        ),
+        ("kernels", "triton", 11.0, "a decode step with int8 caches"),
+        ("packing int8", "neither", 333.0, "int8 keys, neither split nor packed: time as"),
+        ("packing int8", "packed", 36.0, "int8 keys, not split: keys from which unpacked"),
+        ("packing int8", "both", 60.0, "packing, int8 keys, with splitting: bandwidth over"),
         ("ten shapes", "one pass", 99.0, "share of its shapes on which the conservative rule"),
     ],
 )
@@ -481,11 +551,97 @@ def test_slow_sequences_fail_their_claims(records: list[dict[str, Any]]) -> None
     found = verdicts(slow)
     failed = {name for name, v in found.items() if v.verdict == "FAIL"}
     assert failed == {
-        "prefill in bf16, full: rate over the source's on an H100, mean (splitkv)",
-        "prefill in bf16, causal: rate over the source's on an H100, mean (splitkv)",
+        *(
+            f"prefill in {dtype}, {mask}: rate over the source's on an H100, mean (splitkv)"
+            for dtype in ("bf16", "int8", "fp8")
+            for mask in ("full", "causal")
+        ),
+        "backward, causal: rate over FlashAttention-2's, the least (splitkv)",
         "forward: tokens from which the window is faster than FlashAttention-2's full (splitkv)",
         "training: tokens from which the window is faster than FlashAttention-2's full (splitkv)",
     }
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "claim"),
+    [
+        ("gpt_oss_b1_4096_causal", {"us": 102.0}, "backward: what the gradient of sink logits"),
+        (
+            *("gqa32x8_b1_131072_window4096_sink_tokens4", {"us": 9e5}),
+            "backward, window and sink tokens: exponent of time",
+        ),
+        (
+            *("gqa32x8_b1_131072_window4096_sink_tokens4", {"peak_bytes": 1 << 30}),
+            "forward, window and sink tokens: exponent of memory",
+        ),
+        ("mqa16_b8_4096_full_int8", {"tflops": 100.0}, "prefill in int8: how far its rate"),
+    ],
+)
+def test_doctored_sequences_fail_their_claim(
+    records: list[dict[str, Any]], case: str, change: dict[str, Any], claim: str
+) -> None:
+    found = [
+        {**r, **change} if r["case"] == case and r.get("library") == "splitkv" else r
+        for r in records
+    ]
+    failed = [name for name, v in verdicts(found).items() if v.verdict == "FAIL"]
+    assert any(name.startswith(claim) for name in failed), failed
+
+
+@pytest.mark.parametrize(
+    ("step", "kernel", "change", "claim"),
+    [
+        ("trace", "flash_fwd_kernel", {"kernel": "cudnn"}, "64 new tokens: kernels"),
+        ("trace", tracing.COMBINE, {"kernel": "flash_fwd_kernel"}, "512 new tokens: kernels"),
+        ("trace", tracing.COMBINE, {"grid": [28, 1, 1]}, "the combine's grid"),
+        (
+            *("trace", tracing.COMBINE, {"kernel": f"{tracing.COMBINE}<Traits<128>, 8, 2, true>"}),
+            "the combine's rows a block",
+        ),
+        ("training", "splitkv", {"distance": 0.05}, "loss curve in bf16 with sinks"),
+    ],
+)
+def test_doctored_steps_beside_attention_fail_their_claim(
+    records: list[dict[str, Any]], step: str, kernel: str, change: dict[str, Any], claim: str
+) -> None:
+    copy = json.loads(json.dumps(records))
+    for r in copy:
+        if r.get("step") == step:
+            for row in r["rows"]:
+                row.update(change if kernel in row["kernel"] else {})
+    failed = [name for name, v in verdicts(copy).items() if v.verdict == "FAIL"]
+    assert len(failed) == 1 and failed[0].startswith(claim), failed
+
+
+def test_every_source_has_claims_with_a_place_and_a_figure() -> None:
+    found = check([])
+    assert {v.source for v in found} == set(SOURCES.values())
+    assert len({v.claim for v in found}) == len(found)
+    assert all(v.where and v.figure and v.why for v in found)
+
+
+def test_a_trace_is_read_for_the_kernels_of_attention() -> None:
+    events = [
+        {"cat": "kernel", "name": "pytorch_flash::flash_fwd_kernel<>", "args": {"grid": [1, 4]}},
+        {"cat": "kernel", "name": "flash_unknown"},
+        {"cat": "cpu_op", "name": "aten::_flash_attention_forward"},
+        {"cat": "kernel", "name": "vectorized_elementwise_kernel", "args": {"grid": [9]}},
+    ]
+    assert list(tracing.kernels({"traceEvents": events})) == [
+        ("pytorch_flash::flash_fwd_kernel<>", [1, 4]),
+        ("flash_unknown", []),
+    ]
+
+
+def test_training_says_where_every_way_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"float32": [[2.0] * 12], "eager": [[2.5] * 12] * 2, "splitkv": [[2.25] * 12] * 2}
+    made = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in runs.items()}
+    monkeypatch.setattr(training.curves, "all_losses", lambda steps, device: made)
+    monkeypatch.setattr(training.curves, "losses", lambda *_: made["eager"][0] + 1)
+    rows = {row["kernel"]: row for row in training.measure(3, 12)}
+    assert rows["splitkv"]["distance"] == 0.25 and rows["eager"]["loss"] == 2.5
+    assert rows["float32"]["distance"] == 0.0 and rows["without sinks"]["distance"] is None
+    assert rows["without sinks"]["loss"] == 3.5 and rows["without sinks"]["runs"] == 1
 
 
 def test_without_results_no_claim_passes_but_that_of_the_rules() -> None:
@@ -496,7 +652,7 @@ def test_without_results_no_claim_passes_but_that_of_the_rules() -> None:
 
 def test_a_rule_that_splits_elsewhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(works.RULES, "patched", works.no_guard)  # type: ignore[arg-type]
-    (found,) = (v for v in check([]) if v.backend == "rules")
+    (found,) = (v for v in check([]) if v.text.startswith("keys besides 385"))
     assert found.verdict == "FAIL" and found.value == 4
 
 
@@ -511,8 +667,11 @@ def test_results_of_other_sources_do_not_count(records: list[dict[str, Any]]) ->
 def test_the_report_has_every_table(records: list[dict[str, Any]]) -> None:
     decode = [r for r in records if r["suite"] == "reproduce"]
     text = tables.report(decode, check(decode))
-    for title in tables.TITLES.values():
-        assert text.count(f"{title}, on splitkv") == text.count(f"{title}, on fa3") == 1
+    for step, title in tables.TITLES.items():
+        for backend in ("splitkv", "fa3", "torch"):
+            times = int(works.takes(backend, step))
+            assert text.count(f"## {title}, on {backend}\n") == times
+    assert "## One token of Qwen2.5-7B, traced" in text and "## Loss curves" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert ["512", "1", "14.00 (1)", "10.01 (3)", "1.40", "10.01"] in rows
     assert "80 layers of 50.0 us besides attention" in text
@@ -533,3 +692,66 @@ def test_a_run_ends_with_its_files(tmp_path: Path, records: list[dict[str, Any]]
     assert (tmp_path / "report.md").read_text().startswith("# Reproduction\n\nNVIDIA H200")
     picture = (tmp_path / "splits.svg").read_text()
     assert "<svg" in picture
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<h2>") == len(SOURCES) + 2 and "<svg" in page
+    for v in check(bad):
+        assert escape(v.text) in page and escape(v.figure) in page
+    assert "NVIDIA H200" in page and "abc, 20" in page
+
+
+def test_the_page_without_results_has_every_claim_not_run(tmp_path: Path) -> None:
+    run.conclude(tmp_path, Console(file=io.StringIO()))
+    page = (tmp_path / "report.html").read_text()
+    assert "no results" in page and page.count("NOT RUN") > 40
+
+    from splitkv.lab.reproduce.page import sections
+
+    for section in list(sections([], check([])))[1:]:
+        rows = [line for line in section.markdown.splitlines() if line.startswith("| ")][2:]
+        assert rows and all(any(w in row for w in ("PASS", "NOT RUN")) for row in rows)
+
+
+def test_scales_of_unpacked_heads_are_those_of_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "ABLATED", "torch_math")
+    p = replace(CASES["packing_b2_131072_int8"].problem, seqlen_k=40)
+    work = Work("packing int8", Case("small", p), (Way("split", 0, False), Way("both", 0)))
+    inputs = Inputs(work.case, 1, device="cpu")
+    ref, pt = inputs.references()
+    for variant in backends.our_variants(work):
+        assert_close(variant.prepare(inputs).call(0), ref, pt)
+
+
+def test_every_way_of_a_step_is_a_plan_of_ours_or_a_reason() -> None:
+    for work in taken("splitkv", works.works(True, 132)):
+        plans = backends.our_plans(work, H200)
+        assert all(isinstance(x, Plan) or str(x) for x in plans.values())
+        if work.step in ("one launch", "page sizes", "kernels"):
+            assert all(isinstance(x, Plan) for x in plans.values()), (work.case.name, plans)
+        if work.step == "kernels":
+            assert [x.kernel == works.TRITON for x in plans.values() if isinstance(x, Plan)] == [
+                *(True, False)
+            ]
+
+
+def test_a_way_without_metadata_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    fa = SimpleNamespace(
+        get_scheduler_metadata=lambda *_, **__: made.append("ahead"),
+        flash_attn_with_kvcache=lambda *_, scheduler_metadata, **__: scheduler_metadata,
+    )
+    monkeypatch.setattr(peers, "import_module", lambda name: fa)
+    inputs = Inputs(works.mqa(64), 1, device="cpu")
+    for ahead, times in ((False, 0), (True, 1)):
+        peers.fa3(inputs, ahead=ahead).call(0)
+        assert len(made) == times
+    (first, *_) = works.no_metadata(132)
+    assert [way.ahead for way in first.ways] == [False] * 3
+
+
+def test_progress_is_told_with_an_estimate(tmp_path: Path) -> None:
+    todo = [w for w in works.works(True, 132) if w.step == "table 1"][:4]
+    text = measured(tmp_path / "r.jsonl", FakeBackend("splitkv"), todo=todo)[1]
+    assert re.search(r"\(1/4, \d+ s left\)", text) and "(4/4, 0 s left)" in text
+    clock = iter([0.0, 10.0, 20.0])
+    advance = Advance(Console(file=io.StringIO()), "x", 4, lambda: next(clock))
+    assert [advance.step(), advance.step()] == ["1/4, 30 s left", "2/4, 20 s left"]

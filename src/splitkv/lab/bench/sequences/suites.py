@@ -10,10 +10,11 @@ prefill, backward:
   dims      head dimensions of 64, 256 and 192 with values of 128
   windows   a window of 4096 keys with 4 sink tokens beside the causal mask, at lengths around the
             one from which it is faster; a window of 128 keys up to 128K tokens
+  linear    the same window at 32K and 128K tokens: whether time and memory are linear in them
   gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
 prefill alone:
-  quant     some of `records` with keys and values in int8 (products half) and e4m3 (full), a scale
-            a head, beside bf16
+  quant     the mqa16 shapes of `records` with keys and values in int8 (products half) and e4m3
+            (full), a scale a head, beside bf16
 backward alone:
   deterministic  `records` with gradients that have the same bits every time, beside those without
 varlen:
@@ -53,6 +54,7 @@ DIMS = {  # (head dimension, that of values): situations
     (192, 128): ("mha16",),
 }
 CROSSING, WINDOW, SINK_TOKENS = (1024, 2048, 4096, 8192, 16384), 4096, 4
+LINEAR = (32768, 131072)  # tokens of which a window leaves most unseen
 NARROW, LENGTHS = 128, (8192, 16384, 32768, 65536, 131072)
 GPT_OSS = (4096, 16384, 65536)
 PACKED, ROOT_MEAN_SQUARE = (
@@ -108,6 +110,12 @@ def windows() -> Iterator[Case]:
         yield Case(f"gqa32x8_b1_{tokens}_window{NARROW}", what)
 
 
+def linear() -> Iterator[Case]:
+    for tokens in LINEAR:
+        what = problem(1, *SITUATIONS["gqa32x8"], tokens, mask=window(WINDOW, SINK_TOKENS))
+        yield Case(f"gqa32x8_b1_{tokens}_window{WINDOW}_sink_tokens{SINK_TOKENS}", what)
+
+
 def gpt_oss() -> Iterator[Case]:
     for tokens in GPT_OSS:
         for layer, mask in (("causal", MASKS["causal"]), (f"window{NARROW}", window(NARROW))):
@@ -118,7 +126,7 @@ def gpt_oss() -> Iterator[Case]:
 
 
 def quant() -> Iterator[Case]:
-    for case in tables({"mqa16": [shape for shape in FORWARD["mqa16"] if shape[1] >= 2048]}):
+    for case in tables({"mqa16": FORWARD["mqa16"]}):
         yield case
         for dtype, products in (("int8", "half"), ("fp8", "full")):
             codec: Any = Codec(dtype, "head")  # type: ignore[arg-type]
@@ -177,6 +185,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "records": tuple(tables(FORWARD)),
         "dims": tuple(dims()),
         "windows": tuple(windows()),
+        "linear": tuple(linear()),
         "gpt_oss": tuple(gpt_oss()),
         "quant": tuple(quant()),
     },
@@ -184,6 +193,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "records": with_gradients(tables(BACKWARD)),
         "dims": with_gradients(dims()),
         "windows": with_gradients(windows()),
+        "linear": with_gradients(linear()),
         "gpt_oss": with_gradients(gpt_oss()),
         "deterministic": with_gradients(deterministic()),
     },
