@@ -56,6 +56,7 @@ def bench_decode(
     case: CaseGlobs = None,
     place: Annotated[str, typer.Option(help="contiguous, page16, ... or all.")] = "all",
     suite: Annotated[str | None, typer.Option(help="Named cases; else the command's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of what the suite mixes draws; else 0.")] = None,
     peers: Peers = "all",
     mode: Annotated[str, typer.Option(help="isolated or back-to-back.")] = "isolated",
     warm: Annotated[bool, typer.Option(help="One buffer, which stays in the L2.")] = False,
@@ -74,6 +75,8 @@ def bench_decode(
         from splitkv.lab.harness.variants import columns, our_variants
 
         expect_at_least("num_splits", num_splits, 0)
+        if seed is not None:
+            expect_at_least("seed", seed, 0)
         expect_run(time_limit, jobs)
         suite = suite or SUITE_OF[str(context.info_name)]
         draw = find_plots().draw_all if plot else None
@@ -81,7 +84,7 @@ def bench_decode(
         if suite.startswith("seed004") and not (policy or num_splits):
             ours = columns()
         records, status = lab.bench_decode(
-            select(case or [], place, suite),
+            select(case or [], place, suite, seed),
             ours=ours,
             peers=parse(peers),
             protocol=Protocol(mode, warm),

@@ -32,7 +32,7 @@ from splitkv.core.errors import expect
 from splitkv.core.problem import Problem
 from splitkv.lab.harness.cases import Case, Inputs
 from splitkv.lab.harness.process import Ended, Process
-from splitkv.lab.harness.suites import CASES
+from splitkv.lab.harness.suites import case_named
 from splitkv.lab.harness.timing import Prepared, Protocol, Variant, measure
 
 WORKSPACE_BYTES = 256 << 20
@@ -409,7 +409,7 @@ def serve(name: str, mode: str, warmth: str) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     protocol = Protocol(mode, warmth == "warm")
     for line in sys.stdin:
-        for row in measure(CASES[line.strip()], PEERS[name].variants, protocol):
+        for row in measure(case_named(line.strip()), PEERS[name].variants, protocol):
             print(json.dumps(row), file=answers, flush=True)
         torch.cuda.empty_cache()
         print("{}", file=answers, flush=True)

@@ -20,6 +20,9 @@ backward alone:
 varlen:
   forward   64 sequences of log-normal lengths, packed, beside as many flops in equal lengths
   backward  the same with gradients
+  varlen_mixed  steps of an engine, `step_2x1024of9216_62`: two chunks of 1024 queries of 9216 keys
+            each and 62 sequences with one query of log-normal many keys, in pages of 16 and 64,
+            beside the chunks alone
   chunks    chunks of prompts behind a cache, `b4_2048of16384` 2048 queries of 16384 keys each: the
             keys in pages beside contiguous ones
 """
@@ -31,6 +34,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import product
 from statistics import NormalDist
 from typing import Any
 
@@ -63,6 +67,12 @@ PACKED, ROOT_MEAN_SQUARE = (
 )  # sequences, and the length that has as many pairs as their mean
 CHUNKS = ((1, 512, 16384), (1, 2048, 16384), (1, 4096, 65536), (4, 2048, 16384))
 PAGES = (16, 64, 128, 256)
+STEPS = (
+    (1, 2048, 2048, 63),
+    (2, 1024, 9216, 62),
+    (4, 512, 16896, 124),
+)  # chunks, tokens, keys, singles
+STEP_PAGES, STEP_MEDIAN, STEP_LONGEST = (16, 64), 2048, 16384
 
 
 def problem(
@@ -169,6 +179,33 @@ def chunks() -> Iterator[Case]:
             yield Case(f"{name}_page{page_size}", what, beside=name)
 
 
+def single_keys(count: int) -> list[int]:
+    """Keys of sequences that decode: quantiles of a log-normal distribution, sigma 1."""
+    normal = NormalDist(math.log(STEP_MEDIAN), 1.0)
+    drawn = [round(math.exp(normal.inv_cdf((i + 0.5) / count))) for i in range(count)]
+    return [min(STEP_LONGEST, keys) for keys in drawn]
+
+
+def varlen_mixed() -> Iterator[Case]:
+    heads = SITUATIONS["gqa32x8"]
+    for (count, tokens, keys, singles), page_size in product(STEPS, STEP_PAGES):
+        whole = [(tokens, keys)] * count + [(1, own) for own in single_keys(singles)]
+        random.Random(0).shuffle(whole)
+        ending = f"_page{page_size}"
+        name = f"step_{count}x{tokens}of{keys}"
+        alone = f"{name}_0{ending}"
+        for own, of_step in ((alone, [x for x in whole if x[0] > 1]), ("", whole)):
+            queries, lengths = (tuple(x) for x in zip(*of_step, strict=True))
+            longest: dict[str, Any] = {"seqlen_q": max(queries), "seqlen_k": max(lengths)}
+            dense = problem(len(of_step), *heads, keys)
+            what = replace(
+                dense, kind="varlen", place=Paged(page_size), lengths="device", **longest
+            )
+            yield Case(
+                own or f"{name}_{singles}{ending}", what, lengths, None if own else alone, queries
+            )
+
+
 def with_gradients(cases: Iterator[Case]) -> tuple[Case, ...]:
     return tuple(replace(case, problem=replace(case.problem, needs_grad=True)) for case in cases)
 
@@ -201,6 +238,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "forward": tuple(packed()),
         "backward": with_gradients(packed()),
         "chunks": tuple(chunks()),
+        "varlen_mixed": tuple(varlen_mixed()),
     },
 }
 CASES: dict[tuple[str, str], Case] = {
