@@ -67,11 +67,8 @@ PACKED, ROOT_MEAN_SQUARE = (
 )  # sequences, and the length that has as many pairs as their mean
 CHUNKS = ((1, 512, 16384), (1, 2048, 16384), (1, 4096, 65536), (4, 2048, 16384))
 PAGES = (16, 64, 128, 256)
-STEPS = (
-    (1, 2048, 2048, 63),
-    (2, 1024, 9216, 62),
-    (4, 512, 16896, 124),
-)  # chunks, tokens, keys, singles
+# (chunks, query tokens and keys of each, sequences with one query)
+STEPS = ((1, 2048, 2048, 63), (2, 1024, 9216, 62), (4, 512, 16896, 124))
 STEP_PAGES, STEP_MEDIAN, STEP_LONGEST = (16, 64), 2048, 16384
 
 
