@@ -356,6 +356,9 @@ def evolve(
     islands: Annotated[int, typer.Option(help="Populations of their own.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     rounds: Rounds = 9,
+    fitness: Annotated[str, typer.Option(help="Time of: attention, or an output token.")] = (
+        "attention"
+    ),
     start: Annotated[list[Path] | None, typer.Option(help="Candidates to begin with.")] = None,
     proposer: Annotated[str, typer.Option(help="offline or openevolve.")] = "offline",
     model: Annotated[str | None, typer.Option(help="Of openevolve's endpoint.")] = None,
@@ -376,8 +379,8 @@ def evolve(
         expect_at_least("rounds", rounds, 2)
         status = lab.evolve(
             folder,
-            Setup(workload, backend, simulate, rounds),
-            Settings(population, islands, seed),
+            Setup(workload, backend, simulate, rounds, fitness),
+            Settings(population, islands, seed, fitness),
             generations=generations,
             time_limit=time_limit,
             starts=start or [],
