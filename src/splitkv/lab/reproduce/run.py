@@ -173,8 +173,10 @@ def run_works(
         try:
             for step in beside if ours else ():
                 who = _step_identity(step, effort, machine)
-                if who not in done and time.monotonic() <= end:
-                    add(who, None, beside[step](rounds))
+                if who in done or time.monotonic() > end:
+                    continue
+                if rows := rows_beside(step, beside[step], rounds, console):
+                    add(who, None, rows)
             with Advance(console, backend.name, len(left)) as advance:
                 for work in within(end, in_order_of_readiness(left, compiled)):
                     add(named[work], work, backend.measure(work, rounds), advance)
@@ -186,6 +188,20 @@ def run_works(
         finally:
             backend.stop()
     return False
+
+
+def rows_beside(
+    step: str, measure: Callable[[int], list[Record]], rounds: int, console: Console
+) -> list[Record]:
+    """The rows of a step that is of no attention kernel; what torch cannot do here is said, and
+    leaves none. Without the parts of a decode step the GPU is lost."""
+    try:
+        return measure(rounds)
+    except RuntimeError as error:
+        if step == "decode step":
+            raise
+        say(console, f"{step}: {one_line(error)}")
+        return []
 
 
 def within(end: float, listed: Iterable[Work]) -> Iterator[Work]:
