@@ -23,6 +23,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
 NEWEST := .triton-newest
+EVOLVE := .openevolve
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 SHARED = -n $(WORKERS) --dist worksteal
@@ -40,7 +41,7 @@ FUZZ = python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
 
 # Folders of tests, which are those of src/splitkv.
 ROOMS := $(addprefix tests/,core planner runtime kernels doors lab project)
-PARTS := lint types test-newest test-cpu test-baseline test-interpreter
+PARTS := lint types test-newest test-cpu test-baseline test-interpreter test-evolve
 
 .PHONY: demo test $(PARTS) codegen test-models test-gpu fuzz fuzz-gpu sanitize bench docs clean
 
@@ -77,6 +78,10 @@ test-baseline: $(INSTALLED)
 # The kernels run as Python, which takes processes in which nothing compiles them.
 test-interpreter: $(INSTALLED)
 	$(BIN)/python -m pytest $(SHARED) tests/interpreter
+
+# The search guided by a language model: OpenEvolve itself, against a scripted model.
+test-evolve: $(EVOLVE)/.installed
+	PYTHONPATH=$(EVOLVE) $(BIN)/python -m pytest tests/lab/evolve/test_guided.py
 
 test-models: $(INSTALLED)
 	$(BIN)/python -m pytest $(SHARED) tests/models_sweep
@@ -144,5 +149,10 @@ $(NEWEST)/.installed: constraints-newest.txt $(INSTALLED)
 	$(PIP) --no-deps --target $(NEWEST) --requirement constraints-newest.txt
 	touch $@
 
+$(EVOLVE)/.installed: constraints-evolve.txt $(INSTALLED)
+	rm -rf $(EVOLVE)
+	$(PIP) --no-deps --target $(EVOLVE) --requirement constraints-evolve.txt
+	touch $@
+
 clean:
-	rm -rf .venv $(NEWEST)
+	rm -rf .venv $(NEWEST) $(EVOLVE)

@@ -347,6 +347,15 @@ def test_sweep_over_lengths_is_another_sweep(monkeypatch: pytest.MonkeyPatch) ->
     assert list(calls["policies"]) == ["waves", "sequence_aware"]
 
 
+def test_bench_draws_mixes_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = stand_in(monkeypatch, "bench.decode.bench_decode", ([], 0))
+    assert run("bench", "decode", "--suite", "mixes", "--seed", "5").exit_code == 0
+    names = [case.name for case in calls["args"][0]]
+    assert len(names) == 320 and sum(name.startswith("mix5_") for name in names) == 160
+    result = run("bench", "decode", "--seed", "5")
+    assert result.exit_code == 2 and result.stderr.startswith("splitkv: seed: expected None with")
+
+
 def test_tune_records_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = stand_in(monkeypatch, "tune.table.tune", 3)
     table = tmp_path / "h200.json"

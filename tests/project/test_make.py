@@ -19,6 +19,7 @@ PARTS = {  # and what its call has that no other part's has
     "test-cpu": "tests/lab tests/project",
     "test-baseline": "tests/doors/test_api.py",
     "test-interpreter": "tests/interpreter",
+    "test-evolve": "tests/lab/evolve/test_guided.py",
 }
 STAND_IN = """#!/bin/sh
 echo "ran $0 $* with ${ATEN_CPU_CAPABILITY:-every} instructions" | tee -a called
@@ -32,8 +33,8 @@ def checkout(tmp_path: Path) -> Path:
     """The Makefile and the tests, beside an environment that looks installed."""
     for name in ("Makefile", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    made = ("pyproject.toml", "constraints.txt", "constraints-newest.txt")
-    made += (".venv/.installed", ".triton-newest/.installed")
+    made = ("pyproject.toml", "constraints.txt", "constraints-newest.txt", "constraints-evolve.txt")
+    made += (".venv/.installed", ".triton-newest/.installed", ".openevolve/.installed")
     for age, name in enumerate(reversed(made)):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import splitkv
 from splitkv.demo import BATCH, batch_of, text
 from splitkv.demo.model import Attend, Layer, Model, Shape, eager_attend, splitkv_attend
 
@@ -48,6 +49,14 @@ RUNS = {
 }
 
 
+def attend_without_sinks(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a model that has no sink logits: theirs stay as they are and have no part."""
+    return splitkv.attention(q, k, v, causal=True, window_size=layer.window_size)
+
+
+WITHOUT_SINKS = {"without sinks": Run(attend_without_sinks, torch.bfloat16, 1)}
+
+
 def reordered(attend: Attend, order: Tensor) -> Attend:
     """`attend` with the head dimension in this order: products are summed up in another."""
     back = order.argsort()
@@ -66,8 +75,9 @@ def corpus() -> Tensor:
 def losses(
     name: str, steps: int, device: str, shape: Shape = SHAPE, seed: int = 0, number: int = 0
 ) -> Tensor:
-    """[steps] nats a character of one of RUNS, float64, on the CPU; `number` of its orders."""
-    run = RUNS[name]
+    """[steps] nats a character of one of RUNS or WITHOUT_SINKS, float64, on the CPU; `number` of
+    its orders."""
+    run = {**RUNS, **WITHOUT_SINKS}[name]
     attend, dtype = run.attend, run.dtype
     if number > 0:
         g = torch.Generator().manual_seed(number)

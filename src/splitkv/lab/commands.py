@@ -56,6 +56,7 @@ def bench_decode(
     case: CaseGlobs = None,
     place: Annotated[str, typer.Option(help="contiguous, page16, ... or all.")] = "all",
     suite: Annotated[str | None, typer.Option(help="Named cases; else the command's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of what the suite mixes draws; else 0.")] = None,
     peers: Peers = "all",
     mode: Annotated[str, typer.Option(help="isolated or back-to-back.")] = "isolated",
     warm: Annotated[bool, typer.Option(help="One buffer, which stays in the L2.")] = False,
@@ -74,6 +75,8 @@ def bench_decode(
         from splitkv.lab.harness.variants import columns, our_variants
 
         expect_at_least("num_splits", num_splits, 0)
+        if seed is not None:
+            expect_at_least("seed", seed, 0)
         expect_run(time_limit, jobs)
         suite = suite or SUITE_OF[str(context.info_name)]
         draw = find_plots().draw_all if plot else None
@@ -81,7 +84,7 @@ def bench_decode(
         if suite.startswith("seed004") and not (policy or num_splits):
             ours = columns()
         records, status = lab.bench_decode(
-            select(case or [], place, suite),
+            select(case or [], place, suite, seed),
             ours=ours,
             peers=parse(peers),
             protocol=Protocol(mode, warm),
@@ -353,6 +356,9 @@ def evolve(
     islands: Annotated[int, typer.Option(help="Populations of their own.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     rounds: Rounds = 9,
+    fitness: Annotated[str, typer.Option(help="Time of: attention, or an output token.")] = (
+        "attention"
+    ),
     start: Annotated[list[Path] | None, typer.Option(help="Candidates to begin with.")] = None,
     proposer: Annotated[str, typer.Option(help="offline or openevolve.")] = "offline",
     model: Annotated[str | None, typer.Option(help="Of openevolve's endpoint.")] = None,
@@ -373,8 +379,8 @@ def evolve(
         expect_at_least("rounds", rounds, 2)
         status = lab.evolve(
             folder,
-            Setup(workload, backend, simulate, rounds),
-            Settings(population, islands, seed),
+            Setup(workload, backend, simulate, rounds, fitness),
+            Settings(population, islands, seed, fitness),
             generations=generations,
             time_limit=time_limit,
             starts=start or [],

@@ -9,12 +9,13 @@ from splitkv.lab.report.decode import bench_report
 from splitkv.lab.report.sections import sections
 from splitkv.lab.report.sequences import rates_report
 from splitkv.lab.report.studies import studies_report, sweep_report
-from splitkv.lab.reproduce import claims, tables
+from splitkv.lab.reproduce import tables
+from splitkv.lab.reproduce.check import check
 
 
 def reproduce_report(records: Sequence[Record]) -> str:
     """The tables of the sources, and the claims checked again."""
-    return tables.report(records, claims.check(records))
+    return tables.report(records, check(records))
 
 
 SECTIONS: Mapping[str, Callable[[Sequence[Record]], str]] = {

@@ -80,8 +80,9 @@ def test_a_name_is_one_problem_of_a_direction_and_beside_it_stands_one_of_its_su
                 same = CASES[direction(case), case.name]
                 assert (same.problem, same.lengths) == (case.problem, case.lengths)
                 assert case.beside is None or case.beside in names - {case.name}
-                of_chunk = cases is SUITES["varlen"]["chunks"]
-                assert (case.problem.seqlen_q == case.problem.seqlen_k) is not of_chunk
+                p, suites = case.problem, SUITES["varlen"]
+                of_chunk = cases in (suites["chunks"], suites["varlen_mixed"])
+                assert p.seqlen_q == p.seqlen_k or of_chunk
 
 
 def test_head_dimensions_and_windows() -> None:
@@ -142,6 +143,24 @@ def test_chunks_in_pages_stand_beside_contiguous_keys() -> None:
         assert flops(case) == flops(dense)
         assert case.problem.kind == "varlen" and case.problem.lengths == "device"
     assert {case.place for case in paged} == {"page16", "page64", "page128", "page256"}
+
+
+def test_steps_of_an_engine_stand_beside_their_chunks_alone() -> None:
+    cases = {case.name: case for case in SUITES["varlen"]["varlen_mixed"]}
+    assert len(cases) == 12
+    steps = [case for case in cases.values() if case.beside]
+    assert {case.place for case in steps} == {"page16", "page64"}
+    for case in steps:
+        alone = cases[str(case.beside)]
+        assert case.queries is not None and alone.queries is not None and case.lengths is not None
+        assert sorted(case.queries)[-len(alone.queries) :] == sorted(alone.queries)
+        singles = [keys for q, keys in zip(case.queries, case.lengths, strict=True) if q == 1]
+        assert len(singles) == len(case.queries) - len(alone.queries) >= 62
+        assert 1500 < sorted(singles)[len(singles) // 2] < 2600 and max(singles) <= 16384
+        seen = flops(case) - flops(alone)
+        assert seen == 4 * 32 * 128 * sum(singles), "every key is seen by a single token"
+        assert case.problem.seqlen_q == max(case.queries)
+        assert case.problem.seqlen_k == max(case.lengths)
 
 
 def test_select_takes_globs_and_the_first_suite_of_a_command() -> None:
@@ -212,6 +231,27 @@ def test_chunks_are_the_public_call(page_size: int) -> None:
     out[9, 0] += 1
     with pytest.raises(AssertionError, match="^out: expected an error of at most"):
         check.Reference(inputs, case).check(out)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_mixed_step_is_the_public_call(page_size: int) -> None:
+    queries, lengths = (9, 1, 1), (40, 23, 5)
+    p = replace(chunk(page_size).problem, batch=3)
+    case = Case("step", p, lengths, queries=queries)
+    inputs = Inputs(case, device="cpu")
+    assert inputs.plan().problem == p and inputs.q.shape == (11, 4, 16)
+    assert inputs.lengths is not None and inputs.lengths.tolist() == list(lengths)
+    out = inputs.attend()
+    assert 0 < check.Reference(inputs, case).check(out)["out"] < 0.1
+    assert [x.shape[1] for x in inputs.sequences(inputs.k)] == list(lengths)
+    assert [x.shape[1] for x in inputs.sequences(inputs.q)] == list(queries)
+    out[10, 0] += 1
+    with pytest.raises(AssertionError, match="^out: expected an error of at most"):
+        check.Reference(inputs, case).check(out)
+    with pytest.raises(ValueError, match="^queries: expected None without pages"):
+        Inputs(replace(small(packed=True), queries=(1, 1, 1)), device="cpu")
+    with pytest.raises(ValueError, match="^lengths: expected as packed keys have, got None"):
+        Inputs(replace(case, lengths=None), device="cpu")
 
 
 def test_inputs_refuse_what_they_do_not_make() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from splitkv.core import device
 from splitkv.core.device import GPUS
 from splitkv.core.plan import Config
 from splitkv.core.variants import Plain
+from splitkv.kernels import records as kernel_records
 from splitkv.lab.evolve import candidate, guided, run, sandbox, search, setup, timers, workload
 from splitkv.lab.evolve.candidate import Answer, Option, answer_of, ask, policy_of
 from splitkv.lab.evolve.evaluate import Evaluation, Evaluator
@@ -32,7 +34,11 @@ from splitkv.lab.evolve.workload import Workload, chat, shape, workload_named
 from splitkv.lab.harness import timing
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.lines import Lines
+from splitkv.lab.reproduce import model
+from splitkv.lab.reproduce.model import Rest
 from splitkv.lab.tune import studies
+from splitkv.planner import registry
+from splitkv.planner.legality import is_legal
 from splitkv.planner.policies import tuned
 from splitkv.planner.registry import make_plan
 
@@ -192,7 +198,7 @@ def test_an_answer_is_a_plan_of_the_first_kernel_with_the_tile() -> None:
     made = make_plan(p, H200)
     assert default.plan is not None and default.plan.config == made.config
     for answer, reason in (
-        (Answer(1, False, 0, None), "pack_gqa: expected True on our kernels, got False"),
+        (Answer(1, False, 0, (64, 4, 3)), "tile: expected "),
         (Answer(1, True, 2, None), "sm_margin: expected 0 on our kernels, got 2"),
         (Answer(1, True, 0, (65, 4, 3)), r"tile: expected \(64, 4, 3\)"),
     ):
@@ -200,10 +206,34 @@ def test_an_answer_is_a_plan_of_the_first_kernel_with_the_tile() -> None:
             timer.option(answer, p)
 
 
+def test_heads_apart_are_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, cases = timers.Ours(H200), SMALL.counted
+    together, apart = timer.tiles(cases), timer.tiles(cases, packed=False)
+    for tile in apart:
+        plan = timer.option(Answer(2, False, 0, tile), cases[0].problem).plan
+        assert plan is not None and not plan.config.pack_gqa
+        kernel = registry.kernel_named(plan.kernel)
+        assert is_legal(kernel, plan.problem, H200, plan.config)
+    made = grammar.Slots(together, apart)
+    assert apart and made.types.keys() == {"applies", "num_splits", "tile", "pack_gqa"}
+    source = WRITTEN.replace("pack_gqa = True", "pack_gqa = (seqlen_k < 100)")
+    source = source.replace("(64, 4, 3)", str(apart[0]))
+    policy = grammar.policy_of(source, made)
+    assert "pack_gqa = seqlen_k < 100" in grammar.source_of(policy, "about")
+    assert grammar.policy_of(grammar.source_of(policy, "about"), made) == policy
+    text = guided.instructions(evaluator(), made)
+    assert "or not, which only the tiles" in text and str(apart[0]) in text
+    monkeypatch.setattr(registry, "KERNELS", (kernel_records.DECODE_SPLIT,))
+    only_one = timers.Ours(H200)
+    assert only_one.tiles(cases, packed=False) == []
+    with pytest.raises(ValueError, match="^pack_gqa: expected True, as no kernel here has heads"):
+        only_one.option(Answer(1, False, 0, None), cases[0].problem)
+
+
 def test_flash_attention_3_takes_packing_and_a_margin() -> None:
     timer, p = timers.FlashAttention3(H200), SMALL.counted[0].problem
     way = timer.option(Answer(3, False, 8, None), p).way
-    assert way is not None and way[1:] == (3, False, 8)
+    assert way is not None and way[1:4] == (3, False, 8)
     assert timer.option(None, p).label == "default"
     with pytest.raises(ValueError, match="^tile: expected None with FlashAttention-3"):
         timer.option(Answer(3, True, 0, (64, 4, 2)), p)
@@ -327,6 +357,55 @@ def test_a_regression_has_a_second_chance_with_more_rounds() -> None:
     other = plan.config.num_splits + 1
     found = evaluated(HEAD + f"    return {other}, True, 0, None\n", judge)
     assert asked == [5, 15] and found.reason is None and found.worst == 1.0
+
+
+def test_a_token_s_time_counts_the_rest_of_a_step() -> None:
+    rest = Rest(50.0, 60.0)
+    alone, judge = evaluator(), evaluator()
+    judge.rest = rest
+    ratio, of_token = (evaluated(RULE, j).ratio for j in (alone, judge))
+    assert ratio is not None and of_token is not None and ratio < of_token < 1
+    counted, steps = SMALL.counted, []
+    options = alone.options(RULE)[0]
+    for case, option in zip(counted, options, strict=False):
+        default = alone.kept.default(case)
+        us = alone.kept.timer.times(case, [default, option], 5)
+        slow, fast = (80 * (float(us[x.label]) + 50) + 60 for x in (default, option))
+        steps.append(fast / slow)
+    assert of_token == pytest.approx(math.prod(steps) ** (1 / len(steps)))
+    assert judge.evaluate(*judge.options(HEAD + "    return None\n")).ratio == 1.0
+
+
+def test_the_rest_of_a_step_is_measured_once_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def measure(rounds: int) -> list[dict[str, Any]]:
+        taken.append(rounds)
+        return [{"kernel": part, "us": us} for part, us in zip(model.PARTS, (5, 6), strict=True)]
+
+    monkeypatch.setattr(model, "measure", measure)
+    path = tmp_path / "times.jsonl"
+    for commit, times in (("a", 1), ("a", 1), ("b", 2)):
+        with Lines(path) as lines:
+            machine = {"gpu": "H", "commit": commit}
+            assert setup.rest_of_step(lines, machine, 9) == Rest(5, 6)
+            assert Kept(FakeTimer(H200), lines, machine).known == {}
+        assert taken == [9] * times
+    with pytest.raises(ValueError, match="^fitness: expected attention with simulate, as the rest"):
+        setup.Setup(simulate="h200", fitness="token")
+    with pytest.raises(ValueError, match="^fitness: expected 'attention' or 'token', got 'x'$"):
+        setup.Setup(fitness="x")
+    assert "80 layers of 5.0 us besides attention" in run.what_counts(Rest(5, 6))
+
+
+def test_another_fitness_does_not_go_on_with_a_search(tmp_path: Path) -> None:
+    searched(tmp_path, 0)
+    settings = replace(Settings(6, 2, 3), fitness="token")
+    judge = evaluator()
+    with pytest.raises(ValueError, match="^fitness: expected attention, as the run in "):
+        Search(tmp_path, judge, slots(judge), settings).run(1)
 
 
 def test_workloads_are_named_or_files(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from splitkv.lab.harness.records import OURS, title
 from splitkv.lab.harness.screen import Screen
 from splitkv.lab.harness.terminal import say
 from splitkv.lab.harness.timing import Protocol, Variant, measure, one_line
-from splitkv.lab.report.decode import besides, summary
+from splitkv.lab.report.decode import beside_tables, summary
 from splitkv.lab.report.markdown import cell, number
 from splitkv.planner.registry import make_plan
 
@@ -139,7 +139,7 @@ def bench_decode(
         records, lost = run_cases(cases, of_case, lines, screen, start, time_limit)
         compiler.say_failures(console)
     if records:
-        text = "\n\n".join(filter(None, ["\n" + summary(records), besides(records)]))
+        text = "\n\n".join(filter(None, ["\n" + summary(records), *beside_tables(records)]))
         say(console, text)
     return records, status_of(records, lost)
 

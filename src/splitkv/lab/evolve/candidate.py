@@ -6,8 +6,9 @@ A candidate is a Python file with one function,
 
 that returns `(num_splits, pack_gqa, sm_margin, tile)` or None, which leaves the problem to the
 default policy. page_size is 0 for a contiguous cache; tile is (tile_n, num_warps, num_stages), or
-None for the kernel's own first. On our kernels pack_gqa is True and sm_margin 0: they have nothing
-else. FlashAttention-3 takes both and chooses its tiles itself.
+None for the kernel's own first. Our kernels have no sm_margin: it is 0; and where heads share no
+tile, pack_gqa False, few of them have tiles. FlashAttention-3 takes both and chooses its tiles
+itself.
 """
 
 from __future__ import annotations
@@ -123,24 +124,32 @@ def our_option(plan: Plan) -> Option:
 
 
 class Tiles:
-    """The tile shapes of a problem: of each the first kernel that has it, and its most splits."""
+    """The tile shapes of a problem: of each the first kernel that has it, and its most splits.
+
+    known   those whose rows the query heads of a KV head share
+    apart   those of one head each
+    """
 
     def __init__(self, p: Problem, device: Device, kernels: Sequence[Kernel]) -> None:
         self.known: dict[Tile, tuple[str, Config, int]] = {}
+        self.apart: dict[Tile, tuple[str, Config, int]] = {}
         for kernel in kernels:
             found = shapes(kernel, p, device)
             for shape in found:
                 tile = (shape.tile_n, shape.num_warps, shape.num_stages)
                 most = max_splits(p, found, shape)
-                self.known.setdefault(tile, (kernel.name, shape, most))
+                of_these = self.known if shape.pack_gqa else self.apart
+                of_these.setdefault(tile, (kernel.name, shape, most))
 
     def choice(self, answer: Answer) -> Choice:
         """More splits than tiles of keys are as many as tiles. ValueError: it is not legal here."""
-        expect(answer.pack_gqa, "pack_gqa", "True on our kernels", answer.pack_gqa)
         expect(answer.sm_margin == 0, "sm_margin", "0 on our kernels", answer.sm_margin)
-        tile = answer.tile or next(iter(self.known))
-        expect_one_of("tile", tile, self.known)
-        kernel, shape, most = self.known[tile]
+        known = self.known if answer.pack_gqa else self.apart
+        told = "True, as no kernel here has heads apart"
+        expect(known, "pack_gqa", told, answer.pack_gqa)
+        tile = answer.tile or next(iter(known))
+        expect_one_of("tile", tile, known)
+        kernel, shape, most = known[tile]
         config = replace(shape, num_splits=min(answer.num_splits, most))
         return Choice(kernel, config, f"evolved: {answer.num_splits} splits")
 

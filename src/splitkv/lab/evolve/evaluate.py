@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from splitkv.lab.evolve.candidate import Answered, Option, ask
 from splitkv.lab.evolve.timers import Kept
 from splitkv.lab.evolve.workload import Workload
+from splitkv.lab.reproduce.model import Rest
 
 WORST = 1.01  # times the default's, on a held-out problem
 ASKED_AT_ONCE = 4
@@ -16,7 +17,8 @@ ASKED_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """ratio      geometric mean over the counted problems of the time over the default's
+    """ratio      geometric mean over the counted problems of the time over the default's: of
+                 attention, or of an output token
     worst        the largest such ratio on a held-out problem; its case
     reason       why it is rejected; None: it is not
     behaviour    the labels of its options: candidates that do the same take the same time
@@ -32,10 +34,16 @@ class Evaluation:
 
 
 class Evaluator:
-    """Candidates of one workload; rounds: of every timing."""
+    """Candidates of one workload.
 
-    def __init__(self, workload: Workload, kept: Kept, rounds: int) -> None:
-        self.workload, self.kept, self.rounds = workload, kept, rounds
+    rounds   of every timing
+    rest     of a model's step: what counts is the time per output token; None: that of attention
+    """
+
+    def __init__(
+        self, workload: Workload, kept: Kept, rounds: int, rest: Rest | None = None
+    ) -> None:
+        self.workload, self.kept, self.rounds, self.rest = workload, kept, rounds, rest
         self.cases = (*workload.counted, *workload.held_out)
         self.pool = ThreadPoolExecutor(ASKED_AT_ONCE)
         self.asked: dict[str, Future[Answered]] = {}
@@ -75,13 +83,14 @@ class Evaluator:
         """Over the counted problems. ValueError says which option has no time."""
         counted = self.workload.counted
         logs = [
-            math.log(self._ratio(i, option, rounds))
+            math.log(self._ratio(i, option, rounds, self.rest))
             for i, option in enumerate(options[: len(counted)])
         ]
         return math.exp(math.fsum(logs) / len(logs))
 
     def guard(self, found: Evaluation, options: list[Option], rounds: int) -> Evaluation:
-        """With the worst of the held-out problems, and rejected where that is above `WORST`."""
+        """With the worst of the held-out problems, of attention alone, and rejected where that is
+        above `WORST`."""
         first = len(self.workload.counted)
         worst, case = 0.0, ""
         for i in range(first, len(options)):
@@ -98,8 +107,11 @@ class Evaluator:
             reason = f"regression: {case}: {worst - 1:+.1%} over the default"
         return replace(found, worst=worst, case=case, reason=reason)
 
-    def _ratio(self, i: int, option: Option, rounds: int) -> float:
-        told = self.kept.ratios(self.cases[i], [option], rounds)[option.label]
+    def _ratio(self, i: int, option: Option, rounds: int, rest: Rest | None = None) -> float:
+        if rest is None:
+            told = self.kept.ratios(self.cases[i], [option], rounds)[option.label]
+        else:
+            told = self.kept.of_steps(self.cases[i], option, rounds, rest)
         if isinstance(told, str):
             unstable = "AssertionError" in told
             kind = "numerically unstable" if unstable else "cannot run"

@@ -2,7 +2,8 @@
 and to Python.
 
 A policy is an expression for each slot: `applies`, or the problem is left to the default;
-`num_splits`; on our kernels `tile`, on FlashAttention-3 `pack_gqa` and `sm_margin`. What is written
+`num_splits`; on our kernels `tile`, and `pack_gqa` where some have heads apart; on FlashAttention-3
+`pack_gqa` and `sm_margin`. What is written
 is what a person would write: conditional expressions, comparisons, arithmetic.
 """
 
@@ -90,11 +91,13 @@ def _absent(*_: Any) -> None:
 class Slots:
     """The slots of a policy and what each may be made of."""
 
-    def __init__(self, tiles: Sequence[Tile] = ()) -> None:
-        self.tiles = tuple(tiles)
+    def __init__(self, tiles: Sequence[Tile] = (), apart: Sequence[Tile] = ()) -> None:
+        self.tiles, self.apart = tuple(tiles), tuple(apart)
         self.types: dict[str, type] = {"applies": Truth, "num_splits": Number}
         if tiles:
             self.types["tile"] = TileShape
+            if apart:
+                self.types["pack_gqa"] = Truth
         else:
             self.types |= {"pack_gqa": Truth, "sm_margin": Number}
         self.sets = {name: self._set(name, kind) for name, kind in self.types.items()}
@@ -108,7 +111,7 @@ class Slots:
         pset.addEphemeralConstant("splitkv_constant", a_constant, Number)
         for value in (True, False):
             pset.addTerminal(value, Truth, str(value))
-        for tile in self.tiles:
+        for tile in dict.fromkeys((*self.tiles, *self.apart)):
             pset.addTerminal(tile, TileShape, _tile_name(tile))
         return pset
 
@@ -164,11 +167,11 @@ def source_of(policy: Policy, about: str) -> str:
     if expression(policy["applies"]) != "True":
         lines += [f"    if not ({expression(policy['applies'])}):", "        return None"]
     lines.append(f"    num_splits = max(1, min({expression(policy['num_splits'])}, 1024))")
-    pack, margin, tile = "True", "0", "None"
+    margin, tile = "0", "None"
+    pack = expression(policy["pack_gqa"]) if "pack_gqa" in policy else "True"
     if "tile" in policy:
         tile = expression(policy["tile"])
     else:
-        pack = expression(policy["pack_gqa"])
         margin = f"max(0, min({expression(policy['sm_margin'])}, num_sms - 1))"
     lines += [f"    pack_gqa = {pack}", f"    sm_margin = {margin}", f"    tile = {tile}"]
     return text + "\n".join([*lines, "    return num_splits, pack_gqa, sm_margin, tile\n"])

@@ -89,6 +89,10 @@ def run(
 def instructions(evaluator: Evaluator, slots: Slots) -> str:
     """What the model is told."""
     ours = "pack_gqa has to be True and sm_margin 0."
+    if slots.apart:
+        apart = ", ".join(map(str, slots.apart))
+        ours = "pack_gqa: query heads share a tile, or not, which only the tiles "
+        ours += f"{apart} allow; sm_margin has to be 0."
     theirs = "pack_gqa: query heads share a tile; sm_margin: SMs left free. tile has to be None."
     return SYSTEM.format(
         tiles=", ".join(map(str, slots.tiles)) or "None",

@@ -32,6 +32,7 @@ from splitkv.lab.harness.terminal import say
 from splitkv.lab.harness.timing import one_line
 from splitkv.lab.harness.work import Way
 from splitkv.lab.report.markdown import ABSENT, table
+from splitkv.lab.reproduce.model import Rest
 from splitkv.lab.reproduce.results import mean
 from splitkv.lab.reproduce.works import splits_by
 from splitkv.planner.policies import tuned
@@ -153,6 +154,7 @@ def conclude(folder: Path, evaluator: Evaluator, found: Found, console: Console)
     kept = evaluator.kept
     parts = [
         f"# {workload.name} on {kept.timer.device.name}, {kept.timer.name}",
+        what_counts(evaluator.rest),
         f"{len(found.candidates)} candidates in {found.generation} generations; {kept.taken} "
         f"timings in this run; rejected: {reasons}.",
         "Time over the default's, of the same turns: the geometric mean over "
@@ -172,6 +174,17 @@ def conclude(folder: Path, evaluator: Evaluator, found: Found, console: Console)
     write(folder / "report.md", "\n\n".join(parts) + "\n")
     draw(found, folder / "lineage.svg", console)
     say(console, text)
+
+
+def what_counts(rest: Rest | None) -> str:
+    """The fitness in a sentence."""
+    if rest is None:
+        return "Candidates are compared by the time of attention."
+    return (
+        f"Candidates are compared by the time per output token of {rest.share.name}: "
+        f"{rest.share.layers} layers of {rest.layer_us:.1f} us besides attention, and "
+        f"{rest.vocabulary_us:.1f} us of vocabulary. The times of the table are of attention alone."
+    )
 
 
 def nearest(evaluator: Evaluator, found: Found) -> Record | None:

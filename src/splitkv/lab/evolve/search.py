@@ -63,6 +63,7 @@ class Settings:
     population: int = 16
     islands: int = 3
     seed: int = 0
+    fitness: str = "attention"
 
 
 @dataclass
@@ -316,7 +317,8 @@ class Search:
             **asdict(self.settings),
             "workload": self.evaluator.workload.name,
         }.items():
-            there = {**saved["settings"], "workload": saved["workload"]}[name]
+            known = {"fitness": "attention", **saved["settings"], "workload": saved["workload"]}
+            there = known[name]
             expect(here == there, name, f"{there}, as the run in {self.folder} has", here)
         # Those of a generation that was not finished will be made again, and are known by then.
         self.take_up()

@@ -20,6 +20,7 @@ from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines
 from splitkv.lab.harness.work import Work
+from splitkv.lab.reproduce.model import Rest
 from splitkv.lab.tune.studies import Contest
 from splitkv.planner.policies import decode_cost
 from splitkv.planner.registry import kernel_named, make_plan
@@ -65,9 +66,10 @@ class Ours:
             return default
         return our_option(space.plan_of(p, self.device, tiles.choice(answer)))
 
-    def tiles(self, cases: Sequence[Case]) -> list[Tile]:
-        """The tile shapes that all of these problems have."""
-        first, *others = [list(self.about(case.problem)[1].known) for case in cases]
+    def tiles(self, cases: Sequence[Case], packed: bool = True) -> list[Tile]:
+        """The tile shapes that all of these problems have; those of one head each: not `packed`."""
+        each = [self.about(case.problem)[1] for case in cases]
+        first, *others = [list(tiles.known if packed else tiles.apart) for tiles in each]
         return [tile for tile in first if all(tile in other for other in others)]
 
     def compile_ahead(self, cases: Sequence[Case], jobs: int) -> None:
@@ -160,10 +162,13 @@ class Kept:
         self.timer, self.lines = timer, lines
         self.same = {"timer": timer.name, **same}
         self.known: dict[tuple[str, str, int], float | str] = {}
+        self.us: dict[tuple[str, str, int], float] = {}
         for r in lines.records:
             if all(r.get(name) == value for name, value in self.same.items()):
                 told = r["reason"] if r["ratio"] is None else r["ratio"]
                 self.known[r["case"], r["option"], r["rounds"]] = told
+                if r["ratio"] is not None and r["us"] is not None:
+                    self.us[r["case"], r["option"], r["rounds"]] = r["us"]
         self.taken = 0
 
     def default(self, case: Case) -> Option:
@@ -194,10 +199,20 @@ class Kept:
             found[option.label] = 1.0 if told is None else told
         return found
 
+    def of_steps(self, case: Case, option: Option, rounds: int, rest: Rest) -> float | str:
+        """The option's time per output token over the default's, or why it has none."""
+        told = self.ratios(case, [option], rounds)[option.label]
+        us = self.us.get((case.name, option.label, rounds))
+        if isinstance(told, str) or us is None:  # without a time it is the default itself
+            return told
+        return rest.step_us(us) / rest.step_us(us / told)
+
     def _keep(
         self, case: Case, name: str, rounds: int, told: float | str, us: float | None
     ) -> None:
         self.known[case.name, name, rounds] = told
+        if us is not None:
+            self.us[case.name, name, rounds] = us
         ratio, reason = (None, told) if isinstance(told, str) else (told, None)
         record = {"case": case.name, "option": name, "rounds": rounds}
         self.lines.add({**self.same, **record, "ratio": ratio, "us": us, "reason": reason})

@@ -77,10 +77,18 @@ def our_plans(work: Work, device: Device) -> dict[Way, Plan | ValueError]:
     for way in work.ways:
         p = unpacked(work.case.problem) if way.packed is False else work.case.problem
         try:
-            found[way] = our_plan(p, device, way, ABLATED if ablation else None)
+            found[way] = our_plan(p, device, way, way.kernel or (ABLATED if ablation else None))
         except ValueError as error:
             found[way] = error
     return found
+
+
+def expanded(given: dict[str, Any], heads: int) -> dict[str, Any]:
+    """The arguments of a call whose only KV head is given so many times, with its scales."""
+    caches = {name: given[name].expand(-1, -1, heads, -1) for name in ("k_cache", "v_cache")}
+    scales: dict[str, Any]
+    scales = {name: given[name].expand(heads) for name in ("k_scale", "v_scale") if name in given}
+    return {**given, **caches, **scales}
 
 
 def our_variants(work: Work) -> list[Variant]:
@@ -91,10 +99,8 @@ def our_variants(work: Work) -> list[Variant]:
 
         def arguments(i: int) -> dict[str, Any]:
             given = inputs.arguments(i)
-            if heads != inputs.problem.num_kv_heads:
-                for name in ("k_cache", "v_cache"):
-                    given[name] = given[name].expand(-1, -1, heads, -1)
-            return given | {"plan": plan}
+            same = heads == inputs.problem.num_kv_heads
+            return {**(given if same else expanded(given, heads)), "plan": plan}
 
         calls = [arguments(i) for i in range(inputs.buffers)]
         return Prepared(lambda i: splitkv.decode(**calls[i]), splitkv.__version__, plan.as_dict())
@@ -112,7 +118,11 @@ def fa3_variants(work: Work) -> list[Variant]:
     variants = []
     for way in work.ways:
         prepare = partial(
-            peers.fa3, num_splits=way.splits, pack_gqa=way.packed, sm_margin=way.margin
+            peers.fa3,
+            num_splits=way.splits,
+            pack_gqa=way.packed,
+            sm_margin=way.margin,
+            ahead=way.ahead,
         )
         variants.append(Variant("fa3", way.name, prepare, peers.needs("peers.fa3")))
     return variants
@@ -132,6 +142,25 @@ class Ours:
         rows = list(measure(work.case, our_variants(work), protocol))
         torch.cuda.empty_cache()
         return rows
+
+    def stop(self) -> None:
+        pass
+
+
+class Torch:
+    """torch's own attention on a contiguous cache, as a yardstick: FlashAttention-2 and cuDNN."""
+
+    name = "torch"
+
+    def absent(self) -> list[str]:
+        return Ours().absent()
+
+    def measure(self, work: Work, rounds: int) -> list[Record]:
+        variants = [v for name in ("fa2", "cudnn") for v in peers.PEERS[name].variants]
+        protocol = protocol_for(work.case, current(), rounds)
+        rows = list(measure(work.case, variants, protocol))
+        torch.cuda.empty_cache()
+        return [{**row, "kernel": f"{row['library']} {row['kernel']}"} for row in rows]
 
     def stop(self) -> None:
         pass

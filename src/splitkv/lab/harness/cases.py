@@ -27,12 +27,14 @@ class Case:
 
     lengths   keys of each sequence, the longest of them problem.seqlen_k; None: all as long
     beside    the case that a report compares it with
+    queries   query tokens of each sequence, the most of them problem.seqlen_q; None: all as many
     """
 
     name: str
     problem: Problem
     lengths: tuple[int, ...] | None = None
     beside: str | None = None
+    queries: tuple[int, ...] | None = None
 
     @property
     def place(self) -> str:

@@ -32,7 +32,7 @@ from splitkv.core.errors import expect
 from splitkv.core.problem import Problem
 from splitkv.lab.harness.cases import Case, Inputs
 from splitkv.lab.harness.process import Ended, Process
-from splitkv.lab.harness.suites import CASES
+from splitkv.lab.harness.suites import case_named
 from splitkv.lab.harness.timing import Prepared, Protocol, Variant, measure
 
 WORKSPACE_BYTES = 256 << 20
@@ -91,9 +91,13 @@ def flex(inputs: Inputs) -> Prepared:
 
 
 def fa3(
-    inputs: Inputs, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0
+    inputs: Inputs,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    ahead: bool = True,
 ) -> Prepared:
-    """FlashAttention-3, its schedule made ahead of the calls; it decides what is not given."""
+    """FlashAttention-3; it decides what is not given. `ahead`: its schedule is made before."""
     fa, p = import_module("peers.fa3"), inputs.problem
     options: dict[str, Any] = {
         "causal": p.mask.causal,
@@ -102,13 +106,15 @@ def fa3(
         "pack_gqa": pack_gqa,
         "sm_margin": sm_margin,
     }
-    schedule = fa.get_scheduler_metadata(
-        *(p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim),
-        inputs.lengths,
-        qkv_dtype=inputs.k.dtype,
-        page_size=inputs.page_size,
-        **options,
-    )
+    schedule = None
+    if ahead:
+        schedule = fa.get_scheduler_metadata(
+            *(p.batch, p.seqlen_q, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim),
+            inputs.lengths,
+            qkv_dtype=inputs.k.dtype,
+            page_size=inputs.page_size,
+            **options,
+        )
     if inputs.sink is not None:
         options["s_aux"] = inputs.sink
     q = inputs.q
@@ -403,7 +409,7 @@ def serve(name: str, mode: str, warmth: str) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     protocol = Protocol(mode, warmth == "warm")
     for line in sys.stdin:
-        for row in measure(CASES[line.strip()], PEERS[name].variants, protocol):
+        for row in measure(case_named(line.strip()), PEERS[name].variants, protocol):
             print(json.dumps(row), file=answers, flush=True)
         torch.cuda.empty_cache()
         print("{}", file=answers, flush=True)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from splitkv.lab.harness.terminal import say
@@ -52,3 +60,40 @@ class Screen:
 
     def say(self, text: str) -> None:
         say(self.console, text)
+
+
+class Advance:
+    """How far a run is and how long the rest will take: a bar on a terminal, words elsewhere.
+
+    total    items of the run
+    clock    seconds, from anywhere on
+    """
+
+    def __init__(
+        self, console: Console, title: str, total: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total, self.done, self.clock = total, 0, clock
+        self.begun = clock()
+        self.bar = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            self.bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+            self.task = self.bar.add_task(title, total=total)
+
+    def __enter__(self) -> Advance:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def step(self) -> str:
+        """One more is done: `12/61, 40 s left`, by the mean of those that are."""
+        self.done += 1
+        if self.bar:
+            self.bar.advance(self.task)
+        each = (self.clock() - self.begun) / self.done
+        left = each * max(0, self.total - self.done)
+        return f"{self.done}/{self.total}, {left:.0f} s left"

@@ -34,7 +34,8 @@ def pairs(case: Case) -> int:
     p = case.problem
     if case.lengths is None:
         return p.batch * p.visible_pairs
-    return sum(replace(p, seqlen_q=n, seqlen_k=n).visible_pairs for n in case.lengths)
+    both = zip(case.queries or case.lengths, case.lengths, strict=True)
+    return sum(replace(p, seqlen_q=q, seqlen_k=keys).visible_pairs for q, keys in both)
 
 
 def flops(case: Case) -> int:
@@ -50,7 +51,8 @@ class Inputs:
 
     q           [batch, seqlen_q, num_heads, head_dim], or packed [total, num_heads, head_dim]; k, v
                 k, v of a paged problem: [num_pages, page_size, num_kv_heads, ..] in an order drawn
-                at random; q is packed, and all sequences have seqlen_q queries and seqlen_k keys
+                at random; q is packed, and sequences have `case.queries` and `case.lengths`, or all
+                of them seqlen_q queries and seqlen_k keys
     k_scale     of stored keys, by the granularity of the problem's codec, or None; v_scale
     sink        [num_heads] sink logits, or None
     grad        the gradient of the output, in its shape; None where none is asked
@@ -71,7 +73,9 @@ class Inputs:
         plain = p.codec == AS_IS and not p.needs_grad
         expect(plain or not paged, "problem", "pages without a codec or gradients", str(p))
         packed = p.kind == "varlen" and not paged
-        expect(packed == (case.lengths is not None), "lengths", "as packed keys have", case.lengths)
+        own = packed or (paged and case.queries is not None)
+        expect(own == (case.lengths is not None), "lengths", "as packed keys have", case.lengths)
+        expect(paged or case.queries is None, "queries", "None without pages", case.queries)
         g = torch.Generator(device).manual_seed(seed)
 
         def tensor(*shape: int) -> Tensor:
@@ -83,7 +87,8 @@ class Inputs:
             )
 
         self.bounds, self.cu_seqlens = [0], None
-        for length in case.lengths or ((p.seqlen_q,) * p.batch if paged else ()):
+        of_all = (p.seqlen_q,) * p.batch if paged else ()
+        for length in case.queries or case.lengths or of_all:
             self.bounds.append(self.bounds[-1] + length)
         if p.kind == "varlen":
             self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
@@ -91,10 +96,14 @@ class Inputs:
         of_k = self.bounds[-1:] if packed else [p.batch, p.seqlen_k]
         self.table = self.lengths = None
         if isinstance(p.place, Paged):
-            of_k = [p.batch * -(-p.seqlen_k // p.place.page_size), p.place.page_size]
-            order = torch.randperm(of_k[0], generator=g, device=device)
-            self.table = order.int().view(p.batch, -1)
-            self.lengths = torch.full((p.batch,), p.seqlen_k, dtype=torch.int32, device=device)
+            self.keys = case.lengths or (p.seqlen_k,) * p.batch
+            pages = [-(-keys // p.place.page_size) for keys in self.keys]
+            of_k = [sum(pages), p.place.page_size]
+            order = torch.randperm(of_k[0], generator=g, device=device).int()
+            self.table = torch.zeros(p.batch, max(pages), dtype=torch.int32, device=device)
+            for entries, own_pages in zip(self.table, order.split(pages), strict=True):
+                entries[: len(own_pages)] = own_pages
+            self.lengths = torch.tensor(self.keys, dtype=torch.int32, device=device)
 
         def stored(dim: int) -> tuple[Tensor, Tensor | None]:
             shape = *of_k, p.num_kv_heads, dim
@@ -173,17 +182,28 @@ class Inputs:
         """[sequences, tokens, heads, dim] of equal lengths of an operand or its like: views, but
         copies of pages."""
         if self.table is not None:
-            p, of_pages = self.problem, x.dim() == 4
-            yield (
-                x[self.table].flatten(1, 2)[:, : p.seqlen_k]
-                if of_pages
-                else x.unflatten(0, (p.batch, p.seqlen_q))
-            )
+            yield from self._of_pages(x)
             return
         if self.cu_seqlens is None:
             yield x
         for first, last in pairwise(self.bounds):
             yield x[None, first:last]
+
+    def _of_pages(self, x: Tensor) -> Iterator[Tensor]:
+        """All sequences at once where they are equally long; else one after the other."""
+        assert self.table is not None
+        p, of_pages = self.problem, x.dim() == 4
+        equal = len(set(self.keys)) == len({b - a for a, b in pairwise(self.bounds)}) == 1
+        if equal and of_pages:
+            yield x[self.table].flatten(1, 2)[:, : p.seqlen_k]
+        elif equal:
+            yield x.unflatten(0, (p.batch, p.seqlen_q))
+        elif of_pages:
+            for entries, keys in zip(self.table, self.keys, strict=True):
+                yield x[entries].flatten(0, 1)[None, :keys]
+        else:
+            for first, last in pairwise(self.bounds):
+                yield x[None, first:last]
 
 
 def blank(problem: Problem) -> Inputs:

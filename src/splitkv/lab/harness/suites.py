@@ -7,6 +7,8 @@ case; it then is the same problem.
 
 records   the shapes of the tables in measurements/benchmarks.md, contiguous and in pages of 16
 pages     134 MB of keys and values and more, in pages of 1 to 256, beside contiguous
+mixes     batches whose lengths differ as an engine's do, beside as many bytes in equal lengths, in
+          bf16 and e4m3: see `mixes`
 mixed     64 sequences of log-normal lengths and one of 128K, beside as many bytes in equal lengths
 tokens    4 and 16 query tokens beside one, at 67, 134 and 268 MB
 gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
@@ -35,6 +37,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
 from splitkv.core.scales import DEFAULT_PRODUCTS
 from splitkv.lab.harness.cases import Case
+from splitkv.lab.harness.mixes import drawn_with, mixes
 from splitkv.planner.policies.paged_attention_v2 import TEN_SHAPES
 
 SITUATIONS = {"mqa8": (8, 1), "gqa32x8": (32, 8)}  # heads, KV heads
@@ -230,21 +233,34 @@ def rows48() -> Iterator[Case]:
 SUITES: dict[str, tuple[Case, ...]] = {
     suite.__name__: tuple(suite())
     for suite in (
-        *(records, pages, mixed, tokens, gpt_oss, quant, rows48),
+        *(records, pages, mixed, mixes, tokens, gpt_oss, quant, rows48),
         *(seed000, seed003, seed004, seed004_int8),
     )
 }
 CASES: dict[str, Case] = {case.name: case for suite in SUITES.values() for case in suite}
 
 
-def select(globs: Sequence[str], place: str = "all", suite: str = "records") -> list[Case]:
+def case_named(name: str) -> Case:
+    """The case with this name, also one of `mixes` that is drawn with another seed."""
+    seed = drawn_with(name)
+    if name in CASES or seed is None:
+        return CASES[name]
+    return next(case for case in mixes(seed) if case.name == name)
+
+
+def select(
+    globs: Sequence[str], place: str = "all", suite: str = "records", seed: int | None = None
+) -> list[Case]:
     """The cases of a suite whose name matches one of the globs (none: every case), in one place or
     `all`.
 
-    A glob may leave the suffix of the place out.
+    A glob may leave the suffix of the place out. `seed` is that of the cases of `mixes` which are
+    drawn, None: 0.
     """
     expect_one_of("suite", suite, SUITES)
-    cases = SUITES[suite]
+    if seed is not None:
+        expect(suite == "mixes", "seed", "None with a suite of which nothing is drawn", seed)
+    cases = SUITES[suite] if not seed else tuple(mixes(seed))
     expect_one_of("place", place, ("all", *dict.fromkeys(case.place for case in cases)))
     found = [
         case

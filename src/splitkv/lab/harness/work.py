@@ -15,12 +15,16 @@ class Way(NamedTuple):
     splits   0: as the library itself decides
     packed   the query heads of a KV head share the rows of a tile; None: as it decides
     margin   SMs left to others
+    kernel   the one kernel of ours that may run it; None: any
+    ahead    the scheduler metadata of FlashAttention-3 is made ahead of its calls
     """
 
     name: str
     splits: int = 0
     packed: bool | None = None
     margin: int = 0
+    kernel: str | None = None
+    ahead: bool = True
 
 
 DEFAULT = Way("default")

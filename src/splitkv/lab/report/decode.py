@@ -1,4 +1,4 @@
-"""Tables from results: records, as they stand in JSON lines, to Markdown."""
+"""Tables of decode: records, as they stand in JSON lines, to Markdown."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitkv.lab.harness.lines import Record
-from splitkv.lab.harness.records import OURS, by_case, latest, provenance, title
+from splitkv.lab.harness.records import FA3, OURS, by_case, latest, provenance, title
 from splitkv.lab.report.markdown import ABSENT, cell, number, reasons_list, table
+
+EQUALS, PAGED = ("_equal", "_equal_fp8"), "_page16"  # endings of the cases that mixes stand beside
+MOST_OVER, MOST_OVER_SHORT, SHORT_US = 1.1, 1.15, 20.0  # bounds of mixes, over equal lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,46 @@ def summary(records: Sequence[Record]) -> str:
     return text
 
 
+def beside_tables(records: Sequence[Record]) -> list[str]:
+    """What stands beside another case: the table of mixes, and of all else."""
+    mixed = [r for r in records if (r.get("beside") or "").removesuffix(PAGED).endswith(EQUALS)]
+    rest = [r for r in records if r not in mixed]
+    return [mixes_table(records, mixed), besides(rest)] if mixed else [besides(records)]
+
+
+def mixes_table(records: Sequence[Record], mixed: Sequence[Record]) -> str:
+    """Batches whose lengths differ: floor, equal lengths of as many bytes, ours and
+    FlashAttention-3's; below it how many are within the bounds."""
+    found = by_case(latest(records))
+    rows, within, slower, timed = [], 0, 0, 0
+    for r in latest(mixed):
+        if not r["library"].startswith(OURS):
+            continue
+        equal = found.get(r["beside"], {}).get(title(r), {}).get("us")
+        theirs = [x["us"] for x in found[r["case"]].values() if x["library"] == FA3 and x["us"]]
+        fa3, us = min(theirs, default=None), r["us"]
+        over = us / equal if us and equal else None
+        ahead = fa3 / us if us and fa3 else None
+        timed += over is not None
+        within += over is not None and over <= bound_of(float(equal or 0))
+        slower += ahead is not None and ahead < 1
+        floor = number(r["floor_us"])
+        cells = [f"{r['kv_bytes'] / 1e6:.1f}", floor, number(equal), number(us), number(over)]
+        name = r["case"] if r["library"] == OURS else f"{r['case']} {r['library']}"
+        rows.append([name, *cells, number(fa3), number(ahead)])
+    header = ["mix", "KV MB", "floor us", "equal us", "ours us", "over equal", "fa3 us", "fa3/ours"]
+    return (
+        table(header, rows)
+        + f"\n\n{within} of {timed} within {MOST_OVER:g} of equal lengths "
+        + f"({MOST_OVER_SHORT:g} below {SHORT_US:g} us); slower than FlashAttention-3 on {slower}"
+    )
+
+
+def bound_of(equal_us: float) -> float:
+    """How many times as long as equal lengths a mix may take."""
+    return MOST_OVER_SHORT if equal_us < SHORT_US else MOST_OVER
+
+
 def besides(records: Sequence[Record]) -> str:
     """Ours on cases that stand beside another: how many times as long they take; or nothing."""
     ours = {(r["library"], r["case"]): r for r in latest(records) if r["library"].startswith(OURS)}
@@ -124,5 +167,5 @@ def bench_report(records: Sequence[Record]) -> str:
             for case, found in by_case(here).items()
         ]
         parts += [where, summary(here), table(["us (spread)", *titles], rows)]
-        parts += filter(None, [besides(here), reasons_list(here)])
+        parts += filter(None, [*beside_tables(here), reasons_list(here)])
     return "\n\n".join(parts)

@@ -44,6 +44,20 @@ def step_us(share: Share, attention_us: float, layer_us: float, vocabulary_us: f
     return share.layers * (attention_us + layer_us) + vocabulary_us
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a step of a model takes besides attention: microseconds of a layer, and of the
+    vocabulary."""
+
+    layer_us: float
+    vocabulary_us: float
+    share: Share = LLAMA
+
+    def step_us(self, attention_us: float) -> float:
+        """Microseconds of a token whose layers attend in so many each."""
+        return step_us(self.share, attention_us, self.layer_us, self.vocabulary_us)
+
+
 def bodies(share: Share, device: str = "cuda") -> dict[str, Callable[[int], Tensor]]:
     """The parts of a step besides attention, at batch 1, in bf16, weights larger than the L2."""
 

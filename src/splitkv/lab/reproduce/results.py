@@ -9,7 +9,7 @@ from splitkv.lab.harness.lines import Record
 from splitkv.lab.reproduce.model import rows_named
 from splitkv.lab.reproduce.works import places
 
-OURS, FA3 = "splitkv", "fa3"
+BESIDE = ("decode step", "trace", "training")  # steps that are not of attention kernels
 
 
 class Results:
@@ -40,10 +40,27 @@ class Results:
     def backends(self, step: str) -> list[str]:
         return list(dict.fromkeys(b for s, b, _ in self.works if s == step))
 
+    def rows(self, step: str) -> list[Record]:
+        """The rows of a step that is not of attention kernels, [] where it was not run."""
+        return [row for (s, *_), r in self.works.items() if s == step for row in r["rows"]]
+
+    def fastest(self, step: str, backend: str, case: str) -> float | None:
+        """The least time of the ways of a case."""
+        record = self.works.get((step, backend, case))
+        return None if record is None else min(times(record).values(), default=None)
+
+    def whole(self, direction: str, library: str) -> dict[str, Record]:
+        """case -> record of whole sequences that has a time."""
+        return {
+            case: r
+            for (d, case, name), r in self.sequences.items()
+            if (d, name) == (direction, library) and r["us"] is not None
+        }
+
     def everything(self) -> Iterator[tuple[Record, Record]]:
         """(work, row) of all kernels of attention."""
         for (step, *_), r in self.works.items():
-            if step != "decode step":
+            if step not in BESIDE:
                 yield from ((r, row) for row in r["rows"])
 
     def us(self, step: str, backend: str, case: str, way: str) -> float | None:

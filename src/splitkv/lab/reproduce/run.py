@@ -1,8 +1,8 @@
 """Runs the steps of `splitkv reproduce`; a work that the file of results has is not run again.
 
 In the folder of results: `results.jsonl`, a line a work and backend; `claims.json`; `report.md`;
-`splits.svg`, figure 3 of the sequence-aware heuristic's source. They are written anew after every
-run, also after one that was cut short.
+`report.html`, a page of claims, tables and pictures; `splits.svg`, figure 3 of the sequence-aware
+heuristic's source. They are written anew after every run, also after one that was cut short.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from datetime import datetime, timezone
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,37 @@ from splitkv.lab.bench.sequences import run as sequences
 from splitkv.lab.bench.sequences.peers import PEERS
 from splitkv.lab.bench.sequences.suites import CASES, SUITES
 from splitkv.lab.bench.sequences.timing import QUICK, Pace
-from splitkv.lab.harness.backends import Backend, FlashAttention3, Ours, our_plans
+from splitkv.lab.harness.backends import Backend, FlashAttention3, Ours, Torch, our_plans
 from splitkv.lab.harness.compiler import Compiler, in_order_of_readiness
 from splitkv.lab.harness.lines import Lines, Record, read
 from splitkv.lab.harness.machine import facts
+from splitkv.lab.harness.screen import Advance
 from splitkv.lab.harness.terminal import say, terminated_as_interrupted
 from splitkv.lab.harness.timing import one_line
 from splitkv.lab.harness.work import Work
-from splitkv.lab.reproduce import model
-from splitkv.lab.reproduce.claims import Verdict, check
-from splitkv.lab.reproduce.tables import report
-from splitkv.lab.reproduce.works import in_turns, works
+from splitkv.lab.reproduce import model, tracing, training
+from splitkv.lab.reproduce.check import check
+from splitkv.lab.reproduce.claims.verdict import Verdict
+from splitkv.lab.reproduce.tables import counts, report
+from splitkv.lab.reproduce.works import in_turns, takes, works
 
 ROUNDS = {"quick": 7, "full": 21}
 BACKENDS = ("splitkv", "fa3")
+Beside = Mapping[str, Callable[[int], list[Record]]]
 # (command, globs of its cases, of quick ones): the prefill tables and the crossover
 SEQUENCES = (
     ("prefill", "records", ("mqa16_",), ("mqa16_b8_4096", "mqa16_b2_16384")),
     ("prefill", "windows", ("gqa32x8_",), ("8192_causal", "8192_window4096", "16384_")),
+    ("prefill", "quant", ("_int8", "_fp8"), ("b8_4096_full_", "b2_16384_full_")),
+    ("prefill", "linear", ("gqa32x8_",), ("gqa32x8_",)),
     ("backward", "windows", ("gqa32x8_",), ("8192_causal", "8192_window4096", "16384_")),
+    ("backward", "linear", ("gqa32x8_",), ("gqa32x8_",)),
+    ("backward", "gpt_oss", ("4096_causal", "16384_causal"), ("4096_causal",)),
 )
 SECONDS = {"quick": 280.0, "full": 1740.0}  # of a run, where no limit is given
 # by which share of them a part is to have begun its last shape; then the claims are checked
-SHARES = {"fa3": 0.25, "splitkv": 0.6, "sequences": 0.92}
+SHARES = {"fa3": 0.25, "torch": 0.28, "splitkv": 0.6, "sequences": 0.92}
+CASE_OF = {"decode step": model.LLAMA.name, "trace": "qwen2.5_7b", "training": "demo"}
 WIDE = "_window128"  # cases of the suite `windows` that no source has
 
 
@@ -77,6 +86,8 @@ def reproduce(
         ends["splitkv"] = ends["sequences"]
     say(console, f"{effort}, {limit:.0f} s; results in {folder}")
     listed = [made[name]() for name in backends]
+    if "splitkv" in backends:
+        listed.append(Torch())
     try:
         with terminated_as_interrupted(), Compiler(jobs) as compiler:
             todo = in_turns(works(quick, device.num_sms))
@@ -120,50 +131,57 @@ def run_works(
     ends: Mapping[str, float],
     console: Console,
     machine: Record | None = None,
-    rest: Callable[[int], list[Record]] | None = None,
+    beside: Beside | None = None,
 ) -> bool:
     """Measure the works that `lines` does not have; whether the GPU was lost.
 
     ends      when a backend is to have begun its last work
     machine   what records say of it, None: this one
-    rest      times the parts of a decode step that are not attention, None: `model.measure`
+    beside    step -> what measures it with so many rounds, of those that are of no attention
+              kernel; None: `beside_attention`
     """
+    beside = beside_attention(effort) if beside is None else beside
     machine, rounds = machine or facts(), ROUNDS[effort]
     names = ("suite", "step", "backend", "case", "ways", "effort", "gpu", "commit")
     done = [{name: r.get(name) for name in names} for r in lines.records]
 
-    def add(who: Record, work: Work | None, rows: list[Record]) -> None:
+    def add(
+        who: Record, work: Work | None, rows: list[Record], advance: Advance | None = None
+    ) -> None:
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         shape = {} if work is None else {"problem": _shape(work), "kv_bytes": work.case.kv_bytes}
         record = {**who, **shape, "rows": rows, "num_sms": device.num_sms, **machine}
         record["date"] = date
         lines.records.append(record)
         lines.add(record)
-        say(console, _line(record))
+        say(console, _line(record) + (f"  ({advance.step()})" if advance else ""))
 
     for backend in sorted(backends, key=lambda b: b.name == "splitkv"):  # ours are compiled then
         if absent := backend.absent():
             say(console, f"{backend.name}: {'; '.join(absent)}")
             continue
-        named = {work: identity(work, backend.name, effort, machine) for work in todo}
+        asked = [work for work in todo if takes(backend.name, work.step)]
+        named = {work: identity(work, backend.name, effort, machine) for work in asked}
         left = [work for work, who in named.items() if who not in done]
-        say(console, f"{backend.name}: {len(left)} shapes, {len(todo) - len(left)} done")
+        say(console, f"{backend.name}: {len(left)} shapes, {len(asked) - len(left)} done")
         ours = backend.name == "splitkv"
 
         def compiled(work: Work, ours: bool = ours) -> list[Future[None]]:
             return compiler.submit(_plans([work], device) if ours and compiler.pool else ())
 
-        count = 0
+        end = ends.get(backend.name, math.inf)
         try:
-            who = _step_identity(effort, machine)
-            if ours and who not in done:
-                add(who, None, (rest or model.measure)(rounds))
-            for work in in_order_of_readiness(left, compiled):
-                if time.monotonic() > ends.get(backend.name, math.inf):
-                    say(console, f"{backend.name}: time limit: {len(left) - count} shapes left out")
-                    break
-                add(named[work], work, backend.measure(work, rounds))
-                count += 1
+            for step in beside if ours else ():
+                who = _step_identity(step, effort, machine)
+                if who in done or time.monotonic() > end:
+                    continue
+                if rows := rows_beside(step, beside[step], rounds, console):
+                    add(who, None, rows)
+            with Advance(console, backend.name, len(left)) as advance:
+                for work in within(end, in_order_of_readiness(left, compiled)):
+                    add(named[work], work, backend.measure(work, rounds), advance)
+            if over := len(left) - advance.done:
+                say(console, f"{backend.name}: time limit: {over} shapes left out")
         except RuntimeError as error:  # the GPU does not recover from this in one process
             say(console, f"{backend.name}: stopped: {one_line(error)}")
             return True
@@ -172,9 +190,35 @@ def run_works(
     return False
 
 
-def _step_identity(effort: str, machine: Record) -> Record:
-    who = {"suite": "reproduce", "step": "decode step", "backend": "torch"}
-    own = {"case": model.LLAMA.name, "ways": [[part, 0, None, 0] for part in model.PARTS]}
+def rows_beside(
+    step: str, measure: Callable[[int], list[Record]], rounds: int, console: Console
+) -> list[Record]:
+    """The rows of a step that is of no attention kernel; what torch cannot do here is said, and
+    leaves none. Without the parts of a decode step the GPU is lost."""
+    try:
+        return measure(rounds)
+    except RuntimeError as error:
+        if step == "decode step":
+            raise
+        say(console, f"{step}: {one_line(error)}")
+        return []
+
+
+def within(end: float, listed: Iterable[Work]) -> Iterator[Work]:
+    """Those that are begun in time."""
+    return takewhile(lambda work: time.monotonic() <= end, listed)
+
+
+def beside_attention(effort: str) -> Beside:
+    """What measures the steps that are of no attention kernel; training takes a full run."""
+    found: dict[str, Callable[[int], list[Record]]]
+    found = {"decode step": model.measure, "trace": tracing.measure}
+    return found if effort == "quick" else {**found, "training": training.measure}
+
+
+def _step_identity(step: str, effort: str, machine: Record) -> Record:
+    who: Record = {"suite": "reproduce", "step": step, "backend": "torch"}
+    own: Record = {"case": CASE_OF[step], "ways": []}
     where = {name: machine[name] for name in ("gpu", "commit")}
     return {**who, **own, "effort": effort, **where}
 
@@ -267,7 +311,7 @@ def run_sequences(
 
 
 def conclude(folder: Path, console: Console) -> list[Verdict]:
-    """Tables, claims and the picture from the results that there are."""
+    """Tables, claims, the page and the picture from the results that there are."""
     path = folder / "results.jsonl"
     records = read(path) if path.exists() else []
     verdicts = check(records)
@@ -275,22 +319,24 @@ def conclude(folder: Path, console: Console) -> list[Verdict]:
         json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n"
     )
     (folder / "report.md").write_text(report(records, verdicts) + "\n")
-    draw_splits(records, folder / "splits.svg", console)
+    draw(records, verdicts, folder, console)
     for v in verdicts:
         say(console, f"{v.verdict:<7} {v.claim}: {v.why}")
-    counts = {
-        word: sum(v.verdict == word for v in verdicts) for word in ("PASS", "FAIL", "NOT RUN")
-    }
-    say(console, ", ".join(f"{n} {word}" for word, n in counts.items()) + f"; see {folder}")
+    say(console, f"{counts(verdicts)}; see {folder}")
     return verdicts
 
 
-def draw_splits(records: Sequence[Record], path: Path, console: Console) -> None:
+def draw(
+    records: Sequence[Record], verdicts: Sequence[Verdict], folder: Path, console: Console
+) -> None:
+    """The page and figure 3, where matplotlib is installed."""
     try:
         from splitkv.lab.report.plots import save, split_curves
+        from splitkv.lab.reproduce.page import page
     except ModuleNotFoundError as error:
-        say(console, f"no picture without {error.name}")
+        say(console, f"no page and no picture without {error.name}")
         return
+    (folder / "report.html").write_text(page(records, verdicts), encoding="utf-8")
     swept: list[Any] = [r for r in records if r.get("step") == "splits"]
     if swept:
-        save(split_curves(swept), path)
+        save(split_curves(swept), folder / "splits.svg")

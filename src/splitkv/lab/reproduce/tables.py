@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 
 from splitkv.lab.harness.lines import Record
@@ -10,13 +11,16 @@ from splitkv.lab.harness.records import machine
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.report.markdown import ABSENT, number, table
 from splitkv.lab.report.sequences import rates_tables
-from splitkv.lab.reproduce.claims import Verdict
+from splitkv.lab.reproduce.claims.verdict import NOT_RUN, Verdict
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
 from splitkv.lab.reproduce.results import Results, mean, ratio, splits_of, times
 from splitkv.lab.reproduce.works import RULES, TABLE_1, mqa, picks, splits_by
 from splitkv.planner.policies import paged_attention_v2
 
-STEPS = ("table 1", "splits", "ablation", "boundary", "matrix", "ten shapes", "packing")
+STEPS = (
+    *("table 1", "splits", "ablation", "boundary", "matrix", "no metadata", "one launch"),
+    *("ten shapes", "sdpa", "page sizes", "packing", "packing int8", "packing fp8", "kernels"),
+)
 TITLES = {
     "table 1": "Table 1: standard and patched rule, batch 1",
     "splits": "Figure 3: 512 keys, 1 KV head, every number of splits",
@@ -24,7 +28,14 @@ TITLES = {
     "boundary": "The boundary: 1 KV head, batch 1",
     "matrix": "The regression matrix",
     "ten shapes": "Paged attention v2: ten shapes, fp16, pages of 16",
+    "no metadata": "Table 1 without scheduler metadata made ahead",
+    "one launch": "One query token of 64 heads: a program for all keys, or for each chunk",
+    "sdpa": "The ten shapes in torch's own attention, contiguous",
+    "page sizes": "16 x 32/1 x 4096 on pages of 8 to 128",
     "packing": "Packing and splitting: 3 query tokens, 16 heads on 1 KV head, bf16",
+    "packing int8": "Packing and splitting, int8",
+    "packing fp8": "Packing and splitting, fp8",
+    "kernels": "3 query tokens, int8: the portable Triton kernel and the default",
 }
 
 
@@ -32,16 +43,63 @@ def report(records: Sequence[Record], verdicts: Iterable[Verdict]) -> str:
     """Markdown: where, the claims, and a section a step."""
     if not records:
         return "# Reproduction\n\nNo results."
-    results = Results(records)
-    parts = ["# Reproduction", machine(records[-1]), "## Claims", claims_table(verdicts)]
+    claims = ["## Claims", claims_table(verdicts)]
+    return "\n\n".join(["# Reproduction", machine(records[-1]), *claims, *measured(records)])
+
+
+def measured(records: Sequence[Record]) -> list[str]:
+    """A heading and a table for each step and backend."""
+    results, parts = Results(records), list[str]()
     for step in STEPS:
         for backend in results.backends(step):
             parts += [f"## {TITLES[step]}, on {backend}", TABLES[step](results, backend)]
     if results.parts_of_step():
         parts += ["## A decode step", step_table(results)]
+    if rows := results.rows("trace"):
+        header = ["keys", "kernel of FlashAttention-2", "grid"]
+        cells = [[str(r["keys"]), r["kernel"], " x ".join(map(str, r["grid"]))] for r in rows]
+        parts += ["## One token of Qwen2.5-7B, traced", table(header, cells)]
+    if rows := results.rows("training"):
+        header = ["training", "runs", "loss at the end", "distance from fp32"]
+        cells = [[r["kernel"], str(r["runs"]), f"{r['loss']:.4f}", away(r)] for r in rows]
+        parts += ["## Loss curves", table(header, cells)]
     if results.sequences:
         parts += ["## Whole sequences", *rates_tables(list(results.sequences.values()))]
-    return "\n\n".join(parts)
+    return parts
+
+
+def away(row: Record) -> str:
+    """How far a training was from fp32 at most."""
+    return ABSENT if row["distance"] is None else f"{row['distance']:.4f}"
+
+
+def counts(verdicts: Iterable[Verdict]) -> str:
+    """`12 PASS, 1 FAIL, 3 NOT RUN`."""
+    words = [v.verdict for v in verdicts]
+    return ", ".join(f"{words.count(word)} {word}" for word in ("PASS", "FAIL", NOT_RUN))
+
+
+def source_table(verdicts: Iterable[Verdict]) -> str:
+    """A row a claim: where it stands, the source's figure, ours and the other library's, verdicts
+    and reasons."""
+    found: dict[str, list[Verdict]] = {}
+    for v in verdicts:
+        found.setdefault(v.text, []).append(v)
+    rows = []
+    for text, own in found.items():
+        theirs = [v for v in own if v.backend.startswith("fa")]
+        ours = [v for v in own if v not in theirs]
+        cells = [" ".join(map(value_of, those)) or ABSENT for those in (ours, theirs)]
+        words = [", ".join(v.verdict for v in those) or ABSENT for those in (ours, theirs)]
+        why = "; ".join(f"{v.backend}: {v.why}" for v in own)
+        rows.append([text, own[0].where, own[0].figure, *cells, *words, why])
+    header = ["claim", "where", "the source's", "ours", "FlashAttention's"]
+    return table([*header, "ours", "FlashAttention's", "why"], rows)
+
+
+def value_of(verdict: Verdict) -> str:
+    """The value of a verdict in a cell."""
+    return ABSENT if verdict.value is None else f"{verdict.value:.3g}"
 
 
 def claims_table(verdicts: Iterable[Verdict]) -> str:
@@ -139,10 +197,24 @@ def ten_table(results: Results, backend: str) -> str:
     return table(header, rows)
 
 
-def packing_table(results: Results, backend: str) -> str:
+def ways_table(results: Results, backend: str, step: str) -> str:
+    """Every way of every shape, and the fastest."""
+    names: dict[str, None] = {}
+    for r in results.of(step, backend):
+        names |= dict.fromkeys(times(r))
+    rows = []
+    for r in results.of(step, backend):
+        us = times(r)
+        fastest = min(us, key=lambda way: us[way], default=ABSENT)
+        rows.append([r["case"], *(number(us.get(name)) for name in names), fastest])
+    return table(["us", *names, "fastest"], rows)
+
+
+def packing_table(results: Results, backend: str, step: str) -> str:
+    """Microseconds of each way, and the bandwidth with both."""
     names = ("neither", "split", "packed", "both")
     rows = []
-    for r in results.of("packing", backend):
+    for r in results.of(step, backend):
         us, shape = times(r), r["problem"]
         rate = r["kv_bytes"] / us["both"] / 1e3 if "both" in us else None
         cells = [number(us.get(way)) for way in names]
@@ -174,12 +246,19 @@ def step_table(results: Results) -> str:
     return "\n\n".join(lines)
 
 
-TABLES = {
-    "table 1": lambda results, backend: rules_table(results, backend, "table 1"),
-    "boundary": lambda results, backend: rules_table(results, backend, "boundary"),
+TABLES: Mapping[str, Callable[[Results, str], str]] = {
+    "table 1": partial(rules_table, step="table 1"),
+    "boundary": partial(rules_table, step="boundary"),
     "splits": splits_table,
     "ablation": ablation_table,
     "matrix": matrix_table,
     "ten shapes": ten_table,
-    "packing": packing_table,
+    "packing": partial(packing_table, step="packing"),
+    "packing int8": partial(packing_table, step="packing int8"),
+    "packing fp8": partial(packing_table, step="packing fp8"),
+    "no metadata": partial(rules_table, step="no metadata"),
+    "one launch": partial(ways_table, step="one launch"),
+    "sdpa": partial(ways_table, step="sdpa"),
+    "page sizes": partial(ways_table, step="page sizes"),
+    "kernels": partial(ways_table, step="kernels"),
 }

@@ -7,13 +7,17 @@ keys, tiles counted over batch and KV heads, and the number of splits handed to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import product, zip_longest
+from typing import Any
 
+from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.problem import Problem
+from splitkv.core.scales import DEFAULT_PRODUCTS
 from splitkv.core.tiles import ceil_div
 from splitkv.lab.harness.cases import Case
-from splitkv.lab.harness.suites import SUITES
+from splitkv.lab.harness.suites import CASES, SUITES
 from splitkv.lab.harness.work import DEFAULT, Way, Work
 from splitkv.lab.tune.problems import MATRIX, case_of
 from splitkv.planner.policies import flash_attention_3, paged_attention_v2, sequence_aware
@@ -29,6 +33,14 @@ ABLATION = (128, 256, 384, 512), (1, 2, 4, 8, 32)
 BOUNDARY = (128, 192, 256, 320, 384, 385, 448, 512, 513, 576, 640, 768, 896, 1024)
 QUICK_BOUNDARY = (256, 384, 385, 512, 513, 640)
 QUICK_MATRIX = 5  # every so many of the 160, beside those that the rules split differently
+PACKED_AS = {"bf16": "packing", "int8": "packing int8", "fp8": "packing fp8"}  # type -> step
+CHUNK = 256  # keys of a program of the sink source's decode kernel
+CHUNKED_KEYS = (128, 256, 512, 1024, 2048, 4096, 8192)  # and one query token of gpt-oss
+GPT_OSS = (64, 8, 64)  # heads, KV heads, head dimension
+PAGES = (8, 16, 32, 64, 128)  # the block sizes of the paged source
+TRITON = "decode_split"  # our kernel that any GPU runs
+# Steps that a backend is not timed on: FlashAttention-3 has no int8 and none of our kernels.
+NOT_OF = {"fa3": ("sdpa", "packing int8", "kernels"), "splitkv": ("sdpa", "no metadata")}
 MQA_16 = "seed003_mqa-B16-ctx4k_page16"  # the shape of `ten_shapes` with a claim of its own
 
 Rule = Callable[[int, int, int], int]
@@ -103,7 +115,19 @@ def works(quick: bool, num_sms: int) -> list[Work]:
         *matrix(quick, num_sms),
         *ten_shapes(quick),
         *packing(quick),
+        *no_metadata(num_sms),
+        *one_launch(quick),
+        *sdpa(quick),
+        *page_sizes(),
+        *kernels(),
     ]
+
+
+def takes(backend: str, step: str) -> bool:
+    """Whether a backend is timed on a step."""
+    if backend == "torch":
+        return step == "sdpa"
+    return step not in NOT_OF.get(backend, ())
 
 
 @cache
@@ -169,15 +193,70 @@ def ten_shapes(quick: bool) -> Iterator[Work]:
 
 def packing(quick: bool) -> Iterator[Work]:
     """Three query tokens of 16 heads on one KV head, with and without packing and splitting: the
-    suite `seed004`."""
-    for case in SUITES["seed004"][:: 3 if quick else 1]:
-        ways = (
-            Way("neither", 1, False),
-            Way("split", 0, False),
-            Way("packed", 1, True),
-            Way("both", 0, True),
-        )
-        yield Work("packing", case, ways)
+    suite `seed004`, in bf16, in int8 with half of the products, and in fp8."""
+    ways = (
+        Way("neither", 1, False),
+        Way("split", 0, False),
+        Way("packed", 1, True),
+        Way("both", 0, True),
+    )
+    for dtype, step in PACKED_AS.items():
+        for case in SUITES["seed004"][:: 3 if quick else 1]:
+            yield Work(step, stored_as(case, dtype), ways)
+
+
+def stored_as(case: Case, dtype: str) -> Case:
+    """The case with keys and values of this type, and scales of each head."""
+    if dtype == "bf16":
+        return case
+    codec: Any = Codec(dtype, "head")  # type: ignore[arg-type]
+    p = replace(case.problem, codec=codec, products=DEFAULT_PRODUCTS[codec.name])
+    return replace(case, name=f"{case.name}_{dtype}", problem=p)
+
+
+def kernels() -> Iterator[Work]:
+    """The longest contexts of `packing` in int8 on the portable kernel and by default."""
+    for case in SUITES["seed004"][-3:]:
+        yield Work("kernels", stored_as(case, "int8"), (Way("triton", kernel=TRITON), DEFAULT))
+
+
+def no_metadata(num_sms: int) -> Iterator[Work]:
+    """The rows of table 1 in which the rules differ, without scheduler metadata made ahead."""
+    for kv_heads in (1, 2):
+        work = by_rules("no metadata", mqa(512, kv_heads), num_sms, ("standard", "patched"))
+        yield work._replace(ways=tuple(way._replace(ahead=False) for way in work.ways))
+
+
+def one_launch(quick: bool) -> Iterator[Work]:
+    """One query token of gpt-oss: a program for all keys of a head, or one for each chunk."""
+    heads, kv_heads, head_dim = GPT_OSS
+    for keys in CHUNKED_KEYS[:: 2 if quick else 1]:
+        case = case_of(tuned_problem(1, heads, kv_heads, head_dim, 1, keys, None))
+        chunks = ceil_div(keys, CHUNK)
+        ways = Way("one program", 1), Way("chunks", chunks), DEFAULT
+        yield Work("one launch", case, ways)
+
+
+def contiguous(case: Case) -> Case:
+    """The case with its keys in one piece."""
+    name = case.name.removesuffix(f"_{case.place}")
+    return replace(case, name=name, problem=replace(case.problem, place=Contiguous()))
+
+
+def sdpa(quick: bool) -> Iterator[Work]:
+    """The ten shapes on torch's own attention, which knows no pages."""
+    for work in ten_shapes(quick):
+        yield Work("sdpa", contiguous(work.case), (Way("sdpa"),))
+
+
+def page_sizes() -> Iterator[Work]:
+    """The shape whose gap no block size closed, over the block sizes of the source."""
+    case = CASES[MQA_16]
+    for size in PAGES:
+        name = case.name.replace("page16", f"page{size}")
+        p = replace(case.problem, place=Paged(size))
+        ways = Way("one pass", 1), Way("partitions", ceil_div(p.seqlen_k, PARTITION_SIZE))
+        yield Work("page sizes", replace(case, name=name, problem=p), ways)
 
 
 def picks(rule: paged_attention_v2.Rule, p: Problem, num_sms: int) -> str:

@@ -10,15 +10,19 @@ prefill, backward:
   dims      head dimensions of 64, 256 and 192 with values of 128
   windows   a window of 4096 keys with 4 sink tokens beside the causal mask, at lengths around the
             one from which it is faster; a window of 128 keys up to 128K tokens
+  linear    the same window at 32K and 128K tokens: whether time and memory are linear in them
   gpt_oss   64 query heads on 8 KV heads of 64, with sink logits beside without, full and windowed
 prefill alone:
-  quant     some of `records` with keys and values in int8 (products half) and e4m3 (full), a scale
-            a head, beside bf16
+  quant     the mqa16 shapes of `records` with keys and values in int8 (products half) and e4m3
+            (full), a scale a head, beside bf16
 backward alone:
   deterministic  `records` with gradients that have the same bits every time, beside those without
 varlen:
   forward   64 sequences of log-normal lengths, packed, beside as many flops in equal lengths
   backward  the same with gradients
+  varlen_mixed  steps of an engine, `step_2x1024of9216_62`: two chunks of 1024 queries of 9216 keys
+            each and 62 sequences with one query of log-normal many keys, in pages of 16 and 64,
+            beside the chunks alone
   chunks    chunks of prompts behind a cache, `b4_2048of16384` 2048 queries of 16384 keys each: the
             keys in pages beside contiguous ones
 """
@@ -30,6 +34,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import product
 from statistics import NormalDist
 from typing import Any
 
@@ -53,6 +58,7 @@ DIMS = {  # (head dimension, that of values): situations
     (192, 128): ("mha16",),
 }
 CROSSING, WINDOW, SINK_TOKENS = (1024, 2048, 4096, 8192, 16384), 4096, 4
+LINEAR = (32768, 131072)  # tokens of which a window leaves most unseen
 NARROW, LENGTHS = 128, (8192, 16384, 32768, 65536, 131072)
 GPT_OSS = (4096, 16384, 65536)
 PACKED, ROOT_MEAN_SQUARE = (
@@ -61,6 +67,9 @@ PACKED, ROOT_MEAN_SQUARE = (
 )  # sequences, and the length that has as many pairs as their mean
 CHUNKS = ((1, 512, 16384), (1, 2048, 16384), (1, 4096, 65536), (4, 2048, 16384))
 PAGES = (16, 64, 128, 256)
+# (chunks, query tokens and keys of each, sequences with one query)
+STEPS = ((1, 2048, 2048, 63), (2, 1024, 9216, 62), (4, 512, 16896, 124))
+STEP_PAGES, STEP_MEDIAN, STEP_LONGEST = (16, 64), 2048, 16384
 
 
 def problem(
@@ -108,6 +117,12 @@ def windows() -> Iterator[Case]:
         yield Case(f"gqa32x8_b1_{tokens}_window{NARROW}", what)
 
 
+def linear() -> Iterator[Case]:
+    for tokens in LINEAR:
+        what = problem(1, *SITUATIONS["gqa32x8"], tokens, mask=window(WINDOW, SINK_TOKENS))
+        yield Case(f"gqa32x8_b1_{tokens}_window{WINDOW}_sink_tokens{SINK_TOKENS}", what)
+
+
 def gpt_oss() -> Iterator[Case]:
     for tokens in GPT_OSS:
         for layer, mask in (("causal", MASKS["causal"]), (f"window{NARROW}", window(NARROW))):
@@ -118,7 +133,7 @@ def gpt_oss() -> Iterator[Case]:
 
 
 def quant() -> Iterator[Case]:
-    for case in tables({"mqa16": [shape for shape in FORWARD["mqa16"] if shape[1] >= 2048]}):
+    for case in tables({"mqa16": FORWARD["mqa16"]}):
         yield case
         for dtype, products in (("int8", "half"), ("fp8", "full")):
             codec: Any = Codec(dtype, "head")  # type: ignore[arg-type]
@@ -161,6 +176,33 @@ def chunks() -> Iterator[Case]:
             yield Case(f"{name}_page{page_size}", what, beside=name)
 
 
+def single_keys(count: int) -> list[int]:
+    """Keys of sequences that decode: quantiles of a log-normal distribution, sigma 1."""
+    normal = NormalDist(math.log(STEP_MEDIAN), 1.0)
+    drawn = [round(math.exp(normal.inv_cdf((i + 0.5) / count))) for i in range(count)]
+    return [min(STEP_LONGEST, keys) for keys in drawn]
+
+
+def varlen_mixed() -> Iterator[Case]:
+    heads = SITUATIONS["gqa32x8"]
+    for (count, tokens, keys, singles), page_size in product(STEPS, STEP_PAGES):
+        whole = [(tokens, keys)] * count + [(1, own) for own in single_keys(singles)]
+        random.Random(0).shuffle(whole)
+        ending = f"_page{page_size}"
+        name = f"step_{count}x{tokens}of{keys}"
+        alone = f"{name}_0{ending}"
+        for own, of_step in ((alone, [x for x in whole if x[0] > 1]), ("", whole)):
+            queries, lengths = (tuple(x) for x in zip(*of_step, strict=True))
+            longest: dict[str, Any] = {"seqlen_q": max(queries), "seqlen_k": max(lengths)}
+            dense = problem(len(of_step), *heads, keys)
+            what = replace(
+                dense, kind="varlen", place=Paged(page_size), lengths="device", **longest
+            )
+            yield Case(
+                own or f"{name}_{singles}{ending}", what, lengths, None if own else alone, queries
+            )
+
+
 def with_gradients(cases: Iterator[Case]) -> tuple[Case, ...]:
     return tuple(replace(case, problem=replace(case.problem, needs_grad=True)) for case in cases)
 
@@ -177,6 +219,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "records": tuple(tables(FORWARD)),
         "dims": tuple(dims()),
         "windows": tuple(windows()),
+        "linear": tuple(linear()),
         "gpt_oss": tuple(gpt_oss()),
         "quant": tuple(quant()),
     },
@@ -184,6 +227,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "records": with_gradients(tables(BACKWARD)),
         "dims": with_gradients(dims()),
         "windows": with_gradients(windows()),
+        "linear": with_gradients(linear()),
         "gpt_oss": with_gradients(gpt_oss()),
         "deterministic": with_gradients(deterministic()),
     },
@@ -191,6 +235,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
         "forward": tuple(packed()),
         "backward": with_gradients(packed()),
         "chunks": tuple(chunks()),
+        "varlen_mixed": tuple(varlen_mixed()),
     },
 }
 CASES: dict[tuple[str, str], Case] = {
