@@ -442,6 +442,37 @@ def test_steps_that_are_refused() -> None:
         engine.impl.forward(None, out, out, out, engine.cache, None, out, torch.ones(1))
 
 
+def rows_of_guide() -> list[tuple[str, str, str]]:
+    """(what, whether, how to ask) of the table in docs/serving.md."""
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    table = page.partition("| | served | asked |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| (.+?) \| (yes|no) \| `(.+)` \|$", table, re.M)
+
+
+@pytest.mark.parametrize(("what", "served", "asked"), rows_of_guide(), ids=lambda text: text[:40])
+def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cudagraph_support(drafted: int) -> str:
+        settings = contract.config(drafted=drafted)
+        return adapter.SplitKVMetadataBuilder.get_cudagraph_support(settings, None).name
+
+    orders = {}
+    for layout in ("NHD", "HND"):
+        monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda layout=layout: layout)
+        orders[adapter.SplitKVBackend.get_kv_cache_stride_order()] = layout
+    known = {
+        **{name: getattr(adapter, name) for name in ("SplitKVBackend", "SplitKVImpl")},
+        **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")},
+        "capability": lambda major, minor: SimpleNamespace(major=major, minor=minor),
+        "cudagraph_support": cudagraph_support,
+        "layouts": orders.values(),
+    }
+    assert bool(eval(asked, known)) == (served == "yes"), what
+
+
+def test_guide_has_a_table() -> None:
+    assert len(rows_of_guide()) > 20
+
+
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     """The entry point names it; it may be called twice."""
     registered: dict[Any, str] = {}
