@@ -236,6 +236,13 @@ def test_caches(cache: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(list(mixed_steps(engine, 3))) == 3
 
 
+@pytest.mark.parametrize("cache", [name for name in CACHES if name != "as it is"])
+def test_sinks_beside_quantised_caches(cache: str) -> None:
+    kv, scales = CACHES[cache]
+    engine = Engine(kv, scales=scales, impl=LAYERS["sinks and window"])
+    assert len(list(mixed_steps(engine, 3))) == 3
+
+
 def test_a_cache_within_larger_blocks() -> None:
     """Blocks of several layers lie side by side: their stride is larger than their size."""
     for kv in ("auto", "int8_per_token_head"):
