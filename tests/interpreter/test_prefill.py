@@ -17,7 +17,7 @@ from training import few_programs, paged, problem_of
 import splitkv
 from splitkv import reference
 from splitkv.core.device import GPUS
-from splitkv.core.kv import Contiguous, Paged
+from splitkv.core.kv import Contiguous, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
@@ -105,6 +105,24 @@ def test_tiles_wider_than_heads(head_dims: tuple[int, int], merge: Any) -> None:
     sizes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
     problem = Problem("dense", 1, 2, 1, **sizes, seqlen_q=40, seqlen_k=70, mask=Mask(True))
     check(problem, run=run(64, num_splits=2, merge=merge), strided=True)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 2}, {"num_splits": 3, "merge": "last"}])
+def test_writes_into_the_buffer_of_the_caller(kind: Any, options: dict[str, Any]) -> None:
+    """A slice of a larger one, of which nothing else is written."""
+    problem = replace(DENSE, head_dim_v=24, seqlen_q=20, seqlen_k=40, mask=Mask(True))
+    if kind == "varlen":
+        problem = replace(problem, kind="varlen", place=Ragged(), lengths="device")
+    call = make_operands(problem)
+    wanted = run(**options)(problem, call)
+    shape = wanted[0].shape
+    room = torch.full((*shape[:-2], shape[-2] + 1, shape[-1] + 8), math.nan, dtype=torch.float16)
+    out = room[..., 1:, :-8]
+    results = run(**options)(problem, call | {"out": out})
+    assert results[0] is out
+    assert torch.equal(out, wanted[0]) and torch.equal(results[1], wanted[1])
+    assert room[..., :1, :].isnan().all() and room[..., -8:].isnan().all()
 
 
 def in_pages(page_size: int, launch: Any) -> Any:

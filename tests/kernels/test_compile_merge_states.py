@@ -6,7 +6,6 @@ import math
 from unittest import mock
 
 import cases
-import pytest
 import torch
 from compiling import AnyGPU, Layout, Recorder, measure, variants
 from triton.runtime.driver import driver
@@ -37,7 +36,6 @@ class Shape(tuple[int, ...]):
         return Shape(found) if isinstance(item, slice) else found
 
 
-@pytest.mark.newest
 @variants(AXES, most=8, ids=lambda v: f"{v['gpu']}-{v['states']}")
 def test_compiles(values: cases.Values) -> None:
     major, minor = GPUS[values["gpu"]].capability

@@ -22,7 +22,7 @@ PUBLIC_FUNCTIONS = (
     "warmup",
 )
 PUBLIC_CLASSES = ("Device", "Plan", "Problem", "UnsupportedProblem")
-OPTIONAL = {"vllm", "transformers", "typer", "rich", "matplotlib"}
+OPTIONAL = {"sglang", "vllm", "transformers", "typer", "rich", "matplotlib"}
 
 
 def run(code: str) -> str:

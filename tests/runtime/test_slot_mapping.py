@@ -10,6 +10,8 @@ from torch import Tensor
 
 import splitkv
 from splitkv.cache import quantize_kv
+from splitkv.runtime import append as runtime
+from splitkv.runtime import slot_mapping
 
 PAGES, SIZE, HEADS, DIM, DIM_V, TOKENS = 6, 4, 2, 16, 24, 7
 STORED = {"fp32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -85,6 +87,26 @@ def test_traced() -> None:
     compiled = torch.compile(splitkv.append, backend="eager", fullgraph=True)
     compiled(k, v, k_cache, v_cache, torch.arange(TOKENS) + 2)
     assert torch.equal(k_cache.flatten(0, 1)[2 : 2 + TOKENS], k)
+
+
+def test_a_call_like_an_earlier_one_is_only_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: checked when it is bound, and not again."""
+    launched: list[Any] = []
+
+    class Launcher:
+        device = None
+
+        def __call__(self, call: Any, given: list[Tensor]) -> tuple[None, None]:
+            launched.append(call)
+            return None, None
+
+    (k, v), (k_cache, v_cache) = tokens(), caches("HND", torch.float32)
+    monkeypatch.setattr(runtime.calls, "match", lambda options, tensors: Launcher())
+    monkeypatch.setattr(slot_mapping, "expect_slots", None)
+    slots = torch.arange(TOKENS)
+    splitkv.append(k, v, k_cache, v_cache, slots)
+    (call,) = launched
+    assert call.slots is slots and call.k is k and call.k_cache is k_cache and call.before is None
 
 
 CALL: dict[str, Any] = {

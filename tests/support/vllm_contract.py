@@ -42,7 +42,25 @@ class AttentionCGSupport(Enum):
 
 
 class AttentionBackend:
+    supported_dtypes: Any = []
     supported_kv_cache_dtypes: Any = []
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return dtype in cls.supported_dtypes
+
+    @classmethod
+    def supports_block_size(cls, block_size: int) -> bool:
+        sizes = cls.get_supported_kernel_block_sizes()  # type: ignore[attr-defined]
+        return any(block_size % size.base == 0 for size in sizes)
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return False
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:

@@ -8,6 +8,7 @@ from types import ModuleType
 _MODULES = (
     "continuous_batching",
     "serving",
+    "sglang",
     "sink_window_cache",
     "torch_sdpa",
     "transformers",

@@ -31,7 +31,7 @@ from splitkv.kernels.tile.softmax import finish, finite_or_zero
 if TYPE_CHECKING:
     from torch import Tensor
 
-TILE_ELEMENTS = 2048  # of a state, a program
+TILE_ELEMENTS = 1024  # of a state, a program
 
 
 class State(NamedTuple):

@@ -236,6 +236,13 @@ def test_caches(cache: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(list(mixed_steps(engine, 3))) == 3
 
 
+@pytest.mark.parametrize("cache", [name for name in CACHES if name != "as it is"])
+def test_sinks_beside_quantised_caches(cache: str) -> None:
+    kv, scales = CACHES[cache]
+    engine = Engine(kv, scales=scales, impl=LAYERS["sinks and window"])
+    assert len(list(mixed_steps(engine, 3))) == 3
+
+
 def test_a_cache_within_larger_blocks() -> None:
     """Blocks of several layers lie side by side: their stride is larger than their size."""
     for kv in ("auto", "int8_per_token_head"):
@@ -440,6 +447,37 @@ def test_steps_that_are_refused() -> None:
     out = torch.empty(1, HEADS, DIM)
     with pytest.raises(NotImplementedError, match="output_scale: expected None"):
         engine.impl.forward(None, out, out, out, engine.cache, None, out, torch.ones(1))
+
+
+def rows_of_guide() -> list[tuple[str, str, str]]:
+    """(what, whether, how to ask) of the table in docs/serving.md."""
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    table = page.partition("| | served | asked |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| (.+?) \| (yes|no) \| `(.+)` \|$", table, re.M)
+
+
+@pytest.mark.parametrize(("what", "served", "asked"), rows_of_guide(), ids=lambda text: text[:40])
+def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cudagraph_support(drafted: int) -> str:
+        settings = contract.config(drafted=drafted)
+        return adapter.SplitKVMetadataBuilder.get_cudagraph_support(settings, None).name
+
+    orders = {}
+    for layout in ("NHD", "HND"):
+        monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda layout=layout: layout)
+        orders[adapter.SplitKVBackend.get_kv_cache_stride_order()] = layout
+    known = {
+        **{name: getattr(adapter, name) for name in ("SplitKVBackend", "SplitKVImpl")},
+        **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")},
+        "capability": lambda major, minor: SimpleNamespace(major=major, minor=minor),
+        "cudagraph_support": cudagraph_support,
+        "layouts": orders.values(),
+    }
+    assert bool(eval(asked, known)) == (served == "yes"), what
+
+
+def test_guide_has_a_table() -> None:
+    assert len(rows_of_guide()) > 20
 
 
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:

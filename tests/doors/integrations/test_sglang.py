@@ -1,0 +1,233 @@
+"""The attention backend of SGLang against the definition, in batches as its scheduler has them."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang_contract as contract
+import torch
+from sglang_contract import ForwardMode, adapter
+from torch import Tensor
+
+from splitkv import reference
+from splitkv.core.masks import Mask
+from splitkv.testing import assert_close
+
+HEADS, KV_HEADS, DIM, CONTEXT, REQUESTS = 4, 2, 16, 160, 6
+DTYPE = torch.bfloat16
+E4M3 = torch.float8_e4m3fn
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+def tokens(count: int, heads: int) -> Tensor:
+    return torch.randn(count, heads, DIM, dtype=DTYPE)
+
+
+class Engine:
+    """As much of SGLang as a backend sees: a pool, the slots of each request, batches."""
+
+    def __init__(self, page_size: int = 1, dtype: torch.dtype = DTYPE, **more: Any) -> None:
+        torch.manual_seed(0)
+        self.draw, self.page_size = random.Random(0), page_size
+        self.sinks = more.pop("sinks", None)
+        self.layer = contract.layer(HEADS, KV_HEADS, DIM, **more.pop("layer", {}))
+        pool = contract.Pool(REQUESTS * CONTEXT, page_size, KV_HEADS, DIM, dtype)
+        self.runner = contract.runner(pool, REQUESTS, CONTEXT, page_size, **more)
+        self.backend = adapter.SplitKVAttnBackend(self.runner)
+        pages = list(range(1, 1 + REQUESTS * CONTEXT // page_size))
+        self.draw.shuffle(pages)
+        slots = torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)
+        self.slots = slots.view(REQUESTS, CONTEXT)
+        self.runner.req_to_token_pool.req_to_token.copy_(self.slots)
+        self.k = [tokens(0, KV_HEADS) for _ in range(REQUESTS)]
+        self.v = [tokens(0, KV_HEADS) for _ in range(REQUESTS)]
+
+    def batch(self, mode: ForwardMode, new: dict[int, int], host: bool = True) -> Any:
+        """SGLang's description of a batch of these requests and new tokens of each."""
+        for request, n in new.items():
+            self.k[request] = torch.cat([self.k[request], tokens(n, KV_HEADS)])
+            self.v[request] = torch.cat([self.v[request], tokens(n, KV_HEADS)])
+        lengths = torch.tensor([len(self.k[request]) for request in new])
+        counts = torch.tensor(list(new.values()))
+        where = [
+            self.slots[request, len(self.k[request]) - n : len(self.k[request])]
+            for request, n in new.items()
+        ]
+        return SimpleNamespace(
+            forward_mode=mode,
+            batch_size=len(new),
+            seq_lens=lengths,
+            seq_lens_cpu=lengths.clone() if host else None,
+            req_pool_indices=torch.tensor(list(new)),
+            extend_seq_lens=counts,
+            extend_seq_lens_cpu=counts.tolist(),
+            out_cache_loc=torch.cat(where),
+        )
+
+    def run(self, x: Any, new: dict[int, int], padded: int = 0) -> Tensor:
+        """A layer of the batch, compared with the definition."""
+        n = sum(new.values())
+        q = tokens(n + padded, HEADS)
+        k, v = (
+            torch.cat([t[r][len(t[r]) - c :] for r, c in new.items()]) for t in (self.k, self.v)
+        )
+        decodes = x.forward_mode.is_decode()
+        forward = self.backend.forward_decode if decodes else self.backend.forward_extend
+        flat = q.view(n + padded, HEADS * DIM)
+        out = forward(flat, k, v, self.layer, x, sinks=self.sinks)
+        assert out.shape == flat.shape
+        first = 0
+        for request, count in new.items():
+            self.compare(request, q[first : first + count], out[first : first + count])
+            first += count
+        return out
+
+    def compare(self, request: int, q: Tensor, out: Tensor) -> None:
+        layer = self.layer
+        causal = layer.attn_type == adapter.AttentionType.DECODER
+        options = self.backend.options_of(layer, causal)
+        mask = Mask(causal, *options.pop("window_size")).within_reach()
+        held = self.k[request], self.v[request]
+        if self.runner.token_to_kv_pool.dtype == E4M3:
+            scales = (1.0 if x is None else x for x in (layer.k_scale, layer.v_scale))
+            pairs = zip(held, scales, strict=True)
+            held = tuple((x / s).to(E4M3).float() * s for x, s in pairs)
+        results = [
+            reference.attention(
+                *(x[None].to(dtype) for x in (q, *held)),
+                **options,
+                mask=mask,
+                sink_logits=self.sinks,
+                upcast=False,
+            )[0][0]
+            for dtype in (torch.float32, DTYPE)
+        ]
+        assert_close(out.view(-1, HEADS, DIM), *results)
+
+    def step(self, mode: ForwardMode, new: dict[int, int], **how: Any) -> Tensor:
+        x = self.batch(mode, new, how.pop("host", True))
+        self.backend.init_forward_metadata(x)
+        return self.run(x, new, **how)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"layer": {"sliding_window_size": 19}},
+    "softcap": {"layer": {"logit_cap": 5.0}},
+    "sinks": {"sinks": SINKS},
+    "not causal": {"layer": {"attn_type": adapter.AttentionType.ENCODER_ONLY}},
+    "fp8": {"dtype": E4M3},
+    "fp8 with scales": {
+        "dtype": E4M3,
+        "layer": {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor([0.03])},
+    },
+    "the same bits": {"enable_deterministic_inference": True},
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_batches(layer: str, page_size: int) -> None:
+    """Prompts, prompts behind a prefix, tokens one by one, both at once."""
+    engine = Engine(page_size, **LAYERS[layer])
+    engine.step(ForwardMode.EXTEND, {0: 5, 3: 40, 1: 1})
+    engine.step(ForwardMode.DECODE, {3: 1, 0: 1}, padded=2)
+    engine.step(ForwardMode.EXTEND, {3: 30, 2: 17}, padded=3)
+    engine.step(ForwardMode.MIXED, {4: 21, 3: 1, 0: 1}, host=False)
+    engine.step(ForwardMode.DECODE, dict.fromkeys(range(5), 1), host=False)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_graphs(page_size: int) -> None:
+    """Every replay reads the addresses of the capture, which have its own lengths and pages."""
+    engine = Engine(page_size)
+    engine.step(ForwardMode.EXTEND, {0: 5, 3: 40, 1: 90})
+    engine.backend.init_cuda_graph_state(8, 8)
+    assert engine.backend.get_cuda_graph_seq_len_fill_value() == 1
+    x = engine.batch(ForwardMode.DECODE, {0: 1, 1: 1})
+    engine.backend.init_forward_metadata_out_graph(x, in_capture=True)
+    captured = engine.backend.step
+    engine.run(x, {0: 1, 1: 1})
+    for requests in ((0, 1), (3, 0), (1, 3)):
+        new = dict.fromkeys(requests, 1)
+        x = engine.batch(ForwardMode.DECODE, new)
+        engine.backend.init_forward_metadata_out_graph(x)
+        engine.backend.init_forward_metadata_in_graph(x)
+        assert engine.backend.step.max_seqlen_k == captured.max_seqlen_k
+        engine.backend.step = captured
+        engine.run(x, new)
+
+
+def test_graphs_of_other_batches_are_refused() -> None:
+    engine = Engine()
+    engine.backend.init_cuda_graph_state(4, 4)
+    x = engine.batch(ForwardMode.EXTEND, {0: 3})
+    with pytest.raises(NotImplementedError, match="forward_mode: expected DECODE, got EXTEND"):
+        engine.backend.init_forward_metadata_out_graph(x)
+
+
+def test_idle() -> None:
+    engine = Engine()
+    x = SimpleNamespace(forward_mode=ForwardMode.IDLE, batch_size=0)
+    engine.backend.init_forward_metadata(x)
+    assert engine.backend.step is None
+    q = torch.empty(0, HEADS * DIM, dtype=DTYPE)
+    assert engine.backend.forward_extend(q, None, None, engine.layer, x).shape == q.shape
+
+
+def test_the_same_bits_have_plans() -> None:
+    engine = Engine(enable_deterministic_inference=True)
+    engine.step(ForwardMode.EXTEND, {0: 5, 3: 40})
+    engine.step(ForwardMode.DECODE, {0: 1, 3: 1})
+    plans = engine.backend.plans[0]._made.values()
+    assert {(plan.policy, plan.problem.kind) for plan in plans} == {
+        ("batch_invariant", "varlen"),
+        ("batch_invariant", "decode"),
+    }
+    assert {plan.problem.seqlen_k for plan in plans} == {CONTEXT}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"use_mla_backend": True}, "use_mla_backend: expected False, got True"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: expected False, got True"),
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: expected None, got EAGLE"),
+        ({"dtype": torch.float8_e5m2}, "kv_cache_dtype: expected auto or fp8_e4m3, got torch.fl"),
+    ],
+)
+def test_what_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        Engine(**more)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"is_cross_attention": True}, "is_cross_attention: expected False"),
+        ({"logit_cap": 3.0, "logit_capping_method": "none"}, "logit_capping_method: expected tanh"),
+        ({"xai_temperature_len": 9}, "xai_temperature_len: expected none"),
+    ],
+)
+def test_layers_that_are_refused(layer: dict[str, Any], message: str) -> None:
+    engine = Engine(layer=layer)
+    with pytest.raises(NotImplementedError, match=message):
+        engine.step(ForwardMode.EXTEND, {0: 5})
+    with pytest.raises(NotImplementedError, match="rel_bias: expected None, got int"):
+        engine.backend.forward_extend(None, None, None, engine.layer, None, rel_bias=3)
+
+
+def test_register() -> None:
+    for _ in range(2):
+        adapter.register()
+    assert adapter.ATTENTION_BACKEND_CHOICES.count("splitkv") == 1
+    if not contract.REAL:
+        assert {"splitkv": adapter.SplitKVAttnBackend} == contract.BACKENDS
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    (entry,) = re.findall(r'entry-points."sglang.srt.plugins"]\nsplitkv = "([^"]+)"', project)
+    assert entry == f"{adapter.__name__}:register"

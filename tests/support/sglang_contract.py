@@ -1,0 +1,170 @@
+"""What the adapter for SGLang imports of it: its own where it is installed, else a stand-in.
+
+The stand-in has the meaning that the members have in SGLang 0.5.17; the pool and the runner, as far
+as a backend reads them, are always stand-ins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REAL = find_spec("sglang") is not None
+ADAPTER = "splitkv.integrations.sglang"
+CHOICES: list[str] = ["triton"]
+BACKENDS: dict[str, Any] = {}
+
+
+class AttentionBackend:
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        pass
+
+
+class AttentionType(Enum):
+    DECODER = "decoder"
+    DECODER_BIDIRECTIONAL = "decoder_bidirectional"
+    ENCODER_ONLY = "encoder_only"
+
+
+@dataclass
+class KVWriteLoc:
+    loc: Tensor
+    swa_loc: Tensor | None = None
+
+
+def register_attention_backend(name: str) -> Callable[[Any], Any]:
+    def register(made: Any) -> Any:
+        BACKENDS[name] = made
+        return made
+
+    return register
+
+
+def stand_in() -> None:
+    """Puts the stand-in where `import sglang` finds it."""
+    layers = "sglang.srt.layers"
+    contents: dict[str, dict[str, Any]] = {
+        f"{layers}.attention.attention_registry": {
+            "register_attention_backend": register_attention_backend
+        },
+        f"{layers}.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
+        f"{layers}.radix_attention": {"AttentionType": AttentionType},
+        "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
+        "sglang.srt.server_args": {
+            "ATTENTION_BACKEND_CHOICES": CHOICES,
+            "add_attention_backend_choices": CHOICES.extend,
+        },
+    }
+    for name in list(contents):
+        parts = name.split(".")
+        for n in range(1, len(parts)):
+            contents.setdefault(".".join(parts[:n]), {})
+    for name, members in contents.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        sys.modules[name] = module
+
+
+def imported() -> ModuleType:
+    """The adapter, beside the stand-in where there is no SGLang, which nothing else sees."""
+    if REAL:
+        return import_module(ADAPTER)
+    before = set(sys.modules)
+    stand_in()
+    try:
+        return import_module(ADAPTER)
+    finally:
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] == "sglang":
+                del sys.modules[name]
+
+
+adapter = imported()
+
+
+class ForwardMode(IntEnum):
+    EXTEND = auto()
+    DECODE = auto()
+    MIXED = auto()
+    IDLE = auto()
+    TARGET_VERIFY = auto()
+
+    def is_decode(self) -> bool:
+        return self == ForwardMode.DECODE
+
+    def is_idle(self) -> bool:
+        return self == ForwardMode.IDLE
+
+
+class Pool:
+    """Slots of keys and values, of which the first page is padding."""
+
+    swa_layer_nums = 0
+    use_hnd = False
+
+    def __init__(self, size: int, page_size: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        shape = size + page_size, heads, dim
+        self.k, self.v = (torch.zeros(shape, dtype=torch.bfloat16).to(dtype) for _ in range(2))
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+    def set_kv_buffer(
+        self, layer: Any, where: Any, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any
+    ) -> None:
+        for buffer, new, scale in ((self.k, k, k_scale), (self.v, v, v_scale)):
+            stored = (new if scale is None else new / scale).to(self.dtype)
+            if self.dtype.itemsize == 1:
+                buffer.view(torch.uint8)[where.loc] = stored.view(torch.uint8)
+            else:
+                buffer[where.loc] = stored
+
+
+def runner(pool: Pool, requests: int, context: int, page_size: int, **more: Any) -> Any:
+    """A model runner, as far as a backend reads it."""
+    arguments = {"speculative_algorithm": None, "enable_deterministic_inference": False}
+    config = {"is_encoder_decoder": False, "context_len": context}
+    known: dict[str, Any] = {"use_mla_backend": False}
+    for name, value in more.items():
+        of = next((x for x in (arguments, config) if name in x), known)
+        of[name] = value
+    table = torch.zeros(requests, context, dtype=torch.int32)
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**arguments),
+        model_config=SimpleNamespace(**config),
+        token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        device="cpu",
+        page_size=page_size,
+        **known,
+    )
+
+
+def layer(heads: int, kv_heads: int, dim: int, **more: Any) -> Any:
+    """A RadixAttention, as far as a backend reads it."""
+    known: dict[str, Any] = {
+        "tp_q_head_num": heads,
+        "tp_k_head_num": kv_heads,
+        "qk_head_dim": dim,
+        "v_head_dim": dim,
+        "scaling": 0.3,
+        "layer_id": 0,
+        "logit_cap": 0.0,
+        "logit_capping_method": "tanh",
+        "sliding_window_size": -1,
+        "is_cross_attention": False,
+        "k_scale": None,
+        "v_scale": None,
+        "attn_type": adapter.AttentionType.DECODER,
+    }
+    return SimpleNamespace(**known | more)
