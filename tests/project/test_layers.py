@@ -27,6 +27,7 @@ LAYERS = (
     "runtime.decode",
     "runtime.autograd runtime.append",
     "runtime.attention runtime.append_decode",
+    "runtime.serving_shapes",
     "runtime.warmup",
     "api",
     "cache flash_attn",

@@ -15,7 +15,7 @@ from splitkv.core import errors
 from splitkv.core.device import Device
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.combine import Final, Partial, combine, merge_tiles
+from splitkv.kernels.combine import UNUSED, Final, Partial, combine, merge_tiles
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.relaunch import Launch, launch_of
@@ -151,7 +151,7 @@ def combine_launch(
 
     early   it may be launched before the kernel that makes partials has ended
     """
-    problem, config = plan.problem, plan.config
+    problem = plan.problem
     if splits.merge != "combine" or not splits.rows:
         return None
     num_splits = splits.num_splits or 1
@@ -183,7 +183,7 @@ def combine_launch(
         "HEAD_DIM_V": problem.head_dim_v,
         "BATCH_P2": 1,
         "TILE_M": problem.group,
-        "TILE_N": config.tile_n,
+        "TILE_N": UNUSED,
         "TILE_P": tile_p,
         "FEW": 0,
         "TILE_V": tile_v,
