@@ -17,6 +17,7 @@ from splitkv.lab.bench import our_variants
 from splitkv.lab.floor import Floors
 from splitkv.lab.suites import CASES
 from splitkv.lab.timing import Protocol, measure, nvidia_smi, one_line
+from splitkv.lab.warm import said_of_records
 from splitkv.planner.policies import tuned
 from splitkv.planner.registry import make_plan
 from splitkv.testing import check
@@ -123,6 +124,7 @@ def table(device: Device) -> Said:
 def self_check(device: Device) -> Iterator[Said]:
     """Everything, a line at a time."""
     yield table(device)
+    yield from said_of_records()
     on_gpu = device.kind == "cuda"
     if on_gpu:
         yield from clocks()

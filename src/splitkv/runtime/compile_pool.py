@@ -103,10 +103,11 @@ def _workers(processes: int, tasks: int, out: str | os.PathLike[str] | None) -> 
         yield lambda tasks: _run(workers, tasks)
     finally:
         for worker in workers:
-            assert worker.stdin is not None
+            assert worker.stdin is not None and worker.stdout is not None
             worker.stdin.close()
         for worker in workers:
             worker.wait()
+            worker.stdout.close()  # type: ignore[union-attr]
 
 
 def _run(

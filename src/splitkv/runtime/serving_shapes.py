@@ -14,7 +14,8 @@ ENGINE_BATCHES = (*range(1, 33), *range(40, 257, 8))
 PROMPTS_TOGETHER = (1, 2, 3, 4, 8, 16, 32, 64)
 TRAINED_TOGETHER = (1, 2, 4, 8, 16)
 NEW_TOKENS = (1, 2, 16, 300, 304)  # of a step: few and many, and multiples of 16 or not
-STEPS_AN_OCTAVE = 4
+EVERY_LENGTH = 256  # up to which a token more may be another tile
+FEW_NEW, SOME_NEW = 4, 16  # tokens of sequences whose keys are split
 
 
 class Shape(NamedTuple):
@@ -37,11 +38,11 @@ class Shape(NamedTuple):
 
 
 def lengths_up_to(longest: int) -> list[int]:
-    """Lengths in STEPS_AN_OCTAVE steps an octave, the longest first."""
-    lengths = [longest]
-    while lengths[-1] > 1:
-        lengths.append(min(int(lengths[-1] / 2 ** (1 / STEPS_AN_OCTAVE)), lengths[-1] - 1))
-    return lengths
+    """Prompt lengths: each up to EVERY_LENGTH, then in steps of a sixteenth octave, and one more
+    each, as tiles and waves end there."""
+    steps = {n + more for n in decided_lengths(longest) for more in (0, 1)}
+    every = {*range(1, EVERY_LENGTH + 1), *steps}
+    return sorted((n for n in every if 0 < n <= longest), reverse=True)
 
 
 def decode_shapes(batches: Sequence[int], longest: int) -> Iterator[Shape]:
@@ -58,9 +59,15 @@ def prompt_shapes(kind: Kind, longest_prompt: int, longest: int) -> Iterator[Sha
         for tokens in lengths_up_to(longest_prompt):
             yield Shape(kind, batch, tokens, tokens)
             if kind == "prompt":
-                for keys in lengths_up_to(longest)[:: 2 * STEPS_AN_OCTAVE]:
-                    if keys > tokens:
-                        yield Shape(kind, batch, tokens, keys)
+                for keys in _keys_behind(tokens, longest):
+                    yield Shape(kind, batch, tokens, keys)
+
+
+def _keys_behind(tokens: int, longest: int) -> list[int]:
+    """Numbers of keys for chunks of so many tokens: more where these are few, as the keys are split
+    then."""
+    step = 1 if tokens <= FEW_NEW else 4 if tokens <= SOME_NEW else 64
+    return [keys for keys in decided_lengths(longest)[::step] if keys > tokens]
 
 
 def training_shapes(longest: int) -> Iterator[Shape]:

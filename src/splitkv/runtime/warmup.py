@@ -105,7 +105,9 @@ class Model:
         name = names.get(self.codec.name)
         dtype = self.dtype if name is None else getattr(torch, name)
         lead = rows, keys, self.num_kv_heads
-        return self.cache((*lead, self.head_dim), dtype), self.cache((*lead, self.head_dim_v), dtype)
+        return self.cache((*lead, self.head_dim), dtype), self.cache(
+            (*lead, self.head_dim_v), dtype
+        )
 
     def cache(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What stands in for a cache of this shape."""
