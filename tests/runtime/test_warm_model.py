@@ -37,9 +37,9 @@ LLAMA = {
     "hidden_size": 4096,
     "max_position_embeddings": 131072,
 }
-LONGEST, BATCHES = 1024, (1, 8, 64)
+LONGEST, BATCHES = 512, (1, 8, 64)
 SERVED = Serving(batch_sizes=BATCHES, max_seqlen=LONGEST, max_seqlen_q=LONGEST)
-TOGETHER = (1, 4, 16)  # prompts
+TOGETHER = (1, 4)  # prompts
 STEPS = 1000
 # What a day of these batches and lengths asks for. Each is a second and a half of a core.
 MOST = {
@@ -91,7 +91,7 @@ def test_variants_are_few(warm: dict[str, str]) -> None:
 def random_shape(r: random.Random) -> tuple[str, Shape]:
     """One call of a day: steps mostly, of any length, prompts, appends, and now and then a step of
     training."""
-    batch, keys = r.choice(BATCHES), int(2 ** r.uniform(0, 10))
+    batch, keys = r.choice(BATCHES), int(2 ** r.uniform(0, 9))
     kind = r.choices(["step", "prompt", "dense", "packed", "slots", "train"], [8, 1, 1, 1, 1, 1])[0]
     if kind == "step":
         return r.choice(["paged", "growing"]), Shape("step", batch, 1, keys)

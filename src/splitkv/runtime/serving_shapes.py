@@ -14,8 +14,8 @@ ENGINE_BATCHES = (*range(1, 33), *range(40, 257, 8))
 PROMPTS_TOGETHER = (1, 2, 3, 4, 8, 16, 32, 64)
 TRAINED_TOGETHER = (1, 2, 4, 8, 16)
 NEW_TOKENS = (1, 2, 16, 300, 304)  # of a step: few and many, and multiples of 16 or not
-EVERY_LENGTH = 256  # up to which a token more may be another tile
-FEW_NEW, SOME_NEW = 4, 16  # tokens of sequences whose keys are split
+EVERY_LENGTH = 128  # up to which a token more may be another tile
+FEW_NEW = 4  # tokens, up to which plans follow the number of keys closely
 
 
 class Shape(NamedTuple):
@@ -66,7 +66,7 @@ def prompt_shapes(kind: Kind, longest_prompt: int, longest: int) -> Iterator[Sha
 def _keys_behind(tokens: int, longest: int) -> list[int]:
     """Numbers of keys for chunks of so many tokens: more where these are few, as the keys are split
     then."""
-    step = 1 if tokens <= FEW_NEW else 4 if tokens <= SOME_NEW else 64
+    step = 1 if tokens <= FEW_NEW else 8
     return [keys for keys in decided_lengths(longest)[::step] if keys > tokens]
 
 
