@@ -30,7 +30,7 @@ from torch.library import Library
 from splitkv.core.errors import expect
 from splitkv.core.plan import Kernel
 from splitkv.core.problem import Operands, describe_attention
-from splitkv.kernels.gradients import backward_for
+from splitkv.kernels.gradients import backward_for, backward_of
 from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.planner.registry import kernel_named, make_plan
 from splitkv.runtime.call_cache import layout
@@ -290,7 +290,7 @@ def _backward(
     call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     launcher, operands = _bind(call._replace(out=None))
-    run = backward_for(launcher.problem, launcher.device, operands)
+    run = backward_of(launcher, operands, backward_for)
     seed = seeds.view(torch.int64)[0] if call.dropout_p > 0 else None
     with _on_device(call.q):
         dq, dk, dv, *_ = run(operands, seed, out, lse, grad_out, None, False)

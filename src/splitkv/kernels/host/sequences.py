@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,11 @@ class SequenceLauncher(ABC):
 
     problem: Problem
     device: Device
+
+    @cached_property
+    def backward_launchers(self) -> dict[Any, Any]:
+        """What makes gradients of its calls: see kernels/gradients.py."""
+        return {}
 
     @abstractmethod
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
