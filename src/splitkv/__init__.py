@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from splitkv.core.errors import UnsupportedProblem
     from splitkv.core.plan import Plan
     from splitkv.core.problem import Problem
+    from splitkv.runtime.warm_model import warmup_model
     from splitkv.runtime.warmup import warmup
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ _HOMES = {
     "plan": "api",
     "quantize_kv": "cache.quantize",
     "warmup": "runtime.warmup",
+    "warmup_model": "runtime.warm_model",
 }
 
 _MODULES = ("cache", "flash_attn", "integrations", "reference")
@@ -74,6 +76,7 @@ __all__ = [
     "plan",
     "quantize_kv",
     "warmup",
+    "warmup_model",
 ]
 
 

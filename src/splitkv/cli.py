@@ -1,5 +1,5 @@
 """The command line: `splitkv demo | explain | bench | sweep | tune | regret | reproduce |
-evolve | distil | accuracy | report | trace | doctor`.
+evolve | distil | accuracy | report | trace | warmup | doctor`.
 
 Exit status: 0 done; 1 the answer is no (no kernel can run it, a check of the demo failed); 2 the
 question is malformed, said in one line.
@@ -33,6 +33,7 @@ from splitkv.core.problem import Problem
 from splitkv.core.scales import DEFAULT_PRODUCTS, DTYPE_BYTES
 from splitkv.core.scores import Score
 from splitkv.lab import commands
+from splitkv.lab.bench import warm
 from splitkv.lab.harness.terminal import Lengths, console, expect_here, one_line_errors
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(commands.app)
+app.command()(warm.warmup)
 
 TYPICAL = Problem("decode", 1, 32, 8, 128, 128, 1, 4096, mask=Mask(causal=True))
 

@@ -38,6 +38,7 @@ from splitkv.kernels.limits import hopper_backward as limits
 from splitkv.kernels.limits.hopper_backward import HEAD_DIMS, variants
 from splitkv.planner.policies.backward import with_row_splits
 from splitkv.planner.policies.row_splits import row_splits
+from splitkv.runtime import dispatch
 from splitkv.testing import Mask, Problem, Ragged, Score, check, expected, make_operands
 
 FAMILIES, PLANS, PROBLEMS = 8, 2, 16  # of a family; of a plan
@@ -75,6 +76,7 @@ def test_every_config(
     monkeypatch.setattr(prefill, "backward_for", any_gpu_backward)
     for config in list(getattr(variant, which)(problem, HERE)):
         monkeypatch.setattr(variant, which, lambda problem, device, c=config: iter([c]))
+        dispatch.calls.clear()  # a launcher keeps what makes its gradients
         check(problem, device=DEVICE, run=run)
 
 

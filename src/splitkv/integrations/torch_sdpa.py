@@ -32,7 +32,7 @@ from splitkv.core.errors import expect
 from splitkv.core.options import defaults_of
 from splitkv.core.plan import Kernel
 from splitkv.core.problem import Operands, describe_attention
-from splitkv.kernels.gradients import backward_for
+from splitkv.kernels.gradients import backward_for, backward_of
 from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.planner.registry import kernel_named, make_plan
 from splitkv.runtime.call_cache import CallCache
@@ -306,7 +306,7 @@ def _backward(
     call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     launcher, operands = _bind(call._replace(out=None))
-    run = backward_for(launcher.plan, operands)
+    run = backward_of(launcher, operands, backward_for)
     seed = seeds.view(torch.int64)[0] if call.dropout_p > 0 else None
     with _on_device(call.q):
         grads = run(operands, seed, out, lse, grad_out, None, False)

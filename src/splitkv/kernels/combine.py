@@ -163,6 +163,7 @@ def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
 # Where a batch is shared out: parts in the only step of a row of no more, parts a step of others,
 # columns a program, warps. Most sequences have few parts, but a long one is not to be waited for.
 SHARED_TILES = 4, 64, 32, 1
+UNUSED = 0  # in the place of TILE_N where no batch is shared out: other tiles are no other variant
 
 
 @triton.jit
@@ -255,8 +256,8 @@ def combine(
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BATCH_P2: tl.constexpr,
-    TILE_M: tl.constexpr,  # of decode_split, as TILE_N
-    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,  # of decode_split
+    TILE_N: tl.constexpr,  # of decode_split, or UNUSED
     TILE_P: tl.constexpr,  # parts a step
     FEW: tl.constexpr,  # a row of no more parts takes one step of so many; 0: it does not
     TILE_V: tl.constexpr,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from splitkv.kernels.host.cache_keys import settle_key
+
 
 class CompileTimeRecord(str):
     """Named values that are known when a kernel is compiled: numbers, names, types and functions.
@@ -26,8 +28,13 @@ class CompileTimeRecord(str):
         wrong = sorted({*names} ^ {*values})
         assert not wrong, f"{cls.__name__}: expected {', '.join(names)}, wrong are {wrong}"
         # a jit function's cache_key is a hash of its source and of what it calls
-        parts = (f"{name}={getattr(values[name], 'cache_key', values[name])}" for name in names)
+        parts = (f"{name}={key_of(values[name])}" for name in names)
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         record = super().__new__(cls, f"{cls.__name__}_{digest[:32]}")
         record.__dict__.update(values)
         return record
+
+
+def key_of(value: Any) -> Any:
+    """What identifies a value of a record: of a function the hash of its source."""
+    return getattr(settle_key(value), "cache_key", value)

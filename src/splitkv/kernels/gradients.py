@@ -5,18 +5,42 @@ This is above the kernels of the backward and below those of the forward, whose 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
 from splitkv.core.variants import Backward, HopperBackward
 from splitkv.kernels.backward.launcher import BackwardLauncher
 from splitkv.kernels.hopper.backward.launcher import HopperBackwardLauncher
+from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.kernels.limits.prefill import refit
 
+Bound = BackwardLauncher | HopperBackwardLauncher
 
-def backward_for(plan: Plan, operands: Operands) -> BackwardLauncher | HopperBackwardLauncher:
+
+def backward_for(plan: Plan, operands: Operands) -> Bound:
     """The kernels of `Plan.backward`, or of the plan that is for these operands' addresses."""
     found = refit(plan, operands).backward
     if isinstance(found, HopperBackward):
         return HopperBackwardLauncher(plan.problem, plan.device, found)
     assert isinstance(found, Backward), f"expected a plan with a backward, got {plan}"
     return BackwardLauncher(plan.problem, plan.device, found)
+
+
+def backward_of(
+    launcher: SequenceLauncher,
+    operands: Operands,
+    make: Callable[[Plan, Operands], Bound] = backward_for,
+) -> Bound:
+    """What makes the gradients of a call of a launcher, bound once for its layout: at addresses
+    that are multiples of 16 bytes, and at others.
+
+    make   binds one
+    """
+    x = operands
+    aligned = not (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr()) & 15
+    bound = launcher.backward_launchers
+    found = bound.get((aligned, make))
+    if found is None:
+        found = bound[aligned, make] = make(launcher.plan, operands)
+    return found

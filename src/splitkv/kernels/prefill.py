@@ -44,7 +44,6 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
 from splitkv.kernels.combine import FINISHED, write_absent
-from splitkv.kernels.gradients import backward_for
+from splitkv.kernels.gradients import backward_for, backward_of
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.sequence_sizes import (
@@ -121,7 +120,6 @@ from splitkv.kernels.tile.visit import (
 from splitkv.kernels.tile.weight import Queries, Scoring
 
 LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
-TENSORS = (*LEAVES, "cu_seqlens_q", "cu_seqlens_k")  # of Operands
 SIZES = (  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "chunk", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "stride_table", "stride_slope", "tiles", "lanes"),
@@ -459,8 +457,7 @@ class Attention(torch.autograd.Function):
         out, lse = launcher.forward(operands, seed)
         x = operands
         ctx.save_for_backward(*leaves, x.cu_seqlens_q, x.cu_seqlens_k, seed, out, lse)
-        without: dict[str, Any] = dict.fromkeys(TENSORS)
-        ctx.launcher, ctx.scalars = launcher, replace(x, **without)
+        ctx.launcher, ctx.scalars = launcher, (x.softmax_scale, x.softcap, x.dropout_p)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -468,10 +465,11 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
-        tensors = ctx.saved_tensors[:-3]
-        seed, out, lse = ctx.saved_tensors[-3:]
-        operands = replace(ctx.scalars, **dict(zip(TENSORS, tensors, strict=True)))
-        run = backward_for(ctx.launcher.plan, operands)
+        q, k, v, sink, slopes, cu_q, cu_k, seed, out, lse = ctx.saved_tensors
+        operands = Operands(q, k, v, sink_logits=sink, alibi_slopes=slopes)
+        operands.cu_seqlens_q, operands.cu_seqlens_k = cu_q, cu_k
+        operands.softmax_scale, operands.softcap, operands.dropout_p = ctx.scalars
+        run = backward_of(ctx.launcher, operands, backward_for)
         saved, of_slopes = (operands, seed, out, lse), ctx.needs_input_grad[-1]
         of_arguments = (None, None, None)  # launcher, operands and seed have no gradient
         return of_arguments + tuple(run(*saved, grad_out, grad_lse, of_slopes))

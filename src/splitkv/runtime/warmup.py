@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from splitkv.core.device import Device
 from splitkv.core.errors import (
     expect,
     expect_bool,
@@ -34,25 +35,29 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem, describe_attention, describe_decode
 from splitkv.core.scales import DTYPE_BYTES, QUANTISED
 from splitkv.kernels.host.append_call import Append, Rotary
+from splitkv.kernels.host.stand_in import stand_in
 from splitkv.planner.registry import decided_lengths
+from splitkv.runtime.append import append as append_tokens
 from splitkv.runtime.append_decode import append_and_decode, appending
-from splitkv.runtime.attention import attention_varlen
+from splitkv.runtime.attention import attention, attention_varlen
 from splitkv.runtime.decode import decode
 from splitkv.runtime.dispatch import plan_for, torch_device
+from splitkv.runtime.serving_shapes import Shape
 
 GRANULARITIES = [name for name in get_args(Granularity) if name != AS_IS.granularity]
 TOTAL = 16  # tokens of packed prompts
 WITH_APPEND = options_of("append_and_decode")
 MADE_HERE = tensors_of("append_and_decode")
+PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 DECODE_DEFAULTS, VARLEN_DEFAULTS = defaults_of("decode"), defaults_of("attention_varlen")
 
 
 class Call(NamedTuple):
-    """A call that serving will make: what it asks, of which operands, how it is run, and the tokens
-    of packed prompts."""
+    """A call that serving will make: what it asks, of which operands, None of `append` alone; how
+    it is run, and the tokens of packed prompts."""
 
-    problem: Problem
-    operands: Operands
+    problem: Problem | None
+    operands: Operands | None
     run: Callable[[], Any]
     total: int | None = None
 
@@ -77,6 +82,7 @@ class Model:
     num_splits: int
     device: torch.device
     arguments: dict[str, Any]
+    gpu: Device | None = None  # in the place of the device, which then may not be there
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -86,6 +92,8 @@ class Model:
         return (TOTAL, 1) if of_tokens and self.num_kv_heads == 1 else (TOTAL,)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if self.gpu is not None:
+            return stand_in(shape, dtype or self.dtype, self.gpu)
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def index(self, *shape: int) -> Tensor:
@@ -97,8 +105,15 @@ class Model:
         name = names.get(self.codec.name)
         dtype = self.dtype if name is None else getattr(torch, name)
         lead = rows, keys, self.num_kv_heads
-        k = standing_in((*lead, self.head_dim), dtype, self.device)
-        return k, standing_in((*lead, self.head_dim_v), dtype, self.device)
+        return self.cache((*lead, self.head_dim), dtype), self.cache(
+            (*lead, self.head_dim_v), dtype
+        )
+
+    def cache(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What stands in for a cache of this shape."""
+        if self.gpu is not None:
+            return stand_in(shape, dtype, self.gpu)
+        return standing_in(shape, dtype, self.device)
 
     def scales(self, *lead: int) -> dict[str, Tensor]:
         """k_scale and v_scale of tokens [*lead, num_kv_heads]; none of what is not quantised."""
@@ -106,7 +121,7 @@ class Model:
             return {}
         heads = self.num_kv_heads
         shapes = {"tensor": (1,), "head": (heads,), "token": (*lead, heads)}
-        scale = standing_in(shapes[self.codec.granularity], torch.float32, self.device)
+        scale = self.cache(shapes[self.codec.granularity], torch.float32)
         return {"k_scale": scale, "v_scale": scale}
 
     def beside(self) -> dict[str, Tensor]:
@@ -178,6 +193,68 @@ class Model:
         given |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
         problem, operands = describe_attention(q, k, v, needs_grad=False, **given)
         return Call(problem, operands, partial(attention_varlen, q, k, v, **given), total)
+
+    def sequences(self, shape: Shape) -> Call:
+        """A call of `attention`, or packed of `attention_varlen`, causal; where the shape is one of
+        training, its backward too."""
+        heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        values = self.num_kv_heads, self.head_dim_v
+        lead_q: tuple[int, ...] = (shape.batch, shape.seqlen_q)
+        lead_k: tuple[int, ...] = (shape.batch, shape.seqlen_k)
+        packed: dict[str, Any] = dict.fromkeys(PACKED)
+        if shape.packed:
+            lead_q = lead_k = (shape.seqlen_q,)
+            cu = self.index(shape.batch + 1)
+            packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+            packed |= {"max_seqlen_q": shape.seqlen_q, "max_seqlen_k": shape.seqlen_q}
+        q, k = self.zeros(*lead_q, *heads), self.zeros(*lead_k, *kv_heads)
+        v = self.zeros(*lead_k, *values)
+        names = VARLEN_DEFAULTS if shape.packed else defaults_of("attention")
+        own = {name: x for name, x in self.arguments.items() if name in names}
+        given = names | {"causal": True} | own | self.beside()
+        leaves = [x for x in (q, k, v, given["sink_logits"]) if x is not None]
+        if shape.trains:
+            for x in leaves:
+                x.requires_grad_()
+        function = attention_varlen if shape.packed else attention
+        described = dict.fromkeys(VARLEN_DEFAULTS) | given | packed
+        described.pop("plan", None)
+        problem, operands = describe_attention(q, k, v, needs_grad=shape.trains, **described)
+        arguments = given | (packed if shape.packed else {})
+        forward = partial(function, q, k, v, **arguments)
+        run = partial(_forward_and_backward, forward, leaves) if shape.trains else forward
+        return Call(problem, operands, run, shape.seqlen_q if shape.packed else None)
+
+    def slots(self, tokens: int) -> Call:
+        """A call of `append` by slots, as `PagedKVCache` makes it."""
+        size = self.page_size or 1
+        k, v = self.caches(1, size)
+        call = Append(
+            self.zeros(tokens, self.num_kv_heads, self.head_dim),
+            self.zeros(tokens, self.num_kv_heads, self.head_dim_v),
+            k,
+            v,
+            slots=self.index(tokens),
+            **self.scales(1, size),
+        )
+        return Call(None, None, partial(append_tokens, call))
+
+    def call_of(self, shape: Shape) -> Call:
+        """The call of a shape."""
+        if shape.kind == "step":
+            return self.step(shape.batch, shape.seqlen_q, shape.seqlen_k)
+        if shape.kind == "prompt":
+            total = self.totals[0] if self.gpu is None else shape.seqlen_q
+            return self.prompt(shape.batch, shape.seqlen_q, shape.seqlen_k, total)
+        if shape.kind == "slots":
+            return self.slots(shape.seqlen_q)
+        return self.sequences(shape)
+
+
+def _forward_and_backward(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
+    with torch.enable_grad():
+        out = forward()
+        torch.autograd.grad(out, leaves, torch.empty_like(out))
 
 
 def standing_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

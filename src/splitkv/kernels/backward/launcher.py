@@ -19,6 +19,7 @@ from splitkv.kernels.backward.rows import statistics, strides_of_stats
 from splitkv.kernels.backward.sum import backward_sum
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.partition import padded_dims
+from splitkv.kernels.host.relaunch import Launched, launch_by_name
 from splitkv.kernels.host.sequence_sizes import (
     offset_type,
     scoring_of,
@@ -64,7 +65,7 @@ def launch_sum(
     splits: Tensor,
     tile_n: int,
     **options: Any,
-) -> None:
+) -> Launched:
     """Launches what adds up dk and dv of splits of rows.
 
     splits    [batch * num_kv_heads * tiles, splits, tile_n, head_dim + head_dim_v] fp32
@@ -88,9 +89,16 @@ def launch_sum(
         "TOGETHER": SUM_SPLITS,
         "PREDECESSOR": "running" if options else "done",
     }
-    backward_sum[(programs, triton.cdiv(tile_n, SUM_TILE))](
-        *in_order(backward_sum, arguments), enable_fp_fusion=True, **options
-    )
+    grid = programs, triton.cdiv(tile_n, SUM_TILE)
+    return launch_by_name(backward_sum, grid, arguments, **options)
+
+
+PER_CALL_OF_SUM = {
+    "ptrs": GradientTensors("q", "k", "v", "grad", "dq", "dk", "dv"),
+    "split_ptr": "split",
+    "cu_k_ptr": "cu_k",
+}
+"""The arguments of `backward_sum` that change from call to call: see `bind_to_addresses`."""
 
 
 def allocate_splits(problem: Problem, x: Operands, splits: RowSplits, tile_n: int) -> Tensor | None:
@@ -127,7 +135,7 @@ class BackwardLauncher:
             grad_out = torch.zeros_like(out)
         elif grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        stats = statistics(self.problem, x, out, lse, grad_out, grad_lse, of_slopes)
+        stats, _ = statistics(self.problem, x, out, lse, grad_out, grad_lse, of_slopes)
         tensors = allocate_gradients(x, grad_out)
         self.launch_keys(x, seed, stats, tensors)
         self.launch_queries(x, seed, stats, tensors)

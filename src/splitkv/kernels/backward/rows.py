@@ -38,7 +38,7 @@ from torch import Tensor
 
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.backward.records import SIZES, Stats
-from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.relaunch import Launched, launch_by_name
 from splitkv.kernels.host.sequence_sizes import lse_strides, strides_of
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
@@ -126,6 +126,18 @@ def backward_rows(
     tl.store(stats.delta + stat, tl.where(empty, 0.0, delta), mask=ok)
 
 
+PER_CALL = {
+    "out_ptr": "out",
+    "grad_ptr": "grad",
+    "lse_ptr": "lse",
+    "grad_lse_ptr": "grad_lse",
+    "sink_ptr": "sink",
+    "stats": Stats("total", "delta", "sink_rows", "slope_rows", "weight", "sink_sums"),
+    "clear_ptr": "clear",
+}
+"""The arguments of `backward_rows` that change from call to call: see `bind_to_addresses`."""
+
+
 def strides_of_stats(problem: Problem, stats: Stats) -> Strides:
     """The strides of sequences and KV heads; a token has an element for each head of its group."""
     return Strides(
@@ -152,8 +164,8 @@ def statistics(
     sink_columns: int | None = None,
     clear: Tensor | None = None,
     p_error: float = P_ERROR,
-) -> Stats:
-    """Launches `backward_rows`; the Stats of a call.
+) -> tuple[Stats, Launched]:
+    """Launches `backward_rows`; the Stats of a call, and its launch.
 
     of_slopes      whether the gradient of ALiBi slopes is wanted
     sink_columns   sums of the gradient of sink logits take the place of room for its rows, so many
@@ -208,7 +220,4 @@ def statistics(
         "CLEARED": CLEARED,
         "ERRORS": 2 * p_error / torch.finfo(out.dtype).eps,
     }
-    backward_rows[(tiles * p.num_kv_heads * batch,)](
-        *in_order(backward_rows, arguments), enable_fp_fusion=True
-    )
-    return stats
+    return stats, launch_by_name(backward_rows, (tiles * p.num_kv_heads * batch,), arguments)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from splitkv.kernels.host.cache_keys import settle_key
+
 
 def in_order(kernel: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments in the order of the kernel's parameters.
 
     AssertionError where one is missing, or where the kernel has no parameter of that name.
     """
+    settle_key(kernel)
     names = kernel.arg_names
     if arguments.keys() != set(names):  # some kernels are launched so in every call
         missing = [name for name in names if name not in arguments]

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +35,14 @@ THREADS = 1024  # of a block, at most
 class Variants:
     """What launches ask Triton to compile meanwhile.
 
-    wanted    whether to compile a variant, by its name; the others are only found
-    asked     names of the variants that were asked for, of each the kernel's own name
-    folders   of the wanted ones the folders of Triton's cache, by the kernel's name
+    wanted     whether to compile a variant, by its name; the others are only found
+    asked      the variants that were asked for: name -> the kernel's own name
+    compiled   of the wanted ones: name -> folder of Triton's cache
     """
 
     wanted: Callable[[str], bool] = lambda variant: False
     asked: dict[str, str] = field(default_factory=dict)
-    folders: list[tuple[str, str]] = field(default_factory=list)
+    compiled: dict[str, str] = field(default_factory=dict)
 
 
 def variant_name(module: str, kernel: str, key: str) -> str:
@@ -56,16 +57,24 @@ def compile_only(gpu: Device, variants: Variants) -> Iterator[None]:
     def asked_for(*, key: str, fn: Any, compile: Any, **_: Any) -> bool:
         name = variant_name(fn.module, fn.name, key)
         variants.asked[name] = fn.name
+        last[:] = [name]
         return not variants.wanted(name)  # True: Triton compiles nothing
+
+    def compiled(*, src: Any, metadata: Any, cache_hit: bool, **_: Any) -> None:
+        variants.compiled[last[0]] = Path(get_cache_manager(metadata["hash"]).cache_dir).name
+        if not cache_hit:
+            build_launcher(src, SimpleNamespace(**metadata))
 
     def launched(metadata: Any) -> None:
         """While launches are observed, launchers keep nothing of them."""
 
-    runtime, active = triton.knobs.runtime, driver._active
-    with runtime.scope():
-        runtime.jit_cache_hook = asked_for
-        runtime.launch_enter_hook = launched
-        driver.set_active(_Driver(gpu, variants))
+    last: list[str] = []  # the variant that is being compiled
+    knobs, active = triton.knobs, driver._active
+    with knobs.runtime.scope(), knobs.compilation.scope():
+        knobs.runtime.jit_cache_hook = asked_for
+        knobs.runtime.launch_enter_hook = launched
+        knobs.compilation.listener = compiled
+        driver.set_active(_Driver(gpu))
         try:
             yield
         finally:
@@ -75,8 +84,8 @@ def compile_only(gpu: Device, variants: Variants) -> Iterator[None]:
 class _Driver:
     """A driver of Triton, as far as compiling and launching ask for one; runs nothing."""
 
-    def __init__(self, gpu: Device, variants: Variants) -> None:
-        self.gpu, self.variants = gpu, variants
+    def __init__(self, gpu: Device) -> None:
+        self.gpu = gpu
         properties = {"max_shared_mem": gpu.smem_per_block}
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: properties,
@@ -94,10 +103,6 @@ class _Driver:
         return 0
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
-        folder = Path(get_cache_manager(metadata.hash).cache_dir).name
-        if (src.fn.__name__, folder) not in self.variants.folders:
-            self.variants.folders.append((src.fn.__name__, folder))
-            build_launcher(src, metadata)
         return lambda *args: None
 
 
@@ -106,12 +111,20 @@ def build_launcher(src: Any, metadata: Any) -> None:
     nvidia = _with_launchers_in_c()
     if nvidia is None:
         return
+    _build_utilities()
     with suppress(ImportError):  # built and kept, but there is no libcuda to load it with
-        nvidia.CudaUtils()
-    with suppress(ImportError):
         nvidia.CudaLauncher(src, metadata)
 
 
+@cache
+def _build_utilities() -> None:
+    from triton.backends.nvidia import driver as nvidia
+
+    with suppress(ImportError):
+        nvidia.CudaUtils()
+
+
+@cache
 def _with_launchers_in_c() -> Any:
     """Triton's module that builds a C module for each signature; None where Triton does not, or
     where nothing here compiles C."""

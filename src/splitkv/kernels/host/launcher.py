@@ -10,7 +10,7 @@ import triton
 
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
-from splitkv.kernels.combine import SHARED_TILES, Final, combine, merge_tiles
+from splitkv.kernels.combine import SHARED_TILES, UNUSED, Final, combine, merge_tiles
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.partition import grid, packed_rows
@@ -199,7 +199,7 @@ def merge_of(plan: Plan, operands: Operands) -> Merge:
         "HEAD_DIM_V": problem.head_dim_v,
         "BATCH_P2": batch_p2(plan),
         "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n,
+        "TILE_N": config.tile_n if splits.programs else UNUSED,
         "TILE_P": tile_p,
         "FEW": few,
         "TILE_V": tile_v,

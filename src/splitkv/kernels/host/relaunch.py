@@ -18,11 +18,13 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import triton
 from triton.compiler.compiler import make_backend
+
+from splitkv.kernels.host.arguments import in_order
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +134,84 @@ def bind_to_descriptors(
         function(x, y, z, stream, *fixed, (*unpacked(addresses), *args, *tail))
 
     return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+
+
+class Launched(NamedTuple):
+    """A launch that went through Triton: its kernel, what that compiled, and its arguments in the
+    order of the kernel's parameters."""
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
+def launch_by_name(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
+) -> Launched:
+    """Launches a kernel through Triton with named arguments."""
+    ordered = in_order(kernel, arguments)
+    compiled = kernel[grid](*ordered, enable_fp_fusion=True, **options)
+    return Launched(kernel, compiled, grid, ordered)
+
+
+AddressLaunch = Callable[[int, Sequence[Any]], None]
+"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with."""
+
+
+def bind_to_addresses(
+    launched: Launched, per_call: Mapping[str, Any], names: Sequence[str]
+) -> AddressLaunch | None:
+    """Binds a launch to all its arguments but some addresses; None: no way is known.
+
+    per_call   the parameters that change from call to call: of a pointer or descriptor the name of
+               its address, of a record of pointers a tuple of such names
+    names      of the addresses
+
+    What was None stays so.
+    """
+    compiled = launched.compiled
+    calling = None if compiled is None else _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+    x, y, z = (*launched.grid, 1, 1)[:3]
+    number = {name: n for n, name in enumerate(names)}
+    template: list[Any] = []
+    pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
+    records: list[tuple[int, list[int | None]]] = []
+    maps: list[tuple[int, int, TensorMaps]] = []
+    for name, value in zip(launched.kernel.arg_names, launched.arguments, strict=True):
+        address = per_call.get(name)
+        if address is None or value is None:
+            template.append(value)
+        elif isinstance(address, tuple):
+            given = zip(address, value, strict=True)
+            records.append((len(template), [None if v is None else number[a] for a, v in given]))
+            template.append(None)
+        elif hasattr(value, "block_shape"):
+            kept = TensorMaps(compiled, len(maps), value.shape, value.strides)
+            maps.append((len(template), number[address], kept))
+            template += [None, *value.shape, *value.strides]
+        else:
+            pointers.append((len(template), number[address]))
+            template.append(None)
+
+    def launch(stream: int, addresses: Sequence[Any]) -> None:
+        args = template.copy()
+        for at, n in pointers:
+            args[at] = addresses[n]
+        for at, kept, n in made_of_maps:
+            args[at] = kept[addresses[n]][0]
+        for at, items in records:
+            args[at] = tuple([None if n is None else addresses[n] for n in items])
+        if as_tuple:
+            function(x, y, z, stream, *fixed, tuple(args))
+        else:
+            function(x, y, z, stream, *fixed, *args)
+
+    made_of_maps = [(at, kept, n) for at, n, kept in maps]
+    return _holding(compiled, launch)
 
 
 def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from splitkv.core import errors
 from splitkv.core.device import Device
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.combine import Final, Partial, combine, merge_tiles
+from splitkv.kernels.combine import UNUSED, Final, Partial, combine, merge_tiles
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.relaunch import Launch, launch_of
@@ -31,6 +32,11 @@ class SequenceLauncher(ABC):
     plan: Plan
     problem: Problem
     device: Device
+
+    @cached_property
+    def backward_launchers(self) -> dict[Any, Any]:
+        """What makes gradients of its calls: see kernels/gradients.py."""
+        return {}
 
     @abstractmethod
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -152,7 +158,7 @@ def combine_launch(
 
     early   it may be launched before the kernel that makes partials has ended
     """
-    problem, config = plan.problem, plan.config
+    problem = plan.problem
     if splits.merge != "combine" or not splits.rows:
         return None
     num_splits = splits.num_splits or 1
@@ -184,7 +190,7 @@ def combine_launch(
         "HEAD_DIM_V": problem.head_dim_v,
         "BATCH_P2": 1,
         "TILE_M": problem.group,
-        "TILE_N": config.tile_n,
+        "TILE_N": UNUSED,
         "TILE_P": tile_p,
         "FEW": 0,
         "TILE_V": tile_v,

@@ -13,6 +13,7 @@ from splitkv.core.device import Device
 from splitkv.core.kv import Codec, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
+from splitkv.lab.bench.warm import said_of_records
 from splitkv.lab.harness.floor import Floors
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.harness.timing import Protocol, measure, nvidia_smi, one_line
@@ -127,6 +128,7 @@ def table(device: Device) -> Said:
 def self_check(device: Device) -> Iterator[Said]:
     """Everything, a line at a time."""
     yield table(device)
+    yield from said_of_records()
     on_gpu = device.kind == "cuda"
     if on_gpu:
         yield from clocks()

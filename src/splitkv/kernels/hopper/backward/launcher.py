@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,11 +23,12 @@ from splitkv.kernels.hopper.backward.mma_half_keys import specialize_half_keys
 from splitkv.kernels.hopper.backward.mma_one_gradient import specialize_one_gradient
 from splitkv.kernels.hopper.backward.queries import hopper_backward_queries
 from splitkv.kernels.hopper.backward.records import BackwardConfig
+from splitkv.kernels.hopper.backward.relaunch import BackwardRelaunch, Workspace, relaunch_of
 from splitkv.kernels.hopper.backward.round import hopper_backward_round
 from splitkv.kernels.hopper.backward.shared_memory import SUM_COLUMNS
 from splitkv.kernels.hopper.backward.sinks import threads_with_ds
 from splitkv.kernels.hopper.primitives.tma_limits import fits_tma
-from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.relaunch import Launched, launch_by_name
 from splitkv.kernels.host.sequence_sizes import LOG2_E, bounds_of, strides_of
 
 BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -92,6 +94,12 @@ def sums_descriptor(sums: Any, pieces: int) -> TensorDescriptor:
     return TensorDescriptor(sums, [rows, columns], [columns, 1], [box, columns], SUMS)
 
 
+def tensors_of_call(x: Operands, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+    """Those whose address is another specialisation of the kernels if not a multiple of 16."""
+    every = out, lse, grad_lse, x.sink_logits, x.cu_seqlens_q, x.cu_seqlens_k
+    return [t for t in every if t is not None]
+
+
 def tokens_of_batch(x: Any) -> int:
     """Tokens of all sequences of x [(batch,) tokens, heads, dim]."""
     return int(x.shape[:-2].numel())
@@ -106,6 +114,7 @@ class HopperBackwardLauncher:
 
     def __init__(self, problem: Problem, device: Device, variant: HopperBackward) -> None:
         self.problem, self.device, self.variant = problem, device, variant
+        self.again: dict[Hashable, BackwardRelaunch | None] = {}
 
     def __call__(
         self,
@@ -120,11 +129,31 @@ class HopperBackwardLauncher:
         x = operands
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        elif not fits_tma(grad_out):
-            grad_out = grad_out.contiguous()
+        kind = grad_out.stride(), None if grad_lse is None else grad_lse.stride(), x.softmax_scale
+        again = self.again.get(kind)
+        if again is not None:
+            done = again.call(x, out, lse, grad_out, grad_lse)
+            if done is not None:
+                return done
+        return self.dispatch(x, out, lse, grad_out, grad_lse, kind)
+
+    def dispatch(
+        self,
+        x: Operands,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        kind: Hashable,
+    ) -> Gradients:
+        """Launches through Triton, which compiles what these arguments need, and keeps that for
+        calls of this kind: strides of the gradients, and the scale."""
+        as_it_comes = fits_tma(grad_out)
+        if not as_it_comes:  # a copy, also of what is contiguous at another address
+            grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         each_head = replace(self.problem, num_kv_heads=self.problem.num_heads)  # has its own rows
         dq_sums = self.allocate_sums(x)
-        stats = statistics(
+        stats, rows = statistics(
             each_head,
             x,
             out,
@@ -137,11 +166,15 @@ class HopperBackwardLauncher:
             p_error=ERRORS_OF_P[self.variant.consumers],
         )
         tensors = allocate_gradients(x, grad_out)
-        self.launch_keys(x, stats, tensors, dq_sums)
+        split, *keys = self.launch_keys(x, stats, tensors, dq_sums)
         if self.variant.queries is not None:
-            self.launch_queries(x, stats, tensors)
+            last = self.launch_queries(x, stats, tensors)
         else:
-            self.launch_round(x, dq_sums, tensors.dq)
+            last = self.launch_round(x, dq_sums, tensors.dq)
+        aligned = not any(t.data_ptr() & 15 for t in tensors_of_call(x, out, lse, grad_lse))
+        if as_it_comes and aligned:
+            workspace = Workspace(*dq_sums, stats, split)
+            self.again[kind] = relaunch_of((rows, *keys, last), x, tensors, workspace)
         dsink = None
         if x.sink_logits is not None:
             dsink = stats.sink_sums.sum(1).to(x.sink_logits.dtype)
@@ -179,8 +212,9 @@ class HopperBackwardLauncher:
 
     def launch_keys(
         self, x: Operands, stats: Stats, tensors: GradientTensors, dq_sums: DqSums
-    ) -> None:
-        """Launches what makes dk and dv and, where there are sums for it, dq in fp32."""
+    ) -> tuple[Any, ...]:
+        """Launches what makes dk and dv and, where there are sums for it, dq in fp32; memory for
+        splits of rows, or None, and the launches."""
         p, c, splits = self.problem, self.variant, self.variant.row_splits
         total_k = tokens_of_batch(x.k)
         keys = tiling(p, self.device, total_k, p.num_kv_heads, c.tile_n)
@@ -235,16 +269,19 @@ class HopperBackwardLauncher:
                 specialize=SPECIALIZE[c.consumers],
             ),
         }
-        hopper_backward[(self.programs(x),)](
-            *in_order(hopper_backward, arguments),
+        grid = (self.programs(x),)
+        made = launch_by_name(
+            hopper_backward,
+            grid,
+            arguments,
             num_warps=4,  # of the first consumer
-            enable_fp_fusion=True,
             launch_pdl=True,
         )
-        if split is not None:
-            launch_sum(p, x, tensors, split, c.tile_n, launch_pdl=True)
+        if split is None:
+            return None, made
+        return split, made, launch_sum(p, x, tensors, split, c.tile_n, launch_pdl=True)
 
-    def launch_round(self, x: Operands, dq_sums: DqSums, dq: Tensor) -> None:
+    def launch_round(self, x: Operands, dq_sums: DqSums, dq: Tensor) -> Launched:
         """Launches what rounds the fp32 sums to dq."""
         p, sums = self.problem, dq_sums.sums
         assert sums is not None
@@ -263,14 +300,10 @@ class HopperBackwardLauncher:
             "TILE_M": self.variant.tile_m,
             "DIM": p.head_dim,
         }
-        hopper_backward_round[(tiles * lanes,)](
-            *in_order(hopper_backward_round, arguments),
-            num_warps=8,
-            enable_fp_fusion=True,
-            launch_pdl=True,
-        )
+        grid = (tiles * lanes,)
+        return launch_by_name(hopper_backward_round, grid, arguments, num_warps=8, launch_pdl=True)
 
-    def launch_queries(self, x: Operands, stats: Stats, tensors: GradientTensors) -> None:
+    def launch_queries(self, x: Operands, stats: Stats, tensors: GradientTensors) -> Launched:
         """Launches what makes dq in one order."""
         p, c, total = self.problem, self.variant.queries, tokens_of_batch(x.q)
         assert c is not None
@@ -304,8 +337,6 @@ class HopperBackwardLauncher:
             "STAGES": c.num_stages,
             "KEY_DIM": p.head_dim,
         }
-        hopper_backward_queries[(rows.tiles * rows.lanes,)](
-            *in_order(hopper_backward_queries, arguments),
-            num_warps=4,  # of the first consumer
-            enable_fp_fusion=True,
-        )
+        grid = (rows.tiles * rows.lanes,)
+        # the warps are those of the first consumer
+        return launch_by_name(hopper_backward_queries, grid, arguments, num_warps=4)
