@@ -1,0 +1,252 @@
+"""Keys and values go round, and every rank merges what it makes of each rank's.
+
+In round t a rank attends to the keys of the rank t before it, while those of round t + 1 are on
+their way into a second buffer. They come from their owner, and only the pieces of which some query
+sees a key. Backwards the keys go round once more, and the gradients of a round go home while the
+next is computed; a piece of queries and one of keys need nothing of the other pieces but the merged
+(out, lse).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from splitkv.api import attention, attention_varlen, merge_states
+from splitkv.distributed.collectives import Trade
+from splitkv.distributed.keys import sequence_at
+from splitkv.distributed.spread import Call, Spread
+from splitkv.reference import apply_sink_logits
+from splitkv.runtime.backward import AttentionGradients, attention_backward
+
+Result = tuple[Tensor, Tensor]
+
+
+def attend_ring(call: Call, spread: Spread) -> Result:
+    """(out, lse) of this rank's tokens, by rounds of keys and values."""
+    ring = Ring(call.group, spread, call.cu_seqlens, call.options)
+    out, lse = _Rounds.apply(call.q, call.k, call.v, ring)
+    sinks = call.options["sink_logits"]
+    if sinks is not None:  # once, after every merge
+        out = apply_sink_logits(out, lse, sinks)
+    return out, lse
+
+
+class Pair(NamedTuple):
+    """A piece of this rank's queries and a piece of some rank's keys, by their numbers there."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """The rounds of a call on one rank."""
+
+    group: dist.ProcessGroup
+    spread: Spread
+    cu_seqlens: Tensor | None
+    options: dict[str, Any]
+
+    def owner(self, turn: int) -> int:
+        """Whose keys a round is about."""
+        return (self.spread.rank - turn) % self.spread.size
+
+    def reader(self, turn: int) -> int:
+        """Who attends to this rank's keys in a round."""
+        return (self.spread.rank + turn) % self.spread.size
+
+    def pairs(self, reader: int, owner: int) -> list[Pair]:
+        """The pairs of which some query may see some key."""
+        queries, keys = self.spread.pieces[reader], self.spread.pieces[owner]
+        causal = self.spread.mask.right == 0
+        return [
+            Pair(i, j)
+            for i, piece in enumerate(queries)
+            for j, other in enumerate(keys)
+            if not causal or other.start <= piece.start
+        ]
+
+    def moved(self, reader: int, owner: int) -> list[int]:
+        """The pieces of keys that the reader gets of the owner."""
+        return sorted({pair.keys for pair in self.pairs(reader, owner)})
+
+    def cut(self, x: Tensor, dim: int = -3) -> list[Tensor]:
+        """A rank's pieces of a tensor whose tokens are in a dimension."""
+        return list(x.chunk(len(self.spread.pieces[0]), dim))
+
+    def fetch(self, own: list[Tensor], turn: int) -> tuple[dict[int, Tensor], Trade]:
+        """The keys of a round, by the number of the piece, on their way."""
+        owner, reader = self.owner(turn), self.reader(turn)
+        got = {j: torch.empty_like(own[j]) for j in self.moved(self.spread.rank, owner)}
+        sends = [(own[j], reader) for j in self.moved(reader, self.spread.rank)]
+        return got, Trade(self.group, sends, [(x, owner) for x in got.values()])
+
+    def call_of(self, turn: int, pair: Pair) -> dict[str, Any]:
+        """The arguments of attention of a pair, but for q, k and v."""
+        queries = self.spread.pieces[self.spread.rank][pair.queries]
+        keys = self.spread.pieces[self.owner(turn)][pair.keys]
+        causal = self.spread.mask.right == 0 and queries == keys
+        scores = {n: self.options[n] for n in ("softmax_scale", "softcap", "deterministic")}
+        scores |= {"causal": causal}
+        if self.cu_seqlens is None:
+            return scores
+        of_q, of_k = _bounds(self.cu_seqlens, queries, keys)
+        lengths = {"max_seqlen_q": len(queries), "max_seqlen_k": len(keys)}
+        return scores | {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k} | lengths
+
+
+def _bounds(cu_seqlens: Tensor, queries: range, keys: range) -> tuple[Tensor, Tensor]:
+    """cu_seqlens of packed sequences within a piece of queries and one of keys of as many tokens.
+
+    Between different pieces there is at most one sequence: its rows and keys, then the rest, rows
+    without keys and keys without rows.
+    """
+    n = len(queries)
+    if queries == keys:
+        inside = (cu_seqlens - queries.start).clamp(0, n)
+        return inside, inside
+    later = max(queries.start, keys.start)
+    begin, end = sequence_at(cu_seqlens, later)
+    zero, most = torch.zeros_like(begin), torch.full_like(begin, n)
+    if queries.start > keys.start:
+        rows = torch.stack([zero, zero, (end - queries.start).clamp(0, n), most])
+        seen = torch.stack([zero, (begin - keys.start).clamp(0, n), most, most])
+    else:
+        rows = torch.stack([zero, (begin - queries.start).clamp(0, n), most, most])
+        seen = torch.stack([zero, zero, (end - keys.start).clamp(0, n), most])
+    return rows.int(), seen.int()
+
+
+class _Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Result:
+        out, lse = _forward(q, k, v, ring)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = _backward((q, k, v), (out, lse), (grad_out, grad_lse), ctx.ring)
+        return (*grads, None)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Result:
+    dim, size = q.shape[-1], ring.spread.size
+    own = [x.contiguous() for x in ring.cut(torch.cat([k, v], -1))]
+    queries = ring.cut(q)
+    found: list[Result | None] = [None] * len(queries)
+    keys = dict(enumerate(own))
+    for turn in range(size):
+        coming = ring.fetch(own, turn + 1) if turn + 1 < size else None
+        for pair in ring.pairs(ring.spread.rank, ring.owner(turn)):
+            kv = keys[pair.keys]
+            part = _attend(queries[pair.queries], kv[..., :dim], kv[..., dim:], ring, (turn, pair))
+            before = found[pair.queries]
+            found[pair.queries] = part if before is None else merge_states(*before, *part)
+        if coming is not None:
+            keys, trade = coming
+            trade.wait()
+    outs, lses = zip(*(x for x in found if x is not None), strict=True)
+    return torch.cat(outs, -3).to(q.dtype), torch.cat(lses, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring, which: tuple[int, Pair]) -> Result:
+    """(out, lse) of a pair, to be merged: out is fp32 or wider."""
+    arguments = ring.call_of(*which)
+    run: Any = attention if ring.cu_seqlens is None else attention_varlen
+    out, lse = run(q, k, v, return_lse=True, **arguments)
+    return out.to(torch.promote_types(out.dtype, torch.float32)), lse
+
+
+def _backward(
+    qkv: tuple[Tensor, Tensor, Tensor], result: Result, grads: Result, ring: Ring
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv
+    dim, size = q.shape[-1], ring.spread.size
+    own = [x.contiguous() for x in ring.cut(torch.cat([k, v], -1))]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = [torch.zeros_like(x, dtype=wide) for x in ring.cut(q)]
+    dkv = [torch.zeros_like(x, dtype=wide) for x in own]
+    rows = _Rows(*(ring.cut(x) for x in (q, result[0], grads[0])), *_of_rows(ring, result, grads))
+    keys, homeward = dict(enumerate(own)), None
+    for turn in range(size):
+        coming = ring.fetch(own, turn + 1) if turn + 1 < size else None
+        parts: dict[int, Tensor] = {}
+        for pair in ring.pairs(ring.spread.rank, ring.owner(turn)):
+            kv = keys[pair.keys]
+            of = _gradients(rows, kv[..., :dim], kv[..., dim:], ring, (turn, pair))
+            dq[pair.queries] += of.q
+            part = torch.cat([of.k, of.v], -1).to(wide)
+            parts[pair.keys] = parts[pair.keys] + part if pair.keys in parts else part
+        if homeward is not None:
+            _arrive(dkv, homeward)
+        homeward = _send_home(parts, own, ring, turn)
+        if coming is not None:
+            keys, trade = coming
+            trade.wait()
+    if homeward is not None:
+        _arrive(dkv, homeward)
+    of_kv = torch.cat(dkv, -3).to(k.dtype)
+    return torch.cat(dq, -3).to(q.dtype), of_kv[..., :dim], of_kv[..., dim:]
+
+
+class _Rows(NamedTuple):
+    """The pieces of what belongs to this rank's queries."""
+
+    q: list[Tensor]
+    out: list[Tensor]
+    grad_out: list[Tensor]
+    lse: list[Tensor]
+    grad_lse: list[Tensor]
+
+
+def _of_rows(ring: Ring, result: Result, grads: Result) -> tuple[list[Tensor], list[Tensor]]:
+    lse, grad_lse = (ring.cut(x, -1) for x in (result[1], grads[1]))
+    return lse, grad_lse
+
+
+def _gradients(
+    rows: _Rows, k: Tensor, v: Tensor, ring: Ring, which: tuple[int, Pair]
+) -> AttentionGradients:
+    """The gradients of a pair, from the merged result."""
+    at = which[1].queries
+    return attention_backward(
+        rows.grad_out[at].contiguous(),
+        rows.q[at],
+        k,
+        v,
+        rows.out[at],
+        rows.lse[at],
+        grad_lse=rows.grad_lse[at],
+        **ring.call_of(*which),
+    )
+
+
+Homeward = tuple[dict[int, Tensor], Trade | None]
+
+
+def _send_home(parts: dict[int, Tensor], own: list[Tensor], ring: Ring, turn: int) -> Homeward:
+    """Gradients of a round's keys, in the type of the keys, on their way to who holds these; and
+    those of this rank's, by the number of the piece, that come of their reader."""
+    if turn == 0:
+        return parts, None
+    sends = [(x.to(own[0].dtype).contiguous(), ring.owner(turn)) for _, x in sorted(parts.items())]
+    reader = ring.reader(turn)
+    got = {j: torch.empty_like(own[j]) for j in ring.moved(reader, ring.spread.rank)}
+    return got, Trade(ring.group, sends, [(x, reader) for x in got.values()])
+
+
+def _arrive(dkv: list[Tensor], homeward: Homeward) -> None:
+    """Add what has come home."""
+    got, trade = homeward
+    if trade is not None:
+        trade.wait()
+    for j, x in got.items():
+        dkv[j] += x
