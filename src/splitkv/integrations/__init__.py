@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-_MODULES = ("continuous_batching", "sink_window_cache", "torch_sdpa", "transformers")
+_MODULES = (
+    *("continuous_batching", "sink_window_cache", "torch_sdpa", "transformers"),
+    *("verl", "verl_external_lib"),
+)
 
 
 def __getattr__(name: str) -> ModuleType:
