@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from splitkv.core.errors import expect, expect_one_of
+from splitkv.core.errors import expect_bool, expect_one_of
 from splitkv.distributed.collectives import SumOfGradients
 from splitkv.distributed.groups import agree, group_of
 from splitkv.distributed.heads import attend_heads
@@ -50,7 +50,7 @@ def attention(
     result each rank has the rows of its own tokens.
     """
     given = _given("attention", options)
-    call = Call(group_of(group, device_mesh), *as_autocast(q, k, v), None, given)
+    call = Call(group_of(group, device_mesh), *as_autocast(q, k, v), None, given, packed=False)
     return _run(call, None, (exchange, layout), parameter_gradients)
 
 
@@ -135,7 +135,7 @@ def attention_varlen(
     whose result each rank has the rows of its own tokens.
     """
     given = _given("attention_varlen", options)
-    call = Call(group_of(group, device_mesh), *as_autocast(q, k, v), cu_seqlens, given)
+    call = Call(group_of(group, device_mesh), *as_autocast(q, k, v), cu_seqlens, given, packed=True)
     return _run(call, max_seqlen, (exchange, layout), parameter_gradients)
 
 
@@ -152,9 +152,8 @@ def _run(call: Call, max_seqlen: Any, way: tuple[Any, Any], parameter_gradients:
     def check() -> Any:
         ways = ("summed", "own")
         expect_one_of("parameter_gradients", parameter_gradients, ways)
-        spread = checked(call, max_seqlen, *way)
-        expect(isinstance(call.options["return_lse"], bool), "return_lse", "True or False", "other")
-        return spread
+        expect_bool("return_lse", call.options["return_lse"])
+        return checked(call, max_seqlen, *way)
 
     spread = agree(call.group, facts, check, call.q)
     if parameter_gradients == "summed":

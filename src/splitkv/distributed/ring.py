@@ -33,7 +33,7 @@ def attend_ring(call: Call, spread: Spread) -> Result:
     sinks = call.options["sink_logits"]
     if sinks is not None:  # once, after every merge
         out = apply_sink_logits(out, lse, sinks)
-    return out, lse
+    return out.to(call.q.dtype), lse
 
 
 class Pair(NamedTuple):
@@ -127,17 +127,18 @@ class _Rounds(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Result:
         out, lse = _forward(q, k, v, ring)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out.to(q.dtype), lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = _backward((q, k, v), (out, lse), (grad_out, grad_lse), ctx.ring)
+        *qkv, out, lse = ctx.saved_tensors
+        grads = _backward(tuple(qkv), (out, lse), (grad_out.to(out.dtype), grad_lse), ctx.ring)
         return (*grads, None)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Result:
+    """The merged result without sinks, out in fp32 or wider."""
     dim, size = q.shape[-1], ring.spread.size
     own = [x.contiguous() for x in ring.cut(torch.cat([k, v], -1))]
     queries = ring.cut(q)
@@ -154,7 +155,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Result:
             keys, trade = coming
             trade.wait()
     outs, lses = zip(*(x for x in found if x is not None), strict=True)
-    return torch.cat(outs, -3).to(q.dtype), torch.cat(lses, -1)
+    return torch.cat(outs, -3), torch.cat(lses, -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring, which: tuple[int, Pair]) -> Result:

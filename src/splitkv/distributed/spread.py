@@ -112,6 +112,7 @@ class Call(NamedTuple):
     q, k, v      [tokens, heads, dim], or [batch, tokens, heads, dim]
     cu_seqlens   [batch + 1] int32 of all tokens of all ranks; None: not packed
     options      every argument of `splitkv.attention`
+    packed       whether the call is of `attention_varlen`
     """
 
     group: dist.ProcessGroup
@@ -120,13 +121,14 @@ class Call(NamedTuple):
     v: Tensor
     cu_seqlens: Tensor | None
     options: dict[str, Any]
+    packed: bool
 
 
 def facts_of(call: Call, max_seqlen: Any, exchange: Any, layout: Any) -> Facts:
     """What has to be the same on every rank."""
     facts: Facts = {"exchange": exchange, "layout": layout, "max_seqlen": max_seqlen}
     tensors: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v}
-    if call.cu_seqlens is not None or max_seqlen is not None:
+    if call.packed:
         tensors["cu_seqlens"] = call.cu_seqlens
     for name, x in {**tensors, **call.options}.items():
         facts[name] = _seen(x) if isinstance(x, Tensor) else x
@@ -141,7 +143,7 @@ def _seen(x: Tensor) -> tuple[Any, ...]:
 def checked(call: Call, max_seqlen: Any, exchange: Any, layout: Any) -> Spread:
     """The Spread of a call; ValueError for what is malformed."""
     rank, size = ranks_of(call.group)
-    packed = max_seqlen is not None
+    packed = call.packed
     expect_one_of("exchange", exchange, EXCHANGES)
     if layout is None:
         layout = "zigzag" if exchange == "ring" else "contiguous"
