@@ -41,7 +41,7 @@ def finite(lse: Tensor) -> Tensor:
 
 
 def cache(group: Any, way: dict[str, Any], calls: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """(out, lse) of decode against this rank's part of a cache; calls: the arguments of each rank."""
+    """(out, lse) of decode against this rank's part of a cache, by its arguments in calls."""
     call = calls[dist.get_rank(group)]
     result: tuple[Tensor, Tensor] = distributed.decode(**call, group=group, **way)
     return result

@@ -44,7 +44,8 @@ def attention(
     k, v  [batch, tokens, num_kv_heads, head_dim (v: head_dim_v)], of the same tokens and dtype
 
     Everything else as `attention_varlen`. Returns out [batch, tokens, num_heads, head_dim_v], and
-    with `return_lse` the LSE [batch, num_heads, tokens] fp32, of this rank's tokens. Raises as that.
+    with `return_lse` the LSE [batch, num_heads, tokens] fp32, of this rank's tokens. Raises as
+    that.
 
     Equivalent PyTorch: `splitkv.attention` of the tokens of all ranks in their order, of whose
     result each rank has the rows of its own tokens.

@@ -22,7 +22,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Move(Protocol):
-    """One collective and its transpose, on contiguous tensors; each returns a buffer and its work."""
+    """One collective and its transpose, on contiguous tensors; each gives a buffer and its work."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]: ...
 
@@ -138,7 +138,7 @@ class Together(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """x itself; its gradient is summed over the ranks, as of a parameter that each has a copy of."""
+    """x itself; its gradient is summed over the ranks, which have a copy of it each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -100,7 +100,12 @@ def combine(
     `splitkv.reference.apply_sink_logits`.
     """
     group = group_of(group, device_mesh)
-    facts = {"heads": heads, "out": _seen(out), "lse": _seen(lse), "sink_logits": _seen(sink_logits)}
+    facts = {
+        "heads": heads,
+        "out": _seen(out),
+        "lse": _seen(lse),
+        "sink_logits": _seen(sink_logits),
+    }
 
     def check() -> None:
         expect_one_of("heads", heads, ("all", "own"))
@@ -224,7 +229,9 @@ def decode(
     place = Place(rank, size, keys, _capacity(k_cache, given), int(k_cache.shape[1]))
     sinks, return_lse = given.pop("sink_logits"), given.pop("return_lse")
     with torch.no_grad():
-        run = _part if q.shape[1] == 1 and tuple(given["window_size"]) == (-1, -1) else _part_of_rows
+        run = (
+            _part if q.shape[1] == 1 and tuple(given["window_size"]) == (-1, -1) else _part_of_rows
+        )
         out, lse = run(_Cache(q, k_cache, v_cache, cache_seqlens), given, place)
     out, lse = combine(out, lse, group, heads=heads, sink_logits=sinks)
     return (out, lse) if return_lse else out
@@ -279,7 +286,8 @@ def _part(cache: _Cache, given: dict[str, Any], place: Place) -> tuple[Tensor, T
 
 def _part_of_rows(cache: _Cache, given: dict[str, Any], place: Place) -> tuple[Tensor, Tensor]:
     """(out, lse) of each query as a sequence of its own, over the keys that it sees."""
-    q, batch, rows = cache.q, *cache.q.shape[:2]
+    q = cache.q
+    batch, rows = q.shape[:2]
     left, right = given["window_size"]
     right = 0 if given["causal"] else right
     length = cache.cache_seqlens.long()[:, None]
@@ -290,7 +298,9 @@ def _part_of_rows(cache: _Cache, given: dict[str, Any], place: Place) -> tuple[T
     begins = torch.minimum(begins, ends)
     sinks = 0 if left == -1 else given["sink_tokens"]
     last, first = place.held(ends).flatten(), place.held(begins).flatten()
-    far = torch.minimum(place.held(torch.minimum(begins, torch.full_like(begins, sinks))).flatten(), first)
+    far = torch.minimum(
+        place.held(torch.minimum(begins, torch.full_like(begins, sinks))).flatten(), first
+    )
     near = place.capacity if left == -1 else min(place.capacity, left + 1 + max(right, rows - 1, 0))
     most = min(place.capacity, near + min(sinks, place.capacity))
     # The keys that a row sees: sink tokens first, then its window.
@@ -319,7 +329,7 @@ def _single_keys(cache: Tensor) -> Tensor:
 
 
 def _keys_as_pages(cache: Tensor, page_table: Tensor | None, key: Tensor, rows: int) -> Tensor:
-    """Of each key [batch * rows, most] that this rank holds of a sequence, its page of one key."""
+    """The page of one key of each key [batch * rows, most] that this rank holds of a sequence."""
     per_row = cache.shape[1]
     if page_table is None:
         sequence = torch.arange(key.shape[0], device=key.device) // rows

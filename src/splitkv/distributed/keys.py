@@ -105,7 +105,8 @@ def delivery(spread: Spread) -> Delivery:
     wanted = [wanted_by(spread, rank) for rank in ranks]
     own = wanted[spread.rank]
     rows = tuple(_local(spread.pieces[spread.rank], wanted[rank]) for rank in ranks)
-    receives, chunks = [], []
+    receives: list[int] = []
+    chunks: list[Chunk] = []
     for rank in ranks:
         begin = sum(receives)
         got = list(_shared(spread.pieces[rank], own))

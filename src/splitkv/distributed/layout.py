@@ -1,8 +1,8 @@
 """Which tokens of a sequence each rank holds.
 
 contiguous   rank r of N holds the tokens from r * tokens on
-zigzag       the tokens are cut into 2 * N pieces, and rank r holds pieces r and 2 * N - 1 - r: under
-             a causal mask every rank then has as many pairs of a query and a key
+zigzag       the tokens are cut into 2 * N pieces, and rank r holds pieces r and 2 * N - 1 - r:
+             under a causal mask every rank then has as many pairs of a query and a key
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def shard(
              many with "zigzag"
     layout   "contiguous" or "zigzag", as the call of attention is told
 
-    Returns [.., total / ranks, ..], contiguous; nothing moves between ranks. Raises ValueError where
-    the tokens do not divide. Equivalent PyTorch for "contiguous": `x.chunk(ranks, dim)[rank]`.
+    Returns [.., total / ranks, ..], contiguous; nothing moves between ranks. Raises ValueError
+    where the tokens do not divide.
+
+    Equivalent PyTorch for "contiguous": `x.chunk(ranks, dim)[rank]`.
     """
     group = group_of(group, device_mesh)
     rank, size = ranks_of(group)

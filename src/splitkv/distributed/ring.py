@@ -175,7 +175,13 @@ def _backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = [torch.zeros_like(x, dtype=wide) for x in ring.cut(q)]
     dkv = [torch.zeros_like(x, dtype=wide) for x in own]
-    rows = _Rows(*(ring.cut(x) for x in (q, result[0], grads[0])), *_of_rows(ring, result, grads))
+    rows = _Rows(
+        q=ring.cut(q),
+        out=ring.cut(result[0]),
+        grad_out=ring.cut(grads[0]),
+        lse=ring.cut(result[1], -1),
+        grad_lse=ring.cut(grads[1], -1),
+    )
     keys, homeward = dict(enumerate(own)), None
     for turn in range(size):
         coming = ring.fetch(own, turn + 1) if turn + 1 < size else None
@@ -206,11 +212,6 @@ class _Rows(NamedTuple):
     grad_out: list[Tensor]
     lse: list[Tensor]
     grad_lse: list[Tensor]
-
-
-def _of_rows(ring: Ring, result: Result, grads: Result) -> tuple[list[Tensor], list[Tensor]]:
-    lse, grad_lse = (ring.cut(x, -1) for x in (result[1], grads[1]))
-    return lse, grad_lse
 
 
 def _gradients(

@@ -135,9 +135,10 @@ def facts_of(call: Call, max_seqlen: Any, exchange: Any, layout: Any) -> Facts:
     return facts
 
 
-def _seen(x: Tensor) -> tuple[Any, ...]:
+def _seen(x: Tensor) -> str:
     recorded = torch.is_grad_enabled() and x.requires_grad
-    return tuple(x.shape), dtype_name(x), x.device.type, "gradient" if recorded else "no gradient"
+    wants = " with a gradient" if recorded else ""
+    return f"{list(x.shape)} {dtype_name(x)} on {x.device.type}{wants}"
 
 
 def checked(call: Call, max_seqlen: Any, exchange: Any, layout: Any) -> Spread:
@@ -222,7 +223,8 @@ def of_heads(options: dict[str, Any], parts: tuple[int, ...], *index: int) -> di
     for name in ("sink_logits", "alibi_slopes"):
         x = options[name]
         if x is not None:
-            found[name] = x.unflatten(-1, (*parts, -1))[(..., *index, slice(None))].contiguous()
+            where = (..., *index, slice(None))
+            found[name] = x.unflatten(-1, (*parts, -1))[where].contiguous()
     return found
 
 

@@ -146,7 +146,7 @@ def _bind(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> _Bound:
 def _without_tensors(operands: Operands) -> Operands:
     kept: Any = Operands(None, None, None)
     kept.softmax_scale = operands.softmax_scale
-    return kept  # type: ignore[no-any-return]
+    return kept
 
 
 def _on_gpu(
@@ -174,7 +174,8 @@ def _in_torch(
     sinks = x.sink_logits
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
     slopes = None if x.alibi_slopes is None else x.alibi_slopes.detach().requires_grad_()
-    block = Operands(*leaves, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k)
+    q, k, v = leaves
+    block = Operands(q, k, v, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k)
     block.alibi_slopes, block.softmax_scale, block.softcap = slopes, x.softmax_scale, x.softcap
     with torch.enable_grad():
         part, part_lse = launcher(block)
@@ -198,7 +199,8 @@ def _in_torch(
     if sinks is not None:
         rows = -torch.exp(sinks.to(wide)[:, None] - total) * delta  # [.., num_heads, rows]
         of_sinks = rows.sum(-1).reshape(-1, rows.shape[-2]).sum(0).to(sinks.dtype)
-    return AttentionGradients(*found[:3], of_sinks, None if slopes is None else found[3])
+    dq, dk, dv = found[:3]
+    return AttentionGradients(dq, dk, dv, of_sinks, None if slopes is None else found[3])
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:

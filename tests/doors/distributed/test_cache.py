@@ -101,9 +101,7 @@ def test_decode_is_that_of_one_process(case: dict[str, Any], ranks: Ranks) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("heads", ["all", "own"])
-def test_combine_merges_by_lse(
-    heads: Any, packed: bool, dtype: torch.dtype, ranks: Ranks
-) -> None:
+def test_combine_merges_by_lse(heads: Any, packed: bool, dtype: torch.dtype, ranks: Ranks) -> None:
     rows = (6,) if packed else (2, 3)
     outs = [torch.randn(*rows, 4, DIM).to(dtype) for _ in range(4)]
     lses = [3 * torch.randn(*rows, 4) for _ in range(4)]
@@ -113,7 +111,9 @@ def test_combine_merges_by_lse(
     outs[2][0] = float("nan")  # anything, where no key was seen
     lses = [x.movedim(-1, -2) if not packed else x.T for x in lses]
     sinks = torch.randn(4)
-    found = ranks.run(merged, 4, list(zip(outs, [x.contiguous() for x in lses], strict=True)), heads, sinks)
+    found = ranks.run(
+        merged, 4, list(zip(outs, [x.contiguous() for x in lses], strict=True)), heads, sinks
+    )
     clean = [torch.where(x.isnan(), 0.0, x.float()) for x in outs]
     out, lse = clean[0].double(), lses[0].double()
     for other, of in zip(clean[1:], lses[1:], strict=True):

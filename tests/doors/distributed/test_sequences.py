@@ -183,7 +183,7 @@ def tokens(count: int, heads: int = 4, **options: Any) -> dict[str, Any]:
 
 def test_every_rank_says_the_same_of_ranks_that_disagree(ranks: Ranks) -> None:
     assert disagreeing(ranks, tokens(8), tokens(6)).startswith(
-        "q: expected the same on every rank of the group, got ((8, 4, 16), 'float32'"
+        "q: expected the same on every rank of the group, got '[8, 4, 16] float32 on cpu'"
     )
     assert disagreeing(ranks, tokens(8, causal=True), tokens(8)) == (
         "causal: expected the same on every rank of the group, got True on rank 0 and False on "
