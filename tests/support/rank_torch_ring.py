@@ -45,7 +45,14 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **scale: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+    **scale: Any,
 ) -> tuple[Tensor, ...]:
     """As aten::_scaled_dot_product_flash_attention_backward."""
     of_rows = grad, q, k, v, out

@@ -43,6 +43,23 @@ class Pair(NamedTuple):
     keys: int
 
 
+def pairs_of(spread: Spread, reader: int, owner: int) -> list[Pair]:
+    """The pairs of the reader's queries and the owner's keys of which some query may see some
+    key."""
+    causal = spread.mask.right == 0
+    return [
+        Pair(i, j)
+        for i, queries in enumerate(spread.pieces[reader])
+        for j, keys in enumerate(spread.pieces[owner])
+        if not causal or keys.start <= queries.start
+    ]
+
+
+def moved_pieces(spread: Spread, reader: int, owner: int) -> list[int]:
+    """The pieces of keys that the reader gets of the owner."""
+    return sorted({pair.keys for pair in pairs_of(spread, reader, owner)})
+
+
 @dataclass(frozen=True, eq=False)
 class Ring:
     """The rounds of a call on one rank."""
@@ -62,18 +79,11 @@ class Ring:
 
     def pairs(self, reader: int, owner: int) -> list[Pair]:
         """The pairs of which some query may see some key."""
-        queries, keys = self.spread.pieces[reader], self.spread.pieces[owner]
-        causal = self.spread.mask.right == 0
-        return [
-            Pair(i, j)
-            for i, piece in enumerate(queries)
-            for j, other in enumerate(keys)
-            if not causal or other.start <= piece.start
-        ]
+        return pairs_of(self.spread, reader, owner)
 
     def moved(self, reader: int, owner: int) -> list[int]:
         """The pieces of keys that the reader gets of the owner."""
-        return sorted({pair.keys for pair in self.pairs(reader, owner)})
+        return moved_pieces(self.spread, reader, owner)
 
     def cut(self, x: Tensor, dim: int = -3) -> list[Tensor]:
         """A rank's pieces of a tensor whose tokens are in a dimension."""
