@@ -80,3 +80,10 @@ def traffic(group: Any, way: dict[str, Any], call: dict[str, Any]) -> list[tuple
     finally:
         dist.all_to_all_single = original
     return seen
+
+
+def demo_losses(group: Any, shape: Any, steps: int, exchange: Any) -> list[float]:
+    """The losses of `splitkv demo --ranks`."""
+    from splitkv.demo.ranks import losses
+
+    return losses(shape, steps, 0, torch.device("cpu"), group, exchange)
