@@ -87,6 +87,7 @@ def attention_backward(
         grad_q, grad_k, grad_v = softmax_scale * ds @ k, softmax_scale * ds.T @ q, p.T @ grad_out
     """
     given = _options(options)
+    sinks, given["sink_logits"] = given["sink_logits"], None
     bound = _bind(q, k, v, given)
     rows = tuple(q.shape[:-1])
     names = ("total_q", "num_heads") if len(rows) == 2 else ("batch", "seqlen_q", "num_heads")
@@ -100,17 +101,57 @@ def attention_backward(
         if x is not None:
             expect_shape(name, x, **of_lse)
             expect_device(name, x, q.device)
+    if sinks is not None:
+        expect_shape("sink_logits", sinks, num_heads=sizes["num_heads"])
+        expect_device("sink_logits", sinks, q.device)
     operands = Operands(q, k, v)
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "sink_logits", "alibi_slopes"):
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes"):
         setattr(operands, name, given.get(name))
     operands.softmax_scale = bound.operands.softmax_scale
     operands.softcap = float(given["softcap"])
     run: Any = _on_gpu if isinstance(bound.launcher, SequenceLauncher) else _in_torch
     with torch.no_grad():
+        of_sinks = None
+        if sinks is not None:
+            rest = _with_sinks(sinks, _Rows(out, lse, grad_out, grad_lse))
+            lse, grad_lse, of_sinks = rest
         gradients: AttentionGradients = launch_on(
-            bound.device, run, bound.launcher, operands, out, lse, grad_out, grad_lse
+            bound.device, run, bound.launcher, operands, _Rows(out, lse, grad_out, grad_lse)
         )
-    return gradients
+    return gradients._replace(sink_logits=of_sinks)
+
+
+class _Rows(NamedTuple):
+    """What belongs to the queries, as the arguments of `attention_backward`."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+
+def _with_sinks(sinks: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The LSE that has the sinks in it, the gradient of it that does to the scores what that of the
+    LSE without them does, and the gradient of the sinks.
+
+    So a kernel that knows of no sinks makes the gradients of a block; those that know of them find
+    the sinks' from sums over all keys.
+    """
+    wide = torch.promote_types(rows.lse.dtype, torch.float32)
+    lse, sink = rows.lse.to(wide), sinks.to(wide)[:, None]
+    total = torch.logaddexp(lse, sink)
+    grad_lse = rows.grad_lse
+    if grad_lse is not None:
+        scale = torch.where(lse == float("-inf"), 0.0, torch.exp(total - lse))
+        grad_lse = (grad_lse.to(wide) * scale).to(rows.lse.dtype).contiguous()
+    of_rows = -torch.exp(sink - total) * _delta(rows, wide)  # [.., num_heads, rows]
+    of_sinks = of_rows.sum(-1).reshape(-1, of_rows.shape[-2]).sum(0)
+    return total.to(rows.lse.dtype).contiguous(), grad_lse, of_sinks.to(sinks.dtype)
+
+
+def _delta(rows: _Rows, wide: torch.dtype) -> Tensor:
+    """The product of the output and its gradient, as the LSE."""
+    return (rows.grad_out.to(wide) * rows.out.to(wide)).sum(-1).transpose(-1, -2)
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
@@ -149,60 +190,32 @@ def _without_tensors(operands: Operands) -> Operands:
     return kept
 
 
-def _on_gpu(
-    launcher: SequenceLauncher,
-    x: Operands,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-) -> AttentionGradients:
+def _on_gpu(launcher: SequenceLauncher, x: Operands, rows: _Rows) -> AttentionGradients:
     run = backward_for(launcher.problem, launcher.device, x)
     wanted = x.alibi_slopes is not None
-    return AttentionGradients(*run(x, None, out, lse, grad_out, grad_lse, wanted))
+    found = run(x, None, rows.out, rows.lse.contiguous(), rows.grad_out, rows.grad_lse, wanted)
+    return AttentionGradients(found.dq, found.dk, found.dv, None, found.dslopes)
 
 
-def _in_torch(
-    launcher: Launcher,
-    x: Operands,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-) -> AttentionGradients:
+def _in_torch(launcher: Launcher, x: Operands, rows: _Rows) -> AttentionGradients:
     """By a second forward over k alone, whose result has a known part in that over all keys."""
-    sinks = x.sink_logits
-    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
     slopes = None if x.alibi_slopes is None else x.alibi_slopes.detach().requires_grad_()
-    q, k, v = leaves
     block = Operands(q, k, v, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_k)
     block.alibi_slopes, block.softmax_scale, block.softcap = slopes, x.softmax_scale, x.softcap
     with torch.enable_grad():
         part, part_lse = launcher(block)
     assert part_lse is not None
     wide = torch.promote_types(part_lse.dtype, torch.float32)
-    lse = lse.to(wide)
-    total = lse if sinks is None else torch.logaddexp(lse, sinks.to(wide)[:, None])
-    grad = grad_out.to(wide)
-    delta = (grad * out.to(wide)).sum(-1).transpose(-1, -2)  # as lse
-    share = _share(part_lse.detach(), total)  # of these keys in the output
-    of_part = (grad * part.detach().to(wide)).sum(-1).transpose(-1, -2)
-    d_lse = share * (of_part - delta)
-    if grad_lse is not None:
-        d_lse = d_lse + _share(part_lse.detach(), lse) * grad_lse.to(wide)
-    d_part = (grad * share.transpose(-1, -2)[..., None]).to(part.dtype)
-    wanted = leaves if slopes is None else [*leaves, slopes]
-    found: list[Tensor] = list(
-        torch.autograd.grad((part, part_lse), wanted, (d_part, d_lse.to(part_lse.dtype)))
-    )
-    of_sinks = None
-    if sinks is not None:
-        rows = -torch.exp(sinks.to(wide)[:, None] - total) * delta  # [.., num_heads, rows]
-        of_sinks = rows.sum(-1).reshape(-1, rows.shape[-2]).sum(0).to(sinks.dtype)
+    of_part = rows._replace(out=part.detach())
+    none = part_lse.detach() == float("-inf")
+    share = torch.where(none, 0.0, torch.exp(part_lse.detach() - rows.lse.to(wide)))
+    d_lse = _delta(of_part, wide) - _delta(rows, wide)
+    if rows.grad_lse is not None:
+        d_lse = d_lse + rows.grad_lse.to(wide)
+    d_part = (rows.grad_out.to(wide) * share.transpose(-1, -2)[..., None]).to(part.dtype)
+    cotangents = d_part, (share * d_lse).to(part_lse.dtype)
+    wanted = [q, k, v] if slopes is None else [q, k, v, slopes]
+    found: list[Tensor] = list(torch.autograd.grad((part, part_lse), wanted, cotangents))
     dq, dk, dv = found[:3]
-    return AttentionGradients(dq, dk, dv, of_sinks, None if slopes is None else found[3])
-
-
-def _share(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part - total), 0 where the part is of no key."""
-    return torch.where(part == float("-inf"), 0.0, torch.exp(part - total))
+    return AttentionGradients(dq, dk, dv, None, None if slopes is None else found[3])
