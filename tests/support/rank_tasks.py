@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from splitkv import distributed
 
@@ -87,3 +89,37 @@ def demo_losses(group: Any, shape: Any, steps: int, exchange: Any) -> list[float
     from splitkv.demo.ranks import losses
 
     return losses(shape, steps, 0, torch.device("cpu"), group, exchange)
+
+
+def with_dtensors(group: Any) -> Any:
+    """A call with a DTensor in the place of a rank's part."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    q = DTensor.from_local(torch.randn(1, 4, 2, 8), mesh, [Shard(1)], run_check=False)
+    return distributed.attention(q, q, q, group=group)
+
+
+def compiled_caller(group: Any) -> tuple[Tensor, Tensor]:
+    """The output of a function that calls attention, eager and compiled."""
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = distributed.attention(x * 2, x, x, group=group, causal=True)
+        return out + 1
+
+    x = torch.randn(1, 4, 2, 8)
+    return run(x), torch.compile(run, backend="eager")(x)
+
+
+def with_group(group: Any, how: str) -> Any:
+    """A call with a group that is not one."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    every = torch.arange(dist.get_world_size(group))[None]
+    two = DeviceMesh("cpu", every, _init_backend=False)
+    given: dict[str, Any] = {
+        "none": {},
+        "both": {"group": group, "device_mesh": mesh},
+        "two_dimensions": {"device_mesh": two},
+        "others": {"group": dist.GroupMember.NON_GROUP_MEMBER},
+        "no_group": {"group": "cp"},
+    }[how]
+    x = torch.randn(1, 4, 2, 8)
+    return distributed.attention(x, x, x, **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from splitkv.core.errors import expect_bool, expect_one_of
@@ -124,7 +125,8 @@ def attention_varlen(
 
     Masks and distances are those of the whole sequences. Differentiable; every rank has to call
     backward too. Transfers run beside the computation. The first call of a kind compares what the
-    ranks are about to do, and waits for that; no other does.
+    ranks are about to do, and waits for that; no other does. torch.compile leaves the call out of
+    its graph.
 
     Returns out [tokens, num_heads, head_dim_v], and with `return_lse` the natural LSE without the
     sinks [num_heads, tokens] fp32, of this rank's tokens.
@@ -146,6 +148,7 @@ def _given(function: str, options: Any) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
+@torch.compiler.disable  # what ranks agree on, and wait for, is no part of a graph
 def _run(call: Call, max_seqlen: Any, way: tuple[Any, Any], parameter_gradients: Any) -> Any:
     """The call, by an exchange and a layout."""
     facts = facts_of(call, max_seqlen, *way) | {"parameter_gradients": parameter_gradients}

@@ -25,6 +25,8 @@ Facts = dict[str, Any]
 
 Checked = TypeVar("Checked")
 
+MAX_KINDS = 4096  # of calls that are known not to differ
+
 _agreed: WeakKeyDictionary[ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
 
 
@@ -76,6 +78,8 @@ def agree(
     except (ValueError, UnsupportedProblem) as error:
         fault = f"{error}"
     _compare(group, facts, fault, like)
+    if len(kept) >= MAX_KINDS:  # as on every other rank, which has seen the same calls
+        kept.clear()
     kept[kind] = result
     return result  # type: ignore[return-value]
 

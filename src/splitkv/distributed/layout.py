@@ -7,6 +7,7 @@ zigzag       the tokens are cut into 2 * N pieces, and rank r holds pieces r and
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ def pieces(rank: int, size: int, tokens: int, layout: Layout) -> tuple[range, ..
     return tuple(range(i * n, (i + 1) * n) for i in (rank, 2 * size - 1 - rank))
 
 
+@lru_cache(maxsize=256)
 def every_piece(size: int, tokens: int, layout: Layout) -> tuple[tuple[range, ...], ...]:
     """`pieces` of each rank."""
     return tuple(pieces(rank, size, tokens, layout) for rank in range(size))

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from splitkv.core.errors import (
     dtype_name,
@@ -173,6 +174,9 @@ def checked(call: Call, max_seqlen: Any, exchange: Any, layout: Any) -> Spread:
 
 def _expect_tensors(call: Call, packed: bool) -> tuple[int, int, int]:
     """(tokens of a rank, query heads, KV heads)."""
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        local = not isinstance(x, DTensor)
+        expect(local, name, "this rank's part", "a DTensor", f"pass {name}.to_local()")
     outer: dict[str, int | None] = {} if packed else {"batch": None}
     q_dims = {**outer, "tokens": None, "num_heads": None, "head_dim": None}
     shape = expect_shape("q", call.q, **q_dims)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from cases import pairs
-from rank_tasks import LEAVES, called, finite, sequence, traffic
+from rank_tasks import (
+    LEAVES,
+    called,
+    compiled_caller,
+    finite,
+    sequence,
+    traffic,
+    with_dtensors,
+    with_group,
+)
 from ranks import Raised, Ranks
 from torch import Tensor
 
@@ -261,3 +270,28 @@ def test_the_table_on_paper() -> None:
                 continue
             spread = spread_of(exchange, 131072, int(ranks), masks[name])
             assert cell == f"{moved(spread, shape).total / 2**20:.0f}", (name, ranks, exchange)
+
+
+def test_a_distributed_tensor_is_told_to_be_local(ranks: Ranks) -> None:
+    for found in ranks.each(with_dtensors, 2):
+        assert isinstance(found, Raised)
+        assert found.message == "q: expected this rank's part, got 'a DTensor'; pass q.to_local()"
+
+
+def test_a_compiled_caller_leaves_the_call_out(ranks: Ranks) -> None:
+    for eager, compiled in ranks.run(compiled_caller, 2):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("how", ["none", "both", "two_dimensions", "others", "no_group"])
+def test_a_malformed_group(how: str, ranks: Ranks) -> None:
+    message = {
+        "none": "group: expected a process group, or a device_mesh, got None",
+        "both": "device_mesh: expected None with a group, got",
+        "two_dimensions": "device_mesh: expected 1 dimension, got '2 dimensions'; pass the",
+        "others": 'group: expected one that this rank belongs to, got "another ranks\' group"',
+        "no_group": "group: expected a process group, got 'cp'",
+    }[how]
+    for found in ranks.each(with_group, 2, how):
+        assert isinstance(found, Raised) and found.kind == "ValueError", found
+        assert found.message.startswith(message), found.message
