@@ -19,6 +19,7 @@ from torch import Tensor
 from splitkv.api import attention, attention_varlen, merge_states
 from splitkv.distributed.collectives import Trade
 from splitkv.distributed.keys import sequence_at
+from splitkv.distributed.ring_distances import Apart, apart
 from splitkv.distributed.spread import Call, Spread
 from splitkv.reference import apply_sink_logits
 from splitkv.runtime.backward import AttentionGradients, attention_backward
@@ -96,13 +97,24 @@ class Ring:
         sends = [(own[j], reader) for j in self.moved(reader, self.spread.rank)]
         return got, Trade(self.group, sends, [(x, owner) for x in got.values()])
 
+    def apart(self, turn: int, pair: Pair) -> Apart | None:
+        """How a pair is given to a kernel where distances matter and its pieces differ."""
+        queries = self.spread.pieces[self.spread.rank][pair.queries]
+        keys = self.spread.pieces[self.owner(turn)][pair.keys]
+        if not self.spread.alibi or queries == keys:
+            return None
+        return apart(queries, keys, self.cu_seqlens)
+
     def call_of(self, turn: int, pair: Pair) -> dict[str, Any]:
         """The arguments of attention of a pair, but for q, k and v."""
         queries = self.spread.pieces[self.spread.rank][pair.queries]
         keys = self.spread.pieces[self.owner(turn)][pair.keys]
         causal = self.spread.mask.right == 0 and queries == keys
         scores = {n: self.options[n] for n in ("softmax_scale", "softcap", "deterministic")}
-        scores |= {"causal": causal}
+        between = self.apart(turn, pair)
+        if between is not None:
+            return scores | between.arguments(self.options["alibi_slopes"])
+        scores |= {"causal": causal, "alibi_slopes": self.options["alibi_slopes"]}
         if self.cu_seqlens is None:
             return scores
         of_q, of_k = _bounds(self.cu_seqlens, queries, keys)
@@ -170,9 +182,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Result:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring, which: tuple[int, Pair]) -> Result:
     """(out, lse) of a pair, to be merged: out is fp32 or wider."""
-    arguments = ring.call_of(*which)
+    arguments, between = ring.call_of(*which), ring.apart(*which)
     run: Any = attention if ring.cu_seqlens is None else attention_varlen
-    out, lse = run(q, k, v, return_lse=True, **arguments)
+    if between is None:
+        out, lse = run(q, k, v, return_lse=True, **arguments)
+    else:
+        k, v = between.keys(k), between.keys(v)
+        out, lse = run(between.queries(q), k, v, return_lse=True, **arguments)
+        out, lse = between.back(out), between.back(lse, -1)
+        lse = lse - between.moved(arguments["alibi_slopes"]).to(lse.dtype)
     return out.to(torch.promote_types(out.dtype, torch.float32)), lse
 
 
@@ -228,17 +246,18 @@ def _gradients(
     rows: _Rows, k: Tensor, v: Tensor, ring: Ring, which: tuple[int, Pair]
 ) -> AttentionGradients:
     """The gradients of a pair, from the merged result."""
-    at = which[1].queries
-    return attention_backward(
-        rows.grad_out[at].contiguous(),
-        rows.q[at],
-        k,
-        v,
-        rows.out[at],
-        rows.lse[at],
-        grad_lse=rows.grad_lse[at],
-        **ring.call_of(*which),
-    )
+    at, arguments, between = which[1].queries, ring.call_of(*which), ring.apart(*which)
+    grad_out, q, out = rows.grad_out[at].contiguous(), rows.q[at], rows.out[at]
+    lse, grad_lse = rows.lse[at], rows.grad_lse[at]
+    if between is None:
+        return attention_backward(grad_out, q, k, v, out, lse, grad_lse=grad_lse, **arguments)
+    grad_out, q, out = map(between.queries, (grad_out, q, out))
+    k, v = between.keys(k), between.keys(v)
+    lse = between.queries(lse + between.moved(arguments["alibi_slopes"]).to(lse.dtype), -1)
+    grad_lse = between.queries(grad_lse, -1)
+    found = attention_backward(grad_out, q, k, v, out, lse, grad_lse=grad_lse, **arguments)
+    of_k, of_v = between.keys(found.k), between.keys(found.v)
+    return found._replace(q=between.back(found.q), k=of_k, v=of_v)
 
 
 Homeward = tuple[dict[int, Tensor], Trade | None]

@@ -166,9 +166,12 @@ def checked(call: Call, max_seqlen: Any, exchange: Any, layout: Any) -> Spread:
     mask = _mask_of(options).within(longest, longest)
     alibi = options["alibi_slopes"] is not None
     spread = Spread(exchange, layout, rank, size, tokens, longest, mask, alibi, packed)
-    hint = "pass exchange='heads' or exchange='keys'"
-    far = alibi and spread.in_rounds
-    expect(not far, "alibi_slopes", "None with exchange='ring' and no window", "slopes", hint)
+    if alibi and spread.in_rounds:
+        slopes = options["alibi_slopes"]
+        trained, each = slopes.requires_grad, packed and slopes.dim() == 2
+        hint = "pass exchange='heads' or exchange='keys'"
+        expect(not trained, "alibi_slopes", "no gradient of them in a ring", "one", hint)
+        expect(not each, "alibi_slopes", "[num_heads] in a ring of packed sequences", slopes, hint)
     return spread
 
 
