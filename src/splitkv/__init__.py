@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from splitkv import cache as cache
+    from splitkv import distributed as distributed
     from splitkv import flash_attn as flash_attn
     from splitkv import integrations as integrations
     from splitkv import reference as reference
@@ -58,7 +59,7 @@ _HOMES = {
     "warmup_model": "runtime.warm_model",
 }
 
-_MODULES = ("cache", "flash_attn", "integrations", "reference")
+_MODULES = ("cache", "distributed", "flash_attn", "integrations", "reference")
 
 __all__ = [
     "Device",

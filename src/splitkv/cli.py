@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from splitkv import __version__
 from splitkv.core.device import Device, cpu, current
 from splitkv.core.errors import (
+    expect,
     expect_at_least,
     expect_divides,
     expect_none_with,
@@ -68,14 +69,25 @@ def demo(
     seconds: Annotated[float, typer.Option(help="Training time.")] = 60.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; else what is here.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and the data order.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Processes that share every sequence.")] = 1,
 ) -> None:
-    """Train a small model, generate with it through splitkv, and print every decision."""
+    """Train a small model, generate with it through splitkv, and print every decision.
+
+    With several ranks: train it in one process and with every sequence spread over them, by each
+    exchange, and compare the losses.
+    """
     with one_line_errors():
         if steps is not None:
             expect_positive("steps", steps)
         expect_positive("seconds", seconds)
+        expect_positive("ranks", ranks)
         if device is not None:
             expect_here(device)
+        if ranks > 1:
+            expect(seconds == 60.0, "seconds", "none with --ranks; pass --steps", seconds)
+            from splitkv.demo.ranks import STEPS, run_ranks
+
+            raise typer.Exit(run_ranks(ranks, steps or STEPS, device=device, seed=seed))
         from splitkv.demo import run
 
         raise typer.Exit(run(steps=steps, seconds=seconds, device=device, seed=seed))

@@ -12,6 +12,8 @@ _MODULES = (
     "sink_window_cache",
     "torch_sdpa",
     "transformers",
+    "verl",
+    "verl_external_lib",
     "vllm",
 )
 

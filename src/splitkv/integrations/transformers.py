@@ -279,7 +279,8 @@ def expect_no_ulysses() -> None:
     if verl is not None and (size := verl.get_ulysses_sequence_parallel_world_size()) > 1:
         raise unsupported(
             f"ulysses_sequence_parallel_size: expected 1, got {size}: verl exchanges heads and "
-            "sequence for flash_attention_2 only; set it to 1, or the implementation to that"
+            "sequence in FlashAttention's place only; register splitkv.integrations.verl and set "
+            'attn_implementation to "splitkv_ulysses"'
         )
 
 

@@ -1,0 +1,293 @@
+"""attention and attention_varlen over the ranks of a group, against one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import pairs
+from rank_tasks import (
+    LEAVES,
+    called,
+    compiled_caller,
+    finite,
+    sequence,
+    traffic,
+    with_dtensors,
+    with_group,
+)
+from ranks import Raised, Ranks
+from torch import Tensor
+
+from splitkv import reference
+from splitkv.core.masks import Mask
+from splitkv.distributed.layout import pieces
+from splitkv.distributed.traffic import HeadShape, moved, spread_of
+from splitkv.testing import assert_close, assert_lse_close
+
+TOTAL, LONGEST, DIM, DIM_V = 48, 18, 16, 8
+WINDOW: dict[str, Any] = {"causal": True, "window_size": (5, 0)}
+CU_SEQLENS = (0, 5, 5, 23, 40, 46)  # an empty one, and two tokens after the last
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window_size": (5, -1)},
+    "two_sided": {"window_size": (4, 3)},
+    "left": {"window_size": (6, -1)},
+    "right": {"window_size": (-1, 2)},
+    "sinks": {"causal": True, "window_size": (4, 0), "sink_tokens": 3},
+    "chunks": {"causal": True, "attention_chunk": 7},
+    "softcap": {"causal": True, "softcap": 2.0},
+    "alibi": {"causal": True, "alibi_slopes": True},
+    "alibi_full": {"alibi_slopes": True},
+    "alibi_sinks": {"window_size": (4, 1), "sink_tokens": 3, "alibi_slopes": True},
+}
+AXES: dict[str, tuple[Any, ...]] = {
+    "mask": tuple(MASKS),
+    "exchange": ("heads", "keys", "ring"),
+    "heads": ((8, 8), (8, 4), (8, 2), (8, 1)),
+    "packed": (True, False),
+    "layout": ("contiguous", "zigzag"),
+    "dtype": ("float32", "bfloat16"),
+    "size": (2, 4),
+}
+
+
+CASES = pairs(AXES)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    packed = "packed" if case["packed"] else "dense"
+    heads = "_".join(map(str, case["heads"]))
+    rest = (case[name] for name in ("mask", "exchange", "layout", "dtype", "size"))
+    return "-".join((*map(str, rest), heads, packed))
+
+
+def operands(case: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of all tokens, and the gradients of its results."""
+    dtype, (heads, kv_heads) = getattr(torch, case["dtype"]), case["heads"]
+    outer = () if case["packed"] else (2,)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
+    call: dict[str, Any] = {
+        "q": random(*outer, TOTAL, heads, DIM),
+        "k": random(*outer, TOTAL, kv_heads, DIM),
+        "v": random(*outer, TOTAL, kv_heads, DIM_V),
+        "grad_out": random(*outer, TOTAL, heads, DIM_V),
+        "grad_lse": torch.randn(*outer, heads, TOTAL),
+        "sink_logits": torch.randn(heads),
+        **MASKS[case["mask"]],
+    }
+    if "alibi_slopes" in call:
+        call["alibi_slopes"] = torch.rand(heads) + 0.05
+    if case["packed"]:
+        bounds = torch.tensor(CU_SEQLENS, dtype=torch.int32)
+        call |= {"cu_seqlens": bounds, "max_seqlen": LONGEST}
+    return call
+
+
+def in_one_process(call: dict[str, Any], *, upcast: bool) -> dict[str, Tensor]:
+    """What `sequence` returns, of all tokens in one process, by definition; `upcast=False` is the
+    run in the working precision."""
+    given = dict(call)
+    grads = given.pop("grad_out"), given.pop("grad_lse")
+    left, right = given.pop("window_size", (-1, -1))
+    numbers = given.pop("sink_tokens", 0), given.pop("attention_chunk", 0)
+    given["mask"] = Mask(given.pop("causal", False), left, right, *numbers)
+    leaves = {name: given[name].clone().requires_grad_() for name in LEAVES}
+    given |= leaves
+    if "cu_seqlens" in given:
+        bounds = given.pop("cu_seqlens")
+        del given["max_seqlen"]
+        given |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+        out, lse = reference.attention_varlen(**given, upcast=upcast)
+    else:
+        out, found_lse = reference.attention(**given, upcast=upcast)
+        assert found_lse is not None
+        lse = found_lse
+    loss = (out * grads[0].to(out.dtype)).sum() + (finite(lse) * grads[1]).sum()
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    named = {f"d{name}": grad for name, grad in zip(leaves, found, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach(), **named}
+
+
+def whole(parts: list[Tensor], layout: Any, dim: int) -> Tensor:
+    """The tokens of all ranks in their order."""
+    size, tokens = len(parts), parts[0].shape[dim]
+    found = {}
+    for rank, part in enumerate(parts):
+        own = pieces(rank, size, tokens, layout)
+        for piece, x in zip(own, part.chunk(len(own), dim), strict=True):
+            found[piece.start] = x
+    return torch.cat([found[start] for start in sorted(found)], dim)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_results_and_gradients_are_those_of_one_process(case: dict[str, Any], ranks: Ranks) -> None:
+    call = operands(case)
+    way = {"exchange": case["exchange"], "layout": case["layout"]}
+    parts = ranks.run(sequence, case["size"], way, call)
+    ref, pt = in_one_process(call, upcast=True), in_one_process(call, upcast=False)
+    assert_lse_close(whole([part["lse"] for part in parts], case["layout"], -1), ref["lse"])
+    for name in ("out", "dq", "dk", "dv"):
+        found = whole([part[name] for part in parts], case["layout"], -3)
+        factor = 2.0 if name == "out" else 3.0
+        assert_close(found, ref[name], pt[name], factor=factor, name=name)
+    for part in parts:  # summed over the ranks
+        found = part["dsink_logits"]
+        assert_close(
+            found, ref["dsink_logits"], pt["dsink_logits"], factor=3.0, name="dsink_logits"
+        )
+
+
+def packed_call(**options: Any) -> dict[str, Any]:
+    return {
+        "q": torch.randn(TOTAL, 4, DIM),
+        "k": torch.randn(TOTAL, 4, DIM),
+        "v": torch.randn(TOTAL, 4, DIM),
+        "cu_seqlens": torch.tensor((0, TOTAL), dtype=torch.int32),
+        "max_seqlen": TOTAL,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("exchange", ["keys", "ring"])
+def test_a_window_moves_only_keys_that_are_seen(exchange: str, ranks: Ranks) -> None:
+    way = {"exchange": exchange, "layout": "contiguous"}
+    moved = ranks.run(traffic, 4, way, packed_call(causal=True, window_size=(5, 0)))
+    row = 2 * (DIM + DIM)  # of half the heads
+    for rank, exchanges in enumerate(moved):
+        for received in exchanges:
+            others = [n // row for peer, n in enumerate(received) if peer != rank]
+            before = [5 if peer == rank - 1 else 0 for peer in range(4) if peer != rank]
+            assert others == before
+
+
+def test_a_causal_mask_moves_no_later_keys(ranks: Ranks) -> None:
+    way = {"exchange": "keys", "layout": "contiguous"}
+    moved = ranks.run(traffic, 4, way, packed_call(causal=True))
+    for rank, exchanges in enumerate(moved):
+        assert exchanges
+        assert all(n == 0 for received in exchanges for n in received[rank + 1 :])
+
+
+def disagreeing(ranks: Ranks, *calls: dict[str, Any]) -> str:
+    """What every rank says of a call."""
+    found = ranks.each(called, len(calls), "attention_varlen", list(calls))
+    assert all(isinstance(x, Raised) and x.kind == "ValueError" for x in found), found
+    said = {x.message for x in found}
+    assert len(said) == 1, f"expected one message, got {said}"
+    return said.pop()
+
+
+def tokens(count: int, heads: int = 4, **options: Any) -> dict[str, Any]:
+    call = packed_call(**options)
+    return call | {n: torch.randn(count, heads, DIM) for n in ("q", "k", "v")}
+
+
+def test_every_rank_says_the_same_of_ranks_that_disagree(ranks: Ranks) -> None:
+    assert disagreeing(ranks, tokens(8), tokens(6)).startswith(
+        "q: expected the same on every rank of the group, got '[8, 4, 16] float32 on cpu'"
+    )
+    assert disagreeing(ranks, tokens(8, causal=True), tokens(8)) == (
+        "causal: expected the same on every rank of the group, got True on rank 0 and False on "
+        "rank 1"
+    )
+    one = tokens(8, window_size=(3, -2))
+    assert disagreeing(ranks, tokens(8), one) == (
+        "window_size right: expected at least -1, got -2 (on rank 1 of the group)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p: expected 0 over the ranks of a group, got 0.1"),
+        ({"exchange": "pages"}, "exchange: expected 'heads', 'keys' or 'ring', got 'pages'"),
+        ({"layout": "striped"}, "layout: expected 'contiguous' or 'zigzag', got 'striped'"),
+        ({"max_seqlen": -1}, "max_seqlen: expected at least 0, got -1"),
+        ({"max_seqlen": None}, "max_seqlen: expected an integer, got None"),
+        (
+            {"exchange": "ring", "alibi_slopes": torch.ones(4).requires_grad_()},
+            "alibi_slopes: expected no gradient of them in a ring, got 'one'",
+        ),
+        ({"sink_logits": torch.ones(3)}, r"sink_logits: expected [num_heads=4], got a tensor"),
+        ({"parameter_gradients": "mean"}, "parameter_gradients: expected 'summed' or 'own'"),
+    ],
+)
+def test_a_malformed_call(options: dict[str, Any], message: str, ranks: Ranks) -> None:
+    call = tokens(8, **options)
+    assert disagreeing(ranks, call, call).startswith(message)
+
+
+def test_heads_that_do_not_divide(ranks: Ranks) -> None:
+    call = tokens(8, heads=3)
+    said = disagreeing(ranks, call, call)
+    assert said == "num_heads: expected a multiple of ranks=2, got 3"
+
+
+def test_an_odd_number_of_tokens_in_zigzag(ranks: Ranks) -> None:
+    call = tokens(7, exchange="ring")
+    said = disagreeing(ranks, call, call)
+    assert said == "q: expected an even number of tokens a rank with layout='zigzag', got 7"
+
+
+@pytest.mark.parametrize("way", [("heads", {}), ("keys", {"causal": True}), ("keys", WINDOW)])
+def test_bytes_on_paper_are_those_that_move(way: tuple[Any, dict[str, Any]], ranks: Ranks) -> None:
+    exchange, options = way
+    call = packed_call(**options)
+    found = ranks.run(traffic, 4, {"exchange": exchange, "layout": "contiguous"}, call)
+    most = max(
+        sum(n for received in exchanges for peer, n in enumerate(received) if peer != rank)
+        for rank, exchanges in enumerate(found)
+    )
+    mask = Mask(options.get("causal", False), *options.get("window_size", (-1, -1)))
+    shape = HeadShape(4, 4, DIM, DIM, call["q"].element_size())
+    counted = moved(spread_of(exchange, TOTAL, 4, mask), shape)
+    assert counted.forward == most * shape.element_bytes
+
+
+def test_the_table_on_paper() -> None:
+    """Its cells are MiB forward and backward together, by `moved`."""
+    text = (Path(__file__).parents[3] / "docs" / "distributed-on-paper.md").read_text()
+    shape = HeadShape(32, 8, 128, 128, 2)
+    masks = {"causal": Mask(True), "window": Mask(True, 4095)}
+    rows = re.findall(r"^\| (causal|window) \| (\d+) \| (.*) \|$", text, re.M)
+    assert len(rows) == 12
+    for name, ranks, cells in rows:
+        for exchange, cell in zip(("heads", "keys", "ring"), cells.split(" | "), strict=True):
+            if exchange == "heads" and 32 % int(ranks):
+                assert cell == "-"
+                continue
+            spread = spread_of(exchange, 131072, int(ranks), masks[name])
+            assert cell == f"{moved(spread, shape).total / 2**20:.0f}", (name, ranks, exchange)
+
+
+def test_a_distributed_tensor_is_told_to_be_local(ranks: Ranks) -> None:
+    for found in ranks.each(with_dtensors, 2):
+        assert isinstance(found, Raised)
+        assert found.message == "q: expected this rank's part, got 'a DTensor'; pass q.to_local()"
+
+
+def test_a_compiled_caller_leaves_the_call_out(ranks: Ranks) -> None:
+    for eager, compiled in ranks.run(compiled_caller, 2):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("how", ["none", "both", "two_dimensions", "others", "no_group"])
+def test_a_malformed_group(how: str, ranks: Ranks) -> None:
+    message = {
+        "none": "group: expected a process group, or a device_mesh, got None",
+        "both": "device_mesh: expected None with a group, got",
+        "two_dimensions": "device_mesh: expected 1 dimension, got '2 dimensions'; pass the",
+        "others": 'group: expected one that this rank belongs to, got "another ranks\' group"',
+        "no_group": "group: expected a process group, got 'cp'",
+    }[how]
+    for found in ranks.each(with_group, 2, how):
+        assert isinstance(found, Raised) and found.kind == "ValueError", found
+        assert found.message.startswith(message), found.message

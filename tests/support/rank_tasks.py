@@ -1,0 +1,125 @@
+"""What the ranks of a pool do in tests of splitkv.distributed; see ranks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from splitkv import distributed
+
+LEAVES = "q", "k", "v", "sink_logits"
+
+
+def sequence(group: Any, way: dict[str, Any], call: dict[str, Any]) -> dict[str, Tensor]:
+    """out, lse and gradients of this rank's tokens.
+
+    call   what every rank knows: q, k, v [(batch,) total, heads, dim], grad_out, grad_lse, and the
+           options; cu_seqlens and max_seqlen where sequences are packed
+    """
+    dim, layout = -3, way["layout"]
+    call = dict(call)
+    grad_out = distributed.shard(call.pop("grad_out"), group, dim=dim, layout=layout)
+    grad_lse = distributed.shard(call.pop("grad_lse"), group, dim=-1, layout=layout)
+    for name in ("q", "k", "v"):
+        call[name] = distributed.shard(call[name], group, dim=dim, layout=layout)
+    leaves = {name: call[name].requires_grad_() for name in LEAVES if call[name] is not None}
+    packed = "cu_seqlens" in call
+    attend = distributed.attention_varlen if packed else distributed.attention
+    out, lse = attend(**call, group=group, **way, return_lse=True)
+    loss = (out * grad_out).sum() + (finite(lse) * grad_lse).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    found = {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach(), **found}
+
+
+def finite(lse: Tensor) -> Tensor:
+    """0 in the place of -inf."""
+    return torch.where(lse == float("-inf"), 0.0, lse)
+
+
+def cache(group: Any, way: dict[str, Any], calls: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of decode against this rank's part of a cache, by its arguments in calls."""
+    call = calls[dist.get_rank(group)]
+    result: tuple[Tensor, Tensor] = distributed.decode(**call, group=group, **way)
+    return result
+
+
+def merged(
+    group: Any, parts: list[tuple[Tensor, Tensor]], heads: Any, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`combine` of what each rank has."""
+    out, lse = parts[dist.get_rank(group)]
+    return distributed.combine(out, lse, group, heads=heads, sink_logits=sinks)
+
+
+def called(group: Any, name: str, calls: list[dict[str, Any]]) -> Any:
+    """A function of splitkv.distributed, with other arguments on each rank."""
+    result = getattr(distributed, name)(**calls[dist.get_rank(group)], group=group)
+    return result if isinstance(result, Tensor) else None
+
+
+def traffic(group: Any, way: dict[str, Any], call: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Elements that this rank gets of each other one, of every all-to-all of a forward."""
+    seen: list[tuple[int, ...]] = []
+    original = dist.all_to_all_single
+
+    def spy(out: Tensor, x: Tensor, receives: Any = None, *args: Any, **kwargs: Any) -> Any:
+        size = dist.get_world_size(group)
+        rows = receives or [out.shape[0] // size] * size
+        seen.append(tuple(n * out[:1].numel() for n in rows))
+        return original(out, x, receives, *args, **kwargs)
+
+    dist.all_to_all_single = spy
+    try:
+        layout = way["layout"]
+        own = {n: distributed.shard(call[n], group, layout=layout) for n in ("q", "k", "v")}
+        distributed.attention_varlen(**{**call, **own}, group=group, **way)
+    finally:
+        dist.all_to_all_single = original
+    return seen
+
+
+def demo_losses(group: Any, shape: Any, steps: int, exchange: Any) -> list[float]:
+    """The losses of `splitkv demo --ranks`."""
+    from splitkv.demo.ranks import losses
+
+    return losses(shape, steps, 0, torch.device("cpu"), group, exchange)
+
+
+def with_dtensors(group: Any) -> Any:
+    """A call with a DTensor in the place of a rank's part."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    q = DTensor.from_local(torch.randn(1, 4, 2, 8), mesh, [Shard(1)], run_check=False)
+    return distributed.attention(q, q, q, group=group)
+
+
+def compiled_caller(group: Any) -> tuple[Tensor, Tensor]:
+    """The output of a function that calls attention, eager and compiled."""
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = distributed.attention(x * 2, x, x, group=group, causal=True)
+        return out + 1
+
+    x = torch.randn(1, 4, 2, 8)
+    return run(x), torch.compile(run, backend="eager")(x)
+
+
+def with_group(group: Any, how: str) -> Any:
+    """A call with a group that is not one."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    every = torch.arange(dist.get_world_size(group))[None]
+    two = DeviceMesh("cpu", every, _init_backend=False)
+    given: dict[str, Any] = {
+        "none": {},
+        "both": {"group": group, "device_mesh": mesh},
+        "two_dimensions": {"device_mesh": two},
+        "others": {"group": dist.GroupMember.NON_GROUP_MEMBER},
+        "no_group": {"group": "cp"},
+    }[how]
+    x = torch.randn(1, 4, 2, 8)
+    return distributed.attention(x, x, x, **given)

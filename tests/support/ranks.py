@@ -1,0 +1,105 @@
+"""A pool of processes that are the ranks of gloo groups, for many tests: starting them costs most.
+
+    with Ranks(4) as ranks:
+        results = ranks.run(task, 2, argument)     # [task(group, argument) of rank 0, of rank 1]
+
+A task is a function of an importable module; what it is given and returns is pickled. What a task
+raises comes back as an instance of `Raised`. A pool that does not answer is ended.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PRELOAD = "torch", "splitkv.distributed", "rank_tasks"
+PATIENCE = 90.0  # seconds
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank's task raised: its type's name, what it says, and the traceback."""
+
+    kind: str
+    message: str
+    where: str
+
+
+class Ranks:
+    """Processes 0 .. count - 1, of which the first few are the ranks of a call."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.meeting = tempfile.TemporaryDirectory()
+        pipes = [context.Pipe() for _ in range(count)]
+        self.connections = [ours for ours, _ in pipes]
+        where = str(Path(self.meeting.name) / "store")
+        self.processes = [
+            context.Process(target=_serve, args=(theirs, rank, count, where), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self.connections:
+            connection.close()  # the loop of the process ends
+        for process in self.processes:
+            process.join(2)
+            if process.is_alive():
+                process.terminate()
+        self.meeting.cleanup()
+
+    def each(self, task: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        """What the task returns or raises on each of `size` ranks."""
+        message = pickle.dumps((task, size, arguments))
+        for connection in self.connections[:size]:
+            connection.send_bytes(message)
+        end = time.monotonic() + PATIENCE
+        found = []
+        for rank, connection in enumerate(self.connections[:size]):
+            if not connection.poll(max(end - time.monotonic(), 0)):
+                for process in self.processes:
+                    process.terminate()
+                raise TimeoutError(f"rank {rank} of {size} did not return from {task.__name__}")
+            found.append(pickle.loads(connection.recv_bytes()))
+        return found
+
+    def run(self, task: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        """What the task returns on each of `size` ranks; none may raise."""
+        found = self.each(task, size, *arguments)
+        for rank, result in enumerate(found):
+            assert not isinstance(result, Raised), f"rank {rank} of {size}\n{result.where}"
+        return found
+
+
+def _serve(connection: Any, rank: int, count: int, where: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=count)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, count + 1)}
+    while True:
+        try:
+            task, size, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            result = task(groups[size], *arguments)
+        except Exception as error:  # told to who asked
+            result = Raised(type(error).__name__, str(error), traceback.format_exc())
+        connection.send_bytes(pickle.dumps(result))
