@@ -62,7 +62,7 @@ def test_every_schedule_has_every_tile(schedule: Any) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULED)
 def test_one_long_sequence_holds_nobody_up(schedule: Any) -> None:
-    """A schedule takes about what as many tiles in equal lengths take; splits of the bound do not."""
+    """A schedule takes about what as many tiles in equal lengths do, and whole sequences more."""
     plan, equal = plan_of(persistent.with_schedule(schedule)), [sum(ONE_LONG) // 64] * 64
     assert seconds(plan, ONE_LONG) < 1.3 * seconds(plan, equal)
     whole = replace(plan, config=replace(plan.config, schedule="even", programs=0))
