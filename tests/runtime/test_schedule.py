@@ -117,8 +117,12 @@ class Recording:
 
     def __call__(self, operands: Any) -> Any:
         self.slow.append(operands)
-        self.repeat = lambda *args, **more: self.fast.append((args, more)) or ("out", None)
-        return operands.q, None
+        self.repeat = self.call
+        return operands.q.clone(), None
+
+    def call(self, *args: Any, **more: Any) -> Any:
+        self.fast.append((args, more))
+        return args[0].clone(), None
 
 
 LAUNCHERS: list[Recording] = []
@@ -154,15 +158,39 @@ def test_a_call_is_given_where_programs_start(
     monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
     call, plan = call_and_plan()
     made = splitkv.make_schedule(plan, call["cache_seqlens"])
-    assert splitkv.decode(**call, schedule=made) is call["q"]
+    assert torch.equal(splitkv.decode(**call, schedule=made), call["q"])
     (launcher,) = recorded
     assert launcher.plan is plan and launcher.slow[0].starts is made.starts
-    assert splitkv.decode(**call, schedule=made) == "out"
+    splitkv.decode(**call, schedule=made)
     other = splitkv.make_schedule(plan, call["cache_seqlens"])
-    assert splitkv.decode(**call, schedule=other, plan=plan) == "out"
+    splitkv.decode(**call, schedule=other, plan=plan)
     assert [more["starts"] for _, more in launcher.fast] == [made.starts, other.starts]
     splitkv.decode(**call, plan=plan)
     assert len(recorded) == 2 and recorded[1].slow[0].starts is None
+
+
+def test_under_torch_compile(
+    recorded: list[Recording], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph of the schedule and the layers, by the operators."""
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
+    call, plan = call_and_plan()
+    lens, q = call.pop("cache_seqlens"), call.pop("q")
+
+    def step(q: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        made = splitkv.make_schedule(plan, lens)
+        out = splitkv.decode(q, cache_seqlens=lens, schedule=made, **call)
+        return splitkv.decode(out, cache_seqlens=lens, schedule=made, **call)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, lens), q)
+    (launcher,) = recorded
+    assert launcher.plan == plan and len(launched) == 1
+    starts = [operands.starts for operands in launcher.slow]
+    starts += [more["starts"] for _, more in launcher.fast]
+    assert len(starts) == 2
+    assert all((x == 7).all() and x.shape == buffer_shape(plan) for x in starts)
 
 
 def test_a_schedule_of_another_plan_is_refused(recorded: list[Recording]) -> None:
