@@ -110,6 +110,18 @@ def test_more_tiles_than_32_bits_count() -> None:
         expect_legal(plan_of(problem))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_partials_that_are_counted(schedule: Any) -> None:
+    """Two of every program, written and read: rows of head_dim_v sums, a maximum and a sum."""
+    plan = plan_of(schedule=schedule)
+    kernel = registry.kernel_named(plan.kernel)
+    programs = plan.config.programs * (1 if schedule == "ranges" else DECODE.num_kv_heads)
+    counted = kernel.traffic(DECODE, plan.config)
+    assert counted.partial_bytes == 2 * 2 * programs * 8 * (128 + 2) * 4
+    whole = kernel.traffic(DECODE, plan.config.shape)
+    assert counted.kv_bytes == whole.kv_bytes and counted.flops == whole.flops
+
+
 def test_a_kernel_without_schedules_is_not_asked() -> None:
     kernel = registry.kernel_named("hopper_prefill")
     assert persistent.why_not(kernel, DECODE, GPUS["h200"]) == [

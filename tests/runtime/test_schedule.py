@@ -104,6 +104,22 @@ def test_the_operator_is_registered_right(launched: list[Any]) -> None:
     torch.library.opcheck(schedules.schedule_op, given, test_utils=checks)
 
 
+def test_a_plan_s_second_schedule_is_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With addresses; where one is off by a few bytes, through Triton."""
+    launches, direct = Launches(), torch.zeros(8, dtype=torch.int32)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    launcher = ScheduleLauncher(plan_of())
+    launcher.kernel = SimpleNamespace(  # type: ignore[assignment]
+        launch=lambda starts, lens: launches.record("triton")(starts, lens) or "compiled",
+        relaunch=lambda compiled: launches.record(compiled),
+    )
+    starts = torch.zeros(buffer_shape(plan_of()), dtype=torch.int32)
+    for lens in (LENGTHS, LENGTHS, direct[1:3], direct[:2]):
+        launcher(starts, lens)
+    assert [call[0] for call in launches.calls] == ["triton", "compiled", "triton", "compiled"]
+    assert launches.calls[1][1:] == (5, starts.data_ptr(), LENGTHS.data_ptr())
+
+
 # --- decode ------------------------------------------------------------------------------------
 
 
