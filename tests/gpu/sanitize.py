@@ -29,7 +29,9 @@ from training import FUNCTION, any_gpu_backward, paged
 
 import splitkv
 from splitkv import Plan
+from splitkv.core.plan import SCHEDULED
 from splitkv.kernels import prefill
+from splitkv.planner.policies import persistent
 from splitkv.planner.registry import KERNELS
 from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, check
 
@@ -75,6 +77,12 @@ SEQUENCES: dict[str, Problem] = {
     "int8": STORED,
     "int8_a_head": replace(STORED, codec=Codec("int8", "head")),
     "fp8": replace(STORED, products="full", codec=Codec("fp8", "head")),
+}
+MIX = replace(SMALL, batch=5, seqlen_k=500)
+SCHEDULES = {
+    "mix": MIX,
+    "mix_in_pages": replace(MIX, place=Paged(16), mask=Mask(True, 200, -1, 5)),
+    "mix_of_fp8": replace(MIX, codec=Codec("fp8", "token"), sink_logits=True),
 }
 PAGE_SIZE, PARTS = 16, 3
 WITH_ROLES = (
@@ -139,6 +147,21 @@ def check_sequences(roles: bool) -> None:
             print(f"  pages_in_parts, {kernel.name}: right", flush=True)
 
 
+def check_schedules(roles: bool) -> None:
+    """Programs that walk over splits: those for Hopper have roles."""
+    for kernel in ("decode_split", *(["hopper_decode_split"] if roles else [])):
+        for name, problem in SCHEDULES.items():
+            if kernel not in kernels(problem):
+                continue
+            for schedule in SCHEDULED:
+                policy = only(kernel, persistent.with_schedule(schedule))
+                plan = splitkv.plan(problem, device=HERE, policy=policy)
+                few = replace(plan.config, programs=problem.batch + 3)
+                given = on_the_gpu(replace(plan, config=few))
+                check(problem, run=given, lengths=(500, 0, 33, 1, 64))
+                print(f"  {schedule}, {name}, {kernel}: right", flush=True)
+
+
 def main(roles: bool) -> None:
     print(f"{HERE}, every tensor in memory of its own")
     for name, (problem, lengths, parts) in CALLS.items():
@@ -150,6 +173,7 @@ def main(roles: bool) -> None:
             print(f"  {name}, {kernel}: right", flush=True)
     check(SMALL, run=on_the_gpu(plan_of(SMALL, "decode_split", BATCH_RULE)), lengths=(150, 20))
     print(f"  {BATCH_RULE}, decode_split: right")
+    check_schedules(roles)
     check_sequences(roles)
 
 

@@ -48,13 +48,20 @@ HOPPER_AXES: cases.Axes = {
     "extras": (False, True),
     "programs_per_sm": (1, 2),
 }
+LAUNCHES = {
+    "schedule": ["launch_dependents"],
+    "decode": ["wait", "launch_dependents"],
+    "combine_slots": ["wait"],
+}
 MOST_REGISTERS = {"schedule": 255, "decode_persistent": 255, "combine_slots": 128}
 
 
 def valid(values: cases.Values) -> bool:
     stored = values.get("codec", AS_IS) != AS_IS
     wide = values.get("shape") == (7, 16) and values.get("head_dims") == (192, 128)
-    return not (stored and values.get("dtype") == "float32") and not wide
+    # a process of Triton's widens e4m3 as the first GPU does that it compiles this for
+    apart = values.get("gpu") == "l4" and values.get("codec") == Codec("fp8", "head")
+    return not (stored and values.get("dtype") == "float32") and not wide and not apart
 
 
 def plan_of(values: cases.Values, kernel: Any = decode_split) -> Plan:
@@ -88,14 +95,15 @@ def describe(values: cases.Values) -> str:
 
 
 def hold_to_launches(kernels: dict[str, Compiled], plan: Plan) -> None:
-    """combine is there before decode has ended, where the GPU can; no barrier but the block's."""
+    """Each is there before the one before has ended, where the GPU can, and waits for it."""
     early = plan.device.capability >= (9, 0)
-    for name, word in (("decode", "launch_dependents"), ("combine_slots", "wait")):
-        found = next(kernel for key, kernel in kernels.items() if key.startswith(name))
-        assert found.ptx.count(f"griddepcontrol.{word}") == early, name
+    for name, words in LAUNCHES.items():
+        found = next(kernel for key, kernel in kernels.items() if name in key)
+        said = re.findall(r"griddepcontrol\.(\w+)", found.ptx)
+        assert said == words * early, name
 
 
-@variants(AXES, most=10, newest=3, valid=valid, ids=describe)
+@variants(AXES, most=8, newest=3, valid=valid, ids=describe)
 def test_every_architecture(values: cases.Values) -> None:
     plan = plan_of(values)
     kernels = compile_step(plan)
@@ -139,7 +147,7 @@ def test_programs_for_hopper(values: cases.Values) -> None:
     """A producer warp, TMA and mma as in today's kernel, and no register is spilled."""
     plan = plan_of(values, hopper_decode_split)
     kernels = compile_step(plan)
-    hold_to_launches({"decode": kernels["hopper_decode_split"], **kernels}, plan)
+    hold_to_launches(kernels, plan)
     kernel = kernels["hopper_decode_split"]
     assert kernel.stack_bytes == 0
     assert kernel.shared_bytes <= hopper_decode_split.shared_bytes(plan.problem, plan.config)

@@ -127,6 +127,7 @@ def test_arguments_that_are_written_are_found() -> None:
 def test_every_public_function_is_drawn() -> None:
     """By its name, or within a case of another name."""
     within = {"Device", "Plan", "Problem", "UnsupportedProblem", "plan", "explain"}
+    within |= {"Schedule", "make_schedule"}  # of a GPU: tests/gpu/test_schedule.py
     names = set()
     for kind in KINDS:
         if WHERE.get(kind, ("cpu",))[0] == "cpu" and kind != "models":

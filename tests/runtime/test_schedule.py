@@ -104,6 +104,22 @@ def test_the_operator_is_registered_right(launched: list[Any]) -> None:
     torch.library.opcheck(schedules.schedule_op, given, test_utils=checks)
 
 
+def test_a_plan_s_second_schedule_is_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With addresses; where one is off by a few bytes, through Triton."""
+    launches, direct = Launches(), torch.zeros(8, dtype=torch.int32)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    launcher = ScheduleLauncher(plan_of())
+    launcher.kernel = SimpleNamespace(  # type: ignore[assignment]
+        launch=lambda starts, lens: launches.record("triton")(starts, lens) or "compiled",
+        relaunch=lambda compiled: launches.record(compiled),
+    )
+    starts = torch.zeros(buffer_shape(plan_of()), dtype=torch.int32)
+    for lens in (LENGTHS, LENGTHS, direct[1:3], direct[:2]):
+        launcher(starts, lens)
+    assert [call[0] for call in launches.calls] == ["triton", "compiled", "triton", "compiled"]
+    assert launches.calls[1][1:] == (5, starts.data_ptr(), LENGTHS.data_ptr())
+
+
 # --- decode ------------------------------------------------------------------------------------
 
 
@@ -117,8 +133,12 @@ class Recording:
 
     def __call__(self, operands: Any) -> Any:
         self.slow.append(operands)
-        self.repeat = lambda *args, **more: self.fast.append((args, more)) or ("out", None)
-        return operands.q, None
+        self.repeat = self.call
+        return operands.q.clone(), None
+
+    def call(self, *args: Any, **more: Any) -> Any:
+        self.fast.append((args, more))
+        return args[0].clone(), None
 
 
 LAUNCHERS: list[Recording] = []
@@ -154,15 +174,39 @@ def test_a_call_is_given_where_programs_start(
     monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
     call, plan = call_and_plan()
     made = splitkv.make_schedule(plan, call["cache_seqlens"])
-    assert splitkv.decode(**call, schedule=made) is call["q"]
+    assert torch.equal(splitkv.decode(**call, schedule=made), call["q"])
     (launcher,) = recorded
     assert launcher.plan is plan and launcher.slow[0].starts is made.starts
-    assert splitkv.decode(**call, schedule=made) == "out"
+    splitkv.decode(**call, schedule=made)
     other = splitkv.make_schedule(plan, call["cache_seqlens"])
-    assert splitkv.decode(**call, schedule=other, plan=plan) == "out"
+    splitkv.decode(**call, schedule=other, plan=plan)
     assert [more["starts"] for _, more in launcher.fast] == [made.starts, other.starts]
     splitkv.decode(**call, plan=plan)
     assert len(recorded) == 2 and recorded[1].slow[0].starts is None
+
+
+def test_under_torch_compile(
+    recorded: list[Recording], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph of the schedule and the layers, by the operators."""
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
+    call, plan = call_and_plan()
+    lens, q = call.pop("cache_seqlens"), call.pop("q")
+
+    def step(q: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        made = splitkv.make_schedule(plan, lens)
+        out = splitkv.decode(q, cache_seqlens=lens, schedule=made, **call)
+        return splitkv.decode(out, cache_seqlens=lens, schedule=made, **call)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, lens), q)
+    (launcher,) = recorded
+    assert launcher.plan == plan and len(launched) == 1
+    starts = [operands.starts for operands in launcher.slow]
+    starts += [more["starts"] for _, more in launcher.fast]
+    assert len(starts) == 2
+    assert all((x == 7).all() and x.shape == buffer_shape(plan) for x in starts)
 
 
 def test_a_schedule_of_another_plan_is_refused(recorded: list[Recording]) -> None:

@@ -37,7 +37,13 @@ from splitkv.kernels.host.launcher import (
 )
 from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import launch_of
-from splitkv.kernels.host.step import PER_CALL, StepLauncher, grid_of, step_arguments
+from splitkv.kernels.host.step import (
+    PER_CALL,
+    StepLauncher,
+    grid_of,
+    launched_early,
+    step_arguments,
+)
 from splitkv.kernels.tile.band import Bounds, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
 from splitkv.kernels.tile.new import Tiles
@@ -109,10 +115,11 @@ def decode_persistent(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENTS: tl.constexpr,  # early: combine is launched before this grid has ended; or in_order
+    DEPENDENTS: tl.constexpr,  # early: grids are launched before the one before has ended; in_order
 ):
-    if DEPENDENTS == "early":  # combine waits for this grid before it reads partials
-        tl.extra.cuda.gdc_launch_dependents()
+    if DEPENDENTS == "early":
+        tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
+        tl.extra.cuda.gdc_launch_dependents()  # combine, which reads the schedule at once
     bounds = Bounds(left, right, sink_tokens, chunk)
     scale_strides = Strides(stride_sb, stride_sn, stride_sh)
     dtype: tl.constexpr = final.out_ptr.dtype.element_ty
@@ -209,7 +216,8 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
         "DEPENDENTS": "early" if dependent_launches(plan, operands) else "in_order",
     }
-    programs, options = grid_of(plan), compile_options(config.num_warps)
+    programs = grid_of(plan)
+    options = compile_options(config.num_warps) | launched_early(plan, operands)
     tail = tail_in_order(decode_persistent, PER_CALL, fixed)
 
     def launch(arguments: dict[str, Any]) -> Any:

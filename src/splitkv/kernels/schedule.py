@@ -99,7 +99,10 @@ def schedule_ranges(
     TILE_N: tl.constexpr,  # of decode
     TILE_B: tl.constexpr,
     TILE_P: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # early: decode is launched before this grid has ended; or in_order
 ):
+    if DEPENDENTS == "early":  # it waits for this grid before it reads anything
+        tl.extra.cuda.gdc_launch_dependents()
     bounds = Bounds(left, right, sink_tokens, chunk)
     p = tl.program_id(0) * TILE_P + tl.arange(0, TILE_P)
     of_batch = tiles_of_batch(lens_ptr, bounds, seqlen_q, batch, TILE_N, TILE_B)
@@ -170,7 +173,10 @@ def schedule_proportional(
     TILE_N: tl.constexpr,
     TILE_B: tl.constexpr,
     TILE_P: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
 ):
+    if DEPENDENTS == "early":
+        tl.extra.cuda.gdc_launch_dependents()
     bounds = Bounds(left, right, sink_tokens, chunk)
     p = tl.program_id(0) * TILE_P + tl.arange(0, TILE_P)
     total = tiles_of_batch(lens_ptr, bounds, seqlen_q, batch, TILE_N, TILE_B)
@@ -213,8 +219,9 @@ RULES: dict[str, Any] = {
 """The kernel of each value of `Config.schedule` that has a schedule of the step."""
 
 
-def arguments_of(plan: Plan) -> dict[str, Any]:
-    """The arguments of the kernel that never change from step to step."""
+def arguments_of(plan: Plan, early: bool) -> dict[str, Any]:
+    """The arguments of the kernel that never change from step to step; early: decode may be
+    launched before it has ended."""
     problem, config = plan.problem, plan.config
     step = min(triton.next_power_of_2(problem.batch), MAX_STEP)
     return {
@@ -226,6 +233,7 @@ def arguments_of(plan: Plan) -> dict[str, Any]:
         "TILE_N": config.tile_n,
         "TILE_B": step,
         "TILE_P": min(CELLS // step, 32),
+        "DEPENDENTS": "early" if early else "in_order",
     }
 
 
@@ -244,9 +252,9 @@ def buffer_shape(plan: Plan) -> tuple[int, int]:
 class ScheduleKernel:
     """The kernel that makes the schedules of a plan, bound to it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, early: bool = False) -> None:
         self.kernel = RULES[plan.config.schedule]
-        self.fixed = arguments_of(plan)
+        self.fixed = arguments_of(plan, early)
         self.grid = (triton.cdiv(plan.config.programs, self.fixed["TILE_P"]), 1, 1)
 
     def launch(self, starts: Any, lens: Any) -> Any:
@@ -268,7 +276,8 @@ class ScheduleLauncher:
     then on."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.kernel = plan, ScheduleKernel(plan)
+        early = plan.device.capability >= (9, 0)
+        self.plan, self.kernel = plan, ScheduleKernel(plan, early)
         self.launch: Launch | None = None
 
     def __call__(self, starts: Any, lens: Any) -> None:

@@ -44,6 +44,11 @@ COMBINE_PER_CALL = "partial", "final", "starts_ptr", "sink_ptr"
 """Those of `combine_slots`."""
 
 
+def launched_early(plan: Plan, operands: Operands) -> dict[str, Any]:
+    """The option of kernels that start before the one before has ended, and wait for it."""
+    return {"launch_pdl": True} if dependent_launches(plan, operands) else {}
+
+
 def groups_of(plan: Plan) -> int:
     """Groups of programs, each with shares of head tiles of its own."""
     head_tiles = plan.problem.num_kv_heads * packed_rows(plan.problem, plan.config)[0]
@@ -111,8 +116,7 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     }
     rows = groups_of(plan) * packed_rows(problem, config)[1]
     grid = rows, config.programs, triton.cdiv(problem.head_dim_v, columns)
-    overlapping = {"launch_pdl": True} if early else {}
-    return SlotMerge(grid, fixed, compile_options(WARPS) | overlapping)
+    return SlotMerge(grid, fixed, compile_options(WARPS) | launched_early(plan, operands))
 
 
 class StepLauncher:
@@ -138,7 +142,7 @@ class StepLauncher:
         problem, q = plan.problem, operands.q
         self.plan, self.split, self.partials = plan, split, partials
         self.rebind, self.other = rebind, cast("StepLauncher | None", None)
-        self.schedule = ScheduleKernel(plan)
+        self.schedule = ScheduleKernel(plan, dependent_launches(plan, operands))
         self.merge = slot_merge_of(plan, operands)
         native = not q.is_cuda or plan.device.capability >= (8, 9)
         self.in_bits = problem.codec.name == "fp8" and not native

@@ -78,18 +78,17 @@ def programs_of(tiles: Sequence[int], head_tiles: int, config: Config) -> Iterat
 
 def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> Iterator[Program]:
     """Programs with as many tiles each, one behind the other, to within one."""
-    total = head_tiles * sum(tiles)
+    each, more = divmod(head_tiles * sum(tiles), programs)
     items = (count for count in tiles for _ in range(head_tiles))
     left = 0  # tiles of the head tile that the last range ended in
-    for program in range(min(programs, total)):
-        count = (program + 1) * total // programs - program * total // programs
+    for program in range(programs if each else more):
+        count = each + (program < more)
         splits, wanted = 0, count
         while wanted > 0:
             left = left or next(items)
             taken = min(left, wanted)
             splits, wanted, left = splits + 1, wanted - taken, left - taken
-        if count:
-            yield splits, count
+        yield splits, count
 
 
 def splits_of(tiles: Sequence[int], config: Config) -> Iterator[int]:

@@ -210,7 +210,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     options = compile_options(config.num_warps)
     if producer:
         options["maxnreg"] = most_registers(problem, config, plan.device)
-    if problem.early_kv:
+    if problem.early_kv or entry == "persistent":
         options["launch_pdl"] = True
     cluster_size = config.num_splits if config.merge == "cluster" else 1
     clusters = (1, *programs[1:]) if config.merge == "cluster" else programs

@@ -82,7 +82,6 @@ def decode_walk(
     stride_sh,
     CONFIG: gl.constexpr,  # DecodeConfig
 ):
-    tl.extra.cuda.gdc_launch_dependents()  # combine waits for this grid before it reads partials
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
     step = Step(starts_ptr, lens_ptr, bounds, seqlen_q, batch, head_tiles, group, program, programs)
@@ -108,5 +107,7 @@ def decode_walk(
         out_strides.t,
         out_strides.h,
     )
+    tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
+    tl.extra.cuda.gdc_launch_dependents()  # combine, which reads the schedule at once
     inputs = WalkInputs(q_ptr, q_strides, terms, output)
     run_roles(kv, ring, scales, inputs, step, CONFIG)

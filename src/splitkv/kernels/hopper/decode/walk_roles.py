@@ -42,6 +42,7 @@ from splitkv.kernels.tile.band import token_range, visited_tiles
 from splitkv.kernels.tile.new import Tiles
 from splitkv.kernels.tile.walk import Walk, load_start, next_split, slot_of_split, split_length
 
+LINE_BYTES = gl.constexpr(128)  # of the L1
 LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
 
 
@@ -173,6 +174,7 @@ def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
             q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, None
         )
         q = load_mma_queries(queries, CONFIG)
+        prefetch_queries(inputs, following, step, CONFIG)
         of_split = behind(ring, before)
         terms = inputs.terms
         softmax = attend(mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG)
@@ -180,6 +182,23 @@ def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
         write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
         before += split.tiles.last - split.tiles.first
         walk = following
+
+
+@gluon.jit
+def prefetch_queries(inputs, walk, step, CONFIG: gl.constexpr):
+    """Prefetches the rows of q of the next split, as nothing else of it waits for this one."""
+    BYTES: gl.constexpr = inputs.q_ptr.dtype.element_ty.primitive_bitwidth // 8
+    LINES: gl.constexpr = max(1, CONFIG.head_dim * BYTES // LINE_BYTES)
+    lines: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
+    line = gl.arange(0, CONFIG.tile_m * LINES, layout=lines)
+    row = row_tile * CONFIG.tile_m + line // LINES
+    row = gl.minimum(row, step.seqlen_q * CONFIG.group - 1)
+    sequence = gl.minimum(walk.sequence, step.batch - 1).to(gl.int64)
+    ptrs = inputs.q_ptr + sequence * inputs.q_strides.b
+    ptrs += row // CONFIG.group * inputs.q_strides.t
+    ptrs += (kv_head * CONFIG.group + row % CONFIG.group) * inputs.q_strides.h
+    act("prefetch.global.L1 [$1];", "l", (ptrs + line % LINES * (LINE_BYTES // BYTES),))
 
 
 @gluon.jit
