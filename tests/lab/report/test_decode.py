@@ -19,6 +19,7 @@ from splitkv.lab.harness.variants import our_variants
 from splitkv.lab.overview import report
 from splitkv.lab.report.decode import besides as standing_beside
 from splitkv.lab.report.decode import summary
+from splitkv.lab.report.markdown import table
 
 
 def test_summary_sets_ours_against_floor_and_best_peer() -> None:
@@ -30,6 +31,12 @@ def test_summary_sets_ours_against_floor_and_best_peer() -> None:
     assert cells[1][6:] == ["fa3 metadata ahead", "9.00", "1.12"]
     assert lines[-1].endswith("geometric mean 1.30, least 1.12, most 1.50")
     assert len({len(line) for line in lines[:4]}) == 1
+
+
+def test_columns_of_words_are_aligned_left() -> None:
+    text = table(["a", "b", "c"], [["x", "long words", "1"], ["y", "few", "22"]], words=(0, 1))
+    assert text.splitlines()[1] == "| --- | ---------- | --: |"
+    assert text.splitlines()[3] == "| y   | few        |  22 |"
 
 
 def test_mixes_stand_in_a_table_beside_equal_lengths_and_flash_attention_3() -> None:

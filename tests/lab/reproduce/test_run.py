@@ -207,6 +207,15 @@ def test_a_run_ends_with_its_files(tmp_path: Path, records: list[dict[str, Any]]
     assert "NVIDIA H200" in page and "abc, 20" in page
 
 
+def test_progress_is_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with Advance(console, "splitkv", 2) as advance:
+        for _ in range(2):
+            console.print("a line", advance.step())
+    assert "splitkv" in screen.getvalue() and "2/2" in screen.getvalue()
+
+
 def test_progress_is_told_with_an_estimate(tmp_path: Path) -> None:
     todo = [w for w in works.works(True, 132) if w.step == "table 1"][:4]
     text = measured(tmp_path / "r.jsonl", FakeBackend("splitkv"), todo=todo)[1]

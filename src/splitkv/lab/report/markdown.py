@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.records import by_case, title
@@ -37,15 +37,17 @@ def percent(value: float | None) -> str:
     return ABSENT if value is None else f"{value:.0%}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up as text too."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[int] = (0,)
+) -> str:
+    """A Markdown table whose columns line up as text too; `words`: those that are no numbers."""
     widths = [max(3, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
     cells = [
         [
-            x.ljust(w) if i == 0 else x.rjust(w)
+            x.ljust(w) if i in words else x.rjust(w)
             for i, (x, w) in enumerate(zip(line, widths, strict=True))
         ]
         for line in (header, *rows)
     ]
-    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    rule = ["-" * w if i in words else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (cells[0], rule, *cells[1:]))

@@ -18,9 +18,9 @@ STYLE = """
 body { max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
 div { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #8884; white-space: nowrap; }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid #8884; vertical-align: top; }
 th { text-align: left; }
-.number { text-align: right; }
+.number { text-align: right; white-space: nowrap; }
 svg { max-width: 100%; height: auto; background: white; }
 """
 

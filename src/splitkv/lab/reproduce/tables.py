@@ -56,8 +56,8 @@ def measured(records: Sequence[Record]) -> list[str]:
     if results.parts_of_step():
         parts += ["## A decode step", step_table(results)]
     if rows := results.rows("trace"):
-        header = ["keys", "kernel of FlashAttention-2", "grid"]
-        cells = [[str(r["keys"]), r["kernel"], " x ".join(map(str, r["grid"]))] for r in rows]
+        header = ["kernel of FlashAttention-2", "keys", "grid"]
+        cells = [[r["kernel"], str(r["keys"]), " x ".join(map(str, r["grid"]))] for r in rows]
         parts += ["## One token of Qwen2.5-7B, traced", table(header, cells)]
     if rows := results.rows("training"):
         header = ["training", "runs", "loss at the end", "distance from fp32"]
@@ -94,7 +94,8 @@ def source_table(verdicts: Iterable[Verdict]) -> str:
         why = "; ".join(f"{v.backend}: {v.why}" for v in own)
         rows.append([text, own[0].where, own[0].figure, *cells, *words, why])
     header = ["claim", "where", "the source's", "ours", "FlashAttention's"]
-    return table([*header, "ours", "FlashAttention's", "why"], rows)
+    header += ["ours", "FlashAttention's", "why"]
+    return table(header, rows, words=(0, 1, 2, 5, 6, 7))
 
 
 def value_of(verdict: Verdict) -> str:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, log2
 
-from splitkv.core.device import GPUS
+from splitkv.core.device import GPUS, Device
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.reproduce.claims.verdict import Claim, Verdict, judge
 from splitkv.lab.reproduce.results import Results
 from splitkv.lab.reproduce.tracing import COMBINE, NEW_TOKENS, qwen
 from splitkv.planner.policies.flash_attention_2 import dispatch
 
-H100 = GPUS["h100"]  # where there is no result that names the SMs
 RULE = "0x1 and 0x4, num_splits_heuristic"
 GRID = "0x5, run_flash_splitkv_fwd"
+
+
+def device_of(results: Results) -> Device:
+    """A GPU with as many SMs as the results', of which the rule asks no more; an H100 without."""
+    h100 = GPUS["h100"]
+    return replace(h100, num_sms=results.num_sms) if results.works else h100
 
 
 def rule_of_new_tokens(results: Results) -> Iterator[Verdict]:
     """The rule itself at the lengths that 64 and 512 new tokens come to: it needs no time."""
     for tokens, relation, bound in zip(NEW_TOKENS, ("<=", ">="), (1, 2), strict=True):
         p = qwen(tokens)
-        found = dispatch(p, H100, "fwd")
+        found = dispatch(p, device_of(results), "fwd")
         text = f"{tokens} new tokens: splits of the last step by FlashAttention-2's rule"
         figure = "flash_fwd_kernel" if bound == 1 else "flash_fwd_splitkv_kernel and its combine"
         claim = Claim(text, "dispatch", RULE, relation, bound, figure)  # type: ignore[arg-type]
@@ -39,7 +45,7 @@ def traced(results: Results) -> Iterator[Verdict]:
         if not names:
             yield judge(claim, "fa2", None, "no results of the step `trace`")
             continue
-        wanted = dispatch(p, H100, "fwd").kernels
+        wanted = dispatch(p, device_of(results), "fwd").kernels
         seen = sum(any(matches(name, kernel) for name in names) for kernel in wanted)
         why = f"the rule says {' and '.join(wanted)}; launched {', '.join(map(short, names))}"
         yield judge(claim, "fa2", seen / len(wanted), why)
@@ -64,7 +70,7 @@ def combine(results: Results) -> Iterator[Verdict]:
             yield judge(claim, "fa2", None, f"no {COMBINE} in the step `trace`")
         return
     row = launched[-1]
-    splits = dispatch(p, H100, "fwd").num_splits
+    splits = dispatch(p, device_of(results), "fwd").num_splits
     block, log = rows_a_block(p.head_dim), max(1, ceil(log2(splits)))
     parts = [part.strip(" ()int>") for part in row["kernel"].split(",")]
     named = str(block) in parts and str(log) in parts
