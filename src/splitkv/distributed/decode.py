@@ -21,7 +21,7 @@ from splitkv.core.errors import (
     expect_shape,
     expect_tensor,
 )
-from splitkv.core.problem import expect_window
+from splitkv.core.masks import expect_window
 from splitkv.distributed.collectives import AllGather, AllToAll, start
 from splitkv.distributed.groups import agree, group_of, ranks_of
 from splitkv.reference import apply_sink_logits

@@ -26,8 +26,8 @@ from splitkv.core.errors import (
     expect_size,
     expect_tensor,
 )
-from splitkv.core.masks import Mask
-from splitkv.core.problem import expect_heads, expect_window
+from splitkv.core.masks import Mask, expect_window
+from splitkv.core.problem import expect_heads
 from splitkv.core.scales import DTYPE_BYTES
 from splitkv.distributed.groups import Facts, ranks_of
 from splitkv.distributed.layout import Layout, every_piece, expect_layout

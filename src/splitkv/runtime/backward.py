@@ -191,7 +191,7 @@ def _without_tensors(operands: Operands) -> Operands:
 
 
 def _on_gpu(launcher: SequenceLauncher, x: Operands, rows: _Rows) -> AttentionGradients:
-    run = backward_for(launcher.problem, launcher.device, x)
+    run = backward_for(launcher.plan, x)
     wanted = x.alibi_slopes is not None
     found = run(x, None, rows.out, rows.lse.contiguous(), rows.grad_out, rows.grad_lse, wanted)
     return AttentionGradients(found.dq, found.dk, found.dv, None, found.dslopes)
