@@ -695,7 +695,7 @@ def test_signatures_are_the_published_ones() -> None:
         "sink_tokens attention_chunk sink_logits softmax_scale softcap alibi_slopes "
         "q_scale k_scale v_scale "
         "products num_splits out return_lse early_kv plan schedule",
-        "merge_states": "out_a lse_a out_b lse_b",
+        "merge_states": "out_a lse_a out_b lse_b more sink_logits out lse",
     }
     defaults = {
         "causal": False,

@@ -15,6 +15,7 @@ splitkv is further off than --tolerance, or has fewer tokens right than another 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -124,6 +125,8 @@ def engine(o: argparse.Namespace, **more: Any) -> Any:
 
     options: dict[str, Any] = {"enforce_eager": True}
     if torch.cuda.is_available():
+        if o.backend == "CUSTOM":  # also where the project is not installed
+            importlib.import_module("splitkv.integrations.vllm").register()
         sizes = [int(n) for n in o.graphs.split(",") if n]
         options |= {"attention_backend": o.backend, "gpu_memory_utilization": o.memory}
         if sizes:  # decode steps in full graphs; nothing is compiled

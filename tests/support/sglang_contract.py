@@ -21,6 +21,7 @@ from torch import Tensor
 REAL = find_spec("sglang") is not None
 ADAPTER = "splitkv.integrations.sglang"
 CHOICES: list[str] = ["triton"]
+DETERMINISTIC: list[str] = []
 BACKENDS: dict[str, Any] = {}
 
 
@@ -62,6 +63,7 @@ def stand_in() -> None:
         "sglang.srt.server_args": {
             "ATTENTION_BACKEND_CHOICES": CHOICES,
             "add_attention_backend_choices": CHOICES.extend,
+            "add_deterministic_attention_backend_choices": DETERMINISTIC.extend,
         },
     }
     for name in list(contents):
@@ -132,7 +134,12 @@ class Pool:
 
 def runner(pool: Pool, requests: int, context: int, page_size: int, **more: Any) -> Any:
     """A model runner, as far as a backend reads it."""
-    arguments = {"speculative_algorithm": None, "enable_deterministic_inference": False}
+    arguments = {
+        "speculative_algorithm": None,
+        "enable_deterministic_inference": False,
+        "disable_radix_cache": True,
+        "chunked_prefill_size": -1,
+    }
     config = {"is_encoder_decoder": False, "context_len": context}
     known: dict[str, Any] = {"use_mla_backend": False}
     for name, value in more.items():

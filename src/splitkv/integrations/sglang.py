@@ -24,7 +24,11 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+from sglang.srt.server_args import (
+    ATTENTION_BACKEND_CHOICES,
+    add_attention_backend_choices,
+    add_deterministic_attention_backend_choices,
+)
 from torch import Tensor
 
 from splitkv.integrations.serving import Pages, Plans, Step, attend, bound_of
@@ -40,6 +44,7 @@ def register() -> None:
     """Makes the backend known to SGLang as `splitkv`. May be called more than once."""
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
+        add_deterministic_attention_backend_choices([NAME])
     register_attention_backend(NAME)(SplitKVAttnBackend)
 
 
@@ -58,6 +63,13 @@ def refused(runner: Any) -> str:
             return f"{name}: expected False, got True"
     if arguments.speculative_algorithm is not None:
         return f"speculative_algorithm: expected None, got {arguments.speculative_algorithm}"
+    if arguments.enable_deterministic_inference:
+        # where a prompt is cut would follow from what else is served, or was before
+        if not arguments.disable_radix_cache:
+            return "disable_radix_cache: expected True with deterministic inference, got False"
+        if arguments.chunked_prefill_size not in (None, -1):
+            size = arguments.chunked_prefill_size
+            return f"chunked_prefill_size: expected -1 with deterministic inference, got {size}"
     if pool.dtype not in STORED:
         return f"kv_cache_dtype: expected auto or fp8_e4m3, got {pool.dtype}"
     return ""

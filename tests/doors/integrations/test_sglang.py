@@ -198,6 +198,14 @@ def test_the_same_bits_have_plans() -> None:
         ({"use_mla_backend": True}, "use_mla_backend: expected False, got True"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder: expected False, got True"),
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: expected None, got EAGLE"),
+        (
+            {"enable_deterministic_inference": True, "disable_radix_cache": False},
+            "disable_radix_cache: expected True with deterministic inference, got False",
+        ),
+        (
+            {"enable_deterministic_inference": True, "chunked_prefill_size": 8192},
+            "chunked_prefill_size: expected -1 with deterministic inference, got 8192",
+        ),
         ({"dtype": torch.float8_e5m2}, "kv_cache_dtype: expected auto or fp8_e4m3, got torch.fl"),
     ],
 )
