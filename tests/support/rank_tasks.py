@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -123,3 +124,24 @@ def with_group(group: Any, how: str) -> Any:
     }[how]
     x = torch.randn(1, 4, 2, 8)
     return distributed.attention(x, x, x, **given)
+
+
+def left_over(group: Any, exchange: Any) -> int:
+    """Tensors that are there after a step is over and were not before, garbage left lying."""
+
+    def count() -> int:
+        return sum(isinstance(x, Tensor) for x in gc.get_objects())
+
+    def once() -> None:
+        q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in "qkv")
+        out = distributed.attention(q, k, v, group=group, exchange=exchange, causal=True)
+        out.sum().backward()
+
+    once()
+    gc.collect()
+    gc.disable()
+    before = count()
+    once()
+    after = count()
+    gc.enable()
+    return after - before

@@ -79,11 +79,12 @@ class Pending:
         self.move, self.sent = move, x
         self.work: Any = None
         self.back: Tensor | None = None
-        self.buffer: Tensor = _Start.apply(x, self)
+        self.buffer: Tensor | None = _Start.apply(x, self)
 
     def wait(self) -> Tensor:
-        """What it brings."""
-        received: Tensor = _Wait.apply(self.buffer, self)
+        """What it brings; once."""
+        buffer, self.buffer = self.buffer, None  # the graph of which holds this: no circle
+        received: Tensor = _Wait.apply(buffer, self)
         return received
 
 

@@ -14,6 +14,7 @@ from rank_tasks import (
     called,
     compiled_caller,
     finite,
+    left_over,
     sequence,
     traffic,
     with_dtensors,
@@ -291,3 +292,9 @@ def test_a_malformed_group(how: str, ranks: Ranks) -> None:
     for found in ranks.each(with_group, 2, how):
         assert isinstance(found, Raised) and found.kind == "ValueError", found
         assert found.message.startswith(message), found.message
+
+
+@pytest.mark.parametrize("exchange", ["heads", "keys", "ring"])
+def test_nothing_is_left_of_a_step(exchange: str, ranks: Ranks) -> None:
+    """No circle holds what was exchanged until garbage is collected."""
+    assert ranks.run(left_over, 2, exchange) == [0, 0]
