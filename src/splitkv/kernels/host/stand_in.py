@@ -42,11 +42,11 @@ class StandIn(Tensor):
         super().__init__()
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return _INDEX
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
+    def is_cuda(self) -> bool:
         return True
 
     def data_ptr(self) -> int:

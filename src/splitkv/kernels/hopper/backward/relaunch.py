@@ -33,7 +33,7 @@ OPERANDS_AND_STATS = {
     "cu_q_ptr": "cu_q",
     "cu_k_ptr": "cu_k",
 }
-PER_CALL = {
+PER_CALL: dict[str, dict[str, Any]] = {
     "backward_rows": rows.PER_CALL,
     "backward_sum": PER_CALL_OF_SUM,
     "hopper_backward": {
@@ -115,8 +115,8 @@ class BackwardRelaunch:
     ) -> Gradients | None:
         """The gradients; None: the call has to go through Triton, as an address is not a multiple
         of 16 or a launch hook is set."""
-        tensors = x.q, x.k, x.v, grad, out, lse, grad_lse, x.sink_logits
-        tensors += x.cu_seqlens_q, x.cu_seqlens_k
+        rest = grad_lse, x.sink_logits, x.cu_seqlens_q, x.cu_seqlens_k
+        tensors = x.q, x.k, x.v, grad, out, lse, *rest
         addresses: list[int | None] = []
         bits = 0
         for t in tensors:
