@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import DEVICE, SERVING
+from running import DEVICE, HERE, SERVING
 
 import splitkv
 from splitkv.core.options import defaults_of
@@ -36,6 +36,7 @@ STEP_SHARE = 2.5  # of launching alone, for knowing a step again by all of its a
 NEW_LAYOUT_DISPATCHES = 2.0  # what is ours is no more than Triton's own dispatch of two kernels
 CALLS, BATCHES, ROUNDS, PAUSE = 50, 100, 5, 0.5
 SMALL = replace(SERVING, batch=1, seqlen_k=512)
+FORWARD_US, BACKWARD_US = 40.0, 90.0  # of a training step's attention, on the host
 PROBLEMS = {
     "plain": SMALL,
     "host_lengths": replace(SMALL, lengths="host", return_lse=False),
@@ -220,3 +221,68 @@ def test_a_cache_that_grows_is_not_planned_for_in_every_step(
         told = f"{taken:.0f} us on the host, Triton's dispatch {dispatch:.0f}"
         print(f"\n  decode, a new layout: {told}", end="")
     assert taken <= NEW_LAYOUT_DISPATCHES * dispatch
+
+
+def training_call(name: str) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+    """A forward that records gradients, and the tensors that it records them for."""
+    like: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+    lead = (512,) if name == "varlen" else (1, 512)
+    q, k, v = (torch.randn(*lead, n, 128, **like).requires_grad_() for n in (32, 8, 8))
+    leaves, options = [q, k, v], dict[str, Any]()
+    if name == "varlen":
+        cu = torch.tensor([0, 200, 512], device=DEVICE, dtype=torch.int32)
+        rest = cu, cu.clone(), 312, 312
+        return lambda: splitkv.attention_varlen(q, k, v, *rest, causal=True), leaves
+    if name == "window":
+        options["window_size"] = 127, 0
+    if name == "sinks":
+        options["sink_logits"] = torch.randn(32, **like).requires_grad_()
+        leaves.append(options["sink_logits"])
+    if name == "deterministic":
+        options["deterministic"] = True
+    return lambda: splitkv.attention(q, k, v, causal=True, **options), leaves
+
+
+@pytest.mark.skipif(HERE.capability != (9, 0), reason="the limits are those of an H200's host")
+@pytest.mark.parametrize("name", ["dense", "varlen", "window", "sinks", "deterministic"])
+def test_training(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Forward with gradients, and its backward, once both are known."""
+    forward, leaves = training_call(name)
+    grad = torch.randn_like(forward().detach())
+
+    def step() -> None:
+        torch.autograd.grad(forward(), leaves, grad)
+
+    for _ in range(3):
+        step()
+    taken, both = host_microseconds(forward, step)
+    with capsys.disabled():
+        told = f"forward {taken:.1f}, backward {both - taken:.1f} us on the host"
+        print(f"\n  training, {name}: {told}", end="")
+    assert taken <= FORWARD_US
+    assert both - taken <= BACKWARD_US
+
+
+@pytest.mark.parametrize("name", ["one tensor for both scales", "parameter", "no_grad"])
+def test_harmless_repeats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They take what a plain call takes, and little more."""
+    given = make_operands(PROBLEMS["plain"], device=DEVICE)
+    q, k, v = (given.pop(n) for n in ("q", "k_cache", "v_cache"))
+    call: dict[str, Any] = {"cache_seqlens": given["cache_seqlens"]}
+    other = dict(call)
+    if name == "one tensor for both scales":
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+        one, two = torch.ones(2, k.shape[2], device=DEVICE)
+        call |= {"k_scale": one, "v_scale": two}
+        other |= {"k_scale": one, "v_scale": one}
+    tensors = q, k, v
+    others = tensors
+    if name == "parameter":
+        others = torch.nn.Parameter(q, requires_grad=False), k, v
+    if name == "no_grad":
+        others = q.clone().requires_grad_(), k, v
+    with torch.no_grad():
+        plain, repeated = host_microseconds(written(tensors, call), written(others, other))
+    with capsys.disabled():
+        print(f"\n  decode, {name}: {repeated:.1f} us on the host, plain {plain:.1f}", end="")
+    assert repeated <= 1.15 * plain

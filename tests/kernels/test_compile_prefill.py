@@ -236,7 +236,7 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
         prefill.Launcher(plan, x).forward(x, seed)
         out = Layout(torch.Size([*x.q.shape[:-1], problem.head_dim_v]), x.q.dtype)
         lse = Layout(sequence_sizes.lse_shape(x.q), torch.float32)
-        stats = statistics(problem, x, out, lse, out, lse, problem.score.alibi)
+        stats = statistics(problem, x, out, lse, out, lse, problem.score.alibi).stats
         tensors = GradientTensors(x.q, x.k, x.v, out, x.q, x.k, x.v)
         run.launch_keys(x, seed, stats, tensors)
         run.launch_queries(x, seed, stats, tensors)

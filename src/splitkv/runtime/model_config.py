@@ -86,7 +86,7 @@ def _read(config: Any) -> tuple[Mapping[str, Any], str]:
 
 
 def _size(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = given.get(name)
+    value: Any = given.get(name)
     value = default if value is None else value
     expect(value is not None, f"model.{name}", "a number", value)
     expect_size(f"model.{name}", value)

@@ -98,7 +98,7 @@ def calls_of(sizes: AttentionSizes, serving: Serving, gpu: Device) -> Iterator[W
         for kind in serving.caches:
             model = _model(sizes, serving, longest, gpu, kind, arguments)
             shapes = list(serving_shapes.decode_shapes(serving.batch_sizes, longest))
-            of_prompts = "prompt" if kind == "paged" else "dense"
+            of_prompts: serving_shapes.Kind = "prompt" if kind == "paged" else "dense"
             shapes += serving_shapes.prompt_shapes(of_prompts, prompt, longest)
             if kind == "paged":
                 shapes += serving_shapes.append_shapes()

@@ -217,7 +217,7 @@ class Model:
             for x in leaves:
                 x.requires_grad_()
         function = attention_varlen if shape.packed else attention
-        described = dict.fromkeys(VARLEN_DEFAULTS) | given | packed
+        described: dict[str, Any] = dict.fromkeys(VARLEN_DEFAULTS) | given | packed
         described.pop("plan", None)
         problem, operands = describe_attention(q, k, v, needs_grad=shape.trains, **described)
         arguments = given | (packed if shape.packed else {})
@@ -379,6 +379,7 @@ def warmup(
         expect_in_range("max_seqlen_q", max_seqlen_q, 1, max_seqlen_k)
     plans, done = dict[Any, Plan](), set()
     for call in _calls(model, batch_sizes, seqlens_q, max_seqlen_q):
+        assert call.problem is not None and call.operands is not None
         splits = num_splits if call.problem.kind == "decode" else 0
         made = plan_for(call.problem, call.operands, None, splits)
         seqlen_q = made.problem.seqlen_q if made.problem.kind == "decode" else 0

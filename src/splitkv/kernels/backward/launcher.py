@@ -135,7 +135,7 @@ class BackwardLauncher:
             grad_out = torch.zeros_like(out)
         elif grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        stats, _ = statistics(self.problem, x, out, lse, grad_out, grad_lse, of_slopes)
+        stats = statistics(self.problem, x, out, lse, grad_out, grad_lse, of_slopes).stats
         tensors = allocate_gradients(x, grad_out)
         self.launch_keys(x, seed, stats, tensors)
         self.launch_queries(x, seed, stats, tensors)

@@ -31,6 +31,8 @@ Limits      those of `prefill`
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -153,6 +155,13 @@ def strides_of_lse_gradient(grad_lse: Tensor | None) -> Strides | None:
     return Strides(n[0], n[2], n[1]) if len(n) == 3 else Strides(0, n[1], n[0])
 
 
+class LaunchedStats(NamedTuple):
+    """The Stats of a call, and the launch that makes them."""
+
+    stats: Stats
+    launched: Launched
+
+
 def statistics(
     problem: Problem,
     x: Operands,
@@ -164,7 +173,7 @@ def statistics(
     sink_columns: int | None = None,
     clear: Tensor | None = None,
     p_error: float = P_ERROR,
-) -> tuple[Stats, Launched]:
+) -> LaunchedStats:
     """Launches `backward_rows`; the Stats of a call, and its launch.
 
     of_slopes      whether the gradient of ALiBi slopes is wanted
@@ -220,4 +229,5 @@ def statistics(
         "CLEARED": CLEARED,
         "ERRORS": 2 * p_error / torch.finfo(out.dtype).eps,
     }
-    return stats, launch_by_name(backward_rows, (tiles * p.num_kv_heads * batch,), arguments)
+    grid = (tiles * p.num_kv_heads * batch,)
+    return LaunchedStats(stats, launch_by_name(backward_rows, grid, arguments))

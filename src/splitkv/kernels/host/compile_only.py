@@ -82,7 +82,7 @@ def compile_only(gpu: Device, variants: Variants) -> Iterator[None]:
 
 
 class _Driver:
-    """A driver of Triton, as far as compiling and launching ask for one; runs nothing."""
+    """A driver of Triton that says what compiling and launching ask for, and runs nothing."""
 
     def __init__(self, gpu: Device) -> None:
         self.gpu = gpu

@@ -330,9 +330,10 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
         shape, strides = self.layout
         made = fill(address, *self.tile, shape, strides, 0), *shape, *strides
         if len(_made) >= MAX_MAPS:
-            for maps, other in _made:
+            kept = _made[:]  # another thread may add to it
+            del _made[: len(kept)]
+            for maps, other in kept:
                 maps.pop(other, None)
-            _made.clear()
         _made.append((self, address))
         self[address] = made
         return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from splitkv.lab.harness.terminal import console, one_line_errors
 from splitkv.runtime.serving_shapes import ENGINE_BATCHES
-from splitkv.runtime.warm_model import Serving, warmup_model
+from splitkv.runtime.warm_model import SERVING, Serving, warmup_model
 from splitkv.runtime.warm_record import cache_folder, records
 
 SHOWN = 5  # failures that are printed
@@ -29,26 +28,23 @@ def warmup(
     page_size: Annotated[int, typer.Option(help="Of the paged cache.")] = 16,
     max_batch: Annotated[int, typer.Option(help="Sequences of a step, at most.")] = 256,
     max_seqlen: Annotated[int | None, typer.Option(help="Keys; else as the model says.")] = None,
-    max_prompt: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 8192,
     sinks: Annotated[bool, typer.Option(help="A learnable sink logit per head.")] = False,
     training: Annotated[bool, typer.Option(help="Forward and backward, too.")] = True,
     processes: Annotated[int | None, typer.Option(help="That compile; else one a core.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Compile what serving and training a model launch, before its first call; needs no GPU."""
     with one_line_errors():
         batches = sorted({*(n for n in ENGINE_BATCHES if n <= max_batch), max_batch})
         serving = Serving(
-            caches=tuple(cache or Serving.caches),  # type: ignore[arg-type]
+            caches=tuple(cache or SERVING.caches),  # type: ignore[arg-type]
             page_size=page_size,
             batch_sizes=tuple(batches),
             max_seqlen=max_seqlen,
-            max_seqlen_q=max_prompt,
             sink_logits=sinks,
             training=training,
         )
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        with Progress(*columns, TimeElapsedColumn(), console=console, disable=as_json) as bar:
+        with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
             tasks = {what: bar.add_task(what, total=None) for what in ("plans", "kernels")}
             made = warmup_model(
                 model,
@@ -58,22 +54,12 @@ def warmup(
                 processes=processes,
                 progress=lambda what, done, of: bar.update(tasks[what], completed=done, total=of),
             )
-        told = {
-            "calls": made.calls,
-            "kernels": len(made.kernels),
-            "compiled": len(made.folders),
-            "by_kernel": dict(sorted(Counter(made.kernels.values()).items())),
-            "folder": str(cache_folder(out)),
-            "failures": list(made.failures),
-        }
-        if as_json:
-            typer.echo(json.dumps(told))
-        else:
-            console.print(f"{told['compiled']} of {told['kernels']} kernels in {told['folder']}")
-            for name, count in told["by_kernel"].items():  # type: ignore[attr-defined]
-                console.print(f"  {count:4} {name}")
-            for failure in made.failures[:SHOWN]:
-                console.print(f"failed: {failure}")
+        folder = cache_folder(out)
+        console.print(f"{len(made.folders)} of {len(made.kernels)} kernels in {folder}")
+        for name, count in sorted(Counter(made.kernels.values()).items()):
+            console.print(f"  {count:4} {name}")
+        for failure in made.failures[:SHOWN]:
+            console.print(f"failed: {failure}")
         if made.failures:
             raise typer.Exit(1)
 

@@ -13,11 +13,6 @@ from splitkv.core.problem import Operands
 from splitkv.kernels.backward import rows
 from splitkv.kernels.backward.launcher import PER_CALL_OF_SUM
 from splitkv.kernels.backward.records import Gradients, GradientTensors, Stats
-from splitkv.kernels.backward.rows import backward_rows
-from splitkv.kernels.backward.sum import backward_sum
-from splitkv.kernels.hopper.backward.kernel import hopper_backward
-from splitkv.kernels.hopper.backward.queries import hopper_backward_queries
-from splitkv.kernels.hopper.backward.round import hopper_backward_round
 from splitkv.kernels.host.relaunch import AddressLaunch, Launched, bind_to_addresses, observed
 from splitkv.kernels.host.workspace import allocation
 
@@ -38,10 +33,10 @@ OPERANDS_AND_STATS = {
     "cu_q_ptr": "cu_q",
     "cu_k_ptr": "cu_k",
 }
-PER_CALL = {
-    backward_rows: rows.PER_CALL,
-    backward_sum: PER_CALL_OF_SUM,
-    hopper_backward: {
+PER_CALL: dict[str, dict[str, Any]] = {
+    "backward_rows": rows.PER_CALL,
+    "backward_sum": PER_CALL_OF_SUM,
+    "hopper_backward": {
         **OPERANDS_AND_STATS,
         "weight_ptr": "weight",
         "sink_sums_ptr": "sink_sums",
@@ -51,10 +46,10 @@ PER_CALL = {
         "sums_desc": "sums",
         "turn_ptr": "turns",
     },
-    hopper_backward_queries: {**OPERANDS_AND_STATS, "dq_ptr": "dq"},
-    hopper_backward_round: {"sums_ptr": "sums", "dq_ptr": "dq", "cu_q_ptr": "cu_q"},
+    "hopper_backward_queries": {**OPERANDS_AND_STATS, "dq_ptr": "dq"},
+    "hopper_backward_round": {"sums_ptr": "sums", "dq_ptr": "dq", "cu_q_ptr": "cu_q"},
 }
-"""Of each kernel, the arguments that change from call to call: see `bind_to_addresses`."""
+"""The arguments that change from call to call, by the kernel: see `bind_to_addresses`."""
 
 
 class Workspace(NamedTuple):
@@ -120,8 +115,8 @@ class BackwardRelaunch:
     ) -> Gradients | None:
         """The gradients; None: the call has to go through Triton, as an address is not a multiple
         of 16 or a launch hook is set."""
-        tensors = x.q, x.k, x.v, grad, out, lse, grad_lse, x.sink_logits
-        tensors += x.cu_seqlens_q, x.cu_seqlens_k
+        rest = grad_lse, x.sink_logits, x.cu_seqlens_q, x.cu_seqlens_k
+        tensors = x.q, x.k, x.v, grad, out, lse, *rest
         addresses: list[int | None] = []
         bits = 0
         for t in tensors:
@@ -154,7 +149,9 @@ def relaunch_of(
     """What launches the kernels of a first call again; None: Triton has to, every time."""
     if observed():
         return None
-    launches: list[Any] = [bind_to_addresses(one, PER_CALL[one.kernel], NAMES) for one in launched]
+    launches: list[Any] = [
+        bind_to_addresses(one, PER_CALL[one.kernel.__name__], NAMES) for one in launched
+    ]
     if None in launches:
         return None
     return BackwardRelaunch(launches, x, tensors, workspace)

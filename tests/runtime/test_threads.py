@@ -1,0 +1,129 @@
+"""Threads that call, plan, compile and clear caches at the same time give and get what one does."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from fake_gpu import fake_gpu
+
+import splitkv
+from splitkv.core.device import Device
+from splitkv.kernels.host import relaunch, workspace
+from splitkv.planner import registry
+from splitkv.runtime import dispatch
+
+THREADS, ROUNDS = 4, 60
+H200 = Device.named("h200")
+
+
+@pytest.fixture(autouse=True)
+def often() -> Iterator[None]:
+    """The interpreter changes between threads after each few operations."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*works: Callable[[random.Random], None]) -> None:
+    """Does each work ROUNDS times in a thread of its own, all at once; raises what one did."""
+    begin, errors = threading.Barrier(len(works)), list[BaseException]()
+
+    def run(work: Callable[[random.Random], None], seed: int) -> None:
+        r = random.Random(seed)
+        begin.wait()
+        try:
+            for _ in range(ROUNDS):
+                work(r)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(w, n)) for n, w in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "threads wait for each other"
+    if errors:
+        raise errors[0]
+
+
+def test_calls_plans_and_cleared_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where results can be compared."""
+    monkeypatch.setattr(registry, "MAX_CHOICES", 8)
+    q = torch.randn(2, 1, 4, 16)
+    caches = {n: torch.randn(2, 2, n, 2, 16) for n in range(5, 25)}
+    wanted = {n: splitkv.decode(q, *caches[n]) for n in caches}
+
+    def call(r: random.Random) -> None:
+        n = r.choice(list(caches))
+        assert torch.equal(splitkv.decode(q, *caches[n]), wanted[n])
+
+    def plan(r: random.Random) -> None:
+        n = r.choice(list(caches))
+        made = splitkv.plan(q, *caches[n])
+        assert made.problem.seqlen_k == n
+        assert torch.equal(splitkv.decode(q, *caches[n], plan=made), wanted[n])
+
+    def clear(r: random.Random) -> None:
+        dispatch.calls.clear()
+        registry._choices.clear()
+
+    together(call, call, plan, clear)
+
+
+def test_launches_of_one_stream_are_never_in_one_workspace() -> None:
+    """Decode and training beside a GPU on which nothing runs: calls that merge partials take turns
+    with buffers, and maps of addresses are made and forgotten."""
+    with fake_gpu() as recorded:
+        q = torch.randn(2, 1, 8, 128, dtype=torch.bfloat16)
+        caches = {n: torch.randn(2, 2, n, 2, 128, dtype=torch.bfloat16) for n in (512, 1024)}
+        x = [torch.randn(1, 16, h, 128, dtype=torch.bfloat16) for h in (8, 2, 2)]
+        grad = torch.randn_like(x[0])
+
+        def call(r: random.Random) -> None:
+            n = r.choice(list(caches))
+            out = splitkv.decode(q, *caches[n], num_splits=r.choice((1, 2, 3)))
+            assert out.shape == q.shape
+
+        def train(r: random.Random) -> None:
+            leaves = [t.detach().requires_grad_() for t in x]
+            out = splitkv.attention(*leaves, causal=True)
+            for leaf, found in zip(leaves, torch.autograd.grad(out, leaves, grad), strict=True):
+                assert found.shape == leaf.shape
+
+        def clear(r: random.Random) -> None:
+            dispatch.calls.clear()
+            workspace.release()
+
+        call(random.Random(0))
+        train(random.Random(0))
+        recorded.calls.clear()
+        together(call, call, train, clear)
+        names = [name for name, _ in recorded.calls]
+    assert names.count("hopper_backward") == ROUNDS == names.count("backward_rows")
+    decodes = [args for name, args in recorded.calls if name.startswith("decode")]
+    assert len(decodes) == 2 * ROUNDS
+
+
+def test_maps_of_addresses_are_bounded_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaunch, "MAX_MAPS", 7)
+    monkeypatch.setattr(relaunch, "_made", [])
+    made = relaunch.TensorMaps.__new__(relaunch.TensorMaps)
+    made.tile, made.layout = (0, 2, 1, [1]), ((8,), (1,))
+    fill = type("U", (), {"fill_tma_descriptor": staticmethod(lambda at, *rest: ("map", at))})
+    active = type("D", (), {"utils": fill})
+    monkeypatch.setattr("triton.runtime.driver._active", active)
+
+    def look(r: random.Random) -> None:
+        for _ in range(20):
+            address = r.randrange(16, 16 * 40, 16)
+            assert made[address][0] == ("map", address)
+
+    together(*[look] * THREADS)
+    assert len(made) <= 7 + THREADS
