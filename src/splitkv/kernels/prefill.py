@@ -468,8 +468,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
-        tensors = ctx.saved_tensors[:-3]
-        seed, out, lse = ctx.saved_tensors[-3:]
+        kept = ctx.saved_tensors  # asked for once: checkpointing recomputes them only then
+        tensors, (seed, out, lse) = kept[:-3], kept[-3:]
         operands = replace(ctx.scalars, **dict(zip(TENSORS, tensors, strict=True)))
         run = backward_for(ctx.launcher.plan, operands)
         saved, of_slopes = (operands, seed, out, lse), ctx.needs_input_grad[-1]
