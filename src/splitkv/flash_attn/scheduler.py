@@ -25,6 +25,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem, expect_window
 from splitkv.core.scores import Score
+from splitkv.core.variants import Plain
 from splitkv.flash_attn.options import expect_hints, window_of
 from splitkv.planner.legality import is_legal
 from splitkv.planner.policies import appending
@@ -157,6 +158,8 @@ def fitted(plan: Plan, problem: Problem) -> Plan:
     )
     kernel = kernel_named(plan.kernel)
     config, _ = appending.decide(of_call, kernel, plan.config)
+    if config.merge != plan.config.merge:  # another variant may be for it
+        config = replace(config, variant=Plain())
     unsupported = kernel.unsupported(of_call, plan.device)
     if unsupported or not is_legal(kernel, of_call, plan.device, config):
         forced = plan.config.num_splits if plan.policy == "fixed" else 0
