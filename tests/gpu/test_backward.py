@@ -148,7 +148,7 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
     problem = replace(GRAD, seqlen_q=2300, seqlen_k=2400, batch=1, num_heads=4)
     problem = replace(problem, mask=Mask(True, window, -1, sink_tokens))
     config = next(variant.key_configs(problem, HERE))
-    assert row_splits(problem, HERE, config.tile_m, config.tile_n)[1] > 1
+    assert row_splits(problem, HERE, config.tile_m, config.tile_n).splits > 1
     check(problem, device=DEVICE, run=run)
     check(replace(problem, kind="varlen", batch=3), device=DEVICE, run=run, zero_length=True)
 
@@ -169,7 +169,8 @@ def test_few_tiles_in_parts(
     problem = replace(GRAD, kind=kind, mask=mask, seqlen_q=1100, seqlen_k=1200, sink_logits=True)
     problem = replace(problem, num_heads=4, num_kv_heads=1, head_dim=dims[0], head_dim_v=dims[1])
     config = next(variant.key_configs(problem, HERE))
-    near, parts = row_splits(problem, HERE, config.tile_m, config.tile_n)
+    found = row_splits(problem, HERE, config.tile_m, config.tile_n)
+    near, parts = found.tiles, found.splits
     assert near * config.tile_n >= 1200 and parts > 1
     for deterministic in (False, True):
         options = {"zero_length": kind == "varlen", "strided": deterministic}

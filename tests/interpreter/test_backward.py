@@ -31,6 +31,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
+from splitkv.core.variants import RowSplits
 from splitkv.kernels import records
 from splitkv.kernels.backward.rows import statistics
 from splitkv.kernels.limits import backward as variant
@@ -238,8 +239,8 @@ def test_sink_tokens_in_parts(sink_tokens: int, kind: Any) -> None:
     mask = Mask(True, 18, -1, sink_tokens)
     problem = replace(DENSE, kind=kind, seqlen_q=104, seqlen_k=114, mask=mask)
     problem = replace(problem, num_heads=2, num_kv_heads=1)
-    near, splits = row_splits(problem, H200, tile_m=16, tile_n=16)
-    assert near == -(-sink_tokens // 16) and splits == 7
+    found = row_splits(problem, H200, tile_m=16, tile_n=16)
+    assert found == RowSplits(-(-sink_tokens // 16), 7)
     check(problem, run=run, zero_length=kind == "varlen")
 
 
@@ -251,8 +252,8 @@ def test_few_tiles_in_parts(mask: Mask, kind: Any) -> None:
     problem = replace(DENSE, kind=kind, mask=mask, seqlen_q=66, seqlen_k=133)
     problem = replace(problem, num_heads=6, num_kv_heads=1)
     config = next(variant.key_configs(problem, H200))
-    near, splits = row_splits(problem, H200, config.tile_m, config.tile_n)
-    assert near * config.tile_n >= 133 and splits == 3
+    found = row_splits(problem, H200, config.tile_m, config.tile_n)
+    assert found.tiles * config.tile_n >= 133 and found.splits == 3
     check(problem, run=run, zero_length=kind == "varlen")
 
 
@@ -268,16 +269,16 @@ def test_which_tiles_come_first_in_how_many_parts() -> None:
     ):
         problem = replace(DENSE, mask=Mask(True, *given), seqlen_q=length, seqlen_k=length)
         problem = replace(problem, batch=1, num_heads=4 * heads, num_kv_heads=heads)
-        assert row_splits(problem, H200, *shape) == wanted, (given, length, heads)
+        assert row_splits(problem, H200, *shape) == RowSplits(*wanted), (given, length, heads)
         none = replace(problem, seqlen_q=0)
-        assert row_splits(none, H200, *shape)[1] == 1
+        assert row_splits(none, H200, *shape).splits == 1
     for mask, length, wanted in (
         *((Mask(), 1024, (8, 2)), (Mask(), 2048, (0, 1)), (Mask(), 0, (0, 1))),
         *((Mask(True, 5), 131072, (0, 1)), (Mask(window_left=5, sink_tokens=3), 131072, (0, 1))),
     ):
         problem = replace(DENSE, batch=1, mask=mask, seqlen_q=length, seqlen_k=length)
         problem = replace(problem, num_heads=32, num_kv_heads=8)
-        assert row_splits(problem, H200, *shape) == wanted, (mask, length)
+        assert row_splits(problem, H200, *shape) == RowSplits(*wanted), (mask, length)
 
 
 def test_tokens_after_the_last_sequence() -> None:

@@ -25,6 +25,7 @@ from splitkv.core.masks import Mask, expect_window
 from splitkv.core.plan import SCHEDULED, Plan, shares_of
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
+from splitkv.core.variants import Plain
 from splitkv.flash_attn.options import expect_hints, window_of
 from splitkv.planner.legality import is_legal
 from splitkv.planner.policies import DEFAULT, Policy, appending
@@ -181,6 +182,8 @@ def fitted(plan: Plan, problem: Problem) -> Plan:
     )
     kernel = kernel_named(plan.kernel)
     config = appending.decide(of_call, kernel, plan.config)[0]
+    if config.merge != plan.config.merge:  # another variant may be for it
+        config = replace(config, variant=Plain())
     unsupported = kernel.unsupported(of_call, plan.device)
     if unsupported or not is_legal(kernel, of_call, plan.device, config):
         forced = plan.config.num_splits if plan.policy == "fixed" else 0

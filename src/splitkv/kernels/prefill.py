@@ -44,7 +44,7 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -449,6 +449,21 @@ def in_place_of(plan: Plan, other: Plan, operands: Operands) -> Launcher:
     return Launcher(other, operands)
 
 
+class Saved(NamedTuple):
+    """What the forward keeps for the backward, in the order in which it does."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink_logits: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
 class Attention(torch.autograd.Function):
     """The forward of a launcher, and the gradients of `backward`."""
 
@@ -465,11 +480,13 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
-        q, k, v, sink, slopes, cu_q, cu_k, seed, out, lse = ctx.saved_tensors
-        operands = Operands(q, k, v, sink_logits=sink, alibi_slopes=slopes)
-        operands.cu_seqlens_q, operands.cu_seqlens_k = cu_q, cu_k
+        kept = Saved(*ctx.saved_tensors)  # asked for once: checkpointing recomputes them only then
+        operands = Operands(kept.q, kept.k, kept.v)
+        operands.sink_logits, operands.alibi_slopes = kept.sink_logits, kept.alibi_slopes
+        operands.cu_seqlens_q, operands.cu_seqlens_k = kept.cu_seqlens_q, kept.cu_seqlens_k
         operands.softmax_scale, operands.softcap, operands.dropout_p = ctx.scalars
         run = backward_of(ctx.launcher, operands, backward_for)
-        saved, of_slopes = (operands, seed, out, lse), ctx.needs_input_grad[-1]
+        saved = operands, kept.seed, kept.out, kept.lse
+        of_slopes = ctx.needs_input_grad[-1]
         of_arguments = (None, None, None)  # launcher, operands and seed have no gradient
         return of_arguments + tuple(run(*saved, grad_out, grad_lse, of_slopes))

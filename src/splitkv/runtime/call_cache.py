@@ -137,7 +137,12 @@ class CallCache(Generic[Bound]):
         """
         try:
             recent = () if dispatch_modes() else self.recent.get((options, tensors[0].shape[0]), ())
-        except (TypeError, AttributeError, IndexError, RuntimeError):  # describing says what is wrong
+        except (
+            TypeError,
+            AttributeError,
+            IndexError,
+            RuntimeError,
+        ):  # describing says what is wrong
             return None
         for fits, grad_mode, bound in recent:
             if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
