@@ -152,9 +152,10 @@ def test_the_schedule_is_that_of_plain_python(schedule: str, batch: int) -> None
     for program, start in enumerate(made):
         split = firsts.get(program)
         if split is None:
-            assert start[3] == 0
+            assert start[4] == 0
         else:
-            assert start[:3] == [split.sequence, split.head_tile, split.tile]
+            own = [split.sequence, split.head_tile, split.tile, split.by]
+            assert start[:4] == own
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

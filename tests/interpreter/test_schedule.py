@@ -47,10 +47,10 @@ def starts_of(plan: Plan, lengths: Sequence[int]) -> list[list[int]]:
 def walked(plan: Plan, starts: list[list[int]], tiles: Sequence[int]) -> list[schedules.Split]:
     """What programs work on that start so: tile/walk.py on the host."""
     found = []
-    for program, (b, head_tile, tile, left, *_) in enumerate(starts):
+    for program, (b, head_tile, tile, by, left, *_) in enumerate(starts):
         while left > 0:
-            count = min(tiles[b] - tile, left)
-            found.append(schedules.Split(program, b, head_tile, tile, count))
+            count = min(len(range(tile, tiles[b], by)), left)
+            found.append(schedules.Split(program, b, head_tile, tile, count, by))
             left, tile, head_tile = left - count, 0, head_tile + 1
             if head_tile == head_tiles_of_share(plan):
                 b, head_tile = b + 1, 0
@@ -68,14 +68,14 @@ def hold(plan: Plan, lengths: Sequence[int]) -> None:
         expected = schedules.proportional(tiles, config.programs)
     else:
         expected = schedules.ranges(tiles, head_tiles_of_share(plan), config.programs)
-        counts = [start[3] for start in starts]
+        counts = [start[4] for start in starts]
         assert max(counts) - min(counts) <= 1
     assert found == expected
     schedules.expect_cover(found, tiles, head_tiles_of_share(plan))
-    for b, _, _, count, of_sequence, keys, _ in (start[:7] for start in starts):
+    for b, _, _, _, count, of_sequence, keys, _ in starts:
         assert count == 0 or (of_sequence, keys) == (tiles[b], lengths[b])
         assert count > 0 or b == len(lengths)
-    assert [start[6] for start in starts] == schedules.merged(found, tiles, config.programs)
+    assert [start[7] for start in starts] == schedules.merged(found, tiles, config.programs)
     schedules.expect_slots_apart(found, tiles, config.programs)
 
 
@@ -125,7 +125,7 @@ def test_sequences_as_long_as_there_can_be(schedule: str) -> None:
     starts = starts_of(plan, lengths)
     head_tiles = head_tiles_of_share(plan)
     total = sum(tiles) * head_tiles
-    assert sum(start[3] for start in starts) == total
+    assert sum(start[4] for start in starts) == total
     for program, (b, head_tile, tile, *_) in enumerate(starts):
         each, more = divmod(total, 100)
         first = program * each + min(program, more)

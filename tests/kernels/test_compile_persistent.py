@@ -135,7 +135,7 @@ def test_a_schedule_of_a_large_batch(schedule: str) -> None:
     problem = replace(plan.problem, batch=2000)
     plan = replace(plan, problem=problem, config=replace(plan.config, programs=2264))
     kernel = compile_step(plan)["schedule"]
-    assert kernel.stack_bytes == 0 and kernel.registers <= 128
+    assert kernel.stack_bytes == 0 and kernel.registers <= 168
 
 
 def describe_hopper(values: cases.Values) -> str:

@@ -10,13 +10,18 @@ from splitkv.core.masks import Mask
 
 @dataclass(frozen=True)
 class Split:
-    """Consecutive tiles of a sequence and head tile that one program has."""
+    """Tiles of a sequence and head tile that one program has: `count` of them, `by` apart."""
 
     program: int
     sequence: int
     head_tile: int
     tile: int
     count: int
+    by: int = 1
+
+    @property
+    def tiles(self) -> range:
+        return range(self.tile, self.tile + self.count * self.by, self.by)
 
 
 def num_tiles(mask: Mask, keys: int, seqlen_q: int, tile_n: int) -> int:
@@ -47,24 +52,21 @@ def proportional(tiles: Sequence[int], programs: int) -> list[Split]:
     """The splits of all programs in proportion to tiles, the largest first."""
     total, spare = sum(tiles), programs - len(tiles)
     a_tile = (spare << 40) // total
-    sizes = []
-    for n in tiles:
-        splits = max(min((n * a_tile + (1 << 40) - 1) >> 40, n), 1)
-        sizes.append(-(-n // splits))
+    splits = [max(min((n * a_tile + (1 << 40) - 1) >> 40, n), 1) for n in tiles]
+    sizes = [-(-n // by) for n, by in zip(tiles, splits, strict=True)]
     greatest = -(-total // spare)
     halved = [sum(size * by <= greatest for by in (2, 4, 8)) for size in sizes]
     found: list[Split] = []
     for b in sorted(range(len(tiles)), key=lambda b: (halved[b], b)):
-        for tile in range(0, tiles[b], sizes[b]):
-            found.append(Split(len(found), b, 0, tile, min(sizes[b], tiles[b] - tile)))
+        for first in range(splits[b]):
+            count = len(range(first, tiles[b], splits[b]))
+            found.append(Split(len(found), b, 0, first, count, splits[b]))
     return found
 
 
 def expect_cover(splits: Sequence[Split], tiles: Sequence[int], head_tiles: int) -> None:
     """Every tile of every sequence and head tile is in one split."""
-    places = [
-        (x.sequence, x.head_tile, tile) for x in splits for tile in range(x.tile, x.tile + x.count)
-    ]
+    places = [(x.sequence, x.head_tile, tile) for x in splits for tile in x.tiles]
     every = {
         (b, h, tile) for b, n in enumerate(tiles) for h in range(head_tiles) for tile in range(n)
     }

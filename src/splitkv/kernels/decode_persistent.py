@@ -44,12 +44,18 @@ from splitkv.kernels.host.step import (
     launched_early,
     step_arguments,
 )
-from splitkv.kernels.tile.band import Bounds, visited_tiles
+from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
-from splitkv.kernels.tile.new import Tiles
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
-from splitkv.kernels.tile.walk import Walk, load_start, next_split, slot_of_split, split_length
+from splitkv.kernels.tile.walk import (
+    first_walk,
+    load_start,
+    next_split,
+    slot_of_split,
+    split_length,
+    tiles_of_split,
+)
 
 
 @triton.jit(
@@ -128,17 +134,13 @@ def decode_persistent(
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
     rows_of_slot = tl.minimum(TILE_M, seqlen_q * GROUP)
     offs_v = tl.arange(0, DIM_V)
-    start = load_start(starts_ptr, program)
-    walk = Walk(start.sequence, start.head_tile, start.tile, start.count, start.tiles, start.keys)
+    walk = first_walk(load_start(starts_ptr, program))
     while walk.left > 0:
         b = walk.sequence
         keys = walk.keys
         head_tile = group * head_tiles + walk.head_tile
         h = head_tile // row_tiles
         first_pos = keys - seqlen_q
-        tiles, near, skip = visited_tiles(bounds, first_pos, keys - 1, keys, TILE_N)
-        count = split_length(walk)
-        last = tl.minimum(walk.tile + count, tiles)
 
         # the rows  [TILE_M]
         rows = rows_of(head_tile % row_tiles, h, seqlen_q, GROUP, TILE_M)
@@ -171,7 +173,7 @@ def decode_persistent(
                 scale_strides,
             ),
             ScoredRows(bounds, pos, keys, scale * k_scale * of_rows, softcap, slope),
-            Tiles(walk.tile, last, 1, near, skip),
+            tiles_of_split(walk, bounds, seqlen_q, TILE_N),
             HEAD_DIM=HEAD_DIM,
             HEAD_DIM_V=HEAD_DIM_V,
             DIM_V=DIM_V,
@@ -182,7 +184,7 @@ def decode_persistent(
         acc *= v_scale
 
         out_ok = mask_of_columns(acc, rows.ok, offs_v, HEAD_DIM_V)
-        if count == walk.tiles:
+        if split_length(walk) == walk.tiles:
             out_rows = place(0, out_strides, b, rows.token, rows.head)
             lse_rows = (b * num_kv_heads * GROUP + rows.head).to(tl.int64) * seqlen_q + rows.token
             places = ResultRows(out_rows, lse_rows)

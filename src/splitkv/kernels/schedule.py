@@ -6,9 +6,9 @@ tiles that sequence b visits, one at least, and H the head tiles that a share go
     schedule_ranges        the tiles of all sequences and head tiles, one behind the other, are
                            W = H * sum_b T[b]; program p of P has those from p * (W / P) on, in
                            whole tiles: each as many as any other, or one more
-    schedule_proportional  sequence b has splits in proportion to T[b], rounded up, of T[b] / splits
-                           tiles, rounded up; those of about the greatest size come first, then
-                           those of about half of it, and so on: one a program
+    schedule_proportional  sequence b has splits in proportion to T[b], rounded up; split s of n has
+                           the tiles s, s + n, s + 2n, ...; those of about the greatest size come
+                           first, then those of about half of it, and so on: one a program
 
 One launch serves all layers of a step, as lengths and masks are the same. Nothing is read by the
 host, and the buffer has one size whatever the lengths are: a graph may hold it.
@@ -65,10 +65,11 @@ def store_starts(starts_ptr, p, ok, start):
     tl.store(at, start.sequence, mask=ok)
     tl.store(at + 1, start.head_tile, mask=ok)
     tl.store(at + 2, start.tile, mask=ok)
-    tl.store(at + 3, start.count, mask=ok)
-    tl.store(at + 4, start.tiles, mask=ok)
-    tl.store(at + 5, start.keys, mask=ok)
-    tl.store(at + 6, start.merged, mask=ok)
+    tl.store(at + 3, start.by, mask=ok)
+    tl.store(at + 4, start.count, mask=ok)
+    tl.store(at + 5, start.tiles, mask=ok)
+    tl.store(at + 6, start.keys, mask=ok)
+    tl.store(at + 7, start.merged, mask=ok)
 
 
 @triton.jit
@@ -136,19 +137,18 @@ def schedule_ranges(
     is_second = here & (tile > 0) & (first_of_range(p - 1, each, more) <= begin)
     merged = program_of_tile(begin + tiles - 1, each, more) - p + 2
     merged = tl.where(is_second, merged, 0)
-    start = Start(sequence, head_tile, tile, count, tiles, keys, merged)
+    start = Start(sequence, head_tile, tile, p * 0 + 1, count, tiles, keys, merged)
     store_starts(starts_ptr, p, p < programs, start)
 
 
 @triton.jit
-def proportional_split(tiles, total, spare):
-    """Tiles of a split of sequences of so many tiles [.], where `spare` splits are shared out over
-    `total` tiles: no more than all tiles shared out evenly."""
+def proportional_splits(tiles, total, spare):
+    """Splits of sequences of so many tiles [.], where `spare` splits are shared out over `total`
+    tiles: at least one and at most one a tile."""
     # splits a tile, in fixed point and rounded down: exact while tiles * total < 1 << 40
     a_tile = (spare.to(tl.int64) << 40) // tl.maximum(total, 1).to(tl.int64)
     splits = (tiles.to(tl.int64) * a_tile + ((1 << 40) - 1)) >> 40
-    splits = tl.maximum(tl.minimum(splits, tiles.to(tl.int64)), 1).to(tl.int32)
-    return (tiles + splits - 1) // splits
+    return tl.maximum(tl.minimum(splits, tiles.to(tl.int64)), 1).to(tl.int32)
 
 
 @triton.jit
@@ -191,9 +191,10 @@ def schedule_proportional(
         for step in range(0, batch, TILE_B):
             offs_b = step + tl.arange(0, TILE_B)
             tiles_b = tiles_of_step(lens_ptr, bounds, seqlen_q, batch, offs_b, TILE_N)
-            size_b = tl.maximum(proportional_split(tiles_b, total, spare), 1)
+            splits_b = proportional_splits(tiles_b, total, spare)
+            size_b = (tiles_b + splits_b - 1) // splits_b
             here = (size_class(size_b, greatest) == which) & (offs_b < batch)
-            splits_b = tl.where(here, (tiles_b + size_b - 1) // size_b, 0)
+            splits_b = tl.where(here, splits_b, 0)
             end = before + tl.cumsum(splits_b, 0)
             own = (end[None, :] > p[:, None]) & ((end - splits_b)[None, :] <= p[:, None])
             sequence += tl.sum(tl.where(own, offs_b[None, :], 0), 1)
@@ -203,11 +204,11 @@ def schedule_proportional(
     sequence = tl.where(here, sequence, batch)
     keys = tl.load(lens_ptr + sequence, mask=here, other=0)
     tiles = counted_tiles(bounds, keys, seqlen_q, TILE_N)
-    size = proportional_split(tiles, total, spare)
-    tile = tl.where(here, (p - first) * size, 0)
-    count = tl.where(here, tl.minimum(size, tiles - tile), 0)
-    merged = tl.where(here & (p == first + 1), (tiles + size - 1) // size, 0)
-    start = Start(sequence, p * 0, tile, count, tiles, keys, merged)
+    splits = proportional_splits(tiles, total, spare)
+    tile = tl.where(here, p - first, 0)
+    count = tl.where(here, (tiles - tile + splits - 1) // splits, 0)
+    merged = tl.where(here & (tile == 1), splits, 0)
+    start = Start(sequence, p * 0, tile, splits, count, tiles, keys, merged)
     store_starts(starts_ptr, p, p < programs, start)
 
 

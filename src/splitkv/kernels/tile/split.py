@@ -59,7 +59,7 @@ def attend_split(
     q,  # [TILE_M, DIM]
     cache,  # CachedHead
     rows,  # ScoredRows
-    tiles,  # Tiles, one after the other
+    tiles,  # Tiles
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -76,7 +76,7 @@ def attend_split(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V], tl.float32)
-    for i in tl.range(tiles.first, tiles.last, num_stages=STAGES):
+    for i in tl.range(tiles.first, tiles.last, tiles.by, num_stages=STAGES):
         offs_n = tl.where(i < tiles.near, i, i + tiles.skip) * TILE_N + tl.arange(0, TILE_N)
         n_ok = offs_n < keys
         outer, inner = locate(cache.table_ptr, cache.sequence, offs_n, n_ok, PAGE_SIZE)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import visited_tiles
+from splitkv.kernels.tile.new import Tiles
 
 START_FIELDS = tl.constexpr(8)  # 32-bit integers of a program in the memory of a schedule
 
@@ -25,6 +26,7 @@ class Start(NamedTuple):
     sequence    index in the batch; the batch where the share is empty
     head_tile   number of the head tile among those that the share goes through
     tile        first of the tiles that the sequence's rows visit
+    by          how far apart the tiles of a split are
     count       tiles of the whole share
     tiles       tiles of the sequence; keys: its keys
     merged      splits of this head tile that are merged, where this program has the second of them;
@@ -34,6 +36,7 @@ class Start(NamedTuple):
     sequence: Any
     head_tile: Any
     tile: Any
+    by: Any
     count: Any
     tiles: Any
     keys: Any
@@ -44,13 +47,14 @@ class Walk(NamedTuple):
     """The split that a program is at.
 
     sequence, head_tile, tiles, keys   as in Start, of this split
-    tile     its first tile
+    tile     its first tile; by: how far apart its tiles are
     left     tiles of the share from there on
     """
 
     sequence: Any
     head_tile: Any
     tile: Any
+    by: Any
     left: Any
     tiles: Any
     keys: Any
@@ -75,13 +79,37 @@ def load_start(starts_ptr, program):
         tl.load(at + 4),
         tl.load(at + 5),
         tl.load(at + 6),
+        tl.load(at + 7),
+    )
+
+
+@triton.jit
+def first_walk(start):
+    """The Walk of a program at its first split."""
+    return Walk(
+        start.sequence,
+        start.head_tile,
+        start.tile,
+        start.by,
+        start.count,
+        start.tiles,
+        start.keys,
     )
 
 
 @triton.jit
 def split_length(walk):
     """Tiles of the split that a program is at."""
-    return tl.minimum(walk.tiles - walk.tile, walk.left)
+    return tl.minimum((walk.tiles - walk.tile + walk.by - 1) // walk.by, walk.left)
+
+
+@triton.jit
+def tiles_of_split(walk, bounds, seqlen_q, TILE_N: tl.constexpr):
+    """The Tiles of the split that a program is at, of those that its sequence's rows visit."""
+    keys = walk.keys
+    count, near, skip = visited_tiles(bounds, keys - seqlen_q, keys - 1, keys, TILE_N)
+    last = tl.minimum(walk.tile + split_length(walk) * walk.by, count)
+    return Tiles(walk.tile, tl.maximum(last, walk.tile), walk.by, near, skip)
 
 
 @triton.jit
@@ -105,7 +133,7 @@ def next_split(
         sequence += 1
         keys = tl.load(lens_ptr + sequence, mask=sequence < batch, other=0)
         tiles = counted_tiles(bounds, keys, seqlen_q, TILE_N)
-    return Walk(sequence, head_tile, walk.tile * 0, left, tiles, keys)
+    return Walk(sequence, head_tile, walk.tile * 0, walk.by, left, tiles, keys)
 
 
 @triton.jit

@@ -99,6 +99,10 @@ def splits_of(tiles: Sequence[int], config: Config) -> Iterator[int]:
         if config.schedule == "fixed":
             per = config.split_size // config.tile_n
         elif config.schedule in ("batch", "proportional"):
-            per = ceil_div(count, max(1, min(ceil_div(count * spare, sum(tiles)), count)))
+            splits = max(1, min(ceil_div(count * spare, sum(tiles)), count))
+            if config.schedule == "proportional":  # every so many-th tile
+                yield from (len(range(first, count, splits)) for first in range(splits))
+                continue
+            per = ceil_div(count, splits)
         for first in range(0, count, per):
             yield min(per, count - first)

@@ -38,9 +38,15 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     thread_barrier,
     tile_at,
 )
-from splitkv.kernels.tile.band import token_range, visited_tiles
-from splitkv.kernels.tile.new import Tiles
-from splitkv.kernels.tile.walk import Walk, load_start, next_split, slot_of_split, split_length
+from splitkv.kernels.tile.band import token_range
+from splitkv.kernels.tile.walk import (
+    first_walk,
+    load_start,
+    next_split,
+    slot_of_split,
+    split_length,
+    tiles_of_split,
+)
 
 LINE_BYTES = gl.constexpr(128)  # of the L1
 LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
@@ -94,13 +100,6 @@ def run_roles(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def first_walk(step):
-    """The Walk of a program at its first split."""
-    start = load_start(step.starts_ptr, step.program)
-    return Walk(start.sequence, start.head_tile, start.tile, start.count, start.tiles, start.keys)
-
-
-@gluon.jit
 def walk_on(walk, step, CONFIG: gl.constexpr):
     """The Walk behind a split."""
     return next_split(
@@ -118,15 +117,15 @@ def walk_on(walk, step, CONFIG: gl.constexpr):
 def split_of_walk(walk, step, CONFIG: gl.constexpr):
     """The Split that a program is at; its num_splits is 1 where it is all of a head tile."""
     kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
-    keys = walk.keys
-    count, near, skip = visited_tiles(
-        step.bounds, keys - step.seqlen_q, keys - 1, keys, CONFIG.tile_n
-    )
-    length = split_length(walk)
-    last = gl.maximum(gl.minimum(walk.tile + length, count), walk.tile)
-    tiles = Tiles(walk.tile, last, 1, near, skip)
-    num_splits = gl.where(length == walk.tiles, 1, 2)
-    return Split(walk.sequence, kv_head, tiles, keys, num_splits)
+    tiles = tiles_of_split(walk, step.bounds, step.seqlen_q, CONFIG.tile_n)
+    num_splits = gl.where(split_length(walk) == walk.tiles, 1, 2)
+    return Split(walk.sequence, kv_head, tiles, walk.keys, num_splits)
+
+
+@gluon.jit
+def tiles_in(tiles):
+    """How many Tiles there are."""
+    return (tiles.last - tiles.first + tiles.by - 1) // tiles.by
 
 
 @gluon.jit
@@ -149,7 +148,7 @@ def behind(ring, before):
 @gluon.jit
 def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
     """The mma role: attends to split after split, and writes what each leaves."""
-    walk = first_walk(step)
+    walk = first_walk(load_start(step.starts_ptr, step.program))
     before = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, step, CONFIG)
@@ -180,7 +179,7 @@ def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
         softmax = attend(mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG)
         slot = slot_of_split(walk, step.program, step.programs, step.group)
         write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
-        before += split.tiles.last - split.tiles.first
+        before += tiles_in(split.tiles)
         walk = following
 
 
@@ -232,7 +231,7 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
 def load_walk(kv, ring, step, CONFIG: gl.constexpr):
     """The load role: issues the copies of split after split; one warp."""
     declare_page_id(0)
-    walk = first_walk(step)
+    walk = first_walk(load_start(step.starts_ptr, step.program))
     before = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, step, CONFIG)
@@ -243,7 +242,7 @@ def load_walk(kv, ring, step, CONFIG: gl.constexpr):
             pages = load_round(kv, split, split.tiles.first, CONFIG)
             prefetch_pages(kv, following, step, CONFIG)
             issue_rounds(behind(ring, before), kv, split, pages, CONFIG)
-        before += split.tiles.last - split.tiles.first
+        before += tiles_in(split.tiles)
         walk = following
 
 
@@ -255,7 +254,7 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
     tiles = split.tiles
     stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase  # all stages are empty in the beginning
-    for i in range(tiles.first, tiles.last):
+    for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(ring.empty.index(stage), phase)
         full = ring.full.index(stage)
         mbarrier.expect(full, BYTES)
@@ -284,7 +283,7 @@ def load_scales_walk(kv, ring, scales, step, CONFIG: gl.constexpr):
     """The load role of scales of each key, where keys have any; one warp."""
     if scales.pointers is not None:
         declare_page_id(1)
-        walk = first_walk(step)
+        walk = first_walk(load_start(step.starts_ptr, step.program))
         before = walk.tile * 0
         while walk.left > 0:
             split = split_of_walk(walk, step, CONFIG)
@@ -295,7 +294,7 @@ def load_scales_walk(kv, ring, scales, step, CONFIG: gl.constexpr):
             else:
                 pages = load_round(kv, split, split.tiles.first, CONFIG)
                 copy_scale_rounds(of_split, kv, split, scales, pages, CONFIG)
-            before += split.tiles.last - split.tiles.first
+            before += tiles_in(split.tiles)
             walk = following
 
 
@@ -305,7 +304,7 @@ def copy_contiguous_scales(ring, split, scales, CONFIG: gl.constexpr):
     tiles = split.tiles
     stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase
-    for i in range(tiles.first, tiles.last):
+    for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(ring.empty.index(stage), phase)
         copy_scales(scales, ring, split, stage, tile_at(tiles, i), None, CONFIG)
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)
