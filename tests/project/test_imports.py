@@ -97,3 +97,27 @@ def test_every_module_imports() -> None:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             assert (error.name or "").split(".")[0] in OPTIONAL, module.name
+
+
+def test_the_first_use_does_not_load_torch_s_compiler() -> None:
+    """It takes longer than all else; who compiles loads it then."""
+    code = (
+        "import sys, splitkv\n"
+        "splitkv.decode, splitkv.attention, splitkv.plan, splitkv.warmup\n"
+        "assert 'torch._dynamo' not in sys.modules, 'loaded'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_constant_in_a_graph_is_marked_as_torch_marks_it() -> None:
+    import torch
+
+    from splitkv.runtime import dispatch
+
+    def probe() -> None: ...
+
+    assert (
+        vars(torch.compiler.assume_constant_result(probe)).items()
+        <= vars(dispatch._handle_of).items()
+    )

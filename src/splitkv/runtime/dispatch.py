@@ -156,10 +156,13 @@ def handle_of(plan: Plan | None) -> str:
     return _handle_of(plan)
 
 
-@torch.compiler.assume_constant_result
 def _handle_of(plan: Plan) -> str:
     """Found while a graph is traced, not traced itself."""
     return plan.handle
+
+
+# as torch.compiler.assume_constant_result does, which loads all of the compiler for it
+_handle_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def within_64_bits(
