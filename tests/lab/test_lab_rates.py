@@ -32,7 +32,7 @@ from splitkv.lab.sequences import bench, cases, timing
 from splitkv.lab.sequences.cases import Inputs, flops
 from splitkv.lab.sequences.suites import CASES, SUITES, select
 from splitkv.lab.sequences.timing import QUICK, Measured, Pace, Sample, Station, key_of
-from splitkv.planner.registry import kernel_named
+from splitkv.planner.registry import completed, kernel_named
 from splitkv.runtime import dispatch
 
 H200 = GPUS["h200"]
@@ -99,7 +99,7 @@ def test_a_process_compiles_forward_and_backward_and_launches_none(
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(compiler.os, "nice", lambda by: None)
     monkeypatch.setattr(driver, "_active", Driver(90))
-    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, *_: completed(plan))
     on_cpu = {"device": "cpu"}
     monkeypatch.setattr(cases, "Inputs", lambda case, **more: Inputs(case, **more, **on_cpu))
     compiler.only_compile()
