@@ -35,7 +35,7 @@ from splitkv.lab.harness import sequence_cases as cases
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.sequence_cases import Inputs, flops
 from splitkv.lab.report import sequences as tables
-from splitkv.planner.registry import kernel_named
+from splitkv.planner.registry import completed, kernel_named
 from splitkv.runtime import dispatch
 
 H200 = GPUS["h200"]
@@ -102,7 +102,7 @@ def test_a_process_compiles_forward_and_backward_and_launches_none(
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(compiler.os, "nice", lambda by: None)
     monkeypatch.setattr(driver, "_active", Driver(90))
-    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, *_: completed(plan))
     on_cpu = {"device": "cpu"}
     monkeypatch.setattr(cases, "Inputs", lambda case, **more: Inputs(case, **more, **on_cpu))
     compiler.only_compile()

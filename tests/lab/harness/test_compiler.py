@@ -165,7 +165,7 @@ def test_a_process_compiles_the_kernels_of_a_plan_and_launches_none(
     monkeypatch.setattr(registry, "KERNELS", ALL_KERNELS)
     monkeypatch.setattr(compiler.os, "nice", lambda by: None)
     monkeypatch.setattr(driver, "_active", Driver(90))
-    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, problem, device: plan)
+    monkeypatch.setattr(dispatch, "fit_plan", lambda plan, *_: registry.completed(plan))
     monkeypatch.setattr(
         compiler, "Inputs", lambda case, count, blank: Inputs(case, count, "cpu", blank=blank)
     )
