@@ -117,6 +117,7 @@ def test_what_is_constant_in_a_graph_is_marked_as_torch_marks_it() -> None:
 
     def probe() -> None: ...
 
-    assert vars(torch.compiler.assume_constant_result(probe)).items() <= vars(
-        dispatch._handle_of
-    ).items()
+    assert (
+        vars(torch.compiler.assume_constant_result(probe)).items()
+        <= vars(dispatch._handle_of).items()
+    )
