@@ -38,6 +38,8 @@ Result = tuple[Tensor, Tensor | None]
 """(out, lse): lse is None where nobody asked for it."""
 
 MAX_CALLS = 4096  # kinds of calls that a cache holds; past it, it starts afresh
+NO_TENSOR = TypeError, AttributeError, IndexError, RuntimeError
+"""What asking for a length raises: of no tensor, of one without dimensions, of a nested one."""
 MAX_RECENT = 8  # layouts that are tried for the same options
 
 Launcher = Callable[[Operands], Result]
@@ -137,12 +139,7 @@ class CallCache(Generic[Bound]):
         """
         try:
             recent = () if dispatch_modes() else self.recent.get((options, tensors[0].shape[0]), ())
-        except (
-            TypeError,
-            AttributeError,
-            IndexError,
-            RuntimeError,
-        ):  # describing says what is wrong
+        except NO_TENSOR:  # describing says what is not right
             return None
         for fits, grad_mode, bound in recent:
             if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
