@@ -593,6 +593,6 @@ def by_hand(plan: Any, seed: int, place: float, shape_of: float, how: float) -> 
             config = tried
             break
     try:
-        return replace(plan, kernel=kernel.name, config=config)
+        return replace(plan, kernel=kernel.name, config=config, backward=None)
     except ValueError:  # a plan merges parts where there are some
         return plan

@@ -30,6 +30,7 @@ from training import FUNCTION, any_gpu_backward, paged
 import splitkv
 from splitkv import Plan
 from splitkv.core.plan import SCHEDULED
+from splitkv.core.variants import Plain
 from splitkv.kernels import prefill
 from splitkv.planner.policies import persistent
 from splitkv.planner.registry import KERNELS
@@ -121,7 +122,7 @@ def sequences_on_the_gpu(kernel: str, parts: int, page_size: int = 0) -> Callabl
         if page_size:
             problem, call = paged(problem, call, page_size)
         plan = splitkv.plan(problem, policy=only(kernel))
-        plan = replace(plan, config=replace(plan.config, num_splits=parts))
+        plan = replace(plan, config=replace(plan.config, variant=Plain(), num_splits=parts))
         there = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in call.items()}
         result = FUNCTION[problem.kind](**there, plan=plan)
         return tuple(x.cpu() for x in result)

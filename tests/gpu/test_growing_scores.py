@@ -17,6 +17,7 @@ from training import TRAINING, run
 
 import splitkv
 from splitkv.core.plan import Config
+from splitkv.core.variants import Plain
 from splitkv.kernels.records import HOPPER_PREFILL as KERNEL
 from splitkv.testing import (
     Call,
@@ -114,7 +115,7 @@ def test_parts_of_the_keys(parts: int) -> None:
     """Parts have maxima of their own, which may be far below those of their rows."""
     problem = replace(LEVELLED, kind="decode", seqlen_q=20, lengths="device")
     plan = splitkv.plan(problem, policy=only(KERNEL.name))
-    plan = replace(plan, config=replace(plan.config, num_splits=parts))
+    plan = replace(plan, config=replace(plan.config, variant=Plain(), num_splits=parts))
     for levels in LEVELS.values():
         call = levelled(replace(LEVELLED, seqlen_q=20), levels)
         keys = {f"{name}_cache": call.pop(name) for name in "kv"}

@@ -19,6 +19,7 @@ from training import AXES, FUNCTION, TRAINING, fuzz, paged, problem_of, run
 import splitkv
 from splitkv import reference
 from splitkv.core.plan import Config, Kernel
+from splitkv.core.variants import Plain
 from splitkv.kernels import records
 from splitkv.runtime import dispatch
 from splitkv.testing import (
@@ -171,7 +172,7 @@ def test_pages(number: int) -> None:
     serve: Any = run
     if parts:
         plan = splitkv.plan(replace(problem, place=Paged(page_size)))
-        serve = under(replace(plan, config=replace(plan.config, num_splits=parts)))
+        serve = under(replace(plan, config=replace(plan.config, variant=Plain(), num_splits=parts)))
     zero_length, strided = problem.batch > 1 and number % 2 == 0, number % 3 == 0
     serve = in_pages(page_size, serve)
     check(problem, device=DEVICE, run=serve, strided=strided, zero_length=zero_length)
@@ -241,7 +242,9 @@ def test_prompts_beside_single_tokens(mask: Mask, page_size: int) -> None:
     made_for = [splitkv.plan(problem, policy=only(k.name)) for k in kernels_for(problem)]
     ways = [(plan.kernel, plan.config)]
     for other, (parts, merge) in product(made_for, ((1, "combine"), (7, "combine"), (7, "last"))):
-        ways.append((other.kernel, replace(other.config, num_splits=parts, merge=merge)))
+        ways.append(
+            (other.kernel, replace(other.config, variant=Plain(), num_splits=parts, merge=merge))
+        )
     for kernel, config in ways:
         made = replace(plan, kernel=kernel, config=config)
         first = run(problem, call | {"plan": made})
@@ -280,7 +283,9 @@ def test_decode_of_many_tokens(place: Any, seqlen_q: int) -> None:
         plan = splitkv.plan(problem, policy=only(kernel.name))
         ways = [(1, "combine"), *product((3, 40), kernel.merges)]
         for parts, merge in ways:
-            made = replace(plan, config=replace(plan.config, num_splits=parts, merge=merge))
+            made = replace(
+                plan, config=replace(plan.config, variant=Plain(), num_splits=parts, merge=merge)
+            )
             check(problem, device=DEVICE, run=under(made), strided=True)
 
 
@@ -316,7 +321,7 @@ def test_tokens_after_the_last_sequence_beside_parts() -> None:
     ends.clamp_(max=int(ends[-1]) - 30)
     for kernel in kernels_for(problem):
         plan = splitkv.plan(problem, policy=only(kernel.name))
-        plan = replace(plan, config=replace(plan.config, num_splits=3))
+        plan = replace(plan, config=replace(plan.config, variant=Plain(), num_splits=3))
         out, lse = run(problem, call | {"plan": plan})
         assert lse is not None and (out[-30:] == 0).all() and (lse[:, -30:] == -math.inf).all()
 

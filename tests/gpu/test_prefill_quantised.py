@@ -19,6 +19,7 @@ import splitkv
 from splitkv.core.kv import Codec
 from splitkv.core.plan import Config
 from splitkv.core.scores import Score
+from splitkv.core.variants import Plain
 from splitkv.kernels.records import HOPPER_PREFILL_QUANTISED as KERNEL
 from splitkv.planner.policies.shared import clusters, shapes
 from splitkv.testing import (
@@ -78,7 +79,9 @@ def test_caches(number: int) -> None:
     asked = replace(problem_of(values), place=place, lengths="device")
     plan = plan_of(asked)
     if plan.kernel == KERNEL.name:
-        plan = replace(plan, config=replace(plan.config, num_splits=parts, merge="combine"))
+        plan = replace(
+            plan, config=replace(plan.config, variant=Plain(), num_splits=parts, merge="combine")
+        )
 
     def twice(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
         if packed and page_size:

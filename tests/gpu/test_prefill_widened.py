@@ -15,6 +15,7 @@ from training import QUANTISED_AXES, called, has_units, paged, plan_on, problem_
 
 import splitkv
 from splitkv.core.kv import Codec
+from splitkv.core.variants import Plain
 from splitkv.kernels.records import HOPPER_PREFILL_WIDENED as KERNEL
 from splitkv.testing import (
     Call,
@@ -69,7 +70,7 @@ def test_pairs(number: int) -> None:
         asked = replace(given, place=place, lengths="device")
     plan = plan_of(asked)
     if plan.kernel == KERNEL.name:
-        plan = replace(plan, config=replace(plan.config, num_splits=parts))
+        plan = replace(plan, config=replace(plan.config, variant=Plain(), num_splits=parts))
 
     def thrice(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
         if packed and page_size:

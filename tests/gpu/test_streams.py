@@ -11,6 +11,7 @@ import torch
 from running import DEVICE, SERVING, kernels, plan_with, same_bits
 
 import splitkv
+from splitkv.core.variants import Plain
 from splitkv.kernels.host import workspace
 from splitkv.planner.registry import kernel_named
 from splitkv.testing import captured, make_operands
@@ -32,7 +33,7 @@ def made(kernel: str, merge: str, num_splits: int) -> tuple[list[Any], list[Any]
     calls = []
     for i, problem in enumerate(PROBLEMS):
         plan = plan_with(kernel, problem, num_splits)
-        plan = replace(plan, config=replace(plan.config, merge=merge))
+        plan = replace(plan, config=replace(plan.config, variant=Plain(), merge=merge))
         calls.append(make_operands(problem, device=DEVICE, seed=i) | {"plan": plan})
     wanted = [splitkv.decode(**call) for call in calls]
     torch.cuda.synchronize()

@@ -10,7 +10,8 @@ import pytest
 from splitkv.core.device import GPUS
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.core.kv import Codec, Contiguous, Paged
-from splitkv.core.plan import SCHEDULED, HopperDecode, Plan
+from splitkv.core.plan import SCHEDULED, Plan
+from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
 from splitkv.planner.legality import expect_config
 from splitkv.planner.policies import persistent
@@ -91,7 +92,7 @@ def test_every_key_arrives_by_a_producer_warp(place: Any) -> None:
         ({"split_size": 64}, "plan.config.split_size"),
         ({"appends": True}, "plan.config.appends"),
         ({"merge": "cluster", "num_splits": 2}, "plan.config.schedule"),
-        ({"tile_m": 64}, "plan.config.tile_m"),
+        ({"tile_m": 64}, "plan.config"),
         ({"variant": HopperDecode("tma", "after_q")}, "plan.config.variant.load"),
         ({"variant": HopperDecode("producer_warp", "after_q")}, "plan.config.variant.start"),
     ],

@@ -155,7 +155,7 @@ def test_nothing_is_bound_twice(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) 
     grad = torch.randn_like(forward().detach())
     for _ in range(2):
         torch.autograd.grad(forward(), leaves, grad)
-    for name in ("descriptor", "statistics", "allocate_gradients", "variants"):
+    for name in ("descriptor", "statistics", "allocate_gradients", "tiling"):
         monkeypatch.setattr(hopper_backward, name, pytest.fail)
     torch.autograd.grad(forward(), leaves, grad)
 

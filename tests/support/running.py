@@ -17,6 +17,7 @@ import splitkv
 from splitkv import Plan
 from splitkv.core.device import GPUS, Device, current
 from splitkv.core.plan import Choice, Config, Kernel
+from splitkv.core.variants import Plain
 from splitkv.planner.policies import Policy, fixed, waves
 from splitkv.planner.policies.shared import clusters
 from splitkv.planner.registry import KERNELS, kernel_named
@@ -266,7 +267,7 @@ def plans(problem: Problem, kernel: str) -> dict[str, Plan]:
         if config.shape == even.config.shape:
             made[f"cluster_of_{config.num_splits}"] = replace(even, config=config)
     if "last" in kernel_named(kernel).merges:
-        made["last"] = replace(even, config=replace(even.config, merge="last"))
+        made["last"] = replace(even, config=replace(even.config, variant=Plain(), merge="last"))
     if problem.lengths == "device" and "batch" in kernel_named(kernel).schedules:
         made["batch"] = batch_plan(problem, problem.batch + 1, kernel)
         made["batch_of_many"] = batch_plan(problem, problem.batch + 37, kernel)
