@@ -74,7 +74,10 @@ def is_plain(*arguments: Any) -> bool:
     """Whether no tensor is a subclass and nothing is tracing: the operators may be skipped."""
     if torch.compiler.is_compiling() or call_cache.dispatch_modes():
         return False
-    return all(type(x) in _PLAIN or not isinstance(x, Tensor) for x in arguments)
+    for x in arguments:  # noqa: SIM110, as a generator takes longer, on every call
+        if type(x) not in _PLAIN and isinstance(x, Tensor):
+            return False
+    return True
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
