@@ -11,8 +11,8 @@ from torch import Tensor
 from splitkv import reference
 from splitkv.core.device import GPUS
 from splitkv.core.plan import Config
-from splitkv.kernels.backward import variant
 from splitkv.kernels.host.sequences import SequenceLauncher
+from splitkv.kernels.limits import backward as variant
 from splitkv.runtime import backward, dispatch
 from splitkv.testing import assert_close
 

@@ -15,7 +15,7 @@ from splitkv.core.kv import Codec, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split, prefill
+from splitkv.kernels import records
 from splitkv.planner.policies import batch_invariant
 from splitkv.testing import bind
 
@@ -67,9 +67,9 @@ def test_decode(codec: Codec, mask: Mask) -> None:
         }
         call |= {name: x for name, x in held.items() if name.endswith("scale")}
         own = replace(problem, batch=len(which))
-        plan = planned(decode_split.KERNEL, own)
+        plan = planned(records.DECODE_SPLIT, own)
         assert plan.config.num_splits > 1 and plan.config.schedule == "fixed"
-        out, lse = decode_split.KERNEL.launch(bind(own, call), plan)
+        out, lse = records.DECODE_SPLIT.launch(bind(own, call), plan)
         return out, lse
 
     alone = [run([n]) for n in range(4)]
@@ -105,7 +105,7 @@ def test_chunks_of_prompts(mask: Mask) -> None:
         }
         own = replace(problem, batch=len(chunks))
         call |= {"max_seqlen_q": 64, "max_seqlen_k": LONGEST}
-        out, _ = prefill.KERNEL.launch(bind(own, call), planned(prefill.KERNEL, own))
+        out, _ = records.PREFILL.launch(bind(own, call), planned(records.PREFILL, own))
         return list(out.split(counts[1:].tolist()))
 
     chunks = [(0, length, True), (33, length, True), (length - 1, length, True)]

@@ -17,8 +17,9 @@ from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import SCHEDULED, Config, Plan
 from splitkv.core.problem import Problem
-from splitkv.kernels import decode_split
+from splitkv.kernels import records
 from splitkv.kernels.host.step import StepLauncher
+from splitkv.kernels.limits import decode_split as limits
 from splitkv.kernels.schedule import ScheduleKernel, buffer_shape
 from splitkv.planner.legality import expect_config
 from splitkv.testing import (
@@ -76,7 +77,7 @@ def small(values: cases.Values) -> bool:
 def plan_of(problem: Problem, schedule: str, programs: int, tile_n: int = 16) -> Plan:
     """A plan with tiles so small that 70 keys are several."""
     programs += problem.batch * (schedule == "proportional")
-    rows = decode_split.tile_m(problem)
+    rows = limits.tile_m(problem)
     config = Config(1, rows, tile_n, schedule=schedule, programs=programs)
     return Plan(problem, GPUS["h200"], "fixed", "decode_split", config, "a test")
 
@@ -85,7 +86,7 @@ def run(plan: Plan) -> Any:
     """`run=` of `check`."""
 
     def launch(problem: Problem, call: Call) -> tuple[Tensor, Tensor | None]:
-        return decode_split.KERNEL.launch(bind(problem, call), plan)
+        return records.DECODE_SPLIT.launch(bind(problem, call), plan)
 
     return launch
 
@@ -143,7 +144,7 @@ def test_random_mixes(seed: int) -> None:
     for _ in range(2):
         call = make_operands(problem, lengths=random_mix(draw, problem.batch, 150))
         operands = bind(problem, call)
-        launcher = launcher or decode_split.KERNEL.bind(plan, operands)
+        launcher = launcher or records.DECODE_SPLIT.bind(plan, operands)
         compare(problem, call, *launcher(operands))
 
 
@@ -151,13 +152,13 @@ def test_random_mixes(seed: int) -> None:
 def test_a_schedule_made_before(schedule: str) -> None:
     """For all layers of a step: the result is that of a call that makes its own, bit for bit."""
     plan = plan_of(DECODE, schedule, 5)
-    expect_config(decode_split.KERNEL, DECODE, plan.device, plan.config)
+    expect_config(records.DECODE_SPLIT, DECODE, plan.device, plan.config)
     call = make_operands(DECODE, lengths=(100, 3, 41))
     out, lse = run(plan)(DECODE, call)
     operands = bind(DECODE, call)
     operands.starts = torch.empty(buffer_shape(plan), dtype=torch.int32)
     ScheduleKernel(plan).launch(operands.starts, call["cache_seqlens"])
-    launcher = decode_split.KERNEL.bind(plan, operands)
+    launcher = records.DECODE_SPLIT.bind(plan, operands)
     assert isinstance(launcher, StepLauncher)
     again, lse_again = launcher(operands)
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
@@ -170,7 +171,7 @@ def test_writes_into_the_buffer_of_the_caller(schedule: str) -> None:
     operands = bind(DECODE, call)
     buffer = torch.full((3, 3, 5, 40), math.nan, dtype=torch.bfloat16)
     operands.out = buffer[:, :2, :4, :32]
-    out, lse = decode_split.KERNEL.launch(operands, plan_of(DECODE, schedule, 4))
+    out, lse = records.DECODE_SPLIT.launch(operands, plan_of(DECODE, schedule, 4))
     assert out is operands.out
     compare(DECODE, call, out, lse)
     out.fill_(math.nan)

@@ -20,7 +20,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands
-from splitkv.kernels import decode_split, prefill, records
+from splitkv.kernels import prefill, records
 from splitkv.kernels.limits import prefill as limits
 from splitkv.planner.registry import completed
 from splitkv.testing import Call, Codec, Problem, assert_close, bind, check
@@ -140,7 +140,8 @@ def test_sequences_in_pages_have_their_own_scales(kind: Any) -> None:
         softmax_scale=0.2,
         **scales,
     )
-    kernel, gpu = (decode_split if kind == "decode" else prefill).KERNEL, GPUS["a100"]
+    kernel = records.DECODE_SPLIT if kind == "decode" else records.PREFILL
+    gpu = GPUS["a100"]
     config = Config(tile_m=16, tile_n=16, num_splits=2)
     assert kernel.unsupported(problem, gpu) == []
     plan = completed(Plan(problem, gpu, "fixed", kernel.name, config, "a test"))

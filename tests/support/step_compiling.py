@@ -7,13 +7,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from compiling import ADDRESS, MODULES, AnyGPU, Compiled, Recorder, layouts, measure
+from compiling import ADDRESS, AnyGPU, Compiled, Recorder, layouts, measure
 from triton.runtime.driver import driver
 
 from splitkv.core.plan import Plan
 from splitkv.kernels import decode_persistent, schedule
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.host import step, workspace
+from splitkv.planner.registry import kernel_named
 
 KERNELS = "schedule", "decode", "combine_slots"
 
@@ -41,7 +42,7 @@ def compile_step(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[s
             mock.patch.object(step.StepLauncher, "keep", mock.Mock()),
         ):
             patches.enter_context(patch)
-        MODULES[plan.kernel].KERNEL.bind(plan, operands)(operands)
+        kernel_named(plan.kernel).bind(plan, operands)(operands)
     every: list[tuple[str, Any]] = [*decodes.items(), ("combine_slots", merge)]
     every += [("schedule", rule) for rule in rules.values()]
     return {name: measure(made) for name, recorder in every for made in recorder.compiled}
