@@ -264,7 +264,9 @@ class ScheduleKernel:
         starts   [programs, 8] int32 that is written; lens: [batch] int32
         """
         given = {"starts_ptr": starts, "lens_ptr": lens} | self.fixed
-        return self.kernel[self.grid](*in_order(self.kernel, given), num_warps=4)
+        return self.kernel[self.grid](
+            *in_order(self.kernel, given), num_warps=4, enable_fp_fusion=True
+        )
 
     def relaunch(self, compiled: Any) -> Launch:
         """A function that launches it again: launch(stream, at_starts, at_lens)."""
