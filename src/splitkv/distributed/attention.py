@@ -122,7 +122,8 @@ def attention_varlen(
     options      causal, window_size, sink_tokens, attention_chunk, sink_logits, softmax_scale,
                  softcap, alibi_slopes, deterministic and return_lse as those of
                  `splitkv.attention`. `dropout_p` has to be 0; a ring without a window
-                 takes ALiBi slopes [num_heads] and finds no gradient of them
+                 takes ALiBi slopes [num_heads] beside q of 16 bits and finds no gradient
+                 of them
 
     Masks and distances are those of the whole sequences. Differentiable; every rank has to call
     backward too. Transfers run beside the computation. The first call of a kind compares what the

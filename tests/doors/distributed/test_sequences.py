@@ -27,7 +27,7 @@ from splitkv import reference
 from splitkv.core.masks import Mask
 from splitkv.distributed.layout import pieces
 from splitkv.distributed.traffic import HeadShape, moved, spread_of
-from splitkv.testing import assert_close, assert_lse_close
+from splitkv.testing import DRAWS, assert_close, assert_lse_close
 
 TOTAL, LONGEST, DIM, DIM_V = 48, 18, 16, 8
 WINDOW: dict[str, Any] = {"causal": True, "window_size": (5, 0)}
@@ -57,7 +57,13 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-CASES = pairs(AXES)
+def valid(values: dict[str, Any]) -> bool:
+    """A ring that goes round takes ALiBi beside 16 bits alone."""
+    alibi = values.get("mask") in ("alibi", "alibi_full")
+    return not (alibi and values.get("exchange") == "ring" and values.get("dtype") == "float32")
+
+
+CASES = pairs(AXES, valid)
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -92,9 +98,12 @@ def operands(case: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def in_one_process(call: dict[str, Any], *, upcast: bool) -> dict[str, Tensor]:
-    """What `sequence` returns, of all tokens in one process, by definition; `upcast=False` is the
-    run in the working precision."""
+def in_one_process(call: dict[str, Any], *, upcast: bool, draw: int = 0) -> dict[str, Tensor]:
+    """What `sequence` returns, of all tokens in one process, by definition.
+
+    upcast   False: the run in the working precision
+    draw     above 0: reorders the head dimension, for other rounding errors of the same result
+    """
     given = dict(call)
     grads = given.pop("grad_out"), given.pop("grad_lse")
     left, right = given.pop("window_size", (-1, -1))
@@ -102,6 +111,9 @@ def in_one_process(call: dict[str, Any], *, upcast: bool) -> dict[str, Tensor]:
     given["mask"] = Mask(given.pop("causal", False), left, right, *numbers)
     leaves = {name: given[name].clone().requires_grad_() for name in LEAVES}
     given |= leaves
+    if draw:
+        order = torch.randperm(DIM, generator=torch.Generator().manual_seed(draw))
+        given |= {name: leaves[name][..., order] for name in "qk"}
     if "cu_seqlens" in given:
         bounds = given.pop("cu_seqlens")
         del given["max_seqlen"]
@@ -133,7 +145,13 @@ def test_results_and_gradients_are_those_of_one_process(case: dict[str, Any], ra
     call = operands(case)
     way = {"exchange": case["exchange"], "layout": case["layout"]}
     parts = ranks.run(sequence, case["size"], way, call)
-    ref, pt = in_one_process(call, upcast=True), in_one_process(call, upcast=False)
+    ref = in_one_process(call, upcast=True)
+    # the rule of splitkv.testing.check: of few rows one run is a poor measure of the precision
+    runs = [in_one_process(call, upcast=False, draw=draw) for draw in range(DRAWS)]
+    pt = {
+        name: max((run[name] for run in runs), key=lambda x, r=x: (x.double() - r).abs().max())
+        for name, x in ref.items()
+    }
     assert_lse_close(whole([part["lse"] for part in parts], case["layout"], -1), ref["lse"])
     for name in ("out", "dq", "dk", "dv"):
         found = whole([part[name] for part in parts], case["layout"], -3)
@@ -216,6 +234,10 @@ def test_every_rank_says_the_same_of_ranks_that_disagree(ranks: Ranks) -> None:
         (
             {"exchange": "ring", "alibi_slopes": torch.ones(4).requires_grad_()},
             "alibi_slopes: expected no gradient of them in a ring, got 'one'",
+        ),
+        (
+            {"exchange": "ring", "alibi_slopes": torch.ones(4)},
+            "q: expected 16 bits with alibi_slopes in a ring, got 'float32'",
         ),
         ({"sink_logits": torch.ones(3)}, r"sink_logits: expected [num_heads=4], got a tensor"),
         ({"parameter_gradients": "mean"}, "parameter_gradients: expected 'summed' or 'own'"),
