@@ -13,7 +13,7 @@ from splitkv.core.variants import HopperPrefill, Variant
 from splitkv.kernels.hopper.primitives import tma_limits
 from splitkv.kernels.limits import hopper_prefill, prefill
 from splitkv.kernels.limits.hopper_prefill import BARRIER_BYTES, fitting, maxima, mma_order
-from splitkv.kernels.limits.hopper_prefill_tiles import ordered
+from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ordered
 
 NAME = "hopper_prefill_half"
 
@@ -28,8 +28,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         if not ok:
             reasons.append(reason)
 
-    known = problem.codec.name in ("int8", "fp8")
-    expect(known, f"kv {problem.codec}: expected int8 or fp8")
+    known = problem.codec.name in CODECS_8BIT
+    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
     expect(
         problem.codec.granularity != "token",
         f"kv {problem.codec}: expected scales per tensor or head",

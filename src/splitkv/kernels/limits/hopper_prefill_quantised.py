@@ -15,7 +15,7 @@ from splitkv.core.variants import HopperPrefillQuantised, Variant
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.limits import hopper_prefill, prefill
 from splitkv.kernels.limits.hopper_prefill import BARRIER_BYTES, fitting, packed_heads
-from splitkv.kernels.limits.hopper_prefill_tiles import ROWS
+from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ROWS
 
 NAME = "hopper_prefill_quantised"
 PAIR = 2  # splits of a cluster
@@ -57,8 +57,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         if not ok:
             reasons.append(reason)
 
-    known = problem.codec.name in ("int8", "fp8")
-    expect(known, f"kv {problem.codec}: expected int8 or fp8")
+    known = problem.codec.name in CODECS_8BIT
+    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
     expect(
         problem.codec.name != "fp8" or problem.products == "widened" or not problem.return_lse,
         f"return_lse of fp8, products {problem.products}: expected widened, as units keep 14 bits",

@@ -7,6 +7,7 @@ from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
 
 ROWS = 64  # of a warpgroup
+CODECS_8BIT = ("int8", "fp8")  # that the kernels for whole sequences of 8 bits have code for
 
 # By head_dim: tile_m, tile_n, num_stages, the best guess first; see `ordered`. More rows or keys do
 # not fit into the registers of a warpgroup, more stages not into shared memory. What keeps as many

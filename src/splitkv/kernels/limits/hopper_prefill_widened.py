@@ -12,6 +12,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import Variant
 from splitkv.kernels.hopper.primitives import tma_limits
 from splitkv.kernels.limits import hopper_prefill, prefill
+from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT
 
 NAME = "hopper_prefill_widened"
 
@@ -25,8 +26,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         if not ok:
             reasons.append(reason)
 
-    known = problem.codec.name in ("int8", "fp8")
-    expect(known, f"kv {problem.codec}: expected int8 or fp8")
+    known = problem.codec.name in CODECS_8BIT
+    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
     rounds_q = problem.products != "widened" and problem.q_granularity == "none"
     expect(
         rounds_q or not problem.return_lse or problem.codec == AS_IS,
