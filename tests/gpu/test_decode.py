@@ -336,10 +336,10 @@ SMALL_PAGES = {
 def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long parts of large caches, here in short ones: in one part, in several, in so many
     that the ring holds all tiles, and in a pair, of lengths that end anywhere or are 0."""
-    for name in ("LARGE_CACHE", "LARGE_CACHE_8BIT", "LONG_SPLIT", "LONG_SPLIT_8BIT"):
-        monkeypatch.setattr(rules, name, 0)
     problem = replace(SMALL_PAGES[name], seqlen_k=2130)
     plan = plan_with(HOPPER, problem)
+    for limit in ("LARGE_CACHE", "LARGE_CACHE_8BIT", "LONG_SPLIT", "LONG_SPLIT_8BIT"):
+        monkeypatch.setattr(rules, limit, 0)
     cuts = *({"num_splits": n} for n in (1, 3, 34)), {"num_splits": 2, "merge": "cluster"}
     for cut in cuts:
         for tile_n, num_stages in ((64, 2), (64, 3), (32, 3), (128, 2)):

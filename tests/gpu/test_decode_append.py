@@ -21,8 +21,9 @@ from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
+from splitkv.core.variants import Plain
 from splitkv.flash_attn import flash_attn_with_kvcache
-from splitkv.planner.registry import kernel_named
+from splitkv.planner.registry import completed, kernel_named
 from splitkv.runtime.append import append
 from splitkv.testing import assert_close, bind, captured, expected
 
@@ -89,9 +90,10 @@ def compare(made: Step, plan: Plan) -> None:
     q, after = append(alone)
     call |= {"q": call["q"] if q is None else q, "cache_seqlens": after}
     kernel = kernel_named(plan.kernel)
-    config = replace(plan.config, appends=False)
-    out, lse = kernel.launch(bind(problem, call), replace(plan, problem=problem, config=config))
-    fused = replace(plan, problem=made.problem, config=replace(config, appends=True))
+    config = replace(plan.config, appends=False, variant=Plain())
+    apart = completed(replace(plan, problem=problem, config=config))
+    out, lse = kernel.launch(bind(problem, call), apart)
+    fused = completed(replace(plan, problem=made.problem, config=replace(config, appends=True)))
     there = [made.call[name].clone() for name in ("k_cache", "v_cache")]
     launcher = kernel.bind(fused, made.operands())
     for _ in range(2):

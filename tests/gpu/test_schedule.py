@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import cases
 import pytest
 import schedules
 import torch
@@ -32,6 +33,17 @@ from splitkv.testing import (
 MIXES, CHUNKS = 2000, 40
 HOPPER = ("hopper_decode_split",) if HERE.capability == (9, 0) else ()
 KERNELS = (*HOPPER, "decode_split")
+AXES: cases.Axes = {
+    "place": (Contiguous(), Paged(16), Paged(256), Paged(1)),
+    "rows": ((8, 1), (4, 2), (1, 1)),  # query heads a KV head, query tokens
+    "window": ((False, 0), (True, 0), (True, 5)),  # whether there is one; sink tokens
+    "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token")),
+    "sink_logits": (False, True),
+    "programs_per_sm": (1, 2),
+}
+HOPPER_AXES = AXES | {"place": (Contiguous(), Paged(16), Paged(256))}
+COMPILED = {"decode_split": cases.pairs(AXES), "hopper_decode_split": cases.pairs(HOPPER_AXES)}
+"""Compile-time values of random mixes, which then share kernels."""
 SIZES = ((1, 9000, 2), (2, 4000, 8), (7, 3000, 2), (33, 600, 2), (130, 200, 1), (300, 90, 1))
 STEPS = ((4096, 1, 0, 300), (0, 0, 0, 0), (1, 1, 1, 1), (4096, 4096, 4096, 4096), (5, 2000, 64, 65))
 
@@ -56,15 +68,12 @@ def lengths_of(draw: random.Random, batch: int, most: int) -> list[int]:
     return lengths
 
 
-def random_problem(draw: random.Random, kernel: str) -> Problem:
-    """Of compile-time values a few, of all others many."""
-    hopper = kernel == "hopper_decode_split"
-    pages = (Contiguous(), Paged(16), Paged(256)) + (() if hopper else (Paged(1),))
-    group, seqlen_q = draw.choice(((8, 1), (8, 1), (4, 2), (1, 1)))
+def random_problem(draw: random.Random, compiled: cases.Values) -> Problem:
+    """A problem of these compile-time values, all others drawn."""
+    group, seqlen_q = compiled["rows"]
     # few keys in all, as they are drawn on the host
     batch, most, heads = draw.choice(SIZES)
-    left = draw.choice((-1, -1, most // 3))
-    codec = draw.choice((AS_IS, AS_IS, Codec("fp8", "head"), Codec("int8", "token")))
+    window, sink_tokens = compiled["window"]
     return replace(
         SERVING,
         batch=batch,
@@ -72,23 +81,22 @@ def random_problem(draw: random.Random, kernel: str) -> Problem:
         num_kv_heads=heads,
         seqlen_q=seqlen_q,
         seqlen_k=most,
-        place=draw.choice(pages),
-        mask=Mask(True, left, -1, 5 if left >= 0 and draw.random() < 0.5 else 0),
-        codec=codec,
-        sink_logits=draw.random() < 0.3,
+        place=compiled["place"],
+        mask=Mask(True, most // 3 if window else -1, -1, sink_tokens),
+        codec=compiled["codec"],
+        sink_logits=compiled["sink_logits"],
     )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(("kernel", "chunk"), [(k, n) for k in KERNELS for n in range(CHUNKS)])
 def test_random_mixes(kernel: str, chunk: int) -> None:
     """The definition's results, whatever the mix."""
+    compiled = COMPILED[kernel][chunk % len(COMPILED[kernel])]
     for number in range(MIXES // CHUNKS // len(KERNELS)):
         seed = (chunk * MIXES + number) * len(KERNELS) + KERNELS.index(kernel)
         draw = random.Random(seed)
-        problem = random_problem(draw, kernel)
-        schedule, sms = draw.choice(SCHEDULED), draw.choice((1, 2))
-        plan = scheduled(problem, kernel, schedule, programs_per_sm=sms)
+        problem, schedule = random_problem(draw, compiled), draw.choice(SCHEDULED)
+        plan = scheduled(problem, kernel, schedule, programs_per_sm=compiled["programs_per_sm"])
         lengths = lengths_of(draw, problem.batch, problem.seqlen_k)
 
         def run(problem: Problem, call: Call, plan: Plan = plan) -> tuple[Tensor, Any]:

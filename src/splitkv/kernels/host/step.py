@@ -16,7 +16,7 @@ from splitkv.core.errors import expect
 from splitkv.core.plan import Plan, shares_of
 from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial
-from splitkv.kernels.combine_slots import TILE_P, TILE_V, WARPS, combine_slots
+from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
 from splitkv.kernels.host import launcher
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
@@ -99,6 +99,8 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     problem, config = plan.problem, plan.config
     early, out = dependent_launches(plan, operands), out_strides(plan, operands)
     columns = min(TILE_V, triton.next_power_of_2(problem.head_dim_v))
+    rows = packed_rows(problem, config)[1]
+    of_program = min(TILE_R, triton.next_power_of_2(rows))
     fixed = {
         "num_kv_heads": problem.num_kv_heads,
         "head_tiles": head_tiles_of_share(plan),
@@ -110,12 +112,13 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "GROUP": problem.group,
         "HEAD_DIM_V": problem.head_dim_v,
         "TILE_M": config.tile_m,
+        "TILE_R": of_program,
         "TILE_P": TILE_P,
         "TILE_V": columns,
         "AFTER": "early" if early else "in_order",
     }
-    rows = groups_of(plan) * packed_rows(problem, config)[1]
-    grid = rows, config.programs, triton.cdiv(problem.head_dim_v, columns)
+    blocks = groups_of(plan) * triton.cdiv(rows, of_program)
+    grid = blocks, config.programs, triton.cdiv(problem.head_dim_v, columns)
     return SlotMerge(grid, fixed, compile_options(WARPS) | launched_early(plan, operands))
 
 
