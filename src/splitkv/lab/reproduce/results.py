@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from statistics import quantiles
 
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.reproduce.model import rows_named
@@ -80,6 +81,16 @@ class Results:
 def times(record: Record) -> dict[str, float]:
     """way -> microseconds, of those that have a time."""
     return rows_named(record["rows"])
+
+
+def quartiles(record: Record) -> dict[str, tuple[float, float]]:
+    """way -> the first and third quartile of the medians of its repeats, of those repeated."""
+    found = {}
+    for row in record["rows"]:
+        if row["us"] is not None and len(row.get("repeats_us", ())) > 1:
+            cuts = quantiles(row["repeats_us"], n=4, method="inclusive")
+            found[row["kernel"]] = cuts[0], cuts[-1]
+    return found
 
 
 def ratio(record: Record, slow: str, fast: str) -> float | None:

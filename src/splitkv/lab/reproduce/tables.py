@@ -13,7 +13,7 @@ from splitkv.lab.report.markdown import ABSENT, number, table
 from splitkv.lab.report.sequences import rates_tables
 from splitkv.lab.reproduce.claims.verdict import NOT_RUN, Verdict
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
-from splitkv.lab.reproduce.results import Results, mean, ratio, splits_of, times
+from splitkv.lab.reproduce.results import Results, mean, quartiles, ratio, splits_of, times
 from splitkv.lab.reproduce.works import RULES, TABLE_1, mqa, picks, splits_by
 from splitkv.planner.policies import paged_attention_v2
 
@@ -39,6 +39,9 @@ TITLES = {
 }
 
 
+CONFIGURATIONS = "The regression matrix, every configuration"
+
+
 def report(records: Sequence[Record], verdicts: Iterable[Verdict]) -> str:
     """Markdown: where, the claims, and a section a step."""
     if not records:
@@ -53,6 +56,8 @@ def measured(records: Sequence[Record]) -> list[str]:
     for step in STEPS:
         for backend in results.backends(step):
             parts += [f"## {TITLES[step]}, on {backend}", TABLES[step](results, backend)]
+    for backend in results.backends("matrix"):
+        parts += [f"## {CONFIGURATIONS}, on {backend}", configurations_table(results, backend)]
     if results.parts_of_step():
         parts += ["## A decode step", step_table(results)]
     if rows := results.rows("trace"):
@@ -182,6 +187,21 @@ def matrix_table(results: Results, backend: str) -> str:
             )
         rows.append(cells)
     header = ["keys", "shapes", "patched least", "mean", "most", "default least", "mean", "most"]
+    return table(header, rows)
+
+
+def configurations_table(results: Results, backend: str) -> str:
+    """Every configuration of the matrix: the medians of the repeats, and their quartiles."""
+    ways = ("standard", "patched", "default")
+    rows = []
+    for r in results.of("matrix", backend):
+        us, between, shape = times(r), quartiles(r), r["problem"]
+        cells = [str(shape[name]) for name in ("batch", "seqlen_k", "num_kv_heads")]
+        for way in ways:
+            ends = f" ({between[way][0]:.2f} to {between[way][1]:.2f})" if way in between else ""
+            cells.append(number(us.get(way)) + ends)
+        rows.append([*cells, number(ratio(r, "standard", "patched"))])
+    header = ["batch", "keys", "KV heads", *(f"{way} us (quartiles)" for way in ways), "speed-up"]
     return table(header, rows)
 
 
