@@ -28,6 +28,13 @@ class Results:
                 self.sequences[r["direction"], r["case"], r["library"]] = r
 
     @property
+    def where(self) -> str:
+        """The GPU, as every record says."""
+        for r in (*self.works.values(), *self.sequences.values()):
+            return str(r["gpu"])
+        return "no GPU"
+
+    @property
     def num_sms(self) -> int:
         """SMs of the GPU, as the works say."""
         return next(r["num_sms"] for r in self.works.values())

@@ -96,11 +96,16 @@ def source_table(verdicts: Iterable[Verdict]) -> str:
         ours = [v for v in own if v not in theirs]
         cells = [" ".join(map(value_of, those)) or ABSENT for those in (ours, theirs)]
         words = [", ".join(v.verdict for v in those) or ABSENT for those in (ours, theirs)]
-        why = "; ".join(f"{v.backend}: {v.why}" for v in own)
+        why = "; ".join(f"{v.backend}: {with_checks(v)}" for v in own)
         rows.append([text, own[0].where, own[0].figure, *cells, *words, why])
     header = ["claim", "where", "the source's", "ours", "FlashAttention's"]
     header += ["ours", "FlashAttention's", "why"]
     return table(header, rows, words=(0, 1, 2, 5, 6, 7))
+
+
+def with_checks(verdict: Verdict) -> str:
+    """Why, and of a claim that failed what else was looked at."""
+    return f"{verdict.why} [{verdict.checked}]" if verdict.checked else verdict.why
 
 
 def value_of(verdict: Verdict) -> str:
@@ -116,7 +121,7 @@ def claims_table(verdicts: Iterable[Verdict]) -> str:
             ABSENT if v.value is None else f"{v.value:.3g}",
             v.relation,
             f"{v.bound:g}",
-            v.why,
+            with_checks(v),
         ]
         for v in verdicts
     ]
@@ -125,7 +130,8 @@ def claims_table(verdicts: Iterable[Verdict]) -> str:
 
 def rules_table(results: Results, backend: str, step: str) -> str:
     """Standard, patched and the library's default, with the numbers of splits."""
-    rows = []
+    rows, apart = [], {r["case"]: r for r in results.of("no metadata", backend)}
+    apart = apart if step == "table 1" else {}
     for r in results.of(step, backend):
         us, shape = times(r), r["problem"]
         splits = [f"{splits_of(r, way)}" for way in ("standard", "patched")]
@@ -142,8 +148,12 @@ def rules_table(results: Results, backend: str, step: str) -> str:
                 number(us.get("default")),
             ]
         )
+        if apart:
+            without = apart.get(r["case"])
+            gain = None if without is None else ratio(without, "standard", "patched")
+            rows[-1].append(number(gain))
     header = ["keys", "KV heads", "standard us (splits)", "patched", "speed-up", "default"]
-    return table(header, rows)
+    return table([*header, "speed-up without metadata"] if apart else header, rows)
 
 
 def splits_table(results: Results, backend: str) -> str:
