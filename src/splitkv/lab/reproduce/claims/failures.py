@@ -121,7 +121,7 @@ def programs(v: Verdict, results: Results) -> Iterator[str]:
 
 
 def without_and_with(v: Verdict, results: Results) -> Iterator[str]:
-    """The same rows with the metadata made ahead."""
+    """What the rules differ by with the metadata made ahead."""
     for kv_heads in heuristic.SPEED_UPS:
         r = results.works.get(("table 1", v.backend, mqa(512, kv_heads).name))
         found = None if r is None else ratio(r, "standard", "patched")
