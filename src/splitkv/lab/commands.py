@@ -314,6 +314,23 @@ def accuracy(
 
 
 @app.command()
+def quality(
+    model: Annotated[str, typer.Option(help="demo, trained here, or smollm2.")] = "demo",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Results, as of `reproduce`: add to them.")
+    ] = None,
+) -> None:
+    """Measure what 8-bit caches and windows cost a model: perplexity, and needles it finds."""
+    with one_line_errors():
+        from splitkv.lab.bench import quality as lab
+
+        expect_here(device)
+        expect_one_of("model", model, lab.EXAMS)
+        lab.quality(model, device, json_path, console)
+
+
+@app.command()
 def reproduce(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only the shapes that claims hang on.")

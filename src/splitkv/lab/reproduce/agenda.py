@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from splitkv.core.device import Device
+from splitkv.lab.bench import quality
 from splitkv.lab.bench.sequences.suites import CASES, SUITES
 from splitkv.lab.bench.sequences.timing import Pace
 from splitkv.lab.harness.cases import Case
@@ -44,15 +45,21 @@ Measure = Callable[[int], list[Record]]
 BESIDE: Mapping[str, Measure] = {
     "decode step": model.measure,
     "trace": tracing.measure,
+    "quality": quality.demo_rows,
     "training": training.measure,
 }
-CASE_OF = {"decode step": model.LLAMA.name, "trace": "qwen2.5_7b", "training": "demo"}
-AT_FIRST, AT_LAST = ("decode step",), ("trace", "training")
+CASE_OF = {
+    "decode step": model.LLAMA.name,
+    "trace": "qwen2.5_7b",
+    "quality": "demo",
+    "training": "demo",
+}
+AT_FIRST, AT_LAST = ("decode step",), ("trace", "quality", "training")
 
 # Seconds of an H200's host, for the estimate alone, which is scaled by what the first items took.
 OF_A_WORK, OF_A_GRAPH, OF_A_REPLAY, OF_A_CALL = 0.05, 0.012, 3e-4, 8e-6
 OF_A_SEQUENCE = {"forward": 0.5, "backward": 1.5}
-OF_A_STEP = {"decode step": 3.0, "trace": 4.0, "training": 25.0}
+OF_A_STEP = {"decode step": 3.0, "trace": 4.0, "quality": 40.0, "training": 45.0}
 FLOPS = 4e14  # a second, of the libraries of whole sequences in the mean
 LIBRARIES = 5  # of whole sequences, the matrix peak among them
 

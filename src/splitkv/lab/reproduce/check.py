@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.records import FA3, OURS
-from splitkv.lab.reproduce.claims import dispatch, heuristic, int8, own, paged, sink
+from splitkv.lab.reproduce.claims import dispatch, heuristic, int8, own, paged, quality, sink
 from splitkv.lab.reproduce.claims.failures import explained
 from splitkv.lab.reproduce.claims.verdict import Verdict
 from splitkv.lab.reproduce.results import Results
@@ -30,7 +30,7 @@ OF_ALL: tuple[Callable[[Results], Iterator[Verdict]], ...] = (
     *(dispatch.rule_of_new_tokens, dispatch.traced, dispatch.combine),
     paged.rules,
     *(int8.prefill_rates, int8.halfway, int8.end_to_end),
-    *(own.ours_against_the_rules, own.decode_step),
+    *(own.ours_against_the_rules, own.decode_step, quality.quality),
 )
 
 

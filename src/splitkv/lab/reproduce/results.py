@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import quantiles
 
 from splitkv.lab.harness.lines import Record
@@ -11,13 +11,22 @@ from splitkv.lab.reproduce.model import rows_named
 from splitkv.lab.reproduce.works import places
 
 BESIDE = ("decode step", "trace", "training")  # steps that are not of attention kernels
+QUALITY = "quality"  # a step whose results are no times: those of any machine count
 
 
 class Results:
-    """The records of the newest run: one GPU, one state of the sources, of each work the last."""
+    """The records of the newest run: one GPU, one state of the sources, of each work the last.
+
+    quality   model -> the last record of what caches cost it, of any machine
+    """
 
     def __init__(self, records: Iterable[Record]) -> None:
-        listed = list(records)
+        listed, self.quality = list[Record](), dict[str, Record]()
+        for r in records:
+            if r.get("step") == QUALITY:
+                self.quality[r["case"]] = r
+            else:
+                listed.append(r)
         self.works: dict[tuple[str, str, str], Record] = {}
         self.sequences: dict[tuple[str, str, str], Record] = {}
         for r in listed:
@@ -83,6 +92,12 @@ class Results:
         """The record of whole sequences, None where there is no time."""
         record = self.sequences.get((direction, case, library))
         return record if record and record["us"] is not None else None
+
+
+def newest(records: Sequence[Record]) -> Record:
+    """The last record of a run, which says where it was; of results without one the last of all."""
+    runs = [r for r in records if r.get("step") != QUALITY]
+    return (runs or records)[-1]
 
 
 def times(record: Record) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
+from splitkv.lab.bench.quality import quality_table
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.records import machine
 from splitkv.lab.harness.suites import CASES
@@ -13,7 +14,7 @@ from splitkv.lab.report.markdown import ABSENT, number, table
 from splitkv.lab.report.sequences import rates_tables
 from splitkv.lab.reproduce.claims.verdict import NOT_RUN, Verdict
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
-from splitkv.lab.reproduce.results import Results, mean, quartiles, ratio, splits_of, times
+from splitkv.lab.reproduce.results import Results, mean, newest, quartiles, ratio, splits_of, times
 from splitkv.lab.reproduce.works import RULES, TABLE_1, mqa, picks, splits_by
 from splitkv.planner.policies import paged_attention_v2
 
@@ -47,7 +48,7 @@ def report(records: Sequence[Record], verdicts: Iterable[Verdict]) -> str:
     if not records:
         return "# Reproduction\n\nNo results."
     claims = ["## Claims", claims_table(verdicts)]
-    return "\n\n".join(["# Reproduction", machine(records[-1]), *claims, *measured(records)])
+    return "\n\n".join(["# Reproduction", machine(newest(records)), *claims, *measured(records)])
 
 
 def measured(records: Sequence[Record]) -> list[str]:
@@ -68,6 +69,8 @@ def measured(records: Sequence[Record]) -> list[str]:
         header = ["training", "runs", "loss at the end", "distance from fp32"]
         cells = [[r["kernel"], str(r["runs"]), f"{r['loss']:.4f}", away(r)] for r in rows]
         parts += ["## Loss curves", table(header, cells)]
+    for record in results.quality.values():
+        parts += [f"## What caches cost a model: {record['case']}", quality_table(record)]
     if results.sequences:
         parts += ["## Whole sequences", *rates_tables(list(results.sequences.values()))]
     return parts
