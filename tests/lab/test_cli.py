@@ -287,6 +287,8 @@ def test_demo_refuses_no_steps() -> None:
         ),
         (["demo", "--device", "cuda"], "device: expected a CUDA GPU for cuda, got 'CPU"),
         (["demo", "--device", "tpu"], "device: expected 'cpu' or 'cuda', got 'tpu'"),
+        (["quality", "--device", "cuda"], "device: expected a CUDA GPU for cuda, got 'CPU"),
+        (["quality", "--model", "gpt"], "model: expected 'demo' or 'smollm2', got 'gpt'"),
         (["accuracy", "--device", "cuda"], "device: expected a CUDA GPU for cuda, got 'CPU"),
         (["tune"], "device: expected a CUDA GPU, got 'CPU'"),
         (["tune", "--problems", "0"], "problems: expected 1 to 10000, got 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines
 from splitkv.lab.harness.timing import Variant
 from splitkv.lab.harness.work import Way, Work
-from splitkv.lab.reproduce import model, run, tracing, works
+from splitkv.lab.reproduce import agenda, model, run, tracing, works
+from splitkv.lab.reproduce.agenda import Item
 from splitkv.lab.reproduce.check import check
 from splitkv.lab.reproduce.claims import int8, paged
 from splitkv.lab.reproduce.claims.verdict import Verdict
@@ -62,16 +64,23 @@ class FakeBackend:
     def __init__(self, name: str, us: Us = fast, absent: str = "") -> None:
         self.name, self.us, self.why = name, us, absent
         self.asked: list[str] = []
+        self.paces: set[tuple[int, int]] = set()
+        self.starts = 0
 
     def absent(self) -> list[str]:
         return [self.why] if self.why else []
 
-    def measure(self, work: Work, rounds: int) -> list[dict[str, Any]]:
+    def start(self) -> None:
+        self.starts += 1
+
+    def measure(self, work: Work, rounds: int, repeats: int = 1) -> list[dict[str, Any]]:
         self.asked.append(work.case.name)
+        self.paces.add((rounds, repeats))
         rows = []
         for way in work.ways:
             us = self.us(work, way)
             found = {"us": us, "spread_us": 0.1, "err": 1e-4, "repeats": True}
+            found["repeats_us"] = [(us or 0.0) + d for d in (-0.2, -0.1, 0.0, 0.1, 0.2)]
             variant = Variant(self.name, way.name, lambda inputs: None)
             rows.append(variant.row(**found) if us else variant.row(reasons=["too many"]))
         return rows
@@ -107,26 +116,51 @@ def trained(rounds: int) -> list[dict[str, Any]]:
     return [{"kernel": name, "distance": distance, **own} for name, distance in rows]
 
 
-BESIDE = {"decode step": rest, "trace": traced, "training": trained}
+def read(rounds: int) -> list[dict[str, Any]]:
+    """Rows of `splitkv quality` as a model that knows its text has them."""
+    own = {"us": None, "err": None, "repeats": None, "reasons": [], "model": "demo"}
+    own |= {"tokens": 2048, "needles": 8}
+    found = {"bf16": 10.0, "int8": 10.05, "fp8": 10.2, "sinks and window": 12.0}
+    found |= {"window alone": 60.0, "int8 in a window": 12.1}
+    return [
+        {"kernel": name, "perplexity": x, "found": float(x < 11), **own}
+        for name, x in found.items()
+    ]
+
+
+BESIDE = {"decode step": rest, "trace": traced, "quality": read, "training": trained}
+
+
+def items_of(*backends: str, todo: list[Work] | None = None) -> list[Item]:
+    """The agenda of these backends without whole sequences; of these works alone, with all steps
+    that are of no attention kernel."""
+    asked = [name for name in backends if name in agenda.BACKENDS]
+    items = list(agenda.agenda(False, H200, backends=asked, sequences=False))
+    if todo is None:
+        return items
+    names = {(work.step, work.case.name) for work in todo}
+    return [item for item in items if item.what is None or (item.step, item.name) in names]
 
 
 def measured(
-    path: Path, *who: FakeBackend, todo: list[Work] | None = None, effort: str = "full"
+    path: Path, *who: FakeBackend, todo: list[Work] | None = None, end: float = math.inf
 ) -> tuple[bool, str]:
+    """(whether the GPU was lost, what the screen said)."""
     screen = io.StringIO()
     with Lines(path) as lines:
-        lost = run.run_works(
-            works.in_turns(works.works(effort == "quick", 132)) if todo is None else todo,
-            list(who),
-            *(H200, effort, lines, Compiler(0)),
-            **{"ends": {}, "console": Console(file=screen, width=200)},
-            **{"machine": MACHINE, "beside": BESIDE},
+        console = Console(file=screen, width=200)
+        found = run.Run(
+            *(H200, lines, Compiler(0), console),
+            **{"end": end, "backends": who, "machine": MACHINE, "beside": BESIDE},
         )
+        lost = found.all(items_of(*(backend.name for backend in who), todo=todo))
+        found.stop()
     return lost, screen.getvalue()
 
 
 def rates(direction: str, case: str, library: str, us: float, tflops: float = 1.0) -> Any:
     shape = {"suite": "prefill", "direction": direction, "case": case, "library": library}
+    shape |= {"pace": {"rounds": agenda.PACE.rounds}}
     return {**shape, "us": us, "tflops": tflops, "peak_fraction": 0.5, "reasons": [], **MACHINE}
 
 

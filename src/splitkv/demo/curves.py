@@ -107,10 +107,12 @@ def losses(
     return torch.stack(found).double().cpu()
 
 
-def all_losses(steps: int, device: str) -> dict[str, Tensor]:
-    """[runs, steps] of each of RUNS."""
+def all_losses(steps: int, device: str, orders: int = ORDERS) -> dict[str, Tensor]:
+    """[runs, steps] of each of RUNS, in so many of their orders at most."""
     return {
-        name: torch.stack([losses(name, steps, device, number=n) for n in range(run.orders)])
+        name: torch.stack(
+            [losses(name, steps, device, number=n) for n in range(min(orders, run.orders))]
+        )
         for name, run in RUNS.items()
     }
 

@@ -314,27 +314,55 @@ def accuracy(
 
 
 @app.command()
+def quality(
+    model: Annotated[str, typer.Option(help="demo, trained here, or smollm2.")] = "demo",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Results, as of `reproduce`: add to them.")
+    ] = None,
+) -> None:
+    """Measure what 8-bit caches and windows cost a model: perplexity, and needles it finds."""
+    with one_line_errors():
+        from splitkv.lab.bench import quality as lab
+
+        expect_here(device)
+        expect_one_of("model", model, lab.EXAMS)
+        lab.quality(model, device, json_path, console)
+
+
+@app.command()
 def reproduce(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and rounds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the shapes that claims hang on.")
+    ] = False,
     folder: Annotated[Path, typer.Option("--out", help="Results, taken up again.")] = Path(
         "build/reproduce"
     ),
     backend: Annotated[list[str] | None, typer.Option(help="splitkv, fa3; else both.")] = None,
     sequences: Annotated[bool, typer.Option(help="Prefill and backward too.")] = True,
     time_limit: Annotated[
-        float | None, typer.Option(help="Seconds; else 280 with --quick, or 1740.")
+        float | None, typer.Option(help="Seconds; what is left is for the next run.")
     ] = None,
+    only_report: Annotated[
+        bool, typer.Option("--only-report", help="Measure nothing; needs no GPU.")
+    ] = False,
     jobs: Jobs = JOBS,
 ) -> None:
     """Take the tables of the library's sources on this GPU, and check their claims and ours."""
     with one_line_errors():
         from splitkv.lab.reproduce import run as lab
+        from splitkv.lab.reproduce.agenda import BACKENDS
 
+        if only_report:
+            there = (folder / "results.jsonl").is_file()
+            expect(there, "out", "a folder with results.jsonl", str(folder))
+            lab.conclude(folder, console)
+            return
         expect_run(time_limit, jobs)
         status = lab.reproduce(
             folder,
             quick=quick,
-            backends=backend or lab.BACKENDS,
+            backends=backend or BACKENDS,
             whole_sequences=sequences,
             jobs=jobs,
             time_limit=time_limit,

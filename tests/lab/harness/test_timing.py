@@ -56,6 +56,14 @@ def test_the_baseline_is_subtracted_round_by_round() -> None:
     assert timing.summarize([1.0, 2.0, 3.0, 4.0, 5.0]).spread_us == 3.0
 
 
+def test_repeats_have_a_median_each_and_the_time_is_the_median_of_these() -> None:
+    samples = [1.0, 2.0, 9.0, 4.0, 5.0, 6.0, 30.0, 7.0, 8.0]
+    found = timing.summarize(samples, repeats=3)
+    assert found.repeats_us == (2.0, 5.0, 8.0) and found.us == 5.0
+    assert timing.summarize(samples).repeats_us == ()
+    assert found.as_row() == {"us": 5.0, "spread_us": 5.5, "repeats_us": [2.0, 5.0, 8.0]}
+
+
 def test_a_flush_takes_the_place_of_buffers() -> None:
     l2 = GPUS["h200"].l2_bytes
     flushing, rotating = Protocol(calls=16, flush=True), Protocol(calls=16)
@@ -162,6 +170,28 @@ def test_a_graph_that_stops_computing_has_no_time() -> None:
     assert [row["us"] for row in rows] == [4.0, None]
     assert rows[1]["err"] < 0.01, "it was right before its rounds"
     assert rows[1]["reasons"][0].startswith("after its rounds: AssertionError: out: ")
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_variants_that_launch_the_same_share_a_graph_and_take_turns_of_their_own() -> None:
+    prepared: list[str] = []
+
+    def variant(name: str, alike: str | None) -> Variant:
+        def prepare(inputs: Inputs) -> Prepared:
+            prepared.append(name)
+            return Prepared(lambda i: splitkv.decode(**inputs.arguments(i)))
+
+        return Variant("x", name, prepare, alike=alike)
+
+    variants = [variant(*pair) for pair in (("a", "1"), ("b", "1"), ("c", "2"), ("d", None))]
+    protocol = Protocol("back-to-back", rounds=2, repeats=3)
+    rows = list(timing.measure(small(), variants, protocol))
+    assert prepared == ["a", "c", "d"] and [row["kernel"] for row in rows] == [*"abcd"]
+    a, b, c, d = rows
+    # the graph of a and b was replayed twice as often, in turns
+    assert (a["us"], b["us"]) == (7.0, 8.0) and c["us"] == d["us"] == 4.5
+    assert all(len(row["repeats_us"]) == 3 and row["repeats"] for row in rows)
+    json.dumps(rows)
 
 
 @pytest.mark.usefixtures("fake_gpu")

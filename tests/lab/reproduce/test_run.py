@@ -8,7 +8,8 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from reproducing import (
     FakeBackend,
     doctored,
     fast,
+    items_of,
     measured,
     rates,
-    rest,
     taken,
     traced,
 )
@@ -37,39 +38,59 @@ from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines
 from splitkv.lab.harness.screen import Advance
 from splitkv.lab.harness.work import Way, Work
-from splitkv.lab.reproduce import run, works
+from splitkv.lab.reproduce import agenda, run, works
 from splitkv.lab.reproduce.check import check
 from splitkv.lab.reproduce.claims.verdict import SOURCES
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
-    path, todo = tmp_path / "results.jsonl", works.works(True, 132)
+    path = tmp_path / "results.jsonl"
+    items = items_of("splitkv")
+    first = [i.what for i in items if i.part == "splitkv" and isinstance(i.what, Work)][:3]
     ours = FakeBackend("splitkv")
-    lost, text = measured(path, ours, FakeBackend("fa3", absent="no module"), todo=todo[:3])
+    lost, text = measured(path, ours, FakeBackend("fa3", absent="no module"), todo=first)
     assert not lost and len(ours.asked) == 3 and "fa3: no module" in text
+    assert (ours.paces, ours.starts) == ({(agenda.ROUNDS, agenda.REPEATS)}, 1)
     whole = path.read_text()
     path.write_text(whole[: whole.rindex("\n", 0, -1) + 20])  # cut short in its last record
     again = FakeBackend("splitkv")
-    measured(path, again, todo=todo)
-    assert len(again.asked) == len(taken("splitkv", todo)) - 2
+    measured(path, again)
+    count = sum(item.part == "splitkv" for item in items)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["case"] for r in lines if r["step"] == "decode step"] == ["llama3_70b_tp8"]
-    assert len(lines) == len(taken("splitkv", todo)) + len(BESIDE)
-    other = FakeBackend("splitkv")
-    measured(path, other, todo=todo[:2], effort="quick")
-    assert len(other.asked) == 2
+    steps = [r["step"] for r in lines]
+    assert [steps.count(step) for step in BESIDE] == [1] * len(BESIDE)
+    # what was cut short is the training, which is last
+    assert len(again.asked) == count - 3 and len(lines) == count + len(BESIDE)
+    more = FakeBackend("splitkv")
+    _, text = measured(path, more)
+    assert not more.asked and not more.starts and "0 to measure, about 0 s" in text
+
+
+def test_another_pace_or_other_sources_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, todo = tmp_path / "r.jsonl", [w for w in works.works(True, 132) if w.step == "table 1"]
+    measured(path, FakeBackend("splitkv"), todo=todo[:2])
+    monkeypatch.setattr(agenda, "REPEATS", 1)
+    again = FakeBackend("splitkv")
+    measured(path, again, todo=todo[:2])
+    assert len(again.asked) == 2
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    items = items_of("splitkv", todo=todo[:2])
+    assert not agenda.left_of(items, records, MACHINE)
+    assert len(agenda.left_of(items, records, {**MACHINE, "commit": "other"})) == len(items)
 
 
 def test_a_lost_gpu_loses_no_result(tmp_path: Path) -> None:
     def breaks(work: Work, way: Way) -> float:
-        if work.case.name == todo[2].case.name:
+        if len(ours.asked) == 3:
             raise RuntimeError("CUDA error: an illegal memory access")
         return 1.0
 
-    path, todo = tmp_path / "results.jsonl", works.works(True, 132)
-    lost, text = measured(path, FakeBackend("splitkv", breaks), todo=todo)
-    assert lost and "splitkv: stopped: RuntimeError: CUDA error" in text
-    assert len(path.read_text().splitlines()) == len(BESIDE) + 2  # steps beside, and two shapes
+    path, ours = tmp_path / "results.jsonl", FakeBackend("splitkv", breaks)
+    lost, text = measured(path, ours)
+    assert lost and "stopped: RuntimeError: CUDA error" in text
+    assert len(path.read_text().splitlines()) == 1 + 2  # a decode step, and two shapes
 
 
 def test_a_step_that_torch_cannot_do_stops_no_run(
@@ -84,7 +105,7 @@ def test_a_step_that_torch_cannot_do_stops_no_run(
     lost, text = measured(path, ours, todo=todo)
     assert not lost and "trace: RuntimeError: No available kernel" in text
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert steps == ["decode step", "training", "table 1", "table 1"]
+    assert steps == ["decode step", "table 1", "table 1", "quality", "training"]
     monkeypatch.setitem(BESIDE, "trace", traced)
     measured(path, ours, todo=todo)
     assert json.loads(path.read_text().splitlines()[-1])["step"] == "trace"
@@ -92,16 +113,25 @@ def test_a_step_that_torch_cannot_do_stops_no_run(
     assert measured(tmp_path / "other.jsonl", ours, todo=todo)[0]
 
 
-def test_past_its_time_a_backend_begins_nothing_and_the_next_one_does(tmp_path: Path) -> None:
-    screen, ours, theirs = io.StringIO(), FakeBackend("splitkv"), FakeBackend("fa3")
-    with Lines(tmp_path / "r.jsonl") as lines:
-        options: Any = {"ends": {"fa3": 0.0}, "machine": MACHINE, "beside": BESIDE}
-        options["console"] = Console(file=screen)
-        todo = [w for w in works.works(True, 132) if w.step == "table 1"][:5]
-        who: Any = [ours, theirs]
-        run.run_works(todo, who, H200, "quick", lines, Compiler(0), **options)
-    assert not theirs.asked and len(ours.asked) == 5
-    assert "fa3: time limit: 5 shapes left out" in screen.getvalue()
+def test_past_its_time_a_run_begins_nothing_and_says_what_is_left(tmp_path: Path) -> None:
+    ours, theirs = FakeBackend("splitkv"), FakeBackend("fa3")
+    todo = [w for w in works.works(True, 132) if w.step == "table 1"][:5]
+    lost, text = measured(tmp_path / "r.jsonl", ours, theirs, todo=todo, end=0.0)
+    assert not lost and not theirs.asked and not ours.asked
+    assert "time limit: 14 left out; the same command goes on with them" in text
+    measured(tmp_path / "r.jsonl", ours, theirs, todo=todo)
+    assert len(theirs.asked) == len(ours.asked) == 5
+
+
+def fakes(monkeypatch: pytest.MonkeyPatch, ours: FakeBackend) -> None:
+    """`reproduce` on a GPU that is not there."""
+    monkeypatch.setattr(run, "current", lambda: H200)
+    monkeypatch.setattr(run, "facts", lambda: MACHINE)
+    monkeypatch.setattr(run, "Ours", lambda: ours)
+    monkeypatch.setattr(run, "FlashAttention3", lambda: FakeBackend("fa3", absent="left out"))
+    monkeypatch.setattr(run, "Torch", lambda: FakeBackend("torch", absent="left out"))
+    for step in BESIDE:
+        monkeypatch.setitem(agenda.BESIDE, step, BESIDE[step])
 
 
 def cut_short(monkeypatch: pytest.MonkeyPatch, folder: Path, ending: Callable[[], Any]) -> str:
@@ -111,11 +141,7 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, folder: Path, ending: Callable[[]
         return ending() if len(ours.asked) == 14 else fast(work, way)
 
     ours, screen = FakeBackend("splitkv", us), io.StringIO()
-    monkeypatch.setattr(run, "current", lambda: H200)
-    monkeypatch.setattr(run, "facts", lambda: MACHINE)
-    monkeypatch.setattr(run, "Ours", lambda: ours)
-    monkeypatch.setattr(run, "beside_attention", lambda effort: {"decode step": rest})
-    monkeypatch.setattr(run, "Torch", lambda: FakeBackend("torch", absent="left out"))
+    fakes(monkeypatch, ours)
     options: Any = {"backends": ["splitkv"], "whole_sequences": False, "jobs": 0}
     with pytest.raises(KeyboardInterrupt):
         run.reproduce(
@@ -145,37 +171,57 @@ def test_an_interrupted_run_says_what_its_results_say(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_whole_sequences_that_are_there_are_left_out(
+def test_a_time_limit_leaves_time_for_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, list[str]]] = []
+    ours, screen = FakeBackend("splitkv"), io.StringIO()
+    fakes(monkeypatch, ours)
+    options: Any = {"backends": ["splitkv"], "whole_sequences": False, "jobs": 0, "quick": False}
+    options["console"] = Console(file=screen, width=300)
+    assert run.reproduce(tmp_path, time_limit=run.CONCLUSION, **options) == 0
+    assert not ours.asked and "left out; the same command goes on" in screen.getvalue()
+    run.reproduce(tmp_path, time_limit=None, **options)
+    assert len(ours.asked) == len(taken("splitkv", works.works(False, 132)))
+    assert (tmp_path / "report.html").is_file()
 
-    def bench(command: str, cases: list[Case], **options: Any) -> tuple[list[Any], int]:
-        asked.append((command, [case.name for case in cases]))
-        return [], 0
 
-    monkeypatch.setattr(run, "facts", lambda: MACHINE)
-    monkeypatch.setattr(run.sequences, "bench_sequences", bench)
-    monkeypatch.setattr(run.torch.cuda, "synchronize", lambda: None)
+def test_whole_sequences_are_measured_by_stations_that_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    opened: list[int] = []
+
+    @contextmanager
+    def stations(ours: Any, peers: Any, pace: Any, cases: list[Case]) -> Iterator[list[Any]]:
+        opened.append(len(cases))
+        yield []
+        opened.append(-1)
+
+    def records_of(command: str, case: Case, *who: Any) -> Iterator[dict[str, Any]]:
+        asked.append((command, case.name))
+        direction = agenda.sequence_direction(command)
+        yield {**rates(direction, case.name, "splitkv", 1.0), "suite": command}
+
+    monkeypatch.setattr(run.sequences, "stations", stations)
+    monkeypatch.setattr(run.sequences, "records_of", records_of)
+    monkeypatch.setattr(run.sequences, "shown", lambda r: [r["case"]])
+    monkeypatch.setattr(run, "Peak", lambda pace: None)
+    items = list(agenda.agenda(False, H200, backends=[], sequences=True))
     path = tmp_path / "results.jsonl"
-    quiet, ahead = Console(file=io.StringIO()), Compiler(0)
-    assert not run.run_sequences(path, "quick", ahead, math.inf, quiet)
-    assert [command for command, _ in asked] == ["prefill", "backward"]
-    names = [name for _, listed in asked for name in listed]
-    assert "mqa16_b8_4096_full" in names and not [n for n in names if "window128" in n]
-    done = [
-        {**rates("forward", name, "splitkv", 1.0), "suite": command}
-        for command, listed in asked
-        for name in listed
-    ]
-    path.write_text("".join(json.dumps(r) + "\n" for r in done))
-    asked.clear()
-    run.run_sequences(path, "quick", ahead, math.inf, quiet)
-    assert asked == []
-    path.unlink()
-    run.run_sequences(path, "quick", ahead, 0.0, quiet)
-    assert asked == [], "past the time limit"
-    assert [len(names) for _, names in run.sequence_cases("full")] == [48, 16]
+
+    def go(end: float = math.inf) -> None:
+        with Lines(path) as lines:
+            quiet = Console(file=io.StringIO())
+            found = run.Run(H200, lines, Compiler(0), quiet, machine=MACHINE, end=end)
+            assert not found.all(items)
+            found.stop()
+
+    go(end=0.0)
+    assert asked == [] and opened == [len(items), -1], "past the time limit"
+    go()
+    assert len(asked) == len(items) == len(set(asked)) and len(opened) == 4
+    go()
+    assert len(asked) == len(items) and len(opened) == 4, "nothing is left"
 
 
 def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +265,11 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path) -> None:
 def test_progress_is_told_with_an_estimate(tmp_path: Path) -> None:
     todo = [w for w in works.works(True, 132) if w.step == "table 1"][:4]
     text = measured(tmp_path / "r.jsonl", FakeBackend("splitkv"), todo=todo)[1]
-    assert re.search(r"\(1/4, \d+ s left\)", text) and "(4/4, 0 s left)" in text
+    assert re.search(r"8 to measure, about \d+ s; 0 of 8 done", text)
+    assert re.search(r"\(1/8, \d+ s left\)", text) and "(8/8, 0 s left)" in text
     clock = iter([0.0, 10.0, 20.0])
     advance = Advance(Console(file=io.StringIO()), "x", 4, lambda: next(clock))
     assert [advance.step(), advance.step()] == ["1/4, 30 s left", "2/4, 20 s left"]
+    clock = iter([0.0, 10.0, 20.0])
+    advance = Advance(Console(file=io.StringIO()), "x", 3, lambda: next(clock), whole=10.0)
+    assert [advance.step(2.0), advance.step(6.0)] == ["1/3, 40 s left", "2/3, 5 s left"]

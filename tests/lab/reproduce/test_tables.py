@@ -22,6 +22,11 @@ def test_the_report_has_every_table(records: list[dict[str, Any]]) -> None:
     assert "## One token of Qwen2.5-7B, traced" in text and "## Loss curves" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert ["512", "1", "14.00 (1)", "10.01 (3)", "1.40", "10.01"] in rows
+    configurations = text[text.index(f"## {tables.CONFIGURATIONS}, on splitkv") :]
+    configurations = configurations[: configurations.index("\n## ")]
+    assert configurations.count("\n| ") == 2 + 160
+    cells = [[cell.strip() for cell in line.split("|")] for line in configurations.splitlines()]
+    assert ["1", "512", "1", "14.00 (13.90 to 14.10)"] in [line[1:5] for line in cells]
     assert "80 layers of 50.0 us besides attention" in text
     assert tables.report([], []) == "# Reproduction\n\nNo results."
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def record(
         "us": us,
         "spread_us": row["spread_us"],
         "floor_us": floor.timing.us if floor else None,
-        "floor": {**asdict(floor.timing), "by": floor.by} if floor else None,
+        "floor": floor.as_record() if floor else None,
         "tbs": case.kv_bytes / us / 1e6 if us else None,
         "tflops": flops(case) / us / 1e6 if us else None,
         "err": row["err"],

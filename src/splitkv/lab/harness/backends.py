@@ -39,13 +39,16 @@ class Backend(Protocol):
     """Times the ways of a work in turns: a row of each, in which `kernel` is the way's name.
 
     absent   why nothing can run here; empty where it can
+    start    begins what it needs before its first work, and does not wait for it
     """
 
     name: str
 
     def absent(self) -> list[str]: ...
 
-    def measure(self, work: Work, rounds: int) -> list[Record]: ...
+    def start(self) -> None: ...
+
+    def measure(self, work: Work, rounds: int, repeats: int = 1) -> list[Record]: ...
 
     def stop(self) -> None: ...
 
@@ -108,7 +111,10 @@ def our_variants(work: Work) -> list[Variant]:
     def variant(way: Way, plan: Plan | ValueError) -> Variant:
         against = [] if isinstance(plan, Plan) else [str(plan)]
         run = partial(prepare, plan=plan)
-        return Variant("splitkv", way.name, run, lambda case: against)
+        alike = None
+        if isinstance(plan, Plan):  # all but why
+            alike = plan.policy, plan.problem, plan.kernel, plan.config
+        return Variant("splitkv", way.name, run, lambda case: against, alike=alike)
 
     return [variant(way, plan) for way, plan in our_plans(work, current()).items()]
 
@@ -124,7 +130,8 @@ def fa3_variants(work: Work) -> list[Variant]:
             sm_margin=way.margin,
             ahead=way.ahead,
         )
-        variants.append(Variant("fa3", way.name, prepare, peers.needs("peers.fa3")))
+        needed, alike = peers.needs("peers.fa3"), way._replace(name="")
+        variants.append(Variant("fa3", way.name, prepare, needed, alike=alike))
     return variants
 
 
@@ -137,8 +144,11 @@ class Ours:
         device = current()
         return [] if device.kind == "cuda" else [f"device: expected a CUDA GPU, got {device.name}"]
 
-    def measure(self, work: Work, rounds: int) -> list[Record]:
-        protocol = protocol_for(work.case, current(), rounds)
+    def start(self) -> None:
+        pass
+
+    def measure(self, work: Work, rounds: int, repeats: int = 1) -> list[Record]:
+        protocol = protocol_for(work.case, current(), rounds, repeats)
         rows = list(measure(work.case, our_variants(work), protocol))
         torch.cuda.empty_cache()
         return rows
@@ -155,9 +165,12 @@ class Torch:
     def absent(self) -> list[str]:
         return Ours().absent()
 
-    def measure(self, work: Work, rounds: int) -> list[Record]:
+    def start(self) -> None:
+        pass
+
+    def measure(self, work: Work, rounds: int, repeats: int = 1) -> list[Record]:
         variants = [v for name in ("fa2", "cudnn") for v in peers.PEERS[name].variants]
-        protocol = protocol_for(work.case, current(), rounds)
+        protocol = protocol_for(work.case, current(), rounds, repeats)
         rows = list(measure(work.case, variants, protocol))
         torch.cuda.empty_cache()
         return [{**row, "kernel": f"{row['library']} {row['kernel']}"} for row in rows]
@@ -178,11 +191,14 @@ class FlashAttention3:
     def absent(self) -> list[str]:
         return [] if peers.importable("peers.fa3") else ["peers.fa3: expected importable, got none"]
 
-    def measure(self, work: Work, rounds: int) -> list[Record]:
+    def start(self) -> None:
+        self.process.start()
+
+    def measure(self, work: Work, rounds: int, repeats: int = 1) -> list[Record]:
         variants = {variant.kernel: variant for variant in fa3_variants(work)}
         rows: list[Record] = []
         try:
-            self.process.send(base64.b64encode(pickle.dumps((work, rounds))).decode())
+            self.process.send(base64.b64encode(pickle.dumps((work, rounds, repeats))).decode())
             while row := self.process.receive(SECONDS):
                 variants.pop(row["kernel"], None)
                 rows.append(row)
@@ -196,8 +212,8 @@ class FlashAttention3:
 
 def answers(line: str) -> Iterator[Record]:
     """The rows of a work asked for, and {}."""
-    work, rounds = pickle.loads(base64.b64decode(line))
-    protocol = protocol_for(work.case, current(), rounds)
+    work, rounds, repeats = pickle.loads(base64.b64decode(line))
+    protocol = protocol_for(work.case, current(), rounds, repeats)
     yield from measure(work.case, fa3_variants(work), protocol)
     torch.cuda.empty_cache()
     yield {}

@@ -39,6 +39,10 @@ class Floor:
     timing: Timing
     by: str
 
+    def as_record(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {"us": self.timing.us, "spread_us": self.timing.spread_us, "by": self.by}
+
 
 @triton.jit
 def read_loads(x_ptr, out_ptr, num_tiles, size, TILE: tl.constexpr):

@@ -67,12 +67,20 @@ class Advance:
 
     total    items of the run
     clock    seconds, from anywhere on
+    whole    what all items weigh; None: each of them 1
     """
 
     def __init__(
-        self, console: Console, title: str, total: int, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        title: str,
+        total: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        whole: float | None = None,
     ) -> None:
         self.total, self.done, self.clock = total, 0, clock
+        self.whole, self.weighed = float(total) if whole is None else whole, 0.0
         self.begun = clock()
         self.bar = None
         if console.is_terminal:
@@ -89,11 +97,12 @@ class Advance:
         if self.bar:
             self.bar.stop()
 
-    def step(self) -> str:
-        """One more is done: `12/61, 40 s left`, by the mean of those that are."""
+    def step(self, weight: float = 1.0) -> str:
+        """One more is done: `12/61, 40 s left`, by what those that are took for their weight."""
         self.done += 1
+        self.weighed += weight
         if self.bar:
             self.bar.advance(self.task)
-        each = (self.clock() - self.begun) / self.done
-        left = each * max(0, self.total - self.done)
+        each = (self.clock() - self.begun) / self.weighed
+        left = each * max(0.0, self.whole - self.weighed)
         return f"{self.done}/{self.total}, {left:.0f} s left"

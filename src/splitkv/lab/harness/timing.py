@@ -23,7 +23,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from torch import Tensor
 from splitkv.core.device import DEFAULT_BANDWIDTH, Device, current
 from splitkv.core.errors import expect, expect_one_of
 from splitkv.core.kv import AS_IS
+from splitkv.lab.harness import nvml
 from splitkv.lab.harness.cases import Case, Inputs
 from splitkv.testing import assert_close, captured
 
@@ -54,8 +55,9 @@ COARSE = 0.1  # e4m3 keeps 4 bits: rounding q and p to it alone gives about 0.05
 class Protocol:
     """mode: isolated or back-to-back; warm: one buffer, which stays in the L2.
 
-    calls   in a graph, at least
-    flush   read twice the L2 before each replay, and rotate no more buffers than there are calls
+    repeats   of all rounds, one after another; the time is the median of theirs
+    calls     in a graph, at least
+    flush     read twice the L2 before each replay, and rotate no more buffers than there are calls
     """
 
     mode: str = "isolated"
@@ -63,6 +65,7 @@ class Protocol:
     rounds: int = ROUNDS
     calls: int = CALLS
     flush: bool = False
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         expect_one_of("mode", self.mode, MODES)
@@ -76,10 +79,18 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds a call: the median of the rounds and the distance between their quartiles."""
+    """Microseconds a call: the median of the rounds and the distance between their quartiles.
+
+    repeats_us   the median of each repeat where there are several; `us` is the median of these
+    """
 
     us: float
     spread_us: float
+    repeats_us: tuple[float, ...] = ()
+
+    def as_row(self) -> dict[str, Any]:
+        """What a row says of it."""
+        return {"us": self.us, "spread_us": self.spread_us, "repeats_us": [*self.repeats_us]}
 
 
 class Prepared(NamedTuple):
@@ -99,6 +110,7 @@ class Variant:
     decision          of ours: the arguments of `splitkv.plan` that say who decides, or a `plan`
     coarse            quantised keys are multiplied in 8 bits, which the tolerance rule does not
                       allow for: held to `COARSE` instead, the error's share of the output's norm
+    alike             not None: variants that agree in it launch the same, and share one graph
     """
 
     library: str
@@ -107,11 +119,13 @@ class Variant:
     unsupported: Callable[[Case], list[str]] = lambda case: []
     decision: Mapping[str, Any] = field(default_factory=dict, compare=False)
     coarse: bool = False
+    alike: Hashable = None
 
     def row(self, **found: Any) -> dict[str, Any]:
         """What a measurement says; without a time there are reasons."""
         absent = dict.fromkeys(("version", "us", "spread_us", "err", "repeats", "plan", "clocks"))
-        return {"library": self.library, "kernel": self.kernel, **absent, "reasons": [], **found}
+        found = {**absent, "repeats_us": [], "reasons": [], **found}
+        return {"library": self.library, "kernel": self.kernel, **found}
 
 
 def rotation(num_bytes: int, l2_bytes: int, warm: bool = False) -> int:
@@ -132,12 +146,19 @@ def interleave(
     return samples
 
 
-def summarize(samples: Sequence[float], baseline: Sequence[float] | None = None) -> Timing:
-    """Median and spread of the samples, less those of a baseline in the same rounds."""
+def summarize(
+    samples: Sequence[float], baseline: Sequence[float] | None = None, repeats: int = 1
+) -> Timing:
+    """Median and spread of the samples, less those of a baseline in the same rounds; `repeats`: as
+    many samples of each, one repeat after the other."""
     if baseline is not None:
         samples = [a - b for a, b in zip(samples, baseline, strict=True)]
     low, high = quantiles(samples, n=4)[::2]
-    return Timing(median(samples), high - low)
+    if repeats == 1:
+        return Timing(median(samples), high - low)
+    rounds = len(samples) // repeats
+    medians = [median(samples[i * rounds : (i + 1) * rounds]) for i in range(repeats)]
+    return Timing(median(medians), high - low, tuple(medians))
 
 
 @triton.jit
@@ -221,11 +242,13 @@ class Stopwatch:
         return Replay(after(self.write, body) if self.write else body, **self.options)
 
     def time(self, replays: Mapping[str, Replay], rounds: int = 0) -> dict[str, Timing]:
-        """Every replay in turns with the others and the writer; `rounds`: not the protocol's."""
+        """Every replay in turns with the others and the writer; `rounds`: so many, once, not the
+        protocol's."""
         writer = {} if self.writer is None else {"": self.writer}
-        samples = interleave({**writer, **replays}, rounds or self.protocol.rounds)
+        repeats = 1 if rounds else self.protocol.repeats
+        samples = interleave({**writer, **replays}, repeats * (rounds or self.protocol.rounds))
         baseline = samples.pop("", None)
-        return {name: summarize(us, baseline) for name, us in samples.items()}
+        return {name: summarize(us, baseline, repeats) for name, us in samples.items()}
 
 
 class Session:
@@ -267,11 +290,17 @@ class Session:
     ) -> tuple[dict[str, Timing], dict[str, str]]:
         """(times, reasons of those that have none after all); `coarse`: names of those replays."""
         times, reasons = self.watch.time(replays, rounds), dict[str, str]()
+        wrong: dict[Replay, str | None] = {}  # a graph is checked once, whoever shares it
         for name, replay in replays.items():
-            try:
-                self.check(replay, name in coarse)
-            except AssertionError as error:
-                reasons[name] = f"after its rounds: {one_line(error)}"
+            if replay not in wrong:
+                try:
+                    self.check(replay, name in coarse)
+                except AssertionError as error:
+                    wrong[replay] = f"after its rounds: {one_line(error)}"
+                else:
+                    wrong[replay] = None
+            if said := wrong[replay]:
+                reasons[name] = said
             else:
                 fast = too_fast(self.case, times[name].us, self.protocol, current())
                 reasons |= {name: fast} if fast else {}
@@ -310,11 +339,18 @@ def measure(
         yield from (variant.row(reasons=[one_line(error)]) for variant in able)
         torch.cuda.synchronize()
         return
-    rows, replays, coarse = {}, {}, set()
+    rows, coarse = dict[str, dict[str, Any]](), set[str]()
+    replays: dict[str, Replay] = {}
+    graphs: dict[Hashable, str] = {}
     for variant in able:
         key = f"{variant.library} {variant.kernel}"
+        if variant.alike is not None and variant.alike in graphs:
+            same = graphs[variant.alike]
+            replays[key], rows[key] = replays[same], {**rows[same], "kernel": variant.kernel}
+            continue
         try:
             replays[key], rows[key] = session.capture(variant)
+            graphs[variant.alike] = key
         except Exception as error:  # whatever a library raises is why it has no time
             yield variant.row(reasons=[one_line(error)])
             torch.cuda.synchronize()
@@ -326,7 +362,7 @@ def measure(
         if key in reasons:
             yield {**row, "reasons": [reasons[key]]}
         else:
-            yield {**row, "us": times[key].us, "spread_us": times[key].spread_us, "clocks": now}
+            yield {**row, **times[key].as_row(), "clocks": now}
 
 
 def one_line(error: BaseException) -> str:
@@ -348,7 +384,10 @@ def nvidia_smi(*fields: str) -> list[str] | None:
 
 
 def clocks() -> dict[str, int] | None:
-    """Clocks right after the last replay, in MHz."""
+    """Clocks right after the last replay, in MHz: by NVML, or where that is not here by
+    nvidia-smi."""
+    if found := nvml.clocks():
+        return found
     values = nvidia_smi("clocks.sm", "clocks.mem")
     if values is None or not all(value.isdigit() for value in values):
         return None
@@ -361,8 +400,8 @@ GRAPH_SECONDS = 1.5e-3  # that a graph is to take: enough to time, and many are 
 MOST_CALLS, LEAST_CALLS = 64, 8  # in a graph of a study
 
 
-def protocol_for(case: Case, device: Device, rounds: int) -> Protocol:
+def protocol_for(case: Case, device: Device, rounds: int, repeats: int = 1) -> Protocol:
     """Short graphs, each cold by reading twice the L2 before it."""
     seconds = case.kv_bytes / device.bandwidth + 5e-6
     calls = min(MOST_CALLS, max(LEAST_CALLS, round(GRAPH_SECONDS / seconds)))
-    return Protocol(rounds=rounds, calls=calls, flush=True)
+    return Protocol(rounds=rounds, calls=calls, flush=True, repeats=repeats)

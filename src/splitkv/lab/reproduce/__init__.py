@@ -1,5 +1,6 @@
 """`splitkv reproduce`: the tables of the library's sources on this GPU, their claims checked.
 
+agenda     what a run does, in which order, and about how long it takes
 works      what is timed, by step: shapes and numbers of splits; who runs it: `harness.backends`
 model      the rest of a decode step
 tracing    which kernels FlashAttention-2 launches for one token

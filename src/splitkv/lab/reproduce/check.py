@@ -2,7 +2,8 @@
 
 A claim is a value, a bound and a relation. It is `NOT RUN` where results are missing, with what is
 missing; else `PASS` or `FAIL`, with the figures that decide. The bounds are the sources' own
-figures, taken on their GPUs (H100, H200, L4): a FAIL says that they do not hold here.
+figures, taken on their GPUs (H100, L4): a FAIL says that they do not hold here, and what else was
+looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.records import FA3, OURS
-from splitkv.lab.reproduce.claims import dispatch, heuristic, int8, own, paged, sink
+from splitkv.lab.reproduce.claims import dispatch, heuristic, int8, own, paged, quality, sink
+from splitkv.lab.reproduce.claims.failures import explained
 from splitkv.lab.reproduce.claims.verdict import Verdict
 from splitkv.lab.reproduce.results import Results
 
@@ -28,7 +30,7 @@ OF_ALL: tuple[Callable[[Results], Iterator[Verdict]], ...] = (
     *(dispatch.rule_of_new_tokens, dispatch.traced, dispatch.combine),
     paged.rules,
     *(int8.prefill_rates, int8.halfway, int8.end_to_end),
-    *(own.ours_against_the_rules, own.decode_step),
+    *(own.ours_against_the_rules, own.decode_step, quality.quality),
 )
 
 
@@ -41,4 +43,4 @@ def check(records: Iterable[Record]) -> list[Verdict]:
             found += claim(results, backend)
     for of_all in OF_ALL:
         found += of_all(results)
-    return found
+    return explained(found, results)

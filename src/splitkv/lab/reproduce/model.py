@@ -9,7 +9,7 @@ with the vocabulary. Not in the sum: what the 8 GPUs tell each other, rotary emb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def measure(rounds: int, share: Share = LLAMA) -> list[Record]:
     replays = {name: Replay(body, 1, CALLS, before=flush) for name, body in bodies(share).items()}
     samples = interleave(replays, rounds)
     return [
-        {"kernel": name, **asdict(summarize(us)), "err": None, "repeats": None, "reasons": []}
+        {"kernel": name, **summarize(us).as_row(), "err": None, "repeats": None, "reasons": []}
         for name, us in samples.items()
     ]
 

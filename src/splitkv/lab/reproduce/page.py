@@ -12,6 +12,7 @@ from splitkv.lab.harness.records import machine
 from splitkv.lab.report.page import Section, html
 from splitkv.lab.report.plots import pictures
 from splitkv.lab.reproduce.claims.verdict import SOURCES, Verdict
+from splitkv.lab.reproduce.results import newest
 from splitkv.lab.reproduce.tables import counts, measured, source_table
 
 
@@ -22,7 +23,7 @@ def page(records: Sequence[Record], verdicts: Sequence[Verdict]) -> str:
 
 def sections(records: Sequence[Record], verdicts: Sequence[Verdict]) -> Iterator[Section]:
     """Where and how many, a section a source, then what was measured."""
-    where = machine(records[-1]) if records else "no results"
+    where = machine(newest(records)) if records else "no results"
     yield Section("All", f"{where}\n\n{counts(verdicts)}", {})
     for source in SOURCES.values():
         own = [v for v in verdicts if v.source == source]

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import quantiles
 
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.reproduce.model import rows_named
 from splitkv.lab.reproduce.works import places
 
 BESIDE = ("decode step", "trace", "training")  # steps that are not of attention kernels
+QUALITY = "quality"  # a step whose results are no times: those of any machine count
 
 
 class Results:
-    """The records of the newest run: one GPU, one state of the sources, of each work the last."""
+    """The records of the newest run: one GPU, one state of the sources, of each work the last.
+
+    quality   model -> the last record of what caches cost it, of any machine
+    """
 
     def __init__(self, records: Iterable[Record]) -> None:
-        listed = list(records)
+        listed, self.quality = list[Record](), dict[str, Record]()
+        for r in records:
+            if r.get("step") == QUALITY:
+                self.quality[r["case"]] = r
+            else:
+                listed.append(r)
         self.works: dict[tuple[str, str, str], Record] = {}
         self.sequences: dict[tuple[str, str, str], Record] = {}
         for r in listed:
@@ -25,6 +35,13 @@ class Results:
                 self.works[r["step"], r["backend"], r["case"]] = r
             elif same:
                 self.sequences[r["direction"], r["case"], r["library"]] = r
+
+    @property
+    def where(self) -> str:
+        """The GPU, as every record says."""
+        for r in (*self.works.values(), *self.sequences.values()):
+            return str(r["gpu"])
+        return "no GPU"
 
     @property
     def num_sms(self) -> int:
@@ -77,9 +94,25 @@ class Results:
         return record if record and record["us"] is not None else None
 
 
+def newest(records: Sequence[Record]) -> Record:
+    """The last record of a run, which says where it was; of results without one the last of all."""
+    runs = [r for r in records if r.get("step") != QUALITY]
+    return (runs or records)[-1]
+
+
 def times(record: Record) -> dict[str, float]:
     """way -> microseconds, of those that have a time."""
     return rows_named(record["rows"])
+
+
+def quartiles(record: Record) -> dict[str, tuple[float, float]]:
+    """way -> the first and third quartile of the medians of its repeats, of those repeated."""
+    found = {}
+    for row in record["rows"]:
+        if row["us"] is not None and len(row.get("repeats_us", ())) > 1:
+            cuts = quantiles(row["repeats_us"], n=4, method="inclusive")
+            found[row["kernel"]] = cuts[0], cuts[-1]
+    return found
 
 
 def ratio(record: Record, slow: str, fast: str) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
+from splitkv.lab.bench.quality import quality_table
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.records import machine
 from splitkv.lab.harness.suites import CASES
@@ -13,7 +14,7 @@ from splitkv.lab.report.markdown import ABSENT, number, table
 from splitkv.lab.report.sequences import rates_tables
 from splitkv.lab.reproduce.claims.verdict import NOT_RUN, Verdict
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
-from splitkv.lab.reproduce.results import Results, mean, ratio, splits_of, times
+from splitkv.lab.reproduce.results import Results, mean, newest, quartiles, ratio, splits_of, times
 from splitkv.lab.reproduce.works import RULES, TABLE_1, mqa, picks, splits_by
 from splitkv.planner.policies import paged_attention_v2
 
@@ -39,12 +40,15 @@ TITLES = {
 }
 
 
+CONFIGURATIONS = "The regression matrix, every configuration"
+
+
 def report(records: Sequence[Record], verdicts: Iterable[Verdict]) -> str:
     """Markdown: where, the claims, and a section a step."""
     if not records:
         return "# Reproduction\n\nNo results."
     claims = ["## Claims", claims_table(verdicts)]
-    return "\n\n".join(["# Reproduction", machine(records[-1]), *claims, *measured(records)])
+    return "\n\n".join(["# Reproduction", machine(newest(records)), *claims, *measured(records)])
 
 
 def measured(records: Sequence[Record]) -> list[str]:
@@ -53,6 +57,8 @@ def measured(records: Sequence[Record]) -> list[str]:
     for step in STEPS:
         for backend in results.backends(step):
             parts += [f"## {TITLES[step]}, on {backend}", TABLES[step](results, backend)]
+    for backend in results.backends("matrix"):
+        parts += [f"## {CONFIGURATIONS}, on {backend}", configurations_table(results, backend)]
     if results.parts_of_step():
         parts += ["## A decode step", step_table(results)]
     if rows := results.rows("trace"):
@@ -63,6 +69,8 @@ def measured(records: Sequence[Record]) -> list[str]:
         header = ["training", "runs", "loss at the end", "distance from fp32"]
         cells = [[r["kernel"], str(r["runs"]), f"{r['loss']:.4f}", away(r)] for r in rows]
         parts += ["## Loss curves", table(header, cells)]
+    for record in results.quality.values():
+        parts += [f"## What caches cost a model: {record['case']}", quality_table(record)]
     if results.sequences:
         parts += ["## Whole sequences", *rates_tables(list(results.sequences.values()))]
     return parts
@@ -91,11 +99,16 @@ def source_table(verdicts: Iterable[Verdict]) -> str:
         ours = [v for v in own if v not in theirs]
         cells = [" ".join(map(value_of, those)) or ABSENT for those in (ours, theirs)]
         words = [", ".join(v.verdict for v in those) or ABSENT for those in (ours, theirs)]
-        why = "; ".join(f"{v.backend}: {v.why}" for v in own)
+        why = "; ".join(f"{v.backend}: {with_checks(v)}" for v in own)
         rows.append([text, own[0].where, own[0].figure, *cells, *words, why])
     header = ["claim", "where", "the source's", "ours", "FlashAttention's"]
     header += ["ours", "FlashAttention's", "why"]
     return table(header, rows, words=(0, 1, 2, 5, 6, 7))
+
+
+def with_checks(verdict: Verdict) -> str:
+    """Why, and of a claim that failed what else was looked at."""
+    return f"{verdict.why} [{verdict.checked}]" if verdict.checked else verdict.why
 
 
 def value_of(verdict: Verdict) -> str:
@@ -111,7 +124,7 @@ def claims_table(verdicts: Iterable[Verdict]) -> str:
             ABSENT if v.value is None else f"{v.value:.3g}",
             v.relation,
             f"{v.bound:g}",
-            v.why,
+            with_checks(v),
         ]
         for v in verdicts
     ]
@@ -120,7 +133,8 @@ def claims_table(verdicts: Iterable[Verdict]) -> str:
 
 def rules_table(results: Results, backend: str, step: str) -> str:
     """Standard, patched and the library's default, with the numbers of splits."""
-    rows = []
+    rows, apart = [], {r["case"]: r for r in results.of("no metadata", backend)}
+    apart = apart if step == "table 1" else {}
     for r in results.of(step, backend):
         us, shape = times(r), r["problem"]
         splits = [f"{splits_of(r, way)}" for way in ("standard", "patched")]
@@ -137,8 +151,12 @@ def rules_table(results: Results, backend: str, step: str) -> str:
                 number(us.get("default")),
             ]
         )
+        if apart:
+            without = apart.get(r["case"])
+            gain = None if without is None else ratio(without, "standard", "patched")
+            rows[-1].append(number(gain))
     header = ["keys", "KV heads", "standard us (splits)", "patched", "speed-up", "default"]
-    return table(header, rows)
+    return table([*header, "speed-up without metadata"] if apart else header, rows)
 
 
 def splits_table(results: Results, backend: str) -> str:
@@ -182,6 +200,21 @@ def matrix_table(results: Results, backend: str) -> str:
             )
         rows.append(cells)
     header = ["keys", "shapes", "patched least", "mean", "most", "default least", "mean", "most"]
+    return table(header, rows)
+
+
+def configurations_table(results: Results, backend: str) -> str:
+    """Every configuration of the matrix: the medians of the repeats, and their quartiles."""
+    ways = ("standard", "patched", "default")
+    rows = []
+    for r in results.of("matrix", backend):
+        us, between, shape = times(r), quartiles(r), r["problem"]
+        cells = [str(shape[name]) for name in ("batch", "seqlen_k", "num_kv_heads")]
+        for way in ways:
+            ends = f" ({between[way][0]:.2f} to {between[way][1]:.2f})" if way in between else ""
+            cells.append(number(us.get(way)) + ends)
+        rows.append([*cells, number(ratio(r, "standard", "patched"))])
+    header = ["batch", "keys", "KV heads", *(f"{way} us (quartiles)" for way in ways), "speed-up"]
     return table(header, rows)
 
 

@@ -6,7 +6,7 @@ from splitkv.core.device import current
 from splitkv.demo import curves
 from splitkv.lab.harness.lines import Record
 
-STEPS = 200
+STEPS, ORDERS = 100, 3
 LAST = 10  # steps whose mean is the loss at the end
 
 
@@ -17,7 +17,7 @@ def measure(rounds: int, steps: int = STEPS) -> list[Record]:
     model.
     """
     device = current().kind
-    found = curves.all_losses(steps, device)
+    found = curves.all_losses(steps, device, ORDERS)
     away: dict[str, float | None] = {**curves.distances(found), "float32": 0.0}
     found["without sinks"] = curves.losses("without sinks", steps, device)[None]
     return [

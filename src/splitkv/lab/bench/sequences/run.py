@@ -6,9 +6,9 @@ Each case's results are written to the JSON file as soon as they are there.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
@@ -32,6 +32,7 @@ from splitkv.lab.bench.sequences.timing import (
     Pace,
     Peak,
     Prepared,
+    Sample,
     Station,
     measure,
 )
@@ -106,7 +107,7 @@ def records(
     floor = None
     if peak is not None:
         share = flops(case) / PEAK_FLOPS
-        times = {name: us * share for name, us in asdict(peak).items()}
+        times = {"us": peak.us * share, "spread_us": peak.spread_us * share}
         floor = {**times, "by": PEAK, "sm_mhz": measured.peak_mhz}
     shape = {name: getattr(p, name) for name in SHAPE}
     more = {"place": str(p.place), "mask": str(p.mask), "lengths": case.lengths}
@@ -171,6 +172,36 @@ def compile_ahead(
         compiler.say_failures(console)
 
 
+@contextmanager
+def stations(
+    ours: Sequence[Variant], peers: Sequence[str], pace: Pace, cases: Sequence[Case]
+) -> Iterator[list[Station]]:
+    """Who runs the cases: this process, and one for each peer that needs its own, which begins at
+    once and stays to the end."""
+    with ExitStack() as stack:
+        theirs = [There(name, pace) for name in peers if PEERS[name].own_process]
+        for there in theirs:
+            stack.callback(there.stop)
+            there.warm_up(cases)
+        mine = [v for name in peers if not PEERS[name].own_process for v in PEERS[name].variants]
+        yield [Here([*ours, *mine], pace), *theirs]
+
+
+def records_of(
+    command: str,
+    case: Case,
+    who: Sequence[Station],
+    peak: Callable[[], Sample],
+    pace: Pace,
+    machine: Record,
+) -> Iterator[Record]:
+    """The records of a case, measured; `Lost` after them where the GPU is."""
+    measured = measure(case, who, peak, pace.rounds)
+    yield from records(command, case, measured, pace, machine)
+    if measured.lost:
+        raise Lost(measured.lost)
+
+
 def bench_sequences(
     command: str,
     cases: Sequence[Case],
@@ -194,21 +225,13 @@ def bench_sequences(
     start, console = time.monotonic(), console or Console()
     with ExitStack() as stack:
         lines = stack.enter_context(Lines(json_path))
-        theirs = [There(name, pace) for name in peers if PEERS[name].own_process]
-        for there in theirs:
-            stack.callback(there.stop)
-            there.warm_up(cases)
-        mine = [v for name in peers if not PEERS[name].own_process for v in PEERS[name].variants]
-        stations: list[Station] = [Here([*ours, *mine], pace), *theirs]
+        who = stack.enter_context(stations(ours, peers, pace, cases))
         compile_ahead(cases, ours, device, jobs, console)
         machine, peak = facts(), Peak(pace)
         screen = stack.enter_context(Screen(console, len(cases), SHOWN, shown))
 
         def of_case(case: Case) -> Iterator[Record]:
-            measured = measure(case, stations, peak, pace.rounds)
-            yield from records(command, case, measured, pace, machine)
-            if measured.lost:
-                raise Lost(measured.lost)
+            return records_of(command, case, who, peak, pace, machine)
 
         written, lost = run_cases(cases, of_case, lines, screen, start, time_limit)
     if written:

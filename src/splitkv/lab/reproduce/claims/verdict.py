@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-NOT_RUN = "NOT RUN"
+FAIL, NOT_RUN = "FAIL", "NOT RUN"
 SOURCES = {
     "heuristic": "Llopart Font et al., Sequence-Aware Split Heuristic, arXiv 2604.00028",
     "sink": "sink attention kernel, architecture notes, 2026",
@@ -38,7 +38,10 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A claim and what the results say of it: PASS, FAIL or NOT RUN, and why."""
+    """A claim and what the results say of it: PASS, FAIL or NOT RUN, and why.
+
+    checked   what else was looked at where it failed
+    """
 
     claim: str
     text: str
@@ -51,6 +54,7 @@ class Verdict:
     bound: float
     verdict: str
     why: str
+    checked: str = ""
 
 
 def judge(claim: Claim, backend: str, value: float | None, why: str) -> Verdict:
@@ -59,7 +63,7 @@ def judge(claim: Claim, backend: str, value: float | None, why: str) -> Verdict:
         word = NOT_RUN
     else:
         holds = value >= claim.bound if claim.relation == ">=" else value <= claim.bound
-        word = "PASS" if holds else "FAIL"
+        word = "PASS" if holds else FAIL
         why = f"{value:.4g} {'is' if holds else 'is not'} {claim.relation} {claim.bound:g}: {why}"
     figure = claim.figure or f"{claim.relation} {claim.bound:g}"
     about = (f"{claim.text} ({backend})", claim.text, SOURCES[claim.source], claim.where, figure)
