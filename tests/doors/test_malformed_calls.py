@@ -1015,7 +1015,7 @@ DENSE_ARGUMENTS = (
 POLICIES = (
     "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "
     "'paged_attention_v2', "
-    "'paged_attention_v2_permissive', 'fixed' or 'batch_invariant'"
+    "'paged_attention_v2_permissive', 'fixed', 'batch_invariant' or 'balanced'"
 )
 
 DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [

@@ -66,6 +66,33 @@ def test_packed_rows_that_the_kernel_for_hopper_has_no_narrow_tile_for() -> None
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
+        ({"batch": 1}, "one sequence: expected several"),
+        ({"lengths": "host"}, "lengths host: expected device"),
+        ({"seqlen_new": 2}, "2 new keys: expected none"),
+        ({"num_heads": 512}, "packed rows 64: expected at most 32"),
+    ],
+    ids=str,
+)
+def test_balanced_problems_that_have_no_schedule(changed: dict[str, Any], reason: str) -> None:
+    problem = replace(DECODE, **changed)
+    plan = registry.make_plan(problem, GPUS["h200"], policy="balanced")
+    assert plan.config == registry.make_plan(problem, GPUS["h200"]).config
+    assert plan.why.startswith(f"balanced: {reason}")
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize(("num_kv_heads", "programs_per_sm"), [(1, 1), (8, 2)])
+def test_balanced(gpu: str, num_kv_heads: int, programs_per_sm: int) -> None:
+    problem = replace(DECODE, num_kv_heads=num_kv_heads, num_heads=8 * num_kv_heads)
+    plan = registry.make_plan(problem, GPUS[gpu], policy="balanced")
+    how = {"schedule": "head_ranges", "programs_per_sm": programs_per_sm}
+    assert plan.config == plan_of(problem, gpu, **how).config
+    assert plan.policy == "balanced"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
         ({"lengths": "host"}, "lengths host: expected device"),
         ({"early_kv": True}, "early_kv: expected False"),
         ({"seqlen_new": 2}, "2 new keys: expected none"),

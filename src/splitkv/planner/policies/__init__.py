@@ -30,6 +30,7 @@ POLICIES: dict[str, Policy] = {
     "paged_attention_v2_permissive": paged_attention_v2.choose_permissive,
     "fixed": fixed.choose,
     "batch_invariant": batch_invariant.choose,
+    "balanced": persistent.balanced,
 }
 DEFAULT = "tuned"
 

@@ -1,7 +1,8 @@
 """Programs that stay, with shares of a step's tiles that a schedule made on the device gives them.
 
-For batches whose lengths differ: `with_schedule` is a policy for `splitkv.plan(policy=)`. No policy
-chooses such a plan by itself. What the cost model says of a mix of lengths: `mixes`.
+For batches whose lengths differ: the policy `balanced` takes such plans wherever there are any, and
+`with_schedule` makes policies that take one in particular. The default policy, which knows the
+greatest length alone, does not. What the cost model says of a mix of lengths: `mixes`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from splitkv.core.errors import UnsupportedProblem, expect_at_least, expect_one_
 from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE
+from splitkv.planner.policies import tuned
 from splitkv.planner.policies.shared import (
     Policy,
     best_shape,
@@ -75,6 +77,24 @@ def with_schedule(
         return Choice(kernel.name, config, f"{why} on {device.num_sms} SMs")
 
     return choose
+
+
+def balanced(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+    """The policy for batches whose lengths differ, however they do: a schedule of the step wherever
+    the first kernel has one for several sequences, else what `tuned` decides.
+
+    The lengths of most batches of an engine are far below the greatest one that it serves, which is
+    all that a plan knows. Programs of neighbouring heads read neighbouring keys; with several KV
+    heads two of them share an SM: measurements/thresholds.md#schedules.
+    """
+    reasons = ["one sequence: expected several"] if problem.batch < 2 else []
+    reasons += why_not(candidates[0], problem, device)
+    if reasons:
+        own = tuned.choose(problem, device, candidates)
+        return replace(own, why=f"balanced: {reasons[0]}; {own.why}")
+    programs_per_sm = 1 if problem.num_kv_heads == 1 else 2
+    choose = with_schedule("head_ranges", programs_per_sm)
+    return choose(problem, device, candidates[:1])
 
 
 def narrow(found: Sequence[Config]) -> list[Config]:
