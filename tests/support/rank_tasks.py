@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,6 +86,80 @@ def traffic(group: Any, way: dict[str, Any], call: dict[str, Any]) -> list[tuple
     finally:
         dist.all_to_all_single = original
     return seen
+
+
+class _Told(torch.autograd.Function):
+    """x itself; its gradient's way back is told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, told: list[str]) -> Tensor:
+        ctx.told = told
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.told.append("attend_backward")
+        return grad, None
+
+
+class _Work:
+    """A transfer whose wait is told, once a transfer however many messages it has."""
+
+    def __init__(self, works: Any, told: list[str]) -> None:
+        self.works, self.told = works, told
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.told.append("wait")
+
+
+def events(group: Any, way: dict[str, Any]) -> list[str]:
+    """What a forward and a backward do, in order: "start" and "wait" of transfers, "attend" and
+    "attend_backward"."""
+    from splitkv.distributed import collectives, heads, keys, ring
+
+    told: list[str] = []
+
+    def transfer(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            works = original(*args, **kwargs)
+            told.append("start")
+            single = not isinstance(works, list)
+            work = _Work([works] if single else works, told)
+            return work if single else [work]
+
+        return run
+
+    def attend(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            told.append("attend")
+            out, lse = original(*args, **kwargs)
+            return (_Told.apply(out, told), lse) if out.requires_grad else (out, lse)
+
+        return run
+
+    def backward(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            told.append("attend_backward")
+            return original(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for module, name, spy in (
+            (dist, "all_to_all_single", transfer),
+            (dist, "batch_isend_irecv", transfer),
+            (collectives, "_all_gather", transfer),
+            *((module, "attention", attend) for module in (heads, keys, ring)),
+            (ring, "attention_backward", backward),
+        ):
+            found = spy(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, found))
+        q, k, v = (torch.randn(1, 8, 8, 8, requires_grad=True) for _ in "qkv")
+        out = distributed.attention(q, k, v, group=group, **{"causal": True, **way})
+        out.sum().backward()
+    return told
 
 
 def demo_losses(group: Any, shape: Any, steps: int, exchange: Any) -> list[float]:
