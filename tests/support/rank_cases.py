@@ -1,4 +1,4 @@
-"""Sequences over ranks, and what one process makes of them by definition."""
+"""Sequences and caches over ranks, and what one process makes of them by definition."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from rank_tasks import LEAVES, finite
 from torch import Tensor
 
+import splitkv
 from splitkv import reference
 from splitkv.core.masks import Mask
 from splitkv.distributed.layout import pieces
@@ -128,3 +129,119 @@ def compare(call: dict[str, Any], layout: Any, parts: list[dict[str, Tensor]]) -
     name = "dsink_logits"
     for part in parts:  # summed over the ranks
         assert_close(part[name], ref[name], pt[name], factor=3.0, name=name)
+
+
+class CacheSizes(NamedTuple):
+    """Of a cache that ranks share; capacity is the keys of a sequence that a rank has room for."""
+
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    capacity: int
+    page_size: int
+
+
+SMALL_CACHE = CacheSizes(4, 2, 16, 12, 3)
+CACHE_BATCH = 3
+
+
+class SharedCache(NamedTuple):
+    """A call of `decode` over ranks.
+
+    way      `keys` and `heads`
+    calls    the other arguments of each rank
+    whole    those of one process that has all keys
+    """
+
+    way: dict[str, Any]
+    calls: list[dict[str, Any]]
+    whole: dict[str, Any]
+
+    def compare(self, found: list[tuple[Tensor, Tensor]]) -> None:
+        """Hold what the ranks made of it to one process, by the tolerance rule."""
+
+        def one(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            floating = ("q", "k_cache", "v_cache", "sink_logits")
+            cast = {name: x.to(dtype) for name, x in self.whole.items() if name in floating}
+            return splitkv.decode(**{**self.whole, **cast})
+
+        (ref, ref_lse), (pt, _) = one(torch.float64), one(self.whole["q"].dtype)
+        if self.way["heads"] == "own":
+            found = [(torch.cat([x[0] for x in found], 2), torch.cat([x[1] for x in found], 1))]
+        for out, lse in found:
+            assert_close(out, ref, pt)
+            assert_lse_close(lse, ref_lse)
+
+
+def shared_cache(
+    case: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    sizes: CacheSizes = SMALL_CACHE,
+) -> SharedCache:
+    """A cache of three sequences whose last keys are on the last, the first and some rank.
+
+    case      `size` ranks, `rows` queries a sequence, `place` of the keys (ranges, paged_ranges or
+              pages), `heads`, and whether there are `sinks`
+    options   of `decode`; `alibi_slopes` where it is True
+    """
+    size, rows, options = case["size"], case["rows"], dict(options)
+    total = size * sizes.capacity
+    q = torch.randn(CACHE_BATCH, rows, sizes.num_heads, sizes.dim).to(dtype)
+    of_kv = CACHE_BATCH, total, sizes.num_kv_heads, sizes.dim
+    k, v = (torch.randn(of_kv).to(dtype) for _ in "kv")
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(sizes.num_heads) + 0.05
+    if case["sinks"]:
+        options["sink_logits"] = torch.randn(sizes.num_heads)
+    order = torch.randperm(CACHE_BATCH * sizes.capacity // sizes.page_size)
+    lengths = torch.tensor([total, rows, 17], dtype=torch.int32)
+    shared = {"q": q, "cache_seqlens": lengths, "return_lse": True, **options}
+    placed: dict[str, Any] = {}
+    if case["place"] != "ranges":
+        placed["page_table"] = order.view(CACHE_BATCH, -1).int()
+    caches = zip(*(_parts(x, case, order, sizes.page_size) for x in (k, v)), strict=True)
+    calls = [{**shared, **placed, "k_cache": own_k, "v_cache": own_v} for own_k, own_v in caches]
+    way = {"keys": "pages" if case["place"] == "pages" else "ranges", "heads": case["heads"]}
+    return SharedCache(way, calls, {**shared, "k_cache": k, "v_cache": v})
+
+
+def _parts(x: Tensor, case: dict[str, Any], order: Tensor, page_size: int) -> list[Tensor]:
+    """The caches of the ranks, of keys [batch, total, heads, dim]; NaN where no page is in use."""
+    size = case["size"]
+    if case["place"] == "ranges":
+        return [part.clone() for part in x.chunk(size, 1)]
+    paged = x.unflatten(1, (-1, page_size))  # [batch, pages, page_size, ..]
+    if case["place"] == "pages":
+        ranks = [paged[:, rank::size] for rank in range(size)]
+    else:
+        ranks = list(paged.chunk(size, 1))
+    caches = [torch.full_like(part.flatten(0, 1), float("nan")) for part in ranks]
+    for found, part in zip(caches, ranks, strict=True):
+        found[order] = part.flatten(0, 1)
+    return caches
+
+
+CAUSAL: dict[str, Any] = {"causal": True}
+BAND: dict[str, Any] = {"causal": True, "window_size": (200, 0), "sink_tokens": 5}
+SEQUENCES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    # (exchange and layout, whether packed, options): few kinds of kernels, which take long to
+    # compile, and with them each exchange, packed and not
+    "heads": ({"exchange": "heads", "layout": "contiguous"}, False, CAUSAL),
+    "heads packed": ({"exchange": "heads", "layout": "zigzag"}, True, BAND),
+    "keys": ({"exchange": "keys", "layout": "zigzag"}, False, BAND),
+    "keys packed": ({"exchange": "keys", "layout": "contiguous"}, True, CAUSAL),
+    "ring": ({"exchange": "ring", "layout": "zigzag"}, False, CAUSAL),
+    "ring packed": ({"exchange": "ring", "layout": "zigzag"}, True, CAUSAL),
+    "ring in a window": ({"exchange": "ring", "layout": "zigzag"}, True, BAND),
+}
+CACHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ranges": ({"place": "ranges", "rows": 1, "heads": "own", "sinks": True}, {}),
+    "pages": ({"place": "pages", "rows": 1, "heads": "all", "sinks": True}, {}),
+    "queries in a window": (
+        {"place": "ranges", "rows": 2, "heads": "all", "sinks": False},
+        {"window_size": (300, -1)},
+    ),
+}
+"""What is run on a GPU, and through host memory on a CPU."""

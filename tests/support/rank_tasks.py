@@ -225,3 +225,58 @@ def left_over(group: Any, exchange: Any) -> int:
         after, waited = count(), waited + 1
     gc.enable()
     return max(0, after - before)
+
+
+def on_gpu(group: Any, task: Any, *arguments: Any) -> Any:
+    """Another task, of tensors on this rank's GPU; what it returns is on the host."""
+    return moved(task(group, *(moved(x, "cuda") for x in arguments)), "cpu")
+
+
+def moved(x: Any, device: str) -> Any:
+    """x with the tensors of its dicts, lists and tuples on a device."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, dict):
+        return {name: moved(value, device) for name, value in x.items()}
+    return type(x)(moved(value, device) for value in x) if isinstance(x, (list, tuple)) else x
+
+
+def alone_in_nccl(group: Any, way: dict[str, Any], call: dict[str, Any]) -> dict[str, Tensor]:
+    """`sequence` over a group of this rank alone, of NCCL."""
+    return sequence(own_group_of_nccl(), way, call)
+
+
+def own_group_of_nccl() -> Any:
+    """A group of NCCL that has this rank alone; every rank has to ask for one."""
+    every = [dist.new_group([rank], backend="nccl") for rank in range(dist.get_world_size())]
+    return every[dist.get_rank()]
+
+
+def replayed(
+    group: Any, way: dict[str, Any], call: dict[str, Any], steps: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """(out, lse) of decode over a group of this rank alone, of NCCL, for the cache_seqlens of each
+    step: captured once in a CUDA graph, and replayed."""
+    own = own_group_of_nccl()
+
+    def run() -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = distributed.decode(**call, group=own, **way)
+        return result
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
+        out, lse = run()
+    found = []
+    for lengths in steps:
+        call["cache_seqlens"].copy_(lengths)
+        for x in (out, lse):
+            x.fill_(torch.nan)
+        graph.replay()
+        found.append((out.clone(), lse.clone()))
+    return found
