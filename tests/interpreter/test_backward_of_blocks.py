@@ -60,8 +60,9 @@ def test_blocks_add_up(sinks: bool, packed: bool) -> None:
     pt = by_definition(tensors, grads, upcast=False)[2]
     parts = []
     for block in BLOCKS:
-        given = [grads[0], tensors["q"], *(tensors[n][:, block] for n in "kv"), out.half()]
-        rows, options = [lse.float(), grads[1]], {}
+        given = [grads[0], tensors["q"], *(tensors[n][:, block] for n in "kv")]
+        given.append(out.mT.contiguous().mT)  # wider than q, and not row by row
+        rows, options = [lse, grads[1]], {}
         if packed:
             bounds = {"q": (0, TOTAL), "k": (0, block.stop - block.start)}
             given, rows = [x[0].contiguous() for x in given], [x[0] for x in rows]

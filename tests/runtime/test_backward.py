@@ -96,6 +96,20 @@ def _by_definition(
     return torch.autograd.grad((out, lse), leaves, (grad_out.to(out), grad_lse.to(lse)))
 
 
+def test_an_output_in_another_layout_and_dtype() -> None:
+    """As a ring has it that merges in fp32, heads first."""
+    q, k, v, grad_out = (torch.randn(2, 12, 4, 16).to(torch.bfloat16) for _ in range(4))
+    out, lse = splitkv.attention(q, k, v, return_lse=True)
+    found = attention_backward(grad_out, q, k, v, out, lse)
+    apart = [
+        x.float().permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in (grad_out, out)
+    ]
+    assert all(x.stride(-1) != 1 for x in apart)
+    other = attention_backward(apart[0], q, k, v, apart[1], lse)
+    for a, b in zip(found[:3], other[:3], strict=True):
+        assert a.dtype == torch.bfloat16 and torch.equal(a, b)
+
+
 def test_the_lse_is_differentiable_itself() -> None:
     q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
 
