@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from splitkv import distributed
+from splitkv.testing import captured
 
 LEAVES = "q", "k", "v", "sink_logits"
 
@@ -263,20 +265,28 @@ def replayed(
         result: tuple[Tensor, Tensor] = distributed.decode(**call, group=own, **way)
         return result
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
-        out, lse = run()
+    replay, (out, lse) = captured(run, mode="thread_local")
     found = []
     for lengths in steps:
         call["cache_seqlens"].copy_(lengths)
         for x in (out, lse):
             x.fill_(torch.nan)
-        graph.replay()
+        replay()
         found.append((out.clone(), lse.clone()))
     return found
+
+
+def benched(group: Any, cases: Any, ways: list[str], path: Any) -> tuple[list[Any], int, str]:
+    """`splitkv bench ranks` without verl: its results and status, and what it says."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from splitkv.lab.bench.ranks import bench_ranks
+
+    said = StringIO()
+    console, device = Console(file=said, width=200), torch.device("cpu")
+    options: Any = {"rounds": 2, "json_path": path, "console": console}
+    with mock.patch.dict(sys.modules, {"verl": None}):
+        found = bench_ranks(cases, ways, group=group, device=device, **options)
+    return *found, said.getvalue()

@@ -217,7 +217,7 @@ def _far_sinks(own: Tensor, call: Call, spread: Spread) -> Tensor:
 
 
 def _slots(own: Tensor, call: Call, spread: Spread, piece: range) -> tuple[Tensor, Tensor]:
-    """Of each of the sink tokens of one piece which of this rank's tokens it is, and whether."""
+    """(which of this rank's tokens it is, whether it is one) of each sink token of one piece."""
     assert call.cu_seqlens is not None
     count, first = spread.mask.sink_tokens, reach(piece, spread).first
     begin = sequence_at(call.cu_seqlens, piece.start)[0]
