@@ -113,7 +113,8 @@ def whole(parts: list[Tensor], layout: Any, dim: int) -> Tensor:
 
 
 def compare(call: dict[str, Any], layout: Any, parts: list[dict[str, Tensor]]) -> None:
-    """Hold what `sequence` gave on every rank to one process, by the tolerance rule."""
+    """Hold what `sequence` gave on every rank to one process, by the tolerance rule; the LSE where
+    it is there."""
     ref = in_one_process(call, upcast=True)
     # the rule of splitkv.testing.check: of few rows one run is a poor measure of the precision
     runs = [in_one_process(call, upcast=False, draw=draw) for draw in range(DRAWS)]
@@ -121,7 +122,8 @@ def compare(call: dict[str, Any], layout: Any, parts: list[dict[str, Tensor]]) -
         name: max((run[name] for run in runs), key=lambda x, r=x: (x.double() - r).abs().max())
         for name, x in ref.items()
     }
-    assert_lse_close(whole([part["lse"] for part in parts], layout, -1), ref["lse"])
+    if "lse" in parts[0]:
+        assert_lse_close(whole([part["lse"] for part in parts], layout, -1), ref["lse"])
     for name in ("out", "dq", "dk", "dv"):
         found = whole([part[name] for part in parts], layout, -3)
         factor = 2.0 if name == "out" else 3.0

@@ -171,6 +171,45 @@ def demo_losses(group: Any, shape: Any, steps: int, exchange: Any) -> list[float
     return losses(shape, steps, 0, torch.device("cpu"), group, exchange)
 
 
+def core_attention(group: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[str, Tensor]:
+    """out and gradients of this rank's tokens, by a module of TransformerEngine's call shape.
+
+    call   as that of `sequence`, dense
+    """
+    from splitkv.integrations.transformer_engine import DotProductAttention
+
+    packed = "cu_seqlens" in call
+    layout: Any = {"dim": -3, "layout": "zigzag"}
+    names = ("q", "k", "v", "grad_out")
+    q, k, v, grad = (distributed.shard(call[name], group, **layout) for name in names)
+    dims = q.shape[-1], v.shape[-1]
+    attend = DotProductAttention(
+        q.shape[-2],
+        dims,
+        num_gqa_groups=k.shape[-2],
+        softmax_type="learnable",
+        cp_group=group,
+        **{"qkv_format": "bshd", **options},
+    )
+    sinks = attend.softmax_offset
+    assert sinks is not None
+    with torch.no_grad():
+        sinks.copy_(call["sink_logits"])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    first = options.get("qkv_format") == "sbhd"
+    given = [x.transpose(0, 1) if first else x for x in leaves]
+    lengths = {}
+    if packed:
+        bounds, longest = call["cu_seqlens"], call["max_seqlen"]
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+        lengths |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    out = attend(*given, **lengths)
+    out = (out.transpose(0, 1) if first else out).unflatten(-1, (q.shape[-2], -1))
+    grads = torch.autograd.grad(out, [*leaves, sinks], grad)
+    found = dict(zip(("dq", "dk", "dv", "dsink_logits"), grads, strict=True))
+    return {"out": out.detach(), **found}
+
+
 def with_dtensors(group: Any) -> Any:
     """A call with a DTensor in the place of a rank's part."""
     mesh = DeviceMesh.from_group(group, "cpu")
