@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -88,6 +89,72 @@ def traffic(group: Any, way: dict[str, Any], call: dict[str, Any]) -> list[tuple
     finally:
         dist.all_to_all_single = original
     return seen
+
+
+class Received:
+    """Counts the bytes that this rank gets of others, by whatever transfer."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.bytes = 0
+
+    def __enter__(self) -> Received:
+        from splitkv.distributed import collectives
+
+        self.stack = ExitStack()
+        for module, name, spy in (
+            (dist, "all_to_all_single", self.all_to_all),
+            (dist, "batch_isend_irecv", self.messages),
+            (collectives, "_all_gather", self.all_gather),
+        ):
+            replaced = partial(spy, getattr(module, name))
+            self.stack.enter_context(mock.patch.object(module, name, replaced))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def taken(self) -> int:
+        """What came since this was asked for."""
+        found, self.bytes = self.bytes, 0
+        return found
+
+    def all_to_all(
+        self, run: Any, out: Tensor, x: Tensor, receives: Any, *rest: Any, **options: Any
+    ) -> Any:
+        rows = receives or [out.shape[0] // self.size] * self.size
+        of_others = sum(rows) - rows[self.rank]
+        self.bytes += of_others * out[:1].numel() * out.element_size() if of_others else 0
+        return run(out, x, receives, *rest, **options)
+
+    def all_gather(self, run: Any, out: Tensor, x: Tensor, **options: Any) -> Any:
+        self.bytes += (out.numel() - x.numel()) * out.element_size()
+        return run(out, x, **options)
+
+    def messages(self, run: Any, messages: list[Any]) -> Any:
+        come = [message.tensor for message in messages if message.op is dist.irecv]
+        self.bytes += sum(x.numel() * x.element_size() for x in come)
+        return run(messages)
+
+
+def packed_traffic(group: Any, way: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that this rank gets in the forward and the backward of one packed sequence."""
+    total, heads, dim = 48, 4, 16
+    tensors = [torch.randn(total, heads, dim) for _ in "qkv"]
+    leaves = [distributed.shard(x, group, layout=way["layout"]).requires_grad_() for x in tensors]
+    bounds = torch.tensor((0, total), dtype=torch.int32)
+    with Received(group) as received:
+        out = distributed.attention_varlen(*leaves, bounds, total, group=group, **way, **options)
+        forward = received.taken()
+        out.sum().backward()
+        return forward, received.taken()
+
+
+def bytes_of_decode(group: Any, call: dict[str, Any], heads: Any) -> int:
+    """Bytes that this rank gets in a step of decode."""
+    with Received(group) as received:
+        distributed.decode(**call, group=group, heads=heads)
+        return received.taken()
 
 
 class _Told(torch.autograd.Function):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +18,6 @@ from rank_tasks import (
     with_group,
 )
 from ranks import Raised, Ranks
-
-from splitkv.core.masks import Mask
-from splitkv.distributed.traffic import HeadShape, moved, spread_of
 
 TOTAL, DIM = SMALL.total, SMALL.dim
 WINDOW: dict[str, Any] = {"causal": True, "window_size": (5, 0)}
@@ -193,37 +188,6 @@ def test_an_odd_number_of_tokens_in_zigzag(ranks: Ranks) -> None:
     call = tokens(7, exchange="ring")
     said = disagreeing(ranks, call, call)
     assert said == "q: expected an even number of tokens a rank with layout='zigzag', got 7"
-
-
-@pytest.mark.parametrize("way", [("heads", {}), ("keys", {"causal": True}), ("keys", WINDOW)])
-def test_bytes_on_paper_are_those_that_move(way: tuple[Any, dict[str, Any]], ranks: Ranks) -> None:
-    exchange, options = way
-    call = packed_call(**options)
-    found = ranks.run(traffic, 4, {"exchange": exchange, "layout": "contiguous"}, call)
-    most = max(
-        sum(n for received in exchanges for peer, n in enumerate(received) if peer != rank)
-        for rank, exchanges in enumerate(found)
-    )
-    mask = Mask(options.get("causal", False), *options.get("window_size", (-1, -1)))
-    shape = HeadShape(4, 4, DIM, DIM, call["q"].element_size())
-    counted = moved(spread_of(exchange, TOTAL, 4, mask), shape)
-    assert counted.forward == most * shape.element_bytes
-
-
-def test_the_table_on_paper() -> None:
-    """Its cells are MiB forward and backward together, by `moved`."""
-    text = (Path(__file__).parents[3] / "docs" / "distributed-on-paper.md").read_text()
-    shape = HeadShape(32, 8, 128, 128, 2)
-    masks = {"causal": Mask(True), "window": Mask(True, 4095)}
-    rows = re.findall(r"^\| (causal|window) \| (\d+) \| (.*) \|$", text, re.M)
-    assert len(rows) == 12
-    for name, ranks, cells in rows:
-        for exchange, cell in zip(("heads", "keys", "ring"), cells.split(" | "), strict=True):
-            if exchange == "heads" and 32 % int(ranks):
-                assert cell == "-"
-                continue
-            spread = spread_of(exchange, 131072, int(ranks), masks[name])
-            assert cell == f"{moved(spread, shape).total / 2**20:.0f}", (name, ranks, exchange)
 
 
 def test_a_distributed_tensor_is_told_to_be_local(ranks: Ranks) -> None:
