@@ -84,6 +84,18 @@ def test_disjoint_keys_add_up() -> None:
         assert_close(actual, exact[i], pt[i], factor=3.0, name=f"d{name}")
 
 
+def test_a_merge_may_be_left_to_autograd() -> None:
+    qkv = [torch.randn(2, 12, 4, 16) for _ in "qkv"]
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    parts = [splitkv.attention(q, k[:, s], v[:, s], return_lse=True) for s in BLOCKS]
+    out, lse = splitkv.merge_states(*parts[0], *parts[1])
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v), grads)
+    exact, pt = (_by_definition(tuple(qkv), *grads, upcast=upcast) for upcast in (True, False))
+    for name, x, ref, working in zip(("dq", "dk", "dv"), found, exact, pt, strict=True):
+        assert_close(x, ref, working, factor=3.0, name=name)
+
+
 BLOCKS = slice(0, 5), slice(5, None)
 
 

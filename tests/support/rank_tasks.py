@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
@@ -354,8 +354,9 @@ def alone_in_nccl(group: Any, way: dict[str, Any], call: dict[str, Any]) -> dict
     return sequence(own_group_of_nccl(), way, call)
 
 
+@lru_cache(maxsize=1)
 def own_group_of_nccl() -> Any:
-    """A group of NCCL that has this rank alone; every rank has to ask for one."""
+    """A group of NCCL that has this rank alone; every rank has to ask for it."""
     every = [dist.new_group([rank], backend="nccl") for rank in range(dist.get_world_size())]
     return every[dist.get_rank()]
 
