@@ -80,7 +80,8 @@ def in_one_process(call: dict[str, Any], *, upcast: bool, draw: int = 0) -> dict
     left, right = given.pop("window_size", (-1, -1))
     numbers = given.pop("sink_tokens", 0), given.pop("attention_chunk", 0)
     given["mask"] = Mask(given.pop("causal", False), left, right, *numbers)
-    leaves = {name: given[name].clone().requires_grad_() for name in LEAVES}
+    wanted = (name for name in LEAVES if given[name] is not None)
+    leaves = {name: given[name].clone().requires_grad_() for name in wanted}
     given |= leaves
     if draw:
         dim = call["q"].shape[-1]
@@ -129,7 +130,7 @@ def compare(call: dict[str, Any], layout: Any, parts: list[dict[str, Tensor]]) -
         factor = 2.0 if name == "out" else 3.0
         assert_close(found, ref[name], pt[name], factor=factor, name=name)
     name = "dsink_logits"
-    for part in parts:  # summed over the ranks
+    for part in parts if name in ref else ():  # summed over the ranks
         assert_close(part[name], ref[name], pt[name], factor=3.0, name=name)
 
 
@@ -226,14 +227,15 @@ def _parts(x: Tensor, case: dict[str, Any], order: Tensor, page_size: int) -> li
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
+PLAIN: dict[str, Any] = {"causal": True, "sink_logits": None}
 BAND: dict[str, Any] = {"causal": True, "window_size": (200, 0), "sink_tokens": 5}
 SEQUENCES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     # (exchange and layout, whether packed, options): few kinds of kernels, which take long to
-    # compile, and with them each exchange, packed and not
-    "heads": ({"exchange": "heads", "layout": "contiguous"}, False, CAUSAL),
+    # compile, and with them each exchange, packed and not. Those of a ring know of no sinks
+    "heads": ({"exchange": "heads", "layout": "contiguous"}, False, PLAIN),
     "heads packed": ({"exchange": "heads", "layout": "zigzag"}, True, BAND),
     "keys": ({"exchange": "keys", "layout": "zigzag"}, False, BAND),
-    "keys packed": ({"exchange": "keys", "layout": "contiguous"}, True, CAUSAL),
+    "keys packed": ({"exchange": "keys", "layout": "contiguous"}, True, PLAIN),
     "ring": ({"exchange": "ring", "layout": "zigzag"}, False, CAUSAL),
     "ring packed": ({"exchange": "ring", "layout": "zigzag"}, True, CAUSAL),
     "ring in a window": ({"exchange": "ring", "layout": "zigzag"}, True, BAND),
