@@ -85,6 +85,10 @@ def test_blocks_add_up(sinks: bool, packed: bool) -> None:
             assert_close(part.sink_logits, ref[3], pt[3], factor=3.0, name="dsink_logits")
     kept = list(backward._calls._by_layout.values())
     assert kept and all(isinstance(bound.launcher, SequenceLauncher) for _, bound in kept)
+    known = [dict(bound.launcher.backward_launchers) for _, bound in kept]
+    assert all(len(of_layout) <= 2 for of_layout in known)  # at addresses of 16 bytes, at others
+    _of_block(given, rows, options)
+    assert [dict(bound.launcher.backward_launchers) for _, bound in kept] == known, "bound again"
 
 
 def _of_block(given: list[Tensor], rows: list[Tensor], options: dict[str, Any]) -> Any:

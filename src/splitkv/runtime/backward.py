@@ -15,7 +15,7 @@ from torch import Tensor
 from splitkv.core.errors import expect, expect_device, expect_one_of, expect_shape
 from splitkv.core.options import defaults_of, required_of
 from splitkv.core.problem import Operands, describe_attention
-from splitkv.kernels.gradients import backward_for
+from splitkv.kernels.gradients import backward_of
 from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.runtime.call_cache import CallCache, Launcher, device_to_enter, launch_on, with_types
 from splitkv.runtime.dispatch import bind
@@ -194,7 +194,7 @@ def _without_tensors(operands: Operands) -> Operands:
 
 
 def _on_gpu(launcher: SequenceLauncher, x: Operands, rows: _Rows) -> AttentionGradients:
-    run = backward_for(launcher.plan, x)
+    run = backward_of(launcher, x)
     wanted = x.alibi_slopes is not None
     out, lse = rows.out.contiguous(), rows.lse.float().contiguous()
     found = run(x, None, out, lse, rows.grad_out, rows.grad_lse, wanted)
