@@ -84,6 +84,20 @@ def test_combine_merges_by_lse(heads: Any, packed: bool, dtype: torch.dtype, ran
     assert_lse_close(found[0][1], lse)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("heads", ["all", "own"])
+def test_no_sequences_and_one_rank(heads: Any, size: int, ranks: Ranks) -> None:
+    for batch in (0, 2):
+        parts = [(torch.randn(batch, 1, 4, DIM), torch.randn(batch, 4, 1)) for _ in range(size)]
+        found = ranks.run(merged, size, parts, heads, torch.zeros(4))
+        own = 4 // size if heads == "own" else 4
+        for out, lse in found:
+            assert out.shape == (batch, 1, own, DIM) and lse.shape == (batch, own, 1)
+        if size == 1:
+            exact = apply_sink_logits(*parts[0], torch.zeros(4))
+            torch.testing.assert_close(found[0], (exact, parts[0][1]))
+
+
 def test_a_malformed_cache(ranks: Ranks) -> None:
     call: dict[str, Any] = {
         "q": torch.randn(2, 1, 4, DIM),
