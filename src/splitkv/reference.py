@@ -510,8 +510,10 @@ def merge_states(
     total = torch.where(sees_any, total, 1.0)
     lse = torch.where(sees_any, m + torch.log(total), float("-inf"))
     out: Any = 0
-    for weight, (part, _) in zip(weights, states, strict=True):
-        out = out + (weight / total).transpose(-1, -2).unsqueeze(-1) * part.to(wide)
+    for weight, x, (part, _) in zip(weights, lses, states, strict=True):
+        seen = (x != float("-inf")).transpose(-1, -2).unsqueeze(-1)
+        known = torch.where(seen, part.to(wide), 0.0)  # what no key has made may be anything
+        out = out + (weight / total).transpose(-1, -2).unsqueeze(-1) * known
     if sink_logits is not None:
         expect_shape("sink_logits", sink_logits, num_heads=out_a.shape[-2])
         out = apply_sink_logits(out, lse, sink_logits)

@@ -239,12 +239,13 @@ def quantize(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
 
 
 def captured(
-    run: Callable[[], Any], warm: Callable[[], Any] | None = None
+    run: Callable[[], Any], warm: Callable[[], Any] | None = None, *, mode: str = "global"
 ) -> tuple[Callable[[], None], Any]:
     """Captures `run` in a CUDA graph; returns (replay, result), and a replay overwrites the result.
 
     As torch asks for, `warm`, by default `run` itself, is called on a side stream before: that
-    compiles, loads and allocates.
+    compiles, loads and allocates. `mode` is torch's `capture_error_mode`: "thread_local" where
+    other threads use the GPU, as that of NCCL does.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -252,7 +253,7 @@ def captured(
         (warm or run)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=mode):
         result = run()
     return graph.replay, result
 

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from running import DEVICE
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -84,6 +87,39 @@ def run(problem: Problem, call: Call) -> tuple[Tensor, None]:
 def test_sdpa(name: str, grad: bool, launches: list[str]) -> None:
     check(replace(PROBLEMS[name], needs_grad=grad), device=DEVICE, run=run)
     assert launches == ["forward", "backward"][: 1 + grad]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """This process alone, in a group of NCCL."""
+    here = torch.device(DEVICE, torch.cuda.current_device())
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=here)
+    yield init_device_mesh(DEVICE, (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")  # a prototype's
+@pytest.mark.parametrize("causal", [False, True])
+def test_context_parallel(causal: bool, mesh: DeviceMesh, launches: list[str]) -> None:
+    """torch's ring of one rank asks this package for each block, forward and backward."""
+    first = [torch.randn(2, 4, 256, 64, device=DEVICE).bfloat16() for _ in "qkv"]
+    grad = torch.randn_like(first[0])
+    own = [x.clone() for x in first]
+    held: dict[str, Any] = {"buffers": own, "buffer_seq_dims": [2, 2, 2]}
+    with context_parallel(mesh, no_restore_buffers=set(own), **held):
+        for x in own:
+            x.requires_grad_()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = scaled_dot_product_attention(*own, is_causal=causal)
+        out.backward(grad)
+    assert launches == ["forward", "backward"]
+    leaves = [x.float().requires_grad_() for x in first]
+    wanted = exact(*leaves, is_causal=causal)
+    wanted.backward(grad.float())
+    found = out, *(x.grad for x in own)
+    for x, ref in zip(found, (wanted, *(x.grad for x in leaves)), strict=True):
+        torch.testing.assert_close(x.float(), ref, rtol=2e-2, atol=2e-2)
 
 
 def test_scale_and_a_head_dim_that_torch_pads(launches: list[str]) -> None:

@@ -60,8 +60,9 @@ def test_blocks_add_up(sinks: bool, packed: bool) -> None:
     pt = by_definition(tensors, grads, upcast=False)[2]
     parts = []
     for block in BLOCKS:
-        given = [grads[0], tensors["q"], *(tensors[n][:, block] for n in "kv"), out.half()]
-        rows, options = [lse.float(), grads[1]], {}
+        given = [grads[0], tensors["q"], *(tensors[n][:, block] for n in "kv")]
+        given.append(out.mT.contiguous().mT)  # wider than q, and not row by row
+        rows, options = [lse, grads[1]], {}
         if packed:
             bounds = {"q": (0, TOTAL), "k": (0, block.stop - block.start)}
             given, rows = [x[0].contiguous() for x in given], [x[0] for x in rows]
@@ -84,6 +85,10 @@ def test_blocks_add_up(sinks: bool, packed: bool) -> None:
             assert_close(part.sink_logits, ref[3], pt[3], factor=3.0, name="dsink_logits")
     kept = list(backward._calls._by_layout.values())
     assert kept and all(isinstance(bound.launcher, SequenceLauncher) for _, bound in kept)
+    known = [dict(bound.launcher.backward_launchers) for _, bound in kept]
+    assert all(len(of_layout) <= 2 for of_layout in known)  # at addresses of 16 bytes, at others
+    _of_block(given, rows, options)
+    assert [dict(bound.launcher.backward_launchers) for _, bound in kept] == known, "bound again"
 
 
 def _of_block(given: list[Tensor], rows: list[Tensor], options: dict[str, Any]) -> Any:

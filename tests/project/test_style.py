@@ -41,6 +41,12 @@ EXEMPT: dict[str, dict[str, str]] = {
     },
     "flash_attn/kv_cache.py": {"flash_attn_with_kvcache": _FOREIGN},
     "flash_attn/scheduler.py": {"get_scheduler_metadata": _FOREIGN},
+    "integrations/ring_flash_attn.py": {
+        "flash_attn_forward": _FOREIGN,
+        "flash_attn_varlen_forward": _FOREIGN,
+        "flash_attn_backward": _FOREIGN,
+        "flash_attn_varlen_backward": _FOREIGN,
+    },
     "integrations/torch_sdpa.py": {
         "_flash": _FOREIGN,
         "_flash_backward": _FOREIGN,

@@ -84,6 +84,18 @@ def test_disjoint_keys_add_up() -> None:
         assert_close(actual, exact[i], pt[i], factor=3.0, name=f"d{name}")
 
 
+def test_a_merge_may_be_left_to_autograd() -> None:
+    qkv = [torch.randn(2, 12, 4, 16) for _ in "qkv"]
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    parts = [splitkv.attention(q, k[:, s], v[:, s], return_lse=True) for s in BLOCKS]
+    out, lse = splitkv.merge_states(*parts[0], *parts[1])
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v), grads)
+    exact, pt = (_by_definition(tuple(qkv), *grads, upcast=upcast) for upcast in (True, False))
+    for name, x, ref, working in zip(("dq", "dk", "dv"), found, exact, pt, strict=True):
+        assert_close(x, ref, working, factor=3.0, name=name)
+
+
 BLOCKS = slice(0, 5), slice(5, None)
 
 
@@ -94,6 +106,20 @@ def _by_definition(
     out, lse = reference.attention(*leaves, upcast=upcast)
     assert lse is not None
     return torch.autograd.grad((out, lse), leaves, (grad_out.to(out), grad_lse.to(lse)))
+
+
+def test_an_output_in_another_layout_and_dtype() -> None:
+    """As a ring has it that merges in fp32, heads first."""
+    q, k, v, grad_out = (torch.randn(2, 12, 4, 16).to(torch.bfloat16) for _ in range(4))
+    out, lse = splitkv.attention(q, k, v, return_lse=True)
+    found = attention_backward(grad_out, q, k, v, out, lse)
+    apart = [
+        x.float().permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in (grad_out, out)
+    ]
+    assert all(x.stride(-1) != 1 for x in apart)
+    other = attention_backward(apart[0], q, k, v, apart[1], lse)
+    for a, b in zip(found[:3], other[:3], strict=True):
+        assert a.dtype == torch.bfloat16 and torch.equal(a, b)
 
 
 def test_the_lse_is_differentiable_itself() -> None:

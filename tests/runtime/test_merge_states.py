@@ -49,6 +49,19 @@ def test_into_buffers(dtype: torch.dtype) -> None:
     assert room[..., 8:].isnan().all()
 
 
+def test_what_no_key_has_made_may_be_anything() -> None:
+    given = states(3)
+    wanted = splitkv.merge_states(*given[:4])
+    given[4].fill_(math.nan)
+    given[5].fill_(-math.inf)
+    out, lse = splitkv.merge_states(*given)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    leaves = [x.requires_grad_() for x in given]
+    out, lse = splitkv.merge_states(*given)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    assert not any(grad.isnan().any() for grad in grads)
+
+
 def test_traced() -> None:
     given, sink = states(3), torch.randn(4)
     compiled = torch.compile(splitkv.merge_states, backend="eager", fullgraph=True)

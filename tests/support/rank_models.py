@@ -111,8 +111,13 @@ def policy_loss(logits: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
     return -(advantages * chosen).sum()
 
 
-def step(group: Any, kv_heads: int, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """A rank's loss, and its gradients, of its part of the batch."""
+def step(
+    group: Any, kv_heads: int, implementation: str, hooked: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A rank's loss, and its gradients, of its part of the batch.
+
+    hooked   whether verl's function is where transformers looks for FlashAttention's
+    """
     from transformers.integrations import flash_attention
 
     from splitkv.integrations import transformers as plain
@@ -123,7 +128,7 @@ def step(group: Any, kv_heads: int, implementation: str) -> tuple[Tensor, dict[s
     model = gpt_oss(implementation, kv_heads)
     module, hook = verl_of(group)
     before, known = flash_attention._flash_attention_forward, sys.modules.get("verl.utils.ulysses")
-    flash_attention._flash_attention_forward = hook
+    flash_attention._flash_attention_forward = hook if hooked else before
     sys.modules["verl.utils.ulysses"] = module
     try:
         size, rank = dist.get_world_size(group), dist.get_rank(group)

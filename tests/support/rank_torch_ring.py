@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import _context_parallel
 from torch.library import Library
 
 import splitkv
-from splitkv.distributed import attention_backward
+from splitkv.distributed import attention_backward, shard
 from splitkv.runtime.autograd import _recording
 
 ring: Any = _context_parallel._attention
@@ -67,12 +66,14 @@ def backward(
     return found.q.transpose(1, 2), found.k.transpose(1, 2), found.v.transpose(1, 2)
 
 
-def torch_ring(group: Any, tensors: list[Tensor], causal: bool) -> list[Tensor]:
-    """out and the gradients of q, k and v of this rank's tokens; tensors: q, k, v, grad_out."""
+def torch_ring(group: Any, tensors: list[Tensor], causal: bool, layout: Any) -> list[Tensor]:
+    """out and the gradients of q, k and v of this rank's tokens; tensors: q, k, v, grad_out.
+
+    layout   "zigzag": what torch calls its load balance
+    """
     mesh = DeviceMesh.from_group(group, "cpu")
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    ring._cp_options.enable_load_balance = False
-    q, k, v, grad = (x.chunk(size, 2)[rank].contiguous() for x in tensors)
+    ring._cp_options.enable_load_balance = layout == "zigzag"
+    q, k, v, grad = (shard(x, group, dim=2, layout=layout) for x in tensors)
     library = Library("aten", "IMPL", "CPU")
     try:
         library.impl("_scaled_dot_product_flash_attention", forward, "CPU")

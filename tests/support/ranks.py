@@ -5,6 +5,9 @@
 
 A task is a function of an importable module; what it is given and returns is pickled. What a task
 raises comes back as an instance of `Raised`. A pool that does not answer is ended.
+
+On GPUs of which there is one a rank the groups are of NCCL. NCCL takes no two ranks of one GPU, so
+on fewer they are of gloo, and what is moved goes through host memory: see rank_staging.py.
 """
 
 from __future__ import annotations
@@ -34,17 +37,25 @@ class Raised:
 
 
 class Ranks:
-    """Processes 0 .. count - 1, of which the first few are the ranks of a call."""
+    """Processes 0 .. count - 1, of which the first few are the ranks of a call.
 
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+    on_gpu   whether each has a GPU, its own where there are enough
+    staged   whether what is moved is copied as it is on too few GPUs
+    """
+
+    def __init__(self, count: int, *, on_gpu: bool = False, staged: bool = False) -> None:
+        context: Any = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+        if not on_gpu:
+            context.set_forkserver_preload(list(PRELOAD))
+        # kernels are compiled within a call
+        self.patience = 4 * PATIENCE if on_gpu else PATIENCE
+        how = on_gpu, staged
         self.meeting = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(count)]
         self.connections = [ours for ours, _ in pipes]
         where = str(Path(self.meeting.name) / "store")
         self.processes = [
-            context.Process(target=_serve, args=(theirs, rank, count, where), daemon=True)
+            context.Process(target=_serve, args=(theirs, rank, count, where, how), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:
@@ -67,7 +78,7 @@ class Ranks:
         message = pickle.dumps((task, size, arguments))
         for connection in self.connections[:size]:
             connection.send_bytes(message)
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self.patience
         found = []
         for rank, connection in enumerate(self.connections[:size]):
             if not connection.poll(max(end - time.monotonic(), 0)):
@@ -85,14 +96,22 @@ class Ranks:
         return found
 
 
-def _serve(connection: Any, rank: int, count: int, where: str) -> None:
+def _serve(connection: Any, rank: int, count: int, where: str, how: tuple[bool, bool]) -> None:
+    import rank_staging
     import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=count)
+    on_gpu, staged = how
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.set_device(rank % gpus)
+    backend = "nccl" if on_gpu and gpus >= count else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{where}", rank=rank, world_size=count)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, count + 1)}
+    if staged or (on_gpu and backend == "gloo"):
+        rank_staging.install()
     while True:
         try:
             task, size, arguments = pickle.loads(connection.recv_bytes())

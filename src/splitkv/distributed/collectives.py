@@ -67,9 +67,8 @@ class AllGather:
         return _exchange(grad, self.group, None, None)
 
     def finish(self, grads: Tensor) -> Tensor:
-        wide = torch.promote_types(grads.dtype, torch.float32)
         by_rank = grads.unflatten(0, (dist.get_world_size(self.group), -1))
-        return by_rank.sum(0, dtype=wide).to(grads.dtype)
+        return by_rank.sum(0, dtype=_sum_dtype(grads.dtype)).to(grads.dtype)
 
 
 class Pending:
@@ -138,6 +137,58 @@ class Together(torch.autograd.Function):
         return grad, torch.zeros_like(ctx.saved_tensors[0])
 
 
+class Copies(torch.autograd.Function):
+    """Slices of x's dimension 0, one after the other. Where they overlap, as keys do that several
+    ranks get, the gradient sums the copies' in fp32 and rounds once: one of as many ranks, added up
+    in 16 bits, would lose what is small beside what is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parts: slice) -> Tensor:
+        ctx.like, ctx.parts = (x.shape, x.dtype, x.device), parts
+        return torch.cat([x[part] for part in parts]) if parts else x[:0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shape, dtype, device = ctx.like
+        total = torch.zeros(shape, dtype=_sum_dtype(dtype), device=device)
+        begins = offsets([part.stop - part.start for part in ctx.parts])
+        for part, begin in zip(ctx.parts, begins, strict=True):
+            total[part] += grad[begin : begin + part.stop - part.start]
+        return (total.to(dtype), *(None for _ in ctx.parts))
+
+
+class Rows(torch.autograd.Function):
+    """Rows of x's dimension 0 by their numbers, 0 where `held` is False; the gradient of a row that
+    is there several times is summed in fp32, as that of `Copies`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, held: Tensor) -> Tensor:
+        ctx.like = x.shape, x.dtype, x.device
+        ctx.save_for_backward(index, held)
+        if not x.shape[0]:
+            return x.new_zeros(*index.shape, *x.shape[1:])
+        return torch.where(_beside(held, x), x[index], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        index, held = ctx.saved_tensors
+        shape, dtype, device = ctx.like
+        total = torch.zeros(shape, dtype=_sum_dtype(dtype), device=device)
+        if shape[0]:
+            known = torch.where(_beside(held, total), grad.to(total.dtype), 0.0)
+            total.index_put_((index,), known, accumulate=True)  # in a fixed order on a GPU, too
+        return total.to(dtype), None, None
+
+
+def _beside(held: Tensor, x: Tensor) -> Tensor:
+    """held [..], for x [rows, ..] indexed by as many numbers."""
+    return held.view(*held.shape, *(1 for _ in x.shape[1:]))
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 class SumOfGradients(torch.autograd.Function):
     """x itself; its gradient is summed over the ranks, which have a copy of it each."""
 
@@ -148,8 +199,7 @@ class SumOfGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.to(wide, copy=True).contiguous()
+        total = grad.to(_sum_dtype(grad.dtype), copy=True).contiguous()
         dist.all_reduce(total, group=ctx.group)
         return total.to(grad.dtype), None
 

@@ -24,7 +24,6 @@ from splitkv.core.errors import (
 from splitkv.core.masks import expect_window
 from splitkv.distributed.collectives import AllGather, AllToAll, start
 from splitkv.distributed.groups import agree, group_of, ranks_of
-from splitkv.reference import apply_sink_logits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,12 +114,10 @@ def combine(
 
     agree(group, facts | {"door": "combine"}, check, out)
     with torch.no_grad():
-        merged, total = _merged(out, lse, group, heads)
-        if sink_logits is not None:
+        if sink_logits is not None and heads == "own":
             rank, size = ranks_of(group)
-            own = sink_logits if heads == "all" else sink_logits.chunk(size)[rank]
-            merged = apply_sink_logits(merged, total, own)
-    return merged, total
+            sink_logits = sink_logits.chunk(size)[rank]
+        return splitkv.merge_states(*_states(out, lse, group, heads), sink_logits=sink_logits)
 
 
 def _seen(x: Any) -> Any:
@@ -143,30 +140,26 @@ def _expect_partial(out: Any, lse: Any, sink_logits: Any) -> None:
         expect_device("sink_logits", sink_logits, out.device)
 
 
-def _merged(out: Tensor, lse: Tensor, group: ProcessGroup, heads: Heads) -> tuple[Tensor, Tensor]:
-    """out and lse in one message: [num_heads, .., head_dim_v] and as many bytes as an LSE has."""
+def _states(out: Tensor, lse: Tensor, group: ProcessGroup, heads: Heads) -> list[Tensor]:
+    """out, lse of every rank in turn, of all or of this rank's heads, by one collective: rows of
+    [head_dim_v] and as many elements as have the bytes of an LSE."""
     dim = out.shape[-1]
-    of_rows = lse.movedim(-1, 1 - lse.dim()) if lse.dim() == 3 else lse.transpose(0, 1)
-    tail = of_rows.contiguous()[..., None].view(out.dtype)  # [.., num_heads, 1 or 2]
-    packed = torch.cat([out, tail], -1).movedim(-2, 0).contiguous()  # [num_heads, .., columns]
+    of_rows = lse.transpose(-1, -2).contiguous()  # [.., num_heads]
+    rows = torch.cat([out, of_rows[..., None].view(out.dtype)], -1)  # [.., num_heads, columns]
     if heads == "all":
-        parts = start(packed, AllGather(group)).wait()
+        parts = start(rows, AllGather(group)).wait()
     else:
-        parts = start(packed, AllToAll(group)).wait()
-    parts = parts.unflatten(0, (dist.get_world_size(group), -1))
-    lses = parts[..., dim:].contiguous().view(torch.float32)[..., 0]  # [ranks, heads, ..]
-    m = lses.amax(0)
-    m = torch.where(m == float("-inf"), 0.0, m)
-    weights = torch.exp(lses - m)
-    total = weights.sum(0)
-    seen = total > 0
-    scale = torch.where(seen, total, 1.0)
-    merged_lse = torch.where(seen, m + scale.log(), float("-inf"))
-    shares = (weights / scale)[..., None]
-    outs = torch.where(shares > 0, parts[..., :dim].float(), 0.0)
-    merged = (outs * shares).sum(0).to(out.dtype).movedim(0, -2).contiguous()
-    order = merged_lse if lse.dim() == 2 else merged_lse.movedim(0, 1)
-    return merged, order.contiguous()
+        by_head = rows.movedim(-2, 0).contiguous()
+        parts = start(by_head, AllToAll(group)).wait()
+    size = dist.get_world_size(group)
+    parts = parts.unflatten(0, (size, parts.shape[0] // size))
+    if heads == "own":
+        parts = parts.movedim(1, -2)
+    lses = parts[..., dim:].contiguous().view(torch.float32)[..., 0].transpose(-1, -2)
+    found = [x for part in zip(parts[..., :dim], lses, strict=True) for x in part]
+    if len(found) == 2:  # one rank: nothing to merge with
+        found += [out, torch.full_like(lses[0], float("-inf"))]
+    return found
 
 
 def decode(

@@ -24,8 +24,10 @@ from splitkv.api import attention, attention_varlen
 from splitkv.distributed.collectives import (
     AllGather,
     AllToAll,
+    Copies,
     Move,
     Pending,
+    Rows,
     Together,
     offsets,
     start,
@@ -189,9 +191,9 @@ def _start(
     """The keys and values of some heads on their way, and sink tokens that lie far before."""
     if plan.everything:
         return start(own, AllGather(call.group)), None
-    parts = [own[part] for parts in plan.rows for part in parts]
+    parts = [part for parts in plan.rows for part in parts]
     move: Move = AllToAll(call.group, plan.sends, plan.receives)
-    keys = start(torch.cat(parts) if parts else own[:0], move)
+    keys = start(Copies.apply(own, *parts), move)
     if not _any_far_sinks(spread):
         return keys, None
     return keys, start(_far_sinks(own, call, spread), AllToAll(call.group))
@@ -205,15 +207,17 @@ def _any_far_sinks(spread: Spread) -> bool:
 def _far_sinks(own: Tensor, call: Call, spread: Spread) -> Tensor:
     """[ranks, pieces * sink_tokens, heads, dims]: of the sequence that each piece begins in the
     sink tokens that lie before its keys, right before them; 0 what this rank does not hold."""
-    found = []
-    for pieces in spread.pieces:
-        rows = [_slots(own, call, spread, piece) for piece in pieces]
-        found.append(torch.cat(rows))
-    return torch.stack(found)
+    slots = [[_slots(own, call, spread, piece) for piece in pieces] for pieces in spread.pieces]
+    index, held = (
+        torch.stack([torch.cat([of_piece[i] for of_piece in of_rank]) for of_rank in slots])
+        for i in range(2)
+    )
+    rows: Tensor = Rows.apply(own, index, held)
+    return rows
 
 
-def _slots(own: Tensor, call: Call, spread: Spread, piece: range) -> Tensor:
-    """[sink_tokens, heads, dims] for one piece."""
+def _slots(own: Tensor, call: Call, spread: Spread, piece: range) -> tuple[Tensor, Tensor]:
+    """(which of this rank's tokens it is, whether it is one) of each sink token of one piece."""
     assert call.cu_seqlens is not None
     count, first = spread.mask.sink_tokens, reach(piece, spread).first
     begin = sequence_at(call.cu_seqlens, piece.start)[0]
@@ -227,8 +231,7 @@ def _slots(own: Tensor, call: Call, spread: Spread, piece: range) -> Tensor:
         index = torch.where(here, at + key - part.start, index)
         held = held | here
         at += len(part)
-    rows = own[index] if own.shape[0] else own.new_zeros(count, *own.shape[1:])
-    return torch.where(held[:, None, None], rows, 0.0)
+    return index, held
 
 
 def sequence_at(cu_seqlens: Tensor, position: int) -> tuple[Tensor, Tensor]:
@@ -268,7 +271,7 @@ def _attend(call: Call, spread: Spread, keys: Tensor, far: Tensor | None) -> Res
                 shift = begin - interval.start
                 parts.append(keys[seen.first + shift : seen.last + shift])
                 break
-        own = parts[0] if len(parts) == 1 else torch.cat(parts)
+        own = parts[0] if len(parts) == 1 else torch.cat(parts or [keys[:0]])
         q = call.q.narrow(-3, at, len(piece))
         out, lse = _attend_piece(call._replace(q=q), spread, piece, tokens_last(own))
         outs.append(out.narrow(-3, 0, len(piece)))

@@ -308,6 +308,8 @@ def _backward(
     launcher, operands = _bind(call._replace(out=None))
     run = backward_of(launcher, operands, backward_for)
     seed = seeds.view(torch.int64)[0] if call.dropout_p > 0 else None
+    # a ring's are parts of longer ones; the kernels take those of a forward
+    out, lse = out.contiguous(), lse.contiguous()
     with _on_device(call.q):
         grads = run(operands, seed, out, lse, grad_out, None, False)
     return grads[0], grads[1], grads[2]

@@ -275,13 +275,18 @@ def _packed(seen: Visibility, segments: Segments | None) -> Visibility:
 def expect_no_ulysses() -> None:
     """Raise under verl's Ulysses: its ranks have parts of a sequence and exchange heads for them
     inside FlashAttention only."""
-    verl = sys.modules.get("verl.utils.ulysses")
-    if verl is not None and (size := verl.get_ulysses_sequence_parallel_world_size()) > 1:
+    if (size := ulysses_size()) > 1:
         raise unsupported(
             f"ulysses_sequence_parallel_size: expected 1, got {size}: verl exchanges heads and "
             "sequence in FlashAttention's place only; register splitkv.integrations.verl and set "
             'attn_implementation to "splitkv_ulysses"'
         )
+
+
+def ulysses_size() -> int:
+    """The ranks over which verl has spread a sequence; 1 without verl."""
+    verl = sys.modules.get("verl.utils.ulysses")
+    return 1 if verl is None else int(verl.get_ulysses_sequence_parallel_world_size())
 
 
 def _with_lengths(seen: Visibility, lengths: dict[str, Any]) -> Visibility:

@@ -33,6 +33,8 @@ from splitkv.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from splitkv.integrations.transformers import ulysses_size
+from splitkv.integrations.visibility import unsupported
 
 NAME = "splitkv_ulysses"
 _slots: Any = modeling_flash_attention_utils
@@ -60,14 +62,35 @@ def forward(
     attention_mask   [batch, positions] where there is padding, else None
     arguments        as transformers' `flash_attention_forward` takes them
 
-    Raises ValueError where the sinks are of neither all heads nor those of this rank.
+    Raises ValueError where the sinks are of neither all heads nor those of this rank, and
+    UnsupportedLayer under an active Ulysses group where verl would exchange nothing: a layer would
+    attend to its rank's tokens alone.
     """
+    expect_exchange(module, arguments.get("position_ids"))
     config: Any = module.config
     fill_slots(config._attn_implementation)
     result: tuple[Tensor, None] = flash_attention.flash_attention_forward(
         module, query, key, value, attention_mask, **arguments
     )
     return result
+
+
+def expect_exchange(module: torch.nn.Module, position_ids: Tensor | None) -> None:
+    """Raise where verl has spread a sequence and its function will not exchange heads for it: it is
+    not in FlashAttention's place, or has no position_ids, by which it knows a layer of text."""
+    size = ulysses_size()
+    if size == 1:
+        return
+    if flash_attention._flash_attention_forward is _slots._flash_attention_forward:
+        raise unsupported(
+            f"ulysses_sequence_parallel_size: expected 1 where nothing exchanges heads, got "
+            f"{size}; call verl's apply_monkey_patch for this model before its first forward"
+        )
+    if getattr(module, "is_causal", True) and position_ids is None:
+        raise unsupported(
+            f"position_ids: expected those of this rank's tokens under Ulysses over {size} ranks, "
+            "got None, for which verl exchanges no heads"
+        )
 
 
 def fill_slots(name: str) -> None:
@@ -108,8 +131,7 @@ def sinks_of(sinks: Tensor, num_heads: int) -> Tensor:
     if sinks.shape[0] == num_heads:
         return sinks
     expect_divides("s_aux.shape[0] (num_heads)", sinks.shape[0], num_heads=num_heads)
-    verl = sys.modules.get("verl.utils.ulysses")
-    size = 1 if verl is None else verl.get_ulysses_sequence_parallel_world_size()
+    verl, size = sys.modules.get("verl.utils.ulysses"), ulysses_size()
     requirement = f"{num_heads * size}, the heads of the {size} ranks of verl's Ulysses"
     expect(sinks.shape[0] == num_heads * size, "s_aux.shape[0]", requirement, sinks.shape[0])
     assert verl is not None

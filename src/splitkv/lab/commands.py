@@ -139,6 +139,34 @@ def bench_sequences(
     raise typer.Exit(status)
 
 
+@bench.command("ranks", help="Time attention over ranks beside one rank's; under torchrun.")
+def bench_ranks(
+    case: CaseGlobs = None,
+    way: Annotated[list[str] | None, typer.Option(help="Repeat to compare; else all.")] = None,
+    rounds: Annotated[int, typer.Option(help="Of each timing.")] = 9,
+    shrink: Annotated[int, typer.Option(help="Divide tokens, keys and windows by it.")] = 1,
+    json_path: AppendJson = None,
+) -> None:
+    with one_line_errors():
+        import torch.distributed as dist
+
+        from splitkv.lab.bench import ranks as lab
+
+        cases = lab.select(case or [], way or [], shrink)
+        device = lab.join()
+        status = lab.bench_ranks(
+            cases,
+            way or [],
+            group=dist.group.WORLD,
+            device=device,
+            rounds=rounds,
+            json_path=json_path,
+            console=console,
+        )[1]
+        dist.destroy_process_group()
+    raise typer.Exit(status)
+
+
 @app.command()
 def sweep(
     case: Annotated[str | None, typer.Option(help="A named case; else the shape below.")] = None,

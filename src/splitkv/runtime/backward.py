@@ -15,7 +15,7 @@ from torch import Tensor
 from splitkv.core.errors import expect, expect_device, expect_one_of, expect_shape
 from splitkv.core.options import defaults_of, required_of
 from splitkv.core.problem import Operands, describe_attention
-from splitkv.kernels.gradients import backward_for
+from splitkv.kernels.gradients import backward_of
 from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.runtime.call_cache import CallCache, Launcher, device_to_enter, launch_on, with_types
 from splitkv.runtime.dispatch import bind
@@ -59,7 +59,7 @@ def attention_backward(
 ) -> AttentionGradients:
     """Gradients of attention to keys k and values v, which may be some of those that made out.
 
-    grad_out  as out
+    grad_out  as out; both are taken in the dtype of q
     q, k, v   as those of `attention`, or packed as those of `attention_varlen`, then with its
               cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k among the options
     out       [batch, seqlen_q, num_heads, head_dim_v] or [total_q, num_heads, head_dim_v]: the
@@ -97,6 +97,7 @@ def attention_backward(
     of_lse = {name: sizes[name] for name in (*outer, heads, tokens)}
     for name, x in (("grad_out", grad_out), ("out", out)):
         expect_shape(name, x, **sizes, head_dim_v=head_dim_v)
+        expect_device(name, x, q.device)
     for name, x in (("lse", lse), ("grad_lse", grad_lse)):
         if x is not None:
             expect_shape(name, x, **of_lse)
@@ -109,6 +110,8 @@ def attention_backward(
         setattr(operands, name, given.get(name))
     operands.softmax_scale = bound.operands.softmax_scale
     operands.softcap = float(given["softcap"])
+    # kernels are compiled for rows of that type, and of elements that lie side by side
+    grad_out, out = (x.to(q.dtype) for x in (grad_out, out))
     run: Any = _on_gpu if isinstance(bound.launcher, SequenceLauncher) else _in_torch
     with torch.no_grad():
         of_sinks = None
@@ -191,9 +194,10 @@ def _without_tensors(operands: Operands) -> Operands:
 
 
 def _on_gpu(launcher: SequenceLauncher, x: Operands, rows: _Rows) -> AttentionGradients:
-    run = backward_for(launcher.plan, x)
+    run = backward_of(launcher, x)
     wanted = x.alibi_slopes is not None
-    found = run(x, None, rows.out, rows.lse.contiguous(), rows.grad_out, rows.grad_lse, wanted)
+    out, lse = rows.out.contiguous(), rows.lse.float().contiguous()
+    found = run(x, None, out, lse, rows.grad_out, rows.grad_lse, wanted)
     return AttentionGradients(found.dq, found.dk, found.dv, None, found.dslopes)
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from cases import pairs
+from rank_cases import SMALL_CACHE, shared_cache
 from rank_tasks import cache, called, merged
 from ranks import Raised, Ranks
-from torch import Tensor
 
 import splitkv
 from splitkv.reference import apply_sink_logits
 from splitkv.testing import assert_close, assert_lse_close
 
-BATCH, KV_HEADS, DIM, CAPACITY = 3, 2, 16, 12
+KV_HEADS, DIM = SMALL_CACHE.num_kv_heads, SMALL_CACHE.dim
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "full": {"causal": False},
@@ -47,55 +47,10 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())
 
 
-def parts_of(x: Tensor, case: dict[str, Any], order: Tensor) -> list[Tensor]:
-    """The caches of the ranks, of keys [batch, total, heads, dim]."""
-    size = case["size"]
-    if case["place"] == "ranges":
-        return list(x.chunk(size, 1))
-    paged = x.unflatten(1, (-1, 3))  # [batch, pages, page_size, ..]
-    if case["place"] == "pages":
-        ranks = [paged[:, rank::size] for rank in range(size)]
-    else:
-        ranks = list(paged.chunk(size, 1))
-    caches = [torch.full_like(part.flatten(0, 1), float("nan")) for part in ranks]
-    for found, part in zip(caches, ranks, strict=True):
-        found[order] = part.flatten(0, 1)
-    return caches
-
-
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_decode_is_that_of_one_process(case: dict[str, Any], ranks: Ranks) -> None:
-    size, rows, options = case["size"], case["rows"], dict(MASKS[case["mask"]])
-    total, num_heads = size * CAPACITY, 4
-    q = torch.randn(BATCH, rows, num_heads, DIM)
-    k, v = (torch.randn(BATCH, total, KV_HEADS, DIM) for _ in "kv")
-    lengths = torch.tensor([total, rows, 17], dtype=torch.int32)
-    if "alibi_slopes" in options:
-        options["alibi_slopes"] = torch.rand(num_heads) + 0.05
-    if case["sinks"]:
-        options["sink_logits"] = torch.randn(num_heads)
-    order = torch.randperm(BATCH * CAPACITY // 3)
-    placed: dict[str, Any] = {}
-    if case["place"] != "ranges":
-        placed["page_table"] = order.view(BATCH, -1).int()
-    shared = {"q": q, "cache_seqlens": lengths, "return_lse": True, **placed, **options}
-    caches = zip(parts_of(k, case, order), parts_of(v, case, order), strict=True)
-    calls = [{"k_cache": kc.clone(), "v_cache": vc.clone(), **shared} for kc, vc in caches]
-    way = {"keys": "pages" if case["place"] == "pages" else "ranges", "heads": case["heads"]}
-    found = ranks.run(cache, size, way, calls)
-
-    def one(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        given = dict(options, cache_seqlens=lengths, return_lse=True)
-        if case["sinks"]:
-            given["sink_logits"] = given["sink_logits"].to(dtype)
-        return splitkv.decode(q.to(dtype), k.to(dtype), v.to(dtype), **given)
-
-    (ref, ref_lse), (pt, _) = one(torch.float64), one(torch.float32)
-    if case["heads"] == "own":
-        found = [(torch.cat([x[0] for x in found], 2), torch.cat([x[1] for x in found], 1))]
-    for out, lse in found:
-        assert_close(out, ref, pt)
-        assert_lse_close(lse, ref_lse)
+    shared = shared_cache(case, MASKS[case["mask"]])
+    shared.compare(ranks.run(cache, case["size"], shared.way, shared.calls))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -127,6 +82,20 @@ def test_combine_merges_by_lse(heads: Any, packed: bool, dtype: torch.dtype, ran
         found = [(torch.cat([x[0] for x in found], -2), torch.cat([x[1] for x in found], dim))]
     assert_close(found[0][0], ref, ref.to(dtype))
     assert_lse_close(found[0][1], lse)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("heads", ["all", "own"])
+def test_no_sequences_and_one_rank(heads: Any, size: int, ranks: Ranks) -> None:
+    for batch in (0, 2):
+        parts = [(torch.randn(batch, 1, 4, DIM), torch.randn(batch, 4, 1)) for _ in range(size)]
+        found = ranks.run(merged, size, parts, heads, torch.zeros(4))
+        own = 4 // size if heads == "own" else 4
+        for out, lse in found:
+            assert out.shape == (batch, 1, own, DIM) and lse.shape == (batch, own, 1)
+        if size == 1:
+            exact = apply_sink_logits(*parts[0], torch.zeros(4))
+            torch.testing.assert_close(found[0], (exact, parts[0][1]))
 
 
 def test_a_malformed_cache(ranks: Ranks) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import pairs
+from rank_cases import SMALL, Sizes, compare, operands
 from rank_tasks import (
-    LEAVES,
     called,
     compiled_caller,
-    finite,
     left_over,
     sequence,
     traffic,
@@ -21,17 +18,9 @@ from rank_tasks import (
     with_group,
 )
 from ranks import Raised, Ranks
-from torch import Tensor
 
-from splitkv import reference
-from splitkv.core.masks import Mask
-from splitkv.distributed.layout import pieces
-from splitkv.distributed.traffic import HeadShape, moved, spread_of
-from splitkv.testing import DRAWS, assert_close, assert_lse_close
-
-TOTAL, LONGEST, DIM, DIM_V = 48, 18, 16, 8
+TOTAL, DIM = SMALL.total, SMALL.dim
 WINDOW: dict[str, Any] = {"causal": True, "window_size": (5, 0)}
-CU_SEQLENS = (0, 5, 5, 23, 40, 46)  # an empty one, and two tokens after the last
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -73,95 +62,36 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join((*map(str, rest), heads, packed))
 
 
-def operands(case: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of all tokens, and the gradients of its results."""
-    dtype, (heads, kv_heads) = getattr(torch, case["dtype"]), case["heads"]
-    outer = () if case["packed"] else (2,)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape).to(dtype)
-
-    call: dict[str, Any] = {
-        "q": random(*outer, TOTAL, heads, DIM),
-        "k": random(*outer, TOTAL, kv_heads, DIM),
-        "v": random(*outer, TOTAL, kv_heads, DIM_V),
-        "grad_out": random(*outer, TOTAL, heads, DIM_V),
-        "grad_lse": torch.randn(*outer, heads, TOTAL),
-        "sink_logits": torch.randn(heads),
-        **MASKS[case["mask"]],
-    }
-    if "alibi_slopes" in call:
-        call["alibi_slopes"] = torch.rand(heads) + 0.05
-    if case["packed"]:
-        bounds = torch.tensor(CU_SEQLENS, dtype=torch.int32)
-        call |= {"cu_seqlens": bounds, "max_seqlen": LONGEST}
-    return call
-
-
-def in_one_process(call: dict[str, Any], *, upcast: bool, draw: int = 0) -> dict[str, Tensor]:
-    """What `sequence` returns, of all tokens in one process, by definition.
-
-    upcast   False: the run in the working precision
-    draw     above 0: reorders the head dimension, for other rounding errors of the same result
-    """
-    given = dict(call)
-    grads = given.pop("grad_out"), given.pop("grad_lse")
-    left, right = given.pop("window_size", (-1, -1))
-    numbers = given.pop("sink_tokens", 0), given.pop("attention_chunk", 0)
-    given["mask"] = Mask(given.pop("causal", False), left, right, *numbers)
-    leaves = {name: given[name].clone().requires_grad_() for name in LEAVES}
-    given |= leaves
-    if draw:
-        order = torch.randperm(DIM, generator=torch.Generator().manual_seed(draw))
-        given |= {name: leaves[name][..., order] for name in "qk"}
-    if "cu_seqlens" in given:
-        bounds = given.pop("cu_seqlens")
-        del given["max_seqlen"]
-        given |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-        out, lse = reference.attention_varlen(**given, upcast=upcast)
-    else:
-        out, found_lse = reference.attention(**given, upcast=upcast)
-        assert found_lse is not None
-        lse = found_lse
-    loss = (out * grads[0].to(out.dtype)).sum() + (finite(lse) * grads[1]).sum()
-    found = torch.autograd.grad(loss, list(leaves.values()))
-    named = {f"d{name}": grad for name, grad in zip(leaves, found, strict=True)}
-    return {"out": out.detach(), "lse": lse.detach(), **named}
-
-
-def whole(parts: list[Tensor], layout: Any, dim: int) -> Tensor:
-    """The tokens of all ranks in their order."""
-    size, tokens = len(parts), parts[0].shape[dim]
-    found = {}
-    for rank, part in enumerate(parts):
-        own = pieces(rank, size, tokens, layout)
-        for piece, x in zip(own, part.chunk(len(own), dim), strict=True):
-            found[piece.start] = x
-    return torch.cat([found[start] for start in sorted(found)], dim)
-
-
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_results_and_gradients_are_those_of_one_process(case: dict[str, Any], ranks: Ranks) -> None:
-    call = operands(case)
+    kind = {"packed": case["packed"], "dtype": getattr(torch, case["dtype"])}
+    call = operands(MASKS[case["mask"]], case["heads"], **kind)
     way = {"exchange": case["exchange"], "layout": case["layout"]}
-    parts = ranks.run(sequence, case["size"], way, call)
-    ref = in_one_process(call, upcast=True)
-    # the rule of splitkv.testing.check: of few rows one run is a poor measure of the precision
-    runs = [in_one_process(call, upcast=False, draw=draw) for draw in range(DRAWS)]
-    pt = {
-        name: max((run[name] for run in runs), key=lambda x, r=x: (x.double() - r).abs().max())
-        for name, x in ref.items()
-    }
-    assert_lse_close(whole([part["lse"] for part in parts], case["layout"], -1), ref["lse"])
-    for name in ("out", "dq", "dk", "dv"):
-        found = whole([part[name] for part in parts], case["layout"], -3)
-        factor = 2.0 if name == "out" else 3.0
-        assert_close(found, ref[name], pt[name], factor=factor, name=name)
-    for part in parts:  # summed over the ranks
-        found = part["dsink_logits"]
-        assert_close(
-            found, ref["dsink_logits"], pt["dsink_logits"], factor=3.0, name="dsink_logits"
-        )
+    compare(call, case["layout"], ranks.run(sequence, case["size"], way, call))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "full", "sinks"])
+@pytest.mark.parametrize("exchange", ["heads", "keys", "ring"])
+def test_an_odd_number_of_ranks(exchange: str, mask: str, packed: bool, ranks: Ranks) -> None:
+    """Where keys of one round and gradients of another go between the same two ranks; and fewer
+    KV heads than ranks, which do not divide them."""
+    call = operands(MASKS[mask], (6, 2), packed=packed, dtype=torch.bfloat16)
+    way = {"exchange": exchange, "layout": "zigzag"}
+    compare(call, "zigzag", ranks.run(sequence, 3, way, call))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("exchange", ["heads", "keys", "ring"])
+def test_no_tokens(exchange: str, packed: bool, ranks: Ranks) -> None:
+    none = Sizes(0, (0, 0), DIM, DIM)
+    call = operands(WINDOW, (4, 2), packed=packed, dtype=torch.float32, sizes=none)
+    way = {"exchange": exchange, "layout": "contiguous"}
+    outer = () if packed else (2,)
+    for found in ranks.run(sequence, 2, way, call):
+        assert found["out"].shape == (*outer, 0, 4, DIM) and found["lse"].shape == (*outer, 4, 0)
+        assert found["dk"].shape == (*outer, 0, 2, DIM)
+        assert torch.equal(found["dsink_logits"], torch.zeros(4))
 
 
 def packed_call(**options: Any) -> dict[str, Any]:
@@ -258,37 +188,6 @@ def test_an_odd_number_of_tokens_in_zigzag(ranks: Ranks) -> None:
     call = tokens(7, exchange="ring")
     said = disagreeing(ranks, call, call)
     assert said == "q: expected an even number of tokens a rank with layout='zigzag', got 7"
-
-
-@pytest.mark.parametrize("way", [("heads", {}), ("keys", {"causal": True}), ("keys", WINDOW)])
-def test_bytes_on_paper_are_those_that_move(way: tuple[Any, dict[str, Any]], ranks: Ranks) -> None:
-    exchange, options = way
-    call = packed_call(**options)
-    found = ranks.run(traffic, 4, {"exchange": exchange, "layout": "contiguous"}, call)
-    most = max(
-        sum(n for received in exchanges for peer, n in enumerate(received) if peer != rank)
-        for rank, exchanges in enumerate(found)
-    )
-    mask = Mask(options.get("causal", False), *options.get("window_size", (-1, -1)))
-    shape = HeadShape(4, 4, DIM, DIM, call["q"].element_size())
-    counted = moved(spread_of(exchange, TOTAL, 4, mask), shape)
-    assert counted.forward == most * shape.element_bytes
-
-
-def test_the_table_on_paper() -> None:
-    """Its cells are MiB forward and backward together, by `moved`."""
-    text = (Path(__file__).parents[3] / "docs" / "distributed-on-paper.md").read_text()
-    shape = HeadShape(32, 8, 128, 128, 2)
-    masks = {"causal": Mask(True), "window": Mask(True, 4095)}
-    rows = re.findall(r"^\| (causal|window) \| (\d+) \| (.*) \|$", text, re.M)
-    assert len(rows) == 12
-    for name, ranks, cells in rows:
-        for exchange, cell in zip(("heads", "keys", "ring"), cells.split(" | "), strict=True):
-            if exchange == "heads" and 32 % int(ranks):
-                assert cell == "-"
-                continue
-            spread = spread_of(exchange, 131072, int(ranks), masks[name])
-            assert cell == f"{moved(spread, shape).total / 2**20:.0f}", (name, ranks, exchange)
 
 
 def test_a_distributed_tensor_is_told_to_be_local(ranks: Ranks) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from rank_cases import whole
 from rank_torch_ring import torch_ring
 from ranks import Ranks
 
@@ -12,10 +15,12 @@ from splitkv.core.masks import Mask
 from splitkv.testing import assert_close
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_its_ring_merges_our_partial_results(causal: bool, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")]
+)
+def test_its_ring_merges_our_partial_results(causal: bool, layout: Any, ranks: Ranks) -> None:
     tensors = [torch.randn(2, 4, 16, 8) for _ in range(4)]
-    found = ranks.run(torch_ring, 2, tensors, causal)
+    found = ranks.run(torch_ring, 2, tensors, causal, layout)
 
     def exactly(*, upcast: bool) -> list[torch.Tensor]:
         leaves = [x.transpose(1, 2).clone().requires_grad_() for x in tensors[:3]]
@@ -25,5 +30,5 @@ def test_its_ring_merges_our_partial_results(causal: bool, ranks: Ranks) -> None
 
     ref, pt = exactly(upcast=True), exactly(upcast=False)
     for i, name in enumerate(("out", "dq", "dk", "dv")):
-        whole = torch.cat([part[i] for part in found], 2)
-        assert_close(whole, ref[i], pt[i], factor=3.0, name=name)
+        made = whole([part[i] for part in found], layout, 2)
+        assert_close(made, ref[i], pt[i], factor=3.0, name=name)

@@ -43,6 +43,29 @@ def test_the_implementation_without_an_exchange_refuses(ranks: Ranks) -> None:
         assert "splitkv_ulysses" in found.message
 
 
+def test_an_exchange_that_is_not_in_place_is_missed(ranks: Ranks) -> None:
+    for found in ranks.each(step, 2, 4, "splitkv_ulysses", False):
+        assert isinstance(found, Raised)
+        assert found.kind == "UnsupportedLayer"
+        assert "expected 1 where nothing exchanges heads, got 2" in found.message
+        assert "apply_monkey_patch" in found.message
+
+
+def test_a_layer_of_text_without_positions_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import flash_attention
+
+    from splitkv.integrations import verl
+
+    monkeypatch.setattr(verl, "ulysses_size", lambda: 2)
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", lambda *args: None)
+    layer, picture = torch.nn.Module(), torch.nn.Module()
+    picture.is_causal = False  # type: ignore[assignment]
+    verl.expect_exchange(layer, torch.arange(3)[None])
+    verl.expect_exchange(picture, None)
+    with pytest.raises(NotImplementedError, match="position_ids: expected those of this rank's"):
+        verl.expect_exchange(layer, None)
+
+
 def test_sinks_of_other_heads_raise() -> None:
     from splitkv.integrations.verl import sinks_of
 

@@ -18,9 +18,10 @@ from splitkv.lab.harness.timing import nvidia_smi
 
 def facts() -> dict[str, Any]:
     """What every record of a run says of the machine and the sources."""
-    driver = nvidia_smi("driver_version")
+    here = current()
+    driver = nvidia_smi("driver_version") if here.kind == "cuda" else []
     return {
-        "gpu": current().name,
+        "gpu": here.name,
         "driver": driver[0] if driver else "unknown",
         "versions": {
             "python": platform.python_version(),
