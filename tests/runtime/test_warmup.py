@@ -154,7 +154,7 @@ def compiled_for(call: Call) -> dict[str, set[str]]:
             call.operands.new = new if made.config.appends else None
             kernel_named(made.kernel).bind(made, call.operands)(call.operands)
         if new is not None:
-            append_kernel.Launcher(new).dispatch(new)
+            append_kernel.AppendLauncher(new).dispatch(new)
     return {name: x.found for name, x in keys.items()}
 
 

@@ -342,8 +342,8 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
-class _Again:
-    """What a call needs again, once its kernels are compiled: new results, a stream's partials.
+class Allocations:
+    """What a call that is relaunched allocates: new results, and the partials of its stream.
 
     merge        as the class says, or None: one part each, or merged where they are made
     lse_shape    None: no LSE is wanted
@@ -381,7 +381,7 @@ class _Again:
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
 
-class Repeat(_Again):
+class Repeat(Allocations):
     """A split-KV decode call: allocate, split, merge.
 
     split       split(stream, at_q, (at_k, at_v, at_table), at_lens, (at_out, at_lse), partial,
@@ -489,22 +489,23 @@ class Repeat(_Again):
 def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]:
     """(growth, new, turn) of a call of `append` to the caches at_k and at_v as addresses, and all
     their bits."""
-    at: list[int | None] = []
-    bits = 0
     rotary = (None, None, None) if call.rotary is None else call.rotary[:3]
-    of_new = call.cu_seqlens_new, call.leftpad, call.k, call.v, call.k_scale, call.v_scale
-    for x in (*of_new, *rotary):
-        if x is None:
-            at.append(None)
-        else:
-            address = x.data_ptr()
-            at.append(address)
-            bits |= address
-    cu, leftpad, k, v, k_scale, v_scale, cos, sin, start = at
-    return ((cu, leftpad), (k, v, at_k, at_v, k_scale, v_scale), (cos, sin, start)), bits
+    growth, new, turn = (
+        [None if x is None else x.data_ptr() for x in tensors]
+        for tensors in (
+            (call.cu_seqlens_new, call.leftpad),
+            (call.k, call.v, call.k_scale, call.v_scale),
+            rotary,
+        )
+    )
+    bits = 0
+    for at in (*growth, *new, *turn):
+        bits |= at or 0
+    new[2:2] = at_k, at_v
+    return (tuple(growth), tuple(new), tuple(turn)), bits
 
 
-class Sequences(_Again):
+class Sequences(Allocations):
     """Attention of whole sequences by a kernel for Hopper: allocate, launch, merge.
 
     launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, and then

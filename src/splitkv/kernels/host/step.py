@@ -30,8 +30,7 @@ from splitkv.kernels.host.launcher import (
     split_arguments,
 )
 from splitkv.kernels.host.partition import packed_rows
-from splitkv.kernels.host.relaunch import Launch, launch_of, observed
-from splitkv.kernels.host.relaunch import _Again as Again
+from splitkv.kernels.host.relaunch import Allocations, Launch, launch_of, observed
 from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
 from splitkv.kernels.tile.codec import Scales
 
@@ -261,7 +260,7 @@ class Addresses(NamedTuple):
     starts: int | None
 
 
-class StepRepeat(Again):
+class StepRepeat(Allocations):
     """A call of decode by a schedule, once its kernels are compiled: allocate, schedule, split,
     merge. A schedule that is made by the call lies behind the partials of the stream."""
 

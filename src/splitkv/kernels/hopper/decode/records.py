@@ -207,16 +207,14 @@ class QueryRows(NamedTuple):
 class Rotation(NamedTuple):
     """How rows of q are rotated.
 
-    tables    Turn; start: the row of cos and sin of query token 0, which has `step` more a token
-    num_rows  rows of cos and sin
+    turn, angles   Turn, AngleTable: see tile/new.py
+    start          the row of cos and sin of query token 0, which has `step` more a token
     """
 
-    tables: Any
+    turn: Any
+    angles: Any
     start: Any
     step: Any
-    num_rows: Any
-    stride_cos: Any
-    stride_sin: Any
 
 
 class QueryTile(NamedTuple):
