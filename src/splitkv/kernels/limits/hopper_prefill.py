@@ -16,6 +16,7 @@ from splitkv.core.variants import HopperPrefill, Variant
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.limits import prefill
 from splitkv.kernels.limits.hopper_prefill_tiles import ROWS, ordered
+from splitkv.kernels.limits.reasons import Reasons
 
 NAME = "hopper_prefill"
 
@@ -28,25 +29,23 @@ BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 def unsupported(problem: Problem, device: Device) -> list[str]:
     if device.kind != "cuda" or device.capability != (9, 0):
         return [f"device {device.arch}: expected sm_90"]
-    reasons = prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
+    reasons = Reasons(prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device))
 
     if isinstance(problem.place, Paged):
         page_size = problem.place.page_size
-        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
-    expect(
+        reasons.expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+    reasons.expect(
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
-    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
+    reasons.expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
     dims = problem.head_dim, problem.head_dim_v
     known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
-    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
-    expect(not problem.score.alibi, "alibi: expected none")
-    expect(not problem.dropout, "dropout: expected none")
+    reasons.expect(
+        dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}"
+    )
+    reasons.expect(not problem.score.alibi, "alibi: expected none")
+    reasons.expect(not problem.dropout, "dropout: expected none")
     reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]
     return reasons
 

@@ -14,6 +14,7 @@ from splitkv.kernels.hopper.primitives import tma_limits
 from splitkv.kernels.limits import hopper_prefill, prefill
 from splitkv.kernels.limits.hopper_prefill import BARRIER_BYTES, fitting, maxima, mma_order
 from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ordered
+from splitkv.kernels.limits.reasons import Reasons
 
 NAME = "hopper_prefill_half"
 
@@ -22,29 +23,25 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     if device.kind != "cuda" or device.capability != (9, 0):
         return [f"device {device.arch}: expected sm_90"]
     plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
-    reasons = hopper_prefill.unsupported(plain, device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
+    reasons = Reasons(hopper_prefill.unsupported(plain, device))
 
     known = problem.codec.name in CODECS_8BIT
-    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
-    expect(
+    reasons.expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
+    reasons.expect(
         problem.codec.granularity != "token",
         f"kv {problem.codec}: expected scales per tensor or head",
     )
-    expect(
+    reasons.expect(
         problem.codec == AS_IS or problem.products != "widened",
         "products widened: expected half or full",
     )
-    expect(
+    reasons.expect(
         problem.codec.name != "fp8" or not problem.return_lse,
         "return_lse of fp8: expected none, as units keep 14 bits",
     )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
     dims = problem.head_dim, problem.head_dim_v
-    expect(
+    reasons.expect(
         dims in ((64, 64), (128, 128)),
         f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
     )

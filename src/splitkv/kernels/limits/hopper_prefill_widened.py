@@ -13,6 +13,7 @@ from splitkv.core.variants import Variant
 from splitkv.kernels.hopper.primitives import tma_limits
 from splitkv.kernels.limits import hopper_prefill, prefill
 from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT
+from splitkv.kernels.limits.reasons import Reasons
 
 NAME = "hopper_prefill_widened"
 
@@ -20,20 +21,18 @@ NAME = "hopper_prefill_widened"
 def unsupported(problem: Problem, device: Device) -> list[str]:
     if device.kind != "cuda" or device.capability != (9, 0):
         return [f"device {device.arch}: expected sm_90"]
-    reasons = hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
+    reasons = Reasons(
+        hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
+    )
 
     known = problem.codec.name in CODECS_8BIT
-    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
+    reasons.expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
     rounds_q = problem.products != "widened" and problem.q_granularity == "none"
-    expect(
+    reasons.expect(
         rounds_q or not problem.return_lse or problem.codec == AS_IS,
         "return_lse: expected products half or full and q of 16 bits, as keys and q are rounded",
     )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
     return reasons
 
 

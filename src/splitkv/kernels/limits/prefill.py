@@ -14,6 +14,7 @@ from splitkv.core.variants import Gradients, HopperBackward
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.host.partition import num_parts, padded, padded_dims
 from splitkv.kernels.limits import backward, hopper_backward
+from splitkv.kernels.limits.reasons import Reasons
 from splitkv.planner.policies.backward import with_row_splits
 
 NAME = "prefill"
@@ -53,28 +54,28 @@ SINGLE: dict[int, tuple[Shape, ...]] = {
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    reasons = []
+    reasons = Reasons()
 
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
+    reasons.expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
     if device.kind == "cuda":
-        expect(device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer")
-    expect(
+        reasons.expect(
+            device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer"
+        )
+    reasons.expect(
         problem.dtype in ("bfloat16", "float16", "float32"),
         f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
     )
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
-        expect(
+        reasons.expect(
             value % 8 == 0 and MIN_HEAD_DIM <= value <= MAX_HEAD_DIM,
             f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
         )
     forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
     forward_only |= problem.codec != AS_IS
-    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
+    reasons.expect(
+        not (forward_only and problem.needs_grad), "gradient: expected inputs that require none"
+    )
     reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons
 
