@@ -69,6 +69,7 @@ from splitkv.kernels.host.relaunch import launch_of
 from splitkv.kernels.host.step import StepLauncher
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import (
     AngleTable,
     NewHead,
@@ -89,34 +90,7 @@ from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.visit import Strides
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "chunk",
-        "parts",
-        "size",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-        "seqlen_new",
-        "capacity",
-        "slabs",
-        "rotary_rows",
-        "q_step",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def decode_split(
     q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM]
     kv,  # KV

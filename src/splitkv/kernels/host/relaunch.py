@@ -380,6 +380,15 @@ class Allocations:
         self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
+    def take_buffer(self, stream: int, captured: Any) -> tuple[Any, tuple[int, int, int]]:
+        """A buffer for the partials, the stream's own where no graph is captured, which gets it
+        back in `buffers` after the call; and the addresses of acc, m and l in it."""
+        buffer: Any = None if captured else self.buffers.pop(stream, None)
+        if buffer is None or buffer[1] < self.numel:
+            buffer = self.make_buffer(self.device, self.numel, captured)
+        at = buffer[0]
+        return buffer, (at, at + self.m_at, at + self.l_at)
+
 
 class Repeat(Allocations):
     """A split-KV decode call: allocate, split, merge.
@@ -557,11 +566,7 @@ class Sequences(Allocations):
             self.launch(stream, maps, final, None, None, *rest)
             return out, lse
         captured = stream and self.capturing()
-        buffer = None if captured else self.buffers.pop(stream, None)
-        if buffer is None or buffer[1] < self.numel:
-            buffer = self.make_buffer(self.device, self.numel, captured)
-        at = buffer[0]
-        partial = at, at + self.m_at, at + self.l_at
+        buffer, partial = self.take_buffer(stream, captured)
         if merge is None:
             count = self.counter(self.device, stream, captured).data_ptr()
             self.launch(stream, maps, final, partial, count, *rest)

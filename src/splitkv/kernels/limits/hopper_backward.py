@@ -10,7 +10,7 @@ from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import next_power_of_2
 from splitkv.core.variants import BackwardTiles, HopperBackward
-from splitkv.kernels.limits.reasons import Reasons
+from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # By head_dim: rows a step, keys a program, stages of rows, the best first. More rows do not fit
@@ -37,8 +37,8 @@ BARRIER_BYTES = {"half_keys": 768, "one_gradient": 1024}
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
     """Every reason why these kernels cannot make the gradients of a problem."""
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
+    if against := expect_hopper(device):
+        return against
     reasons = Reasons()
 
     cached = problem.kind == "decode" or isinstance(problem.place, Paged)

@@ -16,7 +16,7 @@ from splitkv.core.variants import HopperDecode, Variant
 from splitkv.kernels.host.partition import num_parts as parts_of_problem
 from splitkv.kernels.host.partition import traffic_of_parts, traffic_of_shares
 from splitkv.kernels.limits import decode_split
-from splitkv.kernels.limits.reasons import Reasons
+from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 from splitkv.kernels.limits.scale_layout import unfit as unfit_scales
 from splitkv.planner.policies.variants import (
     MOST_HEADS_IN_BULK,
@@ -132,8 +132,8 @@ def unfit(operands: Operands) -> list[str]:
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
+    if against := expect_hopper(device):
+        return against
     reasons = Reasons(decode_split.unsupported(problem, device))
 
     reasons.expect(

@@ -11,22 +11,25 @@ from splitkv.core.plan import Config, Plan, Traffic
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import HopperPrefill, Variant
 from splitkv.kernels.hopper.primitives import tma_limits
-from splitkv.kernels.limits import hopper_prefill, prefill
-from splitkv.kernels.limits.hopper_prefill import BARRIER_BYTES, fitting, maxima, mma_order
-from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ordered
-from splitkv.kernels.limits.reasons import Reasons
+from splitkv.kernels.limits import prefill
+from splitkv.kernels.limits.hopper_prefill import (
+    BARRIER_BYTES,
+    against_8bit,
+    against_dims_8bit,
+    fitting,
+    maxima,
+    mma_order,
+)
+from splitkv.kernels.limits.hopper_prefill_tiles import ordered
+from splitkv.kernels.limits.reasons import expect_hopper
 
 NAME = "hopper_prefill_half"
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
-    reasons = Reasons(hopper_prefill.unsupported(plain, device))
-
-    known = problem.codec.name in CODECS_8BIT
-    reasons.expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
+    if against := expect_hopper(device):
+        return against
+    reasons = against_8bit(problem, device)
     reasons.expect(
         problem.codec.granularity != "token",
         f"kv {problem.codec}: expected scales per tensor or head",
@@ -39,13 +42,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         problem.codec.name != "fp8" or not problem.return_lse,
         "return_lse of fp8: expected none, as units keep 14 bits",
     )
-    reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
-    dims = problem.head_dim, problem.head_dim_v
-    reasons.expect(
-        dims in ((64, 64), (128, 128)),
-        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
-    )
-    return reasons
+    return reasons + against_dims_8bit(problem)
 
 
 def unfit(operands: Operands) -> list[str]:

@@ -13,14 +13,14 @@ from splitkv.core.variants import Variant
 from splitkv.kernels.hopper.primitives import tma_limits
 from splitkv.kernels.limits import hopper_prefill, prefill
 from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT
-from splitkv.kernels.limits.reasons import Reasons
+from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 NAME = "hopper_prefill_widened"
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
+    if against := expect_hopper(device):
+        return against
     reasons = Reasons(
         hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
     )

@@ -56,15 +56,7 @@ SINGLE: dict[int, tuple[Shape, ...]] = {
 def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons = Reasons()
 
-    reasons.expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
-    if device.kind == "cuda":
-        reasons.expect(
-            device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer"
-        )
-    reasons.expect(
-        problem.dtype in ("bfloat16", "float16", "float32"),
-        f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
-    )
+    reasons.expect_triton(problem, device)
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
         reasons.expect(

@@ -74,10 +74,8 @@ def int8_to_fp16(order):
 
 
 @gluon.jit
-def from_int8(pairs, ORDER: gl.constexpr):
-    """Dequantizes pairs of int8 to two tensors of fp16: of each four columns, EVEN_AND_ODD ones, or
-    the first and the last IN_TWOS. The byte plus 128 is the low byte of 1024 + it in fp16."""
-    CODE: gl.constexpr = int8_to_fp16(ORDER)
+def two_words(CODE: gl.constexpr, pairs):
+    """Runs instructions that make two words of fp16 of each word of pairs."""
     return gl.inline_asm_elementwise(
         CODE,
         "=r,=r,r",
@@ -89,17 +87,18 @@ def from_int8(pairs, ORDER: gl.constexpr):
 
 
 @gluon.jit
+def from_int8(pairs, ORDER: gl.constexpr):
+    """Dequantizes pairs of int8 to two tensors of fp16: of each four columns, EVEN_AND_ODD ones, or
+    the first and the last IN_TWOS. The byte plus 128 is the low byte of 1024 + it in fp16."""
+    CODE: gl.constexpr = int8_to_fp16(ORDER)
+    return two_words(CODE, pairs)
+
+
+@gluon.jit
 def from_e4m3(pairs, ORDER: gl.constexpr):
     """Dequantizes pairs of e4m3 to two tensors of fp16, in the ORDER of `from_int8`."""
     CODE: gl.constexpr = E4M3_EVEN_AND_ODD if ORDER == EVEN_AND_ODD else E4M3_TO_FP16
-    return gl.inline_asm_elementwise(
-        CODE,
-        "=r,=r,r",
-        [pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
+    return two_words(CODE, pairs)
 
 
 @gluon.jit

@@ -37,6 +37,7 @@ from splitkv.kernels.hopper.decode.split_range import (
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import AngleTable, NewStrides, NewTokens, grown, seen_tiles, start_of
 from splitkv.kernels.tile.share import Share
 from splitkv.kernels.tile.visit import Strides
@@ -44,30 +45,7 @@ from splitkv.kernels.tile.visit import Strides
 
 @gluon.jit(
     repr=named_for_profilers,
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "parts",
-        "size",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sh",
-        "seqlen_new",
-        "capacity",
-        "slabs",
-        "rotary_rows",
-        "q_step",
-    ],
+    do_not_specialize=SIZES,
 )
 def decode_append(
     q_ptr,  # [batch, seqlen_q, num_heads, head_dim]

@@ -25,28 +25,12 @@ from splitkv.kernels.hopper.decode.ring import allocate_boxes
 from splitkv.kernels.hopper.decode.walk_roles import Step, WalkInputs, run_roles
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.decode_sizes import SIZES
 
 
 @gluon.jit(
     repr=named_for_profilers,
-    do_not_specialize=[
-        "seqlen_q",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "head_tiles",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-    ],
+    do_not_specialize=SIZES,
 )
 def decode_walk(
     q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
