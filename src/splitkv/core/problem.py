@@ -134,7 +134,7 @@ class Problem(Value):
 
     @property
     def widened(self) -> Problem:
-        """What is left of the problem when keys, values and queries have been made numbers of the
+        """The problem that is left when keys, values and queries have been made numbers of the
         working type, and pages one after the other."""
         place = self.place
         if isinstance(place, Paged):
@@ -450,7 +450,7 @@ def expect_out(out: Any, shape: tuple[int, ...], dtype: str, device: Any) -> Non
 
 
 def expect_no_grad_with_out(needs_grad: bool) -> None:
-    """What is written into `out` is no part of a graph."""
+    """Refuses `out` where a gradient is recorded: what is written into it is no part of a graph."""
     hint = "call within torch.no_grad()"
     expect(not needs_grad, "out", "None where a gradient is recorded", "a tensor", hint)
 

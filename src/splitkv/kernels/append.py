@@ -378,7 +378,7 @@ class AppendLauncher:
 
 
 ADDRESSES = *Append._fields[:-1], *Rotary._fields[:3], "q_out", "after"
-"""What `AppendRepeat` knows the address of, in this order: `Append.tensors`, and the results."""
+"""Names of the addresses that `AppendRepeat` has, in order: `Append.tensors`, and the results."""
 
 
 def _pick(*names: str) -> itemgetter[Any]:

@@ -443,14 +443,14 @@ def attention(launcher: SequenceLauncher, operands: Operands) -> tuple[Tensor, T
 
 
 def in_place_of(plan: Plan, other: Plan, operands: Operands) -> Launcher:
-    """This kernel by another plan than was made for a call, and a warning why."""
+    """Binds this kernel by another plan than was made for a call, and warns why."""
     why = other.why.removeprefix(f"{plan.why}; ")
     warnings.warn(f"this call runs on {other.kernel}: {why}", stacklevel=2)
     return Launcher(other, operands)
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward, in the order in which it does."""
+    """Tensors that the forward keeps for the backward, in this order."""
 
     q: Tensor
     k: Tensor

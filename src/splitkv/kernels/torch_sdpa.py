@@ -57,7 +57,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 
 def mask_form(problem: Problem) -> str:
-    """What SDPA is told of the mask: nothing, its own causal flag, or a tensor."""
+    """The mask as SDPA is given it: not at all, as its own causal flag, or as a tensor."""
     # SDPA's flag aligns top-left, which is ours only where there are as many queries as keys.
     if problem.kind == "dense" and not problem.sink_logits:
         if problem.mask.is_full and problem.seqlen_k > 0:

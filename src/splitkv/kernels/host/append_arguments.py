@@ -71,7 +71,8 @@ def pointers(call: Any, k: Any, v: Any) -> dict[str, Any]:
 
 
 def unfit(operands: Operands) -> list[str]:
-    """What of a call of `append` decode kernels have no arguments for."""
+    """The reasons why decode kernels cannot do a call of `append`: they have no arguments for
+    it."""
     call, reasons = operands.new, []
     if call.slots is not None:
         reasons.append("slots: expected none")

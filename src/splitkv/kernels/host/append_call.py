@@ -72,7 +72,7 @@ class Append(NamedTuple):
 
     @property
     def given(self) -> list[Tensor]:
-        """Those of them that are there."""
+        """The tensors that are given."""
         return [x for x in self.tensors if x is not None]
 
     @property

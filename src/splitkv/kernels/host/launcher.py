@@ -1,4 +1,4 @@
-"""What a call of decode needs beside its kernel: parts of the keys, `combine`, launching again."""
+"""Launchers of decode: a kernel, `combine` where there are several splits, and relaunching both."""
 
 from __future__ import annotations
 

@@ -282,7 +282,8 @@ def _recorded(compiled: Any) -> _Calling | None:
 
 
 def _c_function(compiled: Any) -> Callable[..., Any] | None:
-    """What Triton's launcher calls, or what that wraps in order to build tensor descriptors."""
+    """The C function that Triton's launcher calls, or wraps in order to build tensor
+    descriptors."""
     launch = getattr(compiled.run, "launch", None)
     found = [launch]
     if isinstance(launch, FunctionType) and getattr(compiled.metadata, "tensordesc_meta", None):
@@ -302,7 +303,7 @@ JUST_ADDRESSES = JustAddresses()
 
 
 class TensorMaps(dict[int, tuple[Any, ...]]):
-    """What the C function takes in the place of one tensor descriptor, made once an address.
+    """Arguments of the C function in the place of one tensor descriptor, made once an address.
 
     compiled, index  the kernel, and which of its descriptors: `metadata.tensordesc_meta[index]` has
                      the tile, its swizzle and the type
@@ -343,7 +344,7 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
 class Allocations:
-    """What a call that is relaunched allocates: new results, and the partials of its stream.
+    """Memory of a call that is relaunched: new results, and the partials of its stream.
 
     merge        as the class says, or None: one part each, or merged where they are made
     lse_shape    None: no LSE is wanted

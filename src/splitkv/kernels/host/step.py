@@ -1,4 +1,4 @@
-"""What a call of decode by a schedule of the step needs beside its kernel.
+"""Launchers of decode by a schedule of the step.
 
 schedule    which program works on what; made by the call where it is given none
 decode      the kernel, whose programs follow the schedule
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PER_CALL = (*launcher.PER_CALL, "starts_ptr")
 """The arguments of a decode kernel by a schedule that change from call to call."""
 COMBINE_PER_CALL = "partial", "final", "starts_ptr", "sink_ptr"
-"""Those of `combine_slots`."""
+"""The arguments of `combine_slots` that change from call to call."""
 
 
 def launched_early(plan: Plan, operands: Operands) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class StepLauncher:
 
 
 class StepLaunches(NamedTuple):
-    """What a call launches: schedule(stream, at_starts, at_lens), None where each is given one;
+    """The launches of a call: schedule(stream, at_starts, at_lens), None where each is given one;
     split as in `Repeat`, with at_starts behind; merge(stream, partial, (at_out, at_lse), at_starts,
     at_sink)."""
 

@@ -1,4 +1,4 @@
-"""What `decode_split` can run: its limits, its configs and what they take of an SM."""
+"""Limits of `decode_split`, its configs and the resources of an SM that they take."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 
 def apart(problem: Problem) -> list[str]:
-    """What of new tokens is left to `append`."""
+    """The reasons why new tokens are written by `append` and not by the kernel."""
     reasons = []
     if problem.lengths == "host":
         reasons.append("lengths host: expected device")

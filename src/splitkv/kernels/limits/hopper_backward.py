@@ -1,4 +1,4 @@
-"""What `hopper_backward` can run: its limits, and the variants that fit."""
+"""Limits of `hopper_backward`, and the variants that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hopper_decode_split` can run: limits, configs, variants, shared memory, other plans."""
+"""Limits of `hopper_decode_split`, its configs, variants, shared memory and other plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hopper_prefill` can run: limits, configs, variants, shared memory, traffic."""
+"""Limits of `hopper_prefill`, its configs, variants, shared memory and traffic."""
 
 from __future__ import annotations
 

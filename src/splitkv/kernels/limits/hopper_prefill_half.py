@@ -1,4 +1,4 @@
-"""What `hopper_prefill_half` can run: limits, configs, variants, shared memory, traffic."""
+"""Limits of `hopper_prefill_half`, its configs, variants, shared memory and traffic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 
 
 def unfit(operands: Operands) -> list[str]:
-    """What TMA cannot describe of the memory that is read as it is given."""
+    """Every reason why TMA cannot describe the tensors that are read as they are given."""
     reasons = tma_limits.unfit(replace(operands, v=None))
     if 0 in operands.v.shape:
         reasons.append(f"v: expected at least one token, got {list(operands.v.shape)}")

@@ -1,4 +1,4 @@
-"""What `hopper_prefill_widened` can run: limits, configs, variants, traffic."""
+"""Limits of `hopper_prefill_widened`, its configs, variants and traffic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 
 
 def unfit(operands: Operands) -> list[str]:
-    """What TMA cannot describe of the memory that is read as it is given."""
+    """Every reason why TMA cannot describe the tensors that are read as they are given."""
     x = operands
     q = x.q if x.q_scale is None else None  # else `widen_rows` reads it
     reasons = tma_limits.unfit(Operands(q, None, None, x.out))
@@ -49,12 +49,12 @@ def unfit(operands: Operands) -> list[str]:
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Those of `hopper_prefill` for the widened problem."""
+    """The configs of `hopper_prefill` for the widened problem."""
     return hopper_prefill.configs(problem.widened, device)
 
 
 def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
-    """Those of `hopper_prefill` for the widened problem."""
+    """The variants of `hopper_prefill` for the widened problem."""
     return hopper_prefill.variants(problem.widened, device, config)
 
 

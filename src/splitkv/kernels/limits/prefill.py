@@ -1,4 +1,4 @@
-"""What `prefill` can run: its limits, its configs, its traffic and what it takes of an SM."""
+"""Limits of `prefill`, its configs, its traffic and the resources of an SM that it takes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 
 
 def shapes(problem: Problem, device: Device) -> list[Shape]:
-    """Those for these head dimensions with no more rows than a sequence has, the best first.
+    """The tile shapes for these head dimensions with no more rows than a sequence has, best first.
 
     128 keys a step are the best for the tensor cores of sm_90, but take registers that modifiers
     need as well, and leave much of a narrow window to be masked. A tile in one page has one look-up

@@ -24,7 +24,7 @@ ELEMENTS = 64  # of partials that a thread has in flight
 
 
 class Merged(NamedTuple):
-    """What rows of partials stand for.
+    """The softmax state of rows, merged from their partials.
 
     cu_q_ptr     [batch + 1], or None: dense
     batch        sequences; most_q: tokens of a sequence that have partials; parts: of a row

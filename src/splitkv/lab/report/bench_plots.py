@@ -182,7 +182,7 @@ def times(records: Sequence[Record]) -> Figure:
 
 
 def panel(r: Record) -> str:
-    """What a panel of `times` has in common."""
+    """The title of the panel of `times` that a record is in."""
     if "panel" in r:
         return str(r["panel"])
     if r.get("direction"):

@@ -11,7 +11,7 @@ ABSENT = "-"
 
 
 def reasons_list(records: Sequence[Record]) -> str:
-    """What did not run on how many cases, and why."""
+    """A list of what did not run, on how many cases and why."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in records:
         for reason in r["reasons"]:

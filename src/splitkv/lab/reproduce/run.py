@@ -108,7 +108,7 @@ def reproduce(
 
 
 def identity(work: Work, backend: str, effort: str, machine: Record) -> Record:
-    """What tells a record from others: equal, and it need not be measured again."""
+    """The identity of a record: one with an equal identity need not be measured again."""
     return {
         "suite": "reproduce",
         "step": work.step,
@@ -205,12 +205,12 @@ def rows_beside(
 
 
 def within(end: float, listed: Iterable[Work]) -> Iterator[Work]:
-    """Those that are begun in time."""
+    """Yields the items that are begun in time."""
     return takewhile(lambda work: time.monotonic() <= end, listed)
 
 
 def beside_attention(effort: str) -> Beside:
-    """What measures the steps that are of no attention kernel; training takes a full run."""
+    """The functions that measure steps of no attention kernel; training takes a full run."""
     found: dict[str, Callable[[int], list[Record]]]
     found = {"decode step": model.measure, "trace": tracing.measure}
     return found if effort == "quick" else {**found, "training": training.measure}

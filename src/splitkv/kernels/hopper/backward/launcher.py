@@ -95,7 +95,8 @@ def sums_descriptor(sums: Any, pieces: int) -> TensorDescriptor:
 
 
 def tensors_of_call(x: Operands, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
-    """Those whose address is another specialisation of the kernels if not a multiple of 16."""
+    """The tensors of a call for which kernels are compiled again if their address is no multiple of
+    16."""
     every = out, lse, grad_lse, x.sink_logits, x.cu_seqlens_q, x.cu_seqlens_k
     return [t for t in every if t is not None]
 

@@ -37,7 +37,7 @@ class BackwardConfig(CompileTimeRecord):
 
 
 class BackwardInputs(NamedTuple):
-    """What the load role reads from memory.
+    """The tensors that the load role reads from memory.
 
     q, grad, k, v       TMA descriptors of [batch, tokens, heads, dim]; grad: the gradient of the
                         output
@@ -112,7 +112,7 @@ class BackwardBarriers(NamedTuple):
 
 
 class DqExchange(NamedTuple):
-    """What both consumers make of dq, in shared memory; None where dq is made elsewhere.
+    """Shared memory in which both consumers leave their halves of dq; None: dq is made elsewhere.
 
     ds                  [2, TILE_N, TILE_M]
     sums                fp32 halves of a tile of dq, or a piece of each consumer [2, rows, 256] in

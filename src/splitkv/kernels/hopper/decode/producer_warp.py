@@ -43,7 +43,7 @@ def producer_registers(config):
 
 
 class MmaInputs(NamedTuple):
-    """What the warps that multiply start from: QueryRows, ScoreTerms and Work of the program."""
+    """Inputs of the mma role: QueryRows, ScoreTerms and Work of the program."""
 
     queries: Any
     terms: Any

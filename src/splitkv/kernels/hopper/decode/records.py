@@ -86,7 +86,7 @@ class Program(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What says which keys a program reads, before the length of its sequence is known.
+    """The work of a program before the length of its sequence is known: which keys it is to read.
 
     lens_ptr      [batch] int32; None: every sequence has max_keys
     max_keys      keys that a sequence may have; seqlen_q: its query tokens
@@ -246,7 +246,7 @@ class ScaleStrides(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """What scores are made with, as the call gave it.
+    """The terms of a score as the call gave them.
 
     row            pointers of a row: sink logit, ALiBi slope, scale of q
     head_scales    Scales that the keys of a head share, or None
@@ -265,7 +265,7 @@ class ScoreTerms(NamedTuple):
 
 
 class RowScoring(NamedTuple):
-    """What the scores of a tile of rows are worked out with.
+    """The terms of the scores of a tile of rows, loaded.
 
     bounds       Bounds of the mask
     pos          [TILE_M, 1] key position of each row; first, last: of the first and the last row

@@ -53,7 +53,7 @@ LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multipl
 
 
 class Step(NamedTuple):
-    """What says which splits a program has.
+    """The schedule of the step, which says which splits a program has.
 
     starts_ptr   [programs, 8] int32 of the schedule; lens_ptr: [batch] int32
     group        of programs; program: which of its `programs`
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 
 class WalkInputs(NamedTuple):
-    """What the warps that multiply start from: pointer and Strides of q, ScoreTerms, Output."""
+    """Inputs of the mma role: pointer and Strides of q, ScoreTerms, Output."""
 
     q_ptr: Any
     q_strides: Any

@@ -65,7 +65,7 @@ class BoundKernel(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What TMA copies at once: tokens and heads of all columns, or of `dim` of them.
+    """The box that TMA copies at once: tokens and heads of all columns, or of `dim` of them.
 
     panel_bytes   of the columns in one swizzle
     length        tokens that a sequence has of those that there is room for; None: all
@@ -260,7 +260,8 @@ class HopperLauncher(SequenceLauncher):
         descriptors: dict[str, TensorDescriptor | None],
         final: Final,
     ) -> Sequences | None:
-        """What launches the compiled kernels again; None: Triton has to, every time."""
+        """Returns a function that launches the compiled kernels again; None: Triton has to, every
+        time."""
         if observed():
             return None
         given = [made for made in descriptors.values() if made is not None]
