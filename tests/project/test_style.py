@@ -159,6 +159,24 @@ def shape_faults(path: Path) -> set[str]:
     return faults
 
 
+# What every kernel has under one name: its limits, its records' functions, its roles.
+OF_EVERY_KERNEL = {
+    *("bind", "bind_split", "launch", "unfit", "unsupported", "refit", "fitting"),
+    *("configs", "variants", "shared_bytes", "traffic", "mma_role", "load_role"),
+}
+
+
+def test_no_two_things_of_one_name_in_kernels() -> None:
+    """Functions and classes of modules that others may import."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((PACKAGE / "kernels").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    several = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert several.keys() == OF_EVERY_KERNEL, several
+
+
 def exempt(path: Path) -> dict[str, str]:
     """The functions of a file that the limits are not for."""
     inside = path.is_relative_to(PACKAGE)

@@ -132,7 +132,7 @@ def keys_of_kernels() -> Iterator[dict[str, Keys]]:
             mock.patch.object(hopper_decode_split, "in_clusters", mock.MagicMock()),
             mock.patch.object(hopper_launch, "in_clusters", mock.MagicMock()),
             mock.patch.object(hopper_launch.HopperLauncher, "keep", lambda *_: None),
-            mock.patch.object(launcher.Launcher, "keep", lambda *_: None),
+            mock.patch.object(launcher.DecodeLauncher, "keep", lambda *_: None),
             mock.patch.object(hopper_decode_split, "ENTRIES", entries),
         ):
             patches.enter_context(patch)

@@ -10,7 +10,7 @@ from splitkv.core.values import Value
 CodecName = Literal["as_is", "fp8", "int8"]
 Granularity = Literal["none", "tensor", "head", "token"]
 Products = Literal["widened", "half", "full"]
-"""The products that may be computed in 8 bits with quantised keys and values: none (widened); q . k,
+"""The products that may be computed in 8 bits with quantised K and V: none (widened); q . k,
 for which q is rounded too (half); or p . v as well, for which p is (full)."""
 
 

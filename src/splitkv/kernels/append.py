@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.kernels.host.append_arguments import codes, scale_strides, token_strides
+from splitkv.kernels.host.append_arguments import codes, new_scale_strides, token_strides
 from splitkv.kernels.host.append_call import Append, Result, Rotary
 from splitkv.kernels.host.cache_keys import settle_key
 from splitkv.kernels.host.relaunch import Launch, launch_of, observed
@@ -327,8 +327,8 @@ class AppendLauncher:
             *token_strides(x.v, x.cu_seqlens_new),
             *x.k_cache.stride()[:3],
             *x.v_cache.stride()[:3],
-            *scale_strides(x.k_scale, x.k_cache),
-            *scale_strides(x.v_scale, x.v_cache),
+            *new_scale_strides(x.k_scale, x.k_cache),
+            *new_scale_strides(x.v_scale, x.v_cache),
             *q_strides,
             0 if x.page_table is None else x.page_table.stride(0),
             rotary.cos.stride(0) if rotary else 0,

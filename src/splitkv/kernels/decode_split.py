@@ -56,7 +56,7 @@ from splitkv.kernels.host.launcher import (
     BOUNDS,
     PER_CALL,
     PER_CALL_OF_APPEND,
-    Launcher,
+    DecodeLauncher,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -331,9 +331,9 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     return SplitKernel(launch, lambda compiled: launch_of(compiled, programs, tail))
 
 
-def bind(plan: Plan, operands: Operands) -> Launcher | StepLauncher:
+def bind(plan: Plan, operands: Operands) -> DecodeLauncher | StepLauncher:
     """The kernel and `combine`, or by a schedule of the step `decode_persistent`, bound to one plan
     and one memory layout."""
     if plan.config.schedule in SCHEDULED:
         return decode_persistent.bind(plan, operands)
-    return Launcher(plan, operands, bind_split(plan, operands))
+    return DecodeLauncher(plan, operands, bind_split(plan, operands))

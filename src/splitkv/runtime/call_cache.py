@@ -39,7 +39,7 @@ Result = tuple[Tensor, Tensor | None]
 
 MAX_CALLS = 4096  # kinds of calls that a cache holds; past it, it starts afresh
 NO_TENSOR = TypeError, AttributeError, IndexError, RuntimeError
-"""The errors that asking for a length raises: of no tensor, one without dimensions, a nested one."""
+"""The errors of asking for a length: of no tensor, one without dimensions, a nested one."""
 MAX_RECENT = 8  # layouts that are tried for the same options
 
 Launcher = Callable[[Operands], Result]

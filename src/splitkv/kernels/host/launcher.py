@@ -215,7 +215,7 @@ def merge_of(plan: Plan, operands: Operands) -> Merge:
     )
 
 
-class Launcher:
+class DecodeLauncher:
     """A decode kernel and `combine` bound to one plan and one memory layout.
 
     Everything that does not change from call to call is worked out here once. The first call goes
@@ -231,7 +231,7 @@ class Launcher:
         plan: Plan,
         operands: Operands,
         split: SplitKernel,
-        rebind: Callable[[Plan, Operands], Launcher | None] = lambda plan, operands: None,
+        rebind: Callable[[Plan, Operands], DecodeLauncher | None] = lambda plan, operands: None,
     ) -> None:
         import torch
 
@@ -239,7 +239,7 @@ class Launcher:
 
         problem = plan.problem
         self.plan, self.split, self.partials = plan, split, partials
-        self.rebind, self.other = rebind, cast("Launcher | None", None)
+        self.rebind, self.other = rebind, cast("DecodeLauncher | None", None)
         self.key_scales = problem.codec.granularity == "token"
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
@@ -285,7 +285,7 @@ class Launcher:
             self.keep(compiled, merged, out)
         return out, lse
 
-    def rebind_once(self, operands: Operands) -> Launcher | None:
+    def rebind_once(self, operands: Operands) -> DecodeLauncher | None:
         """The launcher under another plan that these tensors need; kept for later ones."""
         if aligned(operands):
             return None

@@ -57,7 +57,7 @@ def grid_of(plan: Plan) -> tuple[int, int, int]:
     return groups_of(plan), plan.config.programs, 1
 
 
-def partial_rows(plan: Plan) -> int:
+def step_partial_rows(plan: Plan) -> int:
     """Rows of the partials of all programs, two slots each."""
     return 2 * groups_of(plan) * plan.config.programs * packed_rows(plan.problem, plan.config)[1]
 
@@ -146,7 +146,7 @@ class StepLauncher:
         if problem.return_lse:
             self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.dtype = getattr(torch, problem.dtype)
-        self.partial_rows = partial_rows(plan)
+        self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:

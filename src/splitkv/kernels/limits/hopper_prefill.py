@@ -158,7 +158,7 @@ def refit(plan: Plan, operands: Operands) -> Plan:
     """The plan for tensors that this one does not fit: by the kernel for any GPU where TMA cannot
     describe them. Else the plan itself."""
     against = unfit(operands)
-    return prefill.without_tma(plan, operands, against[0]) if against else plan
+    return prefill.prefill_without_tma(plan, operands, against[0]) if against else plan
 
 
 def against_8bit(problem: Problem, device: Device) -> Reasons:

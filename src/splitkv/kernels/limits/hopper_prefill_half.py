@@ -98,4 +98,4 @@ def traffic(problem: Problem, config: Config) -> Traffic:
 def refit(plan: Plan, operands: Operands) -> Plan:
     """The plan for tensors that this one does not fit: see `hopper_prefill`."""
     against = unfit(operands)
-    return prefill.without_tma(plan, operands, against[0]) if against else plan
+    return prefill.prefill_without_tma(plan, operands, against[0]) if against else plan

@@ -135,7 +135,7 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     )
 
 
-def gradients(problem: Problem, device: Device) -> Iterator[Gradients]:
+def backward_variants(problem: Problem, device: Device) -> Iterator[Gradients]:
     """Every way of making the gradients without its row splits, the best first: those for Hopper
     where they can, then those for any GPU."""
     if not hopper_backward.unsupported(problem, device):
@@ -143,7 +143,7 @@ def gradients(problem: Problem, device: Device) -> Iterator[Gradients]:
     yield from backward.variants(problem, device)
 
 
-def without_tma(plan: Plan, operands: Operands, why: str) -> Plan:
+def prefill_without_tma(plan: Plan, operands: Operands, why: str) -> Plan:
     """The plan with the same number of splits by this kernel, for one whose kernel cannot read the
     tensors; merge: as there, where no cluster merges."""
     merge = "combine" if plan.config.clustered else plan.config.merge

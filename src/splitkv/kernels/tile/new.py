@@ -30,8 +30,8 @@ class New(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Pointers to cos and sin and to the first token's row of them [batch], None: the keys before;
-    all None: no rotation."""
+    """Pointers to cos and sin, and to the row of them for each sequence's first new token [batch],
+    None: the number of keys before it. All None: no rotation."""
 
     cos_ptr: Any
     sin_ptr: Any
@@ -198,7 +198,7 @@ def start_of(turn, before, b, ok):
 
 @triton.jit
 def holds(tiles, tile):
-    """Whether a tile [.] is one of the Tiles."""
+    """Whether tiles [.] are among the Tiles."""
     i = tl.where(tile < tiles.near, tile, tile - tiles.skip)
     there = (tile < tiles.near) | (i >= tiles.near)
     return there & (i >= tiles.first) & (i < tiles.last) & ((i - tiles.first) % tiles.by == 0)
@@ -206,7 +206,8 @@ def holds(tiles, tile):
 
 @triton.jit
 def reaches(tiles, first, last):
-    """Whether one of the Tiles may lie in `first..last`: never no where one does."""
+    """Whether one of the Tiles may lie in `first..last`; may be true where none does, never false
+    where one does."""
     near, skip = tiles.near, tiles.skip
     first = tl.where(first < near, first, tl.maximum(first - skip, near))
     last = tl.where(last < near, last, tl.maximum(last - skip, near))

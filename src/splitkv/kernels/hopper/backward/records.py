@@ -1,7 +1,7 @@
 """The records that travel through `hopper_backward`: what a program works on, and in which form.
 
 Fields are tensors, pointers, shared memory or None; a field that is None is absent from the
-machine code. `BackwardConfig` alone is known when a kernel is compiled.
+machine code. `HopperBackwardConfig` alone is known when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitkv.kernels.compile_time import CompileTimeRecord
 HALF = gl.constexpr(64)  # keys, or rows, of a warpgroup
 
 
-class BackwardConfig(CompileTimeRecord):
+class HopperBackwardConfig(CompileTimeRecord):
     """The compile-time values of `hopper_backward`.
 
     group         query heads a KV head
@@ -183,7 +183,7 @@ class MaskedScores(NamedTuple):
     scale_log2: Any
 
 
-class KeyGradients(NamedTuple):
+class KeyGradientStore(NamedTuple):
     """Where the gradients of a tile of keys go.
 
     dk_ptr, dv_ptr         of the first key; dk_stride, dv_stride: elements between tokens

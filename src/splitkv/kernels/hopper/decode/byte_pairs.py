@@ -110,8 +110,8 @@ def pairs_apart(q):
 
 @gluon.jit
 def operand_of_bytes(q, A: gl.constexpr, USED_ROWS: gl.constexpr):
-    """Rounds rows of q to int8 as an operand of a product, and their unit; where fewer rows are
-    used than there are, only for these, and the others are zeros."""
+    """Rounds rows of q to int8 as an mma operand: (operand, unit), q = operand * unit. Where fewer
+    rows are used than the tile has, only these are rounded and the others are 0."""
     if q.shape[0] > USED_ROWS:
         q, zeros = both_halves(q)
         q, unit = rounded_rows(q)
@@ -123,7 +123,8 @@ def operand_of_bytes(q, A: gl.constexpr, USED_ROWS: gl.constexpr):
 
 @gluon.jit
 def of_all_rows(unit, TILE_M: gl.constexpr, M: gl.constexpr):
-    """Converts what each row has, or each of the first eight of 16, to [TILE_M] in layout M."""
+    """Converts a number of each row, or of each of the first eight of 16, to [TILE_M] in layout
+    M."""
     if unit.shape[0] < TILE_M:
         unit = gl.join(unit, unit).permute((1, 0)).reshape([TILE_M])
     return gl.convert_layout(unit, M)
@@ -149,7 +150,7 @@ def first_of_pairs(offs_d):
 
 @gluon.jit
 def no_unit(TILE_M: gl.constexpr, A: gl.constexpr):
-    """Units of 1 [TILE_M]."""
+    """Units [TILE_M] of 1, for q that is not scaled."""
     return gl.full([TILE_M], 1.0, gl.float32, gl.SliceLayout(1, A))
 
 
@@ -231,7 +232,7 @@ def product(q, q_odd, k, zeros, dequantize: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, acc_odd, p, v, dequantize: gl.constexpr):
+def add_pair_values(acc, acc_odd, p, v, dequantize: gl.constexpr):
     """Accumulates p @ v in (acc, acc_odd), v as it is (acc alone) or as pairs."""
     if dequantize is None:
         acc = mma_v2(p, v, acc)

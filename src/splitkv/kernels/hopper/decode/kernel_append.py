@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import arrivals_per_tile
 from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
@@ -192,6 +192,8 @@ def decode_append(
     q = CONFIG.load_queries(queries, CONFIG)
 
     # main loop
-    softmax = attend(CONFIG.mainloop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    softmax = attend_tiles(
+        CONFIG.mainloop, work, split, queries, terms, q, ring, kv, scales, CONFIG
+    )
 
     finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import allocate_scale_stages, arrivals_per_tile
 from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
@@ -155,7 +155,7 @@ def decode_producer(
             return
         q = load_mma_queries(queries, CONFIG)
         ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
-        softmax = attend(
+        softmax = attend_tiles(
             loop_beside_producer, work, split, queries, terms, q, ring, kv, scales, CONFIG
         )
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import (
     allocate_scale_stages,
@@ -163,6 +163,6 @@ def decode_wgmma(
     q = load_wgmma_queries(queries, CONFIG)
 
     # main loop
-    softmax = attend(wgmma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    softmax = attend_tiles(wgmma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
 
     finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

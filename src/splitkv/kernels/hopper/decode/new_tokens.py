@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.decode.layouts import row_a_warp
-from splitkv.kernels.hopper.decode.ring import copy_first_tiles_that, is_before, reaches
+from splitkv.kernels.hopper.decode.ring import copy_first_tiles_that, has_key_from, is_before
 from splitkv.kernels.hopper.primitives.inline_asm import act
 from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
 from splitkv.kernels.tile.new import NewHead, TokenOffsets, has_new, write_new
@@ -15,8 +15,9 @@ from splitkv.kernels.tile.new import NewHead, TokenOffsets, has_new, write_new
 
 @gluon.jit
 def copy_first_tiles_and_write(ring, kv, split, tokens, CONFIG: gl.constexpr):
-    """Has the first tiles copied; between those without new tokens and those with some, the new
-    tokens are written, and a fence lets TMA see them."""
+    """Copies the first tiles of a split. Those before the new tokens are issued at once; then the
+    new tokens are written and fenced, so that TMA sees them; then the tiles that hold them are
+    issued."""
     length = tokens.length
     first_new = length.before - length.padding
     copy_first_tiles_that(is_before, first_new, ring, kv, split, CONFIG)
@@ -25,7 +26,7 @@ def copy_first_tiles_and_write(ring, kv, split, tokens, CONFIG: gl.constexpr):
         # what threads have written, before TMA reads it
         act("fence.proxy.async.global;", "r", (split.sequence,))
         thread_barrier()
-    copy_first_tiles_that(reaches, first_new, ring, kv, split, CONFIG)
+    copy_first_tiles_that(has_key_from, first_new, ring, kv, split, CONFIG)
 
 
 @gluon.jit

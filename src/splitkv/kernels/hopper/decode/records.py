@@ -229,7 +229,7 @@ class QueryTile(NamedTuple):
     unit: Any
 
 
-class Rows(NamedTuple):
+class QueryIndices(NamedTuple):
     """The packed rows of a tile, each [TILE_M]: whether it is one, its query token and head."""
 
     ok: Any

@@ -21,7 +21,7 @@ from splitkv.kernels.hopper.prefill.items import (
     tiles_of_item,
 )
 from splitkv.kernels.hopper.prefill.scales import LEAST_SCALE, by_key, key_at
-from splitkv.kernels.hopper.primitives.conversion import PART, transpose, widen
+from splitkv.kernels.hopper.primitives.conversion import PART, transpose, widen_rows_of_tile
 from splitkv.kernels.hopper.primitives.named_barriers import READY, begin_step, wait
 from splitkv.kernels.hopper.primitives.tma_ring import reinterpret, thread_barrier
 
@@ -80,7 +80,7 @@ def convert_tile(ring, n, count, scales, number, threads, TILE_N: gl.constexpr):
             by = None
             if scales is not None:
                 by = scales.index(n % scales.shape[0]).slice(i * KEYS, KEYS)
-            widen(piece, dequantized, by, count - i * KEYS)
+            widen_rows_of_tile(piece, dequantized, by, count - i * KEYS)
     fence_async_shared()
     thread_barrier()  # all threads have read the one and written the other
     mbarrier.arrive(ring.empty.index(stage), count=1)

@@ -14,8 +14,8 @@ from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
 from splitkv.kernels.tile.merge import (
     Meeting,
     Merged,
+    arrive_in_turn,
     counter_in_use,
-    meet,
     merge_rows,
     say_running,
 )
@@ -148,7 +148,7 @@ def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def partial_rows(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
+def rows_of_partials(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """(rows of the partials [ROWS], which of them exist), as in kernels/prefill.py."""
     GROUP: gl.constexpr = CONFIG.group
     rows = rows_of_role(like, batch, item, CONFIG, ROLE)
@@ -166,7 +166,7 @@ def partial_rows(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
 @gluon.jit
 def mark_split(like, l, item, program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """Marks the partials of an item as `write_absent` does, rows [ROWS] as `like`."""
-    at, ok = partial_rows(like, item, program.batch, CONFIG, ROLE)
+    at, ok = rows_of_partials(like, item, program.batch, CONFIG, ROLE)
     partial = program.results.partial
     write_absent(partial.m_ptr, partial.l_ptr, at, ok, l)
 
@@ -184,7 +184,7 @@ def store_split(
     """Stores the partial of one of several splits."""
     DIM_V: gl.constexpr = acc.shape[1]
     partial = program.results.partial
-    at, ok = partial_rows(m, item, program.batch, CONFIG, ROLE)
+    at, ok = rows_of_partials(m, item, program.batch, CONFIG, ROLE)
     gl.store(partial.m_ptr + at, m, mask=ok)
     gl.store(partial.l_ptr + at, l, mask=ok)
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
@@ -264,7 +264,7 @@ def merge_splits(batch, results, CONFIG: gl.constexpr):
     meeting = Meeting(results.merging.count_ptr, gl.num_programs(0))
     which = counter_in_use(meeting)
     thread_barrier()
-    place, merging = meet(meeting, which)
+    place, merging = arrive_in_turn(meeting, which)
     if merging > 0:
         rows = batch.batch * batch.splitting.max_tokens * num_heads
         for n in range(place * CONFIG.merge_rows, rows, merging * CONFIG.merge_rows):

@@ -87,7 +87,7 @@ def page_of(batch, item, key, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def issue_tile(
+def issue_operand(
     copy,  # TileCopy
     full,  # the barrier that is told
     stage,
@@ -147,9 +147,9 @@ def issue_k(loads, item, tile, kv_head, stage, CONFIG: gl.constexpr):
         mbarrier.expect(full, BYTES + bytes_of_tile(tiles.k_rest))
         FIRST: gl.constexpr = CONFIG.head_dim_v
         rest = TileCopy(maps.k_rest, boxes.k_rest, tiles.k_rest)
-        issue_tile(rest, full, stage, batch, item, tile, kv_head, None, FIRST, CONFIG)
+        issue_operand(rest, full, stage, batch, item, tile, kv_head, None, FIRST, CONFIG)
     copy = TileCopy(maps.k, boxes.k, tiles.k)
-    issue_tile(copy, full, stage, batch, item, tile, kv_head, None, 0, CONFIG)
+    issue_operand(copy, full, stage, batch, item, tile, kv_head, None, 0, CONFIG)
 
 
 @gluon.jit
@@ -160,7 +160,7 @@ def issue_v(loads, item, tile, kv_head, stage, CONFIG: gl.constexpr):
     mbarrier.expect(full, bytes_of_tile(loads.tiles.v))
     copy = TileCopy(loads.maps.v, loads.boxes.v, loads.tiles.v)
     ordered = batch.keys.ordered_values
-    issue_tile(copy, full, stage, batch, item, tile, kv_head, ordered, 0, CONFIG)
+    issue_operand(copy, full, stage, batch, item, tile, kv_head, ordered, 0, CONFIG)
 
 
 @gluon.jit

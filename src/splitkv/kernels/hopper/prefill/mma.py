@@ -72,9 +72,9 @@ from splitkv.kernels.hopper.prefill.sums import (
     along_rows,
     any_above,
     declare_any,
-    grown,
     max_of_rows,
     pass_turn,
+    raised_maxima,
     shrunk,
     sums_of_threads,
     wait_turn,
@@ -184,7 +184,7 @@ def softmax_of_tile(
     highest = max_of_rows(s)
     if OFFSET != 0:
         highest = highest - OFFSET
-    m_new = grown(m, highest * unit)
+    m_new = raised_maxima(m, highest * unit)
     top = finite_or_zero(m_new)
     x = exponentials(s, unit, top, factor, OFFSET)
     return TileSoftmax(x, sums_of_threads(x), m_new, gl.exp2(m - top))

@@ -72,7 +72,7 @@ def max_of_rows(x):
 
 
 @gluon.jit
-def grown(m, highest):
+def raised_maxima(m, highest):
     """The maximum of each row after one more tile: mostly the one before, so that sums stay as they
     are. The true maximum is at most `SLACK` above it.
 
