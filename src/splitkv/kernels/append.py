@@ -96,7 +96,7 @@ class CacheLengths(NamedTuple):
 
 @triton.jit
 def owners(cu_ptr, n, n_ok, seqlen, batch):
-    """(b, i): the sequence of each token n, and its index in it."""
+    """Finds (b, i): the sequence of each token n, and its index in it."""
     if cu_ptr is None:
         b = n // seqlen
         i = n % seqlen
@@ -112,7 +112,7 @@ def owners(cu_ptr, n, n_ok, seqlen, batch):
 
 @triton.jit
 def token_rows(ptr, cu_ptr, n, b, i, stride_b, stride_t):
-    """Where tokens n begin, number i of sequences b, in their first head."""
+    """Computes where the first heads of tokens n begin, number i of sequences b."""
     if cu_ptr is None:
         rows = ptr + b.to(tl.int64) * stride_b + i.to(tl.int64) * stride_t
     else:
@@ -122,7 +122,7 @@ def token_rows(ptr, cu_ptr, n, b, i, stride_b, stride_t):
 
 @triton.jit
 def write_lengths(lengths, cu_ptr, seqlen_new, batch, capacity):
-    """after[b] of every sequence."""
+    """Stores after[b], the number of keys now, of every sequence."""
     for past in range(0, batch, 128):
         b = past + tl.arange(0, 128)
         ok = b < batch
@@ -133,7 +133,8 @@ def write_lengths(lengths, cu_ptr, seqlen_new, batch, capacity):
 
 @triton.jit
 def places(store, lengths, n, n_ok, b, i, capacity, slabs, stride_table, PAGE_SIZE: tl.constexpr):
-    """(outer, inner, ok) of tokens n, number i of sequences b: slab or page, and key of it."""
+    """Finds (outer, inner, ok) of tokens n, number i of sequences b: slab or page, and key in
+    it."""
     if store.slots_ptr is not None:
         slot = tl.load(store.slots_ptr + n, mask=n_ok, other=-1).to(tl.int64)
         ok = n_ok & (slot >= 0)
@@ -154,7 +155,7 @@ def places(store, lengths, n, n_ok, b, i, capacity, slabs, stride_table, PAGE_SI
 
 @triton.jit
 def starts(turn, lengths, b, ok):
-    """The first token's row of cos and sin, of sequences b."""
+    """Loads the row of cos and sin of the first token of sequences b."""
     t = b * 0
     if turn.cos_ptr is not None:
         before = t
@@ -397,7 +398,8 @@ PER_CALL = (
 
 
 class AppendRepeat:
-    """A call again, of the layout of another and with what that compiled."""
+    """A call of `append` launched again with addresses: one of the layout of an earlier call, by
+    what that compiled."""
 
     def __init__(self, launch: Launch, call: Append) -> None:
         import torch

@@ -28,7 +28,7 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 @gluon.jit
 def rows_of_role(like, batch, item, CONFIG: gl.constexpr, ROLE: gl.constexpr):
-    """The packed rows [ROWS] of a role, as `like`."""
+    """The packed rows [ROWS] that a role multiplies, in the layout of `like`."""
     ROWS: gl.constexpr = like.shape[0]
     rows = again(item.tile, batch.lazy_maxima) * CONFIG.tile_m + ROLE * ROWS
     return rows + gl.arange(0, ROWS, layout=like.type.layout)
@@ -43,7 +43,7 @@ def finish_rows(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """Stores lse and gives what sums are multiplied by [ROWS]."""
+    """Stores the LSE of rows, and returns the factor of their sums [ROWS]."""
     batch, results = program.batch, program.results
     rows = rows_of_role(m, batch, item, CONFIG, ROLE)
     ok = rows < item.len_q * CONFIG.packed_heads
@@ -65,8 +65,8 @@ def finish_rows(
 
 @gluon.constexpr_function
 def clearing(elements):
-    """Instructions that put 0 where the other operand is 0, and have nothing to do in warps where
-    it never is; and their constraints."""
+    """PTX that selects 0 where the other operand is 0, with its constraints; a warp in which it is
+    0 nowhere branches over it."""
     numbers, by = range(elements), elements * 2
     # in any layout the bits of a register's number say of which of two rows it is
     code = f"{{ .reg .pred some; setp.eq.f32 some, ${by}, 0f00000000;\n"
@@ -81,7 +81,8 @@ def clearing(elements):
 
 @gluon.jit
 def cleared(out, l):
-    """out [ROWS, DIM_V], and 0 in a row that saw no key: its products are 0 times anything."""
+    """Returns out [ROWS, DIM_V] with 0 in rows that saw no key: what their products hold is 0 times
+    anything, NaN included."""
     ELEMENTS: gl.constexpr = out.shape[1] // 2
     INSTRUCTIONS: gl.constexpr = clearing(ELEMENTS)
     return gl.inline_asm_elementwise(
@@ -104,7 +105,7 @@ def store_results(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """Stores out."""
+    """Stores a tile of results by TMA."""
     batch, maps = program.batch, program.maps
     tiles, boxes = program.tiles, program.boxes
     ROWS: gl.constexpr = acc.shape[0]
@@ -132,7 +133,7 @@ def store_results(
 
 @gluon.jit
 def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
-    """Stores the rows of a tile [ROWS, DIM_V] that are of the sequence."""
+    """Stores those rows of a tile [ROWS, DIM_V] that belong to the sequence."""
     ROWS: gl.constexpr = tile.shape[0]
     DIM: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout(
@@ -214,7 +215,7 @@ def store_split_or_results(
 
 @gluon.jit
 def store_absent_split(ROWS: gl.constexpr, item, program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
-    """Marks a split that the row tile does not have."""
+    """Marks the partials of a split that a row tile does not have, so that merging skips it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     nothing = gl.zeros([ROWS], gl.float32, layout)
     mark_split(nothing, 0.0, item, program, CONFIG, ROLE)
@@ -234,7 +235,8 @@ def layout_of_merge(rows, columns, warps):
 
 @gluon.jit
 def announce_program(results):
-    """Says that this program runs, where the programs that come last merge."""
+    """Counts this program as running, where the programs that finish last merge: see
+    tile/merge.py."""
     if results.merging.count_ptr is not None:
         meeting = Meeting(results.merging.count_ptr, gl.num_programs(0))
         say_running(meeting, counter_in_use(meeting))
