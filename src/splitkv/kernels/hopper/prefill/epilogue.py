@@ -105,7 +105,8 @@ def store_results(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """Stores a tile of results by TMA."""
+    """Stores the results of an item, acc * factor and 0 in rows that saw no key, through shared
+    memory by TMA."""
     batch, maps = program.batch, program.maps
     tiles, boxes = program.tiles, program.boxes
     ROWS: gl.constexpr = acc.shape[0]

@@ -451,8 +451,8 @@ def row_scales_of(item, program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
 
 @gluon.jit
 def next_item(batch, r, CONFIG: gl.constexpr):
-    """Computes the Item of round r, empty behind the last; known before the next wait for a
-    product, under which it is computed."""
+    """Computes the Item of round r, past the end the last one again; it is known before the next
+    wait for a product, under which it is computed."""
     index = index_in_round(batch, r)
     if batch.by_grid is None:
         index = gl.minimum(index, again(batch.items, batch.lazy_maxima) - 1)

@@ -91,8 +91,7 @@ NEAR_BITS, MOST_E4M3 = map(gl.constexpr, (0x40800000, 0x43E00000))
 
 @gluon.constexpr_function
 def most_log2(dtype):
-    """The weight, in base 2, that the maximum of a row gets where p has this type: the largest that
-    it can hold."""
+    """The log2 of the weight that the maximum of a row gets where p has this type."""
     return {"fp8e4nv": NOMINAL.value, "int8": 6.9886846867721655}.get(dtype.name, 0.0)
 
 
