@@ -110,7 +110,7 @@ def explain(
 
 
 def _checked(problem: Problem) -> Problem:
-    """What `describe` says of a call, of a Problem that no call has."""
+    """Checks a Problem made by hand as `describe` checks a call."""
     problem = checked(problem)
     sizes = "batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v"
     for name in (*sizes, "seqlen_q", "seqlen_k", "seqlen_new"):

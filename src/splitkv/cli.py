@@ -223,7 +223,7 @@ def doctor(
 
 
 def versions() -> dict[str, str]:
-    """What a measurement or a bug report has to name."""
+    """The versions that a measurement or a bug report names."""
     found = {"python": platform.python_version(), "splitkv": __version__}
     for package in ("torch", "triton"):
         try:

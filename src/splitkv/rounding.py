@@ -70,7 +70,7 @@ def quantize(x: Tensor, scale: Tensor, stored: torch.dtype) -> Tensor:
 
 
 class Rounding(NamedTuple):
-    """What `products` rounds.
+    """The operands that `products` rounds.
 
     stored    the type of the keys
     v_scale   the scale of each value [B, S_k, H_kv] or [S_k, H_kv] where it has one: the weights

@@ -1,4 +1,4 @@
-"""What tests, benchmarks and searches share: random operands for a Problem, and one tolerance.
+"""Random operands for a Problem, and the one tolerance of tests, benchmarks and searches.
 
     call = make_operands(problem, seed=0)          # keyword arguments of the public function
     check(problem, seed=0)                         # run it and compare with the reference

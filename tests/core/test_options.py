@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 import splitkv
 from splitkv.core import options
-from splitkv.core.masks import Mask
 from splitkv.core.options import (
     OPTIONS,
     REQUIRED,
@@ -22,7 +22,7 @@ from splitkv.core.options import (
     scalars_of,
     tensors_of,
 )
-from splitkv.core.problem import Operands, describe_attention, describe_decode
+from splitkv.core.problem import Operands, Options, describe_attention, describe_decode
 from splitkv.runtime.append_decode import append_decode_op
 from splitkv.runtime.arguments import AttentionOptions, DecodeOptions, VarlenOptions
 from splitkv.runtime.autograd import attention_op
@@ -34,7 +34,7 @@ PUBLIC: dict[Function, tuple[Callable[..., Any], Any]] = {
     "attention_varlen": (splitkv.attention_varlen, VarlenOptions),
     "decode": (splitkv.decode, DecodeOptions),
 }
-DESCRIBED = {
+DESCRIBED: dict[Function, Callable[..., Any]] = {
     "attention": describe_attention,
     "attention_varlen": describe_attention,
     "decode": describe_decode,
@@ -68,13 +68,22 @@ def test_what_type_checkers_read(function: Function) -> None:
     }
 
 
-@pytest.mark.parametrize("function", DESCRIBED)
-def test_what_is_described(function: Function) -> None:
-    _, _, _, *parameters = inspect.signature(DESCRIBED[function]).parameters.values()
-    known = {*defaults_of(function), *required_of(function)}
-    of_mask = {*Mask().arguments}  # in place of the last parameter
-    left = {p.name for p in parameters[:-1] if p.default is p.empty} - {"needs_grad"}
-    assert of_mask | left <= known <= of_mask | {p.name for p in parameters[:-1]}
+def test_what_is_described() -> None:
+    """Every argument but those about the plan; what some function lacks may be left out."""
+    functions: tuple[Function, ...] = (*DESCRIBED, "append_and_decode")
+    described = [{*defaults_of(function), *required_of(function)} for function in functions]
+    assert set().union(*described) == {*Options._fields}
+    assert set.intersection(*described) == {*Options._fields} - Options._field_defaults.keys()
+
+
+@pytest.mark.parametrize(("function", "foreign"), [("decode", "dropout_p"), ("attention", "plans")])
+def test_what_is_not_described_is_refused(function: Function, foreign: str) -> None:
+    q = torch.zeros(1, 1, 1, 16)
+    given = defaults_of(function)
+    problem, _ = DESCRIBED[function](q, q, q, needs_grad=False, **given)
+    assert problem.seqlen_k == 1
+    with pytest.raises(TypeError, match=f"unexpected argument '{foreign}'"):
+        DESCRIBED[function](q, q, q, needs_grad=False, **given, **{foreign: 0.0})
 
 
 @pytest.mark.parametrize("function", [*PUBLIC, "append_and_decode"])

@@ -107,7 +107,7 @@ class Launched:
         self.seeds: list[int | None] = []
         self.operands: list[Any] = []
 
-    def forward(self, launcher: prefill.Launcher, x: Any, seed: Tensor | None) -> Any:
+    def forward(self, launcher: prefill.PrefillLauncher, x: Any, seed: Tensor | None) -> Any:
         self.operands.append(x)
         self.seeds.append(None if seed is None else int(seed))
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
@@ -128,7 +128,7 @@ class Launched:
 @pytest.fixture
 def launched(in_torch: Torch, monkeypatch: pytest.MonkeyPatch) -> Launched:
     made = Launched()
-    monkeypatch.setattr(prefill.Launcher, "forward", lambda *args: made.forward(*args))
+    monkeypatch.setattr(prefill.PrefillLauncher, "forward", lambda *args: made.forward(*args))
     monkeypatch.setattr(torch_sdpa, "backward_for", made.backward_for)
     return made
 

@@ -45,7 +45,7 @@ def _interpret(patch: pytest.MonkeyPatch) -> None:
     import splitkv.runtime.append
     import splitkv.runtime.warmup
     from splitkv.core.device import GPUS, Device, cpu
-    from splitkv.kernels.append import Launcher
+    from splitkv.kernels.append import AppendLauncher
     from splitkv.kernels.host.append_call import Append
 
     def device_of(tensor: torch.Tensor) -> Device:
@@ -56,7 +56,7 @@ def _interpret(patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, "device_of", device_of)
 
     def run(call: Append, tensors: object, options: object) -> object:
-        return Launcher(call)(call, call.given)
+        return AppendLauncher(call)(call, call.given)
 
     patch.setattr(splitkv.runtime.append, "_run", run)
     patch.setattr(

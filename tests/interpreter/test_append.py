@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitkv.cache import quantize_kv
-from splitkv.kernels.append import Launcher
+from splitkv.kernels.append import AppendLauncher
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 
 pytestmark = pytest.mark.filterwarnings(
@@ -125,7 +125,7 @@ def copied(call: Append) -> Append:
 
 
 def launch(call: Append) -> Result:
-    return Launcher(call)(call, call.given)
+    return AppendLauncher(call)(call, call.given)
 
 
 def compare(call: Append) -> None:

@@ -27,7 +27,7 @@ from splitkv.core.variants import HopperBackward
 from splitkv.kernels.backward import launcher as any_backward
 from splitkv.kernels.backward.records import GradientTensors, Stats
 from splitkv.kernels.hopper.backward import launcher as backward
-from splitkv.kernels.hopper.backward.launcher import tiling
+from splitkv.kernels.hopper.backward.launcher import lane_tiling
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.limits import hopper_backward as limits
 from splitkv.kernels.limits.hopper_backward import shared_bytes
@@ -262,7 +262,7 @@ def test_lanes_that_go_together_leave_no_sm_idle(head_dim: int) -> None:
     problem = problem_of({"made": (head_dim, False), "mask": Mask(True), "heads": (32, 8)})
     for batch, length in ((4, 4096), (1, 16384), (64, 128), (1, 128)):
         p = replace(problem, batch=batch, seqlen_q=length, seqlen_k=length)
-        tiles, lanes, width = tiling(p, H200, batch * length, 8, 128)
+        tiles, lanes, width = lane_tiling(p, H200, batch * length, 8, 128)
         assert (tiles, lanes) == (-(-length // 128), batch * 8)
         assert lanes % width == 0
         assert tiles * width >= 0.9 * H200.num_sms or width == lanes

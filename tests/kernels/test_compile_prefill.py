@@ -193,7 +193,7 @@ def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> d
         mock.patch.object(workspace, "partials", partials),
         mock.patch.object(workspace, "counter_for", lambda _: Layout((4,), torch.int64)),
     ):
-        prefill.Launcher(plan, x).forward(x, seed)
+        prefill.PrefillLauncher(plan, x).forward(x, seed)
     (kernel,) = recorders["prefill"].compiled
     by_combine = config.num_splits > 1 and config.merge == "combine"
     assert len(recorders["combine"].compiled) == by_combine
@@ -233,7 +233,7 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
         mock.patch.object(backward_rows, "backward_rows", recorders["backward_rows"]),
         mock.patch.multiple(backward, **{n: recorders[n] for n in names[backward]}),
     ):
-        prefill.Launcher(plan, x).forward(x, seed)
+        prefill.PrefillLauncher(plan, x).forward(x, seed)
         out = Layout(torch.Size([*x.q.shape[:-1], problem.head_dim_v]), x.q.dtype)
         lse = Layout(sequence_sizes.lse_shape(x.q), torch.float32)
         stats = statistics(problem, x, out, lse, out, lse, problem.score.alibi).stats

@@ -137,7 +137,7 @@ def test_what_is_counted_where_a_launcher_is_bound() -> None:
     plan = plan_of(replace(INT8, batch=2200), "prefill", merge="last", num_splits=MAX_SPLITS)
     said = "^plan.config.merge: expected 'combine' of 2252800 programs, got 'last'$"
     with pytest.raises(ValueError, match=said):
-        prefill.Launcher(plan, layouts_in_8_bits(plan.problem))
+        prefill.PrefillLauncher(plan, layouts_in_8_bits(plan.problem))
 
 
 @pytest.mark.parametrize("kernel", ["decode_split", HOPPER])

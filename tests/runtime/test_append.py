@@ -116,8 +116,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     yield []
 
 
-def repeat_of(call: Append, launched: list[tuple[Any, ...]]) -> kernel.Repeat:
-    return kernel.Repeat(lambda *args: launched.append(args), call)
+def repeat_of(call: Append, launched: list[tuple[Any, ...]]) -> kernel.AppendRepeat:
+    return kernel.AppendRepeat(lambda *args: launched.append(args), call)
 
 
 def at(*tensors: Tensor | None) -> tuple[int | None, ...]:
@@ -142,7 +142,7 @@ def test_a_call_again(launched: list[tuple[Any, ...]], place: str) -> None:
     }
     assert launched == [(STREAM, *wanted.values())]
     assert kernel.append_kv.arg_names[: len(wanted)] == [*wanted]
-    tail = kernel.Launcher(x).tail
+    tail = kernel.AppendLauncher(x).tail
     assert len(kernel.append_kv.arg_names) == len(wanted) + len(tail)
 
 
@@ -181,7 +181,7 @@ def test_a_launcher_keeps_what_it_compiled(
 
     monkeypatch.setattr(kernel, "append_kv", Jitted())
     monkeypatch.setattr(kernel, "launch_of", launch_of)
-    launcher, call = kernel.Launcher(call_of("paged")), call_of("paged")
+    launcher, call = kernel.AppendLauncher(call_of("paged")), call_of("paged")
     for _ in range(3):
         launcher(call, call.given)
     assert len(through_triton) == 1 and len(launched) == 2
@@ -191,7 +191,7 @@ def test_a_launcher_keeps_what_it_compiled(
 def test_nothing_is_launched_for_no_tokens() -> None:
     none = torch.zeros(0, 2, 16)
     call = call_of("slots", rotary=False, k=none, v=none[..., :8], slots=index())
-    assert kernel.Launcher(call)(call, call.given) == (None, None)
+    assert kernel.AppendLauncher(call)(call, call.given) == (None, None)
 
 
 # Recognised
@@ -216,7 +216,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bound]]:
     """The launchers that were made; tensors of a CPU are taken for a GPU's."""
     made: list[Bound] = []
     monkeypatch.setattr(module, "calls", CallCache())
-    monkeypatch.setattr(module, "Launcher", lambda call: made.append(Bound(call)) or made[-1])
+    monkeypatch.setattr(module, "AppendLauncher", lambda call: made.append(Bound(call)) or made[-1])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     yield made
 

@@ -1123,6 +1123,7 @@ def test_a_growing_cache_is_decided_for_once_in_a_while(monkeypatch: pytest.Monk
 
 def test_choices_are_kept_for_named_policies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    monkeypatch.setattr(registry, "_choices", {})  # those of other tests may fill it
 
     def choose(problem: Problem, *rest: Any) -> Any:
         asked.append(problem.seqlen_k)

@@ -19,7 +19,7 @@ from splitkv.core.kv import Codec
 from splitkv.core.plan import SCHEDULED, Plain, Plan
 from splitkv.flash_attn import scheduler
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.step import StepLaunches, StepRepeat, partial_rows
+from splitkv.kernels.host.step import StepLaunches, StepRepeat, step_partial_rows
 from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
 from splitkv.planner import registry
 from splitkv.planner.policies import persistent
@@ -265,7 +265,7 @@ def repeat_of(launches: Launches, plan: Plan) -> StepRepeat:
     like = SimpleNamespace(
         device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(2, 1, 8, 64)
     )
-    return StepRepeat(three, plan, like, (2, 8, 1), partial_rows(plan))  # type: ignore[arg-type]
+    return StepRepeat(three, plan, like, (2, 8, 1), step_partial_rows(plan))  # type: ignore[arg-type]
 
 
 def tensors() -> list[Any]:
@@ -285,7 +285,7 @@ def test_a_call_makes_its_schedule_behind_the_partials(gpu: SimpleNamespace) -> 
     assert split[:5] == ("split", 5, given[0].data_ptr(), split[3], lens)
     assert split[12] == at and split[6] == merge[2] and merge[4:] == (at, None)
     (first, numel, _), (acc, _, l) = workspace.buffers(0)[5], split[6]
-    rows = partial_rows(plan)
+    rows = step_partial_rows(plan)
     assert acc == first and l + 4 * rows <= at
     assert at % 16 == 0 and at + 32 * plan.config.programs <= first + 4 * numel
 

@@ -155,7 +155,7 @@ def test_nothing_is_bound_twice(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) 
     grad = torch.randn_like(forward().detach())
     for _ in range(2):
         torch.autograd.grad(forward(), leaves, grad)
-    for name in ("descriptor", "statistics", "allocate_gradients", "tiling"):
+    for name in ("tokens_descriptor", "statistics", "allocate_gradients", "lane_tiling"):
         monkeypatch.setattr(hopper_backward, name, pytest.fail)
     torch.autograd.grad(forward(), leaves, grad)
 

@@ -132,7 +132,7 @@ def keys_of_kernels() -> Iterator[dict[str, Keys]]:
             mock.patch.object(hopper_decode_split, "in_clusters", mock.MagicMock()),
             mock.patch.object(hopper_launch, "in_clusters", mock.MagicMock()),
             mock.patch.object(hopper_launch.HopperLauncher, "keep", lambda *_: None),
-            mock.patch.object(launcher.Launcher, "keep", lambda *_: None),
+            mock.patch.object(launcher.DecodeLauncher, "keep", lambda *_: None),
             mock.patch.object(hopper_decode_split, "ENTRIES", entries),
         ):
             patches.enter_context(patch)
@@ -154,7 +154,7 @@ def compiled_for(call: Call) -> dict[str, set[str]]:
             call.operands.new = new if made.config.appends else None
             kernel_named(made.kernel).bind(made, call.operands)(call.operands)
         if new is not None:
-            append_kernel.Launcher(new).dispatch(new)
+            append_kernel.AppendLauncher(new).dispatch(new)
     return {name: x.found for name, x in keys.items()}
 
 

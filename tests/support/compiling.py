@@ -383,7 +383,7 @@ def compile_plan(
             mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
             mock.patch.object(hopper_decode_split, "in_clusters", mock.MagicMock()),
-            mock.patch.object(launcher.Launcher, "keep", mock.Mock()),
+            mock.patch.object(launcher.DecodeLauncher, "keep", mock.Mock()),
         ):
             patches.enter_context(patch)
         kernel_named(plan.kernel).bind(plan, operands)(operands)

@@ -1,4 +1,4 @@
-"""What a policy needs to know of a GPU, for GPUs that are here and GPUs that are not."""
+"""GPUs, present or not, as policies know them: SMs, memory, bandwidth, capability."""
 
 from __future__ import annotations
 

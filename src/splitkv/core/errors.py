@@ -1,4 +1,4 @@
-"""What a refused call says.
+"""The messages of refused calls.
 
 `ValueError`            the question is malformed: `<argument>: expected <requirement>, got <value>`
 `UnsupportedProblem`    well-formed, but no kernel can run it: every kernel with every reason

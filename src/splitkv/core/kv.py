@@ -10,12 +10,12 @@ from splitkv.core.values import Value
 CodecName = Literal["as_is", "fp8", "int8"]
 Granularity = Literal["none", "tensor", "head", "token"]
 Products = Literal["widened", "half", "full"]
-"""What may be multiplied in 8 bits beside quantised keys and values: nothing, all are widened
-first; q . k, for which q is rounded as well; or p . v too, for which p is."""
+"""The products that may be computed in 8 bits with quantised K and V: none (widened); q . k,
+for which q is rounded too (half); or p . v as well, for which p is (full)."""
 
 
 class Stored(NamedTuple):
-    """What elements of a codec are stored as, in one byte each.
+    """How a codec stores an element in one byte.
 
     dtype      torch's name of the type, by which a tensor tells its codec
     largest    the largest stored value: a scale maps the largest number to it

@@ -24,7 +24,7 @@ fields of `Mask` that they become."""
 
 
 class MaskBounds(NamedTuple):
-    """What bounds the keys that a query sees, relative to it: see `Mask`; None: nothing."""
+    """The bounds of the keys that a query sees, relative to it: see `Mask`; None: no bound."""
 
     left: int | None
     right: int | None

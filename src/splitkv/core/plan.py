@@ -67,7 +67,7 @@ class Config(Value):
 
 
 def shares_of(config: Config) -> str:
-    """What a schedule of the step was made for, of a config."""
+    """The numbers of a config that a schedule of the step was made for."""
     tile = f"tiles of {config.tile_m} x {config.tile_n}"
     return f"{config.schedule} of {config.programs} programs, {tile}"
 
@@ -138,7 +138,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a policy returns."""
+    """The answer of a policy."""
 
     kernel: str
     config: Config

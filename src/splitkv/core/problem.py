@@ -7,10 +7,12 @@ written by hand.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from splitkv.core.errors import (
+    MAX_SIZE,
     dtype_name,
     expect,
     expect_apart,
@@ -30,7 +32,8 @@ from splitkv.core.errors import (
     expect_size,
 )
 from splitkv.core.kv import AS_IS, Codec, Contiguous, Granularity, Paged, Place, Products, Ragged
-from splitkv.core.masks import Mask
+from splitkv.core.masks import NUMBERS, Mask
+from splitkv.core.options import options_of
 from splitkv.core.scales import DTYPE_BYTES, QUANTISED, describe_types
 from splitkv.core.scores import PLAIN, Score
 from splitkv.core.values import Value
@@ -38,6 +41,8 @@ from splitkv.core.values import Value
 Kind = Literal["decode", "dense", "varlen"]
 MAX_CUT_TOKENS = 256  # of packed sequences all of which may be cut into parts
 FEW_ROWS = 16  # of those that are, beside longer ones
+OF_DECODE = frozenset(options_of("decode"))
+OF_SEQUENCES = frozenset(options_of("attention")) | frozenset(options_of("attention_varlen"))
 FLAGS = ("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad", "early_kv")
 
 
@@ -129,7 +134,7 @@ class Problem(Value):
 
     @property
     def widened(self) -> Problem:
-        """What is left of the problem when keys, values and queries have been made numbers of the
+        """The problem that is left when keys, values and queries have been made numbers of the
         working type, and pages one after the other."""
         place = self.place
         if isinstance(place, Paged):
@@ -214,244 +219,222 @@ class Operands:
     starts: Any = None  # of a schedule of the step, see kernels/schedule.py
 
 
-def describe_decode(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    *,
-    cache_seqlens: Any,
-    page_table: Any,
-    max_seqlen_k: int | None,
-    sink_logits: Any,
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Any,
-    q_scale: Any,
-    k_scale: Any,
-    v_scale: Any,
-    products: Any,
-    out: Any,
-    return_lse: bool,
-    early_kv: bool,
-    needs_grad: bool,
-    **of_mask: Any,
-) -> tuple[Problem, Operands]:
-    """Check every argument of `decode` and name the problem.
+class Options(NamedTuple):
+    """The arguments of a call behind its queries, keys and values, but for those about the plan: of
+    every function of `core/options.py`. Those with a default here are not in all of them."""
 
-    of_mask   the arguments of `Mask.of`
+    causal: Any
+    window_size: Any
+    sink_tokens: Any
+    attention_chunk: Any
+    sink_logits: Any
+    softmax_scale: Any
+    softcap: Any
+    alibi_slopes: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    products: Any
+    return_lse: Any
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+    page_table: Any = None
+    cache_seqlens: Any = None
+    out: Any = None
+    dropout_p: Any = 0.0
+    deterministic: Any = False
+    early_kv: Any = False
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a call, as the fields of `Problem` of these names."""
+
+    kind: Kind
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+    place: Place
+
+
+class _Cached(NamedTuple):
+    """The sizes of keys and values: how they lie, how many of a sequence there is room for, KV
+    heads, columns of v."""
+
+    place: Place
+    room: int
+    num_kv_heads: int
+    head_dim_v: int
+
+
+def describe_decode(
+    q: Any, k_cache: Any, v_cache: Any, *, needs_grad: bool, **options: Any
+) -> tuple[Problem, Operands]:
+    """Checks every argument of `decode` and names the problem.
+
+    options   the arguments of `Options` that `decode` has
     """
-    batch, seqlen_q, num_heads, head_dim = expect_shape(
-        "q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None
-    )
-    place: Place = Contiguous()
-    if page_table is None:
-        _, capacity, num_kv_heads, _ = expect_shape(
-            "k_cache", k_cache, batch=batch, seqlen_k=None, num_kv_heads=None, head_dim=head_dim
-        )
-        head_dim_v = expect_shape(
-            "v_cache",
-            v_cache,
-            batch=batch,
-            seqlen_k=capacity,
-            num_kv_heads=num_kv_heads,
-            head_dim_v=None,
-        )[3]
-    else:
-        place, capacity, num_kv_heads, head_dim_v = _describe_pages(
-            ("k_cache", "v_cache"), q, k_cache, v_cache, page_table, batch
-        )
-    seqlen_k = capacity
-    if max_seqlen_k is not None:
-        expect_int("max_seqlen_k", max_seqlen_k)
-        expect_in_range("max_seqlen_k", max_seqlen_k, 0, capacity)
-        seqlen_k = int(max_seqlen_k)
-    if cache_seqlens is not None:
-        expect_shape("cache_seqlens", cache_seqlens, batch=batch)
-        _expect_index("cache_seqlens", cache_seqlens, q.device)
-    of_cache = q, k_cache, v_cache, q_scale, k_scale, v_scale
-    types = describe_types(("k_cache", "v_cache"), *of_cache, products, place, batch)
-    expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
-    mask = Mask.of(**of_mask)
-    score, scale = _describe_scores(
-        num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
-    )
-    _expect_sink_logits(sink_logits, num_heads, q.device)
-    if out is not None:
-        expect_out(out, (batch, seqlen_q, num_heads, head_dim_v), types.dtype, q.device)
-    expect_bool("return_lse", return_lse)
-    expect_bool("early_kv", early_kv)
-    problem = Problem(
-        kind="decode",
-        batch=batch,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        dtype=types.dtype,
-        mask=mask,
-        place=place,
-        codec=types.codec,
-        products=types.products,
-        q_granularity=types.q_granularity,
-        score=score,
-        sink_logits=sink_logits is not None,
-        lengths="host" if cache_seqlens is None else "device",
-        return_lse=return_lse,
-        early_kv=early_kv,
-        needs_grad=needs_grad,
-    )
-    return problem, Operands(
-        q=q,
-        k=k_cache,
-        v=v_cache,
-        out=out,
-        cache_seqlens=cache_seqlens,
-        page_table=page_table,
-        sink_logits=sink_logits,
-        alibi_slopes=alibi_slopes,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        softmax_scale=scale,
-        softcap=float(softcap),
-    )
+    expect_known("describe_decode", options, OF_DECODE)
+    given = Options(**options)
+    sizes = _decode_sizes(q, k_cache, v_cache, given)
+    return _described(q, k_cache, v_cache, sizes, given, needs_grad)
 
 
 def describe_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    page_table: Any = None,
-    cache_seqlens: Any = None,
-    sink_logits: Any,
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Any,
-    q_scale: Any,
-    k_scale: Any,
-    v_scale: Any,
-    products: Any,
-    dropout_p: float,
-    deterministic: bool,
-    out: Any = None,
-    return_lse: bool,
-    needs_grad: bool,
-    **of_mask: Any,
+    q: Any, k: Any, v: Any, *, needs_grad: bool, **options: Any
 ) -> tuple[Problem, Operands]:
-    """Check every argument of `attention` (dense), or of `attention_varlen` with `cu_seqlens_q`.
+    """Checks every argument of `attention` (dense), or of `attention_varlen` with `cu_seqlens_q`.
 
-    of_mask   the arguments of `Mask.of`
+    options   the arguments of `Options` that one of the two has
     """
-    place: Place = Contiguous()
-    if cu_seqlens_q is None:
-        kind: Kind = "dense"
-        batch, seqlen_q, num_heads, head_dim = expect_shape(
-            "q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None
-        )
-        _, seqlen_k, num_kv_heads, _ = expect_shape(
-            "k", k, batch=batch, seqlen_k=None, num_kv_heads=None, head_dim=head_dim
-        )
-        head_dim_v = expect_shape(
-            "v", v, batch=batch, seqlen_k=seqlen_k, num_kv_heads=num_kv_heads, head_dim_v=None
-        )[3]
-    else:
-        kind = "varlen"
-        _, num_heads, head_dim = expect_shape("q", q, total_q=None, num_heads=None, head_dim=None)
-        bounds = expect_shape("cu_seqlens_q", cu_seqlens_q, **{"batch + 1": None})[0]
-        expect_positive("cu_seqlens_q.shape[0] (batch + 1)", bounds)
-        _expect_index("cu_seqlens_q", cu_seqlens_q, q.device)
-        batch = bounds - 1
-        if page_table is None:
-            expect_none_with("cache_seqlens", cache_seqlens, "cu_seqlens_k")
-            total_k, num_kv_heads, _ = expect_shape(
-                "k", k, total_k=None, num_kv_heads=None, head_dim=head_dim
-            )
-            head_dim_v = expect_shape(
-                "v", v, total_k=total_k, num_kv_heads=num_kv_heads, head_dim_v=None
-            )[2]
-            expect_shape("cu_seqlens_k", cu_seqlens_k, **{"batch + 1": bounds})
-            _expect_index("cu_seqlens_k", cu_seqlens_k, q.device)
-            place, capacity = Ragged(), None
-        else:
-            expect_none_with("cu_seqlens_k", cu_seqlens_k, "a page_table")
-            place, capacity, num_kv_heads, head_dim_v = _describe_pages(
-                ("k", "v"), q, k, v, page_table, batch
-            )
-            expect_given_with("cache_seqlens", cache_seqlens, "a page_table")
-            expect_shape("cache_seqlens", cache_seqlens, batch=batch)
-            _expect_index("cache_seqlens", cache_seqlens, q.device)
-        for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            expect_size(name, length, empty=True)
-        assert max_seqlen_q is not None and max_seqlen_k is not None
-        if capacity is not None:
-            expect_in_range("max_seqlen_k", max_seqlen_k, 0, capacity)
-        seqlen_q, seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
+    expect_known("describe_attention", options, OF_SEQUENCES)
+    given = Options(**options)
+    sizes = (_dense_sizes if given.cu_seqlens_q is None else _packed_sizes)(q, k, v, given)
     if dtype_name(k) not in QUANTISED:
         expect_dtype("q", q, *DTYPE_BYTES)
         expect_dtype("k", k, dtype_name(q))
-    operands = q, k, v, q_scale, k_scale, v_scale
-    types = describe_types(("k", "v"), *operands, products, place, batch)
-    expect_heads(num_heads, num_kv_heads, head_dim, head_dim_v)
-    mask = Mask.of(**of_mask)
-    mask = mask.within(seqlen_q, seqlen_k)
-    score, scale = _describe_scores(
-        num_heads, batch, head_dim, softmax_scale, softcap, alibi_slopes, q.device
-    )
-    _expect_sink_logits(sink_logits, num_heads, q.device)
-    if out is not None:
-        expect_out(out, (*q.shape[:-1], head_dim_v), types.dtype, q.device)
-        expect_no_grad_with_out(needs_grad)
-    expect_number("dropout_p", dropout_p)
-    expect(0 <= dropout_p < 1, "dropout_p", "from 0 to less than 1", dropout_p)
-    expect_bool("deterministic", deterministic)
-    expect_bool("return_lse", return_lse)
-    problem = Problem(
+    return _described(q, k, v, sizes, given, needs_grad)
+
+
+def expect_known(function: str, options: Collection[str], names: Collection[str]) -> None:
+    """Refuses options that no function has which `function` describes, as Python does."""
+    for name in options:
+        if name not in names:
+            raise TypeError(f"{function}: got an unexpected argument {name!r}")
+
+
+def _decode_sizes(q: Any, k_cache: Any, v_cache: Any, given: Options) -> _Sizes:
+    """The sizes of a call of `decode`, its tensors of keys and lengths checked."""
+    shape_q = expect_shape("q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None)
+    batch = shape_q[0]
+    if given.page_table is None:
+        cached = _dense_keys(("k_cache", "v_cache"), q, k_cache, v_cache)
+    else:
+        cached = _paged_keys(("k_cache", "v_cache"), q, k_cache, v_cache, given.page_table, batch)
+    seqlen_k = cached.room
+    if given.max_seqlen_k is not None:
+        expect_int("max_seqlen_k", given.max_seqlen_k)
+        expect_in_range("max_seqlen_k", given.max_seqlen_k, 0, cached.room)
+        seqlen_k = int(given.max_seqlen_k)
+    if given.cache_seqlens is not None:
+        expect_shape("cache_seqlens", given.cache_seqlens, batch=batch)
+        _expect_index("cache_seqlens", given.cache_seqlens, q.device)
+    return _sizes("decode", shape_q, cached, seqlen_k)
+
+
+def _dense_sizes(q: Any, k: Any, v: Any, given: Options) -> _Sizes:
+    """The sizes of a call of `attention`."""
+    shape_q = expect_shape("q", q, batch=None, seqlen_q=None, num_heads=None, head_dim=None)
+    cached = _dense_keys(("k", "v"), q, k, v)
+    return _sizes("dense", shape_q, cached, cached.room)
+
+
+def _packed_sizes(q: Any, k: Any, v: Any, given: Options) -> _Sizes:
+    """The sizes of a call of `attention_varlen`, its offsets and lengths checked."""
+    shape_q = expect_shape("q", q, total_q=None, num_heads=None, head_dim=None)
+    cu_seqlens_q, page_table = given.cu_seqlens_q, given.page_table
+    bounds = expect_shape("cu_seqlens_q", cu_seqlens_q, **{"batch + 1": None})[0]
+    expect_positive("cu_seqlens_q.shape[0] (batch + 1)", bounds)
+    _expect_index("cu_seqlens_q", cu_seqlens_q, q.device)
+    batch = bounds - 1
+    if page_table is None:
+        expect_none_with("cache_seqlens", given.cache_seqlens, "cu_seqlens_k")
+        shape_k = expect_shape("k", k, total_k=None, num_kv_heads=None, head_dim=shape_q[-1])
+        of_values = {"total_k": shape_k[0], "num_kv_heads": shape_k[1], "head_dim_v": None}
+        head_dim_v = expect_shape("v", v, **of_values)[2]
+        expect_shape("cu_seqlens_k", given.cu_seqlens_k, **{"batch + 1": bounds})
+        _expect_index("cu_seqlens_k", given.cu_seqlens_k, q.device)
+        cached = _Cached(Ragged(), MAX_SIZE, shape_k[1], head_dim_v)
+    else:
+        expect_none_with("cu_seqlens_k", given.cu_seqlens_k, "a page_table")
+        cached = _paged_keys(("k", "v"), q, k, v, page_table, batch)
+        expect_given_with("cache_seqlens", given.cache_seqlens, "a page_table")
+        expect_shape("cache_seqlens", given.cache_seqlens, batch=batch)
+        _expect_index("cache_seqlens", given.cache_seqlens, q.device)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        expect_size(name, getattr(given, name), empty=True)
+    if page_table is not None:
+        expect_in_range("max_seqlen_k", given.max_seqlen_k, 0, cached.room)
+    longest_q, longest_k = int(given.max_seqlen_q), int(given.max_seqlen_k)
+    return _sizes("varlen", (batch, longest_q, *shape_q[1:]), cached, longest_k)
+
+
+def _sizes(kind: Kind, shape_q: Sequence[int], cached: _Cached, seqlen_k: int) -> _Sizes:
+    """The _Sizes of a call; shape_q: batch, seqlen_q, num_heads, head_dim."""
+    return _Sizes(
         kind=kind,
-        batch=batch,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        seqlen_q=seqlen_q,
+        batch=shape_q[0],
+        num_heads=shape_q[2],
+        num_kv_heads=cached.num_kv_heads,
+        head_dim=shape_q[3],
+        head_dim_v=cached.head_dim_v,
+        seqlen_q=shape_q[1],
         seqlen_k=seqlen_k,
+        place=cached.place,
+    )
+
+
+def _described(
+    q: Any, k: Any, v: Any, sizes: _Sizes, given: Options, needs_grad: bool
+) -> tuple[Problem, Operands]:
+    """The problem and the operands of a call whose shapes are checked; checks the rest."""
+    decodes, device = sizes.kind == "decode", q.device
+    names = ("k_cache", "v_cache") if decodes else ("k", "v")
+    operands = q, k, v, given.q_scale, given.k_scale, given.v_scale
+    types = describe_types(names, *operands, given.products, sizes.place, sizes.batch)
+    expect_heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim_v)
+    mask = Mask.of(given.causal, given.window_size, **{n: getattr(given, n) for n in NUMBERS})
+    if not decodes:
+        mask = mask.within(sizes.seqlen_q, sizes.seqlen_k)
+    score, scale = _describe_scores(sizes, given, device)
+    _expect_sink_logits(given.sink_logits, sizes.num_heads, device)
+    if given.out is not None:
+        expect_out(given.out, (*q.shape[:-1], sizes.head_dim_v), types.dtype, device)
+        if not decodes:
+            expect_no_grad_with_out(needs_grad)
+    expect_number("dropout_p", given.dropout_p)
+    expect(0 <= given.dropout_p < 1, "dropout_p", "from 0 to less than 1", given.dropout_p)
+    for name in ("deterministic", "return_lse", "early_kv"):
+        expect_bool(name, getattr(given, name))
+    on_host = sizes.kind == "dense" or (decodes and given.cache_seqlens is None)
+    problem = Problem(
+        **sizes._asdict(),
         dtype=types.dtype,
         mask=mask,
-        place=place,
         codec=types.codec,
         products=types.products,
         q_granularity=types.q_granularity,
         score=score,
-        sink_logits=sink_logits is not None,
-        lengths="device" if kind == "varlen" else "host",
-        return_lse=return_lse,
-        dropout=float(dropout_p) > 0,
-        deterministic=deterministic,
+        sink_logits=given.sink_logits is not None,
+        lengths="host" if on_host else "device",
+        return_lse=given.return_lse,
+        dropout=float(given.dropout_p) > 0,
+        deterministic=given.deterministic,
         needs_grad=needs_grad,
+        early_kv=given.early_kv,
     )
     return problem, Operands(
         q=q,
         k=k,
         v=v,
-        out=out,
-        cache_seqlens=cache_seqlens,
-        page_table=page_table,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        sink_logits=sink_logits,
-        alibi_slopes=alibi_slopes,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        out=given.out,
+        cache_seqlens=given.cache_seqlens,
+        page_table=given.page_table,
+        cu_seqlens_q=given.cu_seqlens_q,
+        cu_seqlens_k=given.cu_seqlens_k,
+        sink_logits=given.sink_logits,
+        alibi_slopes=given.alibi_slopes,
+        q_scale=given.q_scale,
+        k_scale=given.k_scale,
+        v_scale=given.v_scale,
         softmax_scale=scale,
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
+        softcap=float(given.softcap),
+        dropout_p=float(given.dropout_p),
     )
 
 
@@ -467,30 +450,33 @@ def expect_out(out: Any, shape: tuple[int, ...], dtype: str, device: Any) -> Non
 
 
 def expect_no_grad_with_out(needs_grad: bool) -> None:
-    """What is written into `out` is no part of a graph."""
+    """Refuses `out` where a gradient is recorded: what is written into it is no part of a graph."""
     hint = "call within torch.no_grad()"
     expect(not needs_grad, "out", "None where a gradient is recorded", "a tensor", hint)
 
 
-def _describe_pages(
+def _dense_keys(names: tuple[str, str], q: Any, k: Any, v: Any) -> _Cached:
+    """The sizes of keys and values [batch, seqlen_k, num_kv_heads, ..]."""
+    of_keys = {"batch": q.shape[0], "seqlen_k": None, "num_kv_heads": None}
+    shape_k = expect_shape(names[0], k, **of_keys, head_dim=q.shape[-1])
+    of_values = {"batch": q.shape[0], "seqlen_k": shape_k[1], "num_kv_heads": shape_k[2]}
+    head_dim_v = expect_shape(names[1], v, **of_values, head_dim_v=None)[3]
+    return _Cached(Contiguous(), shape_k[1], shape_k[2], head_dim_v)
+
+
+def _paged_keys(
     names: tuple[str, str], q: Any, k: Any, v: Any, page_table: Any, batch: int
-) -> tuple[Paged, int, int, int]:
-    """(place, most keys a sequence, KV heads, head_dim_v) of pages of keys and values."""
-    num_pages, page_size, num_kv_heads, _ = expect_shape(
-        names[0], k, num_pages=None, page_size=None, num_kv_heads=None, head_dim=q.shape[-1]
-    )
-    head_dim_v = expect_shape(
-        names[1],
-        v,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=num_kv_heads,
-        head_dim_v=None,
-    )[3]
+) -> _Cached:
+    """The sizes of pages of keys and values [num_pages, page_size, num_kv_heads, ..]."""
+    of_keys = {"num_pages": None, "page_size": None, "num_kv_heads": None}
+    shape_k = expect_shape(names[0], k, **of_keys, head_dim=q.shape[-1])
+    of_values = dict(zip(of_keys, shape_k[:3], strict=True))
+    head_dim_v = expect_shape(names[1], v, **of_values, head_dim_v=None)[3]
+    page_size = shape_k[1]
     expect_positive(f"{names[0]}.shape[1] (page_size)", page_size)
     max_pages = expect_shape("page_table", page_table, batch=batch, max_pages=None)[1]
     _expect_index("page_table", page_table, q.device)
-    return Paged(page_size), max_pages * page_size, num_kv_heads, head_dim_v
+    return _Cached(Paged(page_size), max_pages * page_size, shape_k[2], head_dim_v)
 
 
 def _expect_index(name: str, tensor: Any, device: Any) -> None:
@@ -515,28 +501,21 @@ def _expect_sink_logits(sink_logits: Any, num_heads: int, device: Any) -> None:
         expect_last_dim_contiguous("sink_logits", sink_logits)
 
 
-def _describe_scores(
-    num_heads: int,
-    batch: int,
-    head_dim: int,
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Any,
-    device: Any,
-) -> tuple[Score, float]:
+def _describe_scores(sizes: _Sizes, given: Options, device: Any) -> tuple[Score, float]:
     """The score modifiers, and the scale with its default."""
+    softmax_scale, slopes = given.softmax_scale, given.alibi_slopes
     if softmax_scale is not None:
         expect_number("softmax_scale", softmax_scale)
         expect_positive("softmax_scale", softmax_scale)
-    expect_number("softcap", softcap)
-    expect_at_least("softcap", softcap, 0)
-    if alibi_slopes is not None:
-        if len(getattr(alibi_slopes, "shape", ())) == 2:
-            expect_shape("alibi_slopes", alibi_slopes, batch=batch, num_heads=num_heads)
+    expect_number("softcap", given.softcap)
+    expect_at_least("softcap", given.softcap, 0)
+    if slopes is not None:
+        if len(getattr(slopes, "shape", ())) == 2:
+            expect_shape("alibi_slopes", slopes, batch=sizes.batch, num_heads=sizes.num_heads)
         else:
-            expect_shape("alibi_slopes", alibi_slopes, num_heads=num_heads)
-        expect_dtype("alibi_slopes", alibi_slopes, "float32", "float64")
-        expect_device("alibi_slopes", alibi_slopes, device)
-        expect_last_dim_contiguous("alibi_slopes", alibi_slopes)
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    return Score(float(softcap) > 0, alibi_slopes is not None), scale
+            expect_shape("alibi_slopes", slopes, num_heads=sizes.num_heads)
+        expect_dtype("alibi_slopes", slopes, "float32", "float64")
+        expect_device("alibi_slopes", slopes, device)
+        expect_last_dim_contiguous("alibi_slopes", slopes)
+    scale = sizes.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    return Score(float(given.softcap) > 0, slopes is not None), scale

@@ -1,4 +1,4 @@
-"""What happens to a scaled score before the softmax: nothing, a soft cap, ALiBi.
+"""Modifiers of a scaled score before the softmax: none, a soft cap, ALiBi.
 
     s = softmax_scale * q . k
     s = softcap * tanh(s / softcap)                      where softcap > 0

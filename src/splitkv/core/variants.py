@@ -1,4 +1,4 @@
-"""What one kernel alone can choose: values of a plan, named, that `Config.variant` holds.
+"""Variants: the choices that one kernel alone has, named values that `Config.variant` holds.
 
 `Kernel.variants` lists those that are legal beside a config, `planner/policies/variants.py` chooses
 among them, `explain` prints them, and the launcher reads them from the plan.
@@ -21,7 +21,7 @@ class Plain(Value):
 
 @dataclass(frozen=True, slots=True)
 class HopperDecode(Value):
-    """What decode on Hopper alone can choose: how tiles and scales of keys arrive.
+    """The choices of decode on Hopper: how tiles and scales of keys arrive.
 
     load        tma: the warps that multiply issue TMA copies; producer_warp: a warp that does not
                 multiply issues them; gather: all warps copy rows
@@ -39,7 +39,7 @@ class HopperDecode(Value):
 
 @dataclass(frozen=True, slots=True)
 class HopperPrefill(Value):
-    """What `hopper_prefill`, `hopper_prefill_half` and `hopper_prefill_widened` can choose.
+    """The choices of `hopper_prefill`, `hopper_prefill_half` and `hopper_prefill_widened`.
 
     mma_order   in_turns: warpgroups take turns at issuing products; any: whenever they can
     maxima      each_tile: every step looks for the maxima of its rows; lazy: only steps whose
@@ -58,7 +58,7 @@ class HopperPrefill(Value):
 
 @dataclass(frozen=True, slots=True)
 class HopperPrefillQuantised(Value):
-    """What `hopper_prefill_quantised` can choose.
+    """The choices of `hopper_prefill_quantised`.
 
     mma_order      in_turns: warpgroups take turns at issuing products; any: whenever they can
     items          numbered: programs find the row tiles and splits that they work on by number;
@@ -97,7 +97,7 @@ class BackwardTiles(Value):
 
 @dataclass(frozen=True, slots=True)
 class Backward(Value):
-    """What is chosen of the gradients on any GPU: `Plan.backward`.
+    """The choices of the backward on any GPU: `Plan.backward`.
 
     keys         of `backward_keys`: tile_n keys a program, tile_m rows a step
     queries      of `backward_queries`: tile_m rows a program, tile_n keys a step
@@ -113,7 +113,7 @@ class Backward(Value):
 
 @dataclass(frozen=True, slots=True)
 class HopperBackward(Value):
-    """What is chosen of the gradients on Hopper: `Plan.backward`.
+    """The choices of the backward on Hopper: `Plan.backward`.
 
     tile_m, tile_n     rows a step and keys a program
     num_stages         tiles of q in shared memory; grad_stages: of the gradient of the output

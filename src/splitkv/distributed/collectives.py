@@ -81,7 +81,7 @@ class Pending:
         self.buffer: Tensor | None = _Start.apply(x, self)
 
     def wait(self) -> Tensor:
-        """What it brings; once."""
+        """Waits, and returns what was received; only once."""
         buffer, self.buffer = self.buffer, None  # the graph of which holds this: no circle
         received: Tensor = _Wait.apply(buffer, self)
         return received
@@ -223,7 +223,7 @@ class Trade:
         self.works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> None:
-        """Until what is received is there."""
+        """Waits until what is received is there."""
         for work in self.works:
             work.wait()
         self.works, self.kept = [], ((), ())

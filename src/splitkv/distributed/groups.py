@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitkv.core.errors import UnsupportedProblem, expect
 
 Facts = dict[str, Any]
-"""What has to be the same on every rank, by the name of the argument: values with a `repr`."""
+"""Facts that have to be equal on every rank, by the name of the argument: values with a `repr`."""
 
 Checked = TypeVar("Checked")
 
@@ -60,7 +60,7 @@ def ranks_of(group: ProcessGroup) -> tuple[int, int]:
 def agree(
     group: ProcessGroup, facts: Facts, check: Callable[[], Checked], like: Any = None
 ) -> Checked:
-    """What `check` returns, once every rank of the group has come here with the same facts.
+    """Returns what `check` does, once all ranks of the group have come here with the same facts.
 
     check   says what of the call is malformed, from the facts alone
     like    a tensor of the call; what is compared goes over its device

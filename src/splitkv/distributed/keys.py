@@ -39,7 +39,7 @@ Result = tuple[Tensor, Tensor]
 
 
 class Reach(NamedTuple):
-    """What the queries of one piece see, in positions.
+    """The positions that the queries of one piece see.
 
     first, last   their keys: from first to before last
     extra         rows after the queries, so that they end with the keys
@@ -153,7 +153,7 @@ def _shared(pieces: tuple[range, ...], wanted: tuple[range, ...]) -> Iterator[ra
 
 
 def _local(pieces: tuple[range, ...], wanted: tuple[range, ...]) -> tuple[slice, ...]:
-    """The same, as slices of the rank's tokens."""
+    """The positions as slices of the rank's tokens."""
     found = []
     for piece, begin in zip(pieces, offsets([len(piece) for piece in pieces]), strict=True):
         for both in _shared((piece,), wanted):
@@ -244,7 +244,7 @@ def sequence_at(cu_seqlens: Tensor, position: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(received: Tensor, spread: Spread, plan: Delivery) -> Tensor:
-    """What this rank wanted, in the order of positions."""
+    """The keys that this rank asked for, in the order of positions."""
     if plan.everything:
         return in_order(received, spread.size, spread.layout)
     ordered = sorted(plan.chunks, key=lambda chunk: chunk.keys.start)

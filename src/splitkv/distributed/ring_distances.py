@@ -37,17 +37,17 @@ class Apart:
     bounds: tuple[Tensor, Tensor] | None
 
     def queries(self, x: Tensor, dim: int = TOKENS) -> Tensor:
-        """What belongs to the queries, and 0 for the rows without meaning."""
+        """A tensor of the queries with 0 in the rows without meaning."""
         turned = x.flip(dim) if self.backwards else x
         after = (0, 0) * (-dim - 1) + (0, self.rows)
         return F.pad(turned, after)
 
     def keys(self, x: Tensor) -> Tensor:
-        """What belongs to the keys."""
+        """A tensor of the keys."""
         return x.flip(TOKENS) if self.backwards else x
 
     def back(self, x: Tensor, dim: int = TOKENS) -> Tensor:
-        """What belongs to the queries, from what the kernel has made for all rows."""
+        """The rows of the queries, of a result that the kernel has made for all rows."""
         own = x.narrow(dim, 0, self.rows)
         return own.flip(dim) if self.backwards else own
 

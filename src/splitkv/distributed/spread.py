@@ -1,4 +1,4 @@
-"""What the ranks of a call know of it without looking at a tensor: who holds which positions, what
+"""Facts of a call that all ranks know without looking at a tensor: who holds which positions, what
 is visible, and how it is exchanged."""
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Call(NamedTuple):
 
 
 def facts_of(call: Call, max_seqlen: Any, exchange: Any, layout: Any) -> Facts:
-    """What has to be the same on every rank."""
+    """The facts that have to be the same on every rank."""
     facts: Facts = {"exchange": exchange, "layout": layout, "max_seqlen": max_seqlen}
     tensors: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v}
     if call.packed:

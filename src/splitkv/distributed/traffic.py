@@ -22,7 +22,7 @@ from splitkv.distributed.spread import Exchange, Spread
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a token has: heads, their dimensions, and bytes of an element."""
+    """The shape of a token: heads, their dimensions, and bytes of an element."""
 
     num_heads: int
     num_kv_heads: int
@@ -58,7 +58,7 @@ def spread_of(
 
 
 def moved(spread: Spread, shape: HeadShape) -> Moved:
-    """What the rank that receives most gets in a forward and a backward."""
+    """Bytes that the rank which receives most gets in a forward and a backward."""
     if spread.exchange == "heads":
         repeats = repeats_of(shape.num_heads, shape.num_kv_heads, spread.size)
         columns = shape.num_heads * (shape.head_dim + shape.head_dim_v) * shape.element_bytes

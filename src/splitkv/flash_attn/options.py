@@ -1,4 +1,4 @@
-"""What FlashAttention's functions have in common: arguments, refusals and what they return."""
+"""Arguments, refusals and results that FlashAttention's functions have in common."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """What a function was called with, its `locals()`, as far as it belongs here."""
+        """The options among the `locals()` of a function that was called."""
         return cls(**{name: arguments[name] for name in cls.__slots__ if name in arguments})
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Options:
 
     @property
     def names(self) -> dict[str, str]:
-        """What this package calls differently than the caller did."""
+        """The caller's names of arguments that this package names otherwise."""
         sink = "s_aux" if self.learnable_sink is None else "learnable_sink"
         return {"sink_logits": sink, **{f"{x}_scale": f"{x}_descale" for x in "qkv"}}
 

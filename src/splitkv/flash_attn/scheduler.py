@@ -66,8 +66,8 @@ def get_scheduler_metadata(
     *,
     policy: str | Policy = DEFAULT,
 ) -> Plan | Schedule:
-    """What `flash_attn_with_kvcache(scheduler_metadata=...)` takes, which then decides nothing: a
-    Plan, or a Schedule where the plan's programs follow one.
+    """The value that `flash_attn_with_kvcache(scheduler_metadata=...)` takes and then decides
+    nothing: a Plan, or a Schedule where the plan's programs follow one.
 
     max_seqlen_k   bound of the keys before the new ones; longer sequences are undefined
     cache_seqlens  [batch_size] int32; for a Plan only its device is looked at, as lengths are

@@ -213,7 +213,7 @@ class SplitKVAttnBackend(AttentionBackend):
         return out
 
     def options_of(self, layer: Any, causal: bool) -> dict[str, Any]:
-        """What a layer adds to the arguments of a call."""
+        """The arguments of a call that a layer adds."""
         capped = bool(layer.logit_cap) and layer.logit_cap > 0
         if layer.is_cross_attention:
             raise NotImplementedError("is_cross_attention: expected False, got True")

@@ -33,7 +33,7 @@ from splitkv.runtime.append import append
 
 
 class Ring:
-    """What the layers of one cache share: its sizes, the padding, and where a step's tokens go."""
+    """State that the layers of a cache share: its sizes, the padding, where a step's tokens go."""
 
     def __init__(self, sink_tokens: int, window: int, leftpad: Tensor | None) -> None:
         self.sink_tokens, self.window = sink_tokens, window

@@ -55,7 +55,7 @@ def register() -> None:
 
 @dataclass
 class Active:
-    """What `restore_flash_attention_impl` undoes."""
+    """The registration that `restore_flash_attention_impl` undoes."""
 
     library: Any
     order: list[int]
@@ -267,7 +267,7 @@ def _on_device(q: Tensor) -> Any:
 
 
 class Forward(NamedTuple):
-    """What aten::_flash_attention_forward returns."""
+    """The results of aten::_flash_attention_forward."""
 
     output: Tensor
     softmax_logsumexp: Tensor
@@ -277,7 +277,7 @@ class Forward(NamedTuple):
 
 
 class SdpaForward(NamedTuple):
-    """What aten::_scaled_dot_product_flash_attention returns."""
+    """The results of aten::_scaled_dot_product_flash_attention."""
 
     output: Tensor
     logsumexp: Tensor

@@ -112,7 +112,7 @@ def attention_forward(
 
 
 class LayerOptions(NamedTuple):
-    """What a layer may say beside query, key, value and mask, by transformers' names."""
+    """Options of a layer beside query, key, value and mask, by transformers' names."""
 
     scaling: float | None = None
     dropout: float = 0.0
@@ -236,7 +236,7 @@ def _without_a_mask(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Visibility:
-    """What a layer sees whose model asked for no mask: batch, queries and keys are its sizes.
+    """The visibility of a layer whose model asked for no mask: batch, queries and keys are sizes.
 
     Eager attention then sees every key and asks for neither `is_causal` nor a window; the others
     ask the call and then the module, and take a layer that says nothing for a causal one.

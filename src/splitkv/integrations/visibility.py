@@ -193,7 +193,8 @@ def _recognise_closure(mask_function: Callable[..., Any]) -> Pattern:
 
 
 def _both(patterns: list[Pattern]) -> Pattern:
-    """What all patterns let through; transformers combines no two windows and no two packings."""
+    """The pattern that lets through what all do; transformers combines no two windows or
+    packings."""
     merged = Pattern()
     for pattern in patterns:
         merged = Pattern(
@@ -309,7 +310,7 @@ def visible_keys(
 
 @dataclass(frozen=True)
 class Facts:
-    """What the host knows of a padding mask.
+    """Facts of a padding mask that the host knows.
 
     all_valid: nothing is hidden; is_run: one run of tokens a row; is_aligned: no token of the new
     queries is followed by padding; from_zero: every run starts in slot 0.
@@ -385,7 +386,7 @@ def _padded_segments(
 
 
 class UnsupportedLayer(UnsupportedProblem):
-    """What splitkv cannot do for a model of transformers, and what can be done instead."""
+    """A model of transformers that splitkv cannot serve, with what can be done instead."""
 
     def __str__(self) -> str:
         named = [reason for kernel, against in self.reasons if not kernel for reason in against]

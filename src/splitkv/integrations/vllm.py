@@ -70,7 +70,7 @@ def register() -> None:
 
 
 class SplitKVBackend(AttentionBackend):
-    """What vLLM asks before it makes a layer: names, shapes and what is supported."""
+    """The backend as vLLM asks for it before it makes a layer: names, shapes, what is supported."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
@@ -303,7 +303,7 @@ def decodes_in_front(lengths: list[int], threshold: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layer:
-    """What vLLM says of a layer when it makes its SplitKVImpl, in the order of its arguments."""
+    """The arguments, in their order, with which vLLM makes the SplitKVImpl of a layer."""
 
     num_heads: int
     head_size: int

@@ -34,22 +34,24 @@ Limits      bf16, fp16 or fp32, the cache of the type of the new tokens or of 8 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitkv.kernels.host.append_arguments import codes, scale_strides, token_strides
-from splitkv.kernels.host.append_call import Append, Result
+from splitkv.kernels.host.append_arguments import codes, new_scale_strides, token_strides
+from splitkv.kernels.host.append_call import Append, Result, Rotary
 from splitkv.kernels.host.cache_keys import settle_key
 from splitkv.kernels.host.relaunch import Launch, launch_of, observed
-from splitkv.kernels.tile.encode import Place, Scales, write_tokens
+from splitkv.kernels.tile.encode import Place, StoredTensor, write_tokens
 from splitkv.kernels.tile.locate import locate
-from splitkv.kernels.tile.new import Growth, Turn, grown, rotated, start_of
+from splitkv.kernels.tile.new import AngleTable, Growth, Turn, grown, rotated, start_of
+from splitkv.kernels.tile.visit import Strides
 
 
-class New(NamedTuple):
+class TokenPointers(NamedTuple):
     """Pointers to the new k and v, and to cu_seqlens [batch + 1], or None: dense."""
 
     k_ptr: Any
@@ -68,7 +70,7 @@ class Store(NamedTuple):
     slots_ptr: Any
 
 
-class Queries(NamedTuple):
+class RotatedQueries(NamedTuple):
     """Pointers to q, to a contiguous q_out, and to cu_seqlens_q [batch + 1] or None."""
 
     q_ptr: Any
@@ -76,7 +78,15 @@ class Queries(NamedTuple):
     cu_ptr: Any
 
 
-class Lengths(NamedTuple):
+class StoredScales(NamedTuple):
+    """Pointers to the scales of the caches and to the mean key; None: as they are, no mean."""
+
+    k_ptr: Any
+    v_ptr: Any
+    mean_ptr: Any
+
+
+class CacheLengths(NamedTuple):
     """Pointers to int32 [batch]: keys before, keys after, padding on the left or None."""
 
     before_ptr: Any
@@ -86,7 +96,7 @@ class Lengths(NamedTuple):
 
 @triton.jit
 def owners(cu_ptr, n, n_ok, seqlen, batch):
-    """(b, i): the sequence of each token n, and its index in it."""
+    """Finds (b, i): the sequence of each token n, and its index in it."""
     if cu_ptr is None:
         b = n // seqlen
         i = n % seqlen
@@ -102,7 +112,7 @@ def owners(cu_ptr, n, n_ok, seqlen, batch):
 
 @triton.jit
 def token_rows(ptr, cu_ptr, n, b, i, stride_b, stride_t):
-    """Where tokens n begin, number i of sequences b, in their first head."""
+    """Computes where the first heads of tokens n begin, number i of sequences b."""
     if cu_ptr is None:
         rows = ptr + b.to(tl.int64) * stride_b + i.to(tl.int64) * stride_t
     else:
@@ -112,7 +122,7 @@ def token_rows(ptr, cu_ptr, n, b, i, stride_b, stride_t):
 
 @triton.jit
 def write_lengths(lengths, cu_ptr, seqlen_new, batch, capacity):
-    """after[b] of every sequence."""
+    """Stores after[b], the number of keys now, of every sequence."""
     for past in range(0, batch, 128):
         b = past + tl.arange(0, 128)
         ok = b < batch
@@ -123,7 +133,8 @@ def write_lengths(lengths, cu_ptr, seqlen_new, batch, capacity):
 
 @triton.jit
 def places(store, lengths, n, n_ok, b, i, capacity, slabs, stride_table, PAGE_SIZE: tl.constexpr):
-    """(outer, inner, ok) of tokens n, number i of sequences b: slab or page, and key of it."""
+    """Finds (outer, inner, ok) of tokens n, number i of sequences b: slab or page, and key in
+    it."""
     if store.slots_ptr is not None:
         slot = tl.load(store.slots_ptr + n, mask=n_ok, other=-1).to(tl.int64)
         ok = n_ok & (slot >= 0)
@@ -144,7 +155,7 @@ def places(store, lengths, n, n_ok, b, i, capacity, slabs, stride_table, PAGE_SI
 
 @triton.jit
 def starts(turn, lengths, b, ok):
-    """The first token's row of cos and sin, of sequences b."""
+    """Loads the row of cos and sin of the first token of sequences b."""
     t = b * 0
     if turn.cos_ptr is not None:
         before = t
@@ -171,12 +182,12 @@ def starts(turn, lengths, b, ok):
     ]
 )
 def append_kv(
-    new,  # New
+    new,  # TokenPointers
     store,  # Store
-    lengths,  # Lengths; all None with slots
+    lengths,  # CacheLengths; all None with slots
     turn,  # Turn; all None without a rotation
-    queries,  # Queries; all None where none are rotated
-    scales,  # Scales
+    queries,  # RotatedQueries; all None where none are rotated
+    scales,  # StoredScales
     seqlen_new,
     seqlen_q,
     tokens,  # of all sequences
@@ -237,19 +248,28 @@ def append_kv(
         k_rows = token_rows(new.k_ptr, new.cu_ptr, n, b, i, stride_kb, stride_kt) + head * stride_kh
         offs_k = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
         offs_v = tl.arange(0, triton.next_power_of_2(HEAD_DIM_V))
-        angles = rotary_rows, stride_cos, stride_sin
-        k = rotated(k_rows, ok, t, offs_k, turn, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        angles = AngleTable(rotary_rows, stride_cos, stride_sin)
+        k = rotated(k_rows, ok, t, offs_k, turn, angles, HEAD_DIM, ROTARY_DIM, PAIR)
         v_rows = token_rows(new.v_ptr, new.cu_ptr, n, b, i, stride_vb, stride_vt) + head * stride_vh
-        v = rotated(v_rows, ok, t, offs_v, Turn(None, None, None), 0, 0, 0, HEAD_DIM_V, 0, 1)
+        still, no_angles = Turn(None, None, None), AngleTable(0, 0, 0)
+        v = rotated(v_rows, ok, t, offs_v, still, no_angles, HEAD_DIM_V, 0, 1)
         at = Place(b, outer, inner, head)
-        k_steps = stride_ks, stride_kn, stride_kd
-        v_steps = stride_vs, stride_vn, stride_vd
-        k_scale_steps = stride_k_scale_s, stride_k_scale_n, stride_k_scale_d
-        v_scale_steps = stride_v_scale_s, stride_v_scale_n, stride_v_scale_d
-        k_at = store.k_ptr, scales.k_ptr, scales.mean_ptr
-        v_at = store.v_ptr, scales.v_ptr, None
-        write_tokens(k, ok, offs_k, *k_at, at, *k_steps, *k_scale_steps, HEAD_DIM)
-        write_tokens(v, ok, offs_v, *v_at, at, *v_steps, *v_scale_steps, HEAD_DIM_V)
+        k_cache = StoredTensor(
+            store.k_ptr,
+            scales.k_ptr,
+            scales.mean_ptr,
+            Strides(stride_ks, stride_kn, stride_kd),
+            Strides(stride_k_scale_s, stride_k_scale_n, stride_k_scale_d),
+        )
+        v_cache = StoredTensor(
+            store.v_ptr,
+            scales.v_ptr,
+            None,
+            Strides(stride_vs, stride_vn, stride_vd),
+            Strides(stride_v_scale_s, stride_v_scale_n, stride_v_scale_d),
+        )
+        write_tokens(k, ok, offs_k, k_cache, at, HEAD_DIM)
+        write_tokens(v, ok, offs_v, v_cache, at, HEAD_DIM_V)
     elif queries.q_ptr is not None:
         pid -= programs
         head = (pid % num_heads).to(tl.int64)
@@ -259,15 +279,15 @@ def append_kv(
         t = starts(turn, lengths, b, n_ok) + q_step * i
         q_rows = token_rows(queries.q_ptr, queries.cu_ptr, n, b, i, stride_qb, stride_qt)
         offs_d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
-        angles = rotary_rows, stride_cos, stride_sin
+        angles = AngleTable(rotary_rows, stride_cos, stride_sin)
         q_rows += head * stride_qh
-        q = rotated(q_rows, n_ok, t, offs_d, turn, *angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        q = rotated(q_rows, n_ok, t, offs_d, turn, angles, HEAD_DIM, ROTARY_DIM, PAIR)
         q_ok = n_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
         out_rows = queries.out_ptr + (n.to(tl.int64) * num_heads + head) * HEAD_DIM
         tl.store(out_rows[:, None] + offs_d[None, :], q, mask=q_ok)
 
 
-class Launcher:
+class AppendLauncher:
     """`append_kv` bound to the layout of one call.
 
     The first call goes through Triton's own dispatch and keeps what it compiled: `again` launches
@@ -308,8 +328,8 @@ class Launcher:
             *token_strides(x.v, x.cu_seqlens_new),
             *x.k_cache.stride()[:3],
             *x.v_cache.stride()[:3],
-            *scale_strides(x.k_scale, x.k_cache),
-            *scale_strides(x.v_scale, x.v_cache),
+            *new_scale_strides(x.k_scale, x.k_cache),
+            *new_scale_strides(x.v_scale, x.v_cache),
             *q_strides,
             0 if x.page_table is None else x.page_table.stride(0),
             rotary.cos.stride(0) if rotary else 0,
@@ -342,24 +362,44 @@ class Launcher:
         cos, sin, start = (None, None, None) if x.rotary is None else x.rotary[:3]
         caches = codes(x.k_cache, x.k_cache), codes(x.v_cache, x.v_cache)
         compiled = settle_key(append_kv)[self.grid](
-            New(x.k, x.v, x.cu_seqlens_new),
+            TokenPointers(x.k, x.v, x.cu_seqlens_new),
             Store(*caches, x.page_table, x.rows, x.slots),
-            Lengths(x.before, after, x.leftpad),
+            CacheLengths(x.before, after, x.leftpad),
             Turn(cos, sin, start),
-            Queries(x.q, q_out, x.cu_seqlens_q),
-            Scales(x.k_scale, x.v_scale, x.k_mean),
+            RotatedQueries(x.q, q_out, x.cu_seqlens_q),
+            StoredScales(x.k_scale, x.v_scale, x.k_mean),
             *self.tail,
             num_warps=self.num_warps,
             enable_fp_fusion=True,
         )
         aligned = not any(t is not None and t.data_ptr() & 15 for t in x.tensors)
         if compiled is not None and aligned and self.again is None and not observed():
-            self.again = Repeat(launch_of(compiled, self.grid, self.tail), call).call
+            self.again = AppendRepeat(launch_of(compiled, self.grid, self.tail), call).call
         return q_out, after
 
 
-class Repeat:
-    """A call again, of the layout of another and with what that compiled."""
+ADDRESSES = *Append._fields[:-1], *Rotary._fields[:3], "q_out", "after"
+"""Names of the addresses that `AppendRepeat` has, in order: `Append.tensors`, and the results."""
+
+
+def _pick(*names: str) -> itemgetter[Any]:
+    return itemgetter(*map(ADDRESSES.index, names))
+
+
+PER_CALL = (
+    _pick("k", "v", "cu_seqlens_new"),  # TokenPointers
+    _pick("k_cache", "v_cache", "page_table", "rows", "slots"),  # Store
+    _pick("before", "after", "leftpad"),  # CacheLengths
+    _pick("cos", "sin", "start"),  # Turn
+    _pick("q", "q_out", "cu_seqlens_q"),  # RotatedQueries
+    _pick("k_scale", "v_scale", "k_mean"),  # StoredScales
+)
+"""The records that change from call to call, as `append_kv` takes them, each from `ADDRESSES`."""
+
+
+class AppendRepeat:
+    """A call of `append` launched again with addresses: one of the layout of an earlier call, by
+    what that compiled."""
 
     def __init__(self, launch: Launch, call: Append) -> None:
         import torch
@@ -391,17 +431,8 @@ class Repeat:
         if self.new_after is not None:
             after = self.new_after()
             at_after = after.data_ptr()
-        k, v, k_cache, v_cache, before, rows, leftpad, table, slots, cu_new, *rest = at
-        q, cu_q, k_scale, v_scale, k_mean, cos, sin, start = rest
-        self.launch(
-            self.current_stream(self.device),
-            (k, v, cu_new),
-            (k_cache, v_cache, table, rows, slots),
-            (before, at_after, leftpad),
-            (cos, sin, start),
-            (q, at_q_out, cu_q),
-            (k_scale, v_scale, k_mean),
-        )
+        at += at_q_out, at_after
+        self.launch(self.current_stream(self.device), *[pick(at) for pick in PER_CALL])
         return q_out, after
 
 

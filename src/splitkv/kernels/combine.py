@@ -53,7 +53,8 @@ class Final(NamedTuple):
 
 @triton.jit
 def write_absent(m_ptr, l_ptr, slot_rows, ok, l):
-    """Mark a slot as one that adds nothing: no keys seen (l = 0) or nothing to merge (FINISHED)."""
+    """Marks a slot whose partial adds nothing: no keys were seen (l = 0), or there is nothing to
+    merge (FINISHED)."""
     nothing = (slot_rows * 0).to(tl.float32)
     tl.store(m_ptr + slot_rows, nothing + float("-inf"), mask=ok)
     tl.store(l_ptr + slot_rows, nothing + l, mask=ok)
@@ -88,7 +89,7 @@ def write_final(
     offs_v,  # [DIM_V]
     out_ok,  # of `mask_of_columns`
 ):
-    """The result of rows whose keys this program has all seen."""
+    """Finishes and stores rows whose keys this program has all seen."""
     sink_log2 = None
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32)
@@ -102,7 +103,7 @@ def write_final(
 
 @triton.jit
 def write_partial(partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V: tl.constexpr):
-    """The Partial of rows of which this program has seen some keys."""
+    """Stores the Partial of rows of which this program has seen some keys."""
     acc_ptrs = partial.acc_ptr + slot_rows[:, None] * HEAD_DIM_V + offs_v[None, :]
     tl.store(acc_ptrs, acc, mask=out_ok)
     tl.store(partial.m_ptr + slot_rows, m, mask=ok)
@@ -133,7 +134,7 @@ def write_part(
     num_parts,
     HEAD_DIM_V: tl.constexpr,
 ):
-    """The result of rows whose keys this program has all seen, else the partial."""
+    """Stores the result of rows whose keys this program has all seen, else the partial."""
     head, ok, slot_rows = rows.head, rows.ok, rows.slot_rows
     out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     if num_parts == 1:
@@ -146,7 +147,7 @@ def write_part(
 
 
 def merge_tiles(parts: int, head_dim_v: int) -> tuple[int, int, int]:
-    """(parts a step, columns a program, warps) for rows of so many parts.
+    """Computes (splits a step, columns a program, warps) of `combine` for rows of so many splits.
 
     Up to 32 parts one warp, because reducing over the parts is then free of shared memory, and
     about 512 elements, so that the loads of all parts of a row are in flight at once on as many SMs
@@ -168,7 +169,7 @@ UNUSED = 0  # in the place of TILE_N where no batch is shared out: other tiles a
 
 @triton.jit
 def add_partials(m, l, acc, m_p, l_p, acc_p):
-    """m [1], l [1] and acc [1, TILE_V] with the partials m_p, l_p [TILE_P] and acc_p
+    """Merges m [1], l [1] and acc [1, TILE_V] with the partials m_p, l_p [TILE_P] and acc_p
     [TILE_P, TILE_V]."""
     acc_p = tl.where(m_p[:, None] == float("-inf"), 0.0, acc_p)  # absent slots hold anything
     m_new = tl.maximum(m, tl.max(m_p, 0))

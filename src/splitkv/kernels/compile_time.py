@@ -36,5 +36,5 @@ class CompileTimeRecord(str):
 
 
 def key_of(value: Any) -> Any:
-    """What identifies a value of a record: of a function the hash of its source."""
+    """A key that identifies a value of a record: of a function the hash of its source."""
     return getattr(settle_key(value), "cache_key", value)

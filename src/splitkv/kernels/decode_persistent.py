@@ -46,6 +46,7 @@ from splitkv.kernels.host.step import (
 )
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
 from splitkv.kernels.tile.walk import (
@@ -58,27 +59,7 @@ from splitkv.kernels.tile.walk import (
 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seqlen_q",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "chunk",
-        "head_tiles",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def decode_persistent(
     q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM]
     kv,  # KV

@@ -56,7 +56,7 @@ from splitkv.kernels.host.launcher import (
     BOUNDS,
     PER_CALL,
     PER_CALL_OF_APPEND,
-    Launcher,
+    DecodeLauncher,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -69,49 +69,28 @@ from splitkv.kernels.host.relaunch import launch_of
 from splitkv.kernels.host.step import StepLauncher
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import (
-    NewSteps,
+    AngleTable,
+    NewHead,
+    NewStrides,
+    NewTokens,
     Tiles,
+    TokenOffsets,
     grown,
+    has_new,
     keys_of,
     rotated,
     seen_tiles,
     start_of,
-    write_and_wait,
+    write_new,
 )
 from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of, sequence_share
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.visit import Strides
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "chunk",
-        "parts",
-        "size",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-        "seqlen_new",
-        "capacity",
-        "slabs",
-        "rotary_rows",
-        "q_step",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def decode_split(
     q_ptr,  # [batch, seqlen_q, num_heads, HEAD_DIM]
     kv,  # KV
@@ -241,9 +220,7 @@ def decode_split(
             angle,
             offs_d,
             turn,
-            rotary_rows,
-            stride_cos,
-            stride_sin,
+            AngleTable(rotary_rows, stride_cos, stride_sin),
             DIM=HEAD_DIM,
             ROTARY_DIM=ROTARY_DIM,
             PAIR=PAIR,
@@ -262,41 +239,28 @@ def decode_split(
         table = kv.table_ptr + b.to(tl.int64) * stride_table
     first = part * per
     last = tl.minimum(first + per, tiles)
+    own_tiles = Tiles(first, last, 1, near, skip)
     if seqlen_new is not None:
-        steps = NewSteps(
-            (new_k_strides.b, new_k_strides.t, new_k_strides.h),
-            (k_strides.b, k_strides.t, k_strides.h),
-            (new_v_strides.b, new_v_strides.t, new_v_strides.h),
-            (v_strides.b, v_strides.t, v_strides.h),
-            (new_scale_strides.b, new_scale_strides.h),
-            stride_cos,
-            stride_sin,
-        )
+        of_scales = Strides(new_scale_strides.b, None, new_scale_strides.h)
+        strides = NewStrides(new_k_strides, k_strides, new_v_strides, v_strides, of_scales)
         is_first = (part == 0) & (tile_m == 0)
-        write_and_wait(
-            new,
-            turn,
-            growth,
-            length,
-            table,
-            b,
-            h,
-            tiles=Tiles(first, last, 1, near, skip),
-            seen=seen_tiles(bounds, keys, seqlen_q, is_first, TILE_N),
-            steps=steps,
-            capacity=capacity,
-            slabs=slabs,
-            rotary_rows=rotary_rows,
-            offs_k=offs_d,
-            offs_v=offs_v,
-            HEAD_DIM=HEAD_DIM,
-            HEAD_DIM_V=HEAD_DIM_V,
-            PAGE_SIZE=PAGE_SIZE,
-            TILE_N=TILE_N,
-            ROTARY_DIM=ROTARY_DIM,
-            PAIR=PAIR,
-            TILE_T=TILE_T,
-        )
+        shown = seen_tiles(bounds, keys, seqlen_q, is_first, TILE_N)
+        angles = AngleTable(rotary_rows, stride_cos, stride_sin)
+        tokens = NewTokens(new, turn, growth, length, shown, strides, angles, capacity, slabs)
+        if has_new(tokens, own_tiles, TILE_N):
+            write_new(
+                tokens,
+                NewHead(b, h, table),
+                own_tiles,
+                TokenOffsets(tl.arange(0, TILE_T), offs_d, offs_v),
+                HEAD_DIM=HEAD_DIM,
+                HEAD_DIM_V=HEAD_DIM_V,
+                PAGE_SIZE=PAGE_SIZE,
+                TILE_N=TILE_N,
+                ROTARY_DIM=ROTARY_DIM,
+                PAIR=PAIR,
+            )
+            tl.debug_barrier()  # all warps have written before one reads
     scale_strides = Strides(stride_sb, stride_sn, stride_sh)
     of_head = CachedHead(
         k_head, v_head, table, b, h, k_strides, v_strides, key_scales, scale_strides
@@ -305,7 +269,7 @@ def decode_split(
         q,
         of_head,
         ScoredRows(bounds, pos, keys, scale, softcap, slope),
-        Tiles(first, last, 1, near, skip),
+        own_tiles,
         HEAD_DIM=HEAD_DIM,
         HEAD_DIM_V=HEAD_DIM_V,
         DIM_V=DIM_V,
@@ -367,9 +331,9 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     return SplitKernel(launch, lambda compiled: launch_of(compiled, programs, tail))
 
 
-def bind(plan: Plan, operands: Operands) -> Launcher | StepLauncher:
+def bind(plan: Plan, operands: Operands) -> DecodeLauncher | StepLauncher:
     """The kernel and `combine`, or by a schedule of the step `decode_persistent`, bound to one plan
     and one memory layout."""
     if plan.config.schedule in SCHEDULED:
         return decode_persistent.bind(plan, operands)
-    return Launcher(plan, operands, bind_split(plan, operands))
+    return DecodeLauncher(plan, operands, bind_split(plan, operands))

@@ -32,7 +32,7 @@ def backward_of(
     operands: Operands,
     make: Callable[[Plan, Operands], Bound] = backward_for,
 ) -> Bound:
-    """What makes the gradients of a call of a launcher, bound once for its layout: at addresses
+    """The launcher that makes the gradients of a call, bound once for its layout: at addresses
     that are multiples of 16 bytes, and at others.
 
     make   binds one

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from splitkv.kernels.combine import Final
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
+from splitkv.kernels.tile.visit import Strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,18 +42,10 @@ class State(NamedTuple):
     lse_ptr: Any
 
 
-class Steps(NamedTuple):
-    """Elements between batch entries, tokens and heads."""
-
-    b: Any
-    t: Any
-    h: Any
-
-
 @triton.jit
-def offsets(steps, b, t, head):
+def offsets(strides, b, t, head):
     """Where rows begin, 64-bit."""
-    return b.to(tl.int64) * steps.b + t.to(tl.int64) * steps.t + head.to(tl.int64) * steps.h
+    return b.to(tl.int64) * strides.b + t.to(tl.int64) * strides.t + head.to(tl.int64) * strides.h
 
 
 @triton.jit(
@@ -98,8 +91,8 @@ def merge_states(
     b = row // num_heads // seqlen_q
     offs_v = tl.arange(0, DIM_V)
     v_ok = (offs_v < HEAD_DIM_V)[None, :]
-    at_out = offsets(Steps(stride_ob, stride_ot, stride_oh), b, t, head)
-    at_lse = offsets(Steps(stride_lb, stride_lt, stride_lh), b, t, head)
+    at_out = offsets(Strides(stride_ob, stride_ot, stride_oh), b, t, head)
+    at_lse = offsets(Strides(stride_lb, stride_lt, stride_lh), b, t, head)
     m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     l = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, DIM_V], tl.float32)
@@ -121,10 +114,10 @@ def merge_states(
         sink = tl.load(sink_ptr + head, mask=ok, other=0.0).to(tl.float32)
         sink_log2 = sink * 1.4426950408889634
     out, lse = finish(acc, m, l, sink_log2)
-    to_out = offsets(Steps(stride_final_ob, stride_final_ot, stride_final_oh), b, t, head)
+    to_out = offsets(Strides(stride_final_ob, stride_final_ot, stride_final_oh), b, t, head)
     out_ptrs = final.out_ptr + to_out[:, None] + offs_v[None, :]
     tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=ok[:, None] & v_ok)
-    to_lse = offsets(Steps(stride_final_lb, stride_final_lt, stride_final_lh), b, t, head)
+    to_lse = offsets(Strides(stride_final_lb, stride_final_lt, stride_final_lh), b, t, head)
     tl.store(final.lse_ptr + to_lse, lse, mask=ok)
 
 
@@ -147,10 +140,10 @@ def launch(
         rows,
         num_heads,
         seqlen_q,
-        *_steps(first_out, -3, -2),
-        *_steps(first_lse, -1, -2),
-        *_steps(out, -3, -2),
-        *_steps(lse, -1, -2),
+        *_strides(first_out, -3, -2),
+        *_strides(first_lse, -1, -2),
+        *_strides(out, -3, -2),
+        *_strides(lse, -1, -2),
         head_dim_v,
         dim_v,
         tile_rows,
@@ -159,7 +152,7 @@ def launch(
     )
 
 
-def _steps(x: Tensor, token: int, head: int) -> Steps:
+def _strides(x: Tensor, token: int, head: int) -> Strides:
     """The strides of batch entries, 0 where tokens are packed, of tokens and of heads."""
     packed = x.dim() == (2 if token == -1 else 3)
-    return Steps(0 if packed else x.stride(0), x.stride(token), x.stride(head))
+    return Strides(0 if packed else x.stride(0), x.stride(token), x.stride(head))

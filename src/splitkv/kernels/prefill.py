@@ -294,7 +294,7 @@ def prefill(
         meet_and_merge(meeting, which, partial, final, sink_ptr, merged, CONFIG)
 
 
-def out_strides(problem: Problem, operands: Operands) -> Strides:
+def strides_of_out(problem: Problem, operands: Operands) -> Strides:
     """The strides of out, as given or as it will be made."""
     q, out = operands.q, operands.out
     if out is None:
@@ -302,7 +302,7 @@ def out_strides(problem: Problem, operands: Operands) -> Strides:
     return strides_of(out)
 
 
-class Launcher(SequenceLauncher):
+class PrefillLauncher(SequenceLauncher):
     """`prefill` and `combine` bound to one plan and one memory layout, differentiable where the
     problem is."""
 
@@ -310,7 +310,7 @@ class Launcher(SequenceLauncher):
         problem, config, q = plan.problem, plan.config, operands.q
         self.plan, self.problem, self.device = plan, problem, plan.device
         self.results = result_shapes(problem, q)
-        out, total = out_strides(problem, operands), q.shape[:-2].numel()
+        out, total = strides_of_out(problem, operands), q.shape[:-2].numel()
         self.splits = sequence_splits(plan)
         tiles, lanes, width = tiling(plan, total)
         programs = tiles * lanes + split_programs(plan)
@@ -442,15 +442,15 @@ def attention(launcher: SequenceLauncher, operands: Operands) -> tuple[Tensor, T
     return out, lse if problem.return_lse else None
 
 
-def in_place_of(plan: Plan, other: Plan, operands: Operands) -> Launcher:
-    """This kernel by another plan than was made for a call, and a warning why."""
+def in_place_of(plan: Plan, other: Plan, operands: Operands) -> PrefillLauncher:
+    """Binds this kernel by another plan than was made for a call, and warns why."""
     why = other.why.removeprefix(f"{plan.why}; ")
     warnings.warn(f"this call runs on {other.kernel}: {why}", stacklevel=2)
-    return Launcher(other, operands)
+    return PrefillLauncher(other, operands)
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward, in the order in which it does."""
+    """Tensors that the forward keeps for the backward, in this order."""
 
     q: Tensor
     k: Tensor
@@ -468,7 +468,9 @@ class Attention(torch.autograd.Function):
     """The forward of a launcher, and the gradients of `backward`."""
 
     @staticmethod
-    def forward(ctx: Any, launcher: Launcher, operands: Operands, seed: Any, *leaves: Any) -> Any:
+    def forward(
+        ctx: Any, launcher: PrefillLauncher, operands: Operands, seed: Any, *leaves: Any
+    ) -> Any:
         out, lse = launcher.forward(operands, seed)
         x = operands
         ctx.save_for_backward(*leaves, x.cu_seqlens_q, x.cu_seqlens_k, seed, out, lse)

@@ -65,9 +65,9 @@ def _hopper_prefill_widened(plan: Plan, operands: Operands) -> Any:
 
 
 def _prefill(plan: Plan, operands: Operands) -> Any:
-    from splitkv.kernels.prefill import Launcher
+    from splitkv.kernels.prefill import PrefillLauncher
 
-    return Launcher(plan, operands)
+    return PrefillLauncher(plan, operands)
 
 
 HOPPER_DECODE_SPLIT = Kernel(
@@ -98,7 +98,7 @@ HOPPER_PREFILL = Kernel(
     unsupported=hopper_prefill.unsupported,
     configs=hopper_prefill.configs,
     variants=hopper_prefill.variants,
-    gradients=prefill.gradients,
+    gradients=prefill.backward_variants,
     traffic=prefill.traffic,
     bind=_hopper_prefill,
     unfit=tma_limits.unfit,
@@ -145,7 +145,7 @@ PREFILL = Kernel(
     name=prefill.NAME,
     unsupported=prefill.unsupported,
     configs=prefill.configs,
-    gradients=prefill.gradients,
+    gradients=prefill.backward_variants,
     traffic=prefill.traffic,
     bind=_prefill,
     refit=prefill.refit,

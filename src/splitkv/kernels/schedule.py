@@ -220,7 +220,7 @@ RULES: dict[str, Any] = {
 """The kernel of each value of `Config.schedule` that has a schedule of the step."""
 
 
-def arguments_of(plan: Plan, early: bool) -> dict[str, Any]:
+def schedule_arguments(plan: Plan, early: bool) -> dict[str, Any]:
     """The arguments of the kernel that never change from step to step; early: decode may be
     launched before it has ended."""
     problem, config = plan.problem, plan.config
@@ -255,7 +255,7 @@ class ScheduleKernel:
 
     def __init__(self, plan: Plan, early: bool = False) -> None:
         self.kernel = RULES[plan.config.schedule]
-        self.fixed = arguments_of(plan, early)
+        self.fixed = schedule_arguments(plan, early)
         self.grid = (triton.cdiv(plan.config.programs, self.fixed["TILE_P"]), 1, 1)
 
     def launch(self, starts: Any, lens: Any) -> Any:

@@ -115,7 +115,7 @@ def launch(
             seqlens_k=padded.seqlens_k,
             **options,
         )
-    return finish(operands, problem, out.to(working), lse)
+    return finish_out(operands, problem, out.to(working), lse)
 
 
 class PaddedInputs(NamedTuple):
@@ -153,7 +153,7 @@ def padded_inputs(operands: Operands, problem: Problem, dtype: Any) -> PaddedInp
     return PaddedInputs(q, k, v, seqlens_q, seqlens_k)
 
 
-def finish(
+def finish_out(
     operands: Operands, problem: Problem, out: Tensor, lse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Packs what was padded, both contiguous and LSE in fp32, and fills the caller's `out` where

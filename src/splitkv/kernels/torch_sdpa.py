@@ -27,7 +27,7 @@ from splitkv.core.device import Device
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan, Traffic
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.torch_math import dense_traffic, finish, kv_elements, moved, padded_inputs
+from splitkv.kernels.torch_math import dense_traffic, finish_out, kv_elements, moved, padded_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 
 def mask_form(problem: Problem) -> str:
-    """What SDPA is told of the mask: nothing, its own causal flag, or a tensor."""
+    """The mask as SDPA is given it: not at all, as its own causal flag, or as a tensor."""
     # SDPA's flag aligns top-left, which is ours only where there are as many queries as keys.
     if problem.kind == "dense" and not problem.sink_logits:
         if problem.mask.is_full and problem.seqlen_k > 0:
@@ -92,7 +92,7 @@ def launch(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]
     import torch
 
     out = _attend(problem, operands, getattr(torch, problem.dtype))
-    return finish(operands, problem, out, None)
+    return finish_out(operands, problem, out, None)
 
 
 def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

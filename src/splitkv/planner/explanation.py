@@ -33,7 +33,7 @@ from splitkv.planner.policies import mixes
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What a plan launches, where the kernel's tiles are the plan's to choose.
+    """The grid that a plan launches, where the kernel's tiles are the plan's to choose.
 
     key_tiles      steps of `tile_n` keys that cover the visible keys of a longest sequence
     tiles_a_split  most of them that one split takes
@@ -255,7 +255,7 @@ def _column(plan: Plan, figures: Figures) -> dict[str, str]:
 
 
 def _variant(plan: Plan, variant: Variant) -> dict[str, str]:
-    """What the kernel alone could choose, as label -> cell."""
+    """The variant of the kernel, as label -> cell."""
     if isinstance(variant, HopperDecode):
         return _arrival(plan, variant)
     if not isinstance(variant, HopperPrefill | HopperPrefillQuantised):
@@ -275,7 +275,7 @@ def _variant(plan: Plan, variant: Variant) -> dict[str, str]:
 
 
 def _gradients(made: Gradients) -> dict[str, str]:
-    """What makes the gradients, as label -> cell."""
+    """The backward, as label -> cell."""
     shared = made.row_splits
     rows = f"split by {shared.splits} for {shared.tiles} key tiles" if shared.tiles else "not split"
     if isinstance(made, Backward):

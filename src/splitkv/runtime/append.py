@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from splitkv.core.options import names_of
-from splitkv.kernels.append import Launcher
+from splitkv.kernels.append import AppendLauncher
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 from splitkv.runtime.call_cache import CallCache, launch_on
 from splitkv.runtime.dispatch import is_plain
 
-calls: CallCache[Launcher] = CallCache()
+calls: CallCache[AppendLauncher] = CallCache()
 
 
 def append(call: Append, check: Callable[[Append], None] | None = None) -> Result:
@@ -56,7 +56,7 @@ def append(call: Append, check: Callable[[Append], None] | None = None) -> Resul
 def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
     if not call.k_cache.is_cuda:
         return append_in_torch(call)
-    launcher = calls.get_or_bind(options, tensors, partial(Launcher, call))
+    launcher = calls.get_or_bind(options, tensors, partial(AppendLauncher, call))
     return launch_on(launcher.device, launcher, call, tensors)
 
 

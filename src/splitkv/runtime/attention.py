@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _VARLEN = options_of("attention_varlen")
 _NOT_OF_ATTENTION = dict.fromkeys(name for name in _VARLEN if name not in options_of("attention"))
-"""What `attention_varlen` is given and `attention` is not, as None."""
+"""The arguments of `attention_varlen` that `attention` has not, as None."""
 _operands = (field.name for field in fields(Operands))
 _tensors = itemgetter(*(name for name in _operands if name in tensors_of("attention_varlen")))
 _scalars = itemgetter(*(n for n in scalars_of("attention_varlen") if n != "window_size"))

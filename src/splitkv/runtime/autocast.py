@@ -1,4 +1,4 @@
-"""What torch.autocast does to a call: the rule of torch's own scaled_dot_product_attention.
+"""The rule of torch.autocast for a call, that of torch's own scaled_dot_product_attention.
 
 `attention`, `attention_varlen` and `decode` cast q, k and v of 16 and 32 bits to autocast's type
 first, and their output has it. Tensors of 64 and of 8 bits stay as they are, and so does everything
@@ -21,7 +21,7 @@ CAST = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def autocast_dtype(q: Any) -> torch.dtype | None:
-    """What autocast casts to on the device of q; None where it is off."""
+    """The type that autocast casts to on the device of q; None where it is off."""
     kind = q.device.type if isinstance(q, Tensor) else ""
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return None

@@ -37,7 +37,7 @@ _RETURN_LSE, _SEED = NAMES.index("return_lse"), NAMES.index("seed")
 
 
 def _bound(arguments: Sequence[Any]) -> tuple[Launcher, Operands]:
-    """What the operator's arguments are launched by and with."""
+    """The launcher and the operands of the operator's arguments."""
     given = dict(zip(NAMES, arguments, strict=True))
     plan = given.pop("plan")
     del given["seed"]

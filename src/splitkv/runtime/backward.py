@@ -21,7 +21,7 @@ from splitkv.runtime.call_cache import CallCache, Launcher, device_to_enter, lau
 from splitkv.runtime.dispatch import bind
 
 FIXED = {"return_lse": True, "dropout_p": 0.0}
-"""What the forward of a partial result is called with."""
+"""The options that the forward of a partial result is called with."""
 _FORWARD_ONLY = ("q_scale", "k_scale", "v_scale", "products", "page_table", "cache_seqlens")
 
 
@@ -125,7 +125,7 @@ def attention_backward(
 
 
 class _Rows(NamedTuple):
-    """What belongs to the queries, as the arguments of `attention_backward`."""
+    """The tensors of the queries among the arguments of `attention_backward`."""
 
     out: Tensor
     lse: Tensor

@@ -39,7 +39,7 @@ Result = tuple[Tensor, Tensor | None]
 
 MAX_CALLS = 4096  # kinds of calls that a cache holds; past it, it starts afresh
 NO_TENSOR = TypeError, AttributeError, IndexError, RuntimeError
-"""What asking for a length raises: of no tensor, of one without dimensions, of a nested one."""
+"""The errors of asking for a length: of no tensor, one without dimensions, a nested one."""
 MAX_RECENT = 8  # layouts that are tried for the same options
 
 Launcher = Callable[[Operands], Result]
@@ -225,7 +225,7 @@ def _check_with_repeats(
 
 
 def layout(x: Tensor | None) -> Any:
-    """What a launcher is bound to of a tensor: everything but its address and contents.
+    """The layout of a tensor that a launcher is bound to: everything but address and contents.
 
     Raises TypeError for a tensor that has no strides.
     """
@@ -251,7 +251,7 @@ def device_to_enter(x: Tensor) -> int | None:
 
 
 def launch_on(device: int | None, launcher: Callable[..., Any], *arguments: Any) -> Any:
-    """What the launcher returns, called with this device current."""
+    """Calls the launcher with this device current."""
     if device is None or device == current_device():
         return launcher(*arguments)
     with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""What a model needs compiled, found and compiled by processes on all cores, for a GPU that may not
+"""Compiles what a model needs, in processes on all cores, for a GPU that may not
 be there."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Work = tuple[Model, Sequence[Shape]]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a warm-up has compiled.
+    """The kernels that a warm-up has compiled.
 
     calls    calls that were made
     kernels  variants of kernels that these need: name -> the kernel's own name

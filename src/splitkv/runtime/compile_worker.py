@@ -35,7 +35,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a task came to.
+    """The outcome of a task.
 
     asked      the variants that were found: name -> the kernel, the first shape that needs it
     compiled   those that were compiled: name -> folder of Triton's cache

@@ -151,7 +151,7 @@ def _warn_of_fall_back(plan: Plan) -> None:
 
 
 def handle_of(plan: Plan | None) -> str:
-    """What an operator is given of a plan."""
+    """The string by which an operator is given a plan."""
     expect(plan is None or isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
     if plan is None:
         return ""
@@ -191,7 +191,7 @@ def within_64_bits(
 
 
 def expect_unrecorded(out: Any) -> None:
-    """What is written into `out` is no part of a graph."""
+    """Refuses an `out` that requires a gradient: what is written into it is no part of a graph."""
     recorded = torch.is_grad_enabled() and getattr(out, "requires_grad", False)
     hint = "pass out.detach(), or call within torch.no_grad()"
     expect(not recorded, "out", "a tensor without a gradient", "one that requires it", hint)
@@ -226,7 +226,7 @@ def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Pr
 
 
 class Decision(NamedTuple):
-    """What a call of decode says of its plan: parts that are forced, or 0; a plan; where programs
+    """The arguments of a call of decode about its plan: forced splits, or 0; a plan; where programs
     start by a schedule of the step; or None."""
 
     num_splits: int
@@ -297,6 +297,6 @@ def working_dtype(q: Tensor) -> torch.dtype:
 
 
 def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What an operator returns: always two tensors, in the strides that its fake promises."""
+    """The results of an operator: always two tensors, in the strides that its fake promises."""
     absent = out.new_empty(0, dtype=torch.float32)
     return out.contiguous(), absent if lse is None else lse.contiguous()

@@ -1,4 +1,4 @@
-"""What attention needs to know of a model, from the configuration it is published with."""
+"""Facts of a model that attention needs, from the configuration it is published with."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def write_record(
 
 
 def records(out: str | os.PathLike[str] | None = None) -> Iterator[WarmRecord]:
-    """What is warm."""
+    """The records of what is warm."""
     home = cache_folder(out)
     for path in sorted((home / FOLDER).glob("*.json")):
         try:

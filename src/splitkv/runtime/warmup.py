@@ -64,7 +64,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the calls of a model have in common; the fields are arguments of `warmup`."""
+    """Facts that the calls of a model have in common; the fields are arguments of `warmup`."""
 
     num_heads: int
     num_kv_heads: int
@@ -110,7 +110,7 @@ class Model:
         )
 
     def cache(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What stands in for a cache of this shape."""
+        """Tensors that stand in for a cache of this shape."""
         if self.gpu is not None:
             return stand_in(shape, dtype, self.gpu)
         return standing_in(shape, dtype, self.device)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from splitkv.kernels.backward.records import SIZES
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.gradient import KeyGradients, OwnKeys, Rows, sum_over_rows
+from splitkv.kernels.tile.gradient import KeyGradients, OwnKeys, SequenceRows, sum_over_rows
 from splitkv.kernels.tile.product import empty_sum
 from splitkv.kernels.tile.visit import (
     TiledTokens,
@@ -113,7 +113,7 @@ def backward_keys(
     totals = place(stats.total + first_q * GROUP, stat_strides, b, first_q, h)
     deltas = place(stats.delta + first_q * GROUP, stat_strides, b, first_q, h)
     shift = num_keys - len_q
-    rows = Rows(
+    rows = SequenceRows(
         q_ptr=q_head,
         q_strides=strides.q,
         grad_ptr=grad_head,

@@ -11,7 +11,7 @@ from torch import Tensor
 from splitkv import reference
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
-from splitkv.core.variants import Backward, RowSplits
+from splitkv.core.variants import Backward, BackwardTiles, RowSplits
 from splitkv.kernels.backward.keys import backward_keys
 from splitkv.kernels.backward.queries import backward_queries
 from splitkv.kernels.backward.records import BackwardConfig, Gradients, GradientTensors, Stats
@@ -183,7 +183,6 @@ class BackwardLauncher:
         tiles, lanes, width = tiles_and_lanes(p, self.device, total, 1, c.tile_n, row_bytes)
         split = allocate_splits(p, x, splits, c.tile_n)
         programs = p.batch * p.num_kv_heads * splits.tiles * splits.splits + tiles * lanes
-        dim, dim_v = padded_dims(p, self.device, c.tile_n, c.num_warps)
         arguments = self.shared_arguments(x, seed, stats, tensors) | {
             "split_ptr": split,
             "total_k": total,
@@ -192,16 +191,8 @@ class BackwardLauncher:
             "width": width,
             "split_tiles": splits.tiles,
             "row_splits": splits.splits,
-            "CONFIG": BackwardConfig(
-                group=p.group,
-                head_dim=p.head_dim,
-                head_dim_v=p.head_dim_v,
-                dim=dim,
-                dim_v=dim_v,
-                tile_m=c.tile_m,
-                tile_n=c.tile_n,
-                num_stages=c.num_stages,
-                offset_type=offset_type(c.tile_m, p.group, x.q, tensors.grad),
+            "CONFIG": self.config_of(
+                c, c.tile_n, offset_type(c.tile_m, p.group, x.q, tensors.grad)
             ),
         }
         if programs:
@@ -211,6 +202,22 @@ class BackwardLauncher:
         if split is not None:
             launch_sum(p, x, tensors, split, c.tile_n)
 
+    def config_of(self, tiles: BackwardTiles, own: int, offset_type: Any) -> BackwardConfig:
+        """The BackwardConfig of a kernel; own: rows or keys that a program keeps."""
+        p = self.problem
+        dim, dim_v = padded_dims(p, self.device, own, tiles.num_warps)
+        return BackwardConfig(
+            group=p.group,
+            head_dim=p.head_dim,
+            head_dim_v=p.head_dim_v,
+            dim=dim,
+            dim_v=dim_v,
+            tile_m=tiles.tile_m,
+            tile_n=tiles.tile_n,
+            num_stages=tiles.num_stages,
+            offset_type=offset_type,
+        )
+
     def launch_queries(
         self, x: Operands, seed: Tensor | None, stats: Stats, tensors: GradientTensors
     ) -> None:
@@ -219,23 +226,12 @@ class BackwardLauncher:
         total = x.q.shape[:-2].numel()
         key_bytes = p.kv_bytes // max(p.batch * p.num_kv_heads, 1)
         tiles, lanes, width = tiles_and_lanes(p, self.device, total, p.group, c.tile_m, key_bytes)
-        dim, dim_v = padded_dims(p, self.device, c.tile_m, c.num_warps)
         arguments = self.shared_arguments(x, seed, stats, tensors) | {
             "total_q": total,
             "tiles": tiles,
             "lanes": lanes,
             "width": width,
-            "CONFIG": BackwardConfig(
-                group=p.group,
-                head_dim=p.head_dim,
-                head_dim_v=p.head_dim_v,
-                dim=dim,
-                dim_v=dim_v,
-                tile_m=c.tile_m,
-                tile_n=c.tile_n,
-                num_stages=c.num_stages,
-                offset_type=offset_type(c.tile_n, 1, x.k, x.v),
-            ),
+            "CONFIG": self.config_of(c, c.tile_m, offset_type(c.tile_n, 1, x.k, x.v)),
         }
         backward_queries[(tiles * lanes,)](
             *in_order(backward_queries, arguments), num_warps=c.num_warps, enable_fp_fusion=True

@@ -1,1 +1,1 @@
-"""What the host sides of kernels share: launchers, launching again, partition, workspace."""
+"""The host side that kernels share: launchers, relaunching, partition, workspace."""

@@ -23,7 +23,7 @@ def fixed_arguments(operands: Operands) -> dict[str, Any]:
         "q_step": rotary.q_step if rotary else 0,
         "new_k_strides": Strides(*token_strides(call.k, call.cu_seqlens_new)),
         "new_v_strides": Strides(*token_strides(call.v, call.cu_seqlens_new)),
-        "new_scale_strides": Strides(*scale_strides(call.k_scale, call.k_cache)),
+        "new_scale_strides": Strides(*new_scale_strides(call.k_scale, call.k_cache)),
         "stride_cos": rotary.cos.stride(0) if rotary else 0,
         "stride_sin": rotary.sin.stride(0) if rotary else 0,
     }
@@ -71,14 +71,15 @@ def pointers(call: Any, k: Any, v: Any) -> dict[str, Any]:
 
 
 def unfit(operands: Operands) -> list[str]:
-    """What of a call of `append` decode kernels have no arguments for."""
+    """The reasons why decode kernels cannot do a call of `append`: they have no arguments for
+    it."""
     call, reasons = operands.new, []
     if call.slots is not None:
         reasons.append("slots: expected none")
     if call.k_mean is not None:
         reasons.append("k_mean: expected none")
     if call.k_scale is not None:
-        steps = [scale_strides(x, call.k_cache) for x in (call.k_scale, call.v_scale)]
+        steps = [new_scale_strides(x, call.k_cache) for x in (call.k_scale, call.v_scale)]
         if is_of_tokens(call.k_scale, call.k_cache):
             reasons.append("k_scale: expected none a token")
         elif steps[0] != steps[1]:
@@ -106,7 +107,7 @@ def token_strides(x: Any, cu_seqlens: Any) -> tuple[int, int, int]:
     return (token, 0, head) if cu_seqlens is None else (0, token, head)
 
 
-def scale_strides(scale: Any, cache: Any) -> tuple[int, int | None, int]:
+def new_scale_strides(scale: Any, cache: Any) -> tuple[int, int | None, int]:
     """Elements between slabs, or sequences, tokens and heads; tokens None: one for all."""
     if scale is None:
         return 0, None, 0

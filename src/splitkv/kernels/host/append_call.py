@@ -1,6 +1,6 @@
 """A call of `append`: its tensors, and what it computes, in PyTorch operations.
 
-`append_in_torch` is the definition of the kernel in `runtime/append.py`, and what a CPU runs.
+`append_in_torch` is the definition of the kernel in `kernels/append.py`, and what a CPU runs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Append(NamedTuple):
 
     @property
     def given(self) -> list[Tensor]:
-        """Those of them that are there."""
+        """The tensors that are given."""
         return [x for x in self.tensors if x is not None]
 
     @property

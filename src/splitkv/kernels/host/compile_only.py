@@ -33,7 +33,7 @@ THREADS = 1024  # of a block, at most
 
 @dataclass
 class Variants:
-    """What launches ask Triton to compile meanwhile.
+    """The specialisations that launches ask Triton to compile while this is entered.
 
     wanted     whether to compile a variant, by its name; the others are only found
     asked      the variants that were asked for: name -> the kernel's own name
@@ -46,7 +46,7 @@ class Variants:
 
 
 def variant_name(module: str, kernel: str, key: str) -> str:
-    """What one kernel's specialisation is known by, in every process."""
+    """A name of one kernel's specialisation that is equal in every process."""
     return hashlib.sha256(f"{module}.{kernel} {key}".encode()).hexdigest()[:24]
 
 

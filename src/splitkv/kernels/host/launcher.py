@@ -1,4 +1,4 @@
-"""What a call of decode needs beside its kernel: parts of the keys, `combine`, launching again."""
+"""Launchers of decode: a kernel, `combine` where there are several splits, and relaunching both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
-from splitkv.kernels.combine import SHARED_TILES, UNUSED, Final, combine, merge_tiles
+from splitkv.kernels.combine import SHARED_TILES, UNUSED, Final, Partial, combine, merge_tiles
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.partition import grid, packed_rows
@@ -215,7 +215,7 @@ def merge_of(plan: Plan, operands: Operands) -> Merge:
     )
 
 
-class Launcher:
+class DecodeLauncher:
     """A decode kernel and `combine` bound to one plan and one memory layout.
 
     Everything that does not change from call to call is worked out here once. The first call goes
@@ -231,18 +231,16 @@ class Launcher:
         plan: Plan,
         operands: Operands,
         split: SplitKernel,
-        rebind: Callable[[Plan, Operands], Launcher | None] = lambda plan, operands: None,
+        rebind: Callable[[Plan, Operands], DecodeLauncher | None] = lambda plan, operands: None,
     ) -> None:
         import torch
 
         from splitkv.kernels.host.workspace import partials
 
-        problem, q = plan.problem, operands.q
+        problem = plan.problem
         self.plan, self.split, self.partials = plan, split, partials
-        self.rebind, self.other = rebind, cast("Launcher | None", None)
+        self.rebind, self.other = rebind, cast("DecodeLauncher | None", None)
         self.key_scales = problem.codec.granularity == "token"
-        native = not q.is_cuda or plan.device.capability >= (8, 9)
-        self.in_bits = problem.codec.name == "fp8" and not native
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.return_lse = problem.return_lse
@@ -287,7 +285,7 @@ class Launcher:
             self.keep(compiled, merged, out)
         return out, lse
 
-    def rebind_once(self, operands: Operands) -> Launcher | None:
+    def rebind_once(self, operands: Operands) -> DecodeLauncher | None:
         """The launcher under another plan that these tensors need; kept for later ones."""
         if aligned(operands):
             return None
@@ -298,31 +296,11 @@ class Launcher:
     def per_call(self, operands: Operands, final: Final) -> dict[str, Any]:
         """The arguments of a decode kernel that change from call to call."""
         o = operands
-        q, k, v = o.q, o.k, o.v
-        appended = pointers(o.new, k, v) if self.plan.config.appends else {}
-        if self.in_bits:
-            import torch
-
-            q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
-        scales = None if o.k_scale is None else Scales(o.k_scale, o.v_scale)
-        head_scales, key_scales = (None, scales) if self.key_scales else (scales, None)
+        appended = pointers(o.new, o.k, o.v) if self.plan.config.appends else {}
         partial = None
         if self.partial_rows:
-            partial = self.partials(q, self.acc_numel, self.partial_rows)
-        scale = o.softmax_scale / o.softcap if o.softcap else o.softmax_scale * 1.4426950408889634
-        return {
-            "q_ptr": q,
-            "kv": KV(k, v, o.page_table),
-            "lens_ptr": o.cache_seqlens,
-            "final": final,
-            "partial": partial,
-            "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale),
-            "head_scales": head_scales,
-            "key_scales": key_scales,
-            "scale": scale,
-            "softcap": o.softcap or None,
-            **appended,
-        }
+            partial = self.partials(o.q, self.acc_numel, self.partial_rows)
+        return arguments_of(self.plan, o, final, partial) | appended
 
     def keep(self, compiled: Any, merged: Any, out: torch.Tensor) -> None:
         """Keeps what was compiled for later calls."""
@@ -344,6 +322,34 @@ class Launcher:
             self.partial_rows,
             key_scales=self.key_scales,
         ).call
+
+
+def arguments_of(
+    plan: Plan, operands: Operands, final: Final, partial: Partial | None
+) -> dict[str, Any]:
+    """The arguments of every decode kernel that change from call to call."""
+    o = operands
+    q, k, v = o.q, o.k, o.v
+    native = not q.is_cuda or plan.device.capability >= (8, 9)
+    if plan.problem.codec.name == "fp8" and not native:
+        import torch
+
+        q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
+    scales = None if o.k_scale is None else Scales(o.k_scale, o.v_scale)
+    of_keys = plan.problem.codec.granularity == "token"
+    scale = o.softmax_scale / o.softcap if o.softcap else o.softmax_scale * 1.4426950408889634
+    return {
+        "q_ptr": q,
+        "kv": KV(k, v, o.page_table),
+        "lens_ptr": o.cache_seqlens,
+        "final": final,
+        "partial": partial,
+        "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale),
+        "head_scales": None if of_keys else scales,
+        "key_scales": scales if of_keys else None,
+        "scale": scale,
+        "softcap": o.softcap or None,
+    }
 
 
 def aligned(operands: Operands) -> bool:

@@ -56,7 +56,7 @@ def traffic(problem: Problem, config: Config) -> Traffic:
 
 
 def traffic_of_shares(problem: Problem, config: Config) -> Traffic:
-    """What programs with shares of a schedule read and write: each has a split that it leaves as a
+    """Traffic of programs with shares of a schedule: each has a split that it leaves as a
     partial at the beginning of its share, and one at the end."""
     row_tiles, rows = packed_rows(problem, config)
     groups = 1 if config.schedule == "ranges" else problem.num_kv_heads * row_tiles
@@ -65,7 +65,7 @@ def traffic_of_shares(problem: Problem, config: Config) -> Traffic:
 
 
 def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
-    """What so many parts of every sequence read and write."""
+    """Traffic of so many splits of every sequence."""
     rows = problem.batch * problem.seqlen_q * problem.num_heads
     return Traffic(
         kv_bytes=problem.kv_bytes,

@@ -282,7 +282,8 @@ def _recorded(compiled: Any) -> _Calling | None:
 
 
 def _c_function(compiled: Any) -> Callable[..., Any] | None:
-    """What Triton's launcher calls, or what that wraps in order to build tensor descriptors."""
+    """The C function that Triton's launcher calls, or wraps in order to build tensor
+    descriptors."""
     launch = getattr(compiled.run, "launch", None)
     found = [launch]
     if isinstance(launch, FunctionType) and getattr(compiled.metadata, "tensordesc_meta", None):
@@ -302,7 +303,7 @@ JUST_ADDRESSES = JustAddresses()
 
 
 class TensorMaps(dict[int, tuple[Any, ...]]):
-    """What the C function takes in the place of one tensor descriptor, made once an address.
+    """Arguments of the C function in the place of one tensor descriptor, made once an address.
 
     compiled, index  the kernel, and which of its descriptors: `metadata.tensordesc_meta[index]` has
                      the tile, its swizzle and the type
@@ -342,8 +343,8 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
-class _Again:
-    """What a call needs again, once its kernels are compiled: new results, a stream's partials.
+class Allocations:
+    """Memory of a call that is relaunched: new results, and the partials of its stream.
 
     merge        as the class says, or None: one part each, or merged where they are made
     lse_shape    None: no LSE is wanted
@@ -380,8 +381,17 @@ class _Again:
         self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
+    def take_buffer(self, stream: int, captured: Any) -> tuple[Any, tuple[int, int, int]]:
+        """A buffer for the partials, the stream's own where no graph is captured, which gets it
+        back in `buffers` after the call; and the addresses of acc, m and l in it."""
+        buffer: Any = None if captured else self.buffers.pop(stream, None)
+        if buffer is None or buffer[1] < self.numel:
+            buffer = self.make_buffer(self.device, self.numel, captured)
+        at = buffer[0]
+        return buffer, (at, at + self.m_at, at + self.l_at)
 
-class Repeat(_Again):
+
+class Repeat(Allocations):
     """A split-KV decode call: allocate, split, merge.
 
     split       split(stream, at_q, (at_k, at_v, at_table), at_lens, (at_out, at_lse), partial,
@@ -489,22 +499,23 @@ class Repeat(_Again):
 def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]:
     """(growth, new, turn) of a call of `append` to the caches at_k and at_v as addresses, and all
     their bits."""
-    at: list[int | None] = []
-    bits = 0
     rotary = (None, None, None) if call.rotary is None else call.rotary[:3]
-    of_new = call.cu_seqlens_new, call.leftpad, call.k, call.v, call.k_scale, call.v_scale
-    for x in (*of_new, *rotary):
-        if x is None:
-            at.append(None)
-        else:
-            address = x.data_ptr()
-            at.append(address)
-            bits |= address
-    cu, leftpad, k, v, k_scale, v_scale, cos, sin, start = at
-    return ((cu, leftpad), (k, v, at_k, at_v, k_scale, v_scale), (cos, sin, start)), bits
+    growth, new, turn = (
+        [None if x is None else x.data_ptr() for x in tensors]
+        for tensors in (
+            (call.cu_seqlens_new, call.leftpad),
+            (call.k, call.v, call.k_scale, call.v_scale),
+            rotary,
+        )
+    )
+    bits = 0
+    for at in (*growth, *new, *turn):
+        bits |= at or 0
+    new[2:2] = at_k, at_v
+    return (tuple(growth), tuple(new), tuple(turn)), bits
 
 
-class Sequences(_Again):
+class Sequences(Allocations):
     """Attention of whole sequences by a kernel for Hopper: allocate, launch, merge.
 
     launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, and then
@@ -556,11 +567,7 @@ class Sequences(_Again):
             self.launch(stream, maps, final, None, None, *rest)
             return out, lse
         captured = stream and self.capturing()
-        buffer = None if captured else self.buffers.pop(stream, None)
-        if buffer is None or buffer[1] < self.numel:
-            buffer = self.make_buffer(self.device, self.numel, captured)
-        at = buffer[0]
-        partial = at, at + self.m_at, at + self.l_at
+        buffer, partial = self.take_buffer(stream, captured)
         if merge is None:
             count = self.counter(self.device, stream, captured).data_ptr()
             self.launch(stream, maps, final, partial, count, *rest)

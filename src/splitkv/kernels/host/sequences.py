@@ -35,7 +35,7 @@ class SequenceLauncher(ABC):
 
     @cached_property
     def backward_launchers(self) -> dict[Any, Any]:
-        """What makes gradients of its calls: see kernels/gradients.py."""
+        """The launcher that makes the gradients of its calls: see kernels/gradients.py."""
         return {}
 
     @abstractmethod

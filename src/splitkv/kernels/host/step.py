@@ -1,4 +1,4 @@
-"""What a call of decode by a schedule of the step needs beside its kernel.
+"""Launchers of decode by a schedule of the step.
 
 schedule    which program works on what; made by the call where it is given none
 decode      the kernel, whose programs follow the schedule
@@ -20,20 +20,17 @@ from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine
 from splitkv.kernels.host import launcher
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
-    KV,
-    Row,
     SplitKernel,
     aligned,
+    arguments_of,
     compile_options,
     dependent_launches,
     out_strides,
     split_arguments,
 )
 from splitkv.kernels.host.partition import packed_rows
-from splitkv.kernels.host.relaunch import Launch, launch_of, observed
-from splitkv.kernels.host.relaunch import _Again as Again
+from splitkv.kernels.host.relaunch import Allocations, Launch, launch_of, observed
 from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
-from splitkv.kernels.tile.codec import Scales
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 PER_CALL = (*launcher.PER_CALL, "starts_ptr")
 """The arguments of a decode kernel by a schedule that change from call to call."""
 COMBINE_PER_CALL = "partial", "final", "starts_ptr", "sink_ptr"
-"""Those of `combine_slots`."""
+"""The arguments of `combine_slots` that change from call to call."""
 
 
 def launched_early(plan: Plan, operands: Operands) -> dict[str, Any]:
@@ -60,7 +57,7 @@ def grid_of(plan: Plan) -> tuple[int, int, int]:
     return groups_of(plan), plan.config.programs, 1
 
 
-def partial_rows(plan: Plan) -> int:
+def step_partial_rows(plan: Plan) -> int:
     """Rows of the partials of all programs, two slots each."""
     return 2 * groups_of(plan) * plan.config.programs * packed_rows(plan.problem, plan.config)[1]
 
@@ -142,19 +139,17 @@ class StepLauncher:
 
         from splitkv.kernels.host.workspace import partials
 
-        problem, q = plan.problem, operands.q
+        problem = plan.problem
         self.plan, self.split, self.partials = plan, split, partials
         self.rebind, self.other = rebind, cast("StepLauncher | None", None)
         self.schedule = ScheduleKernel(plan, dependent_launches(plan, operands))
         self.merge = slot_merge_of(plan, operands)
-        native = not q.is_cuda or plan.device.capability >= (8, 9)
-        self.in_bits = problem.codec.name == "fp8" and not native
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = None
         if problem.return_lse:
             self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.dtype = getattr(torch, problem.dtype)
-        self.partial_rows = partial_rows(plan)
+        self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -202,30 +197,9 @@ class StepLauncher:
 
     def per_call(self, operands: Operands, final: Final, starts: Any) -> dict[str, Any]:
         """The arguments of a decode kernel that change from call to call."""
-        o = operands
-        q, k, v = o.q, o.k, o.v
-        if self.in_bits:
-            import torch
-
-            q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
-        scales = None if o.k_scale is None else Scales(o.k_scale, o.v_scale)
-        of_keys = self.plan.problem.codec.granularity == "token"
         acc = self.partial_rows * self.plan.problem.head_dim_v
-        partial: Partial = self.partials(q, acc, self.partial_rows)
-        scale = o.softmax_scale / o.softcap if o.softcap else o.softmax_scale * 1.4426950408889634
-        return {
-            "q_ptr": q,
-            "kv": KV(k, v, o.page_table),
-            "lens_ptr": o.cache_seqlens,
-            "final": final,
-            "partial": partial,
-            "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale),
-            "head_scales": None if of_keys else scales,
-            "key_scales": scales if of_keys else None,
-            "scale": scale,
-            "softcap": o.softcap or None,
-            "starts_ptr": starts,
-        }
+        partial: Partial = self.partials(operands.q, acc, self.partial_rows)
+        return arguments_of(self.plan, operands, final, partial) | {"starts_ptr": starts}
 
     def keep(self, compiled: Any, merged: Any, scheduled: Any, out: torch.Tensor) -> None:
         """Keeps what was compiled for later calls; `scheduled` None: they are given schedules."""
@@ -238,7 +212,7 @@ class StepLauncher:
 
 
 class StepLaunches(NamedTuple):
-    """What a call launches: schedule(stream, at_starts, at_lens), None where each is given one;
+    """The launches of a call: schedule(stream, at_starts, at_lens), None where each is given one;
     split as in `Repeat`, with at_starts behind; merge(stream, partial, (at_out, at_lse), at_starts,
     at_sink)."""
 
@@ -264,7 +238,7 @@ class Addresses(NamedTuple):
     starts: int | None
 
 
-class StepRepeat(Again):
+class StepRepeat(Allocations):
     """A call of decode by a schedule, once its kernels are compiled: allocate, schedule, split,
     merge. A schedule that is made by the call lies behind the partials of the stream."""
 
@@ -315,13 +289,10 @@ class StepRepeat(Again):
         of_heads, of_keys = (None, scales) if self.key_scales else (scales, None)
         stream = self.current_stream(self.device)
         captured = stream and self.capturing()  # stream 0, the default, cannot be
-        buffer: Any = None if captured else self.buffers.pop(stream, None)
-        if buffer is None or buffer[1] < self.numel:
-            buffer = self.make_buffer(self.device, self.numel, captured)
-        at = buffer[0]
-        partial, final = (at, at + self.m_at, at + self.l_at), (at_out, at_lse)
+        buffer, partial = self.take_buffer(stream, captured)
+        final = at_out, at_lse
         if at_starts is None:
-            at_starts = at + self.starts_at
+            at_starts = buffer[0] + self.starts_at
             assert self.schedule is not None
             self.schedule(stream, at_starts, found.lens)
         kv, row = (found.k, found.v, found.table), (found.sink, found.slopes, found.q_scale)

@@ -1,4 +1,4 @@
-"""What the kernels of kernels/backward can run: tiles, warps and stages that fit."""
+"""Limits of the kernels of kernels/backward: tiles, warps and stages that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `decode_split` can run: its limits, its configs and what they take of an SM."""
+"""Limits of `decode_split`, its configs and the resources of an SM that they take."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from splitkv.core.problem import Problem
 from splitkv.core.scores import PLAIN
 from splitkv.core.tiles import ceil_div, next_power_of_2
 from splitkv.kernels.host.partition import padded_dims
+from splitkv.kernels.limits.reasons import Reasons
 
 NAME = "decode_split"
 MAX_HEAD_DIM, MAX_SEQLEN_Q, MAX_GROUP, MAX_GRID = 256, 16, 64, 65535
@@ -20,41 +21,31 @@ MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on confi
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    reasons = []
+    reasons = Reasons()
 
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(problem.kind == "decode", f"kind {problem.kind}: expected decode")
-    expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
-    if device.kind == "cuda":
-        expect(device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer")
-    expect(
-        problem.dtype in ("bfloat16", "float16", "float32"),
-        f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
-    )
+    reasons.expect(problem.kind == "decode", f"kind {problem.kind}: expected decode")
+    reasons.expect_triton(problem, device)
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
-        expect(
+        reasons.expect(
             value % 16 == 0 and 16 <= value <= MAX_HEAD_DIM,
             f"{name} {value}: expected a multiple of 16 from 16 to {MAX_HEAD_DIM}",
         )
-    expect(
+    reasons.expect(
         problem.seqlen_q <= MAX_SEQLEN_Q,
         f"seqlen_q {problem.seqlen_q}: expected at most {MAX_SEQLEN_Q}",
     )
-    expect(
+    reasons.expect(
         problem.group <= MAX_GROUP,
         f"query heads a KV head {problem.group}: expected at most {MAX_GROUP}",
     )
-    expect(problem.batch <= MAX_GRID, f"batch {problem.batch}: expected at most {MAX_GRID}")
+    reasons.expect(problem.batch <= MAX_GRID, f"batch {problem.batch}: expected at most {MAX_GRID}")
     head_tiles = problem.num_kv_heads * ceil_div(problem.rows, tile_m(problem))
-    expect(
+    reasons.expect(
         head_tiles <= MAX_GRID, f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}"
     )
-    expect(not problem.dropout, "dropout_p: expected 0")
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    reasons.expect(not problem.dropout, "dropout_p: expected 0")
+    reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
     reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons
 
@@ -114,7 +105,7 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
 
 
 def apart(problem: Problem) -> list[str]:
-    """What of new tokens is left to `append`."""
+    """The reasons why new tokens are written by `append` and not by the kernel."""
     reasons = []
     if problem.lengths == "host":
         reasons.append("lengths host: expected device")

@@ -1,4 +1,4 @@
-"""What `hopper_backward` can run: its limits, and the variants that fit."""
+"""Limits of `hopper_backward`, and the variants that fit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import next_power_of_2
 from splitkv.core.variants import BackwardTiles, HopperBackward
+from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # By head_dim: rows a step, keys a program, stages of rows, the best first. More rows do not fit
@@ -36,27 +37,27 @@ BARRIER_BYTES = {"half_keys": 768, "one_gradient": 1024}
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
     """Every reason why these kernels cannot make the gradients of a problem."""
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = []
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
+    if against := expect_hopper(device):
+        return against
+    reasons = Reasons()
 
     cached = problem.kind == "decode" or isinstance(problem.place, Paged)
     forward_only = cached or problem.codec != AS_IS
-    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
-    expect(
+    reasons.expect(
+        not (forward_only and problem.needs_grad), "gradient: expected inputs that require none"
+    )
+    reasons.expect(
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
     dims = problem.head_dim, problem.head_dim_v
     known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
-    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
-    expect(not problem.score.softcap, "softcap: expected none")
-    expect(not problem.score.alibi, "alibi: expected none")
-    expect(not problem.dropout, "dropout: expected none")
+    reasons.expect(
+        dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}"
+    )
+    reasons.expect(not problem.score.softcap, "softcap: expected none")
+    reasons.expect(not problem.score.alibi, "alibi: expected none")
+    reasons.expect(not problem.dropout, "dropout: expected none")
     reasons += problem.mask.beyond("sink_tokens")
     return reasons
 

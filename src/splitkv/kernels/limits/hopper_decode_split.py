@@ -1,4 +1,4 @@
-"""What `hopper_decode_split` can run: limits, configs, variants, shared memory, other plans."""
+"""Limits of `hopper_decode_split`, its configs, variants, shared memory and other plans."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from splitkv.core.variants import HopperDecode, Variant
 from splitkv.kernels.host.partition import num_parts as parts_of_problem
 from splitkv.kernels.host.partition import traffic_of_parts, traffic_of_shares
 from splitkv.kernels.limits import decode_split
+from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 from splitkv.kernels.limits.scale_layout import unfit as unfit_scales
 from splitkv.planner.policies.variants import (
     MOST_HEADS_IN_BULK,
@@ -131,28 +132,26 @@ def unfit(operands: Operands) -> list[str]:
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = decode_split.unsupported(problem, device)
+    if against := expect_hopper(device):
+        return against
+    reasons = Reasons(decode_split.unsupported(problem, device))
 
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(
+    reasons.expect(
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
     known = problem.codec.name in CODECS
-    expect(known, f"kv {problem.codec}: expected {', '.join(CODECS)}")
+    reasons.expect(known, f"kv {problem.codec}: expected {', '.join(CODECS)}")
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
-        expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
+        reasons.expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
     rows, most = problem.rows, most_rows(problem)
-    expect(rows <= most, f"query heads a KV head x query tokens {rows}: expected at most {most}")
+    reasons.expect(
+        rows <= most, f"query heads a KV head x query tokens {rows}: expected at most {most}"
+    )
     if isinstance(problem.place, Paged):
         page_size = problem.place.page_size
-        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+        reasons.expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
     reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]
     return reasons
 

@@ -1,4 +1,4 @@
-"""What `hopper_prefill` can run: limits, configs, variants, shared memory, traffic."""
+"""Limits of `hopper_prefill`, its configs, variants, shared memory and traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from splitkv.core.tiles import box_rows
 from splitkv.core.variants import HopperPrefill, Variant
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.limits import prefill
-from splitkv.kernels.limits.hopper_prefill_tiles import ROWS, ordered
+from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ROWS, ordered
+from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 NAME = "hopper_prefill"
 
@@ -26,27 +27,25 @@ BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
+    if against := expect_hopper(device):
+        return against
+    reasons = Reasons(prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device))
 
     if isinstance(problem.place, Paged):
         page_size = problem.place.page_size
-        expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
-    expect(
+        reasons.expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+    reasons.expect(
         problem.dtype in ("bfloat16", "float16"),
         f"dtype {problem.dtype}: expected bfloat16 or float16",
     )
-    expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
+    reasons.expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
     dims = problem.head_dim, problem.head_dim_v
     known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
-    expect(dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
-    expect(not problem.score.alibi, "alibi: expected none")
-    expect(not problem.dropout, "dropout: expected none")
+    reasons.expect(
+        dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}"
+    )
+    reasons.expect(not problem.score.alibi, "alibi: expected none")
+    reasons.expect(not problem.dropout, "dropout: expected none")
     reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]
     return reasons
 
@@ -159,4 +158,25 @@ def refit(plan: Plan, operands: Operands) -> Plan:
     """The plan for tensors that this one does not fit: by the kernel for any GPU where TMA cannot
     describe them. Else the plan itself."""
     against = unfit(operands)
-    return prefill.without_tma(plan, operands, against[0]) if against else plan
+    return prefill.prefill_without_tma(plan, operands, against[0]) if against else plan
+
+
+def against_8bit(problem: Problem, device: Device) -> Reasons:
+    """The reasons of kernels that multiply keys in 8 bits: those of this kernel against what is not
+    about the codec, and against other codecs."""
+    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
+    reasons = Reasons(unsupported(plain, device))
+    known = problem.codec.name in CODECS_8BIT
+    reasons.expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
+    return reasons
+
+
+def against_dims_8bit(problem: Problem) -> Reasons:
+    """Their reasons against gradients and head dimensions."""
+    reasons, dims = Reasons(), (problem.head_dim, problem.head_dim_v)
+    reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    reasons.expect(
+        dims in ((64, 64), (128, 128)),
+        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
+    )
+    return reasons

@@ -1,4 +1,4 @@
-"""What `hopper_prefill_half` can run: limits, configs, variants, shared memory, traffic."""
+"""Limits of `hopper_prefill_half`, its configs, variants, shared memory and traffic."""
 
 from __future__ import annotations
 
@@ -11,48 +11,42 @@ from splitkv.core.plan import Config, Plan, Traffic
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import HopperPrefill, Variant
 from splitkv.kernels.hopper.primitives import tma_limits
-from splitkv.kernels.limits import hopper_prefill, prefill
-from splitkv.kernels.limits.hopper_prefill import BARRIER_BYTES, fitting, maxima, mma_order
-from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ordered
+from splitkv.kernels.limits import prefill
+from splitkv.kernels.limits.hopper_prefill import (
+    BARRIER_BYTES,
+    against_8bit,
+    against_dims_8bit,
+    fitting,
+    maxima,
+    mma_order,
+)
+from splitkv.kernels.limits.hopper_prefill_tiles import ordered
+from splitkv.kernels.limits.reasons import expect_hopper
 
 NAME = "hopper_prefill_half"
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
-    reasons = hopper_prefill.unsupported(plain, device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    known = problem.codec.name in CODECS_8BIT
-    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
-    expect(
+    if against := expect_hopper(device):
+        return against
+    reasons = against_8bit(problem, device)
+    reasons.expect(
         problem.codec.granularity != "token",
         f"kv {problem.codec}: expected scales per tensor or head",
     )
-    expect(
+    reasons.expect(
         problem.codec == AS_IS or problem.products != "widened",
         "products widened: expected half or full",
     )
-    expect(
+    reasons.expect(
         problem.codec.name != "fp8" or not problem.return_lse,
         "return_lse of fp8: expected none, as units keep 14 bits",
     )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
-    dims = problem.head_dim, problem.head_dim_v
-    expect(
-        dims in ((64, 64), (128, 128)),
-        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
-    )
-    return reasons
+    return reasons + against_dims_8bit(problem)
 
 
 def unfit(operands: Operands) -> list[str]:
-    """What TMA cannot describe of the memory that is read as it is given."""
+    """Every reason why TMA cannot describe the tensors that are read as they are given."""
     reasons = tma_limits.unfit(replace(operands, v=None))
     if 0 in operands.v.shape:
         reasons.append(f"v: expected at least one token, got {list(operands.v.shape)}")
@@ -104,4 +98,4 @@ def traffic(problem: Problem, config: Config) -> Traffic:
 def refit(plan: Plan, operands: Operands) -> Plan:
     """The plan for tensors that this one does not fit: see `hopper_prefill`."""
     against = unfit(operands)
-    return prefill.without_tma(plan, operands, against[0]) if against else plan
+    return prefill.prefill_without_tma(plan, operands, against[0]) if against else plan

@@ -1,4 +1,4 @@
-"""What `hopper_prefill_quantised` can run: limits, configs, variants, shared memory, traffic."""
+"""Limits of `hopper_prefill_quantised`, its configs, variants, shared memory and traffic."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS
 from splitkv.core.plan import Config, Plan, Traffic
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
 from splitkv.core.variants import HopperPrefillQuantised, Variant
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
-from splitkv.kernels.limits import hopper_prefill, prefill
-from splitkv.kernels.limits.hopper_prefill import BARRIER_BYTES, fitting, packed_heads
-from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ROWS
+from splitkv.kernels.limits import prefill
+from splitkv.kernels.limits.hopper_prefill import (
+    BARRIER_BYTES,
+    against_8bit,
+    against_dims_8bit,
+    fitting,
+    packed_heads,
+)
+from splitkv.kernels.limits.hopper_prefill_tiles import ROWS
+from splitkv.kernels.limits.reasons import expect_hopper
 
 NAME = "hopper_prefill_quantised"
 PAIR = 2  # splits of a cluster
@@ -48,28 +54,14 @@ ISSUED_FIRST = 1
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
-    reasons = hopper_prefill.unsupported(plain, device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    known = problem.codec.name in CODECS_8BIT
-    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
-    expect(
+    if against := expect_hopper(device):
+        return against
+    reasons = against_8bit(problem, device)
+    reasons.expect(
         problem.codec.name != "fp8" or problem.products == "widened" or not problem.return_lse,
         f"return_lse of fp8, products {problem.products}: expected widened, as units keep 14 bits",
     )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
-    dims = problem.head_dim, problem.head_dim_v
-    expect(
-        dims in ((64, 64), (128, 128)),
-        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
-    )
-    return reasons
+    return reasons + against_dims_8bit(problem)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -178,4 +170,4 @@ def types(problem: Problem) -> OperandTypes:
 def refit(plan: Plan, operands: Operands) -> Plan:
     """The plan for tensors that this one does not fit: see `hopper_prefill`."""
     against = unfit(operands)
-    return prefill.without_tma(plan, operands, against[0]) if against else plan
+    return prefill.prefill_without_tma(plan, operands, against[0]) if against else plan

@@ -1,4 +1,4 @@
-"""What `hopper_prefill_widened` can run: limits, configs, variants, traffic."""
+"""Limits of `hopper_prefill_widened`, its configs, variants and traffic."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from splitkv.core.variants import Variant
 from splitkv.kernels.hopper.primitives import tma_limits
 from splitkv.kernels.limits import hopper_prefill, prefill
 from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT
+from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 NAME = "hopper_prefill_widened"
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    if device.kind != "cuda" or device.capability != (9, 0):
-        return [f"device {device.arch}: expected sm_90"]
-    reasons = hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
-
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
+    if against := expect_hopper(device):
+        return against
+    reasons = Reasons(
+        hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
+    )
 
     known = problem.codec.name in CODECS_8BIT
-    expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
+    reasons.expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
     rounds_q = problem.products != "widened" and problem.q_granularity == "none"
-    expect(
+    reasons.expect(
         rounds_q or not problem.return_lse or problem.codec == AS_IS,
         "return_lse: expected products half or full and q of 16 bits, as keys and q are rounded",
     )
-    expect(not problem.needs_grad, "gradient: expected inputs that require none")
+    reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
     return reasons
 
 
 def unfit(operands: Operands) -> list[str]:
-    """What TMA cannot describe of the memory that is read as it is given."""
+    """Every reason why TMA cannot describe the tensors that are read as they are given."""
     x = operands
     q = x.q if x.q_scale is None else None  # else `widen_rows` reads it
     reasons = tma_limits.unfit(Operands(q, None, None, x.out))
@@ -50,12 +49,12 @@ def unfit(operands: Operands) -> list[str]:
 
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
-    """Those of `hopper_prefill` for the widened problem."""
+    """The configs of `hopper_prefill` for the widened problem."""
     return hopper_prefill.configs(problem.widened, device)
 
 
 def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
-    """Those of `hopper_prefill` for the widened problem."""
+    """The variants of `hopper_prefill` for the widened problem."""
     return hopper_prefill.variants(problem.widened, device, config)
 
 

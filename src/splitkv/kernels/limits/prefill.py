@@ -1,4 +1,4 @@
-"""What `prefill` can run: its limits, its configs, its traffic and what it takes of an SM."""
+"""Limits of `prefill`, its configs, its traffic and the resources of an SM that it takes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from splitkv.core.variants import Gradients, HopperBackward
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.host.partition import num_parts, padded, padded_dims
 from splitkv.kernels.limits import backward, hopper_backward
+from splitkv.kernels.limits.reasons import Reasons
 from splitkv.planner.policies.backward import with_row_splits
 
 NAME = "prefill"
@@ -53,34 +54,26 @@ SINGLE: dict[int, tuple[Shape, ...]] = {
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
-    reasons = []
+    reasons = Reasons()
 
-    def expect(ok: bool, reason: str) -> None:
-        if not ok:
-            reasons.append(reason)
-
-    expect(device.kind == "cuda", f"device {device.kind}: expected cuda")
-    if device.kind == "cuda":
-        expect(device.capability >= (8, 0), f"device {device.arch}: expected sm_80 or newer")
-    expect(
-        problem.dtype in ("bfloat16", "float16", "float32"),
-        f"dtype {problem.dtype}: expected bfloat16, float16 or float32",
-    )
+    reasons.expect_triton(problem, device)
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
-        expect(
+        reasons.expect(
             value % 8 == 0 and MIN_HEAD_DIM <= value <= MAX_HEAD_DIM,
             f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
         )
     forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
     forward_only |= problem.codec != AS_IS
-    expect(not (forward_only and problem.needs_grad), "gradient: expected inputs that require none")
+    reasons.expect(
+        not (forward_only and problem.needs_grad), "gradient: expected inputs that require none"
+    )
     reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons
 
 
 def shapes(problem: Problem, device: Device) -> list[Shape]:
-    """Those for these head dimensions with no more rows than a sequence has, the best first.
+    """The tile shapes for these head dimensions with no more rows than a sequence has, best first.
 
     128 keys a step are the best for the tensor cores of sm_90, but take registers that modifiers
     need as well, and leave much of a narrow window to be masked. A tile in one page has one look-up
@@ -142,7 +135,7 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     )
 
 
-def gradients(problem: Problem, device: Device) -> Iterator[Gradients]:
+def backward_variants(problem: Problem, device: Device) -> Iterator[Gradients]:
     """Every way of making the gradients without its row splits, the best first: those for Hopper
     where they can, then those for any GPU."""
     if not hopper_backward.unsupported(problem, device):
@@ -150,7 +143,7 @@ def gradients(problem: Problem, device: Device) -> Iterator[Gradients]:
     yield from backward.variants(problem, device)
 
 
-def without_tma(plan: Plan, operands: Operands, why: str) -> Plan:
+def prefill_without_tma(plan: Plan, operands: Operands, why: str) -> Plan:
     """The plan with the same number of splits by this kernel, for one whose kernel cannot read the
     tensors; merge: as there, where no cluster merges."""
     merge = "combine" if plan.config.clustered else plan.config.merge

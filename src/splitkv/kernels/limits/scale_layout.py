@@ -22,7 +22,7 @@ def scale_strides(scale: Any, x: Any) -> tuple[int, int, int]:
 
 
 def unfit(operands: Any) -> list[str]:
-    """What of the layout of scales kernels have no strides for: K and V share theirs."""
+    """Every reason against the layout of scales: kernels have one set of strides for K and V."""
     k, v = operands.k_scale, operands.v_scale
     if k is None or scale_strides(k, operands.k) == scale_strides(v, operands.v):
         return []

@@ -50,7 +50,7 @@ class SequenceConfig(CompileTimeRecord):
 
 
 class RowTile(NamedTuple):
-    """What the scores and sums of a row tile are worked out with.
+    """The inputs of the scores and sums of a row tile.
 
     q         [TILE_M, DIM]
     keys      Keys; pages: Pages of the sequence

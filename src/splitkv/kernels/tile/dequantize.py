@@ -170,7 +170,7 @@ def add_values(acc, shrink, p, top, v, scale, WORKING: tl.constexpr, UNITS: tl.c
 
 
 def units_of(problem: Problem, device: Device, config: Config) -> str:
-    """What is multiplied in 8 bits of what may be.
+    """The products that are multiplied in 8 bits, of those that may be.
 
     Tensor cores multiply int8 and e4m3 in steps of 32 elements; fp32 is computed exactly.
     """

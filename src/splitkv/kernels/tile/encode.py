@@ -1,4 +1,4 @@
-"""What a cache stores of values; in 8 bits, to the bit, what `rounding.quantize` says."""
+"""Tokens written into a cache: as they are, or in 8 bits, bit by bit as `rounding.quantize`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import triton
 import triton.language as tl
 
 
-class Scales(NamedTuple):
-    """Pointers to the scales of the caches and to the mean key; None: as they are, no mean."""
+class StoredTensor(NamedTuple):
+    """The keys of a cache, or its values, and how tokens are stored there.
 
-    k_ptr: Any
-    v_ptr: Any
+    scale_ptr      their scales, or None: stored as they are
+    mean_ptr       a mean that is subtracted first, or None
+    strides        Strides of a slab (sequence or page), a key, a head
+    scale_strides  those of the scales; t None: keys of a head share one, and b is of sequences
+    """
+
+    ptr: Any
+    scale_ptr: Any
     mean_ptr: Any
+    strides: Any
+    scale_strides: Any
 
 
 class Place(NamedTuple):
@@ -80,36 +88,29 @@ def write_tokens(
     x,  # [TILE_T, DIM_P2]
     ok,  # [TILE_T]
     offs_d,  # [DIM_P2]
-    cache_ptr,
-    scale_ptr,  # or None: stored as it is
-    mean_ptr,  # or None
+    cache,  # StoredTensor
     place,  # Place
-    stride_s,
-    stride_n,
-    stride_d,
-    stride_scale_s,  # of slabs, or of sequences where tokens have no scale of their own
-    stride_scale_n,  # None: they have none
-    stride_scale_d,
     DIM: tl.constexpr,
 ):
-    """Write x into the cache, and into a quantised one with its scales."""
-    rows = cache_ptr + place.outer * stride_s + place.inner * stride_n + place.head * stride_d
+    """Writes x into a cache, and into a quantised one with its scales."""
+    strides, scale_strides = cache.strides, cache.scale_strides
+    rows = cache.ptr + place.outer * strides.b + place.inner * strides.t + place.head * strides.h
     x_ok = ok[:, None] & (offs_d < DIM)[None, :]
     y = x
-    if scale_ptr is not None:
-        CODE: tl.constexpr = cache_ptr.dtype.element_ty
+    if cache.scale_ptr is not None:
+        CODE: tl.constexpr = cache.ptr.dtype.element_ty
         y = x.to(tl.float32)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + place.head * DIM + offs_d, mask=offs_d < DIM, other=0.0)
-            y -= mean[None, :]
+        if cache.mean_ptr is not None:
+            mean_at = cache.mean_ptr + place.head * DIM + offs_d
+            y -= tl.load(mean_at, mask=offs_d < DIM, other=0.0)[None, :]
             y = tl.where(x_ok, y, 0.0)
-        scale_rows = scale_ptr + place.head * stride_scale_d
-        if stride_scale_n is None:
-            where = place.b.to(tl.int64) * stride_scale_s
+        scale_rows = cache.scale_ptr + place.head * scale_strides.h
+        if scale_strides.t is None:
+            where = place.b.to(tl.int64) * scale_strides.b
             scale = tl.load(scale_rows + where, mask=ok, other=1.0)
         else:
             scale = scale_of(tl.max(magnitude(y), 1), largest_of(CODE))
-            where = place.outer * stride_scale_s + place.inner * stride_scale_n
+            where = place.outer * scale_strides.b + place.inner * scale_strides.t
             tl.store(scale_rows + where, scale, mask=ok)
         y = encode(y, scale[:, None], CODE)
     tl.store(rows[:, None] + offs_d[None, :], y, mask=x_ok)

@@ -15,7 +15,7 @@ from splitkv.kernels.tile.visit import load_tile, tile_at, visits
 from splitkv.kernels.tile.weight import Queries, gradients
 
 
-class Rows(NamedTuple):
+class SequenceRows(NamedTuple):
     """Queries and gradients of the output of one sequence and KV head: first addresses, strides,
     statistics, slopes or None, key position of the first token, number of tokens, number of the
     sequence and first head."""
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     sequence_head: Any
 
 
-class RowSums(NamedTuple):
+class GradientSums(NamedTuple):
     """Sums over the keys that a row sees [TILE_M]: of p dp without the scale of what dropout keeps,
     of ds, of ds times the distance of the key, of p times it."""
 
@@ -44,9 +44,9 @@ class RowSums(NamedTuple):
 
 @triton.jit
 def zero_sums(TILE_M: tl.constexpr):
-    """Makes the RowSums before the first tile of keys."""
+    """Makes the GradientSums before the first tile of keys."""
     zero = tl.zeros([TILE_M], tl.float32)
-    return RowSums(zero, zero, zero, zero)
+    return GradientSums(zero, zero, zero, zero)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ class OwnKeys(NamedTuple):
 
 class OwnRows(NamedTuple):
     """The tile of rows of a program: q [TILE_M, DIM], the gradient of the output [TILE_M, DIM_V],
-    total and delta [TILE_M]; and the Stats, whose pointers say which RowSums are wanted."""
+    total and delta [TILE_M]; and the Stats, whose pointers say which GradientSums are wanted."""
 
     q: Any
     grad: Any
@@ -95,7 +95,7 @@ class KeyGradients(NamedTuple):
 def sum_over_rows(
     sums,  # KeyGradients
     own,  # OwnKeys
-    rows,  # Rows
+    rows,  # SequenceRows
     scoring,  # Scoring
     visit,  # Visit
     bounds,  # Bounds
@@ -161,7 +161,7 @@ def sum_over_rows(
 @triton.jit
 def sum_over_keys(
     dq,  # (sum [TILE_M, DIM], what it lost)
-    sums,  # RowSums
+    sums,  # GradientSums
     own,  # OwnRows
     keys,  # Keys
     queries,  # Queries
@@ -171,7 +171,7 @@ def sum_over_keys(
     CONFIG: tl.constexpr,  # BackwardConfig
     REGION: tl.constexpr,
 ):
-    """Computes (dq, RowSums) after the tiles of keys of a region: see `visits`."""
+    """Computes (dq, GradientSums) after the tiles of keys of a region: see `visits`."""
     TILE_N: tl.constexpr = CONFIG.tile_n
     STAGES: tl.constexpr = CONFIG.num_stages
     OFFSET: tl.constexpr = CONFIG.offset_type
@@ -214,4 +214,4 @@ def sum_over_keys(
             ds_far += tl.sum(at.ds * distance, 1)
             p_far += tl.sum(at.p * distance, 1)
         dq = add_product_compensated(dq[0], dq[1], at.dx.to(k.dtype), k)
-    return dq, RowSums(dp_sum, ds_sum, ds_far, p_far)
+    return dq, GradientSums(dp_sum, ds_sum, ds_far, p_far)

@@ -1,4 +1,4 @@
-"""Merging parts of keys inside the launch that made them, by the programs that come last.
+"""Merging splits of the keys inside the launch that made them, by the programs that finish last.
 
 A program says that it runs and, when its partials are stored, that it has arrived. Those that
 arrive when all programs run wait for the rest, and each then merges a share of the rows; those that
@@ -24,7 +24,7 @@ ELEMENTS = 64  # of partials that a thread has in flight
 
 
 class Merged(NamedTuple):
-    """What rows of partials stand for.
+    """The softmax state of rows, merged from their partials.
 
     cu_q_ptr     [batch + 1], or None: dense
     batch        sequences; most_q: tokens of a sequence that have partials; parts: of a row
@@ -42,19 +42,19 @@ class Merged(NamedTuple):
 
 
 def parts_a_step(parts: int, head_dim_v: int) -> int:
-    """Parts that are merged together, of rows of so many."""
+    """Computes how many splits a program merges at a time, of rows of so many."""
     most = STEPS[-1] * 128 // max(128, triton.next_power_of_2(head_dim_v))
     return min(next((step for step in STEPS if step >= parts), most), most)
 
 
 def rows_a_step(step: int, head_dim_v: int, num_warps: int) -> int:
-    """Rows that a program merges together, of so many parts a step."""
+    """Computes how many rows a program merges at a time, with so many splits a step."""
     columns = triton.next_power_of_2(head_dim_v)
     return max(1, 32 * num_warps * ELEMENTS // (step * columns))
 
 
 class Meeting(NamedTuple):
-    """Where programs meet.
+    """The counters at which the programs of a launch arrive, so that the last ones merge.
 
     count_ptr   two counters and which of them this launch uses, 64 bits each, all 0 at first. In a
                 counter, by 21 bits: arrivals, programs that run, arrivals before all ran. A launch
@@ -71,13 +71,13 @@ MOST_ARRIVALS = tl.constexpr((1 << 21) - 1)  # of all programs of a launch
 
 @triton.jit
 def counter_in_use(meeting):
-    """Which counter this launch uses: to be asked before arriving."""
+    """Reads which of the two counters this launch uses; before the program arrives."""
     return tl.load(meeting.count_ptr + 2, volatile=True)
 
 
 @triton.jit
 def say_running(meeting, which):
-    """Say that this program runs, once in each and before it arrives."""
+    """Counts this program as running; once in each, before it arrives."""
     counter_ptr = meeting.count_ptr + which
     seen = tl.atomic_add(counter_ptr, 1 << 21, sem="relaxed", scope="gpu")
     if (seen >> 21) == meeting.programs - 1:
@@ -85,9 +85,10 @@ def say_running(meeting, which):
 
 
 @triton.jit
-def meet(meeting, which):
-    """Arrive, behind a barrier of all threads that stored: (which of those that merge, how many
-    they are); none for those that leave."""
+def arrive_in_turn(meeting, which):
+    """Arrives at the counter, after a barrier of all threads that stored partials: (rank among the
+    programs that merge, number of these). A program that arrives before all are running leaves: for
+    it the number is 0."""
     counter_ptr = meeting.count_ptr + which
     everybody = meeting.programs
     place = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -118,7 +119,7 @@ def merge_rows(
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
 ):
-    """Merge the parts of rows that were cut, and store their results.
+    """Merges the partials of rows whose keys were split, and stores their results.
 
     Slots are those of kernels/prefill.py: [batch, most_q, num_kv_heads, parts, group].
     """
@@ -193,7 +194,7 @@ def meet_and_merge(
     offs_r, offs_p = tl.arange(0, ROWS), tl.arange(0, CONFIG.merge_splits)
     offs_v = tl.arange(0, CONFIG.dim_v)
     tl.debug_barrier()
-    place, merging = meet(meeting, which)
+    place, merging = arrive_in_turn(meeting, which)
     if merging > 0:
         for n in range(place * ROWS, of.batch * of.most_q * of.num_heads, merging * ROWS):
             at = n + offs_r

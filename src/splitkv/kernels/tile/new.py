@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import visited_tiles
-from splitkv.kernels.tile.encode import Place, write_tokens
+from splitkv.kernels.tile.encode import Place, StoredTensor, write_tokens
 from splitkv.kernels.tile.locate import locate
 
 
@@ -30,8 +30,8 @@ class New(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Pointers to cos and sin and to the first token's row of them [batch], None: the keys before;
-    all None: no rotation."""
+    """Pointers to cos and sin, and to the row of them for each sequence's first new token [batch],
+    None: the number of keys before it. All None: no rotation."""
 
     cos_ptr: Any
     sin_ptr: Any
@@ -47,7 +47,8 @@ class Growth(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """Of a sequence: keys before, padding included; new tokens; padding; keys after, without it."""
+    """The lengths of a sequence: keys before, padding included; new tokens; padding; keys after,
+    without it."""
 
     before: Any
     new: Any
@@ -55,21 +56,67 @@ class Grown(NamedTuple):
     keys: Any
 
 
-class NewSteps(NamedTuple):
-    """Elements between sequences, tokens and heads of new k, between slabs, keys and heads of its
-    cache, the same of v, between sequences and heads of the scales, between rows of cos and sin."""
+class NewStrides(NamedTuple):
+    """The Strides of the new k and v (a sequence, a token, a head), of their caches (a sequence or
+    a page, a key, a head) and of the scales by which they are stored (a sequence, None, a head)."""
 
     k: Any
     k_cache: Any
     v: Any
     v_cache: Any
     scale: Any
-    cos: Any
-    sin: Any
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of a call that appends, and how they are stored.
+
+    new, turn, growth   New, Turn, Growth
+    length              Grown, of the program's sequence
+    shown               Tiles beside which the program writes tokens as well
+    strides, angles     NewStrides, AngleTable
+    capacity, slabs     keys that a sequence has room for; sequences or pages of the cache
+    """
+
+    new: Any
+    turn: Any
+    growth: Any
+    length: Any
+    shown: Any
+    strides: Any
+    angles: Any
+    capacity: Any
+    slabs: Any
+
+
+class NewHead(NamedTuple):
+    """The sequence and KV head whose new tokens a program writes, and its row of the page
+    table, or None."""
+
+    sequence: Any
+    kv_head: Any
+    table_ptr: Any
+
+
+class TokenOffsets(NamedTuple):
+    """Index vectors: tokens that are written at once [TILE_T], columns of keys [DIM] and of values
+    [DIM_V]."""
+
+    tokens: Any
+    k: Any
+    v: Any
+
+
+class AngleTable(NamedTuple):
+    """How many rows cos and sin have, and the elements between them."""
+
+    rows: Any
+    stride_cos: Any
+    stride_sin: Any
 
 
 class Tiles(NamedTuple):
-    """Of a part: first, first + by, ... before last, those from `near` on `skip` further along."""
+    """The key tiles of a split: first, first + by, ... before last, those from `near` on `skip`
+    further along."""
 
     first: Any
     last: Any
@@ -110,14 +157,12 @@ def rotated(
     t,  # rows of cos and sin [TILE_T]
     offs_d,  # columns [N]
     turn,  # Turn
-    rotary_rows,
-    stride_cos,
-    stride_sin,
+    angles,  # AngleTable
     DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAIR: tl.constexpr,
 ):
-    """x [TILE_T, N], and rotated if there is a rotation; 0 where there is none."""
+    """Loads x [TILE_T, N], 0 where not ok, and rotates it if there is a rotation."""
     x_ok = ok[:, None] & (offs_d < DIM)[None, :]
     x = tl.load(rows[:, None] + offs_d[None, :], mask=x_ok, other=0.0)
     if turn.cos_ptr is not None:
@@ -128,12 +173,12 @@ def rotated(
         other = tl.load(rows[:, None] + partner[None, :], mask=pair_ok, other=0.0).to(tl.float32)
         angle = offs_d // (2 * PAIR) * PAIR + offs_d % PAIR
         t_long = t.to(tl.int64)[:, None]
-        known = pair_ok & ((t >= 0) & (t < rotary_rows))[:, None]
+        known = pair_ok & ((t >= 0) & (t < angles.rows))[:, None]
         cos = tl.load(
-            turn.cos_ptr + t_long * stride_cos + angle[None, :], mask=known, other=1.0
+            turn.cos_ptr + t_long * angles.stride_cos + angle[None, :], mask=known, other=1.0
         ).to(tl.float32)
         sin = tl.load(
-            turn.sin_ptr + t_long * stride_sin + angle[None, :], mask=known, other=0.0
+            turn.sin_ptr + t_long * angles.stride_sin + angle[None, :], mask=known, other=0.0
         ).to(tl.float32)
         sin = tl.where(first[None, :], -sin, sin)
         # said, not left to the compiler: the same bits in every kernel
@@ -153,7 +198,7 @@ def start_of(turn, before, b, ok):
 
 @triton.jit
 def holds(tiles, tile):
-    """Whether a tile [.] is one of the Tiles."""
+    """Whether tiles [.] are among the Tiles."""
     i = tl.where(tile < tiles.near, tile, tile - tiles.skip)
     there = (tile < tiles.near) | (i >= tiles.near)
     return there & (i >= tiles.first) & (i < tiles.last) & ((i - tiles.first) % tiles.by == 0)
@@ -161,7 +206,8 @@ def holds(tiles, tile):
 
 @triton.jit
 def reaches(tiles, first, last):
-    """Whether one of the Tiles may lie in `first..last`: never no where one does."""
+    """Whether one of the Tiles may lie in `first..last`; may be true where none does, never false
+    where one does."""
     near, skip = tiles.near, tiles.skip
     first = tl.where(first < near, first, tl.maximum(first - skip, near))
     last = tl.where(last < near, last, tl.maximum(last - skip, near))
@@ -182,37 +228,22 @@ def seen_tiles(bounds, keys, seqlen_q, is_first, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def has_new(length, tiles, seen, TILE_N: tl.constexpr):
-    """Whether a program has new tokens to write.
-
-    length  Grown
-    tiles   its own Tiles
-    seen    Tiles beside which it writes as well
-    """
+def has_new(tokens, tiles, TILE_N: tl.constexpr):
+    """Whether a program has new tokens to write: NewTokens that lie in its Tiles, or beside those
+    that are shown."""
+    length, shown = tokens.length, tokens.shown
     first = tl.maximum(length.before - length.padding, 0) // TILE_N
     last = (length.keys - 1) // TILE_N
-    beside = (last >= seen.near) & (first < seen.near + seen.skip)
+    beside = (last >= shown.near) & (first < shown.near + shown.skip)
     return (reaches(tiles, first, last) | beside) & (length.before - length.padding < length.keys)
 
 
 @triton.jit
 def write_new(
-    new,  # New
-    turn,  # Turn
-    growth,  # Growth
-    length,  # Grown
-    table_ptr,  # the sequence's row of the page table, or None
-    b,
-    h,
-    tiles,  # Tiles: the program's own
-    seen,  # Tiles: tokens beside them are written, too
-    steps,  # NewSteps
-    capacity,
-    slabs,
-    rotary_rows,
-    offs_t,  # [TILE_T] tokens at once
-    offs_k,  # [DIM]
-    offs_v,  # [DIM_V]
+    tokens,  # NewTokens
+    head,  # NewHead
+    tiles,  # Tiles of the program
+    offs,  # TokenOffsets
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -220,81 +251,46 @@ def write_new(
     ROTARY_DIM: tl.constexpr,
     PAIR: tl.constexpr,
 ):
-    """Write the new tokens of one head that lie in the program's tiles into the cache."""
-    start = start_of(turn, length.before, b, True)
-    k_rows = new.k_ptr + h.to(tl.int64) * steps.k[2]
-    v_rows = new.v_ptr + h.to(tl.int64) * steps.v[2]
+    """Writes the new tokens of one head that lie in the program's tiles into the cache."""
+    new, growth, length, strides = tokens.new, tokens.growth, tokens.length, tokens.strides
+    b, h = head.sequence, head.kv_head
+    start = start_of(tokens.turn, length.before, b, True)
+    k_rows = new.k_ptr + h.to(tl.int64) * strides.k.h
+    v_rows = new.v_ptr + h.to(tl.int64) * strides.v.h
     if growth.cu_ptr is None:
-        k_rows += b.to(tl.int64) * steps.k[0]
-        v_rows += b.to(tl.int64) * steps.v[0]
+        k_rows += b.to(tl.int64) * strides.k.b
+        v_rows += b.to(tl.int64) * strides.v.b
     else:
         first = tl.load(growth.cu_ptr + b).to(tl.int64)
-        k_rows += first * steps.k[1]
-        v_rows += first * steps.v[1]
-    count = tl.minimum(length.new, capacity - length.before)
-    for done in range(0, count, offs_t.shape[0]):
-        i = done + offs_t
+        k_rows += first * strides.k.t
+        v_rows += first * strides.v.t
+    k_cache = StoredTensor(new.k_cache_ptr, new.k_scale_ptr, None, strides.k_cache, strides.scale)
+    v_cache = StoredTensor(new.v_cache_ptr, new.v_scale_ptr, None, strides.v_cache, strides.scale)
+    count = tl.minimum(length.new, tokens.capacity - length.before)
+    for done in range(0, count, offs.tokens.shape[0]):
+        i = done + offs.tokens
         place = length.before - length.padding + i
         tile = place // TILE_N
-        mine = holds(tiles, tile) | (holds(seen, tile) == 0)
+        mine = holds(tiles, tile) | (holds(tokens.shown, tile) == 0)
         ok = mine & (i < count) & (place >= 0)
-        outer, inner = locate(table_ptr, b, place, ok, PAGE_SIZE)
-        ok = ok & (outer >= 0) & (outer < slabs)
+        outer, inner = locate(head.table_ptr, b, place, ok, PAGE_SIZE)
+        ok = ok & (outer >= 0) & (outer < tokens.slabs)
         i_long = i.to(tl.int64)
-        angles = rotary_rows, steps.cos, steps.sin
         k = rotated(
-            k_rows + i_long * steps.k[1],
+            k_rows + i_long * strides.k.t,
             ok,
             start + i,
-            offs_k,
-            turn,
-            *angles,
+            offs.k,
+            tokens.turn,
+            tokens.angles,
             HEAD_DIM,
             ROTARY_DIM,
             PAIR,
         )  # [TILE_T, DIM]
-        v_ok = ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
-        v = tl.load((v_rows + i_long * steps.v[1])[:, None] + offs_v[None, :], mask=v_ok, other=0.0)
-        at = Place(b + i * 0, outer, inner, h.to(tl.int64))
-        k_at = k, ok, offs_k, new.k_cache_ptr, new.k_scale_ptr
-        v_at = v, ok, offs_v, new.v_cache_ptr, new.v_scale_ptr
-        by, of_head = steps.scale
-        write_tokens(*k_at, None, at, *steps.k_cache, by, None, of_head, HEAD_DIM)
-        write_tokens(*v_at, None, at, *steps.v_cache, by, None, of_head, HEAD_DIM_V)
-
-
-@triton.jit
-def write_and_wait(
-    new,  # as write_new
-    turn,
-    growth,
-    length,
-    table_ptr,
-    b,
-    h,
-    tiles,
-    seen,
-    steps,
-    capacity,
-    slabs,
-    rotary_rows,
-    offs_k,
-    offs_v,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE_N: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    PAIR: tl.constexpr,
-    TILE_T: tl.constexpr,
-):
-    """`write_new` where there is anything to write, and before one warp reads all have written."""
-    if has_new(length, tiles, seen, TILE_N):
-        write_new(
-            *(new, turn, growth, length),
-            table_ptr,
-            *(b, h, tiles, seen, steps, capacity, slabs, rotary_rows),
-            *(tl.arange(0, TILE_T), offs_k, offs_v),
-            *(HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, TILE_N, ROTARY_DIM, PAIR),
+        v_ok = ok[:, None] & (offs.v < HEAD_DIM_V)[None, :]
+        v = tl.load(
+            (v_rows + i_long * strides.v.t)[:, None] + offs.v[None, :], mask=v_ok, other=0.0
         )
-        tl.debug_barrier()
+        at = Place(b + i * 0, outer, inner, h.to(tl.int64))
+        write_tokens(k, ok, offs.k, k_cache, at, HEAD_DIM)
+        write_tokens(v, ok, offs.v, v_cache, at, HEAD_DIM_V)

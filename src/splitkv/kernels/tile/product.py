@@ -12,8 +12,9 @@ import triton.language as tl
 
 
 @triton.jit
-def apart(x, y):
-    """x + y, where Triton would otherwise let the sum that x ends in start at y."""
+def added_apart(x, y):
+    """Computes x + y by an instruction that Triton does not fold into the product that made x,
+    which would start its sum at y."""
     return tl.fma(x, tl.full(x.shape, 1.0, tl.float32), y)
 
 
@@ -21,7 +22,7 @@ def apart(x, y):
 def add_product(acc, a, b):
     """acc + a @ b; in fp32 the sum over each tile by itself, not one over all tiles."""
     if a.dtype == tl.float32:
-        acc = apart(acc, tl.dot(a, b, input_precision="ieee"))
+        acc = added_apart(acc, tl.dot(a, b, input_precision="ieee"))
     else:
         acc = tl.dot(a, b, acc)
     return acc
@@ -32,7 +33,7 @@ def add_product_compensated(acc, lost, a, b):
     """(acc + a @ b, what its rounding lost): in fp32 the next sum gets back what this one lost, so
     that errors do not grow with the number of tiles. Where a is not, `lost` is passed through."""
     if a.dtype == tl.float32:
-        x = apart(tl.dot(a, b, input_precision="ieee"), -lost)
+        x = added_apart(tl.dot(a, b, input_precision="ieee"), -lost)
         total = acc + x
         lost = (total - acc) - x
         acc = total
@@ -43,7 +44,8 @@ def add_product_compensated(acc, lost, a, b):
 
 @triton.jit
 def empty_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(sum, what it lost) before the first product of tiles of the type of x."""
+    """Makes (sum, its rounding error) before the first product of tiles of the type of x: zeros;
+    only fp32 keeps an error for each element."""
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     lost = tl.zeros([1], tl.float32)
     if x.dtype == tl.float32:
@@ -64,9 +66,9 @@ def row_product(a, b):
         a_even, a_odd = halves(a)
         b_even, b_odd = halves(b)
         if a.shape[1] >= 64:
-            product = apart(_two_chains(a_even, b_even), _two_chains(a_odd, b_odd))
+            product = added_apart(_two_chains(a_even, b_even), _two_chains(a_odd, b_odd))
         else:
-            product = apart(_chain(a_even, b_even), _chain(a_odd, b_odd))
+            product = added_apart(_chain(a_even, b_even), _chain(a_odd, b_odd))
     else:
         product = _chain(a, b)
     return product
@@ -76,7 +78,7 @@ def row_product(a, b):
 def _two_chains(a, b):
     a_even, a_odd = halves(a)
     b_even, b_odd = halves(b)
-    return apart(_chain(a_even, b_even), _chain(a_odd, b_odd))
+    return added_apart(_chain(a_even, b_even), _chain(a_odd, b_odd))
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Who works on what: cutting the keys of every sequence into parts, on the device.
+"""The share of a program: how the keys of every sequence are cut into splits, computed on the
+device.
 
 Every part of a sequence is `tiles_per_part` tiles long, the last one shorter. Three rules give that
 number. Each program works it out for itself from the lengths, so nothing is decided on the host

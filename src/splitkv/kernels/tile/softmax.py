@@ -40,7 +40,7 @@ def finish(acc, m, l, sink_log2):
 
 @triton.jit
 def factor_beside_sink(m, l, sink_log2):
-    """What sums are multiplied by at the end."""
+    """The factor by which sums are multiplied at the end."""
     top = finite_or_zero(tl.maximum(m, sink_log2))
     shrink = tl.exp2(m - top)
     total = l * shrink + tl.exp2(sink_log2 - top)

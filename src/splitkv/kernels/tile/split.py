@@ -38,7 +38,7 @@ class CachedHead(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """What the scores of rows are worked out with.
+    """The inputs of the scores of rows.
 
     bounds   Bounds of the mask
     pos      [TILE_M, 1] key position of each row

@@ -1,4 +1,4 @@
-"""Which tile is this program's, and which tiles of the other side does it visit?
+"""The tile that a program owns, and the tiles of the other side that it visits.
 
 A lane is what the tiles of one KV head have in common: dense, one sequence and KV head; with packed
 sequences a KV head. Rows are packed, row = token * GROUP + head.
@@ -328,13 +328,13 @@ def row_tiles_seen(bounds, first, last, shift, length, GROUP: tl.constexpr, TILE
 
 @triton.jit
 def part_of(visit, part, parts):
-    """The Visit of one of so many parts."""
+    """Cuts a Visit into so many parts as even as can be, and takes one."""
     return cut(visit, part, (visit.count + parts - 1) // parts)
 
 
 @triton.jit
 def cut(visit, part, per):
-    """The Visit of part `part` of so many tiles each."""
+    """Takes part `part` of a Visit, of so many tiles each."""
     first = tl.minimum(part * per, visit.count)
     count = tl.minimum(visit.count - first, per)
     near = tl.maximum(visit.near - first, 0)
@@ -345,8 +345,8 @@ def cut(visit, part, per):
 
 @triton.jit
 def visits(visit, REGION: tl.constexpr):
-    """The range of `tile_at`. REGION: "edges", tiles outside the middle, in which the mask has to
-    be asked; "middle", the others."""
+    """The range of i for `tile_at` in a region. REGION: "edges", the tiles outside the middle, in
+    which the mask is evaluated; "middle", the others."""
     first = visit.middle_first
     last = visit.middle_last
     if REGION == "edges":
@@ -382,7 +382,8 @@ def place(ptr, strides, b, token, head):
 
 @triton.jit
 def load_tile(rows, ok, DIM: tl.constexpr, DIM_P2: tl.constexpr):
-    """[rows, DIM_P2] from the first addresses of its rows; ok [rows], or None: all exist."""
+    """Loads [rows, DIM_P2] from the first address of each row; ok [rows] says which exist, None:
+    all."""
     offs_d = tl.arange(0, DIM_P2)
     ptrs = rows[:, None] + offs_d[None, :]
     if ok is not None:
@@ -396,7 +397,7 @@ def load_tile(rows, ok, DIM: tl.constexpr, DIM_P2: tl.constexpr):
 
 @triton.jit
 def store_tile(rows, x, ok, DIM: tl.constexpr):
-    """x [rows, DIM_P2], rounded, to the first addresses of its rows."""
+    """Rounds x [rows, DIM_P2] and stores it to the first address of each row."""
     offs_d = tl.arange(0, x.shape[1])
     ptrs = rows[:, None] + offs_d[None, :]
     ok = ok[:, None] & (offs_d < DIM)[None, :]

@@ -13,8 +13,8 @@ from splitkv.kernels.tile.score import score_log2, tanh
 
 
 class Queries(NamedTuple):
-    """What scores need of each row: its token, key position, ALiBi slope or None, and number of
-    sequence and head.
+    """Facts of each row that scores need: its token, key position, ALiBi slope or None, and number
+    of sequence and head.
 
     [rows, 1], or [1, rows] where scores are transposed.
     """

@@ -1,4 +1,4 @@
-"""What int8 and e4m3 keys and values cost in accuracy: `splitkv accuracy`.
+"""The cost in accuracy of int8 and e4m3 keys and values: `splitkv accuracy`.
 
 Queries see `keys` keys of one sequence, drawn in one of three ways, and attention by what
 `quantize_kv` stores of them is compared with attention by the bf16 values that were stored, in
@@ -88,7 +88,7 @@ def draw(name: str, keys: int, seed: int, device: str) -> tuple[Tensor, Tensor, 
 
 
 def outlier_channels(g: torch.Generator, normal: Any) -> tuple[Tensor, Tensor]:
-    """What is added to keys and what they are multiplied by, [KV_HEADS, DIM]: 4 channels of 128 are
+    """Offsets and factors of keys, [KV_HEADS, DIM]: 4 channels of 128 are
     12 or so from zero, 2 are 6 times as large."""
     order = torch.rand(KV_HEADS, DIM, generator=g).argsort(-1)
     offset = torch.where(order < 4, 12 + 4 * normal(KV_HEADS, DIM), 0.0)

@@ -144,7 +144,7 @@ def bench_decode(
 
 
 class Lost(Exception):
-    """What left the GPU unusable for this process."""
+    """The GPU has become unusable for this process."""
 
 
 def run_cases(

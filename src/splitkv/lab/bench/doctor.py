@@ -117,7 +117,7 @@ def clocks() -> Iterator[Said]:
 
 
 def table(device: Device) -> Said:
-    """What the policy `tuned` goes by here."""
+    """A line about the table that the policy `tuned` goes by here."""
     found = tuned.table_of(device.name)
     if found is None:
         return "tuned", f"no table for {device.name}: `splitkv tune` makes one"

@@ -135,7 +135,8 @@ def make_model(config: Any, attention: str, dtype: str, device: str) -> Any:
 def problem_of(
     module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]
 ) -> Problem:
-    """What a layer asked of its attention, without padding: [batch, heads, tokens, head_dim]."""
+    """The Problem that a layer asked its attention for, without padding: [batch, heads, tokens,
+    head_dim]."""
     window = given.get("sliding_window") or getattr(module, "sliding_window", None)
     sinks = given.get("s_aux") is not None or getattr(module, "sinks", None) is not None
     return Problem(
@@ -191,7 +192,7 @@ def run(model: Any, batch: int, prompt: int, new_tokens: int) -> tuple[list[Prob
 
 
 def launches(events: Iterable[Any], on_gpu: bool) -> Iterator[Launch]:
-    """What ran within the ranges: the kernels launched there, or the outermost operators."""
+    """The kernels launched within the ranges, or the outermost operators."""
     cpu = torch.autograd.DeviceType.CPU
     host = [e for e in events if e.device_type() == cpu]
     ranges = sorted(
@@ -253,7 +254,7 @@ def short(name: str) -> str:
 
 
 def what_is(name: str) -> str:
-    """What is known of a kernel by its name."""
+    """A description of a kernel by its name."""
     ours = [kernel.name for kernel in KERNELS if kernel.name in name]
     if ours:
         return f"splitkv: {max(ours, key=len)}"

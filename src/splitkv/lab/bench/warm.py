@@ -65,7 +65,7 @@ def warmup(
 
 
 def said_of_records() -> Iterator[tuple[str, str]]:
-    """What is warm, a line a model."""
+    """Lists what is warm, a line a model."""
     found = [str(record) for record in records()]
     for line in found or ["nothing: `splitkv warmup --model config.json` makes it so"]:
         yield "warm", line

@@ -1,4 +1,4 @@
-"""What a candidate is asked and what it answers; its answers as options that can be timed.
+"""Questions to a candidate, its answers, and these as options that can be timed.
 
 A candidate is a Python file with one function,
 
@@ -41,7 +41,7 @@ Tile = tuple[int, int, int]  # tile_n, num_warps, num_stages
 
 
 class Answer(NamedTuple):
-    """What a policy returned."""
+    """The answer of a candidate's policy."""
 
     num_splits: int
     pack_gqa: bool
@@ -66,7 +66,7 @@ class Answered(NamedTuple):
 
 
 def arguments(p: Problem, num_sms: int) -> dict[str, int]:
-    """What a policy is told."""
+    """The arguments of a candidate's policy."""
     page_size = p.place.page_size if isinstance(p.place, Paged) else 0
     fields = sandbox.ARGUMENTS[:6]
     told = {name: getattr(p, name) for name in fields}
@@ -98,7 +98,7 @@ def ask(source: str, problems: Sequence[Problem], num_sms: int) -> Answered:
 
 
 def answer_of(returned: Any) -> Answer | None:
-    """What a policy returned, checked."""
+    """Checks what a policy returned, and makes an Answer of it."""
     if returned is None:
         return None
     ok = isinstance(returned, list | tuple) and len(returned) == 4
@@ -155,7 +155,7 @@ class Tiles:
 
 
 def their_answer(answer: Answer | None) -> Option:
-    """What FlashAttention-3 is asked for."""
+    """The answer as FlashAttention-3 is asked for it."""
     if answer is None:
         return Option("default", way=Way("default"))
     expect(answer.tile is None, "tile", "None with FlashAttention-3", answer.tile)

@@ -87,7 +87,7 @@ def run(
 
 
 def instructions(evaluator: Evaluator, slots: Slots) -> str:
-    """What the model is told."""
+    """The instructions to the language model."""
     ours = "pack_gqa has to be True and sm_margin 0."
     if slots.apart:
         apart = ", ".join(map(str, slots.apart))

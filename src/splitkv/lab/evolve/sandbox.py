@@ -101,7 +101,7 @@ def load(source: str) -> Any:
 def answers(
     source: str, calls: Sequence[Mapping[str, int]], rounds: int
 ) -> tuple[list[Any], float]:
-    """What it answers to each call, and the microseconds of a call in the fastest round."""
+    """Its answers to each call, and the microseconds of a call in the fastest round."""
     policy = load(source)
     found = [policy(**call) for call in calls]
     best = float("inf")

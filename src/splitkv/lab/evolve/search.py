@@ -58,7 +58,7 @@ class Individual:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a search has to agree on with the one that it goes on with."""
+    """The settings that a search shares with the one that it goes on with."""
 
     population: int = 16
     islands: int = 3
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass
 class Found:
-    """What a run has found; best: the fastest that passed on what is held out."""
+    """The outcome of a run; best: the fastest that passed on what is held out."""
 
     candidates: list[Record] = field(default_factory=list)
     best: Record | None = None
@@ -251,14 +251,15 @@ class Search:
         return individual
 
     def _counted(self, behaviour: tuple[str, ...]) -> tuple[str, ...]:
-        """What it does where it counts."""
+        """The decisions of a candidate where they count."""
         return behaviour[: len(self.evaluator.workload.counted)]
 
     def _judge(
         self, individual: Individual, how: str, reason: str | None, ratio: float | None
     ) -> None:
-        """What was rejected is no parent, nor what does as the default where it counts: the
-        smallest of those leave everything to it. Only the default written out is one."""
+        """Judges a candidate. A rejected one is no parent, nor one that does as the default where
+        it counts: the smallest of those leave everything to it. Only the default written out is
+        one."""
         same = self._counted(individual.behaviour) == self._counted(self.default)
         bad = reason is not None or ratio is None or (same and how != WRITTEN_OUT)
         individual.fitness.values = REJECTED if bad else (ratio, individual.policy.size)

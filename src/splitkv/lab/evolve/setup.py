@@ -1,4 +1,4 @@
-"""What a search is made of: the workload, who times it, and where its timings are kept."""
+"""The setup of a search: the workload, who times it, and where its timings are kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FITNESS = ("attention", "token")
 
 @dataclass(frozen=True)
 class Setup:
-    """What is searched, and how it is timed.
+    """The workload of a search, and how it is timed.
 
     simulate   a GPU by name, for the cost model
     fitness    the time of attention, or that of an output token of a model's step

@@ -1,4 +1,4 @@
-"""What is measured: a problem with a name, and its operands in buffers to rotate."""
+"""Cases that are measured: a problem with a name, and its operands in buffers to rotate."""
 
 from __future__ import annotations
 

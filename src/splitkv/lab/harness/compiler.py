@@ -46,7 +46,7 @@ class Compiler:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """What is still being compiled is ended: nobody waits for it any more."""
+        """Ends what is still being compiled: nobody waits for it any more."""
         if self.pool:
             running = list((self.pool._processes or {}).values())
             self.pool.shutdown(wait=False, cancel_futures=True)
@@ -76,7 +76,7 @@ class Compiler:
 
 
 class Needed(NamedTuple):
-    """What of a plan decides which kernels it needs.
+    """The parts of a plan that decide which kernels it needs.
 
     few   whether it has so few rows that decode on Hopper has code for them
     """
@@ -88,7 +88,7 @@ class Needed(NamedTuple):
 
 
 def key(plan: Plan) -> Needed:
-    """What plans that need the same kernels agree in: they differ in run-time numbers."""
+    """The key that plans which need the same kernels share: they differ in run-time numbers."""
     p, c = plan.problem, plan.config
     powers = replace(
         c,

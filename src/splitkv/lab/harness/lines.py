@@ -47,7 +47,8 @@ class Lines:
             self.file.close()
 
     def add(self, record: Record) -> None:
-        """What the file does not take, as on a full disk, goes to stderr before the run ends."""
+        """Appends a record. One that the file does not take, as on a full disk, goes to stderr
+        first."""
         if not self.file:
             return
         try:

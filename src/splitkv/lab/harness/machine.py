@@ -1,4 +1,4 @@
-"""What every record of a run says of the machine and the sources."""
+"""Facts of the machine and the sources that every record of a run has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitkv.lab.harness.timing import nvidia_smi
 
 
 def facts() -> dict[str, Any]:
-    """What every record of a run says of the machine and the sources."""
+    """Facts of the machine and the sources that every record of a run has."""
     here = current()
     driver = nvidia_smi("driver_version") if here.kind == "cuda" else []
     return {

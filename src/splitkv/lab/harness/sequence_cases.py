@@ -1,4 +1,4 @@
-"""What a case of whole sequences costs, and its operands.
+"""Cases of whole sequences: their operations and their operands.
 
 The direction of a case is that of its problem: with `needs_grad` its gradients are what is timed.
 """
@@ -121,7 +121,7 @@ class Inputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gradients are of."""
+        """The tensors that gradients are of."""
         found = {"q": self.q, "k": self.k, "v": self.v, "sink_logits": self.sink}
         return {name: x for name, x in found.items() if x is not None}
 
@@ -150,7 +150,8 @@ class Inputs:
 
     @property
     def stored(self) -> dict[str, Any]:
-        """What says how keys and values are stored, and what of it may be multiplied."""
+        """The arguments that say how keys and values are stored, and what of it may be
+        multiplied."""
         return {
             "k_scale": self.k_scale,
             "v_scale": self.v_scale,
@@ -158,7 +159,7 @@ class Inputs:
         }
 
     def plan(self) -> Plan:
-        """What `splitkv.plan` decides on the call."""
+        """The plan that `splitkv.plan` makes for the call."""
         by_position, by_name = self.arguments()
         if self.cu_seqlens is None:
             by_name["dense"] = True

@@ -1,4 +1,4 @@
-"""What every command has: the terminal, errors in a line, who knows the lengths."""
+"""Common parts of commands: the terminal, errors in a line, who knows the lengths."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Variant:
     alike: Hashable = None
 
     def row(self, **found: Any) -> dict[str, Any]:
-        """What a measurement says; without a time there are reasons."""
+        """The row of a measurement; without a time it has reasons."""
         absent = dict.fromkeys(("version", "us", "spread_us", "err", "repeats", "plan", "clocks"))
         found = {**absent, "repeats_us": [], "reasons": [], **found}
         return {"library": self.library, "kernel": self.kernel, **found}
@@ -136,7 +136,7 @@ def rotation(num_bytes: int, l2_bytes: int, warm: bool = False) -> int:
 def interleave(
     replays: Mapping[str, Callable[[], float]], rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
-    """What each replay returns, one of each in every round."""
+    """The results of each replay, one of each in every round."""
     names = list(replays)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for r in range(rounds):

@@ -27,8 +27,8 @@ def our_variants(policies: Sequence[str] = (), num_splits: int = 0) -> list[Vari
 
 
 def columns() -> list[Variant]:
-    """Those of the suites `seed004` and `seed004_int8`: keys in one part or in several, heads
-    packed or apart."""
+    """The variants of the suites `seed004` and `seed004_int8`: keys in one part or in several,
+    heads packed or apart."""
     return [
         our_variant(
             f"{OURS} ({'parts' if parts else 'one part'}, heads {'packed' if packed else 'apart'})",

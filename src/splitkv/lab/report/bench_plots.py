@@ -129,11 +129,12 @@ def speedups(records: Sequence[Record]) -> Figure:
 
 
 def times(records: Sequence[Record]) -> Figure:
-    """Time over work, both logarithmic, with the floor as a line that no point can be below.
+    """Time over work, both logarithmic, with the floor as a line.
 
     A panel a layout of the cache, or a direction and type of whole sequences. The work of decode is
-    the bytes of K and V, its floor the time to read them; the work of whole sequences is their
-    operations, its floor the time they take at the matrix peak of the same run.
+    the bytes of K and V, its floor the time to read them, which nothing is faster than. The work of
+    whole sequences is their operations, their line the rate of one large `torch.matmul` in the same
+    run, which a kernel that draws less power can pass.
     """
     panels: dict[str, list[Record]] = {}
     for r in records:
@@ -156,6 +157,7 @@ def times(records: Sequence[Record]) -> Figure:
                 markersize=4,
                 alpha=0.8,
                 label=library,
+                zorder=3 if library.startswith(OURS) else 2,
             )
         floor = sorted({(work(r), r["floor_us"]) for r in rows if r["floor_us"]})
         if floor:
@@ -165,6 +167,9 @@ def times(records: Sequence[Record]) -> Figure:
             )
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.tick_params(labelsize=8)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel(work_label(rows[0]), fontsize=8)
         axes.grid(alpha=0.3)
@@ -177,23 +182,25 @@ def times(records: Sequence[Record]) -> Figure:
 
 
 def panel(r: Record) -> str:
-    """What a panel of `times` has in common."""
+    """The title of the panel of `times` that a record is in."""
+    if "panel" in r:
+        return str(r["panel"])
     if r.get("direction"):
         return f"{r['direction']}, {r['dtype']}"
     return str(r["shape"]["place"])
 
 
 def work(r: Record) -> float:
-    """Gigabytes of K and V of decode, teraflops of whole sequences."""
-    return float(r["flops"] / 1e12 if r.get("direction") else r["kv_bytes"] / 1e9)
+    """Megabytes of K and V of decode, teraflops of whole sequences."""
+    return float(r["flops"] / 1e12 if r.get("direction") else r["kv_bytes"] / 1e6)
 
 
 def work_label(r: Record) -> str:
-    return "TFLOP" if r.get("direction") else "GB of K and V"
+    return "TFLOP" if r.get("direction") else "MB of keys and values"
 
 
 def floor_label(r: Record) -> str:
-    return "at the matrix peak" if r.get("direction") else "reading K and V alone"
+    return "the rate of one large matmul" if r.get("direction") else "only reading K and V"
 
 
 def what(r: Record) -> str:

@@ -94,7 +94,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def beside_tables(records: Sequence[Record]) -> list[str]:
-    """What stands beside another case: the table of mixes, and of all else."""
+    """The tables of cases that stand beside another: of mixes, and of all else."""
     mixed = [r for r in records if (r.get("beside") or "").removesuffix(PAGED).endswith(EQUALS)]
     rest = [r for r in records if r not in mixed]
     return [mixes_table(records, mixed), besides(rest)] if mixed else [besides(records)]

@@ -11,7 +11,7 @@ ABSENT = "-"
 
 
 def reasons_list(records: Sequence[Record]) -> str:
-    """What did not run on how many cases, and why."""
+    """A list of what did not run, on how many cases and why."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in records:
         for reason in r["reasons"]:
@@ -51,3 +51,14 @@ def table(
     ]
     rule = ["-" * w if i in words else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (cells[0], rule, *cells[1:]))
+
+
+def cells(line: str) -> list[str]:
+    """The cells of one line of a Markdown table."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def columns(lines: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a Markdown table, each by the header's names."""
+    header, rows = cells(lines[0]), lines[2:]
+    return [dict(zip(header, cells(row), strict=True)) for row in rows]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
+from splitkv.lab.report.markdown import cells as cells_of
 from splitkv.lab.report.plots import NO_DATE, SVG
 
 STYLE = """
@@ -64,7 +65,7 @@ def tags(markdown: str) -> Iterator[str]:
 
 def table(lines: Sequence[str]) -> str:
     """A Markdown table; what its rule aligns to the right is a number."""
-    header, rule, *rows = ([x.strip() for x in line.strip("|").split("|")] for line in lines)
+    header, rule, *rows = map(cells_of, lines)
     kinds = [' class="number"' if mark.endswith(":") else "" for mark in rule]
 
     def row(tag: str, cells: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ def rates_tables(records: Sequence[Record]) -> list[str]:
 
 
 def megabytes(r: Record | None) -> str:
-    """What a call allocates."""
+    """A cell with the megabytes that a call allocates."""
     allocated = None if r is None else r.get("peak_bytes")
     return ABSENT if allocated is None else f"{allocated / 1e6:.1f}"
 

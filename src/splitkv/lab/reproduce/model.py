@@ -23,7 +23,7 @@ CALLS = 8  # layers in a graph
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one GPU holds of a model."""
+    """The share of a model that one GPU holds."""
 
     name: str = "llama3_70b_tp8"
     layers: int = 80
@@ -46,7 +46,7 @@ def step_us(share: Share, attention_us: float, layer_us: float, vocabulary_us: f
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What a step of a model takes besides attention: microseconds of a layer, and of the
+    """The time of a step of a model besides attention: microseconds of a layer, and of the
     vocabulary."""
 
     layer_us: float

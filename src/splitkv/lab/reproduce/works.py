@@ -1,4 +1,4 @@
-"""What `splitkv reproduce` times, step by step: shapes, and the ways in which each is cut.
+"""The works that `splitkv reproduce` times, step by step: shapes, and ways to cut each.
 
 The rules of the sequence-aware split heuristic's source are taken as it states them: blocks of 128
 keys, tiles counted over batch and KV heads, and the number of splits handed to the kernel.

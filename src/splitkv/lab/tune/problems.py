@@ -103,7 +103,7 @@ def matrix() -> list[Case]:
 
 
 def tuning(draw: Draw, with_known: bool) -> list[Case]:
-    """What `tune` measures: drawn problems, and known ones; of them the share."""
+    """The problems that `tune` measures: drawn ones and known ones; of them the share."""
     known = [case_of(case.problem) for case in SUITES["records"]] + matrix()
     cases = drawn(draw.count, draw.seed, draw.max_bytes)
     return of_share(cases + (known if with_known else []), draw.share)

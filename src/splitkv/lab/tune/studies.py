@@ -93,7 +93,7 @@ class Contest:
 
 
 class Rival(typing.Protocol):
-    """What a study and a sweep ask of a `Contest`."""
+    """The interface of a `Contest` that a study and a sweep use."""
 
     replays: dict[Key, Any]
     reasons: list[str]
@@ -131,7 +131,7 @@ class Entries(NamedTuple):
 
 
 def chosen(problem: Problem, device: Device, policies: Mapping[str, Policy]) -> dict[str, Choice]:
-    """What a call would be run with under each policy."""
+    """The choice that a call would be run with under each policy."""
     plans = {name: make_plan(problem, device, policy=choose) for name, choose in policies.items()}
     return {name: Choice(plan.kernel, plan.config, plan.why) for name, plan in plans.items()}
 

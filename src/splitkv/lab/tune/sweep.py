@@ -162,7 +162,7 @@ def _splits(most: int) -> Iterator[list[Choice]]:
 
 
 def _time(contest: Rival, choices: Sequence[Choice]) -> dict[Key, Record]:
-    """What could be captured, with its time."""
+    """Times what could be captured."""
     contest.enter(choices)
     keys = [(c.kernel, c.config) for c in choices]
     times = contest.time(keys, ROUNDS) if any(key in contest.replays for key in keys) else {}

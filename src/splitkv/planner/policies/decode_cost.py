@@ -83,7 +83,7 @@ def hopper_registers(problem: Problem, config: Config) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What a GPU and a kernel cost, in seconds, bytes and operations a second.
+    """Constants of a GPU and a kernel, in seconds, bytes and operations a second.
 
     The defaults are the Triton kernel's. Both are fitted to what `splitkv tune` and `splitkv
     regret` timed; what that was, and how far off they are:
@@ -242,7 +242,7 @@ H200_HOPPER = Constants(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the model says of one config."""
+    """The cost that the model expects of one config."""
 
     num_ctas: int
     slots: int

@@ -68,7 +68,7 @@ def fewest_splits_near_best(efficiency: dict[int, float]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What FlashAttention-2 does with a call.
+    """The way in which FlashAttention-2 runs a call.
 
     packed    the query heads of a KV head became the rows of one tile (one query token only)
     block_n   keys a block of the split kernel

@@ -141,7 +141,7 @@ def tile_size_fwd_sm8x(
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What FlashAttention-3 does with a call.
+    """The way in which FlashAttention-3 runs a call.
 
     num_splits  with the lengths on the device an upper bound: the kernel then splits each sequence
                 by its own length, and the rule pretends that the batch is one sequence

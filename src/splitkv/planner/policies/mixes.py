@@ -1,4 +1,4 @@
-"""What the cost model says of a batch whose lengths are known: the time of a mix.
+"""The time of a mix: the cost model for a batch whose lengths are known.
 
     seconds = start + slowest(the place that is busy longest, the bytes through the memory) + merge
 

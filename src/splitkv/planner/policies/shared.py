@@ -1,4 +1,4 @@
-"""What the policies have in common: C++ float arithmetic, and from a number of splits to a Config.
+"""Common parts of policies: C++ float arithmetic, and from a number of splits to a Config.
 
 A policy decides how many splits; the kernel says which shapes of tile it has. `fit` brings the two
 together, so that every policy drives every kernel.
@@ -41,7 +41,7 @@ def count(number: int, noun: str) -> str:
 
 
 def slowest(*seconds: float) -> float:
-    """What takes as long as things side by side: their soft maximum."""
+    """The time of things that go on side by side: their soft maximum."""
     most = max(seconds)
     return most * sum((s / most) ** SHARP for s in seconds) ** (1 / SHARP) if most else 0.0
 

@@ -63,7 +63,7 @@ def occupancy(problem: Problem, device: Device, config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What `prefill` costs on a GPU, in seconds, bytes and operations a second.
+    """Constants of `prefill` on a GPU, in seconds, bytes and operations a second.
 
     Both are fitted as those of `waves` are, to decode in the same studies; how far off they are:
     measurements/thresholds.md#whole-sequences-of-few-rows.
@@ -172,7 +172,7 @@ HOPPER_PROMPTS = replace(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the model says of a config."""
+    """The cost that the model expects of a config."""
 
     programs: int
     slots: int

@@ -1,4 +1,4 @@
-"""What was measured on this GPU: the cost model of `waves`, corrected by a table of timed plans.
+"""Decisions from measurements: the cost model of `waves`, corrected by a table of timed plans.
 
 `splitkv tune` makes the table; `tables/README.md` says what is in it. A plan is expected to take
 
@@ -327,7 +327,7 @@ def _timed(
 
 
 def _preferred(candidates: Sequence[Kernel], plans: Sequence[Timed]) -> Sequence[Timed]:
-    """Those of the first kernel that was timed, where the fastest of all is hardly ahead: runs
+    """The plans of the first kernel that was timed, where the fastest of all is hardly ahead: runs
     differ by more than that."""
     names = [kernel.name for kernel in candidates]
     timed = [name for name in names if any(plan.kernel == name for plan in plans)]
@@ -440,7 +440,7 @@ class _Local:
             yield from (Choice(kernel, config, "") for config in found if config.shape in of)
 
     def seconds(self, choice: Choice) -> float:
-        """What a plan is expected to take."""
+        """The time that a plan is expected to take."""
         config = choice.config
         told = self.known[choice.kernel][config.shape]
         octaves = math.log2(config.num_splits)
@@ -461,7 +461,7 @@ def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]
 
 
 class _Class(NamedTuple):
-    """What problems have in common whose plans may be taken for each other's: tiles in one piece,
+    """The class of problems whose plans may be taken for each other's: tiles in one piece,
     bits of the wider head dimension, bytes of an element, row tiles' kind."""
 
     whole: bool

@@ -1,4 +1,4 @@
-"""What one kernel alone can choose: which variant of it runs with the numbers of a plan.
+"""The choice of a variant: which one of a kernel's runs with the numbers of a plan.
 
 A kernel lists the variants that it can run beside a config (`Kernel.variants`); each function here
 chooses one of them. Thresholds are constants; what they were taken from is in

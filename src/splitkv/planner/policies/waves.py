@@ -145,7 +145,7 @@ def fastest(
 
 
 def of_rows(problem: Problem, kernel: Kernel, found: Sequence[Config]) -> list[Config]:
-    """Those of a kernel's shapes with the TILE_M that is best for the problem; only that for decode
+    """The shapes of a kernel with the TILE_M that is best for the problem; only that for decode
     on Hopper has others than its first."""
     if kernel.name != HOPPER_DECODE:
         return list(found)

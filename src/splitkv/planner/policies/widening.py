@@ -55,7 +55,7 @@ MOST_BYTES = 1024 * MiB
 
 
 def rate_of(problem: Problem) -> float:
-    """That of `hopper_prefill_quantised`."""
+    """The rate of `hopper_prefill_quantised`."""
     kind = problem.codec.name, problem.products, problem.codec.granularity == "token"
     if isinstance(problem.place, Paged) and kind in RATES_IN_PAGES:
         return RATES_IN_PAGES[kind]
@@ -68,7 +68,8 @@ def columns_made_ready(name: str, problem: Problem) -> int:
 
 
 def seconds(name: str, problem: Problem, device: Device) -> float:
-    """What a kernel of `READY_BEFORE` takes to make keys and values, or values, a working type."""
+    """The time in which a kernel of `READY_BEFORE` makes keys and values, or values, a working
+    type."""
     columns, dims = columns_made_ready(name, problem), problem.head_dim + problem.head_dim_v
     moved = (problem.kv_bytes + problem.widened.kv_bytes) * columns // dims
     return LAUNCH + moved / (BANDWIDTH_SHARE * device.bandwidth)

@@ -83,7 +83,7 @@ def finish_dq_half(exchange, k, j, DQ: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_turn(ptr, number):
+def wait_for_dq_turn(ptr, number):
     """Waits until `number` tiles of keys have had their turn, see `end_turn`."""
     gl.inline_asm_elementwise(
         """{
@@ -138,7 +138,7 @@ def add_dq_halves(sums_desc, turn_ptr, exchange, work):
     tile = work.sum_tile
     for j in range(work.steps):
         if turn_ptr is not None:
-            wait_for_turn(turn_ptr + tile + i, work.key_tile)
+            wait_for_dq_turn(turn_ptr + tile + i, work.key_tile)
         for w in gl.static_range(2):
             mbarrier.wait(exchange.sums_full.index(w), j & 1)
             async_add(sums_desc, [((tile + i) * 2 + w) * ROWS, 0], exchange.sums.index(w))

@@ -51,7 +51,7 @@ from triton.experimental.gluon import language as gl
 from splitkv.kernels.hopper.backward.key_tile import locate_tokens
 from splitkv.kernels.hopper.backward.records import (
     BackwardInputs,
-    KeyGradients,
+    KeyGradientStore,
     KeyWork,
     MaskedScores,
     RowTiles,
@@ -116,7 +116,7 @@ def hopper_backward(
     sink_first,
     split_tiles,  # tiles that come first
     row_splits,  # of the rows that see each of them
-    CONFIG: gl.constexpr,  # BackwardConfig
+    CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     TILE_M: gl.constexpr = q_desc.block_type.shape[1]
     TILE_N: gl.constexpr = k_desc.block_type.shape[1]
@@ -234,7 +234,7 @@ def hopper_backward(
         tile_of_head = (own.sequence * num_kv_heads + own.kv_head) * split_tiles + own.tile
         number = tile_of_head * row_splits + pid % row_splits
         split_ptr += number.to(gl.int64) * (TILE_N * (CONFIG.head_dim + CONFIG.head_dim_v))
-    out = KeyGradients(
+    out = KeyGradientStore(
         dk_ptr=dk_ptr,
         dv_ptr=dv_ptr,
         dk_stride=dk_strides.t,

@@ -22,7 +22,7 @@ from splitkv.kernels.hopper.backward.kernel import hopper_backward
 from splitkv.kernels.hopper.backward.mma_half_keys import specialize_half_keys
 from splitkv.kernels.hopper.backward.mma_one_gradient import specialize_one_gradient
 from splitkv.kernels.hopper.backward.queries import hopper_backward_queries
-from splitkv.kernels.hopper.backward.records import BackwardConfig
+from splitkv.kernels.hopper.backward.records import HopperBackwardConfig
 from splitkv.kernels.hopper.backward.relaunch import BackwardRelaunch, Workspace, relaunch_of
 from splitkv.kernels.hopper.backward.round import hopper_backward_round
 from splitkv.kernels.hopper.backward.shared_memory import SUM_COLUMNS
@@ -40,7 +40,7 @@ LEAST_FULL = 0.9  # tiles that lanes have together, for each SM
 SPECIALIZE = {"half_keys": specialize_half_keys, "one_gradient": specialize_one_gradient}
 
 
-class Tiling(NamedTuple):
+class LaneTiling(NamedTuple):
     """Tiles of a lane, lanes, and how many lanes go together."""
 
     tiles: int
@@ -48,19 +48,19 @@ class Tiling(NamedTuple):
     width: int
 
 
-def tiling(problem: Problem, device: Device, total: int, heads: int, tile: int) -> Tiling:
-    """The Tiling of `total` tokens in tiles of `tile`, a lane being a head, dense of one sequence.
+def lane_tiling(problem: Problem, device: Device, total: int, heads: int, tile: int) -> LaneTiling:
+    """The LaneTiling of `total` tokens in tiles of `tile`; a lane is a head, dense of one sequence.
 
     Together go the least number of lanes, of those that divide all, that has a tile for nearly
     every SM. Where the tiles of a lane are not equally heavy, fewer would leave SMs idle at the
     end.
     """
     if problem.kind == "varlen":
-        return Tiling(total // tile + problem.batch + 1, heads, heads)
+        return LaneTiling(total // tile + problem.batch + 1, heads, heads)
     tiles, lanes = ceil_div(total // problem.batch, tile), problem.batch * heads
     widths = (n for n in range(1, lanes + 1) if lanes % n == 0)
     enough = LEAST_FULL * device.num_sms
-    return Tiling(tiles, lanes, next((n for n in widths if n * tiles >= enough), lanes))
+    return LaneTiling(tiles, lanes, next((n for n in widths if n * tiles >= enough), lanes))
 
 
 class DqSums(NamedTuple):
@@ -76,7 +76,7 @@ class DqSums(NamedTuple):
     turns: Tensor | None
 
 
-def descriptor(x: Any, tokens: int) -> TensorDescriptor:
+def tokens_descriptor(x: Any, tokens: int) -> TensorDescriptor:
     """Describes x [(batch,) tokens, heads, dim] to TMA, so many tokens of a head at a time."""
     shape, strides = list(x.shape), list(x.stride())
     if len(shape) == 3:
@@ -95,7 +95,8 @@ def sums_descriptor(sums: Any, pieces: int) -> TensorDescriptor:
 
 
 def tensors_of_call(x: Operands, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
-    """Those whose address is another specialisation of the kernels if not a multiple of 16."""
+    """The tensors of a call for which kernels are compiled again if their address is no multiple of
+    16."""
     every = out, lse, grad_lse, x.sink_logits, x.cu_seqlens_q, x.cu_seqlens_k
     return [t for t in every if t is not None]
 
@@ -183,7 +184,7 @@ class HopperBackwardLauncher:
     def sums_shape(self, x: Operands) -> tuple[int, int]:
         """(lanes of query heads, tiles of rows of each)."""
         p, total = self.problem, tokens_of_batch(x.q)
-        rows = tiling(p, self.device, total, p.num_heads, self.variant.tile_m)
+        rows = lane_tiling(p, self.device, total, p.num_heads, self.variant.tile_m)
         return rows.lanes, rows.tiles
 
     def allocate_sums(self, x: Operands) -> DqSums:
@@ -202,7 +203,9 @@ class HopperBackwardLauncher:
     def programs(self, x: Operands) -> int:
         """Programs of `hopper_backward`, the same number for every KV head."""
         p, splits = self.problem, self.variant.row_splits
-        keys = tiling(p, self.device, tokens_of_batch(x.k), p.num_kv_heads, self.variant.tile_n)
+        keys = lane_tiling(
+            p, self.device, tokens_of_batch(x.k), p.num_kv_heads, self.variant.tile_n
+        )
         return p.batch * p.num_kv_heads * splits.tiles * splits.splits + keys.tiles * keys.lanes
 
     def sink_columns(self, x: Operands) -> int:
@@ -217,16 +220,16 @@ class HopperBackwardLauncher:
         splits of rows, or None, and the launches."""
         p, c, splits = self.problem, self.variant, self.variant.row_splits
         total_k = tokens_of_batch(x.k)
-        keys = tiling(p, self.device, total_k, p.num_kv_heads, c.tile_n)
+        keys = lane_tiling(p, self.device, total_k, p.num_kv_heads, c.tile_n)
         columns = 0 if stats.sink_sums is None else stats.sink_sums.shape[1]
         left, right, sink_tokens = bounds_of(p)
         split = allocate_splits(p, x, splits, c.tile_n)
         sums = dq_sums.sums
         arguments = {
-            "q_desc": descriptor(x.q, c.tile_m),
-            "grad_desc": descriptor(tensors.grad, c.tile_m),
-            "k_desc": descriptor(x.k, c.tile_n),
-            "v_desc": descriptor(x.v, c.tile_n),
+            "q_desc": tokens_descriptor(x.q, c.tile_m),
+            "grad_desc": tokens_descriptor(tensors.grad, c.tile_m),
+            "k_desc": tokens_descriptor(x.k, c.tile_n),
+            "v_desc": tokens_descriptor(x.v, c.tile_n),
             "total_ptr": stats.total,
             "delta_ptr": stats.delta,
             "weight_ptr": stats.weight,
@@ -259,7 +262,7 @@ class HopperBackwardLauncher:
             "sink_first": columns - self.sink_columns(x),
             "split_tiles": splits.tiles,
             "row_splits": splits.splits,
-            "CONFIG": BackwardConfig(
+            "CONFIG": HopperBackwardConfig(
                 group=p.group,
                 num_stages=c.num_stages,
                 grad_stages=c.grad_stages,
@@ -307,13 +310,13 @@ class HopperBackwardLauncher:
         """Launches what makes dq in one order."""
         p, c, total = self.problem, self.variant.queries, tokens_of_batch(x.q)
         assert c is not None
-        rows = tiling(p, self.device, total, p.num_heads, c.tile_m)
+        rows = lane_tiling(p, self.device, total, p.num_heads, c.tile_m)
         left, right, sink_tokens = bounds_of(p)
         arguments = {
-            "q_desc": descriptor(x.q, c.tile_m),
-            "grad_desc": descriptor(tensors.grad, c.tile_m),
-            "k_desc": descriptor(x.k, c.tile_n),
-            "v_desc": descriptor(x.v, c.tile_n),
+            "q_desc": tokens_descriptor(x.q, c.tile_m),
+            "grad_desc": tokens_descriptor(tensors.grad, c.tile_m),
+            "k_desc": tokens_descriptor(x.k, c.tile_n),
+            "v_desc": tokens_descriptor(x.v, c.tile_n),
             "dq_ptr": tensors.dq,
             "dq_strides": strides_of(tensors.dq),
             "total_ptr": stats.total,

@@ -41,7 +41,7 @@ from splitkv.kernels.hopper.backward.records import (
 from splitkv.kernels.hopper.backward.shared_memory import (
     SWIZZLED,
     VECTORS,
-    allocate_boxes,
+    allocate_backward_boxes,
     allocate_dq_halves,
     allocate_weights,
 )
@@ -58,8 +58,8 @@ def specialize_half_keys(
     turn_ptr,
     work,  # KeyWork
     scores,  # MaskedScores
-    out,  # KeyGradients
-    CONFIG: gl.constexpr,  # BackwardConfig
+    out,  # KeyGradientStore
+    CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """Runs the roles of a program: two consumers with 64 keys each, load, and where dq is summed up
     the warp that adds to its sums."""
@@ -68,7 +68,7 @@ def specialize_half_keys(
     DIM: gl.constexpr = inputs.q.block_type.shape[3]
     STAGES: gl.constexpr = CONFIG.num_stages
     dtype: gl.constexpr = inputs.q.dtype
-    boxes = allocate_boxes(inputs, STAGES, STAGES)
+    boxes = allocate_backward_boxes(inputs, STAGES, STAGES)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], VECTORS)
     weight = allocate_weights(inputs, delta, STAGES)
     tiles = BackwardTiles(
@@ -178,8 +178,8 @@ def mainloop_half_keys(
     memory,  # BackwardMemory
     work,  # KeyWork
     scores,  # MaskedScores
-    out,  # KeyGradients
-    CONFIG: gl.constexpr,  # BackwardConfig
+    out,  # KeyGradientStore
+    CONFIG: gl.constexpr,  # HopperBackwardConfig
     W: gl.constexpr,  # which consumer
 ):
     """Computes (dk, dv) [64, dim] of the keys of consumer W, dk without the scale.

@@ -42,7 +42,7 @@ from splitkv.kernels.hopper.backward.load import P_EXPONENT, load_rows_apart
 from splitkv.kernels.hopper.backward.masked_weights import masked_weights
 from splitkv.kernels.hopper.backward.records import HALF, BackwardMemory, DqExchange
 from splitkv.kernels.hopper.backward.shared_memory import (
-    allocate_boxes,
+    allocate_backward_boxes,
     allocate_dq_pieces,
     allocate_rows_apart,
 )
@@ -58,12 +58,12 @@ def specialize_one_gradient(
     turn_ptr,  # None: tiles of this height are added in any order
     work,  # KeyWork
     scores,  # MaskedScores
-    out,  # KeyGradients
-    CONFIG: gl.constexpr,  # BackwardConfig
+    out,  # KeyGradientStore
+    CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """Runs the roles of a program: a consumer for dv and one for dk, load, and where dq is summed
     up two warps that add to its sums."""
-    boxes = allocate_boxes(inputs, CONFIG.num_stages, CONFIG.grad_stages)
+    boxes = allocate_backward_boxes(inputs, CONFIG.num_stages, CONFIG.grad_stages)
     tiles, barriers = allocate_rows_apart(inputs, boxes, CONFIG.num_stages, CONFIG.grad_stages)
     if sums_desc is None:
         # A barrier that no role waits at would be in memory that Triton takes for what it hands to
@@ -165,8 +165,8 @@ def mma_dv(
     memory,  # BackwardMemory
     work,  # KeyWork
     scores,  # MaskedScores
-    out,  # KeyGradients
-    CONFIG: gl.constexpr,  # BackwardConfig
+    out,  # KeyGradientStore
+    CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """The mma role of consumer 0: computes p and dv [64, head_dim_v], stores dv, and makes the
     first columns of dq."""
@@ -249,8 +249,8 @@ def mma_dv(
 def mma_dk(
     memory,  # BackwardMemory
     work,  # KeyWork
-    out,  # KeyGradients
-    CONFIG: gl.constexpr,  # BackwardConfig
+    out,  # KeyGradientStore
+    CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """The mma role of consumer 1: computes ds and dk [64, head_dim], stores dk, sums up ds for
     sink logits, and makes the last columns of dq."""

@@ -1,7 +1,7 @@
 """The records that travel through `hopper_backward`: what a program works on, and in which form.
 
 Fields are tensors, pointers, shared memory or None; a field that is None is absent from the
-machine code. `BackwardConfig` alone is known when a kernel is compiled.
+machine code. `HopperBackwardConfig` alone is known when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitkv.kernels.compile_time import CompileTimeRecord
 HALF = gl.constexpr(64)  # keys, or rows, of a warpgroup
 
 
-class BackwardConfig(CompileTimeRecord):
+class HopperBackwardConfig(CompileTimeRecord):
     """The compile-time values of `hopper_backward`.
 
     group         query heads a KV head
@@ -37,7 +37,7 @@ class BackwardConfig(CompileTimeRecord):
 
 
 class BackwardInputs(NamedTuple):
-    """What the load role reads from memory.
+    """The tensors that the load role reads from memory.
 
     q, grad, k, v       TMA descriptors of [batch, tokens, heads, dim]; grad: the gradient of the
                         output
@@ -112,7 +112,7 @@ class BackwardBarriers(NamedTuple):
 
 
 class DqExchange(NamedTuple):
-    """What both consumers make of dq, in shared memory; None where dq is made elsewhere.
+    """Shared memory in which both consumers leave their halves of dq; None: dq is made elsewhere.
 
     ds                  [2, TILE_N, TILE_M]
     sums                fp32 halves of a tile of dq, or a piece of each consumer [2, rows, 256] in
@@ -183,7 +183,7 @@ class MaskedScores(NamedTuple):
     scale_log2: Any
 
 
-class KeyGradients(NamedTuple):
+class KeyGradientStore(NamedTuple):
     """Where the gradients of a tile of keys go.
 
     dk_ptr, dv_ptr         of the first key; dk_stride, dv_stride: elements between tokens

@@ -20,7 +20,7 @@ GIVEN = ("q", "k", "v", "grad", "out", "lse", "grad_lse", "sink", "cu_q", "cu_k"
 MADE = ("clear", "sums", "turns", "total", "delta", "weight", "sink_sums", "split")
 UNUSED = ("sink_rows", "slope_rows")  # by these kernels
 NAMES = (*GIVEN, *MADE, *UNUSED)
-"""What addresses of a call there are, in the order in which launches take them."""
+"""Names of the addresses of a call, in the order in which launches take them."""
 
 ALIGNED = 32  # fp32 numbers of a piece of the workspace
 OPERANDS_AND_STATS = {
@@ -146,7 +146,8 @@ class BackwardRelaunch:
 def relaunch_of(
     launched: Sequence[Launched], x: Operands, tensors: GradientTensors, workspace: Workspace
 ) -> BackwardRelaunch | None:
-    """What launches the kernels of a first call again; None: Triton has to, every time."""
+    """A function that launches the kernels of a first call again; None: Triton has to, every
+    time."""
     if observed():
         return None
     launches: list[Any] = [

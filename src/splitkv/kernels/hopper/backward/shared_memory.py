@@ -25,7 +25,7 @@ IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def allocate_boxes(inputs, STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+def allocate_backward_boxes(inputs, STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     """Allocates the BackwardBoxes of a program."""
     dtype: gl.constexpr = inputs.q.dtype
     TILE_M: gl.constexpr = inputs.q.block_type.shape[1]

@@ -11,7 +11,7 @@ from splitkv.kernels.tile.codec import row_scale, scale_of_head
 
 
 @gluon.jit
-def attend(mainloop, work, split, queries, terms, q, ring, kv, scales, CONFIG: gl.constexpr):
+def attend_tiles(mainloop, work, split, queries, terms, q, ring, kv, scales, CONFIG: gl.constexpr):
     """Runs a main loop over a split: a Softmax, times the scale that values share.
 
     mainloop   mma_loop, wgmma_loop or one of producer_warp.py
@@ -45,7 +45,7 @@ def load_slopes(terms, split, rows):
 
 @gluon.jit
 def load_scales_of_rows(terms, split, rows, unit, CONFIG: gl.constexpr):
-    """Loads (what scores of rows are multiplied by, what their results are).
+    """Loads two factors of rows: (of their scores, of their results).
 
     unit   [TILE_M] of the QueryTile
     """

@@ -16,14 +16,14 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.primitives.cluster import exchange_at, wait_at
 from splitkv.kernels.hopper.primitives.inline_asm import act
-from splitkv.kernels.hopper.primitives.tma_ring import tile_at
+from splitkv.kernels.hopper.primitives.tma_ring import tile_at_place
 from splitkv.kernels.limits.hopper_decode_split import bulk_bytes
 
 bytes_of_stages = gluon.constexpr_function(bulk_bytes)
 
 
 @gluon.constexpr_function
-def init_barriers(stages):
+def init_bulk_barriers(stages):
     """Instructions by which one thread sets up so many barriers."""
     code = "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
     code += "".join(f"@p mbarrier.init.shared::cta.b64 [$1+{8 * n}], 1;" for n in range(stages))
@@ -62,7 +62,7 @@ def allocate_bulk_scales(EXCHANGED: gl.constexpr, CONFIG: gl.constexpr):
     """Makes `KeyScales.stages` in front of the EXCHANGED bytes of a cluster, and their barriers."""
     BYTES: gl.constexpr = bytes_of_stages(CONFIG.num_stages, CONFIG.tile_n, CONFIG.scale_heads)
     stages = exchange_at(EXCHANGED + BYTES)
-    CODE: gl.constexpr = init_barriers(CONFIG.num_stages)
+    CODE: gl.constexpr = init_bulk_barriers(CONFIG.num_stages)
     act(CODE, "r", (barrier_of_stage(stages, 0, CONFIG),))
     return stages
 
@@ -101,7 +101,7 @@ def issue_first_bulk_scales(scales, kv, split, CONFIG: gl.constexpr):
     for n in gl.static_range(STAGES):
         i = split.tiles.first + n * split.tiles.by
         if i < split.tiles.last:
-            tile = tile_at(split.tiles, i)
+            tile = tile_at_place(split.tiles, i)
             issue_bulk_scales(scales, kv, split, n, tile, CONFIG)
 
 

@@ -74,10 +74,8 @@ def int8_to_fp16(order):
 
 
 @gluon.jit
-def from_int8(pairs, ORDER: gl.constexpr):
-    """Dequantizes pairs of int8 to two tensors of fp16: of each four columns, EVEN_AND_ODD ones, or
-    the first and the last IN_TWOS. The byte plus 128 is the low byte of 1024 + it in fp16."""
-    CODE: gl.constexpr = int8_to_fp16(ORDER)
+def two_words(CODE: gl.constexpr, pairs):
+    """Runs instructions that make two words of fp16 of each word of pairs."""
     return gl.inline_asm_elementwise(
         CODE,
         "=r,=r,r",
@@ -89,17 +87,18 @@ def from_int8(pairs, ORDER: gl.constexpr):
 
 
 @gluon.jit
+def from_int8(pairs, ORDER: gl.constexpr):
+    """Dequantizes pairs of int8 to two tensors of fp16: of each four columns, EVEN_AND_ODD ones, or
+    the first and the last IN_TWOS. The byte plus 128 is the low byte of 1024 + it in fp16."""
+    CODE: gl.constexpr = int8_to_fp16(ORDER)
+    return two_words(CODE, pairs)
+
+
+@gluon.jit
 def from_e4m3(pairs, ORDER: gl.constexpr):
     """Dequantizes pairs of e4m3 to two tensors of fp16, in the ORDER of `from_int8`."""
     CODE: gl.constexpr = E4M3_EVEN_AND_ODD if ORDER == EVEN_AND_ODD else E4M3_TO_FP16
-    return gl.inline_asm_elementwise(
-        CODE,
-        "=r,=r,r",
-        [pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
+    return two_words(CODE, pairs)
 
 
 @gluon.jit
@@ -111,8 +110,8 @@ def pairs_apart(q):
 
 @gluon.jit
 def operand_of_bytes(q, A: gl.constexpr, USED_ROWS: gl.constexpr):
-    """Rounds rows of q to int8 as an operand of a product, and their unit; where fewer rows are
-    used than there are, only for these, and the others are zeros."""
+    """Rounds rows of q to int8 as an mma operand: (operand, unit), q = operand * unit. Where fewer
+    rows are used than the tile has, only these are rounded and the others are 0."""
     if q.shape[0] > USED_ROWS:
         q, zeros = both_halves(q)
         q, unit = rounded_rows(q)
@@ -124,7 +123,8 @@ def operand_of_bytes(q, A: gl.constexpr, USED_ROWS: gl.constexpr):
 
 @gluon.jit
 def of_all_rows(unit, TILE_M: gl.constexpr, M: gl.constexpr):
-    """Converts what each row has, or each of the first eight of 16, to [TILE_M] in layout M."""
+    """Converts a number of each row, or of each of the first eight of 16, to [TILE_M] in layout
+    M."""
     if unit.shape[0] < TILE_M:
         unit = gl.join(unit, unit).permute((1, 0)).reshape([TILE_M])
     return gl.convert_layout(unit, M)
@@ -150,7 +150,7 @@ def first_of_pairs(offs_d):
 
 @gluon.jit
 def no_unit(TILE_M: gl.constexpr, A: gl.constexpr):
-    """Units of 1 [TILE_M]."""
+    """Units [TILE_M] of 1, for q that is not scaled."""
     return gl.full([TILE_M], 1.0, gl.float32, gl.SliceLayout(1, A))
 
 
@@ -232,7 +232,7 @@ def product(q, q_odd, k, zeros, dequantize: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, acc_odd, p, v, dequantize: gl.constexpr):
+def add_pair_values(acc, acc_odd, p, v, dequantize: gl.constexpr):
     """Accumulates p @ v in (acc, acc_odd), v as it is (acc alone) or as pairs."""
     if dequantize is None:
         acc = mma_v2(p, v, acc)

@@ -27,8 +27,8 @@ exchange_bytes_of = gluon.constexpr_function(exchange_bytes)
 
 
 class ClusterPlace(NamedTuple):
-    """What a program of a cluster merges: the packed rows from `first_row` on of a sequence and KV
-    head. Its split is its rank."""
+    """The share that a program of a cluster merges: packed rows from `first_row` on of a sequence
+    and KV head. Its split is its rank."""
 
     split: Any
     sequence: Any

@@ -1,4 +1,5 @@
-"""Eight rows of decode on Hopper where products have 16.
+"""Decode with at most eight packed rows: an mma tile has 16 rows, and softmax is computed for the
+first eight alone.
 
 A thread has, of each element of the first eight rows of a product, the one eight rows further, too.
 Where that is nobody's, weights, sums and what q is rounded by are worked out for the first alone.
@@ -12,7 +13,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def layout_of_half(columns, warps):
-    """The layout [8, columns] of what each thread has of the first eight of 16 rows of products."""
+    """The layout [8, columns] in which a thread has its part of the first eight of the 16 rows of
+    an mma result."""
     registers = [[0, 1]]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     log_warps = warps.bit_length() - 1
@@ -23,14 +25,15 @@ def layout_of_half(columns, warps):
 
 @gluon.jit
 def first_rows(x, LAYOUT: gl.constexpr):
-    """The first eight of 16 rows [16, columns], which a thread has beside the others."""
+    """Takes the first eight of 16 rows [16, columns]; a thread has both halves, so nothing
+    moves."""
     first, others = both_halves(x)
     return gl.convert_layout(first, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def first_of(x, LAYOUT: gl.constexpr):
-    """The first eight of [16] or [16, 1] rows, as [8]."""
+    """Takes the first eight numbers of [16] or [16, 1], as [8]."""
     x = x.reshape([2, 8])
     half = gl.arange(0, 2, layout=gl.SliceLayout(1, x.type.layout))[:, None]
     x = gl.sum(gl.where(half == 0, x, 0), 0)
@@ -39,21 +42,21 @@ def first_of(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def with_rows(x, rest, LAYOUT: gl.constexpr):
-    """[16]: the first eight, and the rest."""
+    """Joins the first eight rows and the rest to [16]."""
     x = gl.join(x, rest).permute((1, 0)).reshape([16])
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def both_halves(x):
-    """The first eight rows and the others of [16, columns]."""
+    """Splits [16, columns] into its first eight rows and the others."""
     return x.reshape([2, 8, x.shape[1]]).permute((1, 2, 0)).split()
 
 
 @gluon.jit
 def above(x, zeros):
-    """[16, columns] of the first eight rows, and zeros of 16 bits for the others. These have been
-    loaded: zeros that ptxas knows it would put into registers before every product."""
+    """Joins eight rows [8, columns] and zeros of 16 bits below to [16, columns]. The zeros are
+    loaded: constants, ptxas would move into registers before every product."""
     if x.dtype == gl.int8:
         zeros = gl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,r", [zeros], dtype=gl.int8, is_pure=True, pack=4

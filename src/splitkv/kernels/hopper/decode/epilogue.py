@@ -29,7 +29,8 @@ def mark_absent(output, rows, partial_rows):
 
 @gluon.jit
 def per_row(x, LAYOUT: gl.constexpr):
-    """Converts what each row has to a layout in which a thread has the same rows."""
+    """Converts one number a row to the layout in which a thread has the rows of its
+    accumulators."""
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
@@ -37,7 +38,7 @@ def per_row(x, LAYOUT: gl.constexpr):
 def write_split(softmax, output, split, rows, partial_rows, CONFIG: gl.constexpr):
     """Writes the result of rows whose keys this program has all seen, else the partial.
 
-    softmax   Softmax; output: Output; rows: Rows; partial_rows: of `locate_partial_rows`
+    softmax   Softmax; output: Output; rows: QueryIndices; partial_rows: of `locate_partial_rows`
     """
     acc = softmax.acc
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)

@@ -57,7 +57,7 @@ from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
     PER_CALL,
     PER_CALL_OF_APPEND,
-    Launcher,
+    DecodeLauncher,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -251,11 +251,11 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
 KV_NAMES = "k", "v", "table_ptr"
 
 
-def bind(plan: Plan, operands: Operands) -> Launcher | step.StepLauncher:
+def bind(plan: Plan, operands: Operands) -> DecodeLauncher | step.StepLauncher:
     """The kernel and what merges its partials bound to one plan and one memory layout."""
     if plan.config.schedule in SCHEDULED:
         return step.StepLauncher(plan, operands, bind_split(plan, operands), rebind)
-    return Launcher(plan, operands, bind_split(plan, operands), rebind)
+    return DecodeLauncher(plan, operands, bind_split(plan, operands), rebind)
 
 
 def rebind(plan: Plan, operands: Operands) -> Any:

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import (
     allocate_scale_stages,
@@ -49,6 +49,7 @@ from splitkv.kernels.hopper.decode.split_range import (
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
 
 
@@ -64,26 +65,7 @@ def allocate_stages(x, DIM: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit(
     repr=named_for_profilers,
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "parts",
-        "size",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-    ],
+    do_not_specialize=SIZES,
 )
 def decode_all_warps(
     q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
@@ -217,6 +199,6 @@ def decode_all_warps(
         store_first_scales(scales, ring, loaded, CONFIG)
 
     # main loop
-    softmax = attend(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    softmax = attend_tiles(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
 
     finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

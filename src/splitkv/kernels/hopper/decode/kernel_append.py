@@ -8,11 +8,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import arrivals_per_tile
 from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
-from splitkv.kernels.hopper.decode.new_tokens import NewTokens, copy_first_tiles_and_write
+from splitkv.kernels.hopper.decode.new_tokens import copy_first_tiles_and_write
 from splitkv.kernels.hopper.decode.queries import locate_rows
 from splitkv.kernels.hopper.decode.records import (
     BatchRule,
@@ -37,36 +37,15 @@ from splitkv.kernels.hopper.decode.split_range import (
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds, token_range
-from splitkv.kernels.tile.new import NewSteps, grown, seen_tiles, start_of
+from splitkv.kernels.tile.decode_sizes import SIZES
+from splitkv.kernels.tile.new import AngleTable, NewStrides, NewTokens, grown, seen_tiles, start_of
 from splitkv.kernels.tile.share import Share
+from splitkv.kernels.tile.visit import Strides
 
 
 @gluon.jit(
     repr=named_for_profilers,
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "parts",
-        "size",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sh",
-        "seqlen_new",
-        "capacity",
-        "slabs",
-        "rotary_rows",
-        "q_step",
-    ],
+    do_not_specialize=SIZES,
 )
 def decode_append(
     q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
@@ -173,25 +152,19 @@ def decode_append(
 
     # prologue: copies are on their way before new tokens are written and q is read
     split = locate_split(work, kv_head, keys, CONFIG)
-    steps = NewSteps(
-        (new_k_strides.b, new_k_strides.t, new_k_strides.h),
-        (k_strides.b, k_strides.t, k_strides.h),
-        (new_v_strides.b, new_v_strides.t, new_v_strides.h),
-        (v_strides.b, v_strides.t, v_strides.h),
-        (new_scale_strides.b, new_scale_strides.h),
-        stride_cos,
-        stride_sin,
-    )
+    of_scales = Strides(new_scale_strides.b, None, new_scale_strides.h)
+    strides = NewStrides(new_k_strides, k_strides, new_v_strides, v_strides, of_scales)
+    angles = AngleTable(rotary_rows, stride_cos, stride_sin)
     first = (work.split == 0) & (row_tile == 0)
     shown = seen_tiles(bounds, keys, seqlen_q, first, CONFIG.tile_n)
-    tokens = NewTokens(new, turn, growth, length, shown, steps, capacity, slabs, rotary_rows)
+    tokens = NewTokens(new, turn, growth, length, shown, strides, angles, capacity, slabs)
     copy_first_tiles_and_write(ring, kv, split, tokens, CONFIG)
 
     # rows
     rotation = None
     if CONFIG.rotary_dim:
         start = start_of(turn, length.before, split.sequence, True)
-        rotation = Rotation(turn, start, q_step, rotary_rows, stride_cos, stride_sin)
+        rotation = Rotation(turn, angles, start, q_step)
     q_of_sequence = q_ptr + split.sequence.to(gl.int64) * q_strides.b
     queries = QueryRows(
         q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, rotation
@@ -219,6 +192,8 @@ def decode_append(
     q = CONFIG.load_queries(queries, CONFIG)
 
     # main loop
-    softmax = attend(CONFIG.mainloop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    softmax = attend_tiles(
+        CONFIG.mainloop, work, split, queries, terms, q, ring, kv, scales, CONFIG
+    )
 
     finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

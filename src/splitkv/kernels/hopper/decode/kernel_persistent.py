@@ -22,31 +22,15 @@ from splitkv.kernels.hopper.decode.records import (
     ScoreTerms,
 )
 from splitkv.kernels.hopper.decode.ring import allocate_boxes
-from splitkv.kernels.hopper.decode.walk_roles import Step, WalkInputs, run_roles
+from splitkv.kernels.hopper.decode.walk_roles import StepSchedule, WalkInputs, run_roles
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.decode_sizes import SIZES
 
 
 @gluon.jit(
     repr=named_for_profilers,
-    do_not_specialize=[
-        "seqlen_q",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "head_tiles",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-    ],
+    do_not_specialize=SIZES,
 )
 def decode_walk(
     q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
@@ -84,7 +68,9 @@ def decode_walk(
 ):
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
-    step = Step(starts_ptr, lens_ptr, bounds, seqlen_q, batch, head_tiles, group, program, programs)
+    step = StepSchedule(
+        starts_ptr, lens_ptr, bounds, seqlen_q, batch, head_tiles, group, program, programs
+    )
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
     v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)

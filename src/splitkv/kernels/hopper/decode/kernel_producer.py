@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import allocate_scale_stages, arrivals_per_tile
 from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
@@ -41,28 +41,13 @@ from splitkv.kernels.hopper.decode.split_range import (
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
 
 
 @gluon.jit(
     repr=named_for_profilers,
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "parts",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-    ],
+    do_not_specialize=SIZES,
 )
 def decode_producer(
     q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
@@ -170,7 +155,7 @@ def decode_producer(
             return
         q = load_mma_queries(queries, CONFIG)
         ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
-        softmax = attend(
+        softmax = attend_tiles(
             loop_beside_producer, work, split, queries, terms, q, ring, kv, scales, CONFIG
         )
 

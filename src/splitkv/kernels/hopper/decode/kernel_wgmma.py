@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import (
     allocate_scale_stages,
@@ -39,31 +39,13 @@ from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
 
 
 @gluon.jit(
     repr=named_for_profilers,
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "batch",
-        "num_kv_heads",
-        "left",
-        "right",
-        "sink_tokens",
-        "parts",
-        "size",
-        "programs",
-        "stride_table",
-        "stride_slope",
-        "stride_qsb",
-        "stride_qst",
-        "stride_qsh",
-        "stride_sb",
-        "stride_sn",
-        "stride_sh",
-    ],
+    do_not_specialize=SIZES,
 )
 def decode_wgmma(
     q_ptr,  # [batch, seqlen_q, num_heads, head_dim]
@@ -181,6 +163,6 @@ def decode_wgmma(
     q = load_wgmma_queries(queries, CONFIG)
 
     # main loop
-    softmax = attend(wgmma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    softmax = attend_tiles(wgmma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
 
     finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

@@ -33,11 +33,11 @@ from splitkv.kernels.hopper.decode.ring import (
     copy_first_tiles_that,
     gather_first_tiles,
     gather_tile,
+    has_key_from,
     is_before,
     issue_tile,
-    reaches,
 )
-from splitkv.kernels.hopper.primitives.tma_ring import async_gather, tile_at
+from splitkv.kernels.hopper.primitives.tma_ring import async_gather, tile_at_place
 
 LEAST = gl.constexpr(2.0**-60)  # of a scale of values, so that sums of weights over it are finite
 LOG = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
@@ -46,8 +46,9 @@ LOG_AND_INVERSE = gl.constexpr("lg2.approx.ftz.f32 $0, $2; rcp.approx.ftz.f32 $1
 
 @gluon.constexpr_function
 def arrivals_per_tile(config, warps):
-    """Threads that arrive at the barrier of a stage: one that issues its tile, or all that gather
-    it, and those that copy scales: all, a warp of their own, or one for all that store them."""
+    """Counts the threads that arrive at the barrier of a stage: one that issues its TMA copies, or
+    all that gather its rows; and those that bring its scales: all threads, one warp, or one thread
+    on behalf of all that stored them."""
     every = 32 * warps
     copying = 32 if config.load == "producer_warp" else every
     scales = {"none": 0, "bulk": 0, "preloaded": 1, "per_tile": copying}[config.key_scales]
@@ -124,7 +125,7 @@ def copy_first_scales(scales, ring, kv, split, CONFIG: gl.constexpr):
     for n in gl.static_range(STAGES):
         i = split.tiles.first + n * split.tiles.by
         if i < split.tiles.last:
-            tile = tile_at(split.tiles, i)
+            tile = tile_at_place(split.tiles, i)
             pages = load_scale_page_ids(kv, split, tile, CONFIG)
             copy_scales(scales, ring, split, n, tile, pages, CONFIG)
 
@@ -146,7 +147,7 @@ def load_first_scales(scales, kv, split, CONFIG: gl.constexpr):
     loaded = ()
     STAGES: gl.constexpr = CONFIG.num_stages
     for n in gl.static_range(STAGES):
-        tile = tile_at(split.tiles, split.tiles.first + n * split.tiles.by)
+        tile = tile_at_place(split.tiles, split.tiles.first + n * split.tiles.by)
         of_tile = load_scales(scales, kv, split, tile, CONFIG)
         loaded += (of_tile,)  # type: ignore[assignment]
     return loaded
@@ -163,7 +164,7 @@ def store_scales(scales, ring, stage, loaded, TILE_N: gl.constexpr):
 
 @gluon.jit
 def store_first_scales(scales, ring, loaded, CONFIG: gl.constexpr):
-    """Stores what `load_first_scales` loaded."""
+    """Stores the scales that `load_first_scales` loaded into their stages."""
     STAGES: gl.constexpr = CONFIG.num_stages
     for n in gl.static_range(STAGES):
         store_scales(scales, ring, n, loaded[n], CONFIG.tile_n)
@@ -174,7 +175,8 @@ def store_first_scales(scales, ring, loaded, CONFIG: gl.constexpr):
 
 @gluon.jit
 def copy_first_tiles_and_scales(ring, kv, scales, split, pages, first_new, CONFIG: gl.constexpr):
-    """Has as many tiles copied as the ring has stages, with the scales of their keys.
+    """Copies the first tiles of a split, as many as the ring has stages, with the scales of their
+    keys.
 
     pages       of `load_first_page_ids`; None: not loaded yet
     first_new   the key from which on keys may not be there before the kernel before has ended
@@ -190,7 +192,7 @@ def copy_first_tiles_and_scales(ring, kv, scales, split, pages, first_new, CONFI
     if CONFIG.predecessor == "running":
         copy_first_tiles_that(is_before, first_new, ring, kv, split, CONFIG)
         tl.extra.cuda.gdc_wait()  # for what the kernel before writes: q, the new tokens' keys
-        copy_first_tiles_that(reaches, first_new, ring, kv, split, CONFIG)
+        copy_first_tiles_that(has_key_from, first_new, ring, kv, split, CONFIG)
     elif pages is None:
         copy_first_tiles(ring, kv, split, CONFIG)
     else:
@@ -214,7 +216,7 @@ def copy_tile_and_scales(
     scale_pages,  # of `load_scale_page_ids`, or None: they are loaded now
     CONFIG: gl.constexpr,
 ):
-    """Has a tile copied into a stage that has been read, with the scales of its keys."""
+    """Copies a tile into a stage that has been read, with the scales of its keys."""
     if CONFIG.key_scales == "bulk":
         issue_bulk_scales(scales, kv, split, stage, tile, CONFIG)
     if kv.k_steps is None:
@@ -249,7 +251,8 @@ def read_scales(scales, split, stage, phase, LAYOUT: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def weighted(s, v_scale):
-    """Adds the logarithm of the scale of V to scores in base 2; None: scales are 1."""
+    """Adds log2 of the scale of V to scores in base 2, which multiplies the weights by it; None: no
+    scale."""
     if v_scale is not None:
         s += gl.inline_asm_elementwise(
             LOG, "=r,r", [v_scale], dtype=gl.float32, is_pure=True, pack=1

@@ -20,14 +20,15 @@ LOWEST = gl.constexpr(-(2.0**100))  # the maximum of a row that has seen no key
 
 @gluon.constexpr_function
 def tolerance(dequantize):
-    """How far a score may exceed the maximum of its row, and the bits of that."""
+    """How far a score may exceed the running maximum of its row before that is raised, and the bits
+    of that number."""
     return TOLERANCE if dequantize is None else TOLERANCE_IN_8_BITS
 
 
 @gluon.jit
 def raise_maxima(m, s, CONFIG: gl.constexpr):
-    """Raises the maxima m [TILE_M] of rows that have a score in s [TILE_M, TILE_N] too far above,
-    whatever other rows have; in base 2."""
+    """Raises the running maxima m [TILE_M] of those rows that have a score in s [TILE_M, TILE_N]
+    above m by more than the tolerance; rows do not affect each other. In base 2."""
     LIMIT: gl.constexpr = tolerance(CONFIG.dequantize)
     top = gl.max(s, 1)
     raised = top if CONFIG.dequantize is None else top - SHIFT

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from splitkv.kernels.hopper.decode.byte_pairs import add_values, both_columns, scores_of_tile
+from splitkv.kernels.hopper.decode.byte_pairs import add_pair_values, both_columns, scores_of_tile
 from splitkv.kernels.hopper.decode.eight_rows import first_of, first_rows, layout_of_half, with_rows
 from splitkv.kernels.hopper.decode.key_scales import (
     copy_tile_and_scales,
@@ -29,7 +29,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     foresee,
     next_slot,
     thread_barrier,
-    tile_at,
+    tile_at_place,
 )
 from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.band import all_visible, visible
@@ -93,11 +93,11 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
         pages = None
         scale_pages = None
         if ring.empty is None and CONFIG.ring == "wraps":
-            pages = load_page_ids(kv, split, tile_at(tiles, coming), CONFIG)
+            pages = load_page_ids(kv, split, tile_at_place(tiles, coming), CONFIG)
             if CONFIG.key_scales == "per_tile":
-                scale_pages = load_scale_page_ids(kv, split, tile_at(tiles, coming), CONFIG)
+                scale_pages = load_scale_page_ids(kv, split, tile_at_place(tiles, coming), CONFIG)
         mbarrier.wait(ring.full.index(stage), phase)
-        first_n = tile_at(tiles, i) * TILE_N
+        first_n = tile_at_place(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
             clear_behind(ring.v_tiles.index(stage), keys - first_n, TILE_N, 0, 1)
             if ring.before is not None:  # TMA writes there again
@@ -145,18 +145,18 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
         p_rows.store(w.to(dtype))
         p = p_tile.load(A)
         v = ring.v_tiles.index(stage).load(B)
-        acc, acc_odd = add_values(acc, acc_odd, p, v, CONFIG.dequantize)
+        acc, acc_odd = add_pair_values(acc, acc_odd, p, v, CONFIG.dequantize)
         if ring.empty is not None:
             mbarrier.arrive(ring.empty.index(stage))  # all warps meet: they have read stage and p
         else:
             thread_barrier()  # all warps have read the stage and p
             if CONFIG.ring == "wraps":
                 if ahead < tiles.last:
-                    tile = tile_at(tiles, ahead)
+                    tile = tile_at_place(tiles, ahead)
                     copy_tile_and_scales(
                         ring, kv, scales, split, stage, tile, pages, scale_pages, CONFIG
                     )
-                    after = tile_at(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
+                    after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
                     foresee(kv, split.sequence, after, CONFIG.page_size, TILE_N)
         stage, phase = next_slot(stage, phase, STAGES)
     m, l = true_maxima(m), gl.sum(sums, 1)

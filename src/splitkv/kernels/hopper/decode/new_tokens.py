@@ -3,56 +3,34 @@ are in, while earlier tiles are on their way."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.decode.layouts import row_a_warp
-from splitkv.kernels.hopper.decode.ring import copy_first_tiles_that, is_before, reaches
+from splitkv.kernels.hopper.decode.ring import copy_first_tiles_that, has_key_from, is_before
 from splitkv.kernels.hopper.primitives.inline_asm import act
 from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
-from splitkv.kernels.tile.new import has_new, write_new
-
-
-class NewTokens(NamedTuple):
-    """The new tokens of a call, see tile/new.py.
-
-    new, turn, growth    pointers: tokens and scales, rotation, lengths
-    length               Grown; shown: Tiles beside which tokens are written as well
-    steps                NewSteps
-    capacity, slabs      keys that a sequence has room for; sequences or pages of the cache
-    rotary_rows          rows of cos and sin
-    """
-
-    new: Any
-    turn: Any
-    growth: Any
-    length: Any
-    shown: Any
-    steps: Any
-    capacity: Any
-    slabs: Any
-    rotary_rows: Any
+from splitkv.kernels.tile.new import NewHead, TokenOffsets, has_new, write_new
 
 
 @gluon.jit
 def copy_first_tiles_and_write(ring, kv, split, tokens, CONFIG: gl.constexpr):
-    """Has the first tiles copied; between those without new tokens and those with some, the new
-    tokens are written, and a fence lets TMA see them."""
+    """Copies the first tiles of a split. Those before the new tokens are issued at once; then the
+    new tokens are written and fenced, so that TMA sees them; then the tiles that hold them are
+    issued."""
     length = tokens.length
     first_new = length.before - length.padding
     copy_first_tiles_that(is_before, first_new, ring, kv, split, CONFIG)
-    if has_new(length, split.tiles, tokens.shown, CONFIG.tile_n):
-        write_tokens(kv, split, tokens, CONFIG)
+    if has_new(tokens, split.tiles, CONFIG.tile_n):
+        write_new_tokens(kv, split, tokens, CONFIG)
         # what threads have written, before TMA reads it
         act("fence.proxy.async.global;", "r", (split.sequence,))
         thread_barrier()
-    copy_first_tiles_that(reaches, first_new, ring, kv, split, CONFIG)
+    copy_first_tiles_that(has_key_from, first_new, ring, kv, split, CONFIG)
 
 
 @gluon.jit
-def write_tokens(kv, split, tokens, CONFIG: gl.constexpr):
+def write_new_tokens(kv, split, tokens, CONFIG: gl.constexpr):
     """Writes the new tokens that lie in the tiles of a split."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -60,23 +38,16 @@ def write_tokens(kv, split, tokens, CONFIG: gl.constexpr):
     table = None
     if kv.table_ptr is not None:
         table = kv.table_ptr + split.sequence.to(gl.int64) * kv.stride_table
+    offs = TokenOffsets(
+        gl.arange(0, CONFIG.tile_t, layout=gl.SliceLayout(1, ROW)),
+        gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROW)),
+        gl.arange(0, HEAD_DIM_V, layout=gl.SliceLayout(0, ROW)),
+    )
     write_new(
-        tokens.new,
-        tokens.turn,
-        tokens.growth,
-        tokens.length,
-        table,
-        split.sequence,
-        split.kv_head,
+        tokens,
+        NewHead(split.sequence, split.kv_head, table),
         split.tiles,
-        seen=tokens.shown,
-        steps=tokens.steps,
-        capacity=tokens.capacity,
-        slabs=tokens.slabs,
-        rotary_rows=tokens.rotary_rows,
-        offs_t=gl.arange(0, CONFIG.tile_t, layout=gl.SliceLayout(1, ROW)),
-        offs_k=gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROW)),
-        offs_v=gl.arange(0, HEAD_DIM_V, layout=gl.SliceLayout(0, ROW)),
+        offs,
         HEAD_DIM=HEAD_DIM,
         HEAD_DIM_V=HEAD_DIM_V,
         PAGE_SIZE=CONFIG.page_size,

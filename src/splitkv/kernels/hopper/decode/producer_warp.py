@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.key_scales import copy_scales, key_of_thread
 from splitkv.kernels.hopper.decode.mma_loop import mma_loop
 from splitkv.kernels.hopper.decode.queries import load_mma_queries
@@ -31,19 +31,19 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     keys_of_box,
     next_slot,
     thread_barrier,
-    tile_at,
+    tile_at_place,
 )
 
 
 @gluon.constexpr_function
 def producer_registers(config):
-    """Registers of a thread of a warp that does not multiply: more where eight rows are used, as
-    the warps that multiply then need fewer."""
+    """The registers of a thread of the load roles. Where eight rows are used the mma role needs
+    fewer, so these get more."""
     return 32 if config.used_rows == 8 else 24
 
 
 class MmaInputs(NamedTuple):
-    """What the warps that multiply start from: QueryRows, ScoreTerms and Work of the program."""
+    """Inputs of the mma role: QueryRows, ScoreTerms and Work of the program."""
 
     queries: Any
     terms: Any
@@ -78,13 +78,13 @@ def attend_before_q(kv, ring, scales, inputs, CONFIG: gl.constexpr):
 
 @gluon.jit
 def mma_role(kv, ring, scales, inputs, CONFIG: gl.constexpr):
-    """The mma role: reads the length and q, and attends to the split."""
+    """The mma role: reads the length of the sequence, loads q, and runs the main loop."""
     keys = load_num_keys(inputs.work)
     split = locate_split(inputs.work, inputs.queries.kv_head, keys, CONFIG)
     queries = inputs.queries
     q = load_mma_queries(queries, CONFIG)
     terms, work = inputs.terms, inputs.work
-    softmax = attend(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    softmax = attend_tiles(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
     return softmax, split.num_splits
 
 
@@ -168,8 +168,9 @@ def load_scales_role_of_split(kv, ring, split, scales, CONFIG: gl.constexpr):
 
 @gluon.jit
 def meet_cluster(CLUSTER: gl.constexpr):
-    """Meets the cluster as `merge_cluster` does: all threads of a cluster have to be there. These
-    send nothing and read nothing, and so do not wait for the others' sums."""
+    """Arrives at the barriers of a cluster where `merge_cluster` does, for warps that exchange
+    nothing: a cluster barrier counts every thread of its programs. They do not wait for the others'
+    sums."""
     arrive_running(CLUSTER)
     if CLUSTER > 0:
         wait_cluster()
@@ -187,7 +188,7 @@ def load_round(kv, split, first, CONFIG: gl.constexpr):
     tiles = split.tiles
     lanes = gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [1], [0]))
     i = first + lanes // BOXES * tiles.by
-    inner = tile_at(tiles, i) * CONFIG.tile_n + lanes % BOXES * BOX
+    inner = tile_at_place(tiles, i) * CONFIG.tile_n + lanes % BOXES * BOX
     row = kv.table_ptr + split.sequence.to(gl.int64) * kv.stride_table
     ok = (i < tiles.last) & (inner < split.num_keys)
     return gl.load(row + inner // CONFIG.page_size, mask=ok, other=0)
@@ -226,7 +227,7 @@ def issue_rounds(ring, kv, split, pages, CONFIG: gl.constexpr):
         pages = load_round(kv, split, behind, CONFIG)
         lane = first * 0
         for i in range(first, gl.minimum(behind, tiles.last), tiles.by):
-            inner = tile_at(tiles, i) * TILE_N
+            inner = tile_at_place(tiles, i) * TILE_N
             if ring.empty is not None:
                 mbarrier.wait(ring.empty.index(stage), phase)
             full = ring.full.index(stage)
@@ -258,7 +259,7 @@ def copy_scale_rounds(ring, kv, split, scales, pages, CONFIG: gl.constexpr):
             of_tile = page_id_of_lane(lane + boxes, 1)
             if ring.empty is not None:
                 mbarrier.wait(ring.empty.index(stage), phase)
-            copy_scales(scales, ring, split, stage, tile_at(tiles, i), of_tile, CONFIG)
+            copy_scales(scales, ring, split, stage, tile_at_place(tiles, i), of_tile, CONFIG)
             lane += BOXES
             stage, phase = next_slot(stage, phase, CONFIG.num_stages)
 
@@ -268,8 +269,9 @@ def copy_scale_rounds(ring, kv, split, scales, pages, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def page_id_code(role, what):
-    """Instructions on the register of `page_id_of_lane`. PTX knows it and LLVM does not, so that a
-    number of one lane can become one of others without shared memory. Each role has one."""
+    """PTX that declares, sets or reads the register behind `page_id_of_lane`. The register has a
+    name in PTX, unknown to LLVM, so that a lane's page id can be shuffled to others without shared
+    memory. Each role has a register of its own."""
     name = f"page_of_lane_{role}"
     return {
         "declare": f".reg .b32 {name};",
@@ -280,20 +282,20 @@ def page_id_code(role, what):
 
 @gluon.jit
 def declare_page_id(ROLE: gl.constexpr):
-    """Declares the register of a role."""
+    """Declares the register in which a role keeps page ids, one a lane."""
     CODE: gl.constexpr = page_id_code(ROLE, "declare")
     act_alone(CODE)
 
 
 @gluon.jit
 def keep_page_ids(pages, ROLE: gl.constexpr):
-    """Keeps page ids, one a lane, for `page_id_of_lane`."""
+    """Sets that register: each lane keeps the page id of one box, for `page_id_of_lane`."""
     CODE: gl.constexpr = page_id_code(ROLE, "keep")
     act(CODE, "r", (pages,))
 
 
 @gluon.jit
 def page_id_of_lane(lane, ROLE: gl.constexpr):
-    """The page id that a lane keeps."""
+    """Reads the page id that `lane` keeps, in all lanes of the warp."""
     CODE: gl.constexpr = page_id_code(ROLE, "give")
     return gl.inline_asm_elementwise(CODE, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)

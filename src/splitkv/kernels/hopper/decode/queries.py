@@ -27,17 +27,17 @@ from splitkv.kernels.hopper.decode.layouts import (
     scores_layout,
     vectors_of_rows,
 )
-from splitkv.kernels.hopper.decode.records import QueryTile, Rows
+from splitkv.kernels.hopper.decode.records import QueryIndices, QueryTile
 from splitkv.kernels.tile.new import rotated
 
 
 @gluon.jit
 def locate_rows(kv_head, row_tile, seqlen_q, CONFIG: gl.constexpr):
-    """The Rows of a row tile of a KV head, as scores have them."""
+    """The QueryIndices of a row tile of a KV head, as scores have them."""
     S: gl.constexpr = scores_layout(CONFIG, gl.num_warps())
     GROUP: gl.constexpr = CONFIG.group
     rows = row_tile * CONFIG.tile_m + gl.arange(0, CONFIG.tile_m, layout=gl.SliceLayout(1, S))
-    return Rows(rows < seqlen_q * GROUP, rows // GROUP, kv_head * GROUP + rows % GROUP)
+    return QueryIndices(rows < seqlen_q * GROUP, rows // GROUP, kv_head * GROUP + rows % GROUP)
 
 
 @gluon.jit
@@ -60,10 +60,8 @@ def load_columns(queries, row_tile, offs_d, TILE_M: gl.constexpr, CONFIG: gl.con
             ok,
             rotation.start + rotation.step * (rows // GROUP),
             offs_d=offs_d,
-            turn=rotation.tables,
-            rotary_rows=rotation.num_rows,
-            stride_cos=rotation.stride_cos,
-            stride_sin=rotation.stride_sin,
+            turn=rotation.turn,
+            angles=rotation.angles,
             DIM=CONFIG.head_dim,
             ROTARY_DIM=CONFIG.rotary_dim,
             PAIR=CONFIG.rotary_pair,

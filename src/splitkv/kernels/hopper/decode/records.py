@@ -86,7 +86,7 @@ class Program(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What says which keys a program reads, before the length of its sequence is known.
+    """The work of a program before the length of its sequence is known: which keys it is to read.
 
     lens_ptr      [batch] int32; None: every sequence has max_keys
     max_keys      keys that a sequence may have; seqlen_q: its query tokens
@@ -207,16 +207,14 @@ class QueryRows(NamedTuple):
 class Rotation(NamedTuple):
     """How rows of q are rotated.
 
-    tables    Turn; start: the row of cos and sin of query token 0, which has `step` more a token
-    num_rows  rows of cos and sin
+    turn, angles   Turn, AngleTable: see tile/new.py
+    start          the row of cos and sin of query token 0, which has `step` more a token
     """
 
-    tables: Any
+    turn: Any
+    angles: Any
     start: Any
     step: Any
-    num_rows: Any
-    stride_cos: Any
-    stride_sin: Any
 
 
 class QueryTile(NamedTuple):
@@ -231,7 +229,7 @@ class QueryTile(NamedTuple):
     unit: Any
 
 
-class Rows(NamedTuple):
+class QueryIndices(NamedTuple):
     """The packed rows of a tile, each [TILE_M]: whether it is one, its query token and head."""
 
     ok: Any
@@ -248,7 +246,7 @@ class ScaleStrides(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """What scores are made with, as the call gave it.
+    """The terms of a score as the call gave them.
 
     row            pointers of a row: sink logit, ALiBi slope, scale of q
     head_scales    Scales that the keys of a head share, or None
@@ -267,7 +265,7 @@ class ScoreTerms(NamedTuple):
 
 
 class RowScoring(NamedTuple):
-    """What the scores of a tile of rows are worked out with.
+    """The terms of the scores of a tile of rows, loaded.
 
     bounds       Bounds of the mask
     pos          [TILE_M, 1] key position of each row; first, last: of the first and the last row

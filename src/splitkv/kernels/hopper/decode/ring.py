@@ -18,7 +18,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     allocate_ring,
     async_gather,
     async_load,
-    tile_at,
+    tile_at_place,
     tile_layout,
 )
 
@@ -128,7 +128,7 @@ def load_first_page_ids(kv, split, CONFIG: gl.constexpr):
     pages = ()
     STAGES: gl.constexpr = CONFIG.num_stages
     for n in gl.static_range(STAGES):
-        tile = tile_at(split.tiles, split.tiles.first + n * split.tiles.by)
+        tile = tile_at_place(split.tiles, split.tiles.first + n * split.tiles.by)
         of_tile = load_page_ids(kv, split, tile, CONFIG)
         pages += (of_tile,)  # type: ignore[assignment]
     return pages
@@ -165,7 +165,7 @@ def gather_tile(ring, kv, split, stage, tile, pages, CONFIG: gl.constexpr):
 
 @gluon.jit
 def copy_tile(ring, kv, split, stage, tile, CONFIG: gl.constexpr):
-    """Has a tile copied into a stage, by TMA or row by row."""
+    """Copies a tile into a stage: one thread issues TMA copies, or all threads gather its rows."""
     if kv.k_steps is None:
         issue_tile(ring, kv, split, stage, tile, CONFIG)
     else:
@@ -175,34 +175,35 @@ def copy_tile(ring, kv, split, stage, tile, CONFIG: gl.constexpr):
 
 @gluon.jit
 def copy_first_tiles(ring, kv, split, CONFIG: gl.constexpr):
-    """Has as many tiles copied as the ring has stages."""
+    """Copies the first tiles of a split, as many as the ring has stages."""
     STAGES: gl.constexpr = CONFIG.num_stages
     for n in gl.static_range(STAGES):
         i = split.tiles.first + n * split.tiles.by
-        tile = tile_at(split.tiles, i)
+        tile = tile_at_place(split.tiles, i)
         if i < split.tiles.last:
             copy_tile(ring, kv, split, n, tile, CONFIG)
 
 
 @gluon.jit
 def is_before(tile, key, CONFIG: gl.constexpr):
-    """Whether all keys of a tile are before a key."""
+    """Whether all keys of a tile lie before a key."""
     return (tile + 1) * CONFIG.tile_n <= key
 
 
 @gluon.jit
-def reaches(tile, key, CONFIG: gl.constexpr):
-    """Whether a tile has a key or one behind it."""
+def has_key_from(tile, key, CONFIG: gl.constexpr):
+    """Whether a tile has the key `key` or a later one."""
     return (tile + 1) * CONFIG.tile_n > key
 
 
 @gluon.jit
 def copy_first_tiles_that(selects, key, ring, kv, split, CONFIG: gl.constexpr):
-    """Has those of the first tiles copied that `selects`, `is_before` or `reaches`, takes."""
+    """Copies those of the first tiles for which `selects` (`is_before` or `has_key_from`) is
+    true."""
     STAGES: gl.constexpr = CONFIG.num_stages
     for n in gl.static_range(STAGES):
         i = split.tiles.first + n * split.tiles.by
-        tile = tile_at(split.tiles, i)
+        tile = tile_at_place(split.tiles, i)
         wanted = i < split.tiles.last
         wanted &= selects(tile, key, CONFIG)
         if wanted:
@@ -217,7 +218,7 @@ def gather_first_tiles(ring, kv, split, pages, CONFIG: gl.constexpr):
     STAGES: gl.constexpr = CONFIG.num_stages
     for n in gl.static_range(STAGES):
         i = split.tiles.first + n * split.tiles.by
-        tile = tile_at(split.tiles, i)
+        tile = tile_at_place(split.tiles, i)
         if i < split.tiles.last:
             # behind the last key there may be any number
             known = gl.where(inside < split.num_keys - tile * CONFIG.tile_n, pages[n], 0)

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
-from splitkv.kernels.hopper.decode.attend import attend
+from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import locate_partial_rows, per_row
 from splitkv.kernels.hopper.decode.key_scales import copy_scales
 from splitkv.kernels.hopper.decode.mma_loop import mma_loop
@@ -36,7 +36,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     keys_of_box,
     next_slot,
     thread_barrier,
-    tile_at,
+    tile_at_place,
 )
 from splitkv.kernels.tile.band import token_range
 from splitkv.kernels.tile.walk import (
@@ -52,8 +52,8 @@ LINE_BYTES = gl.constexpr(128)  # of the L1
 LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
 
 
-class Step(NamedTuple):
-    """What says which splits a program has.
+class StepSchedule(NamedTuple):
+    """The schedule of the step, which says which splits a program has.
 
     starts_ptr   [programs, 8] int32 of the schedule; lens_ptr: [batch] int32
     group        of programs; program: which of its `programs`
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 
 class WalkInputs(NamedTuple):
-    """What the warps that multiply start from: pointer and Strides of q, ScoreTerms, Output."""
+    """Inputs of the mma role: pointer and Strides of q, ScoreTerms, Output."""
 
     q_ptr: Any
     q_strides: Any
@@ -101,7 +101,7 @@ def run_roles(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
 
 @gluon.jit
 def walk_on(walk, step, CONFIG: gl.constexpr):
-    """The Walk behind a split."""
+    """Computes the Walk at the next split of a program's share."""
     return next_split(
         walk,
         step.lens_ptr,
@@ -124,7 +124,7 @@ def split_of_walk(walk, step, CONFIG: gl.constexpr):
 
 @gluon.jit
 def tiles_in(tiles):
-    """How many Tiles there are."""
+    """Counts Tiles."""
     return (tiles.last - tiles.first + tiles.by - 1) // tiles.by
 
 
@@ -136,7 +136,8 @@ def head_tile_of(walk, step):
 
 @gluon.jit
 def behind(ring, before):
-    """The Ring after so many tiles."""
+    """The Ring after so many more tiles have gone through it, so that stages and phases go on from
+    split to split."""
     return Ring(
         ring.k_boxes, ring.v_boxes, ring.full, ring.empty, ring.k_tiles, ring.v_tiles, before
     )
@@ -176,7 +177,9 @@ def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
         prefetch_queries(inputs, following, step, CONFIG)
         of_split = behind(ring, before)
         terms = inputs.terms
-        softmax = attend(mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG)
+        softmax = attend_tiles(
+            mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG
+        )
         slot = slot_of_split(walk, step.program, step.programs, step.group)
         write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
         before += tiles_in(split.tiles)
@@ -185,7 +188,8 @@ def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
 
 @gluon.jit
 def prefetch_queries(inputs, walk, step, CONFIG: gl.constexpr):
-    """Prefetches the rows of q of the next split, as nothing else of it waits for this one."""
+    """Prefetches the rows of q of the next split; its keys are already being copied, q would be
+    waited for."""
     BYTES: gl.constexpr = inputs.q_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: gl.constexpr = max(1, CONFIG.head_dim * BYTES // LINE_BYTES)
     lines: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -258,7 +262,7 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
         mbarrier.wait(ring.empty.index(stage), phase)
         full = ring.full.index(stage)
         mbarrier.expect(full, BYTES)
-        at = [split.sequence, split.kv_head, 0, tile_at(tiles, i) * TILE_N, 0]
+        at = [split.sequence, split.kv_head, 0, tile_at_place(tiles, i) * TILE_N, 0]
         async_load(kv.k, at, full, ring.k_boxes.index(stage))
         async_load(kv.v, at, full, ring.v_boxes.index(stage))
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)
@@ -306,5 +310,5 @@ def copy_contiguous_scales(ring, split, scales, CONFIG: gl.constexpr):
     phase = 1 - phase
     for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(ring.empty.index(stage), phase)
-        copy_scales(scales, ring, split, stage, tile_at(tiles, i), None, CONFIG)
+        copy_scales(scales, ring, split, stage, tile_at_place(tiles, i), None, CONFIG)
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)

@@ -33,7 +33,12 @@ from splitkv.kernels.hopper.decode.records import Softmax
 from splitkv.kernels.hopper.decode.ring import issue_tile
 from splitkv.kernels.hopper.prefill.sums import along_rows, shrunk, sums_of_threads
 from splitkv.kernels.hopper.primitives.conversion import widening
-from splitkv.kernels.hopper.primitives.tma_ring import foresee, next_slot, thread_barrier, tile_at
+from splitkv.kernels.hopper.primitives.tma_ring import (
+    foresee,
+    next_slot,
+    thread_barrier,
+    tile_at_place,
+)
 from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.score import score_log2
@@ -90,7 +95,7 @@ def wgmma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     stage, phase = tiles.first * 0, tiles.first * 0
     for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(ring.full.index(stage), phase)
-        first_n = tile_at(tiles, i) * TILE_N
+        first_n = tile_at_place(tiles, i) * TILE_N
         ahead = i + STAGES * tiles.by
         k = ring.k_tiles.index(stage)
         v = ring.v_tiles.index(stage)
@@ -117,7 +122,7 @@ def wgmma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
             fence_async_shared()  # while a product is under way, ptxas 12.8 breaks on it
             thread_barrier()  # all warps have read the stage, and dequantized its values
             if ahead < tiles.last:
-                tile = tile_at(tiles, ahead)
+                tile = tile_at_place(tiles, ahead)
                 copy_tile_and_scales(ring, kv, scales, split, stage, tile, None, None, CONFIG)
         if CONFIG.key_scales != "none":
             s *= k_scale
@@ -137,9 +142,9 @@ def wgmma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
         if CONFIG.dequantize is None:
             if ahead < tiles.last:
                 thread_barrier()  # all warps have read the stage
-                issue_tile(ring, kv, split, stage, tile_at(tiles, ahead), CONFIG)
+                issue_tile(ring, kv, split, stage, tile_at_place(tiles, ahead), CONFIG)
         if ahead < tiles.last:
-            after = tile_at(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
+            after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
             foresee(kv, split.sequence, after, CONFIG.page_size, TILE_N)
         stage, phase = next_slot(stage, phase, STAGES)
     acc = gl.convert_layout(acc, S, assert_trivial=True)

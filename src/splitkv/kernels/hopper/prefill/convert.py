@@ -21,7 +21,7 @@ from splitkv.kernels.hopper.prefill.items import (
     tiles_of_item,
 )
 from splitkv.kernels.hopper.prefill.scales import LEAST_SCALE, by_key, key_at
-from splitkv.kernels.hopper.primitives.conversion import PART, transpose, widen
+from splitkv.kernels.hopper.primitives.conversion import PART, transpose, widen_rows_of_tile
 from splitkv.kernels.hopper.primitives.named_barriers import READY, begin_step, wait
 from splitkv.kernels.hopper.primitives.tma_ring import reinterpret, thread_barrier
 
@@ -57,7 +57,7 @@ def ready_pieces(tiles, ready):
 
 @gluon.jit
 def convert_tile(ring, n, count, scales, number, threads, TILE_N: gl.constexpr):
-    """Makes the tile of step n, of which `count` keys exist, what a product takes.
+    """Converts the tile of step n, of which `count` keys exist, to what a product takes.
 
     ring             ConvertRing
     scales           by which keys are multiplied [stages, TILE_N], or None
@@ -80,7 +80,7 @@ def convert_tile(ring, n, count, scales, number, threads, TILE_N: gl.constexpr):
             by = None
             if scales is not None:
                 by = scales.index(n % scales.shape[0]).slice(i * KEYS, KEYS)
-            widen(piece, dequantized, by, count - i * KEYS)
+            widen_rows_of_tile(piece, dequantized, by, count - i * KEYS)
     fence_async_shared()
     thread_barrier()  # all threads have read the one and written the other
     mbarrier.arrive(ring.empty.index(stage), count=1)
@@ -104,7 +104,8 @@ def load_key_scales(ptr, strides, batch, item, kv_head, keys, CONFIG: gl.constex
 
 @gluon.jit
 def store_key_scales(n, of_k, of_v, scales):
-    """Stores the scales of step n [TILE_N] for those who multiply: see OperandScales.
+    """Stores the scales of the keys of step n [TILE_N] in shared memory for the mma roles: see
+    OperandScales.
 
     The stage was last used by step n - stages, whose values are used up: `convert_tile` of step
     n - 1 waited until those were that had its place, and there is a stage more than such places.
@@ -128,7 +129,7 @@ def store_key_scales(n, of_k, of_v, scales):
 
 @gluon.jit
 def convert_step(converts, n, count, TILE_N: gl.constexpr):
-    """Makes the keys and values of step n, of which `count` exist, ready."""
+    """Converts the keys and values of step n, of which `count` exist, and tells the mma roles."""
     rings, scales = converts.rings, converts.scales
     named = converts.named
     if rings.k.stored is None:
@@ -142,7 +143,8 @@ def convert_step(converts, n, count, TILE_N: gl.constexpr):
 
 @gluon.jit
 def convert_role(converts, CONFIG: gl.constexpr):
-    """Makes keys and values of all items ready, in the order in which they arrive."""
+    """The convert role: makes keys and values of all items ready to be multiplied, in the order in
+    which they arrive."""
     batch, scales = converts.batch, converts.scales
     TILE_N: gl.constexpr = CONFIG.tile_n
     n = gl.program_id(0) * 0
@@ -159,7 +161,7 @@ def convert_role(converts, CONFIG: gl.constexpr):
 
 @gluon.jit
 def convert_item(converts, item, n, places, CONFIG: gl.constexpr):
-    """Makes keys and values of an item ready, from step n on; the step after.
+    """Converts the keys and values of an item, from step n on; returns the step after.
 
     places   [TILE_N], the keys of a tile in the order of their scales
     """

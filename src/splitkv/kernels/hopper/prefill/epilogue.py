@@ -14,8 +14,8 @@ from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
 from splitkv.kernels.tile.merge import (
     Meeting,
     Merged,
+    arrive_in_turn,
     counter_in_use,
-    meet,
     merge_rows,
     say_running,
 )
@@ -29,7 +29,7 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 @gluon.jit
 def rows_of_role(like, batch, item, CONFIG: gl.constexpr, ROLE: gl.constexpr):
-    """The packed rows [ROWS] of a role, as `like`."""
+    """The packed rows [ROWS] that a role multiplies, in the layout of `like`."""
     ROWS: gl.constexpr = like.shape[0]
     rows = again(item.tile, batch.lazy_maxima) * CONFIG.tile_m + ROLE * ROWS
     return rows + gl.arange(0, ROWS, layout=like.type.layout)
@@ -44,7 +44,7 @@ def finish_rows(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """Stores lse and gives what sums are multiplied by [ROWS]."""
+    """Stores the LSE of rows, and returns the factor of their sums [ROWS]."""
     batch, results = program.batch, program.results
     rows = rows_of_role(m, batch, item, CONFIG, ROLE)
     ok = rows < item.len_q * CONFIG.packed_heads
@@ -66,8 +66,8 @@ def finish_rows(
 
 @gluon.constexpr_function
 def clearing(elements):
-    """Instructions that put 0 where the other operand is 0, and have nothing to do in warps where
-    it never is; and their constraints."""
+    """PTX that selects 0 where the other operand is 0, with its constraints; a warp in which it is
+    0 nowhere branches over it."""
     numbers, by = range(elements), elements * 2
     # in any layout the bits of a register's number say of which of two rows it is
     code = f"{{ .reg .pred some; setp.eq.f32 some, ${by}, 0f00000000;\n"
@@ -82,7 +82,8 @@ def clearing(elements):
 
 @gluon.jit
 def cleared(out, l):
-    """out [ROWS, DIM_V], and 0 in a row that saw no key: its products are 0 times anything."""
+    """Returns out [ROWS, DIM_V] with 0 in rows that saw no key: what their products hold is 0 times
+    anything, NaN included."""
     ELEMENTS: gl.constexpr = out.shape[1] // 2
     INSTRUCTIONS: gl.constexpr = clearing(ELEMENTS)
     return gl.inline_asm_elementwise(
@@ -105,7 +106,8 @@ def store_results(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """Stores out."""
+    """Stores the results of an item, acc * factor and 0 in rows that saw no key, through shared
+    memory by TMA."""
     batch, maps = program.batch, program.maps
     tiles, boxes = program.tiles, program.boxes
     ROWS: gl.constexpr = acc.shape[0]
@@ -133,7 +135,7 @@ def store_results(
 
 @gluon.jit
 def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
-    """Stores the rows of a tile [ROWS, DIM_V] that are of the sequence."""
+    """Stores those rows of a tile [ROWS, DIM_V] that belong to the sequence."""
     ROWS: gl.constexpr = tile.shape[0]
     DIM: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout(
@@ -151,7 +153,7 @@ def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def partial_rows(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
+def rows_of_partials(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """(rows of the partials [ROWS], which of them exist), as in kernels/prefill.py."""
     GROUP: gl.constexpr = CONFIG.group
     rows = rows_of_role(like, batch, item, CONFIG, ROLE)
@@ -169,7 +171,7 @@ def partial_rows(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
 @gluon.jit
 def mark_split(like, l, item, program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """Marks the partials of an item as `write_absent` does, rows [ROWS] as `like`."""
-    at, ok = partial_rows(like, item, program.batch, CONFIG, ROLE)
+    at, ok = rows_of_partials(like, item, program.batch, CONFIG, ROLE)
     partial = program.results.partial
     write_absent(partial.m_ptr, partial.l_ptr, at, ok, l)
 
@@ -187,7 +189,7 @@ def store_split(
     """Stores the partial of one of several splits."""
     DIM_V: gl.constexpr = acc.shape[1]
     partial = program.results.partial
-    at, ok = partial_rows(m, item, program.batch, CONFIG, ROLE)
+    at, ok = rows_of_partials(m, item, program.batch, CONFIG, ROLE)
     gl.store(partial.m_ptr + at, m, mask=ok)
     gl.store(partial.l_ptr + at, l, mask=ok)
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
@@ -217,7 +219,7 @@ def store_split_or_results(
 
 @gluon.jit
 def store_absent_split(ROWS: gl.constexpr, item, program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
-    """Marks a split that the row tile does not have."""
+    """Marks the partials of a split that a row tile does not have, so that merging skips it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     nothing = gl.zeros([ROWS], gl.float32, layout)
     mark_split(nothing, 0.0, item, program, CONFIG, ROLE)
@@ -237,7 +239,8 @@ def layout_of_merge(rows, columns, warps):
 
 @gluon.jit
 def announce_program(results):
-    """Says that this program runs, where the programs that come last merge."""
+    """Counts this program as running, where the programs that finish last merge: see
+    tile/merge.py."""
     if results.merging.count_ptr is not None:
         meeting = Meeting(results.merging.count_ptr, gl.num_programs(0))
         say_running(meeting, counter_in_use(meeting))
@@ -267,7 +270,7 @@ def merge_splits(batch, results, CONFIG: gl.constexpr):
     meeting = Meeting(results.merging.count_ptr, gl.num_programs(0))
     which = counter_in_use(meeting)
     thread_barrier()
-    place, merging = meet(meeting, which)
+    place, merging = arrive_in_turn(meeting, which)
     if merging > 0:
         rows = batch.batch * batch.splitting.max_tokens * num_heads
         for n in range(place * CONFIG.merge_rows, rows, merging * CONFIG.merge_rows):

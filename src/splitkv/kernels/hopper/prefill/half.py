@@ -237,7 +237,7 @@ class WidenedValues:
     def __init__(self, plan: Plan, operands: Operands) -> None:
         problem, x, ragged = plan.problem, operands, plan.problem.place == Ragged()
         self.plan = plan
-        self.any_address: prefill.Launcher | None = None
+        self.any_address: prefill.PrefillLauncher | None = None
         self.attend: HopperLauncher | None = None
         self.widen = Widening(
             [(x.v, x.v_scale)],

@@ -19,8 +19,8 @@ from splitkv.kernels.tile.visit import cut, tile_and_lane, tile_at, tiles_seen
 
 @gluon.jit
 def find_sequence(cu_ptr, tile, batch, CONFIG: gl.constexpr):
-    """Finds the sequence of a row tile of packed queries: sequence b starts at tile
-    cu[b] * packed_heads // TILE_M + b, as in tile/visit.py."""
+    """Finds the sequence of a row tile of packed queries. Sequence b starts at tile cu[b] *
+    packed_heads // TILE_M + b, as in tile/visit.py."""
     # every warp looks at all sequences, so that nothing has to be added up across warps
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     b = tile * 0
@@ -35,8 +35,8 @@ def find_sequence(cu_ptr, tile, batch, CONFIG: gl.constexpr):
 
 @gluon.jit
 def item_at_grid(batch, r, CONFIG: gl.constexpr):
-    """The r-th Item of this program where its place in the grid says which: no division stands
-    before the first copy."""
+    """Computes the r-th Item of this program from its place in the grid, without a division before
+    the first copy."""
     sequence = gl.program_id(2)
     zero = sequence * 0
     len_q = zero + batch.seqlen_q
@@ -66,7 +66,8 @@ def item_at_grid(batch, r, CONFIG: gl.constexpr):
 
 @gluon.jit
 def item_at(batch, index, CONFIG: gl.constexpr):
-    """The Item of number `index`: among all, or of this program where its place says which."""
+    """Computes an Item: number `index` among all, or the one of this program where the grid says
+    which."""
     if batch.by_grid is None:
         item = item_of_number(batch, index, CONFIG)
     else:
@@ -175,7 +176,8 @@ def tiles_of_item(batch, item, CONFIG: gl.constexpr):
 
 @gluon.jit
 def tile_of_step(tiles, i):
-    """The tile of keys of an item's step i: first those that ask the mask."""
+    """Computes the tile of keys of step i of an item: those in which the mask is evaluated come
+    first."""
     visit = tiles.visit
     inner = tile_at(visit, i - tiles.masked_steps + visit.middle_first, "middle")
     return gl.where(i < tiles.masked_steps, tile_at(visit, i, "edges"), inner)
@@ -183,7 +185,7 @@ def tile_of_step(tiles, i):
 
 @gluon.jit
 def round_count(batch):
-    """How often the programs take an item each."""
+    """Computes in how many rounds the programs take an item each."""
     if batch.by_grid is None:
         count = programs(batch.lazy_maxima)
         rounds = (again(batch.items, batch.lazy_maxima) + count - 1) // count
@@ -194,8 +196,8 @@ def round_count(batch):
 
 @gluon.jit
 def index_in_round(batch, r):
-    """The number of this program's item in round r: rounds go forth and back, which spreads the
-    heavy items."""
+    """Computes the number of this program's item in round r. Rounds run alternately up and down,
+    which spreads the heavy items."""
     if batch.by_grid is None:
         last = programs(batch.lazy_maxima) - 1
         pid = gl.program_id(0)
@@ -207,7 +209,7 @@ def index_in_round(batch, r):
 
 @gluon.jit
 def has_number(batch, index):
-    """Whether there is an item of that number."""
+    """Whether there is an item with this number."""
     if batch.by_grid is None:
         ok = index < batch.items
     else:

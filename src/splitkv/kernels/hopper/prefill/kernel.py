@@ -49,11 +49,11 @@ from splitkv.kernels.hopper.prefill.launch import (
     BoundKernel,
     Box,
     HopperLauncher,
-    Tiling,
+    ItemTiling,
     descriptors_of,
+    hopper_size_arguments,
     launches_early,
     page_size,
-    size_arguments,
 )
 from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate
 from splitkv.kernels.hopper.prefill.records import (
@@ -219,7 +219,7 @@ def hopper_prefill(
         merge_splits(work, results, CONFIG)
 
 
-def tiling(
+def tiles_of_launch(
     problem: Problem, device: Device, config: Config, tokens: int, kv_bytes: int
 ) -> tuple[int, int, int]:
     """(row tiles of a lane, lanes, lanes together) for so many tokens of q in all.
@@ -245,12 +245,12 @@ def split_items(problem: Problem, config: Config) -> int:
     return (config.num_splits - 1) * row_tiles * problem.batch * (problem.num_heads // pack)
 
 
-def tiling_of(plan: Plan, operands: Operands, kv_bytes: int) -> Tiling:
-    """The Tiling of a plan; kv_bytes: of keys and values as they are multiplied."""
+def tiling_of(plan: Plan, operands: Operands, kv_bytes: int) -> ItemTiling:
+    """The ItemTiling of a plan; kv_bytes: of keys and values as they are multiplied."""
     problem, config = plan.problem, plan.config
     tokens = operands.q.shape[:-2].numel()
-    tiles, lanes, width = tiling(problem, plan.device, config, tokens, kv_bytes)
-    return Tiling(tiles, lanes, width, tiles * lanes + split_items(problem, config))
+    tiles, lanes, width = tiles_of_launch(problem, plan.device, config, tokens, kv_bytes)
+    return ItemTiling(tiles, lanes, width, tiles * lanes + split_items(problem, config))
 
 
 def bind_warpgroups(
@@ -299,7 +299,7 @@ def bind_warpgroups(
     panel_bytes = OUT_PANEL_BYTES if narrow else PANEL_BYTES
     rows = Box(ROWS.value // pack, pack, problem.head_dim_v)
     out_box = rows._replace(panel_bytes=panel_bytes)
-    fixed = size_arguments(plan, operands, sizes, splits, pack)
+    fixed = hopper_size_arguments(plan, operands, sizes, splits, pack)
     return BoundKernel(
         kernel=kernel,
         grid=(programs, 1, 1),

@@ -65,7 +65,7 @@ class BoundKernel(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What TMA copies at once: tokens and heads of all columns, or of `dim` of them.
+    """The box that TMA copies at once: tokens and heads of all columns, or of `dim` of them.
 
     panel_bytes   of the columns in one swizzle
     length        tokens that a sequence has of those that there is room for; None: all
@@ -78,7 +78,7 @@ class Box(NamedTuple):
     length: int | None = None
 
 
-def descriptor(x: Any, box: Box) -> TensorDescriptor:
+def box_descriptor(x: Any, box: Box) -> TensorDescriptor:
     """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim]."""
     shape, strides, size = list(x.shape), list(x.stride()), x.element_size()
     if len(shape) == 3:
@@ -113,18 +113,18 @@ def descriptors_of(
         values = Box(tile_n, 1, main) if ordered_values else keys
         keys_rest = Box(tokens, 1, min(rest, widest), length=length)
         return {
-            "q_desc": descriptor(x.q, q_box),
-            "q_rest_desc": descriptor(x.q, q_box._replace(dim=rest)) if rest else None,
-            "k_desc": descriptor(x.k, keys),
-            "k_rest_desc": descriptor(x.k, keys_rest) if rest else None,
-            "v_desc": descriptor(x.v, values),
-            "out_desc": descriptor(out, out_box),
+            "q_desc": box_descriptor(x.q, q_box),
+            "q_rest_desc": box_descriptor(x.q, q_box._replace(dim=rest)) if rest else None,
+            "k_desc": box_descriptor(x.k, keys),
+            "k_rest_desc": box_descriptor(x.k, keys_rest) if rest else None,
+            "v_desc": box_descriptor(x.v, values),
+            "out_desc": box_descriptor(out, out_box),
         }
 
     return made
 
 
-class Tiling(NamedTuple):
+class ItemTiling(NamedTuple):
     """The row tiles of a launch: of a lane, lanes, lanes that go together, and, of all lanes, row
     tiles and the further splits of their keys."""
 
@@ -134,13 +134,13 @@ class Tiling(NamedTuple):
     items: int
 
 
-def size_arguments(
-    plan: Plan, operands: Operands, tiling: Tiling, splits: SequenceSplits, packed_heads: int
+def hopper_size_arguments(
+    plan: Plan, operands: Operands, tiling: ItemTiling, splits: SequenceSplits, packed_heads: int
 ) -> dict[str, Any]:
     """The sizes and strides that all these kernels take, by name."""
     problem, table, lse = plan.problem, operands.page_table, lse_strides(operands.q)
     left, right, sink_tokens = bounds_of(problem)
-    out = prefill.out_strides(problem, operands)
+    out = prefill.strides_of_out(problem, operands)
     return {
         "left": left,
         "right": right,
@@ -193,9 +193,9 @@ class HopperLauncher(SequenceLauncher):
         self.plan, self.problem, self.device = plan, plan.problem, plan.device
         self.bound, self.refit = bound, refit
         self.results = result_shapes(plan.problem, operands.q)
-        self.any_address: prefill.Launcher | None = None
+        self.any_address: prefill.PrefillLauncher | None = None
         self.again: Sequences | None = None
-        out = prefill.out_strides(plan.problem, operands)
+        out = prefill.strides_of_out(plan.problem, operands)
         total, early = operands.q.shape[:-2].numel(), launches_early(bound.splits, operands)
         self.combine = combine_launch(plan, bound.splits, total, out, early)
 
@@ -260,7 +260,8 @@ class HopperLauncher(SequenceLauncher):
         descriptors: dict[str, TensorDescriptor | None],
         final: Final,
     ) -> Sequences | None:
-        """What launches the compiled kernels again; None: Triton has to, every time."""
+        """Returns a function that launches the compiled kernels again; None: Triton has to, every
+        time."""
         if observed():
             return None
         given = [made for made in descriptors.values() if made is not None]
@@ -279,7 +280,7 @@ class HopperLauncher(SequenceLauncher):
             *(rows * self.problem.head_dim_v, rows),
         )
 
-    def without_tma(self, operands: Operands) -> prefill.Launcher:
+    def without_tma(self, operands: Operands) -> prefill.PrefillLauncher:
         """The kernel for any GPU, by the plan for addresses that this one does not fit."""
         if self.any_address is None:
             other = self.refit(self.plan, operands)

@@ -44,21 +44,22 @@ def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def wait_q_empty(barriers, items):
-    """Waits until the row tile of q that has the place of the next, of `items` before, is read."""
+    """Waits until the place of the next row tile of q has been read; `items` row tiles came
+    before."""
     STAGES: gl.constexpr = barriers.q_full.shape[0]
     mbarrier.wait(barriers.q_empty.index(items % STAGES), (items // STAGES & 1) ^ 1)
 
 
 @gluon.jit
 def wait_q_full(barriers, items):
-    """Waits for q of the item after `items` others."""
+    """Waits until q of the next item has arrived; `items` came before."""
     STAGES: gl.constexpr = barriers.q_full.shape[0]
     mbarrier.wait(barriers.q_full.index(items % STAGES), items // STAGES & 1)
 
 
 @gluon.jit
 def issue_q(loads, item, items, CONFIG: gl.constexpr):
-    """Issues the copies of q of a row tile, the one after `items` others."""
+    """Issues the copies of the next row tile of q; `items` came before."""
     maps, boxes = loads.maps, loads.boxes
     ROLES: gl.constexpr = CONFIG.mma_roles
     STAGES: gl.constexpr = loads.barriers.q_full.shape[0]
@@ -80,14 +81,14 @@ def issue_q(loads, item, items, CONFIG: gl.constexpr):
 
 @gluon.jit
 def page_of(batch, item, key, CONFIG: gl.constexpr):
-    """The page of a key; any for one that the sequence does not have."""
+    """Loads the page of a key; of one that the sequence does not have, any page."""
     row = batch.keys.table_ptr + item.sequence.to(gl.int64) * batch.keys.stride_table
     entry = row + key // CONFIG.page_size
     return gl.load(entry, mask=key < item.len_k, other=0)
 
 
 @gluon.jit
-def issue_tile(
+def issue_operand(
     copy,  # TileCopy
     full,  # the barrier that is told
     stage,
@@ -147,9 +148,9 @@ def issue_k(loads, item, tile, kv_head, stage, CONFIG: gl.constexpr):
         mbarrier.expect(full, BYTES + bytes_of_tile(tiles.k_rest))
         FIRST: gl.constexpr = CONFIG.head_dim_v
         rest = TileCopy(maps.k_rest, boxes.k_rest, tiles.k_rest)
-        issue_tile(rest, full, stage, batch, item, tile, kv_head, None, FIRST, CONFIG)
+        issue_operand(rest, full, stage, batch, item, tile, kv_head, None, FIRST, CONFIG)
     copy = TileCopy(maps.k, boxes.k, tiles.k)
-    issue_tile(copy, full, stage, batch, item, tile, kv_head, None, 0, CONFIG)
+    issue_operand(copy, full, stage, batch, item, tile, kv_head, None, 0, CONFIG)
 
 
 @gluon.jit
@@ -160,12 +161,12 @@ def issue_v(loads, item, tile, kv_head, stage, CONFIG: gl.constexpr):
     mbarrier.expect(full, bytes_of_tile(loads.tiles.v))
     copy = TileCopy(loads.maps.v, loads.boxes.v, loads.tiles.v)
     ordered = batch.keys.ordered_values
-    issue_tile(copy, full, stage, batch, item, tile, kv_head, ordered, 0, CONFIG)
+    issue_operand(copy, full, stage, batch, item, tile, kv_head, ordered, 0, CONFIG)
 
 
 @gluon.jit
 def issue_first_steps(loads, item, CONFIG: gl.constexpr):
-    """Issues the copies of q and the first tiles of an item, before there is a warp for that."""
+    """Issues the copies of q and the first tiles of an item, before the warps have their roles."""
     item_tiles = tiles_of_item(loads.batch, item, CONFIG)
     kv_head = item.head // CONFIG.group
     STEPS: gl.constexpr = CONFIG.issued_first
@@ -180,8 +181,8 @@ def issue_first_steps(loads, item, CONFIG: gl.constexpr):
 
 @gluon.jit
 def issue_step(loads, item, item_tiles, i, kv_head, done, CONFIG: gl.constexpr):
-    """Issues the copies of step i of an item, each as soon as its stage is empty; `done` is the
-    Progress before this step."""
+    """Issues the copies of step i of an item, each once its stage is empty. done: the Progress
+    before this step."""
     batch, barriers = loads.batch, loads.barriers
     STAGES: gl.constexpr = CONFIG.num_stages
     tile = tile_of_step(item_tiles, i)
@@ -203,7 +204,8 @@ def issue_step(loads, item, item_tiles, i, kv_head, done, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_role(loads, CONFIG: gl.constexpr):
-    """Issues the copies of q, keys and values of all items, each as soon as there is room."""
+    """The load role: issues the copies of q, keys and values of all items, each once there is
+    room."""
     batch = loads.batch
     n = gl.program_id(0) * 0
     items = n

@@ -21,9 +21,8 @@ MINUS_INFINITY = gl.constexpr(0xFF800000)  # the bits of it in fp32
 
 @gluon.constexpr_function
 def choosing(elements, value):
-    """Instructions that leave those of a thread's numbers whose bit is set and put `value`, 32
-    bits, in the place of the others; and their constraints. None does anything in warps that see
-    all."""
+    """PTX that keeps those of a thread's numbers whose bit is set and puts `value`, 32 bits, in the
+    place of the others, with its constraints. Warps that see all keys branch over it."""
     numbers, seen, full = range(elements), elements * 2, (1 << elements // 2) - 1
     code = f"""{{
     .reg .pred some;
@@ -43,8 +42,8 @@ def choosing(elements, value):
 
 @gluon.jit
 def choose(x, seen, VALUE: gl.constexpr):
-    """x [ROWS, columns] where bits of `seen` [ROWS, 4] say so, elsewhere the number with the bits
-    VALUE."""
+    """Selects x [ROWS, columns] where the bits of `seen` [ROWS, 4] are set, and the number with the
+    bits VALUE elsewhere."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     INSTRUCTIONS: gl.constexpr = choosing(COLUMNS // 2, VALUE)

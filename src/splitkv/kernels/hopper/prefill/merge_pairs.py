@@ -45,14 +45,15 @@ OF_BITS = gl.constexpr({32: "r", 64: "l"})  # constraint of an operand
 
 @gluon.constexpr_function
 def barrier_in(register, scratch):
-    """Instructions that put where the barrier is into a register."""
+    """PTX that computes the address of the exchange barrier into a register."""
     code = f"mov.u32 {register}, %dynamic_smem_size; mov.u32 {scratch}, global_smem;"
     return code + f"add.u32 {register}, {register}, {scratch}; sub.u32 {register}, {register}, 16;"
 
 
 @gluon.constexpr_function
 def opening(rows, head_dim_v):
-    """Instructions by which one thread sets up the barrier of what a program is sent."""
+    """PTX by which one thread initialises the barrier of the exchange with the bytes that it will
+    be sent."""
     sent = -(-rows // ROWS_OF_WARP.value) * 32 * (head_dim_v + 16)
     return f"""{{ .reg .u32 t, at; .reg .pred first; {barrier_in("at", "t")}
     mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;
@@ -63,7 +64,8 @@ def opening(rows, head_dim_v):
 
 @gluon.jit
 def open_exchange(CONFIG: gl.constexpr):
-    """Gets ready for what the other program of a cluster sends, if there is one, and tells it."""
+    """Initialises the exchange with the other program of a cluster, if there is one, and tells it
+    so."""
     if CONFIG.cluster_size > 0:
         CODE: gl.constexpr = opening(CONFIG.cluster_rows, CONFIG.head_dim_v)
         act_alone(CODE)
@@ -72,8 +74,8 @@ def open_exchange(CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def place_of_thread(base, bits):
-    """Instructions that put where the 16 bytes of thread t are, behind a base, into a. An address
-    of shared memory has 32 bits, one of memory 64."""
+    """PTX that computes into a the address of the 16 bytes of thread t behind a base: 32 bits in
+    shared memory, 64 in global."""
     return f"mad.{'lo' if bits == 32 else 'wide'}.u32 a, t, 16, {base};"
 
 
@@ -138,8 +140,8 @@ def loading(elements, bits):
 
 @gluon.jit
 def load_half(at, like):
-    """Sums as `like` [ROWS, half of DIM_V]: those sent, at an address of shared memory, or those
-    that a pair left in memory."""
+    """Loads sums like `like` [ROWS, half of DIM_V]: those sent to shared memory, or those that a
+    pair left in global memory."""
     ELEMENTS: gl.constexpr = like.shape[1] // 2
     INSTRUCTIONS: gl.constexpr = loading(ELEMENTS, at.dtype.primitive_bitwidth)
     return gl.inline_asm_elementwise(
@@ -154,7 +156,8 @@ def load_half(at, like):
 
 @gluon.jit
 def received_of_rows(at, like):
-    """The numbers that a thread was sent of its two rows, 8 bytes apart, as `like` [ROWS]."""
+    """Loads the numbers that a thread was sent for its two rows, 8 bytes apart, as `like`
+    [ROWS]."""
     zero = gl.full(like.shape, 0, gl.int32, like.type.layout)
     return gl.inline_asm_elementwise(
         "{ .reg .u32 t; mov.u32 t, %tid.x; shl.b32 t, t, 4; add.u32 t, t, $2;"
@@ -169,7 +172,7 @@ def received_of_rows(at, like):
 
 @gluon.jit
 def left_of_rows(at, like):
-    """m and l that were left behind sums, as `like` [ROWS]."""
+    """Loads m and l that a pair left behind its sums, as `like` [ROWS]."""
     return gl.inline_asm_elementwise(
         "{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $4;"
         "ld.global.cg.v4.f32 {$0, $2, $1, $3}, [a]; }",
@@ -183,8 +186,8 @@ def left_of_rows(at, like):
 
 @gluon.constexpr_function
 def arriving(count):
-    """Instructions by which a warp says that what it left is there, and learns whether it is the
-    last of so many. The last puts the ticket back to 0."""
+    """PTX by which a warp takes a ticket once its sums are stored, and learns whether it is the
+    last of so many. The last one resets the ticket to 0."""
     return f"""{{ .reg .u32 t, n; .reg .u64 at; .reg .pred one;
     bar.warp.sync 0xffffffff; mov.u32 t, %tid.x; and.b32 n, t, 31; setp.eq.u32 one, n, 0;
     shr.u32 t, t, 5; mad.wide.u32 at, t, 4, $1; mov.u32 n, 0;
@@ -195,7 +198,7 @@ def arriving(count):
 
 @gluon.jit
 def comes_last(at, COUNT: gl.constexpr):
-    """Whether this warp is the last of COUNT that have the tickets at this address."""
+    """Whether this warp is the last of COUNT that take the ticket at this address."""
     CODE: gl.constexpr = arriving(COUNT)
     last = gl.inline_asm_elementwise(CODE, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
     return last != 0
@@ -203,7 +206,7 @@ def comes_last(at, COUNT: gl.constexpr):
 
 @gluon.jit
 def quickly(CODE: gl.constexpr, x):
-    """An instruction that is right but for the last bits."""
+    """Runs an approximate instruction (CODE), exact but for the last bits."""
     return gl.inline_asm_elementwise(CODE, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -298,7 +301,8 @@ def merge_half(
     CONFIG: gl.constexpr,
     SPLIT: gl.constexpr,  # of the pair: whose half it is
 ):
-    """Sends one half, and merges and stores the other."""
+    """Sends one half of the columns to the other program of the cluster; merges and stores the
+    other half."""
     batch, results = program.batch, program.results
     acc = half.acc
     CLUSTERS: gl.constexpr = CONFIG.num_clusters
@@ -329,7 +333,7 @@ def merge_half(
 
 @gluon.jit
 def merge_left(at, like, m, CLUSTERS: gl.constexpr):
-    """The Half of all pairs from what each left at `at`, in order; acc as `like`."""
+    """Merges the halves that all pairs left at `at`, in order: a Half, acc as `like`."""
     BYTES: gl.constexpr = bytes_of_half(2 * like.shape[1])
     OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
     of_rows = (left_of_rows(at + OF_ROWS, m),)
@@ -351,7 +355,7 @@ def merge_left(at, like, m, CLUSTERS: gl.constexpr):
 
 @gluon.jit
 def factor_of(l, m, sink_log2):
-    """By what sums are multiplied at the end [ROWS]."""
+    """The factor of the sums of rows at the end [ROWS]."""
     if sink_log2 is None:
         factor = quickly("rcp.approx.ftz.f32 $0, $1;", gl.where(l == 0.0, 1.0, l))
     else:

@@ -72,9 +72,9 @@ from splitkv.kernels.hopper.prefill.sums import (
     along_rows,
     any_above,
     declare_any,
-    grown,
     max_of_rows,
     pass_turn,
+    raised_maxima,
     shrunk,
     sums_of_threads,
     wait_turn,
@@ -95,7 +95,8 @@ from splitkv.kernels.tile.weight import Queries, scores
 
 @gluon.jit
 def clear_tail(program, item, at, CONFIG: gl.constexpr, ROLE: gl.constexpr):
-    """Clears the values of a Step behind the last key of the sequence, as all warpgroups do."""
+    """Zeroes the values of a Step behind the last key of the sequence; all warpgroups do it
+    together."""
     v = program.tiles.v
     STAGES: gl.constexpr = v.shape[0]
     count = item.len_k - at.tile * v.shape[1]
@@ -108,7 +109,7 @@ def clear_tail(program, item, at, CONFIG: gl.constexpr, ROLE: gl.constexpr):
 
 @gluon.jit
 def accumulate_values(p, tiles, stage, acc):
-    """Issues acc + p @ v."""
+    """Issues acc + p @ v as a wgmma."""
     p = halves_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     return warpgroup_mma(p, tiles.v.index(stage), acc, is_async=True)
 
@@ -144,13 +145,15 @@ def scores_of(qk, factor, scoring):
 
 @gluon.constexpr_function
 def offset_of(dtype, plain):
-    """How much more than scores the numbers of `scores_of` are: MIDDLE of sums of integers."""
+    """How much the numbers of `scores_of` exceed the scores: MIDDLE for sums of integers, else
+    0."""
     return MIDDLE.value if dtype.name == "int32" and plain else 0.0
 
 
 @gluon.jit
 def exponentials(s, unit, m, factor, OFFSET: gl.constexpr):
-    """Weights of the scores of `scores_of`, of which s is OFFSET more, relative to m."""
+    """Computes the weights of the scores of `scores_of`, which exceed them by OFFSET, relative to
+    m."""
     if factor is None:
         y = s * unit - m[:, None]
     else:
@@ -171,8 +174,8 @@ def softmax_of_tile(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """The TileSoftmax of the products of one more tile, where the maximum of each row is looked
-    for."""
+    """Computes the TileSoftmax of the products of one more tile, with a search for the maximum of
+    each row."""
     OFFSET: gl.constexpr = offset_of(qk.dtype, batch.scoring.softcap is None)
     s, unit = scores_of(qk, factor, batch.scoring)
     if batch.lazy_maxima is not None:
@@ -184,7 +187,7 @@ def softmax_of_tile(
     highest = max_of_rows(s)
     if OFFSET != 0:
         highest = highest - OFFSET
-    m_new = grown(m, highest * unit)
+    m_new = raised_maxima(m, highest * unit)
     top = finite_or_zero(m_new)
     x = exponentials(s, unit, top, factor, OFFSET)
     return TileSoftmax(x, sums_of_threads(x), m_new, gl.exp2(m - top))
@@ -248,7 +251,8 @@ def step(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """The RunningSoftmax after one more tile of keys, whose p is still to be multiplied."""
+    """Computes the RunningSoftmax after one more tile of keys; its p is multiplied in the next
+    step."""
     S: gl.constexpr = softmax.m.type.layout.parent
     tiles, barriers = program.tiles, program.barriers
     batch = program.batch
@@ -295,7 +299,7 @@ def mainloop(
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """The LastProduct of an item: all its steps, with tiles as they are copied."""
+    """Runs all steps of an item with tiles as they are copied: the LastProduct."""
     tiles, barriers = program.tiles, program.barriers
     batch = program.batch
     n = done.steps
@@ -349,7 +353,7 @@ def mainloop(
 
 @gluon.jit
 def wait_last_product(last, n, program):
-    """The sums [ROWS, DIM_V] of an item whose last step is n, once its LastProduct is there."""
+    """Waits for the LastProduct of an item, whose last step is n: its sums [ROWS, DIM_V]."""
     tiles, barriers = program.tiles, program.barriers
     STAGES: gl.constexpr = tiles.v.shape[0]
     acc = warpgroup_mma_wait(0, deps=[last.product])
@@ -375,7 +379,7 @@ def mainloop_of_item(
 
 @gluon.jit
 def mma_role(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
-    """Multiplies the rows of role ROLE, of those that share a row tile, in all items."""
+    """The mma role ROLE: multiplies its rows of the row tile, in all items."""
     batch, tiles, barriers = program.batch, program.tiles, program.barriers
     results = program.results
     ROWS: gl.constexpr = tiles.q.shape[1]
@@ -447,7 +451,8 @@ def row_scales_of(item, program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
 
 @gluon.jit
 def next_item(batch, r, CONFIG: gl.constexpr):
-    """The Item of round r, the last one behind all; known before the next wait for a product."""
+    """Computes the Item of round r, past the end the last one again; it is known before the next
+    wait for a product, under which it is computed."""
     index = index_in_round(batch, r)
     if batch.by_grid is None:
         index = gl.minimum(index, again(batch.items, batch.lazy_maxima) - 1)

@@ -91,7 +91,7 @@ NEAR_BITS, MOST_E4M3 = map(gl.constexpr, (0x40800000, 0x43E00000))
 
 @gluon.constexpr_function
 def most_log2(dtype):
-    """The weight that a row's maximum gets, in base 2, where p is of this type."""
+    """The log2 of the weight that the maximum of a row gets where p has this type."""
     return {"fp8e4nv": NOMINAL.value, "int8": 6.9886846867721655}.get(dtype.name, 0.0)
 
 
@@ -122,7 +122,7 @@ def multiply_keys(tiles, q_tile, stage, S: gl.constexpr):
 
 @gluon.jit
 def fast_reciprocal(x):
-    """1 / x but for the last bits."""
+    """Computes 1 / x approximately, by one instruction."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -179,7 +179,7 @@ def exponents(qk, base, factor, n, scoring, scales):
 
 @gluon.jit
 def weights_of_tile(y, stage, scales):
-    """(weights [ROWS, TILE_N] in fp32, their sums by thread) of exponents."""
+    """Computes the weights [ROWS, TILE_N] of exponents in fp32, and their sums by thread."""
     along: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     x = gl.exp2(y)
     if scales.inverse is not None:
@@ -203,7 +203,7 @@ def leaves_range(x, sums, scales, dtype: gl.constexpr):
 
 @gluon.jit
 def masked_exponents(y, batch, item, at, pos):
-    """y [ROWS, TILE_N], and -inf for keys that a row at `pos` [ROWS] does not see."""
+    """Replaces exponents [ROWS, TILE_N] of keys that a row at `pos` [ROWS] does not see by -inf."""
     if at.masked:
         y = choose(y, seen_keys(y, batch, item, at.tile, pos), MINUS_INFINITY)
     return y
@@ -246,7 +246,7 @@ def softmax_of_scaled_tile(
     at,  # Step
     FIRST: gl.constexpr,  # of an item
 ):
-    """The ScaledTile of the products of one more tile."""
+    """Computes the ScaledTile of the products of one more tile."""
     batch, scales = program.batch, program.scales
     dtype: gl.constexpr = program.tiles.v.dtype
     m = maxima.m
@@ -315,7 +315,8 @@ def multiply_values(p, tiles, stage, acc):
 
 @gluon.jit
 def rounded(x, dtype: gl.constexpr):
-    """Weights x [ROWS, TILE_N] in this type, as words that `multiply_values` takes."""
+    """Rounds weights x [ROWS, TILE_N] to this type, packed into words as `multiply_values` takes
+    them."""
     if has_16_bits(dtype):
         p = words_of_pairs(x, dtype)
     else:
@@ -337,7 +338,7 @@ def accumulate(acc, product, shrink):
 
 @gluon.jit
 def scaled_softmax(tile, p, l, acc):
-    """The ScaledSoftmax after a ScaledTile."""
+    """Computes the ScaledSoftmax after a ScaledTile."""
     return ScaledSoftmax(
         m=tile.maxima.m,
         p=p,
@@ -358,7 +359,8 @@ def step_scaled(
     item,  # Item
     q_tile,
 ):
-    """The ScaledSoftmax after one more tile of keys, whose p is still to be multiplied."""
+    """Computes the ScaledSoftmax after one more tile of keys; its p is multiplied in the next
+    step."""
     S: gl.constexpr = softmax.m.type.layout.parent
     tiles, scales = program.tiles, program.scales
     named = program.barriers.named
@@ -423,7 +425,7 @@ def mainloop_scaled(
     row_scales,  # RowScales
     CONFIG: gl.constexpr,
 ):
-    """The LastProduct of an item: all its steps, with tiles that the convert role made ready."""
+    """Runs all steps of an item with tiles that the convert role made ready: the LastProduct."""
     batch, scales = program.batch, program.scales
     tiles, barriers = program.tiles, program.barriers
     n = done.steps

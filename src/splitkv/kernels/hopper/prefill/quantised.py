@@ -62,9 +62,9 @@ from splitkv.kernels.hopper.prefill.launch import (
     Box,
     HopperLauncher,
     descriptors_of,
+    hopper_size_arguments,
     launches_early,
     page_size,
-    size_arguments,
 )
 from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate, issue_first_steps
 from splitkv.kernels.hopper.prefill.merge_pairs import PAIR, WARPS, open_exchange
@@ -428,7 +428,7 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
         merge_rows=merge_rows,
         dependents="launched_last" if launches_early(splits, operands) else "launched_after",
     )
-    fixed = size_arguments(plan, operands, sizes, splits, pack)
+    fixed = hopper_size_arguments(plan, operands, sizes, splits, pack)
     fixed |= {"items": items, **scale_arguments(operands), "CONFIG": compiled}
     rows = Box(config.tile_m // pack, pack, problem.head_dim_v)
     bound = BoundKernel(

@@ -146,7 +146,7 @@ class Splitting(NamedTuple):
 
 
 class SequenceBatch(NamedTuple):
-    """What all items of a launch have in common.
+    """Facts that all items of a launch have in common.
 
     cu_q_ptr              [batch + 1] int32, or None: dense
     keys                  KeySource
@@ -311,7 +311,7 @@ class TileCopy(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What the load role works on.
+    """Inputs of the load role.
 
     batch      SequenceBatch
     maps       PerOperand: TMA descriptors; boxes: shared memory as boxes; tiles: as tiles
@@ -343,7 +343,7 @@ class ConvertRing(NamedTuple):
 
 
 class ConvertRings(NamedTuple):
-    """What the role that converts works on.
+    """Rings of the convert role.
 
     k_full   barriers that keys have arrived
     k, v     ConvertRing of keys, of None where they are multiplied as they are stored, and of V
@@ -355,7 +355,7 @@ class ConvertRings(NamedTuple):
 
 
 class Converts(NamedTuple):
-    """What the convert role works on.
+    """Inputs of the convert role.
 
     batch    SequenceBatch
     rings    ConvertRings
@@ -392,7 +392,7 @@ class Results(NamedTuple):
 
 
 class PrefillProgram(NamedTuple):
-    """What the roles of a program share.
+    """State that the roles of a program share.
 
     batch      SequenceBatch
     maps       PerOperand: TMA descriptors; boxes: shared memory as boxes; tiles: as tiles
@@ -411,14 +411,14 @@ class PrefillProgram(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a role has done before an item: steps of all items, and items that had any."""
+    """The work that a role has done before an item: steps of all items, and items that had any."""
 
     steps: Any
     items: Any
 
 
 class RowScales(NamedTuple):
-    """What is read of scales before an item begins: those of its rows of q [ROWS], and the scale
+    """Scales that are read before an item begins: those of its rows of q [ROWS], and the scale
     of K that all keys share; 1 where there are none. Both without meaning where nothing has 8 bits.
     """
 
@@ -465,7 +465,7 @@ class TileSoftmax(NamedTuple):
 
 
 class Maxima(NamedTuple):
-    """What weights of 8-bit steps are relative to.
+    """The maxima that weights of 8-bit steps are relative to.
 
     m        [ROWS] in base 2
     top      [ROWS] the largest m

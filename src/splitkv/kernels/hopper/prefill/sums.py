@@ -72,9 +72,9 @@ def max_of_rows(x):
 
 
 @gluon.jit
-def grown(m, highest):
-    """What weights are relative to after one more tile: mostly the same, and sums stay as they are.
-    The true maximum is at most `SLACK` above it.
+def raised_maxima(m, highest):
+    """The maximum of each row after one more tile: mostly the one before, so that sums stay as they
+    are. The true maximum is at most `SLACK` above it.
 
     A row that grows has by itself a weight for which maxima are looked for (`TOO_LARGE`), and one
     that does not keeps its bits: what other rows of a warp see makes no difference to it.

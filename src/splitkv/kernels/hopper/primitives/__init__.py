@@ -1,1 +1,1 @@
-"""What belongs to the architecture: rings filled by TMA, barriers, clusters, conversions."""
+"""Primitives of the architecture: rings filled by TMA, barriers, clusters, conversions."""

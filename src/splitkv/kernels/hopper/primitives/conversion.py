@@ -1,4 +1,5 @@
-"""Values of 8 bits made ready for the tensor cores, and weights of 8 bits to go with them.
+"""8-bit values converted to what tensor cores multiply, and 8-bit weights in the order that fits
+them.
 
 An 8-bit wgmma takes both operands by the index that is summed over, here the keys, and values are
 stored by head and column. Either they are widened to 16 bits, which may have any order, or
@@ -86,9 +87,9 @@ def widened(stored, ready):
 
 
 @gluon.jit
-def widen(stored, ready, scales, count):
-    """Widen [keys, dim], times `scales` [keys] unless None; keys from `count` on become 0: there
-    may be NaN in e4m3."""
+def widen_rows_of_tile(stored, ready, scales, count):
+    """Dequantizes a tile [keys, dim], times `scales` [keys] unless None. Keys from `count` on
+    become 0, as e4m3 bytes behind the last key may be NaN."""
     KEYS: gl.constexpr = stored.shape[0]
     wide = widened(stored, ready)
     rows: gl.constexpr = gl.SliceLayout(1, wide.type.layout)
@@ -152,7 +153,7 @@ def words_of(x, dtype: gl.constexpr):
 
 @gluon.jit
 def words_of_pairs(x, dtype: gl.constexpr):
-    """x [rows, keys] in 16 bits, two neighbours a word."""
+    """Packs x [rows, keys] of 16 bits, two neighbours a 32-bit word."""
     ROWS: gl.constexpr = x.shape[0]
     KEYS: gl.constexpr = x.shape[1]
     a, b = x.reshape([ROWS, KEYS // 2, 2]).split()
@@ -162,7 +163,7 @@ def words_of_pairs(x, dtype: gl.constexpr):
 
 @gluon.jit
 def halves_of_words(words, dtype: gl.constexpr, layout: gl.constexpr):
-    """[rows, 2 * words] of 16 bits; see `bytes_of_words`."""
+    """Unpacks words to [rows, 2 * words] of 16 bits; see `bytes_of_words`."""
     ROWS: gl.constexpr = words.shape[0]
     halves = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16))
     x = halves.reshape([ROWS, 2 * words.shape[1]])
@@ -171,7 +172,8 @@ def halves_of_words(words, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def bytes_of_words(words, dtype: gl.constexpr, layout: gl.constexpr):
-    """[rows, 4 * words] of 8 bits. A loop carries words, as it would carry bytes one by one."""
+    """Unpacks words to [rows, 4 * words] of 8 bits. Loops carry words, since carried as bytes each
+    would take a register."""
     ROWS: gl.constexpr = words.shape[0]
     a = words.to(gl.int8)
     b = (words >> 8).to(gl.int8)

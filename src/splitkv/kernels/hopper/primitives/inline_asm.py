@@ -1,4 +1,4 @@
-"""Instructions that are there for what they do and give no number."""
+"""Inline PTX that is run for what it does and returns no number."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def act(CODE: gl.constexpr, KINDS: gl.constexpr, operands):
-    """Instructions on operands, $1, $2 and so on, of these constraints. What is written in assembly
-    has to give something: a zero that nobody asks for."""
+    """Runs PTX instructions on operands, which are $1, $2 and so on, with these constraints. Inline
+    assembly has to return something: $0 is a zero that nobody uses."""
     GIVING: gl.constexpr = CODE + " mov.b32 $0, 0;"
     ALL: gl.constexpr = "=r," + KINDS
     gl.inline_asm_elementwise(GIVING, ALL, operands, dtype=gl.int32, is_pure=False, pack=1)
@@ -17,5 +17,5 @@ def act(CODE: gl.constexpr, KINDS: gl.constexpr, operands):
 
 @gluon.jit
 def act_alone(CODE: gl.constexpr):
-    """Instructions without operands."""
+    """Runs PTX instructions that have no operands."""
     act(CODE, "r", (gl.program_id(0) * 0,))

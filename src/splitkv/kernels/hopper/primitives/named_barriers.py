@@ -84,58 +84,62 @@ PASS_TURN = gl.constexpr("""{
 
 @gluon.jit
 def at_number(CODE: gl.constexpr, number, other):
-    """Instructions with two numbers of the program, $1 and $2."""
+    """Runs PTX instructions with two run-time integers, $1 and $2: the number of a barrier and its
+    threads."""
     zero = gl.program_id(0) * 0
     act(CODE, "r,r", (zero + number, zero + other))
 
 
 @gluon.jit
 def arrive(number, threads):
-    """Arrive, without waiting for the others."""
+    """Arrives at a barrier without waiting for the other threads."""
     at_number(ARRIVE, number, threads)
 
 
 @gluon.jit
 def wait(number, threads):
-    """Arrive, and wait for the others."""
+    """Arrives at a barrier and waits for the other threads."""
     at_number(WAIT, number, threads)
 
 
 @gluon.jit
 def meet(number, threads):
-    """Arrive, and wait for others that do the same in roles of their own: `bar.sync` promises that
-    all who wait at a barrier do so by one instruction."""
+    """Arrives at a barrier and waits for warps that reach it from other roles, which run other
+    code: `bar.sync` is defined only if all who wait at a barrier do so by one instruction, so all
+    roles call this function."""
     at_number(MEET, number, threads)
 
 
 @gluon.jit
 def wait_for_step(n, numbers):
-    """Wait until the keys of step n and the values of the step before are ready."""
+    """Waits until the keys of step n and the values of the step before are ready to be
+    multiplied."""
     at_number(WAIT_FOR_STEP, n % PHASES, numbers.warpgroups)
 
 
 @gluon.jit
 def begin_step(n, numbers):
-    """Say so, as each of 128 threads that make tiles ready."""
+    """Tells the mma warpgroups that a step is ready; called by each of the 128 threads that convert
+    tiles."""
     at_number(BEGIN_STEP, n % PHASES, numbers.warpgroups)
 
 
 @gluon.jit
 def give_first_turn(numbers):
-    """Let the first warpgroup issue products, as the second."""
+    """Lets the first warpgroup issue products; called by the second, once, before the loop."""
     if numbers.turns is not None:
         at_number(GIVE_FIRST_TURN, numbers.turns, 256)
 
 
 @gluon.jit
 def wait_for_turn(numbers):
-    """Wait until a warpgroup may issue products."""
+    """Waits until it is this warpgroup's turn to issue products."""
     if numbers.turns is not None:
         at_number(WAIT_FOR_TURN, numbers.turns, 256)
 
 
 @gluon.jit
 def pass_turn_on(numbers):
-    """Let the other warpgroup issue them."""
+    """Gives the turn to issue products to the other warpgroup."""
     if numbers.turns is not None:
         at_number(PASS_TURN, numbers.turns, 256)

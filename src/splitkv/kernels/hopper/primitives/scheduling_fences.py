@@ -1,4 +1,5 @@
-"""Numbers that are known at a place in a program: compilers would else move them there or away."""
+"""Fences for the compilers' schedulers: each makes a value known at a place of the program, where
+they would otherwise compute it earlier or later."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def known(x):
 
 @gluon.jit
 def known_now(x):
-    """Keeps numbers of 32 bits, of which nothing is worked out before, and in registers of their
-    own until here: a product under way has those that they go to."""
+    """Keeps 32-bit values in registers of their own up to here, and lets nothing be computed from
+    them before: a product that is under way writes to those registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
     )
@@ -66,8 +67,9 @@ def known_now(x):
 
 @gluon.jit
 def again(x, scarce):
-    """Keeps an integer; where registers are `scarce`, not None, what follows from it is worked out
-    where it is wanted, not once before all items for registers that every step has to spare."""
+    """Returns an integer such that what follows from it is computed where it is used. Without it,
+    that is computed once before all items and held in registers that every step lacks. scarce: not
+    None where registers are; None: the integer is returned as it is."""
     if scarce is not None:
         x = known_now(x)
     return x
@@ -75,7 +77,7 @@ def again(x, scarce):
 
 @gluon.jit
 def programs(scarce):
-    """The number of programs, worked out anew where registers are `scarce`, not None."""
+    """Returns the number of programs, read anew where registers are `scarce` (not None)."""
     count = gl.num_programs(0)
     if scarce is not None:
         count = gl.inline_asm_elementwise(

@@ -60,8 +60,8 @@ def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
 
 @gluon.jit
 def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
-    """Allocates a barrier for each stage of a ring, which opens when COUNT threads have arrived; 0:
-    they are not set up."""
+    """Allocates an mbarrier for each stage of a ring; a phase of it ends when COUNT threads have
+    arrived. COUNT 0: the barriers are not initialised."""
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(SLOTS if COUNT else 0):
         mbarrier.init(arrived.index(n), count=COUNT)
@@ -70,7 +70,7 @@ def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """The stage after this one, and the phase of its barrier."""
+    """Computes the (stage, phase) after this one: the phase flips where the ring wraps."""
     slot += 1
     if slot == SLOTS:
         slot = 0
@@ -92,20 +92,20 @@ def first_slot(before, zero, SLOTS: gl.constexpr):
 
 @gluon.jit
 def turn_of(j, SLOTS: gl.constexpr):
-    """The stage of the j-th tile where there are one or two, and the phase of its barrier: worked
-    out, as a register for each is more than some loops have."""
+    """Computes the (stage, phase) of the j-th tile in a ring of one or two stages. Computed from j,
+    as some loops have no register left to carry each."""
     return j & (SLOTS - 1), (j >> (SLOTS - 1)) & 1
 
 
 @gluon.jit
-def tile_at(tiles, i):
-    """The tile at place i of Tiles."""
+def tile_at_place(tiles, i):
+    """Computes which tile is at place i of Tiles: those from `near` on lie `skip` tiles further."""
     return gl.where(i < tiles.near, i, i + tiles.skip)
 
 
 @gluon.jit
 def foresee(pool, b, tile, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
-    """Prefetches the page id of a tile of sequence b."""
+    """Prefetches the page id of a tile of sequence b into the L1."""
     if pool.table_ptr is not None:
         page = tile * TILE_N // PAGE_SIZE
         row = pool.table_ptr + b.to(gl.int64) * pool.stride_table

@@ -1,4 +1,4 @@
-"""Rows of a tile in shared memory that are another sequence's, or nobody's, made zero.
+"""Zeroes rows of a tile in shared memory that belong to another sequence or to none.
 
 What lies there may be NaN or infinite, and a product takes a row's 0 times it.
 """
@@ -36,7 +36,8 @@ def clear_behind(x, count, STRIP: gl.constexpr, W: gl.constexpr, WARPGROUPS: gl.
 
 @gluon.jit
 def all_cleared(WARPGROUPS: gl.constexpr):
-    """Wait until all warpgroups that clear a tile have, and let their products see it."""
+    """Waits until all warpgroups that clear a tile have done so, and makes it visible to their
+    products."""
     fence_async_shared()
     if WARPGROUPS == 1:
         thread_barrier()

@@ -1,4 +1,4 @@
-"""What a library has to get right before it is timed, by the definition in `reference`.
+"""The check of a library's results before it is timed, by the definition in `reference`.
 
 The reference needs the whole matrix of scores, so of long sequences it is taken in parts:
 
@@ -58,7 +58,7 @@ def keys_seen(mask: Mask, first: int, last: int, keys: int) -> list[tuple[int, i
 
 
 class Reference:
-    """What inputs have to give, where it is looked at."""
+    """The expected results of inputs, where they are looked at."""
 
     def __init__(self, inputs: Inputs, case: Case) -> None:
         self.inputs, p = inputs, inputs.problem
@@ -86,7 +86,7 @@ class Reference:
         return errors
 
     def looked_at(self, out: Tensor, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What of an output and gradients is compared, in the form of `_values`."""
+        """The parts of an output and of gradients that are compared, in the form of `_values`."""
         p, heads = self.inputs.problem, self.heads
 
         def rows_of(x: Tensor) -> Tensor:

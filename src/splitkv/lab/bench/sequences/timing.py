@@ -342,7 +342,7 @@ def measure(
 
 
 def result(turn: Turn, samples: Sequence[float] | None, lost: str | None) -> Row:
-    """What a row has to say after the rounds."""
+    """The time of a row after the rounds, or the reason why there is none."""
     if samples is None or turn.reason is not None:
         return {"reasons": [turn.reason or lost or "no rounds"]}
     timing = summarize(samples)

@@ -1,1 +1,1 @@
-"""What the sources say, a module each, and what we say beside: figures, bounds, verdicts."""
+"""Claims of the sources, a module each, and ours beside: figures, bounds, verdicts."""

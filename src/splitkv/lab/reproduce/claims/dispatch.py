@@ -35,7 +35,7 @@ def rule_of_new_tokens(results: Results) -> Iterator[Verdict]:
 
 
 def traced(results: Results) -> Iterator[Verdict]:
-    """What torch's FlashAttention-2 launched at those lengths, beside the rule."""
+    """The splits that torch's FlashAttention-2 launched at those lengths, beside the rule."""
     rows = results.rows("trace")
     for tokens in NEW_TOKENS:
         p = qwen(tokens)

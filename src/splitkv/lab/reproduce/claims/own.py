@@ -1,4 +1,4 @@
-"""What we say beside the sources: right and repeatable results, and ours against theirs."""
+"""Claims of our own: right and repeatable results, and ours against theirs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SOURCES = {
 
 
 class Claim(NamedTuple):
-    """What a source says, as a value that is at least or at most a bound.
+    """A claim of a source, as a value that is at least or at most a bound.
 
     text      in words, without whose figure it is
     source    a key of `SOURCES`
