@@ -45,7 +45,7 @@ class MergedRows(NamedTuple):
 
 
 @triton.jit
-def merge_rows(partial, of_rows, offs_v, HEAD_DIM_V: tl.constexpr, TILE_P: tl.constexpr):
+def merge_slots(partial, of_rows, offs_v, HEAD_DIM_V: tl.constexpr, TILE_P: tl.constexpr):
     """Merges all splits of MergedRows, TILE_P a step: m and l [TILE_R], acc [TILE_R, TILE_V]."""
     TILE_R: tl.constexpr = of_rows.rows.shape[0]
     m = tl.full([TILE_R], float("-inf"), tl.float32)
@@ -117,9 +117,9 @@ def combine_slots(
         sink_log2 = sink * 1.4426950408889634
     of_rows = MergedRows(program, programs, group, rows_of_slot, ok, ROWS, start.merged)
     if start.merged <= FEW:
-        m, l, acc = merge_rows(partial, of_rows, offs_v, HEAD_DIM_V, FEW)
+        m, l, acc = merge_slots(partial, of_rows, offs_v, HEAD_DIM_V, FEW)
     else:
-        m, l, acc = merge_rows(partial, of_rows, offs_v, HEAD_DIM_V, TILE_P)
+        m, l, acc = merge_slots(partial, of_rows, offs_v, HEAD_DIM_V, TILE_P)
     out, lse = finish(acc, m, l, sink_log2)
 
     b = start.sequence.to(tl.int64)
