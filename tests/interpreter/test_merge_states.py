@@ -27,7 +27,7 @@ AXES: cases.Axes = {
     "tokens": (1, 7),
     "sink": (False, True),
     "into": ("new", "strided", "the first state"),
-    "layout": ("contiguous", "tokens last", "different"),
+    "layout": ("contiguous", "tokens last", "different", "beside the LSE"),
 }
 
 
@@ -41,6 +41,8 @@ def state(values: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
     if last:
         out = out.transpose(-3, -2).contiguous().transpose(-3, -2)
         lse = lse.transpose(-2, -1).contiguous().transpose(-2, -1)
+    if values["layout"] == "beside the LSE":  # as ranks send them
+        out = torch.cat([out, torch.full_like(out[..., :2], math.nan)], -1)[..., :-2]
     lse[torch.rand_like(lse) < 0.3] = -math.inf
     if number:
         out[lse.transpose(-2, -1) == -math.inf] = math.nan
