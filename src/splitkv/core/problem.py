@@ -212,6 +212,7 @@ class Operands:
     dropout_p: float = 0.0
     new: Any = None  # a call of `append` that the kernel does; cache_seqlens are those before it
     starts: Any = None  # of a schedule of the step, see kernels/schedule.py
+    seqlen_k: int | None = None  # of the call, where the plan may be for more keys; None: its own
 
 
 def describe_decode(
@@ -316,6 +317,7 @@ def describe_decode(
         v_scale=v_scale,
         softmax_scale=scale,
         softcap=float(softcap),
+        seqlen_k=seqlen_k,
     )
 
 

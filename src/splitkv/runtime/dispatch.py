@@ -41,9 +41,10 @@ from splitkv.kernels.host.stand_in import StandIn
 from splitkv.planner.legality import expect_backward, expect_config
 from splitkv.planner.policies.shared import MAX_SPLITS
 from splitkv.planner.registry import completed, kernel_named, make_plan
-from splitkv.runtime import call_cache
+from splitkv.runtime import call_cache, growing_call
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
+from splitkv.runtime.growing_call import GROWS, in_bucket
 
 calls: CallCache[BoundCall] = CallCache()  # of decode, attention and attention_varlen
 _warned: set[tuple[str, ...]] = set()
@@ -88,6 +89,15 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def bind(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Launcher:
     """A launcher for a described call, under the caller's plan or a new one."""
     plan = plan_for(problem, operands, plan, num_splits)
+    return kernel_named(plan.kernel).bind(plan, operands)
+
+
+def bind_in_bucket(problem: Problem, operands: Operands, num_splits: int) -> Launcher:
+    """A launcher for a described call under the plan of the longest caches of its bucket, which
+    does not change with every key; of the call's own length by kernels that take no other."""
+    plan = plan_for(in_bucket(problem), operands, None, num_splits)
+    if plan.kernel not in GROWS:
+        plan = plan_for(problem, operands, None, num_splits)
     return kernel_named(plan.kernel).bind(plan, operands)
 
 
@@ -260,7 +270,9 @@ def run_decode(
                 return run_decode(tensors, arguments, made, options, in_operator)
         expect_unrecorded(arguments["out"])
         new = partial(_bind_decode, tensors, arguments, made)
-        bound = calls.get_or_bind(options, tensors, new)
+        bound = _growing(tensors, arguments, made, options)
+        if bound is None:
+            bound = calls.get_or_bind(options, tensors, new)
     q, k_cache, v_cache = tensors[:3]
     operands = Operands(q, k_cache, v_cache, softmax_scale=bound.softmax_scale)
     for name in _DECODE_TENSORS:
@@ -268,6 +280,36 @@ def run_decode(
     operands.softcap = float(arguments["softcap"])
     operands.starts = made.starts
     return bound(operands)
+
+
+def _growing(
+    tensors: list[Tensor], arguments: dict[str, Any], made: Decision, options: tuple[Any, ...]
+) -> BoundCall | None:
+    """What serves contiguous caches of every length; None where they are none, the first time that
+    they come and where no kernel takes every length."""
+    absent = made.plan, arguments["page_table"], arguments["max_seqlen_k"]
+    if any(x is not None for x in absent) or needs_grad(*tensors):
+        return None
+    pattern = growing_call.pattern_of(tensors)
+    if pattern is None or device_of(tensors[0]).kind != "cuda":
+        return None
+    new = partial(_bind_growing, tensors, arguments, made)
+    check = growing_call.check_of_any_length
+    return calls.get_or_bind_alike(options, tensors, pattern, check, new)
+
+
+def _bind_growing(
+    tensors: list[Tensor], arguments: dict[str, Any], made: Decision
+) -> BoundCall | None:
+    problem, operands = describe_decode(*tensors[:3], needs_grad=False, **arguments)
+
+    def plan(problem: Problem, operands: Operands) -> Plan:
+        return plan_for(problem, operands, None, made.num_splits)
+
+    if plan(in_bucket(problem), operands).kernel not in GROWS:
+        return None
+    call = growing_call.GrowingCall(problem, made.num_splits, plan)
+    return BoundCall.of(call, operands, None)
 
 
 def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decision) -> BoundCall:
@@ -278,7 +320,10 @@ def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decisio
     problem, operands = describe_decode(q, k_cache, v_cache, needs_grad=grad, **arguments)
     if made.starts is not None:
         expect_device("schedule", made.starts, q.device)
-    launcher = bind(problem, operands, made.plan, made.num_splits)
+    if made.plan is None and device_of(operands.q).kind == "cuda":
+        launcher = bind_in_bucket(problem, operands, made.num_splits)
+    else:
+        launcher = bind(problem, operands, made.plan, made.num_splits)
     if made.starts is not None and made.plan is not None:
         _expect_same_shares(made.plan, getattr(launcher, "plan", made.plan))
     return BoundCall.of(launcher, operands, made.plan)
