@@ -60,6 +60,11 @@ def of_keys(n: int, batch: int = 1) -> Caches:
 ROOM = torch.zeros(2, 2, FIRST + STEPS, KV_HEADS, DIM, dtype=torch.bfloat16)
 
 
+LENS = torch.zeros(1, dtype=torch.int32)
+TABLE = torch.zeros(1, 40, dtype=torch.int32)
+PAGES = dict.fromkeys(("k_cache", "v_cache"), torch.zeros(40, 16, KV_HEADS, DIM).bfloat16())
+
+
 def in_room(n: int) -> Caches:
     return {"k_cache": ROOM[0, :, :n], "v_cache": ROOM[1, :, :n]}
 
@@ -102,7 +107,8 @@ def narrowed(caches: Caches) -> Caches:
 def query(caches: Caches) -> Tensor:
     k = caches["k_cache"]
     dtype = torch.bfloat16 if k.element_size() == 1 else k.dtype
-    return torch.zeros(k.shape[0], 1, HEADS, k.shape[3], dtype=dtype)
+    batch = 1 if "page_table" in caches else k.shape[0]
+    return torch.zeros(batch, 1, HEADS, k.shape[3], dtype=dtype)
 
 
 def launches(recorded: Recorded) -> list[tuple[str, tuple[Any, ...]]]:
@@ -139,6 +145,49 @@ def test_a_new_length_is_launched_as_if_bound_to_it(name: str, compiled: list[st
     assert compiled == [], "no length compiles what its growth did not"
     # a first call, one that serves all lengths, and one for each kernel that a bucket is first for
     assert through_triton <= 2 * len(of_growth) + 4 < STEPS
+
+
+LENS = torch.zeros(1, dtype=torch.int32)
+TABLE = torch.zeros(1, 40, dtype=torch.int32)
+PAGES = dict.fromkeys(("k_cache", "v_cache"), torch.zeros(40, 16, KV_HEADS, DIM).bfloat16())
+ROOMY = of_keys(FIRST + STEPS)
+BOUNDED: dict[str, Caches] = {
+    "host": ROOMY,
+    "host, int8 by token": quantised(FIRST + STEPS, "token"),
+    "device": ROOMY | {"cache_seqlens": LENS},
+    "pages": PAGES | {"cache_seqlens": LENS, "page_table": TABLE},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_the_greatest_length_may_change_in_every_step(
+    name: str, gpu: Recorded, compiled: list[str]
+) -> None:
+    """max_seqlen_k is the length itself on the host, and with lengths on the device a bound that is
+    rounded up to that of its bucket."""
+    caches = BOUNDED[name]
+    q = torch.zeros(1, 1, HEADS, DIM, dtype=torch.bfloat16)
+    for n in range(FIRST, FIRST + STEPS):
+        gpu.calls.clear()
+        splitkv.decode(q, **caches, max_seqlen_k=n)
+        (args, *_) = (args for kernel, args in gpu.calls if kernel.startswith("decode"))
+        bound = n
+        if not name.startswith("host") and n > FIRST:
+            bound = min(registry.rounded_up(n), 40 * 16 if name == "pages" else FIRST + STEPS)
+        assert bound in args[20:]
+    assert gpu.through_triton <= 2 * len(compiled) + 8 < STEPS
+    for wrong in (-1, 0.5, True, 40 * 16 + 1):
+        with pytest.raises(ValueError, match="max_seqlen_k: expected"):
+            splitkv.decode(q, **caches, max_seqlen_k=wrong)
+
+
+def test_one_greatest_length_is_a_layout_of_its_own(gpu: Recorded) -> None:
+    """Given again and again, nothing is cut to it or rounded."""
+    q = torch.zeros(1, 1, HEADS, DIM, dtype=torch.bfloat16)
+    for _ in range(3):
+        splitkv.decode(q, **ROOMY, max_seqlen_k=FIRST + 1)
+    ((options, _),) = dispatch.calls.recent
+    assert options[0] == FIRST + 1
 
 
 def test_a_day_of_lengths_compiles_few_variants(gpu: Recorded, compiled: list[str]) -> None:

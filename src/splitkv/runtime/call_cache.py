@@ -124,15 +124,18 @@ class CallCache(Generic[Bound]):
         self.recent: dict[Any, tuple[Entry[Bound], ...]] = {}
         self._by_layout: dict[Any, tuple[Check | None, Bound]] = {}
         self._by_pattern: dict[Any, tuple[Check | None, Bound | None] | None] = {}
+        self._asked: dict[Any, None] = {}
         self._max_calls, self._max_recent = max_calls, max_recent
 
     def __len__(self) -> int:
-        return max(len(self.recent), len(self._by_layout), len(self._by_pattern))
+        of_layouts = max(len(self._by_layout), len(self._by_pattern), len(self._asked))
+        return max(len(self.recent), of_layouts)
 
     def clear(self) -> None:
         """Forget every call."""
         self._by_layout.clear()
         self._by_pattern.clear()
+        self._asked.clear()
         self.recent.clear()
 
     def match(self, options: Any, tensors: Sequence[Any]) -> Bound | None:
@@ -163,6 +166,18 @@ class CallCache(Generic[Bound]):
         self._by_layout[key] = fits, bound
         self._add(options, tensors, fits, bound)
         return bound
+
+    def came_before(self, options: Any, tensors: Sequence[Any]) -> bool:
+        """Whether this was asked before of these options and layouts."""
+        try:
+            key = options, _recorded(tensors), *map(layout, tensors)
+            if key in self._asked:
+                return True
+        except (AttributeError, TypeError):  # describing says what is not right
+            return False
+        self._make_room()
+        self._asked[key] = None
+        return False
 
     def get_or_bind_alike(
         self,

@@ -40,7 +40,7 @@ from splitkv.core.problem import (
 from splitkv.kernels.host.stand_in import StandIn
 from splitkv.planner.legality import expect_backward, expect_config
 from splitkv.planner.policies.shared import MAX_SPLITS
-from splitkv.planner.registry import completed, kernel_named, make_plan
+from splitkv.planner.registry import completed, kernel_named, make_plan, rounded_up
 from splitkv.runtime import call_cache, growing_call
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
@@ -269,6 +269,10 @@ def run_decode(
             with without_autocast(q):
                 return run_decode(tensors, arguments, made, options, in_operator)
         expect_unrecorded(arguments["out"])
+        if made.plan is None and arguments["max_seqlen_k"] is not None:
+            alike = _of_any_max_seqlen_k(tensors, arguments, options)
+            if alike is not None:
+                return run_decode(alike.tensors, alike.arguments, made, alike.options, in_operator)
         new = partial(_bind_decode, tensors, arguments, made)
         bound = _growing(tensors, arguments, made, options)
         if bound is None:
@@ -280,6 +284,45 @@ def run_decode(
     operands.softcap = float(arguments["softcap"])
     operands.starts = made.starts
     return bound(operands)
+
+
+class Alike(NamedTuple):
+    """A call of decode, as `run_decode` takes it, that has the result of another."""
+
+    tensors: list[Tensor]
+    arguments: dict[str, Any]
+    options: tuple[Any, ...]
+
+
+def _of_any_max_seqlen_k(
+    tensors: list[Tensor], arguments: dict[str, Any], options: tuple[Any, ...]
+) -> Alike | None:
+    """The call that is made in the place of one like others but for `max_seqlen_k`; None: itself,
+    as the first time.
+
+    With lengths on the device the bound is that of the bucket; else contiguous caches are cut to
+    the keys that there are, and grow.
+    """
+    longest, page_table = arguments["max_seqlen_k"], arguments["page_table"]
+    capacity = growing_call.capacity_of(tensors[1], page_table)
+    if type(longest) is not int or not 0 < longest < capacity:  # describing says what is not right
+        return None
+    on_host = arguments["cache_seqlens"] is None
+    if (on_host and page_table is not None) or not calls.came_before(options[1:], tensors):
+        return None
+    if not on_host:
+        bound = min(rounded_up(longest), capacity)
+        if bound == longest:
+            return None
+        return Alike(tensors, arguments | {"max_seqlen_k": bound}, (bound, *options[1:]))
+    k_scale, v_scale = arguments["k_scale"], arguments["v_scale"]
+    cut = {id(x): x[:, :longest] for x in tensors[1:3]}
+    if k_scale is not None and k_scale.shape == tensors[1].shape[:3]:  # of each token
+        cut |= {id(x): x[:, :longest] for x in (k_scale, v_scale)}
+    arguments = {name: cut.get(id(x), x) for name, x in arguments.items()}
+    tensors = [cut.get(id(x), x) for x in tensors]
+    options = None, type(None), *options[2:]
+    return Alike(tensors, arguments | {"max_seqlen_k": None}, options)
 
 
 def _growing(

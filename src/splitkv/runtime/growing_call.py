@@ -51,6 +51,15 @@ def in_bucket(problem: Problem) -> Problem:
     return replace(problem, seqlen_k=rounded_up(problem.seqlen_k))
 
 
+def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
+    """Keys that there is room for in each sequence of a cache; -1: of what is no cache."""
+    try:
+        keys: int = k_cache.shape[1]
+        return keys if page_table is None else keys * page_table.shape[1]
+    except (AttributeError, IndexError):  # describing says what is not right
+        return -1
+
+
 def caches_of(tensors: Sequence[Tensor]) -> list[int]:
     """Which of the tensors of a call on contiguous caches have a length: keys and values, and
     scales of each token."""
