@@ -189,3 +189,13 @@ def test_a_check_of_any_length_has_all_else(monkeypatch: pytest.MonkeyPatch) -> 
     assert [name for name, other in others.items() if fits(other)] == []
     monkeypatch.setattr(call_cache, "_TensorGuards", None)
     assert call_cache.check_of([x], any_length=[0]) is None
+
+
+def test_a_call_like_another_but_for_its_first_option(cache: Cache) -> None:
+    x = [torch.zeros(2, 3)]
+    assert not cache.is_another((1, "rest"), x)
+    bound = cache.get_or_bind((1, "rest"), x, object)
+    assert not cache.is_another((1, "rest"), x) and bound is found(cache, (1, "rest"), *x)
+    assert cache.is_another((2, "rest"), x)
+    assert not cache.is_another((2, "others"), x) and not cache.is_another((2, "rest"), [x[0].T])
+    assert not cache.is_another(([],), x) and not cache.is_another((1, "rest"), [None])

@@ -124,18 +124,18 @@ class CallCache(Generic[Bound]):
         self.recent: dict[Any, tuple[Entry[Bound], ...]] = {}
         self._by_layout: dict[Any, tuple[Check | None, Bound]] = {}
         self._by_pattern: dict[Any, tuple[Check | None, Bound | None] | None] = {}
-        self._asked: dict[Any, None] = {}
+        self._alike: dict[Any, None] = {}
         self._max_calls, self._max_recent = max_calls, max_recent
 
     def __len__(self) -> int:
-        of_layouts = max(len(self._by_layout), len(self._by_pattern), len(self._asked))
+        of_layouts = max(len(self._by_layout), len(self._by_pattern), len(self._alike))
         return max(len(self.recent), of_layouts)
 
     def clear(self) -> None:
         """Forget every call."""
         self._by_layout.clear()
         self._by_pattern.clear()
-        self._asked.clear()
+        self._alike.clear()
         self.recent.clear()
 
     def match(self, options: Any, tensors: Sequence[Any]) -> Bound | None:
@@ -167,16 +167,18 @@ class CallCache(Generic[Bound]):
         self._add(options, tensors, fits, bound)
         return bound
 
-    def came_before(self, options: Any, tensors: Sequence[Any]) -> bool:
-        """Whether this was asked before of these options and layouts."""
+    def is_another(self, options: Any, tensors: Sequence[Any]) -> bool:
+        """Whether there was a call like this one but for the first of its options, and none like
+        this one."""
         try:
-            key = options, _recorded(tensors), *map(layout, tensors)
-            if key in self._asked:
-                return True
+            key = _recorded(tensors), *map(layout, tensors)
+            known, alike = (options, *key) in self._by_layout, (options[1:], *key)
+            if alike in self._alike:
+                return not known
         except (AttributeError, TypeError):  # describing says what is not right
             return False
         self._make_room()
-        self._asked[key] = None
+        self._alike[alike] = None
         return False
 
     def get_or_bind_alike(

@@ -60,6 +60,10 @@ def device_of(tensor: Tensor) -> Device:
     return current(tensor.device.index) if tensor.is_cuda else cpu()
 
 
+def _on_a_gpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and device_of(x).kind == "cuda"
+
+
 def torch_device(device: Any) -> torch.device:
     """A device that torch can make tensors on, given as torch takes one: by itself, its name or its
     number."""
@@ -304,11 +308,13 @@ def _of_any_max_seqlen_k(
     the keys that there are, and grow.
     """
     longest, page_table = arguments["max_seqlen_k"], arguments["page_table"]
+    if not _on_a_gpu(tensors[0]):
+        return None
     capacity = growing_call.capacity_of(tensors[1], page_table)
     if type(longest) is not int or not 0 < longest < capacity:  # describing says what is not right
         return None
     on_host = arguments["cache_seqlens"] is None
-    if (on_host and page_table is not None) or not calls.came_before(options[1:], tensors):
+    if (on_host and page_table is not None) or not calls.is_another(options, tensors):
         return None
     if not on_host:
         bound = min(rounded_up(longest), capacity)
@@ -334,7 +340,7 @@ def _growing(
     if any(x is not None for x in absent) or needs_grad(*tensors):
         return None
     pattern = growing_call.pattern_of(tensors)
-    if pattern is None or device_of(tensors[0]).kind != "cuda":
+    if pattern is None or not _on_a_gpu(tensors[0]):
         return None
     new = partial(_bind_growing, tensors, arguments, made)
     check = growing_call.check_of_any_length
