@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
+import splitkv.api  # before what it imports is replaced  # noqa: F401
 from splitkv.core.device import Device
 from splitkv.kernels.host import workspace
-from splitkv.runtime import dispatch
+from splitkv.runtime import dispatch, growing_call
 
 STREAM = 7
 _numbers = itertools.count()
@@ -129,6 +130,7 @@ def fake_gpu(name: str = "h200") -> Iterator[Recorded]:
             patches.enter_context(mock.patch.object(target, attribute, value, create=True))
         for table in ("_buffers", "_counters", "_of_streams"):
             patches.enter_context(mock.patch.dict(getattr(workspace, table), clear=True))
+        patches.enter_context(mock.patch.dict(growing_call.compiled, clear=True))
         dispatch.calls.clear()
         yield recorded
         dispatch.calls.clear()

@@ -64,9 +64,12 @@ __all__ = [
 
 def kernel_named(name: str) -> Kernel:
     """The kernel with this name."""
-    kernels = {kernel.name: kernel for kernel in KERNELS}
-    expect_one_of("kernel", name, kernels)
-    return kernels[name]
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    names = [kernel.name for kernel in KERNELS]
+    expect_one_of("kernel", name, names)
+    raise AssertionError(f"{name} is one of {names}")
 
 
 def make_plan(

@@ -357,7 +357,7 @@ def _bind_growing(
 
     if plan(in_bucket(problem), operands).kernel not in GROWS:
         return None
-    call = growing_call.GrowingCall(problem, made.num_splits, plan)
+    call = growing_call.GrowingCall(problem, operands, made.num_splits, plan)
     return BoundCall.of(call, operands, None)
 
 

@@ -46,6 +46,11 @@ Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 
 
+compiled: dict[Hashable, tuple[Any, Any]] = {}
+"""What Triton compiled for growing calls, a decode kernel and `combine` or None: by the types and
+alignments of what they were given, and by `Launcher.variant`."""
+
+
 def in_bucket(problem: Problem) -> Problem:
     """The problem of the longest caches that are served by the same plan."""
     return replace(problem, seqlen_k=rounded_up(problem.seqlen_k))
@@ -120,18 +125,22 @@ def check_of_any_length(tensors: Sequence[Tensor]) -> Check | None:
 class GrowingCall:
     """A launcher of decode for contiguous caches of every length, which differ in nothing else.
 
-    problem     of one of the lengths
-    num_splits  that the caller forces, or 0
-    plan_for    plan_for(problem, operands): a plan for these operands
+    problem, operands  of one of the lengths
+    num_splits         that the caller forces, or 0
+    plan_for           plan_for(problem, operands): a plan for these operands
     """
 
     def __init__(
-        self, problem: Problem, num_splits: int, plan_for: Callable[[Problem, Operands], Plan]
+        self,
+        problem: Problem,
+        operands: Operands,
+        num_splits: int,
+        plan_for: Callable[[Problem, Operands], Plan],
     ) -> None:
         self.problem, self.num_splits, self.plan_for = problem, num_splits, plan_for
+        self.types = types_of(operands)
         self.by_token = problem.codec.granularity == "token"
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
-        self.compiled: dict[Hashable, tuple[Any, Any]] = {}  # of an alignment and a variant
         self.buckets: dict[tuple[Alignment, int], DecodeLauncher] = {}
         self.latest: tuple[CacheLayout | None, Repeat | None] = (None, None)
         self.bound: tuple[CacheLayout | None, Launcher | None] = (None, None)  # to one length
@@ -174,7 +183,7 @@ class GrowingCall:
         self.bound = here, made
         result: Result = made(x)
         if plan.kernel in GROWS and made.compiled is not None:
-            self.compiled[alignment, made.variant()] = made.compiled
+            compiled[self.types, alignment, made.variant()] = made.compiled
             self.buckets[alignment, plan.problem.seqlen_k] = made
         return result
 
@@ -203,10 +212,10 @@ class GrowingCall:
         if plan.kernel not in GROWS:
             return None
         made: Any = kernel_named(plan.kernel).bind(plan, operands)
-        compiled = self.compiled.get((alignment, made.variant()))
-        if compiled is None:
+        kernels = compiled.get((self.types, alignment, made.variant()))
+        if kernels is None:
             return None
-        made.keep(*compiled, operands.q.device)
+        made.keep(*kernels, operands.q.device)
         return made  # type: ignore[no-any-return]
 
     def planned(self, here: CacheLayout, alignment: Alignment, operands: Operands) -> Plan:
@@ -220,6 +229,15 @@ class GrowingCall:
         if not (x.k.data_ptr() | x.v.data_ptr()) & 15:
             self.plans[alignment] = plan
         return plan
+
+
+def types_of(operands: Operands) -> Hashable:
+    """What kernels are compiled for of the types of a call, and the device that they are loaded
+    on."""
+    x = operands
+    tensors = x.q, x.k, x.v, x.cache_seqlens, x.sink_logits, x.alibi_slopes, x.q_scale, x.k_scale
+    types = [None if tensor is None else tensor.dtype for tensor in tensors]
+    return x.q.device, *types, bool(x.softcap)
 
 
 def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:

@@ -386,8 +386,9 @@ class Launcher:
 
     def variant(self) -> Hashable:
         """What tells the two kernels apart that Triton compiles, among launchers bound to operands
-        with strides and addresses alike."""
-        return self.split.variant(), None if self.merge is None else self.merge.variant()
+        with types, strides and addresses alike."""
+        merge = None if self.merge is None else self.merge.variant()
+        return self.split.variant(), merge, (self.return_lse, self.dtype, self.in_bits)
 
     def keep(self, compiled: Any, merged: Any, device: torch.device) -> None:
         """Keeps what was compiled, for this launcher or another with the same `variant`, for later
