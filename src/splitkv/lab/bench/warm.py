@@ -25,6 +25,10 @@ def warmup(
     cache: Annotated[
         list[str] | None, typer.Option(help="paged, growing or static; repeat for more.")
     ] = None,
+    stored: Annotated[
+        list[str] | None,
+        typer.Option(help="as_is, int8:head, fp8:token, ...; repeat for more."),
+    ] = None,
     page_size: Annotated[int, typer.Option(help="Of the paged cache.")] = 16,
     max_batch: Annotated[int, typer.Option(help="Sequences of a step, at most.")] = 256,
     max_seqlen: Annotated[int | None, typer.Option(help="Keys; else as the model says.")] = None,
@@ -37,6 +41,7 @@ def warmup(
         batches = sorted({*(n for n in ENGINE_BATCHES if n <= max_batch), max_batch})
         serving = Serving(
             caches=tuple(cache or SERVING.caches),  # type: ignore[arg-type]
+            stored=tuple(stored or SERVING.stored),
             page_size=page_size,
             batch_sizes=tuple(batches),
             max_seqlen=max_seqlen,
