@@ -125,10 +125,10 @@ def test_serving_what_is_warm_compiles_nothing(warm: dict[str, str]) -> None:
     assert cold == Counter()
 
 
+KINDS = "paged", "growing"
 IN_8_BITS = replace(
     SERVED,
-    caches=("paged", "growing"),
-    stored=("int8:head", "fp8:token"),
+    caches=tuple(f"{kind}:{s}" for s in ("int8:head", "fp8:token") for kind in KINDS),
     batch_sizes=(1, 8),
     max_seqlen=256,
     max_seqlen_q=16,
@@ -144,7 +144,10 @@ def test_serving_caches_of_8_bits_compiles_nothing_that_is_not_warm() -> None:
         for model, shapes in works:
             for shape in shapes:
                 model.call_of(shape).run()
-        assert [str(model.codec) for model, _ in works] == [*("int8 per head", "fp8 per token") * 2]
+        assert [str(model.codec) for model, _ in works] == [
+            *["int8 per head"] * 2,
+            *["fp8 per token"] * 2,
+        ]
         warm = set(variants.asked)
         assert {"append_kv", "decode_all_warps"} <= {*variants.asked.values()}
         r = random.Random(0)
@@ -255,7 +258,6 @@ def test_malformed_configurations(config: Any, said: str) -> None:
 def test_without_a_gpu_one_has_to_be_named() -> None:
     with pytest.raises(ValueError, match="gpu: expected a GPU"):
         splitkv.warmup_model(LLAMA, gpu=splitkv.core.device.CPU)
-    with pytest.raises(ValueError, match="serving.caches: expected .paged"):
-        splitkv.warmup_model(LLAMA, Serving(caches=("ring",)), gpu="h200")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="serving.stored: expected .*'int8:head'"):
-        splitkv.warmup_model(LLAMA, Serving(stored=("int8",)), gpu="h200")
+    for caches in ("ring", "paged:int8", "paged:as_is", "paged:"):
+        with pytest.raises(ValueError, match=r"serving.caches: expected .paged.*paged:int8:head"):
+            splitkv.warmup_model(LLAMA, Serving(caches=(caches,)), gpu="h200")

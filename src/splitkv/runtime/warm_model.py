@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,9 +28,8 @@ class Serving:
     """How a model is served and trained.
 
     caches        paged: lengths on the device; growing: contiguous, as long as there are keys, as
-                  transformers has it; static: contiguous, lengths on the device
-    stored        how keys and values are in these: "as_is", or "int8" or "fp8" and what has a scale
-                  of its own, as in "int8:token"; of tensor, head and token
+                  transformers has it; static: contiguous, lengths on the device. In 8 bits with
+                  the codec and what has a scale of its own: "paged:int8:head", "growing:fp8:token"
     page_size     of the paged one
     batch_sizes   sequences of a step
     max_seqlen    keys of the longest sequence; None: as the model says
@@ -40,8 +38,7 @@ class Serving:
     training      forward and backward, too
     """
 
-    caches: tuple[CacheKind, ...] = ("paged", "growing")
-    stored: tuple[str, ...] = (AS_IS.name,)
+    caches: tuple[str, ...] = ("paged", "growing")
     page_size: int = 16
     batch_sizes: tuple[int, ...] = ENGINE_BATCHES
     max_seqlen: int | None = None
@@ -51,11 +48,16 @@ class Serving:
 
 
 SERVING = Serving()
-STORED = {
-    AS_IS.name: AS_IS,
-    **{f"{name}:{per}": Codec(name, per) for name in CODECS for per in GRANULARITIES},
+CODEC_OF = {
+    "": AS_IS,
+    **{f":{name}:{per}": Codec(name, per) for name in CODECS for per in GRANULARITIES},
 }
-"""The values of `Serving.stored`."""
+CACHES = {
+    f"{kind}{stored}": (kind, codec)
+    for stored, codec in CODEC_OF.items()
+    for kind in get_args(CacheKind)
+}
+"""The values of `Serving.caches`."""
 
 
 def warmup_model(
@@ -88,9 +90,7 @@ def warmup_model(
     hint = "name the GPU that it is for"
     expect(device.kind == "cuda", "gpu", "a GPU", device.name, hint)
     for kind in serving.caches:
-        expect_one_of("serving.caches", kind, get_args(CacheKind))
-    for stored in serving.stored:
-        expect_one_of("serving.stored", stored, STORED)
+        expect_one_of("serving.caches", kind, CACHES)
     sizes = attention_sizes(model)
     if processes is not None:
         expect_size("processes", processes)
@@ -106,15 +106,15 @@ def calls_of(sizes: AttentionSizes, serving: Serving, gpu: Device) -> Iterator[W
     prompt = min(serving.max_seqlen_q, longest)
     for window in sizes.windows:
         arguments = {"window_size": window, "softcap": sizes.softcap}
-        for kind, stored in product(serving.caches, serving.stored):
+        for kind, codec in (CACHES[cache] for cache in serving.caches):
             model = _model(sizes, serving, longest, gpu, kind, arguments)
             shapes = list(serving_shapes.decode_shapes(serving.batch_sizes, longest))
             if kind == "paged":
                 shapes += serving_shapes.prompt_shapes("prompt", prompt, longest)
                 shapes += serving_shapes.append_shapes()
-            elif stored == AS_IS.name:  # a prompt is attended to before it is stored
+            elif codec == AS_IS:  # a prompt is attended to before it is stored
                 shapes += serving_shapes.prompt_shapes("dense", prompt, longest)
-            yield replace(model, codec=STORED[stored]), shapes
+            yield replace(model, codec=codec), shapes
         model = _model(sizes, serving, longest, gpu, "static", arguments)
         yield model, _packed_and_trained(serving, prompt)
 
