@@ -193,6 +193,23 @@ def compare(problem: Problem, call: Call, out: Tensor, lse: Tensor) -> None:
     assert_lse_close(lse, ref_lse)
 
 
+@pytest.mark.parametrize("mask", [Mask(causal=True), Mask(True, 30, -1, 5)], ids=str)
+@pytest.mark.parametrize("schedule", ["even 1", "even 3", "even 7"])
+def test_a_plan_serves_shorter_caches(schedule: str, mask: Mask) -> None:
+    """Lengths on the host: the plan is for more keys, the run-time length is the call's own. Parts
+    that a shorter cache leaves empty change nothing."""
+    longest = replace(DECODE, lengths="host", mask=mask, batch=1)
+    plan = plan_of(longest, schedule)
+    for keys in (1, 2, 15, 16, 17, 48, 63, 99, 100):
+        problem = replace(longest, seqlen_k=keys, seqlen_q=min(2, keys))
+        here = replace(plan, problem=replace(longest, seqlen_q=problem.seqlen_q))
+        call = make_operands(problem, seed=keys)
+        operands = bind(problem, call)
+        operands.seqlen_k = keys
+        out, lse = records.DECODE_SPLIT.launch(operands, here)
+        compare(problem, call, out, lse)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_launcher_serves_any_lengths(schedule: str) -> None:
     """As in the replays of a graph: lengths change on the device, nothing is planned again."""

@@ -160,6 +160,20 @@ def test_a_committed_table_says_where_it_is_from(path: Path) -> None:
     assert {plan.kernel for m in found.measured for plan in m.plans} <= names
 
 
+@pytest.mark.parametrize("path", sorted(tuned.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_rows_are_made_when_they_are_looked_at(path: Path) -> None:
+    """And found by sizes that are those of their problems."""
+    opened, loaded = tuned.opened(path), tuned.load(path)
+    assert opened.places == loaded.places
+    assert isinstance(opened.measured, tuned.Rows) and not opened.measured._made
+    choose = tuned.with_table(opened), tuned.with_table(loaded)
+    for keys in (1000, 9000):
+        whole, few = (policy(problem(3, keys), H200, ABLE) for policy in choose)
+        assert few == whole
+    assert 0 < len(opened.measured._made) <= 3 * tuned.NEIGHBOURS
+    assert [*opened.measured] == [*loaded.measured] == opened.measured[:]
+
+
 # --- the file ----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ LAYERS = (
     "planner.registry",
     "planner.legality planner.explanation testing",
     "runtime.autocast runtime.call_cache",
+    "runtime.growing_call",
     "runtime.dispatch",
     "runtime.schedule",
     "runtime.arguments",

@@ -140,3 +140,62 @@ def test_it_is_bounded(kept: str) -> None:
         assert 0 < len(cache) <= 4
     cache.clear()
     assert len(cache) == 0
+
+
+def any_length(tensors: Any) -> Any:
+    return call_cache.check_of(tensors, any_length=[1])
+
+
+def test_a_call_of_any_length_is_bound_the_second_time() -> None:
+    cache = Cache()
+    x, wide = torch.zeros(2), torch.zeros(1, 2, 3, 4)
+    bound = object()
+    first, second, third = (torch.zeros(1, n, 3, 4) for n in (5, 6, 7))
+    given = "options", [x, first], "pattern", any_length
+    assert cache.get_or_bind_alike(*given, pytest.fail) is None
+    assert cache.get_or_bind_alike("options", [x, second], *given[2:], lambda: bound) is bound
+    assert cache.match("options", [x, third]) is bound
+    assert cache.get_or_bind_alike("options", [x, third], *given[2:], pytest.fail) is bound
+    assert cache.match("options", [x, wide.double()]) is None
+    assert cache.match("others", [x, third]) is None
+    assert cache.get_or_bind_alike(([],), [x, third], *given[2:], pytest.fail) is None
+    cache.clear()
+    assert cache.get_or_bind_alike(*given, pytest.fail) is None
+
+
+def test_what_cannot_be_bound_to_any_length_is_not_tried_again() -> None:
+    cache = Cache()
+    x = [torch.zeros(2), torch.zeros(1, 5, 3, 4)]
+    tried: list[None] = []
+    for _ in range(4):
+        given = "options", x, "pattern", any_length, lambda: tried.append(None)
+        assert cache.get_or_bind_alike(*given) is None
+    assert len(tried) == 1
+
+
+def test_a_check_of_any_length_has_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 8, 5, 4).transpose(1, 2)
+    fits = call_cache.check_of([x], any_length=[0])
+    assert fits is not None
+    assert fits(torch.zeros(1, 8, 6, 4).transpose(1, 2)) and fits(x)
+    others = {
+        "batch": torch.zeros(2, 8, 5, 4).transpose(1, 2),
+        "heads": torch.zeros(1, 7, 5, 4).transpose(1, 2),
+        "columns": torch.zeros(1, 8, 5, 8).transpose(1, 2)[..., :4],
+        "order": torch.zeros(1, 5, 8, 4),
+        "type": x.half(),
+        "gradient": x.clone().requires_grad_(),
+    }
+    assert [name for name, other in others.items() if fits(other)] == []
+    monkeypatch.setattr(call_cache, "_TensorGuards", None)
+    assert call_cache.check_of([x], any_length=[0]) is None
+
+
+def test_a_call_like_another_but_for_its_first_option(cache: Cache) -> None:
+    x = [torch.zeros(2, 3)]
+    assert not cache.is_another((1, "rest"), x)
+    bound = cache.get_or_bind((1, "rest"), x, object)
+    assert not cache.is_another((1, "rest"), x) and bound is found(cache, (1, "rest"), *x)
+    assert cache.is_another((2, "rest"), x)
+    assert not cache.is_another((2, "others"), x) and not cache.is_another((2, "rest"), [x[0].T])
+    assert not cache.is_another(([],), x) and not cache.is_another((1, "rest"), [None])

@@ -9,6 +9,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,6 +125,44 @@ def test_serving_what_is_warm_compiles_nothing(warm: dict[str, str]) -> None:
     assert cold == Counter()
 
 
+KINDS = "paged", "growing"
+IN_8_BITS = replace(
+    SERVED,
+    caches=tuple(f"{kind}:{s}" for s in ("int8:head", "fp8:token") for kind in KINDS),
+    batch_sizes=(1, 8),
+    max_seqlen=256,
+    max_seqlen_q=16,
+    training=False,
+)
+
+
+def test_serving_caches_of_8_bits_compiles_nothing_that_is_not_warm() -> None:
+    variants = Variants()
+    few = mock.patch.object(serving_shapes, "PROMPTS_TOGETHER", (1,))
+    with few, compile_only(H200, variants):
+        works = list(calls_of(attention_sizes(LLAMA), IN_8_BITS, H200))[:-1]  # but for packed ones
+        for model, shapes in works:
+            for shape in shapes:
+                model.call_of(shape).run()
+        assert [str(model.codec) for model, _ in works] == [
+            *["int8 per head"] * 2,
+            *["fp8 per token"] * 2,
+        ]
+        warm = set(variants.asked)
+        assert {"append_kv", "decode_all_warps"} <= {*variants.asked.values()}
+        r = random.Random(0)
+        for _ in range(300):
+            model, _ = r.choice(works)
+            keys = int(2 ** r.uniform(0, 8))
+            shape = Shape("step", r.choice((1, 8)), 1, keys)
+            if model.page_size and r.random() < 0.3:
+                tokens = r.randint(1, 16)
+                prompt = Shape("prompt", 1, tokens, r.randint(tokens, 256))
+                shape = r.choice((prompt, Shape("slots", 1, r.randint(1, 400), 0)))
+            model.call_of(shape).run()
+    assert {variants.asked[name] for name in {*variants.asked} - warm} == set()
+
+
 def test_integers_are_no_variants() -> None:
     """Lengths, batches and strides that are 1, odd or multiples of 16, of one plan."""
     variants = Variants()
@@ -219,5 +258,6 @@ def test_malformed_configurations(config: Any, said: str) -> None:
 def test_without_a_gpu_one_has_to_be_named() -> None:
     with pytest.raises(ValueError, match="gpu: expected a GPU"):
         splitkv.warmup_model(LLAMA, gpu=splitkv.core.device.CPU)
-    with pytest.raises(ValueError, match="serving.caches: expected .paged"):
-        splitkv.warmup_model(LLAMA, Serving(caches=("ring",)), gpu="h200")  # type: ignore[arg-type]
+    for caches in ("ring", "paged:int8", "paged:as_is", "paged:"):
+        with pytest.raises(ValueError, match=r"serving.caches: expected .paged.*paged:int8:head"):
+            splitkv.warmup_model(LLAMA, Serving(caches=(caches,)), gpu="h200")

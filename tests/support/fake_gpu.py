@@ -8,6 +8,7 @@ the driver's part of allocations and launches.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
+import splitkv.api  # before what it imports is replaced  # noqa: F401
 from splitkv.core.device import Device
 from splitkv.kernels.host import workspace
-from splitkv.runtime import dispatch
+from splitkv.runtime import dispatch, growing_call
 
 STREAM = 7
 _numbers = itertools.count()
@@ -90,7 +92,7 @@ class Driver:
         properties = {"max_shared_mem": gpu.smem_per_block}
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: properties,
-            load_binary=lambda *binary: (None, 0xF00, 0, 0, 1024),
+            load_binary=lambda name, binary, *rest: (None, zlib.crc32(binary), 0, 0, 1024),
             fill_tma_descriptor=fill,
             fill_tma_descriptor_tiled=fill,
         )
@@ -128,6 +130,7 @@ def fake_gpu(name: str = "h200") -> Iterator[Recorded]:
             patches.enter_context(mock.patch.object(target, attribute, value, create=True))
         for table in ("_buffers", "_counters", "_of_streams"):
             patches.enter_context(mock.patch.dict(getattr(workspace, table), clear=True))
+        patches.enter_context(mock.patch.dict(growing_call.compiled, clear=True))
         dispatch.calls.clear()
         yield recorded
         dispatch.calls.clear()

@@ -63,7 +63,12 @@ class Config(Value):
     @property
     def shape(self) -> Config:
         """The config of this tile with one split."""
-        return replace(self, num_splits=1, merge="combine", appends=False, variant=Plain())
+        return _shape_of(self)
+
+
+@lru_cache(maxsize=4096)  # policies ask for it of the same few configs with every cost they weigh
+def _shape_of(config: Config) -> Config:
+    return replace(config, num_splits=1, merge="combine", appends=False, variant=Plain())
 
 
 def shares_of(config: Config) -> str:

@@ -217,6 +217,7 @@ class Operands:
     dropout_p: float = 0.0
     new: Any = None  # a call of `append` that the kernel does; cache_seqlens are those before it
     starts: Any = None  # of a schedule of the step, see kernels/schedule.py
+    seqlen_k: int | None = None  # of the call, where the plan may be for more keys; None: its own
 
 
 class Options(NamedTuple):
@@ -435,6 +436,7 @@ def _described(
         softmax_scale=scale,
         softcap=float(given.softcap),
         dropout_p=float(given.dropout_p),
+        seqlen_k=sizes.seqlen_k if sizes.kind == "decode" else None,
     )
 
 

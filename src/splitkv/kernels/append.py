@@ -43,7 +43,7 @@ from torch import Tensor
 
 from splitkv.kernels.host.append_arguments import codes, new_scale_strides, token_strides
 from splitkv.kernels.host.append_call import Append, Result, Rotary
-from splitkv.kernels.host.cache_keys import settle_key
+from splitkv.kernels.host.arguments import prepared
 from splitkv.kernels.host.relaunch import Launch, launch_of, observed
 from splitkv.kernels.tile.encode import Place, StoredTensor, write_tokens
 from splitkv.kernels.tile.locate import locate
@@ -361,7 +361,7 @@ class AppendLauncher:
         q_out = None if x.q is None else x.q.new_empty(x.q.shape)
         cos, sin, start = (None, None, None) if x.rotary is None else x.rotary[:3]
         caches = codes(x.k_cache, x.k_cache), codes(x.v_cache, x.v_cache)
-        compiled = settle_key(append_kv)[self.grid](
+        compiled = prepared(append_kv)[self.grid](
             TokenPointers(x.k, x.v, x.cu_seqlens_new),
             Store(*caches, x.page_table, x.rows, x.slots),
             CacheLengths(x.before, after, x.leftpad),

@@ -24,6 +24,10 @@ class CompileTimeRecord(str):
     """
 
     def __new__(cls, **values: Any) -> CompileTimeRecord:
+        key = cls, *values.items()
+        kept = _made.get(key)
+        if kept is not None:
+            return kept
         names = list(cls.__annotations__)
         wrong = sorted({*names} ^ {*values})
         assert not wrong, f"{cls.__name__}: expected {', '.join(names)}, wrong are {wrong}"
@@ -32,7 +36,11 @@ class CompileTimeRecord(str):
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         record = super().__new__(cls, f"{cls.__name__}_{digest[:32]}")
         record.__dict__.update(values)
+        _made[key] = record
         return record
+
+
+_made: dict[Any, CompileTimeRecord] = {}  # of the same values the same, as making one takes long
 
 
 def key_of(value: Any) -> Any:

@@ -35,6 +35,7 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import triton
@@ -51,11 +52,12 @@ from splitkv.kernels.host.append_arguments import (
     fixed_arguments,
     token_tiles,
 )
-from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.launcher import (
     BOUNDS,
     PER_CALL,
     PER_CALL_OF_APPEND,
+    CacheTail,
     DecodeLauncher,
     SplitKernel,
     batch_p2,
@@ -65,7 +67,7 @@ from splitkv.kernels.host.launcher import (
     split_arguments,
 )
 from splitkv.kernels.host.partition import grid, padded_dims
-from splitkv.kernels.host.relaunch import launch_of
+from splitkv.kernels.host.relaunch import Launch, launch_of
 from splitkv.kernels.host.step import StepLauncher
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
@@ -323,12 +325,21 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         "DEPENDENTS": "early" if early else "in_order",
     }
     programs, options = grid(problem, config), compile_options(config.num_warps)
-    tail = tail_in_order(decode_split, per_call, fixed)
+    tail = CacheTail(decode_split, per_call, fixed)
 
     def launch(arguments: dict[str, Any]) -> Any:
         return decode_split[programs](*in_order(decode_split, arguments | fixed), **options)
 
-    return SplitKernel(launch, lambda compiled: launch_of(compiled, programs, tail))
+    def relaunch(compiled: Any) -> Launch:
+        return launch_of(compiled, programs, tail.arguments)
+
+    def at_length(compiled: Any, operands: Operands) -> Launch:
+        return launch_of(compiled, programs, tail.at_length(operands))
+
+    def variant() -> Hashable:
+        return tail.variant(), config.num_warps, partial_rows(plan) > 0
+
+    return SplitKernel(launch, relaunch, at_length, variant)
 
 
 def bind(plan: Plan, operands: Operands) -> DecodeLauncher | StepLauncher:

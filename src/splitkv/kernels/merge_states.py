@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.combine import Final
+from splitkv.kernels.host.arguments import prepared
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kernels.tile.visit import Strides
 
@@ -133,7 +134,7 @@ def launch(
         return
     dim_v = triton.next_power_of_2(head_dim_v)
     tile_rows = max(1, TILE_ELEMENTS // dim_v)
-    merge_states[(triton.cdiv(rows, tile_rows),)](
+    prepared(merge_states)[(triton.cdiv(rows, tile_rows),)](
         tuple(State(*state) for state in states),
         Final(out, lse),
         sink_logits,

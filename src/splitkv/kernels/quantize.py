@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitkv.kernels.host.append_arguments import codes
+from splitkv.kernels.host.arguments import prepared
 from splitkv.kernels.tile.encode import encode, magnitude, scale_of
 from splitkv.kernels.tile.visit import load_tile, store_tile
 from splitkv.rounding import LARGEST
@@ -132,8 +133,10 @@ def launch(x: Tensor, mean: Tensor | None, granularity: str, stored: Tensor, sca
     if granularity != "token":
         largest = torch.zeros_like(scale)
         programs = max(1, min(tiles, MAX_PROGRAMS // heads)) * heads
-        find_largest[(programs,)](x, mean, largest, *sizes, dim, tile_t, enable_fp_fusion=True)
+        prepared(find_largest)[(programs,)](
+            *(x, mean, largest, *sizes, dim, tile_t), enable_fp_fusion=True
+        )
     most = LARGEST[stored.dtype]
-    quantize_rows[(tiles * heads,)](
+    prepared(quantize_rows)[(tiles * heads,)](
         *(x, mean, largest, out, scale, *sizes, dim, most, tile_t), enable_fp_fusion=True
     )

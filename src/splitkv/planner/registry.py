@@ -57,15 +57,19 @@ __all__ = [
     "decided_lengths",
     "kernel_named",
     "make_plan",
+    "plan_at_length",
     "rounded_up",
 ]
 
 
 def kernel_named(name: str) -> Kernel:
     """The kernel with this name."""
-    kernels = {kernel.name: kernel for kernel in KERNELS}
-    expect_one_of("kernel", name, kernels)
-    return kernels[name]
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    names = [kernel.name for kernel in KERNELS]
+    expect_one_of("kernel", name, names)
+    raise AssertionError(f"{name} is one of {names}")
 
 
 def make_plan(
@@ -96,6 +100,30 @@ def make_plan(
     candidates = [k for k, (_, against) in zip(KERNELS, reasons, strict=True) if not against]
     if not candidates:
         raise UnsupportedProblem(problem, device, reasons)
+    rejected = tuple((kernel, against) for kernel, against in reasons if against)
+    return _decided(problem, device, candidates, rejected, policy, num_splits)
+
+
+def plan_at_length(plan: Plan, seqlen_k: int, num_splits: int = 0) -> Plan:
+    """The plan of the default policy for the problem of a plan with another number of keys, which
+    are in the limits of no kernel: what is rejected stays so.
+
+    num_splits  as in `make_plan`
+    """
+    problem, rejected = replace(plan.problem, seqlen_k=seqlen_k), dict(plan.rejected)
+    candidates = [kernel for kernel in KERNELS if kernel.name not in rejected]
+    return _decided(problem, plan.device, candidates, plan.rejected, DEFAULT, num_splits)
+
+
+def _decided(
+    problem: Problem,
+    device: Device,
+    candidates: list[Kernel],
+    rejected: tuple[tuple[str, tuple[str, ...]], ...],
+    policy: str | Policy,
+    num_splits: int,
+) -> Plan:
+    """The plan that a policy, or the caller's number of splits, makes of the candidates."""
     candidates = widening.in_order(problem, device, candidates)
     kept: Hashable = None  # by what the choice is known again
     if isinstance(policy, str):
@@ -122,7 +150,6 @@ def make_plan(
     why = choice.why
     if asked is not problem:
         why += f"; decided as for {asked.seqlen_k} keys"
-    rejected = tuple((kernel, against) for kernel, against in reasons if against)
     return completed(Plan(problem, device, name, choice.kernel, choice.config, why, rejected))
 
 

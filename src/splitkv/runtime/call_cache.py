@@ -5,7 +5,8 @@ A call is described, planned and bound once for each kind of call. A kind is kno
 * the options: every argument that is no tensor, by value and type, as 1, 1.0 and True are equal and
   may not all be allowed; a plan by its identity; and which of the optional tensors are given. The
   caller makes one tuple of them, see `with_types`. What is not hashable is in no cache;
-* the layouts of the tensors: shape, strides, element type and device;
+* the layouts of the tensors: shape, strides, element type and device; or what layouts have in
+  common, where a call is bound to all of them (`growing_call.py`);
 * whether autograd records: where a tensor requires a gradient, `torch.is_grad_enabled()`.
 
 Addresses and contents are in no key, so neither are lengths nor page tables. Autocast is no part of
@@ -122,14 +123,19 @@ class CallCache(Generic[Bound]):
     def __init__(self, max_calls: int = MAX_CALLS, max_recent: int = MAX_RECENT) -> None:
         self.recent: dict[Any, tuple[Entry[Bound], ...]] = {}
         self._by_layout: dict[Any, tuple[Check | None, Bound]] = {}
+        self._by_pattern: dict[Any, tuple[Check | None, Bound | None] | None] = {}
+        self._alike: dict[Any, None] = {}
         self._max_calls, self._max_recent = max_calls, max_recent
 
     def __len__(self) -> int:
-        return max(len(self.recent), len(self._by_layout))
+        of_layouts = max(len(self._by_layout), len(self._by_pattern), len(self._alike))
+        return max(len(self.recent), of_layouts)
 
     def clear(self) -> None:
         """Forget every call."""
         self._by_layout.clear()
+        self._by_pattern.clear()
+        self._alike.clear()
         self.recent.clear()
 
     def match(self, options: Any, tensors: Sequence[Any]) -> Bound | None:
@@ -158,6 +164,53 @@ class CallCache(Generic[Bound]):
             fits = check_of(tensors)
         self._make_room()
         self._by_layout[key] = fits, bound
+        self._add(options, tensors, fits, bound)
+        return bound
+
+    def is_another(self, options: Any, tensors: Sequence[Any]) -> bool:
+        """Whether there was a call like this one but for the first of its options, and none like
+        this one."""
+        try:
+            key = _recorded(tensors), *map(layout, tensors)
+            known, alike = (options, *key) in self._by_layout, (options[1:], *key)
+            if alike in self._alike:
+                return not known
+        except (AttributeError, TypeError):  # describing says what is not right
+            return False
+        self._make_room()
+        self._alike[alike] = None
+        return False
+
+    def get_or_bind_alike(
+        self,
+        options: Any,
+        tensors: Sequence[Any],
+        pattern: Any,
+        check: Callable[[Sequence[Any]], Check | None],
+        bind: Callable[[], Bound | None],
+    ) -> Bound | None:
+        """The call of these options and all layouts of a pattern, which `bind` makes when such a
+        call comes a second time; None the first time, and where there is none.
+
+        check   of the tensors, for a check of all layouts of the pattern
+        """
+        key = options, pattern
+        try:
+            known = key in self._by_pattern
+        except TypeError:  # describing says what is not right
+            return None
+        if not known:
+            self._make_room()
+            self._by_pattern[key] = None
+            return None
+        kept = self._by_pattern[key]
+        if kept is None:
+            fits = check(tensors)
+            bound = None if fits is None else bind()
+            kept = self._by_pattern[key] = fits, bound
+        fits, bound = kept
+        if fits is None or bound is None or not fits(*tensors):
+            return None
         self._add(options, tensors, fits, bound)
         return bound
 
@@ -192,15 +245,23 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  #
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def check_of(tensors: Sequence[Tensor]) -> Check | None:
+def check_of(tensors: Sequence[Tensor], any_length: Sequence[int] = ()) -> Check | None:
     """A check for tensors just like these, the same one in the same places; None where torch has
-    none."""
+    none.
+
+    any_length   of which the second size may be any, and with it the first and the third stride
+    """
     if _TensorGuards is None:
         return None
     firsts = {id(x): n for n, x in reversed([*enumerate(tensors)])}
     places = sorted(firsts.values())
     distinct = [tensors[n] for n in places]  # torch's check refuses a tensor that is given twice
-    guards = _TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    sizes = strides = None
+    if any_length:
+        free = [(x, n in any_length) for x, n in zip(distinct, places, strict=True)]
+        sizes = [_with_none(x.shape, (1,) if any_ else ()) for x, any_ in free]
+        strides = [_with_none(x.stride(), (0, 2) if any_ else ()) for x, any_ in free]
+    guards = _TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Check = guards.check
     if not check(*distinct):
         return None
@@ -208,6 +269,10 @@ def check_of(tensors: Sequence[Tensor]) -> Check | None:
         return check
     pairs = [(n, firsts[id(x)]) for n, x in enumerate(tensors) if firsts[id(x)] != n]
     return _check_with_repeats(check, places, pairs)
+
+
+def _with_none(numbers: Sequence[int], places: Sequence[int]) -> list[int | None]:
+    return [None if n in places else x for n, x in enumerate(numbers)]
 
 
 def _check_with_repeats(

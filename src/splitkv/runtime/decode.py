@@ -189,14 +189,14 @@ def decode(
                 )
             else:
                 left, right = window_size
-                options = (
+                options = (  # max_seqlen_k first: see `with_longest`
+                    max_seqlen_k,
+                    type(max_seqlen_k),
                     type(window_size),
                     left,
                     type(left),
                     right,
                     type(right),
-                    max_seqlen_k,
-                    type(max_seqlen_k),
                     causal,
                     type(causal),
                     sink_tokens,

@@ -40,10 +40,11 @@ from splitkv.core.problem import (
 from splitkv.kernels.host.stand_in import StandIn
 from splitkv.planner.legality import expect_backward, expect_config
 from splitkv.planner.policies.shared import MAX_SPLITS
-from splitkv.planner.registry import completed, kernel_named, make_plan
-from splitkv.runtime import call_cache
+from splitkv.planner.registry import completed, kernel_named, make_plan, rounded_up
+from splitkv.runtime import call_cache, growing_call
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
+from splitkv.runtime.growing_call import GROWS, in_bucket
 
 calls: CallCache[BoundCall] = CallCache()  # of decode, attention and attention_varlen
 _warned: set[tuple[str, ...]] = set()
@@ -57,6 +58,10 @@ def device_of(tensor: Tensor) -> Device:
     if isinstance(tensor, StandIn):
         return tensor.gpu
     return current(tensor.device.index) if tensor.is_cuda else cpu()
+
+
+def _on_a_gpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and device_of(x).kind == "cuda"
 
 
 def torch_device(device: Any) -> torch.device:
@@ -88,6 +93,15 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def bind(problem: Problem, operands: Operands, plan: Plan | None, num_splits: int = 0) -> Launcher:
     """A launcher for a described call, under the caller's plan or a new one."""
     plan = plan_for(problem, operands, plan, num_splits)
+    return kernel_named(plan.kernel).bind(plan, operands)
+
+
+def bind_in_bucket(problem: Problem, operands: Operands, num_splits: int) -> Launcher:
+    """A launcher for a described call under the plan of the longest caches of its bucket, which
+    does not change with every key; of the call's own length by kernels that take no other."""
+    plan = plan_for(in_bucket(problem), operands, None, num_splits)
+    if plan.kernel not in GROWS:
+        plan = plan_for(problem, operands, None, num_splits)
     return kernel_named(plan.kernel).bind(plan, operands)
 
 
@@ -259,8 +273,14 @@ def run_decode(
             with without_autocast(q):
                 return run_decode(tensors, arguments, made, options, in_operator)
         expect_unrecorded(arguments["out"])
+        if made.plan is None and arguments["max_seqlen_k"] is not None:
+            alike = _of_any_max_seqlen_k(tensors, arguments, options)
+            if alike is not None:
+                return run_decode(alike.tensors, alike.arguments, made, alike.options, in_operator)
         new = partial(_bind_decode, tensors, arguments, made)
-        bound = calls.get_or_bind(options, tensors, new)
+        bound = _growing(tensors, arguments, made, options)
+        if bound is None:
+            bound = calls.get_or_bind(options, tensors, new)
     q, k_cache, v_cache = tensors[:3]
     operands = Operands(q, k_cache, v_cache, softmax_scale=bound.softmax_scale)
     for name in _DECODE_TENSORS:
@@ -268,6 +288,77 @@ def run_decode(
     operands.softcap = float(arguments["softcap"])
     operands.starts = made.starts
     return bound(operands)
+
+
+class Alike(NamedTuple):
+    """A call of decode, as `run_decode` takes it, that has the result of another."""
+
+    tensors: list[Tensor]
+    arguments: dict[str, Any]
+    options: tuple[Any, ...]
+
+
+def _of_any_max_seqlen_k(
+    tensors: list[Tensor], arguments: dict[str, Any], options: tuple[Any, ...]
+) -> Alike | None:
+    """The call that is made in the place of one like others but for `max_seqlen_k`; None: itself,
+    as the first time.
+
+    With lengths on the device the bound is that of the bucket; else contiguous caches are cut to
+    the keys that there are, and grow.
+    """
+    longest, page_table = arguments["max_seqlen_k"], arguments["page_table"]
+    if not _on_a_gpu(tensors[0]):
+        return None
+    capacity = growing_call.capacity_of(tensors[1], page_table)
+    if type(longest) is not int or not 0 < longest < capacity:  # describing says what is not right
+        return None
+    on_host = arguments["cache_seqlens"] is None
+    if (on_host and page_table is not None) or not calls.is_another(options, tensors):
+        return None
+    if not on_host:
+        bound = min(rounded_up(longest), capacity)
+        if bound == longest:
+            return None
+        return Alike(tensors, arguments | {"max_seqlen_k": bound}, (bound, *options[1:]))
+    k_scale, v_scale = arguments["k_scale"], arguments["v_scale"]
+    cut = {id(x): x[:, :longest] for x in tensors[1:3]}
+    if k_scale is not None and k_scale.shape == tensors[1].shape[:3]:  # of each token
+        cut |= {id(x): x[:, :longest] for x in (k_scale, v_scale)}
+    arguments = {name: cut.get(id(x), x) for name, x in arguments.items()}
+    tensors = [cut.get(id(x), x) for x in tensors]
+    options = None, type(None), *options[2:]
+    return Alike(tensors, arguments | {"max_seqlen_k": None}, options)
+
+
+def _growing(
+    tensors: list[Tensor], arguments: dict[str, Any], made: Decision, options: tuple[Any, ...]
+) -> BoundCall | None:
+    """What serves contiguous caches of every length; None where they are none, the first time that
+    they come and where no kernel takes every length."""
+    absent = made.plan, arguments["page_table"], arguments["max_seqlen_k"]
+    if any(x is not None for x in absent) or needs_grad(*tensors):
+        return None
+    pattern = growing_call.pattern_of(tensors)
+    if pattern is None or not _on_a_gpu(tensors[0]):
+        return None
+    new = partial(_bind_growing, tensors, arguments, made)
+    check = growing_call.check_of_any_length
+    return calls.get_or_bind_alike(options, tensors, pattern, check, new)
+
+
+def _bind_growing(
+    tensors: list[Tensor], arguments: dict[str, Any], made: Decision
+) -> BoundCall | None:
+    problem, operands = describe_decode(*tensors[:3], needs_grad=False, **arguments)
+
+    def plan(problem: Problem, operands: Operands) -> Plan:
+        return plan_for(problem, operands, None, made.num_splits)
+
+    if plan(in_bucket(problem), operands).kernel not in GROWS:
+        return None
+    call = growing_call.GrowingCall(problem, operands, made.num_splits, plan)
+    return BoundCall.of(call, operands, None)
 
 
 def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decision) -> BoundCall:
@@ -278,7 +369,10 @@ def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decisio
     problem, operands = describe_decode(q, k_cache, v_cache, needs_grad=grad, **arguments)
     if made.starts is not None:
         expect_device("schedule", made.starts, q.device)
-    launcher = bind(problem, operands, made.plan, made.num_splits)
+    if made.plan is None and device_of(operands.q).kind == "cuda":
+        launcher = bind_in_bucket(problem, operands, made.num_splits)
+    else:
+        launcher = bind(problem, operands, made.plan, made.num_splits)
     if made.starts is not None and made.plan is not None:
         _expect_same_shares(made.plan, getattr(launcher, "plan", made.plan))
     return BoundCall.of(launcher, operands, made.plan)

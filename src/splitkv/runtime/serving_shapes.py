@@ -15,7 +15,7 @@ PROMPTS_TOGETHER = (1, 2, 3, 4, 8, 16, 32, 64)
 TRAINED_TOGETHER = (1, 2, 4, 8, 16)
 NEW_TOKENS = (1, 2, 16, 300, 304)  # of a step: few and many, and multiples of 16 or not
 EVERY_LENGTH = 128  # up to which a token more may be another tile
-FEW_NEW = 4  # tokens, up to which plans follow the number of keys closely
+FEW_NEW = 16  # tokens, up to which plans follow the number of keys closely
 
 
 class Shape(NamedTuple):

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 
 from splitkv.core.device import Device, current
 from splitkv.core.errors import expect, expect_one_of, expect_size
-from splitkv.core.kv import AS_IS
+from splitkv.core.kv import AS_IS, CODECS, Codec
 from splitkv.runtime import serving_shapes
 from splitkv.runtime.compile_pool import Compiled, Progress, Work, compile_calls
 from splitkv.runtime.model_config import AttentionSizes, attention_sizes
 from splitkv.runtime.serving_shapes import ENGINE_BATCHES, Shape
 from splitkv.runtime.warm_record import write_record
-from splitkv.runtime.warmup import Model
+from splitkv.runtime.warmup import GRANULARITIES, Model
 
 CacheKind = Literal["paged", "growing", "static"]
 
@@ -28,7 +28,8 @@ class Serving:
     """How a model is served and trained.
 
     caches        paged: lengths on the device; growing: contiguous, as long as there are keys, as
-                  transformers has it; static: contiguous, lengths on the device
+                  transformers has it; static: contiguous, lengths on the device. In 8 bits with
+                  the codec and what has a scale of its own: "paged:int8:head", "growing:fp8:token"
     page_size     of the paged one
     batch_sizes   sequences of a step
     max_seqlen    keys of the longest sequence; None: as the model says
@@ -37,7 +38,7 @@ class Serving:
     training      forward and backward, too
     """
 
-    caches: tuple[CacheKind, ...] = ("paged", "growing")
+    caches: tuple[str, ...] = ("paged", "growing")
     page_size: int = 16
     batch_sizes: tuple[int, ...] = ENGINE_BATCHES
     max_seqlen: int | None = None
@@ -47,6 +48,16 @@ class Serving:
 
 
 SERVING = Serving()
+CODEC_OF = {
+    "": AS_IS,
+    **{f":{name}:{per}": Codec(name, per) for name in CODECS for per in GRANULARITIES},
+}
+CACHES = {
+    f"{kind}{stored}": (kind, codec)
+    for stored, codec in CODEC_OF.items()
+    for kind in get_args(CacheKind)
+}
+"""The values of `Serving.caches`."""
 
 
 def warmup_model(
@@ -79,7 +90,7 @@ def warmup_model(
     hint = "name the GPU that it is for"
     expect(device.kind == "cuda", "gpu", "a GPU", device.name, hint)
     for kind in serving.caches:
-        expect_one_of("serving.caches", kind, get_args(CacheKind))
+        expect_one_of("serving.caches", kind, CACHES)
     sizes = attention_sizes(model)
     if processes is not None:
         expect_size("processes", processes)
@@ -95,14 +106,15 @@ def calls_of(sizes: AttentionSizes, serving: Serving, gpu: Device) -> Iterator[W
     prompt = min(serving.max_seqlen_q, longest)
     for window in sizes.windows:
         arguments = {"window_size": window, "softcap": sizes.softcap}
-        for kind in serving.caches:
+        for kind, codec in (CACHES[cache] for cache in serving.caches):
             model = _model(sizes, serving, longest, gpu, kind, arguments)
             shapes = list(serving_shapes.decode_shapes(serving.batch_sizes, longest))
-            of_prompts: serving_shapes.Kind = "prompt" if kind == "paged" else "dense"
-            shapes += serving_shapes.prompt_shapes(of_prompts, prompt, longest)
             if kind == "paged":
+                shapes += serving_shapes.prompt_shapes("prompt", prompt, longest)
                 shapes += serving_shapes.append_shapes()
-            yield model, shapes
+            elif codec == AS_IS:  # a prompt is attended to before it is stored
+                shapes += serving_shapes.prompt_shapes("dense", prompt, longest)
+            yield replace(model, codec=codec), shapes
         model = _model(sizes, serving, longest, gpu, "static", arguments)
         yield model, _packed_and_trained(serving, prompt)
 

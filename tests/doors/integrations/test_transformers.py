@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpu import fake_gpu
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
@@ -49,6 +50,7 @@ import splitkv  # noqa: E402
 from splitkv.core.masks import Mask  # noqa: E402
 from splitkv.integrations import transformers as integration  # noqa: E402
 from splitkv.integrations import visibility  # noqa: E402
+from splitkv.runtime import dispatch  # noqa: E402
 from splitkv.testing import assert_close  # noqa: E402
 
 
@@ -114,6 +116,34 @@ def test_generates_the_tokens_of_eager_attention(
     filled = cache == "static" and name in WINDOWED  # the window, by the prompt
     if not filled:
         assert ("cache_seqlens" in full) == (padding == "left" or cache == "static")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.no_grad()
+def test_a_default_cache_grows_without_a_new_plan_in_every_step(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a GPU on which nothing runs: what transformers concatenates has strides of its own in
+    every step, and layers of one kind share one launcher."""
+    model, described = make_model(name).bfloat16(), list[int]()
+    model.set_attn_implementation("splitkv")
+    describe = dispatch.describe_decode
+
+    def counted(q: Any, k_cache: Any, *rest: Any, **given: Any) -> Any:
+        described.append(k_cache.shape[1])
+        return describe(q, k_cache, *rest, **given)
+
+    monkeypatch.setattr(dispatch, "describe_decode", counted)
+    with fake_gpu() as launched:
+        cache, prompt = DynamicCache(config=model.config), tokens(batch=batch, seqlen=300)
+        model(prompt, past_key_values=cache)
+        for _ in range(40):
+            model(prompt[:, :1], past_key_values=cache)
+            launched.calls.clear()
+        kinds = len({getattr(layer, "sliding_window", None) for layer in cache.layers})
+        assert described and max(described) <= 303 and len(described) <= 3 * kinds
+        assert launched.through_triton <= 12 * kinds
 
 
 def test_generates_with_a_compiled_forward_and_a_static_cache() -> None:

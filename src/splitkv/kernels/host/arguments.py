@@ -6,14 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitkv.kernels.host.cache_keys import settle_key
+from splitkv.kernels.host.compile_lock import one_at_a_time
+
+
+def prepared(kernel: Any) -> Any:
+    """The kernel, about to be launched through Triton: its key is settled, and one thread at a time
+    compiles it."""
+    return one_at_a_time(settle_key(kernel))
 
 
 def in_order(kernel: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments in the order of the kernel's parameters.
+    """The arguments in the order of the parameters of a kernel, which is `prepared`.
 
     AssertionError where one is missing, or where the kernel has no parameter of that name.
     """
-    settle_key(kernel)
+    prepared(kernel)
     names = kernel.arg_names
     if arguments.keys() != set(names):  # some kernels are launched so in every call
         missing = [name for name in names if name not in arguments]

@@ -9,12 +9,11 @@ them, whatever came before.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from triton.runtime import jit
 
-_lock = threading.RLock()
+from splitkv.kernels.host.compile_lock import compiling
 
 
 def settle_key(function: Any) -> Any:
@@ -30,7 +29,7 @@ def settle_key(function: Any) -> Any:
         callee.cache_key  # noqa: B018
         merge(self, callee)
 
-    with _lock:
+    with compiling:
         finder._update_hash = after_its_key
         try:
             function.cache_key  # noqa: B018

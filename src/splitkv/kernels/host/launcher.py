@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import triton
@@ -60,10 +60,16 @@ class SplitKernel(NamedTuple):
                name; the compiled kernel
     relaunch   relaunch(compiled): a function that launches it again, see `Repeat`; None: Triton has
                to, every time
+    at_length  at_length(compiled, operands): the same for contiguous caches of another length; None
+               also where lengths do not change
+    variant    variant(): what tells the kernel apart that Triton compiles, among those bound to
+               operands with strides and addresses alike
     """
 
     launch: Callable[[dict[str, Any]], Any]
     relaunch: Callable[[Any], Launch | None]
+    at_length: Callable[[Any, Operands], Launch | None] = lambda compiled, operands: None
+    variant: Callable[[], Hashable] = object
 
 
 class Splits(NamedTuple):
@@ -131,7 +137,7 @@ def split_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
     stride_sb, stride_sn, stride_sh = scale_strides(operands.k_scale, operands.k)
     return {
         "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
+        "seqlen_k": problem.seqlen_k if operands.seqlen_k is None else operands.seqlen_k,
         "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
         "parts": splits.parts,
@@ -150,6 +156,46 @@ def split_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
     }
 
 
+STRIDES_OF_CACHES = "k_strides", "v_strides"
+
+
+def specialised(kernel: Any, arguments: Iterable[tuple[str, Any]]) -> tuple[Hashable, ...]:
+    """The arguments by name as far as Triton compiles for them: of run-time integers only whether
+    there are any, and so of strides of caches, which are alike."""
+    free = {*kernel.do_not_specialize, *STRIDES_OF_CACHES}
+    return tuple([value is None if name in free else value for name, value in arguments])
+
+
+class CacheTail:
+    """The last arguments of a decode kernel, which do not change while caches have one length.
+
+    fixed   by name; those that a length changes are `seqlen_k` and strides of caches and scales
+    """
+
+    def __init__(self, kernel: Any, per_call: tuple[str, ...], fixed: dict[str, Any]) -> None:
+        self.kernel, self.arguments = kernel, tail_in_order(kernel, per_call, fixed)
+        self.place = {name: n for n, name in enumerate(kernel.arg_names[len(per_call) :])}
+        self.strided = fixed.get("k_strides") is not None
+
+    def variant(self) -> Hashable:
+        """What Triton compiles for, of these arguments, where strides are alike."""
+        return self.kernel, *specialised(self.kernel, zip(self.place, self.arguments, strict=True))
+
+    def at_length(self, operands: Operands) -> list[Any]:
+        """The arguments for caches of another length."""
+        k, v, place, made = operands.k, operands.v, self.place, [*self.arguments]
+        made[place["seqlen_k"]] = operands.seqlen_k
+        if self.strided:
+            made[place["k_strides"]] = Strides(*k.stride()[:3])
+            made[place["v_strides"]] = Strides(*v.stride()[:3])
+        if operands.k_scale is not None:
+            steps = scale_strides(operands.k_scale, k)
+            for name, step in zip(("stride_sb", "stride_sn", "stride_sh"), steps, strict=True):
+                if name in place:
+                    made[place[name]] = step
+        return made
+
+
 COMBINE_PER_CALL = ("partial", "final", "lens_ptr", "sink_ptr", "growth")
 """The arguments of `combine` that change from call to call; growth of calls that append alone."""
 
@@ -164,6 +210,10 @@ class Merge(NamedTuple):
     def launch(self, arguments: dict[str, Any]) -> Any:
         """Launches it through Triton; the compiled kernel."""
         return combine[self.grid](*in_order(combine, arguments | self.fixed), **self.options)
+
+    def variant(self) -> Hashable:
+        """What tells the kernel apart that Triton compiles."""
+        return *specialised(combine, self.fixed.items()), *sorted(self.options.items())
 
     def relaunch(self, compiled: Any, per_call: tuple[str, ...]) -> Launch:
         """A function that launches it again: see `Repeat`."""
@@ -249,6 +299,8 @@ class DecodeLauncher:
         self.acc_numel = self.partial_rows * problem.head_dim_v
         self.merge = merge_of(plan, operands) if self.partial_rows else None
         self.repeat: Callable[..., Any] | None = None
+        self.compiled: tuple[Any, Any] | None = None
+        self.again: Repeat | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -282,7 +334,7 @@ class DecodeLauncher:
             }
             merged = self.merge.launch(given)
         if compiled is not None and self.repeat is None and aligned(o) and not observed():
-            self.keep(compiled, merged, out)
+            self.keep(compiled, merged, out.device)
         return out, lse
 
     def rebind_once(self, operands: Operands) -> DecodeLauncher | None:
@@ -302,8 +354,23 @@ class DecodeLauncher:
             partial = self.partials(o.q, self.acc_numel, self.partial_rows)
         return arguments_of(self.plan, o, final, partial) | appended
 
-    def keep(self, compiled: Any, merged: Any, out: torch.Tensor) -> None:
-        """Keeps what was compiled for later calls."""
+    def at_length(self, operands: Operands) -> Repeat | None:
+        """What launches the compiled kernels for contiguous caches of another length, for whose
+        strides Triton would compile the same; None: nothing is known to."""
+        if self.again is None or self.compiled is None:
+            return None
+        split = self.split.at_length(self.compiled[0], operands)
+        return None if split is None else self.again.with_split(split)
+
+    def variant(self) -> Hashable:
+        """What tells the two kernels apart that Triton compiles, among launchers bound to operands
+        with types, strides and addresses alike."""
+        merge = None if self.merge is None else self.merge.variant()
+        return self.split.variant(), merge, (self.return_lse, self.dtype)
+
+    def keep(self, compiled: Any, merged: Any, device: torch.device) -> None:
+        """Keeps what was compiled, for this launcher or another with the same `variant`, for later
+        calls."""
         later = self.split.relaunch(compiled)
         if later is None:
             return
@@ -311,17 +378,19 @@ class DecodeLauncher:
         if self.merge is not None:
             named = COMBINE_PER_CALL if self.plan.config.appends else COMBINE_PER_CALL[:-1]
             merge = self.merge.relaunch(merged, named)
-        self.repeat = Repeat(
+        self.compiled = compiled, merged
+        self.again = Repeat(
             later,
             merge,
-            out.device,
-            out.dtype,
+            device,
+            self.dtype,
             self.out_shape,
             self.lse_shape if self.return_lse else None,
             self.acc_numel,
             self.partial_rows,
             key_scales=self.key_scales,
-        ).call
+        )
+        self.repeat = self.again.call
 
 
 def arguments_of(

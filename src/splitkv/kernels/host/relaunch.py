@@ -325,11 +325,15 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 
     __call__ = dict.__getitem__
 
-    def __missing__(self, address: int) -> tuple[Any, ...]:
+    def made_of(self, address: int) -> tuple[Any, ...]:
+        """Asks the driver for a map."""
         utils = triton.runtime.driver.active.utils
         fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
         shape, strides = self.layout
-        made = fill(address, *self.tile, shape, strides, 0), *shape, *strides
+        return fill(address, *self.tile, shape, strides, 0), *shape, *strides
+
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        made = self.made_of(address)
         if len(_made) >= MAX_MAPS:
             kept = _made[:]  # another thread may add to it
             del _made[: len(kept)]
@@ -341,6 +345,16 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 
 
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
+
+
+class MapsOfLength(TensorMaps):
+    """Tensor maps of caches that have this length for a while: they are forgotten with it."""
+
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        if len(self) >= MAX_MAPS:
+            self.clear()
+        made = self[address] = self.made_of(address)
+        return made
 
 
 class Allocations:
@@ -408,6 +422,13 @@ class Repeat(Allocations):
         super().__init__(merge, *rest)
         self.split, self.key_scales = split, key_scales
         self.partial: tuple[int, int, int] = (0, 0, 0)  # of the last call
+
+    def with_split(self, split: Launch) -> Repeat:
+        """The same call with another launch of its splits."""
+        made = object.__new__(Repeat)
+        made.__dict__.update(self.__dict__)
+        made.split = split
+        return made
 
     def call(
         self,

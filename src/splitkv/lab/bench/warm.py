@@ -23,7 +23,8 @@ def warmup(
     gpu: Annotated[str | None, typer.Option(help="A GPU by name; else the one here.")] = None,
     out: Annotated[Path | None, typer.Option(help="A folder; else Triton's cache.")] = None,
     cache: Annotated[
-        list[str] | None, typer.Option(help="paged, growing or static; repeat for more.")
+        list[str] | None,
+        typer.Option(help="paged, growing, static, paged:int8:head; repeat for more."),
     ] = None,
     page_size: Annotated[int, typer.Option(help="Of the paged cache.")] = 16,
     max_batch: Annotated[int, typer.Option(help="Sequences of a step, at most.")] = 256,
@@ -36,7 +37,7 @@ def warmup(
     with one_line_errors():
         batches = sorted({*(n for n in ENGINE_BATCHES if n <= max_batch), max_batch})
         serving = Serving(
-            caches=tuple(cache or SERVING.caches),  # type: ignore[arg-type]
+            caches=tuple(cache or SERVING.caches),
             page_size=page_size,
             batch_sizes=tuple(batches),
             max_seqlen=max_seqlen,

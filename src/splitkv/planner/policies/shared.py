@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import takewhile
 
 from splitkv.core.device import Device
@@ -63,17 +64,23 @@ def row_tiles(problem: Problem, tile_m: int) -> int:
     return max(1, ceil_div(problem.rows, tile_m))
 
 
+@lru_cache(maxsize=64)  # a policy asks for those of the same few kernels again and again
+def all_configs(kernel: Kernel, problem: Problem, device: Device) -> tuple[Config, ...]:
+    """Every config that a kernel has for a problem."""
+    return tuple(kernel.configs(problem, device))
+
+
 def shapes(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
     """The kernel's tile shapes, as its legal configs at one split, in its own order."""
-    one_split = takewhile(lambda config: config.num_splits == 1, kernel.configs(problem, device))
-    found = list(one_split)
+    every = all_configs(kernel, problem, device)
+    found = list(takewhile(lambda config: config.num_splits == 1, every))
     assert found, f"{kernel.name} has no config for {problem} on {device}"
     return found
 
 
 def clusters(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
     """The kernel's configs whose parts are merged by a cluster."""
-    return [c for c in kernel.configs(problem, device) if c.merge == "cluster"]
+    return [c for c in all_configs(kernel, problem, device) if c.merge == "cluster"]
 
 
 def splits_keys(problem: Problem, found: Sequence[Config], kernel: Kernel | None = None) -> bool:

@@ -68,6 +68,7 @@ from splitkv.planner.policies.shared import (
 
 TABLES = Path(__file__).parent / "tables"
 SCHEMA = 1
+TUNED_BYTES = 2  # of an element of the problems that tables are made of
 DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "page_size")
 # Problems that count as near, octaves, and weights, by leaving timed problems out of the table in
 # turn: measurements/thresholds.md#tuned, as what follows.
@@ -105,6 +106,46 @@ class Measured:
     plans: tuple[Timed, ...]
 
 
+class Rows(Sequence[Measured]):
+    """The rows of a file as Measured, each made when it is first looked at: a plan asks for few.
+
+    shapes   kernels and tile shapes by number
+    rows     the values of `DIMS`, and plans as (number of the shape, number of splits, us)
+    """
+
+    def __init__(self, shapes: Sequence[tuple[str, Config]], rows: Sequence[Sequence[Any]]) -> None:
+        self._shapes, self._rows = shapes, rows
+        self._made: dict[int, Measured] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        if number not in self._made:
+            *sizes, plans = self._rows[number]
+            problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
+            timed = []
+            for shape, splits, us in plans:
+                kernel, config = self._shapes[shape]
+                timed.append(Timed(kernel, replace(config, num_splits=splits), us))
+            self._made[number] = Measured(problem, tuple(timed))
+        return self._made[number]
+
+    def __iter__(self) -> Iterator[Measured]:  # a row that names no shape is not the end
+        return (self[number] for number in range(len(self)))
+
+    def sizes(self) -> Iterator[Sizes]:
+        """The Sizes of each problem, without making any."""
+        for *dims, _ in self._rows:
+            sizes = dict(zip(DIMS, dims, strict=True))
+            batch, kv_heads = sizes["batch"], sizes["num_kv_heads"]
+            rows = sizes["seqlen_q"] * sizes["num_heads"] // kv_heads
+            where = batch * kv_heads, sizes["seqlen_k"], rows, sizes["page_size"]
+            yield Sizes(*where, sizes["head_dim"], TUNED_BYTES)
+
+
 @dataclass(frozen=True)
 class Table:
     """The problems measured on one GPU; `made`: driver, versions, commit, date, command; `note`:
@@ -112,15 +153,17 @@ class Table:
 
     gpu: str
     made: Mapping[str, Any]
-    measured: tuple[Measured, ...]
+    measured: Sequence[Measured]
     note: str = ""
 
     @cached_property
-    def places(self) -> dict[_Class, list[tuple[tuple[float, ...], Measured]]]:
-        """(where it stands, measured) of every problem, by class."""
-        found: dict[_Class, list[tuple[tuple[float, ...], Measured]]] = {}
-        for m in self.measured:
-            found.setdefault(_class(m.problem), []).append((_place(m.problem), m))
+    def places(self) -> dict[_Class, list[tuple[tuple[float, ...], int]]]:
+        """(where it stands, its number) of every problem, by class."""
+        measured = self.measured
+        sizes = measured.sizes() if isinstance(measured, Rows) else map(_sizes_of, measured)
+        found: dict[_Class, list[tuple[tuple[float, ...], int]]] = {}
+        for number, of in enumerate(sizes):
+            found.setdefault(_class(of), []).append((_place(of), number))
         return found
 
 
@@ -149,7 +192,18 @@ def dump(table: Table) -> str:
 
 
 def load(path: Path) -> Table:
-    """A table that `dump` wrote. Raises ValueError where it is none."""
+    """A table that `dump` wrote, all of it. Raises ValueError where it is none."""
+    table = opened(path)
+    try:
+        return replace(table, measured=(*table.measured,))
+    except (IndexError, KeyError, TypeError, ValueError) as error:  # as of another version
+        expect(False, "table", "what this version's `splitkv tune` writes", f"{path}: {error}")
+        raise
+
+
+def opened(path: Path) -> Table:
+    """A table whose problems are made when they are looked at. Raises ValueError for a file that is
+    none."""
     expect(path.is_file(), "table", "a file that `splitkv tune` wrote", str(path))
     try:
         data = json.loads(path.read_text())
@@ -166,18 +220,10 @@ def load(path: Path) -> Table:
 
 def _parsed(data: dict[str, Any]) -> Table:
     known = [(kernel, Config(**shape)) for kernel, shape in data["shapes"]]
-    measured = []
-    for *sizes, plans in data["rows"]:
-        timed = tuple(
-            Timed(known[i][0], replace(known[i][1], num_splits=splits), us)
-            for i, splits, us in plans
-        )
-        problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
-        measured.append(Measured(problem, timed))
     made = {
         n: x for n, x in data.items() if n not in ("schema", "gpu", "columns", "shapes", "rows")
     }
-    return Table(data["gpu"], made, tuple(measured))
+    return Table(data["gpu"], made, Rows(known, data["rows"]))
 
 
 def tuned_problem(
@@ -217,7 +263,7 @@ def table_of(gpu: str) -> Table | None:
     One of the user's that cannot be read is left out, with a warning.
     """
     ours, theirs = (folder / file_name(gpu) for folder in (TABLES, user_tables()))
-    shipped = load(ours) if ours.is_file() else None
+    shipped = opened(ours) if ours.is_file() else None
     if not theirs.is_file():
         return shipped
     try:
@@ -233,7 +279,7 @@ def joined(table: Table, others: Sequence[Measured]) -> Table:
     """The table and what others have measured besides: of a problem in both its own times count."""
     told = {tuple(dims(m.problem).values()) for m in table.measured}
     added = tuple(m for m in others if tuple(dims(m.problem).values()) not in told)
-    return replace(table, measured=table.measured + added)
+    return replace(table, measured=(*table.measured, *added))
 
 
 def cheapest_splits(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> int:
@@ -455,9 +501,37 @@ class _Local:
 def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]:
     """(octaves away, measured) of the problem's class, the nearest first."""
     if problem.codec == AS_IS and problem.kind == "decode":
-        here, alike = _place(problem), table.places.get(_class(problem), ())
-        away = ((math.dist(here, place), m) for place, m in alike)
-        yield from sorted((a for a in away if a[0] <= MAX_OCTAVES), key=lambda pair: pair[0])
+        sizes = sizes_of(problem)
+        here, alike = _place(sizes), table.places.get(_class(sizes), ())
+        away = ((math.dist(here, place), number) for place, number in alike)
+        for octaves, number in sorted(pair for pair in away if pair[0] <= MAX_OCTAVES):
+            yield octaves, table.measured[number]
+
+
+class Sizes(NamedTuple):
+    """What of a problem of decode says which others are near it: sequences times KV heads, visible
+    keys, packed rows, keys of a page, None where contiguous, the wider head dimension, bytes of an
+    element."""
+
+    heads: int
+    keys: int
+    rows: int
+    page_size: int | None
+    head_dim: int
+    element_bytes: int
+
+
+def sizes_of(problem: Problem) -> Sizes:
+    """The Sizes of a problem."""
+    place, wider = problem.place, max(problem.head_dim, problem.head_dim_v)
+    page_size = place.page_size if isinstance(place, Paged) else None
+    heads = problem.batch * problem.num_kv_heads
+    where = heads, problem.visible_keys, problem.rows, page_size
+    return Sizes(*where, wider, problem.kv_element_bytes)
+
+
+def _sizes_of(measured: Measured) -> Sizes:
+    return sizes_of(measured.problem)
 
 
 class _Class(NamedTuple):
@@ -470,20 +544,17 @@ class _Class(NamedTuple):
     tiles: int
 
 
-def _class(problem: Problem) -> _Class:
-    wider, place = max(problem.head_dim, problem.head_dim_v), problem.place
-    whole = not isinstance(place, Paged) or place.page_size % WHOLE_TILES == 0
-    tiles = (problem.rows > NARROW) + (problem.rows > WIDE)
-    return _Class(whole, (wider - 1).bit_length(), problem.kv_element_bytes, tiles)
+def _class(sizes: Sizes) -> _Class:
+    whole = sizes.page_size is None or sizes.page_size % WHOLE_TILES == 0
+    tiles = (sizes.rows > NARROW) + (sizes.rows > WIDE)
+    return _Class(whole, (sizes.head_dim - 1).bit_length(), sizes.element_bytes, tiles)
 
 
-def _place(problem: Problem) -> tuple[float, ...]:
+def _place(sizes: Sizes) -> tuple[float, ...]:
     """Where a problem stands, in octaves."""
-    page_size = WHOLE_PAGES
-    if isinstance(problem.place, Paged):
-        page_size = min(problem.place.page_size, WHOLE_PAGES)
-    heads, rows = problem.batch * problem.num_kv_heads, max(problem.rows, NARROW)
-    return tuple(math.log2(max(1, x)) for x in (heads, problem.visible_keys, rows, page_size))
+    page_size = WHOLE_PAGES if sizes.page_size is None else min(sizes.page_size, WHOLE_PAGES)
+    rows = max(sizes.rows, NARROW)
+    return tuple([math.log2(max(1, x)) for x in (sizes.heads, sizes.keys, rows, page_size)])
 
 
 def _least_splits(problem: Problem, shape: Config) -> int:

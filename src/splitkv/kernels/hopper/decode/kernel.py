@@ -29,6 +29,7 @@ Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -53,20 +54,23 @@ from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layout_of
 from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
 from splitkv.kernels.host import step
 from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
-from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.launcher import (
     PER_CALL,
     PER_CALL_OF_APPEND,
+    CacheTail,
     DecodeLauncher,
     SplitKernel,
     batch_p2,
     compile_options,
+    partial_rows,
     split_arguments,
 )
 from splitkv.kernels.host.partition import grid
 from splitkv.kernels.host.relaunch import (
     JUST_ADDRESSES,
     Launch,
+    MapsOfLength,
     TensorMaps,
     bind_to_maps,
     in_clusters,
@@ -206,7 +210,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     if entry == "persistent":
         per_call, programs = step.PER_CALL, step.grid_of(plan)
     names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
-    tail = tail_in_order(kernel, names, fixed)
+    tail = CacheTail(kernel, names, fixed)
     options = compile_options(config.num_warps)
     if producer:
         options["maxnreg"] = most_registers(problem, config, plan.device)
@@ -236,16 +240,29 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         clustered[clusters](*ordered)
         return clustered
 
-    stored = [as_stored(x, config) for x in (operands.k, operands.v)]
-    shapes = [layout_of(x, producer) for x in stored]
+    def layouts(x: Operands) -> list[tuple[Sequence[int], Sequence[int]]]:
+        return [layout_of(as_stored(of_cache, config), producer) for of_cache in (x.k, x.v)]
+
+    shapes = layouts(operands)
 
     def relaunch(compiled: Any) -> Launch | None:
         maps: list[Any] = [JUST_ADDRESSES, JUST_ADDRESSES]
         if variant.load != "gather":
             maps = [TensorMaps(compiled, n, *shape) for n, shape in enumerate(shapes)]
-        return bind_to_maps(compiled, clusters, tail, *maps)
+        return bind_to_maps(compiled, clusters, tail.arguments, *maps)
 
-    return SplitKernel(launch, relaunch)
+    def at_length(compiled: Any, operands: Operands) -> Launch | None:
+        if variant.load == "gather" or entry == "persistent":
+            return None
+        shapes = layouts(operands)
+        maps = [MapsOfLength(compiled, n, *shape) for n, shape in enumerate(shapes)]
+        return bind_to_maps(compiled, clusters, tail.at_length(operands), *maps)
+
+    def told_apart() -> Hashable:
+        merged = partial_rows(plan) > 0, cluster_size, behind, box, halves
+        return tail.variant(), *sorted(options.items()), *merged
+
+    return SplitKernel(launch, relaunch, at_length, told_apart)
 
 
 KV_NAMES = "k", "v", "table_ptr"

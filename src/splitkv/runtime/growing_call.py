@@ -1,0 +1,254 @@
+"""Calls of decode on contiguous caches whose length changes: a key longer in every step, say.
+
+A call is known by the layouts of its tensors, so that each length of a contiguous cache is another
+kind of call. What a length changes is little: plans are made for buckets of lengths, kernels take
+the exact one as a run-time integer, as they do strides, and only the maps of TMA hold both. So the
+second time that a call differs from an earlier one in nothing but the length of its caches, it is
+bound as a `GrowingCall`, which serves every length from then on. It is found by a check in which
+length and outer strides of the caches are free.
+
+What Triton compiles for strides by value is part of what a bucket is known by: whether they are 1,
+multiples of 16, or more than 32 bits hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands, Problem
+from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
+from splitkv.runtime.call_cache import Check, DecodeLauncher, Result, check_of, layout
+
+if TYPE_CHECKING:
+    from splitkv.kernels.host.launcher import DecodeLauncher as DecodeLauncher
+    from splitkv.kernels.host.relaunch import Repeat
+
+GROWS = "decode_split", "hopper_decode_split"
+"""The kernels that take every length of a cache up to that of their plan."""
+
+
+class CacheLayout(NamedTuple):
+    """The length of contiguous caches and their strides, and those of scales of each token."""
+
+    length: int
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    scales: tuple[int, ...] | None
+
+
+K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
+Alignment = tuple[Any, ...]
+"""What kernels are compiled for of strides."""
+
+
+compiled: dict[Hashable, tuple[Any, Any]] = {}
+"""What Triton compiled for growing calls, a decode kernel and `combine` or None: by the types and
+alignments of what they were given, and by `DecodeLauncher.variant`."""
+
+
+def in_bucket(problem: Problem) -> Problem:
+    """The problem of the longest caches that are served by the same plan."""
+    return replace(problem, seqlen_k=rounded_up(problem.seqlen_k))
+
+
+def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
+    """Keys that there is room for in each sequence of a cache; -1: of what is no cache."""
+    try:
+        keys: int = k_cache.shape[1]
+        return keys if page_table is None else keys * page_table.shape[1]
+    except (AttributeError, IndexError):  # describing says what is not right
+        return -1
+
+
+def caches_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Which of the tensors of a call on contiguous caches have a length: keys and values, and
+    scales of each token."""
+    lengths = tensors[1].shape[:3]
+    return [1, 2, *(n for n, x in enumerate(tensors) if n > 2 and x.shape == lengths)]
+
+
+def pattern_of(tensors: Sequence[Tensor]) -> Any:
+    """What calls have in common that differ in the length of their caches alone; None: they are not
+    contiguous caches of one length.
+
+    tensors   q, k_cache, v_cache and the optional ones, none of them a page table
+    """
+    try:
+        if len(tensors[1].shape) != 4 or tensors[1].shape[:3] != tensors[2].shape[:3]:
+            return None
+        grow = caches_of(tensors)
+        if len(grow) > 2 and tensors[1].shape[1] == 1:  # a single scale may be the tensor's
+            return None
+        return tuple(
+            (_with_free_length(layout(x)), x.requires_grad) if n in grow else layout(x)
+            for n, x in enumerate(tensors)
+        )
+    except (AttributeError, TypeError):  # describing says what is not right
+        return None
+
+
+def _with_free_length(of: Any) -> Any:
+    shape, strides = of[:2]
+    return (shape[0], shape[2:]), (strides[1], strides[3:]), of[2:]
+
+
+def check_of_any_length(tensors: Sequence[Tensor]) -> Check | None:
+    """A check for tensors like these, but for the length of caches and the strides that follow from
+    it; None where torch has none."""
+    grow = caches_of(tensors)
+    check = check_of(tensors, any_length=grow)
+    if check is None:
+        return None
+    k, *others = grow
+    scales, least = others[1:], 2 if others[1:] else 1
+
+    def fits(*tensors: Any) -> bool:
+        if not check(*tensors):
+            return False
+        length: int = tensors[k].shape[1]
+        for n in others:
+            if tensors[n].shape[1] != length:
+                return False
+        for n in scales:  # kernels have one set of strides for scales of keys and of values
+            if tensors[n].stride() != tensors[scales[0]].stride():
+                return False
+        return length >= least
+
+    return fits if fits(*tensors) else None
+
+
+class GrowingCall:
+    """A launcher of decode for contiguous caches of every length, which differ in nothing else.
+
+    problem, operands  of one of the lengths
+    num_splits         that the caller forces, or 0
+    plan_for           plan_for(problem, operands): a plan for these operands
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        num_splits: int,
+        plan_for: Callable[[Problem, Operands], Plan],
+    ) -> None:
+        self.problem, self.num_splits, self.plan_for = problem, num_splits, plan_for
+        self.types = types_of(operands)
+        self.by_token = problem.codec.granularity == "token"
+        self.plans: dict[Alignment, Plan] = {}  # of the first length of each
+        self.buckets: dict[tuple[Alignment, int], DecodeLauncher] = {}
+        self.latest: tuple[CacheLayout | None, Repeat | None] = (None, None)
+        self.bound: tuple[CacheLayout | None, DecodeLauncher | None] = (None, None)  # to one length
+
+    def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
+        """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
+        be called instead."""
+        here = self.layout_of(k, v, rest[K_SCALE])
+        layout, again = self.latest
+        if again is None or layout != here:
+            operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
+            again = self.at_length(here, operands)
+            if again is None:
+                return None
+        return again.call(q, k, v, *rest)
+
+    def __call__(self, operands: Operands) -> Result:
+        """(out, lse or None), on the current stream, through Triton where nothing is compiled for
+        these operands or somebody observes launches."""
+        x = operands
+        per_call = x.cache_seqlens, x.page_table, x.sink_logits, x.alibi_slopes
+        tensors = x.q, x.k, x.v, x.out, *per_call, x.q_scale, x.k_scale, x.v_scale
+        return self.repeat(*tensors, x.softmax_scale, x.softcap) or self.through_triton(x)
+
+    def layout_of(self, k: Tensor, v: Tensor, k_scale: Tensor | None) -> CacheLayout:
+        scales = k_scale.stride() if self.by_token and k_scale is not None else None
+        return CacheLayout(k.shape[1], k.stride(), v.stride(), scales)
+
+    def through_triton(self, operands: Operands) -> Result:
+        """Binds a launcher to this one length, which compiles what it needs, and keeps that."""
+        x = operands
+        here = self.layout_of(x.k, x.v, x.k_scale)
+        layout, launcher = self.bound
+        if launcher is not None and layout == here:
+            return launcher(x)
+        x.seqlen_k = here.length
+        alignment = alignment_of(here, x)
+        plan = self.planned(here, alignment, x)
+        made: Any = kernel_named(plan.kernel).bind(plan, x)
+        self.bound = here, made
+        result: Result = made(x)
+        if plan.kernel in GROWS and made.compiled is not None:
+            compiled[self.types, alignment, made.variant()] = made.compiled
+            self.buckets[alignment, plan.problem.seqlen_k] = made
+        return result
+
+    def at_length(self, here: CacheLayout, operands: Operands) -> Repeat | None:
+        """What launches compiled kernels for caches of this length; None: there are none."""
+        alignment = alignment_of(here, operands)
+        bucket = alignment, rounded_up(here.length)
+        operands.seqlen_k = here.length
+        launcher = self.buckets.get(bucket)
+        if launcher is None:
+            launcher = self.of_bucket(here, alignment, operands)
+            if launcher is None:
+                return None
+            self.buckets[bucket] = launcher
+        again = launcher.at_length(operands)
+        self.latest = here, again
+        return again
+
+    def of_bucket(
+        self, here: CacheLayout, alignment: Alignment, operands: Operands
+    ) -> DecodeLauncher | None:
+        """A launcher for a bucket, where kernels that were compiled for others are its own, too."""
+        if alignment not in self.plans:
+            return None
+        plan = self.planned(here, alignment, operands)
+        if plan.kernel not in GROWS:
+            return None
+        made: Any = kernel_named(plan.kernel).bind(plan, operands)
+        kernels = compiled.get((self.types, alignment, made.variant()))
+        if kernels is None:
+            return None
+        made.keep(*kernels, operands.q.device)
+        return made  # type: ignore[no-any-return]
+
+    def planned(self, here: CacheLayout, alignment: Alignment, operands: Operands) -> Plan:
+        """The plan of the longest caches of a bucket."""
+        x, longest = operands, rounded_up(here.length)
+        known = self.plans.get(alignment)
+        if known is not None and not (x.k.data_ptr() | x.v.data_ptr()) & 15:
+            plan = plan_at_length(known, longest, self.num_splits)
+            return kernel_named(plan.kernel).refit(plan, x) if x.q.is_cuda else plan
+        plan = self.plan_for(replace(self.problem, seqlen_k=longest), x)
+        if not (x.k.data_ptr() | x.v.data_ptr()) & 15:
+            self.plans[alignment] = plan
+        return plan
+
+
+def types_of(operands: Operands) -> Hashable:
+    """What kernels are compiled for of the types of a call, and the device that they are loaded
+    on."""
+    x = operands
+    tensors = x.q, x.k, x.v, x.cache_seqlens, x.sink_logits, x.alibi_slopes, x.q_scale, x.k_scale
+    types = [None if tensor is None else tensor.dtype for tensor in tensors]
+    return x.q.device, *types, bool(x.softcap)
+
+
+def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:
+    """What kernels are compiled for, and plans made for, of the strides of caches and scales."""
+    size = operands.k.element_size()
+    found = []
+    for x in (*here.k[:3], *here.v[:3]):
+        found.append(3 * (x >> 31 > 0) + (x == 1) + 2 * (x % 16 == 0))
+        found.append(x * size % 16 == 0)  # TMA can describe it
+    if here.scales is not None:
+        # copied in bulk where they lie in one piece of multiples of 16 bytes
+        found += [here.scales[0] % 4 == 0, here.length * here.scales[1] % 4 == 0]
+        found.append(max(here.scales) >> 31 > 0)
+    return tuple(found)

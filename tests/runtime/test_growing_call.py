@@ -1,0 +1,394 @@
+"""Decode on contiguous caches that grow: a new length is launched with addresses, with the same
+arguments as a launcher bound to it alone, and compiles nothing.
+
+Kernels are compiled for a GPU of the table, tensors are the CPU's, and nothing runs: see
+support/fake_gpu.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from fake_gpu import Recorded, fake_gpu
+from torch import Tensor
+
+import splitkv
+from splitkv.kernels.host import relaunch
+from splitkv.planner import registry
+from splitkv.runtime import dispatch, growing_call
+from splitkv.runtime.growing_call import GrowingCall
+
+HEADS, KV_HEADS, DIM = 8, 2, 128
+FIRST, STEPS = 500, 80  # three buckets
+# Functions that Python calls for a new length, C functions counted.
+MOST_CALLS = 150
+Caches = dict[str, Any]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Recorded]:
+    with fake_gpu() as recorded, torch.no_grad():
+        yield recorded
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The kernels that Triton compiles, or loads from its cache, meanwhile."""
+    made: list[str] = []
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, src, **_: made.append(src.fn.__name__)
+        yield made
+
+
+def of_heads(n: int, batch: int = 1, dim: int = DIM, dtype: Any = torch.bfloat16) -> Caches:
+    """Caches as transformers makes them: concatenated along the keys of each head."""
+    k, v = torch.zeros(2, batch, KV_HEADS, n, dim).to(dtype)
+    return {"k_cache": k.transpose(1, 2), "v_cache": v.transpose(1, 2)}
+
+
+def of_keys(n: int, batch: int = 1) -> Caches:
+    k, v = torch.zeros(2, batch, n, KV_HEADS, DIM, dtype=torch.bfloat16)
+    return {"k_cache": k, "v_cache": v}
+
+
+ROOM = torch.zeros(2, 2, FIRST + STEPS, KV_HEADS, DIM, dtype=torch.bfloat16)
+
+
+LENS = torch.zeros(1, dtype=torch.int32)
+TABLE = torch.zeros(1, 40, dtype=torch.int32)
+PAGES = dict.fromkeys(("k_cache", "v_cache"), torch.zeros(40, 16, KV_HEADS, DIM).bfloat16())
+
+
+def in_room(n: int) -> Caches:
+    return {"k_cache": ROOM[0, :, :n], "v_cache": ROOM[1, :, :n]}
+
+
+def quantised(n: int, granularity: str, dtype: Any = torch.int8) -> Caches:
+    shape = {"head": (KV_HEADS,), "token": (1, n, KV_HEADS)}[granularity]
+    scales = {"k_scale": torch.ones(shape), "v_scale": torch.ones(shape)}
+    return of_heads(n, dtype=dtype) | scales
+
+
+GROWTHS: dict[str, tuple[str, Callable[[int], Caches]]] = {
+    "heads": ("h200", of_heads),
+    "heads of two sequences": ("h200", lambda n: of_heads(n, batch=2)),
+    "keys": ("h200", of_keys),
+    "slices": ("h200", in_room),
+    "window": ("h200", lambda n: of_heads(n) | {"window_size": (200, 0), "sink_tokens": 4}),
+    "lengths on the device": (
+        "h200",
+        lambda n: of_heads(n) | {"cache_seqlens": torch.zeros(1, dtype=torch.int32)},
+    ),
+    "sinks and lse": (
+        "h200",
+        lambda n: of_heads(n) | {"sink_logits": torch.zeros(HEADS), "return_lse": True},
+    ),
+    "splits of the caller": ("h200", lambda n: of_heads(n) | {"num_splits": 3}),
+    "int8": ("h200", lambda n: quantised(n, "head")),
+    "int8 by token": ("h200", lambda n: quantised(n, "token")),
+    "e4m3 by token": ("h200", lambda n: quantised(n, "token", torch.float8_e4m3fn)),
+    "fp32": ("h200", lambda n: of_heads(n, dtype=torch.float32)),
+    "another GPU": ("a100", of_heads),
+    "rows of 72": ("a100", lambda n: narrowed(of_heads(n, dim=72))),
+}
+
+
+def narrowed(caches: Caches) -> Caches:
+    """Columns of wider caches: strides of every other length are multiples of 16."""
+    return {name: x[..., :64] for name, x in caches.items()}
+
+
+def query(caches: Caches) -> Tensor:
+    k = caches["k_cache"]
+    dtype = torch.bfloat16 if k.element_size() == 1 else k.dtype
+    batch = 1 if "page_table" in caches else k.shape[0]
+    return torch.zeros(batch, 1, HEADS, k.shape[3], dtype=dtype)
+
+
+def launches(recorded: Recorded) -> list[tuple[str, tuple[Any, ...]]]:
+    """What was launched: grid, machine code and metadata, arguments but for results."""
+    found = []
+    for name, args in recorded.calls:
+        grid, function, packed, flat = args[:3], args[4], args[7], args[11:]
+        found.append((name, (*grid, function, packed, *(x for x in flat if not is_memory(x)))))
+    recorded.calls.clear()
+    return found
+
+
+def is_memory(x: Any) -> bool:
+    """Whether an argument has the address of results or of partials, which are new in each call."""
+    return isinstance(x, tuple) and len(x) in (2, 3) and x[:1] != ("map",)
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_a_new_length_is_launched_as_if_bound_to_it(name: str, compiled: list[str]) -> None:
+    gpu, caches_of = GROWTHS[name]
+    with fake_gpu(gpu) as recorded, torch.no_grad():
+        calls = [(query(c), c) for c in map(caches_of, range(FIRST, FIRST + STEPS))]
+        grown = []
+        for q, caches in calls:
+            splitkv.decode(q, **caches)
+            grown.append(launches(recorded))
+        of_growth, compiled[:] = [*compiled], []
+        through_triton, recorded.through_triton = recorded.through_triton, 0
+        for (q, caches), made in zip(calls, grown, strict=True):
+            dispatch.calls.clear()
+            splitkv.decode(q, **caches)
+            assert made == launches(recorded)
+        assert recorded.through_triton >= STEPS
+    assert compiled == [], "no length compiles what its growth did not"
+    # a first call, one that serves all lengths, and one for each kernel that a bucket is first for
+    assert through_triton <= 2 * len(of_growth) + 4 < STEPS
+
+
+LENS = torch.zeros(1, dtype=torch.int32)
+TABLE = torch.zeros(1, 40, dtype=torch.int32)
+PAGES = dict.fromkeys(("k_cache", "v_cache"), torch.zeros(40, 16, KV_HEADS, DIM).bfloat16())
+ROOMY = of_keys(FIRST + STEPS)
+BOUNDED: dict[str, Caches] = {
+    "host": ROOMY,
+    "host, int8 by token": quantised(FIRST + STEPS, "token"),
+    "device": ROOMY | {"cache_seqlens": LENS},
+    "pages": PAGES | {"cache_seqlens": LENS, "page_table": TABLE},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_the_greatest_length_may_change_in_every_step(
+    name: str, gpu: Recorded, compiled: list[str]
+) -> None:
+    """max_seqlen_k is the length itself on the host, and with lengths on the device a bound that is
+    rounded up to that of its bucket."""
+    caches = BOUNDED[name]
+    q = torch.zeros(1, 1, HEADS, DIM, dtype=torch.bfloat16)
+    for n in range(FIRST, FIRST + STEPS):
+        gpu.calls.clear()
+        splitkv.decode(q, **caches, max_seqlen_k=n)
+        (args, *_) = (args for kernel, args in gpu.calls if kernel.startswith("decode"))
+        bound = n
+        if not name.startswith("host") and n > FIRST:
+            bound = min(registry.rounded_up(n), 40 * 16 if name == "pages" else FIRST + STEPS)
+        assert bound in args[20:]
+    assert gpu.through_triton <= 2 * len(compiled) + 8 < STEPS
+    for wrong in (-1, 0.5, True, 40 * 16 + 1):
+        with pytest.raises(ValueError, match="max_seqlen_k: expected"):
+            splitkv.decode(q, **caches, max_seqlen_k=wrong)
+
+
+def test_one_greatest_length_is_a_layout_of_its_own(gpu: Recorded) -> None:
+    """Given again and again, nothing is cut to it or rounded."""
+    q = torch.zeros(1, 1, HEADS, DIM, dtype=torch.bfloat16)
+    for _ in range(3):
+        splitkv.decode(q, **ROOMY, max_seqlen_k=FIRST + 1)
+    ((options, _),) = dispatch.calls.recent
+    assert options[0] == FIRST + 1
+
+
+def test_a_day_of_lengths_compiles_few_variants(gpu: Recorded, compiled: list[str]) -> None:
+    """What is compiled for every length up to 1024, and for longer ones now and then, in the order
+    of their growth, is compiled for a length of each bucket."""
+    longest = 20_000
+    lengths = [*range(1, 1025), *range(1025, longest, 97)]
+    room = torch.zeros(2, KV_HEADS * longest * DIM, dtype=torch.bfloat16)
+
+    def decode(n: int) -> None:
+        k, v = (x[: KV_HEADS * n * DIM].view(1, KV_HEADS, n, DIM).transpose(1, 2) for x in room)
+        splitkv.decode(torch.zeros(1, 1, HEADS, DIM, dtype=torch.bfloat16), k, v)
+        gpu.calls.clear()
+
+    for n in registry.decided_lengths(longest):
+        if n:
+            decode(n)
+    variants = len(compiled)
+    assert variants <= 24
+    dispatch.calls.clear()
+    gpu.through_triton = 0
+    for n in lengths:
+        decode(n)
+    assert len(compiled) == variants
+    assert gpu.through_triton <= 2 * variants
+
+
+def test_strides_are_told_apart_as_triton_does(compiled: list[str]) -> None:
+    """Of every other length they are multiples of 16."""
+    with fake_gpu("a100"), torch.no_grad():
+        for n in range(FIRST, FIRST + 12):
+            caches = narrowed(of_heads(n, dim=72))
+            splitkv.decode(query(caches), **caches)
+        (call,) = {id(b.launcher): b.launcher for b in bound_calls()}.values()
+        assert len({alignment for alignment, _ in call.buckets}) == 2
+        assert compiled.count("decode_split") == 2
+
+
+def bound_calls() -> list[Any]:
+    entries = [e for of_options in dispatch.calls.recent.values() for e in of_options]
+    return [bound for *_, bound in entries if isinstance(bound.launcher, GrowingCall)]
+
+
+def growing(n: int = FIRST) -> tuple[Tensor, Caches]:
+    """A call that is known to grow."""
+    for length in (n - 2, n - 1, n):
+        caches = of_heads(length)
+        q = query(caches)
+        splitkv.decode(q, **caches)
+    return q, caches
+
+
+def test_few_functions_are_called_for_a_new_length(gpu: Recorded) -> None:
+    """Counted, as times depend on the machine."""
+    q, _ = growing()
+    counts = []
+    for n in range(FIRST + 1, FIRST + 8):
+        caches, count = of_heads(n), [0]
+
+        def counted(frame: Any, event: str, arg: Any, count: list[int] = count) -> None:
+            count[0] += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(counted)
+        try:
+            splitkv.decode(q, **caches)
+        finally:
+            sys.setprofile(before)
+        counts.append(count[0])
+    assert max(counts) <= MOST_CALLS
+
+
+def test_a_new_length_is_neither_described_nor_planned(
+    gpu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, _ = growing(FIRST + 13)
+    for name in ("run_decode", "describe_decode", "make_plan"):
+        monkeypatch.setattr(dispatch, name, pytest.fail)
+    monkeypatch.setattr(growing_call, "plan_at_length", pytest.fail)
+    assert registry.rounded_up(FIRST + 14) == registry.rounded_up(FIRST + 28)
+    for n in range(FIRST + 14, FIRST + 28):
+        splitkv.decode(q, **of_heads(n))
+
+
+def test_a_known_layout_keeps_its_own_check(gpu: Recorded) -> None:
+    """A cache with room for all keys is of one layout, and nothing looks for its length."""
+    caches = of_heads(FIRST)
+    for _ in range(3):
+        splitkv.decode(query(caches), **caches)
+    assert bound_calls() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"v_cache": of_heads(FIRST)["v_cache"]},
+        {"k_cache": of_heads(FIRST)["k_cache"]},
+        {"v_cache": of_heads(FIRST + 9, batch=2)["v_cache"]},
+        {"k_cache": of_heads(FIRST + 9, dtype=torch.float16)["k_cache"]},
+        {"k_cache": of_heads(FIRST + 9)["k_cache"][:, :, :1]},
+    ],
+    ids=["v shorter", "k shorter", "more of v", "another type", "a head"],
+)
+def test_malformed_caches_are_refused(wrong: Caches, gpu: Recorded) -> None:
+    q, _ = growing()
+    with pytest.raises(ValueError, match="expected"):
+        splitkv.decode(q, **of_heads(FIRST + 9) | wrong)
+
+
+def test_scales_of_other_lengths_are_refused(gpu: Recorded) -> None:
+    for n in range(FIRST, FIRST + 3):
+        caches = quantised(n, "token")
+        splitkv.decode(query(caches), **caches)
+    with pytest.raises(ValueError, match="k_scale"):
+        splitkv.decode(query(caches), **caches | {"k_scale": torch.ones(1, FIRST, KV_HEADS)})
+
+
+def test_a_single_scale_is_not_one_of_a_token(gpu: Recorded) -> None:
+    """With one key and one KV head both have one element."""
+    q = torch.zeros(1, 1, HEADS, DIM, dtype=torch.bfloat16)
+    for n in (1, 2, 3, 1, 4, 1):
+        gpu.calls.clear()
+        k, v = torch.zeros(2, 1, n, 1, DIM, dtype=torch.int8)
+        given = {"k_scale": torch.ones(1, n, 1), "v_scale": torch.ones(1, n, 1)}
+        splitkv.decode(q, k, v, **given)
+        grown = launches(gpu)
+        dispatch_calls, dispatch.calls = dispatch.calls, type(dispatch.calls)()
+        splitkv.decode(q, k, v, **given)
+        dispatch.calls = dispatch_calls
+        assert grown == launches(gpu)
+
+
+def test_an_address_that_is_no_multiple_of_16(gpu: Recorded) -> None:
+    """It is launched through Triton, with the strides of its own length."""
+    q, _ = growing()
+    for n in (FIRST + 3, FIRST + 4):
+        memory = torch.zeros(KV_HEADS * n * DIM + 1, dtype=torch.bfloat16)[1:]
+        k = memory.view(1, KV_HEADS, n, DIM).transpose(1, 2)
+        gpu.calls.clear()
+        gpu.through_triton = 0
+        with pytest.warns(UserWarning, match="multiples of 16 bytes"):
+            splitkv.decode(q, k, of_heads(n)["v_cache"])
+        assert gpu.through_triton >= 1
+        (_, args), *_ = gpu.calls
+        assert n in args and k.data_ptr() in [x for t in args if isinstance(t, tuple) for x in t]
+    q, caches = growing(FIRST + 9)
+    gpu.through_triton = 0
+    splitkv.decode(q, **caches)
+    assert gpu.through_triton == 0
+
+
+def test_a_launch_hook_sees_every_launch(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, _ = growing()
+    monkeypatch.setattr(relaunch, "_entered", [None])
+    gpu.through_triton = 0
+    for n in (FIRST + 1, FIRST + 2):
+        gpu.calls.clear()
+        splitkv.decode(q, **of_heads(n))
+        assert gpu.through_triton == len(gpu.calls) > 0
+        gpu.through_triton = 0
+
+
+def test_maps_of_lengths_are_forgotten(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the length, and of one length where there are too many."""
+    monkeypatch.setattr(relaunch, "MAX_MAPS", 3)
+    kept = len(relaunch._made)
+    q, _ = growing()
+    for n in (FIRST + 1, FIRST + 2):
+        for _ in range(7):
+            splitkv.decode(q, **of_heads(n))
+    assert len(relaunch._made) <= kept + 6
+    maps = relaunch.MapsOfLength.__new__(relaunch.MapsOfLength)
+    maps.tile, maps.layout = (0, 2, 1, [1]), ((8,), (1,))
+    for address in range(16, 320, 16):
+        assert maps[address][1:] == (8, 1)
+        assert 0 < len(maps) <= 3
+
+
+def test_threads_that_grow_at_different_lengths(gpu: Recorded) -> None:
+    """Each launch has the length and strides of its own caches."""
+    q, _ = growing()
+    gpu.calls.clear()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def grow(first: int) -> None:
+        for n in range(first, first + 60):
+            splitkv.decode(q, **of_heads(n))
+
+    threads = [threading.Thread(target=grow, args=(first,)) for first in (510, 520, 560)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+    finally:
+        sys.setswitchinterval(before)
+    splits = [args for name, args in gpu.calls if name.startswith("decode")]
+    assert len(splits) == 180
+    for args in splits:
+        at = next(n for n, x in enumerate(args) if isinstance(x, tuple) and x[:1] == ("map",))
+        length = args[at + 2]
+        assert 510 <= length < 620 and length * DIM in args[at:]
+        assert length in args[at + 20 :], "the run-time length is that of the maps"
