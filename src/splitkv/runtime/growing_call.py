@@ -22,10 +22,10 @@ from torch import Tensor
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
-from splitkv.runtime.call_cache import Check, DecodeLauncher, Result, check_of, layout
+from splitkv.runtime.call_cache import Check, Launcher, Result, check_of, layout
 
 if TYPE_CHECKING:
-    from splitkv.kernels.host.launcher import DecodeLauncher as DecodeLauncher
+    from splitkv.kernels.host.launcher import DecodeLauncher
     from splitkv.kernels.host.relaunch import Repeat
 
 GROWS = "decode_split", "hopper_decode_split"
@@ -143,7 +143,7 @@ class GrowingCall:
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
         self.buckets: dict[tuple[Alignment, int], DecodeLauncher] = {}
         self.latest: tuple[CacheLayout | None, Repeat | None] = (None, None)
-        self.bound: tuple[CacheLayout | None, DecodeLauncher | None] = (None, None)  # to one length
+        self.bound: tuple[CacheLayout | None, Launcher | None] = (None, None)  # to one length
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
