@@ -174,7 +174,8 @@ def config(
             enable_chunked_prefill=cached.get("enable_chunked_prefill", False),
         ),
         cache_config=SimpleNamespace(
-            enable_prefix_caching=cached.get("enable_prefix_caching", False)
+            enable_prefix_caching=cached.get("enable_prefix_caching", False),
+            kv_sharing_fast_prefill=cached.get("kv_sharing_fast_prefill", False),
         ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=speculative if drafted else None,

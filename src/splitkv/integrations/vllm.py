@@ -17,12 +17,13 @@ them, read through strides. Caches with a scale a token and head (`int8_per_toke
 `fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so
 that rows begin at multiples of 16 bytes.
 
-Not served, and refused where vLLM asks: MLA and sparse attention, encoder-decoder models, a causal
-flag a sequence, prefix-LM ranges, context parallelism, e5m2 and 4-bit caches, output in 8 bits.
+Not served, and refused where vLLM asks: MLA and sparse attention, a causal flag a sequence,
+prefix-LM ranges, context parallelism, e5m2 and 4-bit caches, output in 8 bits.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -61,6 +62,8 @@ SCALED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SCALE_BYTES = 4
+WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
+SERVED = AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE
 LEAST_SHARERS = 8  # requests from which on a shared prefix is read apart; no measurement behind it
 
 
@@ -123,7 +126,7 @@ class SplitKVBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+        return attn_type in SERVED
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -161,9 +164,12 @@ class SplitKVBackend(AttentionBackend):
         return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class SplitKVMetadata:
     """A step, as every layer of a group of caches reads it.
+
+    vLLM's builders of chunked and of cross attention, which derive from the one below, note more in
+    it: so it is not frozen.
 
     num_actual_tokens  tokens that are not padding
     max_query_len      upper bound of the new tokens of a request
@@ -191,6 +197,8 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self.block_size = kv_cache_spec.block_size
         self.max_model_len = vllm_config.model_config.max_model_len
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        if vllm_config.cache_config.kv_sharing_fast_prefill:  # gives starts that are not there yet
+            raise NotImplementedError("kv_sharing_fast_prefill: expected False, got True")
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
             expect_whole_prompts(vllm_config)
@@ -243,17 +251,21 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         return bound_of(max(length, 1), most)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SplitKVMetadata:
-        """A step for a graph that is replayed with requests of any length."""
+        """A step for a graph that is replayed with requests of any length; keys of cross attention
+        may be more than the tokens of a model, and vLLM asks with their number."""
         made = self.build(0, common_attn_metadata)
         longest = self.bound(self.max_model_len, common_attn_metadata.block_table_tensor)
-        return replace(made, step=replace(made.step, max_seqlen_k=longest))
+        made.step = replace(made.step, max_seqlen_k=max(made.step.max_seqlen_k, longest))
+        return made
 
     def update_block_table(
         self, metadata: SplitKVMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> SplitKVMetadata:
         """The step over another group's caches, of the same block size; slots come to
         `do_kv_cache_update` by themselves."""
-        return replace(metadata, step=metadata.step.with_pages(blk_table), shared=None)
+        made = copy(metadata)  # with what vLLM has noted in it
+        made.step, made.shared = metadata.step.with_pages(blk_table), None
+        return made
 
     def use_cascade_attention(
         self,
@@ -330,8 +342,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         """Takes the fields of Layer, by position or by name."""
         given = Layer(*arguments, **by_name)
         if not SplitKVBackend.supports_attn_type(given.attn_type):
-            kind = given.attn_type
-            raise NotImplementedError(f"attn_type: expected decoder, encoder_only, got {kind}")
+            known, kind = ", ".join(SERVED), given.attn_type
+            raise NotImplementedError(f"attn_type: expected {known}, got {kind}")
         if not SplitKVBackend.supports_kv_cache_dtype(given.kv_cache_dtype):
             known, kind = ", ".join(SplitKVBackend.supported_kv_cache_dtypes), given.kv_cache_dtype
             raise NotImplementedError(f"kv_cache_dtype: expected {known}, got {kind}")
@@ -363,8 +375,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: SplitKVMetadata,
         output: Tensor,
@@ -385,8 +397,9 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
             options["alibi_slopes"] = self.alibi_slopes
-        if self.attn_type == AttentionType.ENCODER_ONLY:
+        if self.attn_type in WITHOUT_CACHE:
             n = x.num_actual_tokens
+            assert key is not None and value is not None
             tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.max_query_len
             attend_packed(*tensors, output[:n], options)
             return output
@@ -401,7 +414,7 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes a step's keys and values, in one launch; a slot below 0 is not written."""
-        if self.attn_type == AttentionType.ENCODER_ONLY or not kv_cache.numel():
+        if self.attn_type in WITHOUT_CACHE or not kv_cache.numel():
             return
         pages = self.pages(layer, kv_cache)
         append(key, value, pages.k, pages.v, slot_mapping, **pages.scales)
@@ -418,12 +431,22 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     def _make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         if self.kv_cache_dtype in SCALED_BY_TOKEN:
             return planes(kv_cache, SCALED_BY_TOKEN[self.kv_cache_dtype])
-        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        k, v = map(strided, kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
         stored = SCALED.get(self.kv_cache_dtype)
         if stored is None:
             return Pages(k, v)
         scales = layer._k_scale.view(-1), layer._v_scale.view(-1)
         return Pages(k.view(stored), v.view(stored), *scales)
+
+
+def strided(x: Tensor) -> Tensor:
+    """x with the strides of memory in dimensions of one, as a single KV head: torch leaves these as
+    they come, and TMA reads only multiples of 16 bytes."""
+    steps = list(x.stride())
+    for i in reversed(range(x.dim() - 1)):
+        if x.shape[i] == 1:
+            steps[i] = steps[i + 1] * x.shape[i + 1]
+    return x.as_strided(x.shape, steps)
 
 
 def planes(kv_cache: Tensor, stored: torch.dtype) -> Pages:
@@ -440,6 +463,12 @@ def planes(kv_cache: Tensor, stored: torch.dtype) -> Pages:
         raise NotImplementedError(
             "kv_cache: expected bytes, and blocks at multiples of 4 of them, got "
             f"{kv_cache.dtype} and blocks of {step} from {first} on"
+        )
+    within = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
+    if sum((n - 1) * stride for n, stride in within) >= heads * keys * width:
+        raise NotImplementedError(
+            "kv_cache: expected a block of a layer in one piece, got strides "
+            f"{list(kv_cache.stride())} of {list(kv_cache.shape)}"
         )
     raw, of_keys = kv_cache.view(torch.uint8), keys * heads * dim
     rows, steps = (blocks, keys, heads, dim), (step, heads * dim, dim, 1)

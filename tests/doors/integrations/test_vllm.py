@@ -27,7 +27,7 @@ from splitkv.rounding import quantize, scale_of
 from splitkv.testing import assert_close
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, LONGEST = 4, 2, 16, 16, 64, 160
-ENCODER_ONLY = "encoder_only"
+WITHOUT_CACHE = "encoder_only", "encoder"
 DTYPE = torch.bfloat16
 if contract.REAL:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -274,6 +274,28 @@ def test_steps_of_a_graph() -> None:
     assert captured.page_table.data_ptr() == x.block_table_tensor.data_ptr()
 
 
+def test_a_graph_of_more_keys_than_a_model_has_tokens() -> None:
+    """Cross attention: vLLM asks with the keys of the encoder, which the graph has to serve."""
+    engine = Engine()
+    engine.builder.max_model_len = 2 * BLOCK
+    requests = [engine.request(n) for n in (3, 90)]
+    x = engine.described([(r, 1) for r in requests])
+    x.max_seq_len = LONGEST
+    assert engine.builder.build_for_cudagraph_capture(x).step.max_seqlen_k == LONGEST
+
+
+def test_builders_of_vllm_note_more_in_a_step() -> None:
+    """As those of chunked and of cross attention do; it stays with other block tables."""
+    engine = Engine()
+    x = engine.described([(engine.request(9), 1)])
+    made = engine.builder.build(0, x)
+    made.noted = "more"
+    moved = engine.builder.update_block_table(made, x.block_table_tensor + 1, x.slot_mapping)
+    assert moved.noted == "more"
+    assert torch.equal(moved.step.page_table, made.step.page_table + 1)
+    assert torch.equal(made.step.page_table, x.block_table_tensor)
+
+
 @pytest.mark.parametrize("drafted", [1, 4])
 def test_speculative_tokens_decode(drafted: int) -> None:
     engine = Engine(drafted=drafted)
@@ -356,10 +378,11 @@ def test_not_causal() -> None:
         engine.step([(requests[0], 1), (requests[1], 12)], causal=False)
 
 
+@pytest.mark.parametrize("kind", WITHOUT_CACHE)
 @pytest.mark.parametrize("layer", ["plain", "window"])
-def test_encoders(layer: str) -> None:
+def test_encoders(layer: str, kind: str) -> None:
     """Whole sequences in no cache, every token sees all, or those in a window to both sides."""
-    engine = Engine(impl=LAYERS[layer] | {"attn_type": ENCODER_ONLY})
+    engine = Engine(impl=LAYERS[layer] | {"attn_type": kind})
     requests = [engine.request() for _ in range(3)]
     engine.cache = torch.empty(0)
     new = list(zip(requests, (5, 1, 40), strict=True))
@@ -380,6 +403,33 @@ def test_profiling_writes_zeros() -> None:
     q = torch.randn(3, HEADS, DIM)
     impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS)
     assert (impl.forward(None, q, q, q, torch.empty(0), None, out) == 0).all()
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_cross_attention(kv: str) -> None:
+    """Keys of an encoder, which are written with a request's first step; all tokens see all."""
+    engine = Engine(kv, scales=(0.02, 0.03), impl={"attn_type": "encoder_decoder"})
+    requests = [engine.request() for _ in range(3)]
+    keys = 37, 5, LONGEST
+    for request, n in zip(requests, keys, strict=True):
+        request.k, request.v = tokens(n, KV_HEADS), tokens(n, KV_HEADS)
+    x = engine.described(list(zip(requests, keys, strict=True)))
+    k, v = torch.cat([r.k for r in requests]), torch.cat([r.v for r in requests])
+    for number, new in enumerate(((4, 1, 7), (1, 1, 1))):
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        x.query_start_loc = x.query_start_loc_cpu = starts
+        x.num_actual_tokens, x.max_query_len, x.causal = sum(new), max(new), False
+        made = engine.builder.build(0, x)
+        given = (k, v) if number == 0 else (None, None)
+        if number == 0:
+            engine.impl.do_kv_cache_update(engine.layer, k, v, engine.cache, x.slot_mapping)
+        q = tokens(sum(new), HEADS)
+        out = torch.full_like(q, torch.nan)
+        engine.impl.forward(engine.layer, q, *given, engine.cache, made, out)
+        for n, request in enumerate(requests):
+            rows = slice(*starts[n : n + 2].tolist())
+            engine.compare(request, q[rows], out[rows], causal=False)
+    assert made.step.num_decodes == 3
 
 
 def test_other_block_tables() -> None:
@@ -410,8 +460,9 @@ def test_what_is_supported() -> None:
     assert sizes == list(range(16, 257, 16))
     for major, ok in ((7, False), (8, True), (9, True), (12, True)):
         assert backend.supports_compute_capability(SimpleNamespace(major=major)) == ok
-    for kind, ok in (("decoder", True), ("encoder_only", True), ("encoder_decoder", False)):
-        assert backend.supports_attn_type(kind) == ok
+    kinds = "decoder", "encoder_only", "encoder", "encoder_decoder"
+    assert all(backend.supports_attn_type(kind) for kind in kinds)
+    assert not backend.supports_attn_type("linear")
     assert not backend.is_mla()
     kinds = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head", "bfloat16")
     assert all(backend.supports_kv_cache_dtype(kv) for kv in kinds)
@@ -424,7 +475,7 @@ def test_what_is_supported() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attn_type": "encoder_decoder"}, "attn_type: expected decoder, encoder_only, got enc"),
+        ({"attn_type": "linear"}, "attn_type: expected decoder, encoder_decoder, .* got linear"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: expected auto, float16, .* got fp8_e5m2"),
     ],
 )
@@ -447,6 +498,39 @@ def test_steps_that_are_refused() -> None:
     out = torch.empty(1, HEADS, DIM)
     with pytest.raises(NotImplementedError, match="output_scale: expected None"):
         engine.impl.forward(None, out, out, out, engine.cache, None, out, torch.ones(1))
+
+
+def test_a_block_of_a_layer_in_one_piece() -> None:
+    """Heads of several layers side by side, as some connectors have them: only where keys and
+    values are read through strides."""
+    for kv, ok in (("auto", True), ("fp8", True), ("int8_per_token_head", False)):
+        engine = Engine(kv, scales=(0.02, 0.03))
+        shape = list(engine.cache.shape)
+        room = engine.cache.new_empty(BLOCKS, KV_HEADS, 3, *shape[2:])
+        engine.cache = room[:, :, 1]
+        if ok:
+            assert len(list(mixed_steps(engine, 2))) == 2
+            continue
+        with pytest.raises(NotImplementedError, match="kv_cache: expected a block of a layer in"):
+            engine.request(9)
+
+
+def test_strides_of_one_head() -> None:
+    """torch keeps any stride of a dimension of one; a kernel that reads by TMA cannot."""
+    impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, 1)
+    cache = torch.zeros(BLOCKS, BLOCK, 2 * DIM).as_strided(
+        (BLOCKS, 1, BLOCK, 2 * DIM), (BLOCK * 2 * DIM, 1, 2 * DIM, 1)
+    )
+    pages = impl.pages(contract.layer(), cache)
+    for x in (pages.k, pages.v):
+        assert x.shape == (BLOCKS, BLOCK, 1, DIM)
+        assert x.stride() == (BLOCK * 2 * DIM, 2 * DIM, DIM, 1)
+    assert pages.v.data_ptr() - pages.k.data_ptr() == DIM * cache.element_size()
+
+
+def test_prompts_in_part_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="kv_sharing_fast_prefill: expected False"):
+        Engine(settings={"kv_sharing_fast_prefill": True})
 
 
 def rows_of_guide() -> list[tuple[str, str, str]]:
