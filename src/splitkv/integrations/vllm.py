@@ -53,6 +53,7 @@ from splitkv.integrations.serving import (
     attend_with_prefix,
     bound_of,
 )
+from splitkv.planner.policies.widening import MOST_BYTES
 
 TESTED = ("0.26.0",)
 """Releases of vLLM that the tests were run with."""
@@ -390,7 +391,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected None, got a scale")
         x = attn_metadata
-        if x is None:  # memory is profiled
+        if x is None:
+            self.take_memory(query)
             return output.fill_(0)
         causal = x.step.causal and self.attn_type == AttentionType.DECODER
         options = self.options | {"window_size": self.window_size(causal)}
@@ -409,6 +411,13 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         else:
             attend_with_prefix(query, pages, x.shared, output, options)
         return output
+
+    def take_memory(self, like: Tensor) -> None:
+        """Takes as much as a step may, and gives it back: vLLM measures what a model needs beside
+        its caches in a run without metadata. Kernels that read 8 bits may widen what a prompt
+        reads first."""
+        if self.kv_cache_dtype in (*SCALED, *SCALED_BY_TOKEN):
+            like.new_empty(MOST_BYTES, dtype=torch.uint8)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -19,10 +19,12 @@ import pytest
 import torch
 import vllm_contract as contract
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_contract import adapter
 
 from splitkv import reference
 from splitkv.core.masks import Mask
+from splitkv.planner.policies.widening import MOST_BYTES
 from splitkv.rounding import quantize, scale_of
 from splitkv.testing import assert_close
 
@@ -403,6 +405,27 @@ def test_profiling_writes_zeros() -> None:
     q = torch.randn(3, HEADS, DIM)
     impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS)
     assert (impl.forward(None, q, q, q, torch.empty(0), None, out) == 0).all()
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_profiling_takes_what_widening_may(kv: str) -> None:
+    """A run without metadata, by which vLLM says how much memory is left for caches."""
+
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **kwargs or {})
+            self.nbytes = max(self.nbytes, made.nbytes)
+            return made
+
+    q = torch.empty(3, HEADS, DIM, device="meta")
+    impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS, kv_cache_dtype=kv)
+    with Largest() as largest:
+        impl.forward(None, q, q, q, q, None, q)
+    assert largest.nbytes == (q.nbytes if kv == "auto" else MOST_BYTES)
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
