@@ -35,8 +35,8 @@ RUNS = {
     "blocks of 64": ("--models", "llama", "--page", "64"),
     "a cached prefix": ("--models", "llama", "--shared", "64"),
     "drafts": ("--models", "llama", "--speculate", "4"),
-    "int8": ("--models", "llama", "--kv", "int8_per_token_head", "--tolerance", "0.5"),
-    "fp8": ("--models", "llama", "--kv", "fp8", "--tolerance", "1"),
+    "int8": ("--models", "llama,gpt_oss", "--kv", "int8_per_token_head"),
+    "fp8": ("--models", "llama,gpt_oss", "--kv", "fp8"),
 }
 
 
