@@ -37,6 +37,7 @@ RUNS = {
     "drafts": ("--models", "llama", "--speculate", "4"),
     "int8": ("--models", "llama,gpt_oss", "--kv", "int8_per_token_head"),
     "fp8": ("--models", "llama,gpt_oss", "--kv", "fp8"),
+    "e5m2": ("--models", "llama", "--kv", "fp8_e5m2"),
 }
 
 
@@ -56,7 +57,8 @@ def test_entry_point() -> None:
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, None),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, None),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: expected auto"),
         ({"block_size": 8}, "block_size not supported"),
         ({"use_pcp": True}, "PCP not supported"),

@@ -233,6 +233,7 @@ def stored_in(kv: str) -> Any:
     if kv == "auto":
         return None
     dtype = torch.int8 if kv.startswith("int8") else torch.float8_e4m3fn
+    dtype = torch.float8_e5m2 if kv == "fp8_e5m2" else dtype
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         """x [batch, heads, keys, dim], by scales of 1 or of a token and head."""

@@ -29,7 +29,7 @@ class Pages:
     """Keys and values of a layer as kernels read them.
 
     k, v              [num_pages, page_size, num_kv_heads, head_dim], any strides but the last
-    k_scale, v_scale  fp32, of int8 and float8_e4m3fn: as `decode` takes them; else None
+    k_scale, v_scale  fp32, of caches in 8 bits: as `decode` takes them; else None
     """
 
     k: Tensor

@@ -18,7 +18,7 @@ them, read through strides. Caches with a scale a token and head (`int8_per_toke
 that rows begin at multiples of 16 bytes.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, a causal flag a sequence,
-prefix-LM ranges, context parallelism, e5m2 and 4-bit caches, output in 8 bits.
+prefix-LM ranges, context parallelism, 4-bit caches, output in 8 bits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ TESTED = ("0.26.0",)
 """Releases of vLLM that the tests were run with."""
 
 NAME = "CUSTOM"  # the member of AttentionBackendEnum that vLLM keeps for others
-SCALED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+SCALED = {
+    **dict.fromkeys(("fp8", "fp8_e4m3"), torch.float8_e4m3fn),
+    "fp8_e5m2": torch.float8_e5m2,
+}
 SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SCALE_BYTES = 4

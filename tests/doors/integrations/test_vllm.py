@@ -183,6 +183,7 @@ def stored(x: Tensor, kv: str, scale: Any) -> Tensor:
         return x
     by_token = kv.endswith("per_token_head")
     dtype = torch.int8 if kv.startswith("int8") else torch.float8_e4m3fn
+    dtype = torch.float8_e5m2 if kv == "fp8_e5m2" else dtype
     of = torch.as_tensor(scale).view(-1, 1)
     by = scale_of(x, (2,), dtype) if by_token else of
     return quantize(x, by, dtype).float() * by
@@ -199,6 +200,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 CACHES: dict[str, tuple[str, tuple[Any, Any]]] = {
     "as it is": ("auto", (1.0, 1.0)),
     "fp8": ("fp8", (0.02, 0.03)),
+    "fp8 in e5m2": ("fp8_e5m2", (0.5, 2.0)),
     "fp8 a head": ("fp8_e4m3", ([0.02, 0.01], [0.03, 0.015])),
     "int8 a token and head": ("int8_per_token_head", (1.0, 1.0)),
     "fp8 a token and head": ("fp8_per_token_head", (1.0, 1.0)),
@@ -487,9 +489,9 @@ def test_what_is_supported() -> None:
     assert all(backend.supports_attn_type(kind) for kind in kinds)
     assert not backend.supports_attn_type("linear")
     assert not backend.is_mla()
-    kinds = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head", "bfloat16")
+    kinds = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "bfloat16")
     assert all(backend.supports_kv_cache_dtype(kv) for kv in kinds)
-    assert not any(backend.supports_kv_cache_dtype(kv) for kv in ("fp8_e5m2", "nvfp4"))
+    assert not any(backend.supports_kv_cache_dtype(kv) for kv in ("fp8_inc", "nvfp4"))
     other = backend.supports_combination(128, torch.bfloat16, "float16", 16)
     assert other == "kv_cache_dtype: expected auto, fp8 or torch.bfloat16, got float16"
     assert backend.supports_combination(128, torch.bfloat16, "fp8", 16) is None
@@ -499,7 +501,7 @@ def test_what_is_supported() -> None:
     ("options", "message"),
     [
         ({"attn_type": "linear"}, "attn_type: expected decoder, encoder_decoder, .* got linear"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: expected auto, float16, .* got fp8_e5m2"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype: expected auto, float16, .* got nvfp4"),
     ],
 )
 def test_layers_that_are_refused(options: dict[str, Any], message: str) -> None:
