@@ -18,7 +18,8 @@ them, read through strides. Caches with a scale a token and head (`int8_per_toke
 that rows begin at multiples of 16 bytes.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, a causal flag a sequence,
-prefix-LM ranges, context parallelism, 4-bit caches, output in 8 bits.
+prefix-LM ranges, prefill context parallelism, windows and ALiBi beside decode context parallelism,
+4-bit caches, output in 8 bits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -39,16 +42,20 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.utils import get_kv_cache_layout
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens, get_kv_cache_layout
+from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
+from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 
 from splitkv.api import append
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
     Pages,
     Plans,
+    Ranks,
     SharedPrefix,
     Step,
     attend,
+    attend_over_ranks,
     attend_packed,
     attend_with_prefix,
     bound_of,
@@ -178,7 +185,9 @@ class SplitKVMetadata:
     num_actual_tokens  tokens that are not padding
     max_query_len      upper bound of the new tokens of a request
     query_start_loc    [requests + 1] int32 on the device
-    step               which requests decode, and their lengths and blocks
+    step               which requests decode, and their lengths and blocks; of a context parallel
+                       rank, as `attend_over_ranks` takes it
+    causal             whether a token sees no later one
     shared             the prefix that all requests share, read apart; None: no such
     """
 
@@ -186,6 +195,7 @@ class SplitKVMetadata:
     max_query_len: int
     query_start_loc: Tensor
     step: Step
+    causal: bool = True
     shared: SharedPrefix | None = None
 
 
@@ -203,6 +213,10 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         if vllm_config.cache_config.kv_sharing_fast_prefill:  # gives starts that are not there yet
             raise NotImplementedError("kv_sharing_fast_prefill: expected False, got True")
+        parallel = vllm_config.parallel_config
+        self.ranks: int = parallel.decode_context_parallel_size
+        self.rank = get_dcp_group().rank_in_group if self.ranks > 1 else 0
+        self.interleave: int = parallel.cp_kv_cache_interleave_size
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
             expect_whole_prompts(vllm_config)
@@ -213,10 +227,11 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Full graphs of steps in which all requests have as many new tokens, if decode takes so
-        many."""
+        many; of one where several ranks hold the keys."""
         speculative = vllm_config.speculative_config
         drafted = 0 if speculative is None else speculative.num_speculative_tokens or 0
-        if drafted < MAX_DECODE_LEN:
+        alone = vllm_config.parallel_config.decode_context_parallel_size == 1
+        if drafted < MAX_DECODE_LEN and alone:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -231,21 +246,40 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
                 raise NotImplementedError(f"{name}: expected none, got some")
         lengths = query_lens(x)
         num_decodes, decode_len = decodes_in_front(lengths, self.reorder_batch_threshold or 0)
+        causal, seq_lens, most = x.causal, x.seq_lens, x.max_seq_len
+        if self.ranks > 1:
+            causal, most = False, self.most_of_a_rank(most)
+            seq_lens = self.keys_of_rank(x, num_decodes)
         numbers = {
             "num_tokens": min(x.num_actual_tokens, sum(lengths)),
             "max_seqlen_q": self.max_tokens if self.batch_invariant else x.max_query_len,
-            "max_seqlen_k": self.bound(x.max_seq_len, x.block_table_tensor),
+            "max_seqlen_k": self.bound(most, x.block_table_tensor),
         }
-        requests = x.query_start_loc, x.seq_lens, x.block_table_tensor
+        requests = x.query_start_loc, seq_lens, x.block_table_tensor
         step = Step.of(
-            *requests, num_decodes=num_decodes, decode_len=decode_len, causal=x.causal, **numbers
+            *requests, num_decodes=num_decodes, decode_len=decode_len, causal=causal, **numbers
         )
         shared = None
         if common_prefix_len:
             shared = SharedPrefix.of(*requests, common_prefix_len, self.block_size, **numbers)
         return SplitKVMetadata(
-            x.num_actual_tokens, x.max_query_len, x.query_start_loc, step, shared
+            x.num_actual_tokens, x.max_query_len, x.query_start_loc, step, x.causal, shared
         )
+
+    def keys_of_rank(self, x: Any, num_decodes: int) -> Tensor:
+        """How many keys of each request this rank holds: of the first `num_decodes`, which have a
+        token each, with that, of the others without the tokens of the step."""
+        if num_decodes == x.num_reqs and x.dcp_local_seq_lens is not None:
+            held: Tensor = x.dcp_local_seq_lens
+            return held
+        before = x.seq_lens - x.query_start_loc.diff()
+        before[:num_decodes] = x.seq_lens[:num_decodes]
+        held = get_dcp_local_seq_lens(before, self.ranks, self.rank, self.interleave)
+        return held
+
+    def most_of_a_rank(self, length: int) -> int:
+        """An upper bound of the keys that a rank holds of so many."""
+        return -(-length // (self.ranks * self.interleave)) * self.interleave
 
     def bound(self, length: int, table: Tensor) -> int:
         """The max_seqlen_k of a step; the most there is where bits may not follow the batch."""
@@ -258,7 +292,8 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         """A step for a graph that is replayed with requests of any length; keys of cross attention
         may be more than the tokens of a model, and vLLM asks with their number."""
         made = self.build(0, common_attn_metadata)
-        longest = self.bound(self.max_model_len, common_attn_metadata.block_table_tensor)
+        most = self.most_of_a_rank(self.max_model_len)
+        longest = self.bound(most, common_attn_metadata.block_table_tensor)
         made.step = replace(made.step, max_seqlen_k=max(made.step.max_seqlen_k, longest))
         return made
 
@@ -337,8 +372,8 @@ class Layer:
 class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     """Attention of one layer."""
 
-    can_return_lse_for_decode: bool = False
-    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
     supports_pcp: bool = False
     supports_quant_query_input: bool = False  # q stays in 16 bits: decode waits for keys, not for q
 
@@ -367,9 +402,30 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             "alibi_slopes": None,
             "sink_logits": given.sinks,
         }
+        self.ranks = self.context_parallel() if self.dcp_world_size > 1 else None
         self.plans = Plans("batch_invariant" if envs.VLLM_BATCH_INVARIANT else "")
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
         self._pages: Pages | None = None
+
+    def context_parallel(self) -> Ranks:
+        """The ranks that hold the keys of this layer, with the collectives that vLLM is set to."""
+        for name, there in (
+            ("sliding_window", self.left >= 0),
+            ("alibi_slopes", self.alibi_slopes is not None),
+            ("cross attention", self.attn_type == AttentionType.ENCODER_DECODER),
+            ("VLLM_BATCH_INVARIANT", bool(envs.VLLM_BATCH_INVARIANT)),
+        ):
+            if there:
+                raise NotImplementedError(f"{name}: expected none with ranks that share keys")
+        config, group = get_current_vllm_config_or_none(), get_dcp_group()
+        apart = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
+        merge = dcp_a2a_lse_reduce if apart else cp_lse_ag_out_rs
+
+        def combine(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+            own, of_own = merge(out, lse.transpose(0, 1).contiguous(), group, return_lse=True)
+            return own, of_own.transpose(0, 1)
+
+        return Ranks(lambda q: group.all_gather(q.contiguous(), dim=1), combine)
 
     def window_size(self, causal: bool) -> tuple[int, int]:
         """(left, right): a window looks to both sides where nothing is causal."""
@@ -397,7 +453,7 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         if x is None:
             self.take_memory(query)
             return output.fill_(0)
-        causal = x.step.causal and self.attn_type == AttentionType.DECODER
+        causal = x.causal and self.attn_type == AttentionType.DECODER
         options = self.options | {"window_size": self.window_size(causal)}
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
@@ -409,7 +465,10 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             attend_packed(*tensors, output[:n], options)
             return output
         pages = self.pages(layer, kv_cache)
-        if x.shared is None:
+        if self.ranks is not None:
+            tokens = query, key, value
+            attend_over_ranks(*tokens, pages, x.step, causal, output, options, self.ranks)
+        elif x.shared is None:
             attend(query, pages, x.step, output, options, self.plans)
         else:
             attend_with_prefix(query, pages, x.shared, output, options)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -469,6 +471,203 @@ def test_other_block_tables() -> None:
     assert torch.equal(moved.step.page_table, again.step.page_table)
     assert torch.equal(moved.step.rest.page_table, again.step.rest.page_table)
     assert torch.equal(moved.step.rest.cu_seqlens_q, again.step.rest.cu_seqlens_q)
+
+
+# --- ranks that share the keys of a sequence ---------------------------------------------------
+
+
+class Meeting:
+    """Collectives between threads, each of them a rank: what all of them gave."""
+
+    def __init__(self, ranks: int) -> None:
+        self.given: list[Any] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=60)
+
+    def of(self, rank: int, x: Any) -> list[Any]:
+        self.given[rank] = x
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+
+@dataclass
+class Group:
+    """As much of vLLM's group of ranks as a layer sees."""
+
+    meeting: Meeting
+    rank_in_group: int
+    world_size: int
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.meeting.of(self.rank_in_group, x), dim)
+
+
+def merged(out: Tensor, lse: Tensor, group: Group, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """vLLM's merge of all ranks' (out [tokens, heads, dim], lse [tokens, heads]), own heads."""
+    assert return_lse and lse.is_contiguous()
+    given = group.meeting.of(group.rank_in_group, (out.double(), lse.double()))
+    outs, lses = zip(*given, strict=True)
+    total = torch.stack(lses).logsumexp(0)
+    weights = [(x - total).exp().nan_to_num(0.0) for x in lses]
+    made = sum(x * w[..., None] for x, w in zip(outs, weights, strict=True))
+    own = slice(HEADS * group.rank_in_group, HEADS * (group.rank_in_group + 1))
+    return made[:, own].to(out.dtype), total[:, own].float()
+
+
+class RankedEngine:
+    """Ranks of one KV head and HEADS query heads each, which have every sequence's keys in turn."""
+
+    def __init__(
+        self, ranks: int, interleave: int, kv: str, patch: pytest.MonkeyPatch, **impl: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.kv, self.ranks, self.interleave = kv, ranks, interleave
+        self.scales = (1.0, 1.0) if kv == "auto" else (0.02, 0.03)
+        self.layer, meeting = contract.layer(*self.scales), Meeting(ranks)
+        patch.setattr(adapter, "cp_lse_ag_out_rs", merged)
+        device, spec = torch.device("cpu"), SimpleNamespace(block_size=BLOCK)
+        settings = contract.config(LONGEST, 256, ranks=ranks, interleave=interleave)
+        self.sinks = torch.randn(ranks * HEADS) if impl.pop("sinks", False) else None
+        self.impls, self.builders, self.caches = [], [], []
+        for rank in range(ranks):
+            group = Group(meeting, rank, ranks)
+            patch.setattr(adapter, "get_dcp_group", lambda group=group: group)
+            own = None if self.sinks is None else self.sinks[HEADS * rank : HEADS * (rank + 1)]
+            made = adapter.SplitKVImpl.__new__(adapter.SplitKVImpl)
+            made.dcp_world_size = ranks
+            made.__init__(HEADS, DIM, 0.3, 1, kv_cache_dtype=kv, sinks=own, **impl)  # type: ignore[misc]
+            self.impls.append(made)
+            builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
+            self.builders.append(builder)
+            shape = adapter.SplitKVBackend.get_kv_cache_shape(BLOCKS, BLOCK, 1, DIM, kv)
+            cache = torch.full(shape, torch.nan, dtype=DTYPE)
+            self.caches.append(cache if kv == "auto" else torch.full(shape, 127, dtype=torch.uint8))
+        self.sequences: list[Request] = []
+
+    def slots(self, rank: int, request: Request, first: int) -> list[int]:
+        """As vLLM computes them: of tokens of other ranks -1."""
+        found = []
+        for at in range(first, len(request.k)):
+            turn, within = divmod(at, self.interleave)
+            mine = turn % self.ranks == rank
+            held = turn // self.ranks * self.interleave + within
+            found.append(request.blocks[held // BLOCK] * BLOCK + held % BLOCK if mine else -1)
+        return found
+
+    def step(self, new: list[tuple[Request, int]], *, capture: bool = False) -> list[Any]:
+        """One step on all ranks, compared with the definition; the metadata of each."""
+        keys = []
+        for request, n in new:
+            keys.append((tokens(n, 1), tokens(n, 1)))
+            request.k = torch.cat([request.k, keys[-1][0]])
+            request.v = torch.cat([request.v, keys[-1][1]])
+        k, v = (torch.cat(x) for x in zip(*keys, strict=True))
+        starts = torch.tensor([0, *(n for _, n in new)]).cumsum(0).int()
+        lengths = torch.tensor([len(r.k) for r, _ in new], dtype=torch.int32)
+        q = tokens(len(k), self.ranks * HEADS)
+        outs, metadata = torch.full_like(q, torch.nan), [None] * self.ranks
+
+        def run(rank: int) -> None:
+            slots = [slot for r, n in new for slot in self.slots(rank, r, len(r.k) - n)]
+            x = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                num_reqs=len(new),
+                num_actual_tokens=len(k),
+                max_query_len=max(n for _, n in new),
+                max_seq_len=int(lengths.max()),
+                block_table_tensor=torch.tensor([r.blocks for r, _ in new], dtype=torch.int32),
+                slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            )
+            if capture:
+                x.dcp_local_seq_lens = adapter.get_dcp_local_seq_lens(
+                    lengths, self.ranks, rank, self.interleave
+                )
+            builder, impl, cache = (x[rank] for x in (self.builders, self.impls, self.caches))
+            builder.rank = rank
+            made = builder.build_for_cudagraph_capture(x) if capture else builder.build(0, x)
+            own = slice(HEADS * rank, HEADS * (rank + 1))
+            impl.do_kv_cache_update(self.layer, k, v, cache, x.slot_mapping)
+            impl.forward(self.layer, q[:, own], k, v, cache, made, outs[:, own])
+            metadata[rank] = made
+
+        with ThreadPoolExecutor(self.ranks) as pool:
+            list(pool.map(run, range(self.ranks)))
+        for n, (request, count) in enumerate(new):
+            rows = slice(*starts[n : n + 2].tolist())
+            self.compare(request, count, q[rows], outs[rows])
+        return metadata
+
+    def compare(self, request: Request, count: int, q: Tensor, out: Tensor) -> None:
+        """New tokens of a prompt are read as they come, all others as they are stored."""
+        held = [
+            stored(x, self.kv, s).to(x.dtype)
+            for x, s in zip((request.k, request.v), self.scales, strict=True)
+        ]
+        if count > 1:
+            for x, new in zip(held, (request.k, request.v), strict=True):
+                x[-count:] = new[-count:]
+        options = self.impls[0].options
+        results = [
+            reference.attention(
+                *(x[None].to(dtype) for x in (q, *held)),
+                mask=Mask(True),
+                softmax_scale=0.3,
+                softcap=options["softcap"],
+                sink_logits=self.sinks,
+                upcast=False,
+            )[0][0]
+            for dtype in (torch.float32, DTYPE)
+        ]
+        assert_close(out, *results)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 1), (2, 4)])
+@pytest.mark.parametrize("layer", [{}, {"sinks": True}, {"logits_soft_cap": 5.0}], ids=str)
+def test_ranks_that_share_keys(
+    layer: dict[str, Any], ranks: int, interleave: int, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RankedEngine(ranks, interleave, kv, monkeypatch, **layer)
+    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "HND")
+    places = iter(torch.randperm(BLOCKS).tolist())
+    a, b, c = (Request([next(places) for _ in range(LONGEST // BLOCK)], *nothing()) for _ in "abc")
+    engine.step([(a, 33), (b, 5)])
+    engine.step([(a, 1), (c, 1), (b, 20)])
+    made = engine.step([(a, 1), (b, 1), (c, 30)])
+    assert made[0].step.num_decodes == 2 and made[0].step.rest is not None
+    made = engine.step([(a, 1), (b, 1), (c, 1)], capture=True)
+    assert all(x.step.num_decodes == 3 and x.step.rest is None for x in made)
+    most = -(-LONGEST // (ranks * interleave)) * interleave
+    assert all(most <= x.step.max_seqlen_k <= LONGEST for x in made)
+
+
+def nothing() -> tuple[Tensor, Tensor]:
+    """Keys and values of a request on ranks, as yet."""
+    return tokens(0, 1), tokens(0, 1)
+
+
+def test_graphs_of_ranks() -> None:
+    """Of single tokens: drafts are read with the step's own keys, in as many launches as it has."""
+    of = adapter.SplitKVMetadataBuilder.get_cudagraph_support
+    assert of(contract.config(drafted=4, ranks=2), None).name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        ({"sliding_window": 20}, "sliding_window"),
+        ({"alibi_slopes": [0.5, 0.25, 0.125, 0.06]}, "alibi_slopes"),
+        ({"attn_type": "encoder_decoder"}, "cross attention"),
+    ],
+)
+def test_what_ranks_refuse(
+    layer: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name}: expected none with ranks that share"):
+        RankedEngine(2, 1, "auto", monkeypatch, **layer)
 
 
 # --- what the engine asks, and what is refused -------------------------------------------------
