@@ -112,6 +112,7 @@ class CommonAttentionMetadata:
     mm_req_doc_ranges: Any = None
     rswa_prefix_lens: Any = None
     dcp_local_seq_lens: Any = None
+    seq_lens_cpu_upper_bound: Any = None
 
 
 GROUP = [SimpleNamespace(world_size=1, rank_in_group=0)]

@@ -230,7 +230,7 @@ def attend_packed(
     out: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Attention of whole sequences that are in no cache, as of an encoder.
+    """Attention of whole sequences, whose keys need not be in a cache, as of an encoder.
 
     q, k, v, out  [tokens, heads, dim], all tokens of sequences laid end to end
     cu_seqlens    [batch + 1] int32 on the device; max_seqlen: upper bound of their lengths

@@ -188,6 +188,7 @@ class SplitKVMetadata:
     step               which requests decode, and their lengths and blocks; of a context parallel
                        rank, as `attend_over_ranks` takes it
     causal             whether a token sees no later one
+    whole              nobody has keys from before the step; asked of context parallel ranks alone
     shared             the prefix that all requests share, read apart; None: no such
     """
 
@@ -196,6 +197,7 @@ class SplitKVMetadata:
     query_start_loc: Tensor
     step: Step
     causal: bool = True
+    whole: bool = False
     shared: SharedPrefix | None = None
 
 
@@ -263,7 +265,13 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         if common_prefix_len:
             shared = SharedPrefix.of(*requests, common_prefix_len, self.block_size, **numbers)
         return SplitKVMetadata(
-            x.num_actual_tokens, x.max_query_len, x.query_start_loc, step, x.causal, shared
+            num_actual_tokens=x.num_actual_tokens,
+            max_query_len=x.max_query_len,
+            query_start_loc=x.query_start_loc,
+            step=step,
+            causal=x.causal,
+            whole=self.ranks > 1 and whole_prompts(x, lengths),
+            shared=shared,
         )
 
     def keys_of_rank(self, x: Any, num_decodes: int) -> Tensor:
@@ -295,6 +303,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         most = self.most_of_a_rank(self.max_model_len)
         longest = self.bound(most, common_attn_metadata.block_table_tensor)
         made.step = replace(made.step, max_seqlen_k=max(made.step.max_seqlen_k, longest))
+        made.whole = False
         return made
 
     def update_block_table(
@@ -341,6 +350,14 @@ def query_lens(x: Any) -> list[int]:
     while lengths and not lengths[-1]:
         lengths.pop()
     return lengths
+
+
+def whole_prompts(x: Any, lengths: list[int]) -> bool:
+    """Whether all tokens of all requests are of this step: what ranks know without asking."""
+    if x.seq_lens_cpu_upper_bound is None:
+        return False
+    seqlens: list[int] = x.seq_lens_cpu_upper_bound[: len(lengths)].tolist()
+    return seqlens == lengths
 
 
 def decodes_in_front(lengths: list[int], threshold: int) -> tuple[int, int]:
@@ -445,7 +462,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     ) -> Tensor:
         """Attention of query [tokens, num_heads, head_size] into output, which is returned.
 
-        The keys and values are in the cache already; key and value are read by encoders only.
+        The keys and values are in the cache already; key and value are read by encoders, and where
+        ranks share keys.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected None, got a scale")
@@ -458,11 +476,11 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
             options["alibi_slopes"] = self.alibi_slopes
-        if self.attn_type in WITHOUT_CACHE:
+        if x.whole or self.attn_type in WITHOUT_CACHE:
             n = x.num_actual_tokens
             assert key is not None and value is not None
             tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.max_query_len
-            attend_packed(*tensors, output[:n], options)
+            attend_packed(*tensors, output[:n], {**options, "causal": causal})
             return output
         pages = self.pages(layer, kv_cache)
         if self.ranks is not None:

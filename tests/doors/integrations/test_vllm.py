@@ -580,6 +580,7 @@ class RankedEngine:
                 max_seq_len=int(lengths.max()),
                 block_table_tensor=torch.tensor([r.blocks for r, _ in new], dtype=torch.int32),
                 slot_mapping=torch.tensor(slots, dtype=torch.int64),
+                seq_lens_cpu_upper_bound=lengths,
             )
             if capture:
                 x.dcp_local_seq_lens = adapter.get_dcp_local_seq_lens(
@@ -634,10 +635,11 @@ def test_ranks_that_share_keys(
     monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "HND")
     places = iter(torch.randperm(BLOCKS).tolist())
     a, b, c = (Request([next(places) for _ in range(LONGEST // BLOCK)], *nothing()) for _ in "abc")
-    engine.step([(a, 33), (b, 5)])
+    made = engine.step([(a, 33), (b, 5)])
+    assert all(x.whole for x in made)
     engine.step([(a, 1), (c, 1), (b, 20)])
     made = engine.step([(a, 1), (b, 1), (c, 30)])
-    assert made[0].step.num_decodes == 2 and made[0].step.rest is not None
+    assert made[0].step.num_decodes == 2 and made[0].step.rest is not None and not made[0].whole
     made = engine.step([(a, 1), (b, 1), (c, 1)], capture=True)
     assert all(x.step.num_decodes == 3 and x.step.rest is None for x in made)
     most = -(-LONGEST // (ranks * interleave)) * interleave
