@@ -103,7 +103,9 @@ def explain(
     seqlen_q: Annotated[int, typer.Option(help="Query tokens a sequence.")] = 1,
     seqlen_k: Annotated[int, typer.Option(help="Keys a sequence.")] = 4096,
     dtype: Annotated[str, typer.Option(help="Type of queries, keys and values.")] = "bfloat16",
-    stored: Annotated[str, typer.Option(help="Keys and values: as_is, int8 or fp8.")] = "as_is",
+    stored: Annotated[
+        str, typer.Option(help="Keys and values: as_is, int8, fp8 or fp8_e5m2.")
+    ] = "as_is",
     scales: Annotated[
         str | None, typer.Option(help="Of 8 bits: one a tensor, head (default) or token.")
     ] = None,

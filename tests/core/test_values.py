@@ -94,7 +94,11 @@ WRONG = [
     (("problem", "place"), {}, "problem.place.kind: expected 'contiguous', 'ragged' or 'paged', g"),
     (("problem", "place"), {"kind": "paged"}, "problem.place.page_size: expected a value, got "),
     (("problem", "place", "page_size"), "16", "problem.place.page_size: expected an integer, got"),
-    (("problem", "codec", "name"), "int4", "problem.codec.name: expected 'as_is', 'fp8' or 'int8'"),
+    (
+        ("problem", "codec", "name"),
+        "int4",
+        "problem.codec.name: expected 'as_is', 'fp8', 'fp8_e5m2' or 'int8'",
+    ),
     (("device",), "h200", "device: expected a dict of name, kind, capability, num_sms, "),
     (("device", "capability"), [9], "device.capability: expected 2 items, got [9]"),
     (("device", "capability"), [9, "0"], "device.capability[1]: expected an integer, got '0'"),

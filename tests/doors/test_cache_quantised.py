@@ -15,7 +15,7 @@ from splitkv.rounding import dequantize
 from splitkv.runtime.append import append
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 32, 2
-NAMES, GRANULARITIES = ("int8", "fp8"), ("tensor", "head", "token")
+NAMES, GRANULARITIES = ("int8", "fp8", "fp8_e5m2"), ("tensor", "head", "token")
 EVERY = [(name, granularity) for name in NAMES for granularity in GRANULARITIES]
 every = pytest.mark.parametrize(("name", "granularity"), EVERY)
 

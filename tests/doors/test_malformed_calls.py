@@ -840,7 +840,11 @@ WARMUPS: list[Row] = [
     (WARMUP, {"softcap": -1.0}, "softcap: expected at least 0, got -1.0"),
     (WARMUP, {"max_seqlen_q": 65}, "max_seqlen_q: expected 1 to 64, got 65"),
     (WARMUP, {"max_seqlen_q": 0}, "max_seqlen_q: expected more than 0, got 0"),
-    (WARMUP, {"stored": "int4"}, "stored: expected 'as_is', 'fp8' or 'int8', got 'int4'"),
+    (
+        WARMUP,
+        {"stored": "int4"},
+        "stored: expected 'as_is', 'fp8', 'fp8_e5m2' or 'int8', got 'int4'",
+    ),
     (
         WARMUP,
         {"granularity": "head"},

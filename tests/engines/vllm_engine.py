@@ -2,14 +2,22 @@
 
     python tests/engines/vllm_engine.py check --models llama,gpt_oss --backends CUSTOM,FLASH_ATTN
     python tests/engines/vllm_engine.py bench --batch 1,8 --keys 2048,8192 --backends ...
+    python tests/engines/vllm_engine.py soak --requests 2000 --blocks 1200 --backends ...
     python tests/engines/vllm_engine.py engine ...      what these start, in processes of their own
 
-`check` needs a vLLM of any device, `bench` one with a GPU. With vLLM's build for CPUs the backend
-stands in the place of CPU_ATTN, which is the only one that is taken there.
+`check` and `soak` need a vLLM of any device, `bench` one with a GPU. With its build for CPUs the
+backend stands in the place of CPU_ATTN, which is the only one that is taken there.
 
 `check` prints of each backend and model how many of its greedy tokens are those that transformers
 in fp32 would choose, and the largest difference of their log-probabilities; it exits with 1 where
 splitkv is further off than --tolerance, or has fewer tokens right than another backend less 2 %.
+With a cache in 8 bits, transformers' keys and values are rounded to it as they are stored, so that
+what is left is not of the cache.
+
+`soak` serves requests of random lengths, some behind the same beginning, with so few blocks that
+some have to wait and begin anew, by the first backend of the list, by the second, and by that in
+other batches. It prints how many tokens each pair of runs shares before the first that differs, and
+exits with 1 where the backends share fewer than the two runs of the second do, less 2 %.
 """
 
 from __future__ import annotations
@@ -161,7 +169,7 @@ def run_engine(o: argparse.Namespace) -> None:
     from vllm import SamplingParams
 
     fixed = {"temperature": 0, "detokenize": False, "ignore_eos": True}
-    if o.save:
+    if o.save and not o.requests:
         llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
         asked = prompts(list(LENGTHS), o.shared)
         told = SamplingParams(max_tokens=o.tokens, logprobs=1, **fixed)
@@ -175,6 +183,14 @@ def run_engine(o: argparse.Namespace) -> None:
         ]
         impl = impl_of(llm)
         Path(o.save).write_text(json.dumps([asked, ids, logprobs, impl]))
+        return
+    if o.requests:
+        more = {"num_gpu_blocks_override": o.blocks} if o.blocks else {}
+        llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=o.most, **more)
+        asked, lengths = requests(o)
+        told = [SamplingParams(max_tokens=n, **fixed) for n in lengths]
+        done = llm.generate(asked, told, use_tqdm=False)
+        Path(o.save).write_text(json.dumps([list(x.outputs[0].token_ids) for x in done]))
         return
     llm = engine(o, load_format="dummy", max_num_seqs=max(o.most, 8))
     for batch in numbers(o.batch):
@@ -208,6 +224,51 @@ def impl_of(llm: Any) -> str:
     return str(llm.llm_engine.collective_rpc(ask)[0])
 
 
+def requests(o: argparse.Namespace) -> tuple[list[dict[str, list[int]]], list[int]]:
+    """(prompts, how many tokens are asked for after each): a third has one of four beginnings."""
+    draw = random.Random(2)
+
+    def tokens(most: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(draw.randrange(1, most))]
+
+    longest = o.max_model_len - o.tokens
+    beginnings, asked = [tokens(longest // 2) for _ in range(4)], []
+    for number in range(o.requests):
+        shared = beginnings[draw.randrange(4)] if number % 3 == 0 else []
+        asked.append({"prompt_token_ids": shared + tokens(longest // 2)})
+    return asked, [draw.randrange(1, o.tokens + 1) for _ in asked]
+
+
+def soak(o: argparse.Namespace) -> int:
+    """Compares two backends with each other, and the second with itself in other batches."""
+    ours, theirs = o.backends.split(",")
+    folder, name = Path(o.folder), o.models.split(",")[0]
+    model, most, runs = save_model(name, folder), o.most or 64, []
+    for number, (backend, seqs) in enumerate(((ours, most), (theirs, most), (theirs, most // 3))):
+        save = folder / f"soak-{number}.json"
+        save.unlink(missing_ok=True)
+        how = {"backend": backend, "model": model, "save": str(save), "most": seqs}
+        if start(o, **how, shared=1) or not save.exists():
+            print(f"{backend}: did not run", flush=True)
+            return 1
+        runs.append(json.loads(save.read_text()))
+
+    def share(a: list[list[int]], b: list[list[int]]) -> float:
+        same = 0
+        for x, y in zip(a, b, strict=True):
+            pairs = enumerate(zip(x, y, strict=True))
+            same += next((n for n, (one, other) in pairs if one != other), len(x))
+        return same / sum(map(len, a))
+
+    between, within = share(runs[0], runs[1]), share(runs[1], runs[2])
+    tokens = sum(map(len, runs[0]))
+    print(
+        f"{name}, {o.requests} requests, {tokens} tokens: {ours} and {theirs} share {between:.4f}"
+    )
+    print(f"{theirs} in other batches shares {within:.4f} with itself", flush=True)
+    return int(between < within - 0.02)
+
+
 def numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
@@ -218,6 +279,31 @@ def start(o: argparse.Namespace, **changed: Any) -> int:
     verb = given.pop("verb")
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     return subprocess.run([sys.executable, __file__, verb, *arguments]).returncode
+
+
+def stored_in(kv: str) -> Any:
+    """A cache of transformers that gives back keys and values as one of these bits does, or None:
+    as they are."""
+    import torch
+    from transformers import DynamicCache
+
+    from splitkv.rounding import quantize, scale_of
+
+    if kv == "auto":
+        return None
+    dtype = torch.int8 if kv.startswith("int8") else torch.float8_e4m3fn
+    dtype = torch.float8_e5m2 if kv == "fp8_e5m2" else dtype
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        """x [batch, heads, keys, dim], by scales of 1 or of a token and head."""
+        by = scale_of(x, (3,), dtype) if kv.endswith("per_token_head") else torch.ones(1)
+        return quantize(x, by, dtype).float() * by
+
+    class Rounding(DynamicCache):
+        def update(self, k: Any, v: Any, *where: Any, **more: Any) -> tuple[Any, Any]:
+            return super().update(rounded(k), rounded(v), *where, **more)
+
+    return Rounding()
 
 
 def check(o: argparse.Namespace) -> int:
@@ -244,7 +330,8 @@ def check(o: argparse.Namespace) -> int:
             for x, chosen, own in zip(asked, ids, logprobs, strict=True):
                 prompt = x["prompt_token_ids"]
                 with torch.no_grad():
-                    logits = loaded(torch.tensor([prompt + chosen])).logits[0]
+                    given = torch.tensor([prompt + chosen])
+                    logits = loaded(given, past_key_values=stored_in(o.kv)).logits[0]
                 of_chosen = logits[len(prompt) - 1 : -1].log_softmax(-1)
                 wanted = of_chosen.gather(1, torch.tensor(chosen)[:, None])[:, 0]
                 worst = max(worst, (wanted - torch.tensor(own)).abs().max().item())
@@ -265,7 +352,7 @@ def check(o: argparse.Namespace) -> int:
 def main() -> int:
     said = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=said)
-    parser.add_argument("verb", choices=("check", "bench", "engine"))
+    parser.add_argument("verb", choices=("check", "bench", "soak", "engine"))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--backends", default="CUSTOM")
     parser.add_argument("--backend", default="CUSTOM")
@@ -286,6 +373,8 @@ def main() -> int:
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--keys", default="2048,8192")
     parser.add_argument("--most", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--heads", default="32,8")
     parser.add_argument("--layers", type=int, default=16)
@@ -296,6 +385,9 @@ def main() -> int:
         return 0
     if o.verb == "check":
         return min(check(o), 1)
+    if o.verb == "soak":
+        o.requests = o.requests or 2000
+        return soak(o)
     most, longest = max(numbers(o.batch)), max(numbers(o.keys))
     length = max(o.max_model_len, longest + o.tokens + 64)
     graphs = ",".join(sorted({str(n) for n in numbers(o.batch)}, key=int))

@@ -21,7 +21,7 @@ from splitkv.planner.registry import completed
 from splitkv.testing import Codec, Contiguous, Paged, Problem, Ragged, bind, check
 
 DEVICE = "cuda"
-STORED = ("int8", "fp8")
+STORED = ("int8", "fp8", "fp8_e5m2")
 WAYS = [(name, granularity) for name in STORED for granularity in ("tensor", "head", "token")]
 DENSE = Problem("dense", 2, 16, 4, 128, 128, 700, 700, mask=Mask(True), return_lse=True)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from splitkv.cache import quantize_kv
 from splitkv.kernels.append import AppendLauncher
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
+from splitkv.rounding import STORED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
@@ -33,7 +34,7 @@ AXES: cases.Axes = {
     "start": (False, True),
     "leftpad": (False, True),
     "strided": (False, True),
-    "stored": (None, torch.int8, torch.float8_e4m3fn),
+    "stored": (None, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),
     "scale": ("token", "head", "tensor", "sequence"),
     "mean": (False, True),
 }
@@ -103,7 +104,7 @@ def call_of(values: Mapping[str, Any]) -> Append:
         for dim in (head_dim, head_dim_v)
     ]
     if values["stored"] is not None:
-        caches = [torch.full_like(x, 127, dtype=torch.int8) for x in caches]  # NaN in e4m3
+        caches = [torch.full_like(x, 127, dtype=torch.int8) for x in caches]  # NaN in floats
         caches = [x.view(values["stored"]) for x in caches]
         heads, granularity = (num_kv_heads,), values["scale"]
         shapes = {"tensor": (1,), "head": heads, "sequence": (batch, *heads)}
@@ -170,11 +171,11 @@ def test_kernel_is_the_definition(values: Mapping[str, Any]) -> None:
         assert not call.k_cache.float().isnan().all()
 
 
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_appended_tokens_are_those_of_quantize_kv(stored: torch.dtype) -> None:
+@pytest.mark.parametrize("name", STORED)
+def test_appended_tokens_are_those_of_quantize_kv(name: str) -> None:
     k, v = torch.randn(2, 3, 2, 16).half(), torch.randn(2, 3, 2, 24).half()
     mean = torch.randn(2, 16)
-    wanted = quantize_kv(k, v, "int8" if stored == torch.int8 else "fp8", "token", k_mean=mean)
+    wanted = quantize_kv(k, v, name, "token", k_mean=mean)
     caches = [torch.zeros_like(x) for x in wanted[:2]]
     scales = [torch.zeros_like(x) for x in wanted[2:4]]
     before = torch.zeros(2, dtype=torch.int32)

@@ -41,7 +41,7 @@ AXES: cases.Axes = {
         Mask(causal=True, window_left=3, sink_tokens=5),
         Mask(causal=True, chunk=24),
     ),
-    "codec": (None, Codec("int8", "tensor"), Codec("fp8", "head")),
+    "codec": (None, Codec("int8", "tensor"), Codec("fp8", "head"), Codec("fp8_e5m2", "head")),
     "schedule": ("even 1", "even 3", "fixed", "batch"),
     "tile_n": (16, 32),
 }

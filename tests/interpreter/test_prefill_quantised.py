@@ -111,6 +111,17 @@ def test_int8_is_multiplied_on_its_units(products: Any, units: str, granularity:
     check(problem, run=run(16, 32, 1, 0))
 
 
+@pytest.mark.parametrize("granularity", ["head", "token"])
+@pytest.mark.parametrize("products", ["widened", "half", "full"])
+def test_e5m2_is_widened(products: Any, granularity: Any) -> None:
+    """Whatever may be multiplied in 8 bits: no unit multiplies it here."""
+    codec = Codec("fp8_e5m2", granularity)
+    problem = Problem("dense", 1, 4, 2, 64, 64, 8, 96, codec=codec, products=products)
+    for gpu in ("a100", "h200"):
+        assert prefill.units_of(problem, GPUS[gpu], Config(tile_m=16, tile_n=32)) == "widened"
+    check(problem, run=run(16, 32, 1, 0))
+
+
 @pytest.mark.parametrize("kind", ["decode", "varlen"])
 def test_sequences_in_pages_have_their_own_scales(kind: Any) -> None:
     """As dense keys with the same scales, sequence by sequence."""

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from splitkv.cache.quantize import _quantized
 from splitkv.kernels.quantize import launch
-from splitkv.kernels.tile.encode import e4m3_bits
+from splitkv.kernels.tile.encode import e4m3_bits, e5m2_bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
@@ -22,7 +22,7 @@ pytestmark = [
 AXES: cases.Axes = {
     "shape": ((2, 5, 3, 24), (140, 2, 64), (1, 1, 1, 8), (3, 70, 2, 16)),
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
-    "stored": (torch.int8, torch.float8_e4m3fn),
+    "stored": (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),
     "granularity": ("tensor", "head", "token"),
     "mean": (False, True),
     "values": ("spread", "zeros", "not_finite"),
@@ -51,18 +51,23 @@ def test_kernel_is_the_definition(values: Mapping[str, Any]) -> None:
 
 
 @triton.jit
-def bits_of(x_ptr, out_ptr, SIZE: tl.constexpr):
+def bits_of(x_ptr, out_ptr, bits: tl.constexpr, SIZE: tl.constexpr):
     offs = tl.arange(0, SIZE)
-    tl.store(out_ptr + offs, e4m3_bits(tl.load(x_ptr + offs)).to(tl.uint8))
+    tl.store(out_ptr + offs, bits(tl.load(x_ptr + offs)).to(tl.uint8))
 
 
-def test_every_e4m3_number_and_what_lies_between() -> None:
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+@pytest.mark.parametrize(
+    ("dtype", "bits", "count"),
+    [(torch.float8_e4m3fn, e4m3_bits, 127), (torch.float8_e5m2, e5m2_bits, 124)],
+    ids=["e4m3", "e5m2"],
+)
+def test_every_number_and_what_lies_between(dtype: torch.dtype, bits: Any, count: int) -> None:
+    codes = torch.arange(count, dtype=torch.uint8).view(dtype).float()
     half = (codes[1:] + codes[:-1]) / 2  # exactly: a tie
     up, down = (half.nextafter(codes[end]) for end in (slice(1, None), slice(-1)))
     x = torch.cat([codes, half, up, down, torch.zeros(4)])
     x = torch.cat([x, -x])
     padded = torch.nn.functional.pad(x, (0, 1024 - len(x)))
     found = torch.empty(1024, dtype=torch.uint8)
-    bits_of[(1,)](padded, found, 1024)
-    assert torch.equal(found[: len(x)], x.to(torch.float8_e4m3fn).view(torch.uint8))
+    bits_of[(1,)](padded, found, bits, 1024)
+    assert torch.equal(found[: len(x)], x.to(dtype).view(torch.uint8))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning",
     "ignore:invalid value encountered:RuntimeWarning",
 )
-STORED = (torch.int8, torch.float8_e4m3fn)
+STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 AXES: cases.Axes = {
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
     "stored": STORED,

@@ -102,7 +102,7 @@ def test_what_is_refused() -> None:
     assert prefill_widened.unsupported(stored, H200) == []
     assert prefill_widened.unsupported(replace(stored, return_lse=True), H200) == [no_lse]
     as_is = replace(problem, codec=AS_IS, products="widened")
-    assert prefill_widened.unsupported(as_is, H200) == ["kv as_is: expected int8 or fp8"]
+    assert prefill_widened.unsupported(as_is, H200) == ["kv as_is: expected int8, fp8 or fp8_e5m2"]
 
 
 @pytest.mark.parametrize("kind", ["varlen", "decode"])

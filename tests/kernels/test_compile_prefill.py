@@ -39,6 +39,7 @@ from splitkv.kernels.limits import prefill as limits
 from splitkv.kernels.limits.backward import key_configs, query_configs
 from splitkv.planner.policies.row_splits import row_splits
 from splitkv.planner.registry import completed
+from splitkv.rounding import STORED
 
 PLAIN = {"softcap": False, "alibi": False, "sink_logits": False, "dropout": False}
 EVERYTHING = {"softcap": True, "alibi": True, "sink_logits": True, "dropout": True}
@@ -132,7 +133,7 @@ def problem_of(values: cases.Values) -> tuple[Problem, int]:
 def operands_of(problem: Problem, row_gap: int) -> Operands:
     """Operands without memory."""
     p, dtype = problem, getattr(torch, problem.dtype)
-    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(p.codec.name, dtype)
+    stored = STORED.get(p.codec.name, dtype)
     stored_q = stored if p.q_granularity != "none" else dtype
     lead_q: tuple[int, ...] = p.batch, p.seqlen_q
     lead_k: tuple[int, ...] = p.batch, p.seqlen_k

@@ -124,7 +124,7 @@ def test_explain_compares_policies() -> None:
             ["--dtype", "int8"],
             "dtype: expected 'bfloat16', 'float16', 'float32' or 'float64', got 'int8'",
         ),
-        (["--stored", "int4"], "stored: expected 'as_is', 'fp8' or 'int8', got 'int4'"),
+        (["--stored", "int4"], "stored: expected 'as_is', 'fp8', 'fp8_e5m2' or 'int8', got 'int4'"),
         (
             ["--stored", "int8", "--scales", "none"],
             "scales: expected 'tensor', 'head' or 'token', got 'none'",

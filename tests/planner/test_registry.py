@@ -463,7 +463,7 @@ def test_unsupported_problem_lists_every_kernel(monkeypatch: pytest.MonkeyPatch)
         "                            dtype float64: expected bfloat16 or float16\n"
         "                            head_dim/head_dim_v 72/64: expected one of 64/64, 128/128, "
         "256/256, 192/128\n"
-        "                            kv as_is: expected int8 or fp8\n"
+        "                            kv as_is: expected int8, fp8 or fp8_e5m2\n"
         "  prefill                   dtype float64: expected bfloat16, float16 or float32\n"
         "  torch_sdpa                softcap: expected 0, got a soft cap\n"
         "                            return_lse: expected False, got True"

@@ -51,6 +51,7 @@ from splitkv.kernels import decode_split
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.host import launcher, workspace
 from splitkv.planner.registry import kernel_named
+from splitkv.rounding import STORED
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ADDRESS = 1 << 20
@@ -285,7 +286,7 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
     address   of k and v
     """
     dtype, p = getattr(torch, problem.dtype), problem
-    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(p.codec.name, dtype)
+    stored = STORED.get(p.codec.name, dtype)
     table = None
     slabs, slab = p.batch, p.seqlen_k
     if isinstance(p.place, Paged):
@@ -323,7 +324,7 @@ def tensor(*shape: int, of: torch.dtype = torch.float32, row_gap: int = 0) -> An
 
 def layouts_in_8_bits(problem: Problem) -> Operands:
     """Operands of a problem of any kind with quantised keys, without memory."""
-    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[problem.codec.name]
+    stored = STORED[problem.codec.name]
     p = problem
     lead, keys, cu, table = (p.batch, p.seqlen_q), (p.batch, p.seqlen_k), None, None
     if p.kind == "varlen":

@@ -72,7 +72,10 @@ class AttentionBackend:
 
 
 class AttentionImpl(Generic[T]):
-    dcp_world_size = 1
+    def __new__(cls, *arguments: Any, **by_name: Any) -> Any:
+        self = super().__new__(cls)
+        self.dcp_world_size = GROUP[0].world_size
+        return self
 
 
 class AttentionMetadataBuilder(Generic[T]):
@@ -108,6 +111,18 @@ class CommonAttentionMetadata:
     causal: Any = True
     mm_req_doc_ranges: Any = None
     rswa_prefix_lens: Any = None
+    dcp_local_seq_lens: Any = None
+    seq_lens_cpu_upper_bound: Any = None
+
+
+GROUP = [SimpleNamespace(world_size=1, rank_in_group=0)]
+
+
+def get_dcp_local_seq_lens(seq_lens: Tensor, size: int, rank: int, interleave: int) -> Tensor:
+    """How many of the first tokens are a rank's, of whom each has `interleave` in turn."""
+    rounds = seq_lens // (size * interleave)
+    rest = seq_lens - rounds * size * interleave - rank * interleave
+    return (rounds * interleave + rest.clamp(0, interleave)).int()
 
 
 REGISTERED: dict[Any, str] = {}
@@ -137,7 +152,16 @@ def stand_in() -> None:
             "AttentionBackendEnum": AttentionBackendEnum,
             "register_backend": REGISTERED.__setitem__,
         },
-        "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: LAYOUT[0]},
+        "vllm.v1.attention.backends.utils": {
+            "get_kv_cache_layout": lambda: LAYOUT[0],
+            "get_dcp_local_seq_lens": get_dcp_local_seq_lens,
+        },
+        "vllm.v1.attention.ops": {},
+        "vllm.v1.attention.ops.common": {"cp_lse_ag_out_rs": None},
+        "vllm.v1.attention.ops.dcp_alltoall": {"dcp_a2a_lse_reduce": None},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_dcp_group": lambda: GROUP[0]},
     }
     for name, members in contents.items():
         module = envs if name == "vllm.envs" else ModuleType(name)
@@ -163,7 +187,7 @@ adapter = imported()
 
 
 def config(
-    max_model_len: int = 256, max_tokens: int = 64, drafted: int = 0, **cached: bool
+    max_model_len: int = 256, max_tokens: int = 64, drafted: int = 0, **cached: int
 ) -> SimpleNamespace:
     """The settings that a builder reads."""
     speculative = SimpleNamespace(num_speculative_tokens=drafted, parallel_drafting=False)
@@ -174,9 +198,13 @@ def config(
             enable_chunked_prefill=cached.get("enable_chunked_prefill", False),
         ),
         cache_config=SimpleNamespace(
-            enable_prefix_caching=cached.get("enable_prefix_caching", False)
+            enable_prefix_caching=cached.get("enable_prefix_caching", False),
+            kv_sharing_fast_prefill=cached.get("kv_sharing_fast_prefill", False),
         ),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=cached.get("ranks", 1),
+            cp_kv_cache_interleave_size=cached.get("interleave", 1),
+        ),
         speculative_config=speculative if drafted else None,
     )
 

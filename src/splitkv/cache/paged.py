@@ -64,9 +64,9 @@ class PagedKVCache:
     max_batch     sequences a step; max_seqlen: tokens a sequence
     max_tokens    new tokens a step over all sequences, default max_seqlen or one each. All sizes
                   are from 1 to less than 2**30, and tokens of all pages fewer than 2**31
-    dtype         "bf16", "fp16", "fp32", "int8", "fp8" (e4m3) or the torch dtype; the latter two
-                  quantise on append what comes in one of the former
-    granularity   of the scales of int8 and fp8: "token", the default, "head" or "tensor". The
+    dtype         "bf16", "fp16", "fp32", "int8", "fp8" (e4m3), "fp8_e5m2" or the torch dtype; those
+                  of 8 bits quantise on append what comes in one of the others
+    granularity   of the scales of 8 bits: "token", the default, "head" or "tensor". The
                   latter two have to be settled before a layer's first token: see `calibrate`
     smooth_k      store keys less a mean key of their layer, settled likewise; see
                   `splitkv.quantize_kv`. No soft cap and no sink_logits then; the LSE is corrected

@@ -51,20 +51,20 @@ def quantize_kv(
     smooth_k: bool = False,
     k_mean: Tensor | None = None,
 ) -> QuantizedKV:
-    """Quantizes keys and values to int8 or fp8 (e4m3) with fp32 scales, nearest, ties to even.
+    """Quantizes keys and values to int8, e4m3 or e5m2 with fp32 scales, nearest, ties to even.
 
     k, v         [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], the pages of a cache
                  [num_pages, page_size, ..], or packed [total_k, ..]: bf16, fp16, fp32 or fp64
-    dtype        "int8" or "fp8"
+    dtype        "int8", "fp8" (e4m3) or "fp8_e5m2"
     granularity  of the scales: "tensor": [1]; "head": [num_kv_heads]; "token": one a token and
                  head, of k's shape without its last dimension
     smooth_k     subtract from every key the mean of all, of each head and element, and return it
     k_mean       [num_kv_heads, head_dim] fp32: subtract this one, of keys that came before
 
-    The largest value that shares a scale is stored as 127 or 448: the error is at most half a step
-    of the scale in int8, a sixteenth of the value in fp8. A scale is at least 2^-100, also of
-    zeros. Where it covers anything not finite it is inf, and everything that it covers reads as
-    NaN. All tokens count, also those that no sequence uses. Not differentiable.
+    The largest value that shares a scale is stored as 127, 448 or 57344: the error is at most half
+    a step of the scale in int8, a sixteenth of the value in e4m3, an eighth in e5m2. A scale is at
+    least 2^-100, also of zeros. Where it covers anything not finite it is inf, and everything that
+    it covers reads as NaN. All tokens count, also those that no sequence uses. Not differentiable.
 
     With a mean, scores of a query are all less by softmax_scale * q . k_mean[head]: the softmax and
     the output are as before, but every lse is less by that; a logit of `sink_logits` and a soft cap

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from splitkv.core.values import Value
 
-CodecName = Literal["as_is", "fp8", "int8"]
+CodecName = Literal["as_is", "fp8", "fp8_e5m2", "int8"]
 Granularity = Literal["none", "tensor", "head", "token"]
 Products = Literal["widened", "half", "full"]
 """The products that may be computed in 8 bits with quantised K and V: none (widened); q . k,
@@ -30,6 +30,7 @@ class Stored(NamedTuple):
 CODECS: dict[CodecName, Stored] = {
     "int8": Stored("int8", 127.0, "half"),
     "fp8": Stored("float8_e4m3fn", 448.0, "widened"),
+    "fp8_e5m2": Stored("float8_e5m2", 57344.0, "widened"),
 }
 """Every codec but as_is, in the order in which messages list them."""
 

@@ -12,13 +12,16 @@ from the device, and with the same numbers and addresses a step can be captured 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from splitkv.api import attention_varlen, decode, merge_states, plan
 from splitkv.core.plan import Plan
+from splitkv.reference import apply_sink_logits
 
 MAX_DECODE_LEN = 16  # new tokens of a sequence that the kernels of decode take
 LEAST_BOUND = 256
@@ -29,7 +32,7 @@ class Pages:
     """Keys and values of a layer as kernels read them.
 
     k, v              [num_pages, page_size, num_kv_heads, head_dim], any strides but the last
-    k_scale, v_scale  fp32, of int8 and float8_e4m3fn: as `decode` takes them; else None
+    k_scale, v_scale  fp32, of caches in 8 bits: as `decode` takes them; else None
     """
 
     k: Tensor
@@ -227,7 +230,7 @@ def attend_packed(
     out: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Attention of whole sequences that are in no cache, as of an encoder.
+    """Attention of whole sequences, whose keys need not be in a cache, as of an encoder.
 
     q, k, v, out  [tokens, heads, dim], all tokens of sequences laid end to end
     cu_seqlens    [batch + 1] int32 on the device; max_seqlen: upper bound of their lengths
@@ -326,3 +329,98 @@ def attend_with_prefix(
         causal=True,
     )
     merge_states(*of_prefix, *of_suffix, sink_logits=sink_logits, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Ranks with the same KV heads and query heads of their own, that share out every sequence's
+    keys.
+
+    gather    gather(q): of q [tokens, num_heads, head_dim] of each rank [tokens, ranks * num_heads,
+              head_dim], the heads of the first rank first
+    combine   combine(out, lse): of out [tokens, ranks * num_heads, head_dim_v] and lse
+              [ranks * num_heads, tokens] over each rank's keys, this rank's heads of both over all
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    combine: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def attend_over_ranks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    step: Step,
+    causal: bool,
+    out: Tensor,
+    options: dict[str, Any],
+    ranks: Ranks,
+) -> None:
+    """`attend` where the keys of a sequence are on several ranks, each token's on one.
+
+    q, k, v   [tokens, num_heads or num_kv_heads, head_dim] of the step's tokens, on every rank with
+              its own query heads; rows past step.num_tokens are padding
+    pages     this rank's keys, those of the step among them
+    step      not causal, with the keys on this rank: of sequences that decode, one new token each,
+              all of them; of the rest those before the step
+    causal    whether the rest's new tokens, which are taken from k and v, see no later one
+    out       as of `attend`
+    options   as of `attend`, without a window and ALiBi, which need positions
+
+    Every rank has to call it for the same tokens. Sink logits, of this rank's heads, join last.
+    """
+    plain = dict(options)
+    sink_logits = plain.pop("sink_logits", None)
+    n, total, rest = step.decode_tokens, step.num_tokens, step.rest
+    seen, lse = ranks.combine(*over_pages(ranks.gather(q[:total]), pages, step, plain))
+    if n:
+        result = seen[:n]
+        if sink_logits is not None:
+            result = apply_sink_logits(result, lse[:, :n], sink_logits)
+        out[:n].copy_(result)
+    if rest is None:
+        return
+    starts, most = rest.cu_seqlens_q, step.max_seqlen_q
+    tensors = *(x[n:total] for x in (q, k, v)), starts, starts, most, most
+    own = attention_varlen(*tensors, **plain, causal=causal, return_lse=True)
+    states = *own, seen[n:], lse[:, n:]
+    merge_states(*states, sink_logits=sink_logits, out=out[n:total])
+
+
+def over_pages(
+    q: Tensor, pages: Pages, step: Step, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """(out [tokens, num_heads, head_dim_v], lse [num_heads, tokens]) of a step's tokens."""
+    options = {**options, **pages.scales, "causal": step.causal, "return_lse": True}
+    n, outs, lses = step.decode_tokens, [], []
+    if n:
+        made, lse = decode(
+            q[:n].unflatten(0, (step.num_decodes, step.decode_len)),
+            pages.k,
+            pages.v,
+            **options,
+            cache_seqlens=step.cache_seqlens,
+            page_table=step.page_table,
+            max_seqlen_k=step.max_seqlen_k,
+        )
+        outs.append(made.flatten(0, 1))
+        lses.append(lse.transpose(0, 1).flatten(1))
+    if step.rest is not None:
+        made, lse = attention_varlen(
+            q[n:],
+            pages.k,
+            pages.v,
+            step.rest.cu_seqlens_q,
+            None,
+            step.max_seqlen_q,
+            step.max_seqlen_k,
+            **options,
+            page_table=step.rest.page_table,
+            cache_seqlens=step.rest.cache_seqlens,
+        )
+        outs.append(made)
+        lses.append(lse)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return torch.cat(outs), torch.cat(lses, dim=1)

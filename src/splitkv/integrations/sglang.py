@@ -11,7 +11,7 @@ go to `splitkv.decode`, all others, prompts behind a cached prefix and mixed one
 
 Not served, and refused when the backend is made or a layer attends: MLA, encoder-decoder models,
 speculative decoding, pools of their own for layers with a window (`--disable-hybrid-swa-memory` has
-one pool for all), attention in chunks, caches in e5m2 and 4 bits or with heads before keys.
+one pool for all), attention in chunks, caches in 4 bits or with heads before keys.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ READ = ("0.5.17",)
 """Releases of SGLang whose classes this was written for."""
 
 NAME = "splitkv"
-STORED = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
+STORED = (torch.float16, torch.bfloat16, torch.float32, *SCALED)
 
 
 def register() -> None:
@@ -71,7 +72,7 @@ def refused(runner: Any) -> str:
             size = arguments.chunked_prefill_size
             return f"chunked_prefill_size: expected -1 with deterministic inference, got {size}"
     if pool.dtype not in STORED:
-        return f"kv_cache_dtype: expected auto or fp8_e4m3, got {pool.dtype}"
+        return f"kv_cache_dtype: expected auto, fp8_e4m3 or fp8_e5m2, got {pool.dtype}"
     return ""
 
 
@@ -233,7 +234,7 @@ class SplitKVAttnBackend(AttentionBackend):
         """The keys and values of a layer: [size, heads, dim] of the pool, by pages."""
         k, v = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         k, v = (x.view(-1, self.page_size, *x.shape[1:]) for x in (k, v))
-        if k.dtype != torch.float8_e4m3fn:
+        if k.dtype not in SCALED:
             return Pages(k, v)
         scales = (self._ones if x is None else x.view(-1) for x in (layer.k_scale, layer.v_scale))
         return Pages(k, v, *scales)

@@ -17,18 +17,22 @@ them, read through strides. Caches with a scale a token and head (`int8_per_toke
 `fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so
 that rows begin at multiples of 16 bytes.
 
-Not served, and refused where vLLM asks: MLA and sparse attention, encoder-decoder models, a causal
-flag a sequence, prefix-LM ranges, context parallelism, e5m2 and 4-bit caches, output in 8 bits.
+Not served, and refused where vLLM asks: MLA and sparse attention, a causal flag a sequence,
+prefix-LM ranges, prefill context parallelism, windows and ALiBi beside decode context parallelism,
+4-bit caches, output in 8 bits.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -38,29 +42,39 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.utils import get_kv_cache_layout
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens, get_kv_cache_layout
+from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
+from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 
 from splitkv.api import append
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
     Pages,
     Plans,
+    Ranks,
     SharedPrefix,
     Step,
     attend,
+    attend_over_ranks,
     attend_packed,
     attend_with_prefix,
     bound_of,
 )
+from splitkv.planner.policies.widening import MOST_BYTES
 
 TESTED = ("0.26.0",)
 """Releases of vLLM that the tests were run with."""
 
 NAME = "CUSTOM"  # the member of AttentionBackendEnum that vLLM keeps for others
-SCALED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+SCALED = {
+    **dict.fromkeys(("fp8", "fp8_e4m3"), torch.float8_e4m3fn),
+    "fp8_e5m2": torch.float8_e5m2,
+}
 SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SCALE_BYTES = 4
+WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
+SERVED = AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE
 LEAST_SHARERS = 8  # requests from which on a shared prefix is read apart; no measurement behind it
 
 
@@ -123,7 +137,7 @@ class SplitKVBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+        return attn_type in SERVED
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -161,14 +175,20 @@ class SplitKVBackend(AttentionBackend):
         return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class SplitKVMetadata:
     """A step, as every layer of a group of caches reads it.
+
+    vLLM's builders of chunked and of cross attention, which derive from the one below, note more in
+    it: so it is not frozen.
 
     num_actual_tokens  tokens that are not padding
     max_query_len      upper bound of the new tokens of a request
     query_start_loc    [requests + 1] int32 on the device
-    step               which requests decode, and their lengths and blocks
+    step               which requests decode, and their lengths and blocks; of a context parallel
+                       rank, as `attend_over_ranks` takes it
+    causal             whether a token sees no later one
+    whole              nobody has keys from before the step; asked of context parallel ranks alone
     shared             the prefix that all requests share, read apart; None: no such
     """
 
@@ -176,6 +196,8 @@ class SplitKVMetadata:
     max_query_len: int
     query_start_loc: Tensor
     step: Step
+    causal: bool = True
+    whole: bool = False
     shared: SharedPrefix | None = None
 
 
@@ -191,6 +213,12 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self.block_size = kv_cache_spec.block_size
         self.max_model_len = vllm_config.model_config.max_model_len
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        if vllm_config.cache_config.kv_sharing_fast_prefill:  # gives starts that are not there yet
+            raise NotImplementedError("kv_sharing_fast_prefill: expected False, got True")
+        parallel = vllm_config.parallel_config
+        self.ranks: int = parallel.decode_context_parallel_size
+        self.rank = get_dcp_group().rank_in_group if self.ranks > 1 else 0
+        self.interleave: int = parallel.cp_kv_cache_interleave_size
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
             expect_whole_prompts(vllm_config)
@@ -201,10 +229,11 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Full graphs of steps in which all requests have as many new tokens, if decode takes so
-        many."""
+        many; of one where several ranks hold the keys."""
         speculative = vllm_config.speculative_config
         drafted = 0 if speculative is None else speculative.num_speculative_tokens or 0
-        if drafted < MAX_DECODE_LEN:
+        alone = vllm_config.parallel_config.decode_context_parallel_size == 1
+        if drafted < MAX_DECODE_LEN and alone:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -219,21 +248,46 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
                 raise NotImplementedError(f"{name}: expected none, got some")
         lengths = query_lens(x)
         num_decodes, decode_len = decodes_in_front(lengths, self.reorder_batch_threshold or 0)
+        causal, seq_lens, most = x.causal, x.seq_lens, x.max_seq_len
+        if self.ranks > 1:
+            causal, most = False, self.most_of_a_rank(most)
+            seq_lens = self.keys_of_rank(x, num_decodes)
         numbers = {
             "num_tokens": min(x.num_actual_tokens, sum(lengths)),
             "max_seqlen_q": self.max_tokens if self.batch_invariant else x.max_query_len,
-            "max_seqlen_k": self.bound(x.max_seq_len, x.block_table_tensor),
+            "max_seqlen_k": self.bound(most, x.block_table_tensor),
         }
-        requests = x.query_start_loc, x.seq_lens, x.block_table_tensor
+        requests = x.query_start_loc, seq_lens, x.block_table_tensor
         step = Step.of(
-            *requests, num_decodes=num_decodes, decode_len=decode_len, causal=x.causal, **numbers
+            *requests, num_decodes=num_decodes, decode_len=decode_len, causal=causal, **numbers
         )
         shared = None
         if common_prefix_len:
             shared = SharedPrefix.of(*requests, common_prefix_len, self.block_size, **numbers)
         return SplitKVMetadata(
-            x.num_actual_tokens, x.max_query_len, x.query_start_loc, step, shared
+            num_actual_tokens=x.num_actual_tokens,
+            max_query_len=x.max_query_len,
+            query_start_loc=x.query_start_loc,
+            step=step,
+            causal=x.causal,
+            whole=self.ranks > 1 and whole_prompts(x, lengths),
+            shared=shared,
         )
+
+    def keys_of_rank(self, x: Any, num_decodes: int) -> Tensor:
+        """How many keys of each request this rank holds: of the first `num_decodes`, which have a
+        token each, with that, of the others without the tokens of the step."""
+        if num_decodes == x.num_reqs and x.dcp_local_seq_lens is not None:
+            held: Tensor = x.dcp_local_seq_lens
+            return held
+        before = x.seq_lens - x.query_start_loc.diff()
+        before[:num_decodes] = x.seq_lens[:num_decodes]
+        held = get_dcp_local_seq_lens(before, self.ranks, self.rank, self.interleave)
+        return held
+
+    def most_of_a_rank(self, length: int) -> int:
+        """An upper bound of the keys that a rank holds of so many."""
+        return -(-length // (self.ranks * self.interleave)) * self.interleave
 
     def bound(self, length: int, table: Tensor) -> int:
         """The max_seqlen_k of a step; the most there is where bits may not follow the batch."""
@@ -243,17 +297,23 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         return bound_of(max(length, 1), most)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SplitKVMetadata:
-        """A step for a graph that is replayed with requests of any length."""
+        """A step for a graph that is replayed with requests of any length; keys of cross attention
+        may be more than the tokens of a model, and vLLM asks with their number."""
         made = self.build(0, common_attn_metadata)
-        longest = self.bound(self.max_model_len, common_attn_metadata.block_table_tensor)
-        return replace(made, step=replace(made.step, max_seqlen_k=longest))
+        most = self.most_of_a_rank(self.max_model_len)
+        longest = self.bound(most, common_attn_metadata.block_table_tensor)
+        made.step = replace(made.step, max_seqlen_k=max(made.step.max_seqlen_k, longest))
+        made.whole = False
+        return made
 
     def update_block_table(
         self, metadata: SplitKVMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> SplitKVMetadata:
         """The step over another group's caches, of the same block size; slots come to
         `do_kv_cache_update` by themselves."""
-        return replace(metadata, step=metadata.step.with_pages(blk_table), shared=None)
+        made = copy(metadata)  # with what vLLM has noted in it
+        made.step, made.shared = metadata.step.with_pages(blk_table), None
+        return made
 
     def use_cascade_attention(
         self,
@@ -292,6 +352,14 @@ def query_lens(x: Any) -> list[int]:
     return lengths
 
 
+def whole_prompts(x: Any, lengths: list[int]) -> bool:
+    """Whether all tokens of all requests are of this step: what ranks know without asking."""
+    if x.seq_lens_cpu_upper_bound is None:
+        return False
+    seqlens: list[int] = x.seq_lens_cpu_upper_bound[: len(lengths)].tolist()
+    return seqlens == lengths
+
+
 def decodes_in_front(lengths: list[int], threshold: int) -> tuple[int, int]:
     """(how many, new tokens of each) of the requests in front that have as many, up to a number."""
     if not lengths or not 0 < lengths[0] <= threshold:
@@ -321,8 +389,8 @@ class Layer:
 class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     """Attention of one layer."""
 
-    can_return_lse_for_decode: bool = False
-    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
     supports_pcp: bool = False
     supports_quant_query_input: bool = False  # q stays in 16 bits: decode waits for keys, not for q
 
@@ -330,8 +398,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         """Takes the fields of Layer, by position or by name."""
         given = Layer(*arguments, **by_name)
         if not SplitKVBackend.supports_attn_type(given.attn_type):
-            kind = given.attn_type
-            raise NotImplementedError(f"attn_type: expected decoder, encoder_only, got {kind}")
+            known, kind = ", ".join(SERVED), given.attn_type
+            raise NotImplementedError(f"attn_type: expected {known}, got {kind}")
         if not SplitKVBackend.supports_kv_cache_dtype(given.kv_cache_dtype):
             known, kind = ", ".join(SplitKVBackend.supported_kv_cache_dtypes), given.kv_cache_dtype
             raise NotImplementedError(f"kv_cache_dtype: expected {known}, got {kind}")
@@ -351,9 +419,30 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             "alibi_slopes": None,
             "sink_logits": given.sinks,
         }
+        self.ranks = self.context_parallel() if self.dcp_world_size > 1 else None
         self.plans = Plans("batch_invariant" if envs.VLLM_BATCH_INVARIANT else "")
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
         self._pages: Pages | None = None
+
+    def context_parallel(self) -> Ranks:
+        """The ranks that hold the keys of this layer, with the collectives that vLLM is set to."""
+        for name, there in (
+            ("sliding_window", self.left >= 0),
+            ("alibi_slopes", self.alibi_slopes is not None),
+            ("cross attention", self.attn_type == AttentionType.ENCODER_DECODER),
+            ("VLLM_BATCH_INVARIANT", bool(envs.VLLM_BATCH_INVARIANT)),
+        ):
+            if there:
+                raise NotImplementedError(f"{name}: expected none with ranks that share keys")
+        config, group = get_current_vllm_config_or_none(), get_dcp_group()
+        apart = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
+        merge = dcp_a2a_lse_reduce if apart else cp_lse_ag_out_rs
+
+        def combine(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+            own, of_own = merge(out, lse.transpose(0, 1).contiguous(), group, return_lse=True)
+            return own, of_own.transpose(0, 1)
+
+        return Ranks(lambda q: group.all_gather(q.contiguous(), dim=1), combine)
 
     def window_size(self, causal: bool) -> tuple[int, int]:
         """(left, right): a window looks to both sides where nothing is causal."""
@@ -363,8 +452,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: SplitKVMetadata,
         output: Tensor,
@@ -373,35 +462,48 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     ) -> Tensor:
         """Attention of query [tokens, num_heads, head_size] into output, which is returned.
 
-        The keys and values are in the cache already; key and value are read by encoders only.
+        The keys and values are in the cache already; key and value are read by encoders, and where
+        ranks share keys.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected None, got a scale")
         x = attn_metadata
-        if x is None:  # memory is profiled
+        if x is None:
+            self.take_memory(query)
             return output.fill_(0)
-        causal = x.step.causal and self.attn_type == AttentionType.DECODER
+        causal = x.causal and self.attn_type == AttentionType.DECODER
         options = self.options | {"window_size": self.window_size(causal)}
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
             options["alibi_slopes"] = self.alibi_slopes
-        if self.attn_type == AttentionType.ENCODER_ONLY:
+        if x.whole or self.attn_type in WITHOUT_CACHE:
             n = x.num_actual_tokens
+            assert key is not None and value is not None
             tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.max_query_len
-            attend_packed(*tensors, output[:n], options)
+            attend_packed(*tensors, output[:n], {**options, "causal": causal})
             return output
         pages = self.pages(layer, kv_cache)
-        if x.shared is None:
+        if self.ranks is not None:
+            tokens = query, key, value
+            attend_over_ranks(*tokens, pages, x.step, causal, output, options, self.ranks)
+        elif x.shared is None:
             attend(query, pages, x.step, output, options, self.plans)
         else:
             attend_with_prefix(query, pages, x.shared, output, options)
         return output
 
+    def take_memory(self, like: Tensor) -> None:
+        """Takes as much as a step may, and gives it back: vLLM measures what a model needs beside
+        its caches in a run without metadata. Kernels that read 8 bits may widen what a prompt
+        reads first."""
+        if self.kv_cache_dtype in (*SCALED, *SCALED_BY_TOKEN):
+            like.new_empty(MOST_BYTES, dtype=torch.uint8)
+
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes a step's keys and values, in one launch; a slot below 0 is not written."""
-        if self.attn_type == AttentionType.ENCODER_ONLY or not kv_cache.numel():
+        if self.attn_type in WITHOUT_CACHE or not kv_cache.numel():
             return
         pages = self.pages(layer, kv_cache)
         append(key, value, pages.k, pages.v, slot_mapping, **pages.scales)
@@ -418,12 +520,22 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     def _make_pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         if self.kv_cache_dtype in SCALED_BY_TOKEN:
             return planes(kv_cache, SCALED_BY_TOKEN[self.kv_cache_dtype])
-        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        k, v = map(strided, kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
         stored = SCALED.get(self.kv_cache_dtype)
         if stored is None:
             return Pages(k, v)
         scales = layer._k_scale.view(-1), layer._v_scale.view(-1)
         return Pages(k.view(stored), v.view(stored), *scales)
+
+
+def strided(x: Tensor) -> Tensor:
+    """x with the strides of memory in dimensions of one, as a single KV head: torch leaves these as
+    they come, and TMA reads only multiples of 16 bytes."""
+    steps = list(x.stride())
+    for i in reversed(range(x.dim() - 1)):
+        if x.shape[i] == 1:
+            steps[i] = steps[i + 1] * x.shape[i + 1]
+    return x.as_strided(x.shape, steps)
 
 
 def planes(kv_cache: Tensor, stored: torch.dtype) -> Pages:
@@ -440,6 +552,12 @@ def planes(kv_cache: Tensor, stored: torch.dtype) -> Pages:
         raise NotImplementedError(
             "kv_cache: expected bytes, and blocks at multiples of 4 of them, got "
             f"{kv_cache.dtype} and blocks of {step} from {first} on"
+        )
+    within = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
+    if sum((n - 1) * stride for n, stride in within) >= heads * keys * width:
+        raise NotImplementedError(
+            "kv_cache: expected a block of a layer in one piece, got strides "
+            f"{list(kv_cache.stride())} of {list(kv_cache.shape)}"
         )
     raw, of_keys = kv_cache.view(torch.uint8), keys * heads * dim
     rows, steps = (blocks, keys, heads, dim), (step, heads * dim, dim, 1)

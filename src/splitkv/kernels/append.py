@@ -8,7 +8,7 @@ Computes, for token i of sequence b, whose cache holds before[b] keys already,
     q_out[b, j]    = rotate(q[b, j], start[b] + q_step * j)
     after[b]       = before[b] + number of new tokens - leftpad[b], at most what fits
 
-    and into an int8 or e4m3 cache round((x - mean) / scale) of these, mean of keys only: by the
+    and into a cache of 8 bits round((x - mean) / scale) of these, mean of keys only: by the
     scale of the head, or by that of the token and head, max |x - mean| / largest stored value,
     which is written beside it
 

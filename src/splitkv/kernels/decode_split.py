@@ -26,8 +26,8 @@ Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head
             new tokens are not counted: read and written once a row tile
             flops         2 * batch * num_heads * seqlen_q * visible keys * (head_dim + head_dim_v)
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v; fp32 inputs multiply in IEEE fp32, not tf32; int8 and e4m3 are widened exactly, a
-            scale of q or k joins the score, one of v the output, or p where each key has its own
+            v; fp32 inputs multiply in IEEE fp32, not tf32; 8 bits are widened exactly, a scale of q
+            or k joins the score, one of v the output, or p where each key has its own
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 16
             from 16 to 256; at most 16 query tokens; at most 64 query heads a KV head; batch, and
             KV heads times row tiles, at most 65535; no dropout, no gradient

@@ -3,7 +3,7 @@
 Computes, for x less a mean of each head and element where one is given,
 
     scale  = max |x| / largest stored value, at least 2^-100, over all of x, a head, or a row
-    stored = round(x / scale)                to int8, or to e4m3; the nearest, ties to even
+    stored = round(x / scale)                to int8, e4m3 or e5m2; the nearest, ties to even
 
 A row is a token and head. A scale over anything not finite is inf, and finite values beside it are
 stored as 0, so that all read as NaN.
@@ -85,7 +85,7 @@ def quantize_rows(
     x_ptr,
     mean_ptr,  # or None
     largest_ptr,  # as find_largest leaves it, or None: a scale a row
-    out_ptr,  # int8, or uint8: the bits of e4m3
+    out_ptr,  # int8, e5m2, or uint8: the bits of e4m3
     scale_ptr,
     tokens,
     slab,

@@ -13,7 +13,7 @@ Shapes      stored [batch or pages, tokens, heads, dim], or packed [tokens, head
 Grid        (row tiles of a sequence * batch, tensors); a row is a token and head
 Traffic     stored numbers and scales are read, out is written, once
 Numerics    fp32, which holds stored numbers exactly
-Limits      NVIDIA GPU, sm_80 or newer; int8, e4m3; bf16, fp16 or fp32
+Limits      NVIDIA GPU, sm_80 or newer; int8, e4m3, e5m2; bf16, fp16 or fp32
 """
 
 from __future__ import annotations

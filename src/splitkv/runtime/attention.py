@@ -95,9 +95,9 @@ def attention(
     """Attention over dense batches, differentiable.
 
     q              [batch, seqlen_q, num_heads, head_dim], bf16, fp16, fp32 or fp64
-    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type, or int8 or
-                   float8_e4m3fn with scales; num_heads is a multiple of num_kv_heads, and head h
-                   reads KV head h // (num_heads // num_kv_heads)
+    k, v           [batch, seqlen_k, num_kv_heads, head_dim (v: head_dim_v)], same type, or int8,
+                   float8_e4m3fn or float8_e5m2 with scales; num_heads is a multiple of
+                   num_kv_heads, and head h reads KV head h // (num_heads // num_kv_heads)
     causal         query i sees keys up to seqlen_k - seqlen_q + i (bottom-right alignment)
     window_size    (left, right) keys around that position, inclusive; -1: unbounded. 2**30 or more
                    of these, of sink_tokens and of attention_chunk are as good as all
@@ -117,7 +117,7 @@ def attention(
     products       with quantised keys, what may be multiplied in 8 bits: "widened": nothing;
                    "half": q . k, for which q is rounded to the type of k with a scale a token and
                    head; "full": p . v too, for which p is. None: "half" with int8, "widened" with
-                   float8_e4m3fn. A kernel without such units computes more exactly
+                   floats. A kernel without such units computes more exactly
     dropout_p      probability of dropping an attention weight
     deterministic  backward gives the same bits every time
     out            where to write the result, of its shape and type; any strides but the last, each

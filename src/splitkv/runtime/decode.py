@@ -106,7 +106,7 @@ def decode(
     max_seqlen_k   upper bound of the lengths, default the capacity; longer ones are undefined
     q_scale        a scale of a quantised q: one, [num_heads], [batch, num_heads] or one a token
                    and head
-    k_scale        scales of an int8 or float8_e4m3fn cache, fp32: one, [num_kv_heads],
+    k_scale        scales of an int8, float8_e4m3fn or float8_e5m2 cache, fp32: one, [num_kv_heads],
                    [batch, num_kv_heads], or as the cache without its last dimension; v_scale
                    likewise, of the same granularity
     products       what may be multiplied in 8 bits, as in `attention`

@@ -38,15 +38,15 @@ def append(
     """Writes the keys and values of new tokens into pages, each token into a slot of its own.
 
     k, v           [tokens, num_kv_heads, head_dim (v: head_dim_v)], bf16, fp16 or fp32
-    k_cache        [num_pages, page_size, num_kv_heads, head_dim] of the type of k, or int8 or
-                   float8_e4m3fn with scales; v_cache likewise. Any strides but the last: of a cache
-                   laid out as [num_pages, num_kv_heads, page_size, ..] pass `.transpose(1, 2)`, of
-                   keys and values side by side the two slices
+    k_cache        [num_pages, page_size, num_kv_heads, head_dim] of the type of k, or int8,
+                   float8_e4m3fn or float8_e5m2 with scales; v_cache likewise. Any strides but the
+                   last: of a cache laid out as [num_pages, num_kv_heads, page_size, ..] pass
+                   `.transpose(1, 2)`, of keys and values side by side the two slices
     slot_mapping   [slots] int64 or int32 on the device, at most as many as tokens: token n goes to
                    page slot_mapping[n] // page_size, key slot_mapping[n] % page_size. Negative, or
                    past the cache: the token is not written, nor are those past the last slot
-    k_scale        fp32 scales of an int8 or float8_e4m3fn cache, by which tokens are divided: one,
-                   or [num_kv_heads]; or [num_pages, page_size, num_kv_heads], which is written with
+    k_scale        fp32 scales of a cache in 8 bits, by which tokens are divided: one, or
+                   [num_kv_heads]; or [num_pages, page_size, num_kv_heads], which is written with
                    each token: its largest number over the largest stored value. v_scale likewise,
                    of the same kind
 

@@ -307,9 +307,9 @@ def warmup(
                    as the policy may choose other tiles for it
     batch_sizes    and seqlens_q: every combination is warmed up
     dtype          of q, and of a cache that is stored as it is
-    stored         how the cache is: "as_is", "int8" or "fp8"
-    granularity    of the scales of the latter two, as `quantize_kv` makes them: "tensor", "head" or
-                   "token"; None: "token", or "head" with `append`
+    stored         how the cache is: "as_is", "int8", "fp8" or "fp8_e5m2"
+    granularity    of the scales of all but the first, as `quantize_kv` makes them: "tensor", "head"
+                   or "token"; None: "token", or "head" with `append`
     max_seqlen_q   also prompts of up to so many tokens, for `attention_varlen`: packed, or with
                    `page_size` in pages. None: no prompts
     page_size      of a paged cache; None: contiguous

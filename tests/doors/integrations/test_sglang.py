@@ -20,7 +20,7 @@ from splitkv.testing import assert_close
 
 HEADS, KV_HEADS, DIM, CONTEXT, REQUESTS = 4, 2, 16, 160, 6
 DTYPE = torch.bfloat16
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
@@ -93,10 +93,11 @@ class Engine:
         options = self.backend.options_of(layer, causal)
         mask = Mask(causal, *options.pop("window_size")).within_reach()
         held = self.k[request], self.v[request]
-        if self.runner.token_to_kv_pool.dtype == E4M3:
+        stored = self.runner.token_to_kv_pool.dtype
+        if stored in (E4M3, E5M2):
             scales = (1.0 if x is None else x for x in (layer.k_scale, layer.v_scale))
             pairs = zip(held, scales, strict=True)
-            held = tuple((x / s).to(E4M3).float() * s for x, s in pairs)
+            held = tuple((x / s).to(stored).float() * s for x, s in pairs)
         results = [
             reference.attention(
                 *(x[None].to(dtype) for x in (q, *held)),
@@ -122,6 +123,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": SINKS},
     "not causal": {"layer": {"attn_type": adapter.AttentionType.ENCODER_ONLY}},
     "fp8": {"dtype": E4M3},
+    "fp8 in e5m2": {"dtype": E5M2},
     "fp8 with scales": {
         "dtype": E4M3,
         "layer": {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor([0.03])},
@@ -206,7 +208,7 @@ def test_the_same_bits_have_plans() -> None:
             {"enable_deterministic_inference": True, "chunked_prefill_size": 8192},
             "chunked_prefill_size: expected -1 with deterministic inference, got 8192",
         ),
-        ({"dtype": torch.float8_e5m2}, "kv_cache_dtype: expected auto or fp8_e4m3, got torch.fl"),
+        ({"dtype": torch.int8}, "kv_cache_dtype: expected auto, fp8_e4m3 or fp8_e5m2, got torch"),
     ],
 )
 def test_what_is_refused(more: dict[str, Any], message: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -19,15 +21,17 @@ import pytest
 import torch
 import vllm_contract as contract
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_contract import adapter
 
 from splitkv import reference
 from splitkv.core.masks import Mask
+from splitkv.planner.policies.widening import MOST_BYTES
 from splitkv.rounding import quantize, scale_of
 from splitkv.testing import assert_close
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, LONGEST = 4, 2, 16, 16, 64, 160
-ENCODER_ONLY = "encoder_only"
+WITHOUT_CACHE = "encoder_only", "encoder"
 DTYPE = torch.bfloat16
 if contract.REAL:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -181,6 +185,7 @@ def stored(x: Tensor, kv: str, scale: Any) -> Tensor:
         return x
     by_token = kv.endswith("per_token_head")
     dtype = torch.int8 if kv.startswith("int8") else torch.float8_e4m3fn
+    dtype = torch.float8_e5m2 if kv == "fp8_e5m2" else dtype
     of = torch.as_tensor(scale).view(-1, 1)
     by = scale_of(x, (2,), dtype) if by_token else of
     return quantize(x, by, dtype).float() * by
@@ -197,6 +202,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 CACHES: dict[str, tuple[str, tuple[Any, Any]]] = {
     "as it is": ("auto", (1.0, 1.0)),
     "fp8": ("fp8", (0.02, 0.03)),
+    "fp8 in e5m2": ("fp8_e5m2", (0.5, 2.0)),
     "fp8 a head": ("fp8_e4m3", ([0.02, 0.01], [0.03, 0.015])),
     "int8 a token and head": ("int8_per_token_head", (1.0, 1.0)),
     "fp8 a token and head": ("fp8_per_token_head", (1.0, 1.0)),
@@ -272,6 +278,28 @@ def test_steps_of_a_graph() -> None:
     captured = engine.builder.build_for_cudagraph_capture(x).step
     assert captured.cache_seqlens.data_ptr() == x.seq_lens.data_ptr()
     assert captured.page_table.data_ptr() == x.block_table_tensor.data_ptr()
+
+
+def test_a_graph_of_more_keys_than_a_model_has_tokens() -> None:
+    """Cross attention: vLLM asks with the keys of the encoder, which the graph has to serve."""
+    engine = Engine()
+    engine.builder.max_model_len = 2 * BLOCK
+    requests = [engine.request(n) for n in (3, 90)]
+    x = engine.described([(r, 1) for r in requests])
+    x.max_seq_len = LONGEST
+    assert engine.builder.build_for_cudagraph_capture(x).step.max_seqlen_k == LONGEST
+
+
+def test_builders_of_vllm_note_more_in_a_step() -> None:
+    """As those of chunked and of cross attention do; it stays with other block tables."""
+    engine = Engine()
+    x = engine.described([(engine.request(9), 1)])
+    made = engine.builder.build(0, x)
+    made.noted = "more"
+    moved = engine.builder.update_block_table(made, x.block_table_tensor + 1, x.slot_mapping)
+    assert moved.noted == "more"
+    assert torch.equal(moved.step.page_table, made.step.page_table + 1)
+    assert torch.equal(made.step.page_table, x.block_table_tensor)
 
 
 @pytest.mark.parametrize("drafted", [1, 4])
@@ -356,10 +384,11 @@ def test_not_causal() -> None:
         engine.step([(requests[0], 1), (requests[1], 12)], causal=False)
 
 
+@pytest.mark.parametrize("kind", WITHOUT_CACHE)
 @pytest.mark.parametrize("layer", ["plain", "window"])
-def test_encoders(layer: str) -> None:
+def test_encoders(layer: str, kind: str) -> None:
     """Whole sequences in no cache, every token sees all, or those in a window to both sides."""
-    engine = Engine(impl=LAYERS[layer] | {"attn_type": ENCODER_ONLY})
+    engine = Engine(impl=LAYERS[layer] | {"attn_type": kind})
     requests = [engine.request() for _ in range(3)]
     engine.cache = torch.empty(0)
     new = list(zip(requests, (5, 1, 40), strict=True))
@@ -382,6 +411,54 @@ def test_profiling_writes_zeros() -> None:
     assert (impl.forward(None, q, q, q, torch.empty(0), None, out) == 0).all()
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_profiling_takes_what_widening_may(kv: str) -> None:
+    """A run without metadata, by which vLLM says how much memory is left for caches."""
+
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **kwargs or {})
+            self.nbytes = max(self.nbytes, made.nbytes)
+            return made
+
+    q = torch.empty(3, HEADS, DIM, device="meta")
+    impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS, kv_cache_dtype=kv)
+    with Largest() as largest:
+        impl.forward(None, q, q, q, q, None, q)
+    assert largest.nbytes == (q.nbytes if kv == "auto" else MOST_BYTES)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_cross_attention(kv: str) -> None:
+    """Keys of an encoder, which are written with a request's first step; all tokens see all."""
+    engine = Engine(kv, scales=(0.02, 0.03), impl={"attn_type": "encoder_decoder"})
+    requests = [engine.request() for _ in range(3)]
+    keys = 37, 5, LONGEST
+    for request, n in zip(requests, keys, strict=True):
+        request.k, request.v = tokens(n, KV_HEADS), tokens(n, KV_HEADS)
+    x = engine.described(list(zip(requests, keys, strict=True)))
+    k, v = torch.cat([r.k for r in requests]), torch.cat([r.v for r in requests])
+    for number, new in enumerate(((4, 1, 7), (1, 1, 1))):
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        x.query_start_loc = x.query_start_loc_cpu = starts
+        x.num_actual_tokens, x.max_query_len, x.causal = sum(new), max(new), False
+        made = engine.builder.build(0, x)
+        given = (k, v) if number == 0 else (None, None)
+        if number == 0:
+            engine.impl.do_kv_cache_update(engine.layer, k, v, engine.cache, x.slot_mapping)
+        q = tokens(sum(new), HEADS)
+        out = torch.full_like(q, torch.nan)
+        engine.impl.forward(engine.layer, q, *given, engine.cache, made, out)
+        for n, request in enumerate(requests):
+            rows = slice(*starts[n : n + 2].tolist())
+            engine.compare(request, q[rows], out[rows], causal=False)
+    assert made.step.num_decodes == 3
+
+
 def test_other_block_tables() -> None:
     """A step described once for groups of caches with tables of their own."""
     engine = Engine()
@@ -394,6 +471,205 @@ def test_other_block_tables() -> None:
     assert torch.equal(moved.step.page_table, again.step.page_table)
     assert torch.equal(moved.step.rest.page_table, again.step.rest.page_table)
     assert torch.equal(moved.step.rest.cu_seqlens_q, again.step.rest.cu_seqlens_q)
+
+
+# --- ranks that share the keys of a sequence ---------------------------------------------------
+
+
+class Meeting:
+    """Collectives between threads, each of them a rank: what all of them gave."""
+
+    def __init__(self, ranks: int) -> None:
+        self.given: list[Any] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=60)
+
+    def of(self, rank: int, x: Any) -> list[Any]:
+        self.given[rank] = x
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+
+@dataclass
+class Group:
+    """As much of vLLM's group of ranks as a layer sees."""
+
+    meeting: Meeting
+    rank_in_group: int
+    world_size: int
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.meeting.of(self.rank_in_group, x), dim)
+
+
+def merged(out: Tensor, lse: Tensor, group: Group, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """vLLM's merge of all ranks' (out [tokens, heads, dim], lse [tokens, heads]), own heads."""
+    assert return_lse and lse.is_contiguous()
+    given = group.meeting.of(group.rank_in_group, (out.double(), lse.double()))
+    outs, lses = zip(*given, strict=True)
+    total = torch.stack(lses).logsumexp(0)
+    weights = [(x - total).exp().nan_to_num(0.0) for x in lses]
+    made = sum(x * w[..., None] for x, w in zip(outs, weights, strict=True))
+    own = slice(HEADS * group.rank_in_group, HEADS * (group.rank_in_group + 1))
+    return made[:, own].to(out.dtype), total[:, own].float()
+
+
+class RankedEngine:
+    """Ranks of one KV head and HEADS query heads each, which have every sequence's keys in turn."""
+
+    def __init__(
+        self, ranks: int, interleave: int, kv: str, patch: pytest.MonkeyPatch, **impl: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.kv, self.ranks, self.interleave = kv, ranks, interleave
+        self.scales = (1.0, 1.0) if kv == "auto" else (0.02, 0.03)
+        self.layer, meeting = contract.layer(*self.scales), Meeting(ranks)
+        patch.setattr(adapter, "cp_lse_ag_out_rs", merged)
+        device, spec = torch.device("cpu"), SimpleNamespace(block_size=BLOCK)
+        settings = contract.config(LONGEST, 256, ranks=ranks, interleave=interleave)
+        self.sinks = torch.randn(ranks * HEADS) if impl.pop("sinks", False) else None
+        self.impls, self.builders, self.caches = [], [], []
+        for rank in range(ranks):
+            group = Group(meeting, rank, ranks)
+            patch.setattr(adapter, "get_dcp_group", lambda group=group: group)
+            own = None if self.sinks is None else self.sinks[HEADS * rank : HEADS * (rank + 1)]
+            made = adapter.SplitKVImpl.__new__(adapter.SplitKVImpl)
+            made.dcp_world_size = ranks
+            made.__init__(HEADS, DIM, 0.3, 1, kv_cache_dtype=kv, sinks=own, **impl)  # type: ignore[misc]
+            self.impls.append(made)
+            builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
+            self.builders.append(builder)
+            shape = adapter.SplitKVBackend.get_kv_cache_shape(BLOCKS, BLOCK, 1, DIM, kv)
+            cache = torch.full(shape, torch.nan, dtype=DTYPE)
+            self.caches.append(cache if kv == "auto" else torch.full(shape, 127, dtype=torch.uint8))
+        self.sequences: list[Request] = []
+
+    def slots(self, rank: int, request: Request, first: int) -> list[int]:
+        """As vLLM computes them: of tokens of other ranks -1."""
+        found = []
+        for at in range(first, len(request.k)):
+            turn, within = divmod(at, self.interleave)
+            mine = turn % self.ranks == rank
+            held = turn // self.ranks * self.interleave + within
+            found.append(request.blocks[held // BLOCK] * BLOCK + held % BLOCK if mine else -1)
+        return found
+
+    def step(self, new: list[tuple[Request, int]], *, capture: bool = False) -> list[Any]:
+        """One step on all ranks, compared with the definition; the metadata of each."""
+        keys = []
+        for request, n in new:
+            keys.append((tokens(n, 1), tokens(n, 1)))
+            request.k = torch.cat([request.k, keys[-1][0]])
+            request.v = torch.cat([request.v, keys[-1][1]])
+        k, v = (torch.cat(x) for x in zip(*keys, strict=True))
+        starts = torch.tensor([0, *(n for _, n in new)]).cumsum(0).int()
+        lengths = torch.tensor([len(r.k) for r, _ in new], dtype=torch.int32)
+        q = tokens(len(k), self.ranks * HEADS)
+        outs, metadata = torch.full_like(q, torch.nan), [None] * self.ranks
+
+        def run(rank: int) -> None:
+            slots = [slot for r, n in new for slot in self.slots(rank, r, len(r.k) - n)]
+            x = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                num_reqs=len(new),
+                num_actual_tokens=len(k),
+                max_query_len=max(n for _, n in new),
+                max_seq_len=int(lengths.max()),
+                block_table_tensor=torch.tensor([r.blocks for r, _ in new], dtype=torch.int32),
+                slot_mapping=torch.tensor(slots, dtype=torch.int64),
+                seq_lens_cpu_upper_bound=lengths,
+            )
+            if capture:
+                x.dcp_local_seq_lens = adapter.get_dcp_local_seq_lens(
+                    lengths, self.ranks, rank, self.interleave
+                )
+            builder, impl, cache = (x[rank] for x in (self.builders, self.impls, self.caches))
+            builder.rank = rank
+            made = builder.build_for_cudagraph_capture(x) if capture else builder.build(0, x)
+            own = slice(HEADS * rank, HEADS * (rank + 1))
+            impl.do_kv_cache_update(self.layer, k, v, cache, x.slot_mapping)
+            impl.forward(self.layer, q[:, own], k, v, cache, made, outs[:, own])
+            metadata[rank] = made
+
+        with ThreadPoolExecutor(self.ranks) as pool:
+            list(pool.map(run, range(self.ranks)))
+        for n, (request, count) in enumerate(new):
+            rows = slice(*starts[n : n + 2].tolist())
+            self.compare(request, count, q[rows], outs[rows])
+        return metadata
+
+    def compare(self, request: Request, count: int, q: Tensor, out: Tensor) -> None:
+        """New tokens of a prompt are read as they come, all others as they are stored."""
+        held = [
+            stored(x, self.kv, s).to(x.dtype)
+            for x, s in zip((request.k, request.v), self.scales, strict=True)
+        ]
+        if count > 1:
+            for x, new in zip(held, (request.k, request.v), strict=True):
+                x[-count:] = new[-count:]
+        options = self.impls[0].options
+        results = [
+            reference.attention(
+                *(x[None].to(dtype) for x in (q, *held)),
+                mask=Mask(True),
+                softmax_scale=0.3,
+                softcap=options["softcap"],
+                sink_logits=self.sinks,
+                upcast=False,
+            )[0][0]
+            for dtype in (torch.float32, DTYPE)
+        ]
+        assert_close(out, *results)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 1), (2, 4)])
+@pytest.mark.parametrize("layer", [{}, {"sinks": True}, {"logits_soft_cap": 5.0}], ids=str)
+def test_ranks_that_share_keys(
+    layer: dict[str, Any], ranks: int, interleave: int, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RankedEngine(ranks, interleave, kv, monkeypatch, **layer)
+    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "HND")
+    places = iter(torch.randperm(BLOCKS).tolist())
+    a, b, c = (Request([next(places) for _ in range(LONGEST // BLOCK)], *nothing()) for _ in "abc")
+    made = engine.step([(a, 33), (b, 5)])
+    assert all(x.whole for x in made)
+    engine.step([(a, 1), (c, 1), (b, 20)])
+    made = engine.step([(a, 1), (b, 1), (c, 30)])
+    assert made[0].step.num_decodes == 2 and made[0].step.rest is not None and not made[0].whole
+    made = engine.step([(a, 1), (b, 1), (c, 1)], capture=True)
+    assert all(x.step.num_decodes == 3 and x.step.rest is None for x in made)
+    most = -(-LONGEST // (ranks * interleave)) * interleave
+    assert all(most <= x.step.max_seqlen_k <= LONGEST for x in made)
+
+
+def nothing() -> tuple[Tensor, Tensor]:
+    """Keys and values of a request on ranks, as yet."""
+    return tokens(0, 1), tokens(0, 1)
+
+
+def test_graphs_of_ranks() -> None:
+    """Of single tokens: drafts are read with the step's own keys, in as many launches as it has."""
+    of = adapter.SplitKVMetadataBuilder.get_cudagraph_support
+    assert of(contract.config(drafted=4, ranks=2), None).name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        ({"sliding_window": 20}, "sliding_window"),
+        ({"alibi_slopes": [0.5, 0.25, 0.125, 0.06]}, "alibi_slopes"),
+        ({"attn_type": "encoder_decoder"}, "cross attention"),
+    ],
+)
+def test_what_ranks_refuse(
+    layer: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name}: expected none with ranks that share"):
+        RankedEngine(2, 1, "auto", monkeypatch, **layer)
 
 
 # --- what the engine asks, and what is refused -------------------------------------------------
@@ -410,12 +686,13 @@ def test_what_is_supported() -> None:
     assert sizes == list(range(16, 257, 16))
     for major, ok in ((7, False), (8, True), (9, True), (12, True)):
         assert backend.supports_compute_capability(SimpleNamespace(major=major)) == ok
-    for kind, ok in (("decoder", True), ("encoder_only", True), ("encoder_decoder", False)):
-        assert backend.supports_attn_type(kind) == ok
+    kinds = "decoder", "encoder_only", "encoder", "encoder_decoder"
+    assert all(backend.supports_attn_type(kind) for kind in kinds)
+    assert not backend.supports_attn_type("linear")
     assert not backend.is_mla()
-    kinds = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head", "bfloat16")
+    kinds = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "bfloat16")
     assert all(backend.supports_kv_cache_dtype(kv) for kv in kinds)
-    assert not any(backend.supports_kv_cache_dtype(kv) for kv in ("fp8_e5m2", "nvfp4"))
+    assert not any(backend.supports_kv_cache_dtype(kv) for kv in ("fp8_inc", "nvfp4"))
     other = backend.supports_combination(128, torch.bfloat16, "float16", 16)
     assert other == "kv_cache_dtype: expected auto, fp8 or torch.bfloat16, got float16"
     assert backend.supports_combination(128, torch.bfloat16, "fp8", 16) is None
@@ -424,8 +701,8 @@ def test_what_is_supported() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attn_type": "encoder_decoder"}, "attn_type: expected decoder, encoder_only, got enc"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: expected auto, float16, .* got fp8_e5m2"),
+        ({"attn_type": "linear"}, "attn_type: expected decoder, encoder_decoder, .* got linear"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype: expected auto, float16, .* got nvfp4"),
     ],
 )
 def test_layers_that_are_refused(options: dict[str, Any], message: str) -> None:
@@ -447,6 +724,39 @@ def test_steps_that_are_refused() -> None:
     out = torch.empty(1, HEADS, DIM)
     with pytest.raises(NotImplementedError, match="output_scale: expected None"):
         engine.impl.forward(None, out, out, out, engine.cache, None, out, torch.ones(1))
+
+
+def test_a_block_of_a_layer_in_one_piece() -> None:
+    """Heads of several layers side by side, as some connectors have them: only where keys and
+    values are read through strides."""
+    for kv, ok in (("auto", True), ("fp8", True), ("int8_per_token_head", False)):
+        engine = Engine(kv, scales=(0.02, 0.03))
+        shape = list(engine.cache.shape)
+        room = engine.cache.new_empty(BLOCKS, KV_HEADS, 3, *shape[2:])
+        engine.cache = room[:, :, 1]
+        if ok:
+            assert len(list(mixed_steps(engine, 2))) == 2
+            continue
+        with pytest.raises(NotImplementedError, match="kv_cache: expected a block of a layer in"):
+            engine.request(9)
+
+
+def test_strides_of_one_head() -> None:
+    """torch keeps any stride of a dimension of one; a kernel that reads by TMA cannot."""
+    impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, 1)
+    cache = torch.zeros(BLOCKS, BLOCK, 2 * DIM).as_strided(
+        (BLOCKS, 1, BLOCK, 2 * DIM), (BLOCK * 2 * DIM, 1, 2 * DIM, 1)
+    )
+    pages = impl.pages(contract.layer(), cache)
+    for x in (pages.k, pages.v):
+        assert x.shape == (BLOCKS, BLOCK, 1, DIM)
+        assert x.stride() == (BLOCK * 2 * DIM, 2 * DIM, DIM, 1)
+    assert pages.v.data_ptr() - pages.k.data_ptr() == DIM * cache.element_size()
+
+
+def test_prompts_in_part_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="kv_sharing_fast_prefill: expected False"):
+        Engine(settings={"kv_sharing_fast_prefill": True})
 
 
 def rows_of_guide() -> list[tuple[str, str, str]]:

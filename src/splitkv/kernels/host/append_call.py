@@ -40,7 +40,7 @@ class Append(NamedTuple):
                             table, None: b; padding before the keys, None: none
     slots                   [tokens] int32 or int64, instead of before, rows and page_table
     q                       as k, packed with cu_seqlens_q; None unless it is to be rotated
-    k_scale, v_scale        fp32, of int8 or e4m3 caches: of the caches' shape without the last
+    k_scale, v_scale        fp32, of caches in 8 bits: of the caches' shape without the last
                             dimension, which is written with each token; or [1], [heads] or
                             [batch, heads], which is what tokens are divided by
     k_mean                  [heads, head_dim] fp32, contiguous: subtracted from keys as they are

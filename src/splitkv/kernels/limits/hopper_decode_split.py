@@ -53,7 +53,7 @@ def rounds_rows(problem: Problem) -> bool:
 
 
 # Codecs that its device code dequantizes.
-CODECS = ("as_is", "int8", "fp8")
+CODECS = ("as_is", "int8", "fp8", "fp8_e5m2")
 # Parts of a sequence that may be a cluster. Every GPU of sm_90 runs clusters of 8; of 16, which not
 # all do, no plan was faster (measurements/thresholds.md).
 CLUSTERS = (2, 4, 8)

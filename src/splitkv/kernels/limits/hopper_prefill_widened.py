@@ -16,6 +16,7 @@ from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT
 from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 NAME = "hopper_prefill_widened"
+CODECS = (*CODECS_8BIT, "fp8_e5m2")  # that `widen_rows` has code for
 
 
 def unsupported(problem: Problem, device: Device) -> list[str]:
@@ -25,8 +26,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
     )
 
-    known = problem.codec.name in CODECS_8BIT
-    reasons.expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
+    known = problem.codec.name in CODECS
+    reasons.expect(known, f"kv {problem.codec}: expected {', '.join(CODECS[:-1])} or {CODECS[-1]}")
     rounds_q = problem.products != "widened" and problem.q_granularity == "none"
     reasons.expect(
         rounds_q or not problem.return_lse or problem.codec == AS_IS,

@@ -1,8 +1,8 @@
 """How a stored key or value becomes a number: widened exactly, and its scale.
 
-int8 and e4m3 have at most 8 significant bits, so the working types hold every stored value as it
-is. A scale that keys of a head share multiplies scores, or the output, once. A scale of a key and
-head multiplies its score, and its probability instead of its value.
+int8, e4m3 and e5m2 have at most 8 significant bits, so the working types hold every stored value as
+it is. A scale that keys of a head share multiplies scores, or the output, once. A scale of a key
+and head multiplies its score, and its probability instead of its value.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def widen(x, dtype: tl.constexpr):
 
     GPUs before sm_90 convert e4m3 to bf16 by way of fp16. Triton would do so itself, but decides it
     once in a process: after a kernel for sm_90, those for sm_89 get an instruction that they lack.
+    So do those for sm_80 with e5m2, which is the first byte of fp16.
     """
     if x.dtype == tl.uint8:
         x = e4m3(x)
@@ -46,6 +47,11 @@ def widen(x, dtype: tl.constexpr):
         x = x.to(tl.float32)
     elif x.dtype == tl.float8e4nv and not cuda_capability_geq(9):
         x = x.to(tl.float16)
+    elif x.dtype == tl.float8e5:
+        if cuda_capability_geq(8, 9):
+            x = x.to(tl.float16)
+        else:
+            x = (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return x.to(dtype)
 
 

@@ -1,7 +1,7 @@
 """Products with keys and values that are stored in 8 bits.
 
 What may be multiplied in 8 bits is a compile-time word, UNITS: "widened", "half" or "full", as in
-`Problem.products`, or "as_is" where nothing is quantised. Widening is exact: int8 and e4m3 have at
+`Problem.products`, or "as_is" where nothing is quantised. Widening is exact: all types have at
 most 8 significant bits.
 """
 

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 @triton.constexpr_function
 def largest_of(stored):
     """The largest value of a stored type; uint8 has the bits of e4m3."""
-    return 127.0 if stored == tl.int8 else 448.0
+    return {tl.int8: 127.0, tl.float8e5: 57344.0}.get(stored, 448.0)
 
 
 @triton.jit
@@ -54,10 +54,10 @@ def scale_of(largest, MOST: tl.constexpr):
 
 @triton.jit
 def encode(x, scale, STORED: tl.constexpr):
-    """x / scale as int8, or as the bits of e4m3 in uint8: nearest, ties to even, past the largest
-    the largest. NaN is 0 in int8, which has none.
+    """x / scale as int8, as e5m2, or as the bits of e4m3 in uint8: nearest, ties to even, past the
+    largest the largest. NaN is 0 in int8, which has none.
 
-    The bits of e4m3 are made here and not by an instruction, as sm_80 and sm_86 have none.
+    Bits of floats are made here and not by an instruction, as sm_80 and sm_86 have none.
     """
     MOST: tl.constexpr = largest_of(STORED)
     y = x.to(tl.float32) * tl.div_rn(1.0, scale)
@@ -66,6 +66,8 @@ def encode(x, scale, STORED: tl.constexpr):
     if tl.int8 == STORED:
         y = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: no room for a fraction
         code = tl.where(number, y, 0.0).to(tl.int8)
+    elif tl.float8e5 == STORED:
+        code = tl.where(number, e5m2_bits(y), 0x7F).to(tl.uint8).to(tl.float8e5, bitcast=True)
     else:
         code = tl.where(number, e4m3_bits(y), 0x7F).to(tl.uint8)
     return code
@@ -81,6 +83,18 @@ def e4m3_bits(y):
     # below 2^-6 steps of 2^-9: those of fp32 from 2^14 on
     small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def e5m2_bits(y):
+    """The bits, in int32, of the e5m2 numbers nearest to y, which are at most 57344."""
+    bits = y.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # two bits of mantissa, rounded to even by what is cut off; exponents count from -15, not -127
+    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - (112 << 2)
+    # below 2^-14 steps of 2^-16: those of fp32 from 2^7 on
+    small = (tl.abs(y) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+    return tl.where(size < 0x38800000, small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from splitkv.kernels.hopper.decode.eight_rows import above, both_halves
-from splitkv.kernels.hopper.primitives.conversion import E4M3_TO_FP16
+from splitkv.kernels.hopper.primitives.conversion import E4M3_TO_FP16, E5M2_TO_FP16
 from splitkv.kernels.hopper.primitives.tma_ring import reinterpret
 from splitkv.rounding import MIN_SCALE
 
@@ -38,6 +38,12 @@ E4M3_EVEN_AND_ODD = gl.constexpr("""{
     mov.b32 {even, odd}, u;
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
+    }""")
+E5M2_EVEN_AND_ODD = gl.constexpr("""{
+    .reg .b32 u;
+    mov.b32 u, $2;
+    prmt.b32 $0, u, 0, 0x2404;
+    prmt.b32 $1, u, 0, 0x3414;
     }""")
 LEAST_UNIT = gl.constexpr(MIN_SCALE)
 LOW_BYTES = gl.constexpr("""{
@@ -99,6 +105,20 @@ def from_e4m3(pairs, ORDER: gl.constexpr):
     """Dequantizes pairs of e4m3 to two tensors of fp16, in the ORDER of `from_int8`."""
     CODE: gl.constexpr = E4M3_EVEN_AND_ODD if ORDER == EVEN_AND_ODD else E4M3_TO_FP16
     return two_words(CODE, pairs)
+
+
+@gluon.jit
+def from_e5m2(pairs, ORDER: gl.constexpr):
+    """Dequantizes pairs of e5m2 to two tensors of fp16, in the ORDER of `from_int8`."""
+    CODE: gl.constexpr = E5M2_EVEN_AND_ODD if ORDER == EVEN_AND_ODD else E5M2_TO_FP16
+    return gl.inline_asm_elementwise(
+        CODE,
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ Shapes      as kernels/decode_split.py
 Grid        as kernels/decode_split.py
 Traffic     as kernels/decode_split.py
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
-            v; beside int8 and e4m3, which are widened to fp16 exactly, q and p are fp16, too, with
+            v; beside 8 bits, which are widened to fp16 exactly, q and p are fp16, too, with
             powers of two taken out of them; int8, products half or full: q is rounded to int8 with
             a scale a row, and sums of q . k are exact
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most 16 query tokens and
@@ -40,7 +40,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import WIDE, box_rows
 from splitkv.core.variants import HopperDecode
 from splitkv.kernels import decode_split
-from splitkv.kernels.hopper.decode.byte_pairs import from_e4m3, from_int8, pairs_of
+from splitkv.kernels.hopper.decode.byte_pairs import from_e4m3, from_e5m2, from_int8, pairs_of
 from splitkv.kernels.hopper.decode.kernel_all_warps import decode_all_warps
 from splitkv.kernels.hopper.decode.kernel_append import decode_append
 from splitkv.kernels.hopper.decode.kernel_persistent import decode_walk
@@ -88,7 +88,7 @@ from splitkv.kernels.limits.hopper_decode_split import (
 )
 from splitkv.kernels.tile.visit import Strides
 
-DEQUANTIZE = {"as_is": None, "int8": from_int8, "fp8": from_e4m3}
+DEQUANTIZE = {"as_is": None, "int8": from_int8, "fp8": from_e4m3, "fp8_e5m2": from_e5m2}
 ENTRIES = {
     "all_warps": decode_all_warps,
     "producer": decode_producer,

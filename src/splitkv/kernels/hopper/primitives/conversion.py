@@ -51,6 +51,15 @@ E4M3_TO_FP16 = gl.constexpr("""{
     }""")
 
 
+# the first byte of fp16
+E5M2_TO_FP16 = gl.constexpr("""{
+    .reg .b32 u;
+    mov.b32 u, $2;
+    prmt.b32 $0, u, 0, 0x1404;
+    prmt.b32 $1, u, 0, 0x3424;
+    }""")
+
+
 @gluon.constexpr_function
 def pairs_layout(pairs):
     """The layout [PART, pairs] of 16 bits that ldmatrix gives when it transposes."""
@@ -64,9 +73,8 @@ def pairs_layout(pairs):
 @gluon.constexpr_function
 def widening(stored):
     """The instructions from four of this type to fp16."""
-    if stored.name == "fp8e4nv":
-        return E4M3_TO_FP16.value
-    return INT8_TO_FP16.value
+    codes = {"fp8e4nv": E4M3_TO_FP16, "fp8e5": E5M2_TO_FP16, "int8": INT8_TO_FP16}
+    return codes[stored.name].value
 
 
 @gluon.constexpr_function
