@@ -314,7 +314,6 @@ def _splits(config: Config) -> str:
     splits = f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")
     how = {
         "cluster": ", a cluster",
-        "pairs": ", clusters of two",
         "last": ", merged by the programs that come last",
     }
     return splits + how.get(config.merge, "")
