@@ -21,6 +21,7 @@ from splitkv.core.plan import Config, Plan, plan_with_handle
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
 from splitkv.core.values import Value, checked
+from splitkv.core.variants import HopperDecode
 from splitkv.planner.registry import make_plan
 
 PAGED = Problem("decode", 1, 8, 2, 64, 64, 1, 4096, mask=Mask(True, 127), place=Paged(16))
@@ -108,7 +109,8 @@ WRONG = [
         "odd",
         "config.schedule: expected 'even', 'batch', 'fixed', 'ranges',",
     ),
-    (("config", "merge"), ["last"], "config.merge: expected 'combine', 'cluster', 'last' or "),
+    (("config", "merge"), ["last"], "config.merge: expected 'combine', 'cluster' or 'last', got"),
+    (("config", "merge"), "pairs", "config.merge: expected 'combine', 'cluster' or 'last', got"),
     (("kernel",), None, "kernel: expected a string, got None"),
     (("rejected",), [["prefill"]], "rejected[0]: expected 2 items, got ['prefill']"),
     (("rejected",), [["prefill", [1]]], "rejected[0][1][0]: expected a string, got 1"),
@@ -120,6 +122,13 @@ def test_values_of_other_types(path: tuple[str, ...], value: Any, message: str) 
     with pytest.raises(ValueError) as caught:
         Plan.from_dict(changed(PLAN.as_dict(), path, value))
     assert str(caught.value).startswith(f"plan.{message}")
+
+
+def test_a_variant_with_a_key_that_it_does_not_have() -> None:
+    variant = {**HopperDecode().as_dict(), "start": "after_q"}
+    said = "^key of plan.config.variant: expected 'load' or 'key_scales', got 'start'$"
+    with pytest.raises(ValueError, match=said):
+        Plan.from_dict(changed(PLAN.as_dict(), ("config", "variant"), variant))
 
 
 def test_a_handle_of_no_plan() -> None:

@@ -129,7 +129,7 @@ def test_every_config_of_few_rows(values: cases.Values, kernel: str, configs: li
             check(problem, device=DEVICE, run=partial(run, plan=made), zero_length=True)
 
 
-OF_PAIRS = {
+PLACED = {
     "int8": {},
     "lse": {"return_lse": True},
     "sink_window": {"mask": Mask(True, 300, -1, 4), "sink_logits": True},
@@ -144,19 +144,16 @@ OF_PAIRS = {
 }
 
 
-@pytest.mark.parametrize("changes", OF_PAIRS.values(), ids=OF_PAIRS)
-@pytest.mark.parametrize("parts", ["pair", "4 in pairs", "16 in pairs", 1, 5])
+@pytest.mark.parametrize("changes", PLACED.values(), ids=PLACED)
+@pytest.mark.parametrize("parts", ["cluster", 1, 5])
 def test_programs_by_their_place(parts: int | str, changes: Mapping[str, Any]) -> None:
-    """One item each: two parts as a cluster, more of which the last pair merges, one part, and
-    several that another launch merges; three times the same bits."""
+    """One item each: two parts as a cluster, one part, and several that another launch merges;
+    three times the same bits."""
     problem = replace(FEW_ROWS, codec=Codec("int8", "head"), products="half", **changes)
     if KERNEL.unsupported(problem, HERE):
         found = [plan_of(problem).config]
-    elif isinstance(parts, str):
+    elif parts == "cluster":
         found = clusters(KERNEL, problem, HERE)
-        if parts != "pair":
-            problem = replace(problem, batch=min(problem.batch, 33))  # that many have tickets
-            found = [replace(c, num_splits=int(parts.split()[0]), merge="pairs") for c in found]
     else:
         found = [c for c in shapes(KERNEL, problem, HERE) if c.tile_m == 64 and c.pack_gqa]
         found = [replace(config, num_splits=parts) for config in found if config.programs]

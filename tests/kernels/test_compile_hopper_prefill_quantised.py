@@ -196,7 +196,7 @@ def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> N
 
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 @pytest.mark.parametrize("units", [("int8", "half"), ("fp8", "widened")], ids=str)
-def test_pairs_of_parts(units: tuple[str, str], place: Any) -> None:
+def test_two_parts_are_a_cluster(units: tuple[str, str], place: Any) -> None:
     """Clusters, of which all warps are told that they run. No barrier of the cluster waits for
     sums: they tell one of the program that they are sent to, from both branches."""
     values = {"kind": "decode", "units": units, "granularity": "head", "place": place}

@@ -65,7 +65,7 @@ def test_a_tail_begins_where_the_arguments_of_each_call_end() -> None:
 
 
 def test_a_plan_has_its_variant_wherever_it_is_read() -> None:
-    assert BULK.config.variant == HopperDecode("tma", "after_q", "bulk")
+    assert BULK.config.variant == HopperDecode("tma", "bulk")
     read = Plan.from_dict(json.loads(json.dumps(BULK.as_dict())))
     assert read == BULK and read.config.variant == BULK.config.variant
     assert "one a key, all KV heads in bulk" in str(explain(BULK))

@@ -19,7 +19,6 @@ from splitkv.core.problem import Problem
 from splitkv.flash_attn import scheduler
 from splitkv.kernels import prefill
 from splitkv.kernels.hopper.prefill import quantised as prefill_quantised
-from splitkv.kernels.host.workspace import TICKETS
 from splitkv.planner.legality import is_legal
 from splitkv.planner.policies import fixed
 from splitkv.planner.policies.shared import MAX_SPLITS
@@ -51,9 +50,9 @@ HOPPER, QUANTISED = "hopper_decode_split", "hopper_prefill_quantised"
 
 def plan_of(problem: Problem, kernel: str, **changes: Any) -> Plan:
     """The kernel's first config, of clusters if these are asked for, with changes."""
-    clustered = changes.get("merge") in ("cluster", "pairs")
+    cluster = changes.get("merge") == "cluster"
     found = kernel_named(kernel).configs(problem, H200)
-    config = next(c for c in found if c.clustered == clustered)
+    config = next(c for c in found if (c.merge == "cluster") == cluster)
     return Plan(problem, H200, "mine", kernel, replace(config, **changes), "made by hand")
 
 
@@ -97,8 +96,6 @@ def test_clusters_of_so_many_parts(parts: int) -> None:
     if parts == 3:
         said = "num_splits: expected 2, 4 or 8, got 3"
         refused(said, DECODE, HOPPER, merge="cluster", num_splits=parts)
-    else:
-        fit_plan(plan_of(INT8, QUANTISED, merge="pairs", num_splits=parts), INT8, H200)
 
 
 def test_clusters_of_other_shapes_and_schedules() -> None:
@@ -110,28 +107,27 @@ def test_clusters_of_other_shapes_and_schedules() -> None:
         refused(said, DECODE, HOPPER, **two, **cut)
 
 
-@pytest.mark.parametrize("merge", ["cluster", "pairs"])
 @pytest.mark.parametrize(
     "changes",
     [{"products": "full"}, {"seqlen_q": 5}, {"num_heads": 15}],
     ids=["no 16 bits", "two row tiles", "heads apart"],
 )
-def test_problems_without_clusters(changes: dict[str, Any], merge: Any) -> None:
+def test_problems_without_clusters(changes: dict[str, Any]) -> None:
     problem = replace(INT8, **changes)
-    config = plan_of(INT8, QUANTISED, merge=merge, num_splits=2 if merge == "cluster" else 4).config
+    config = plan_of(INT8, QUANTISED, merge="cluster", num_splits=2).config
     plan = Plan(problem, H200, "mine", QUANTISED, config, "made by hand")
-    said = f"merge: expected 'combine' or 'last', got '{merge}'; {QUANTISED} has no tile here whose"
+    said = f"merge: expected 'combine' or 'last', got 'cluster'; {QUANTISED} has no tile here whose"
     with pytest.raises(ValueError, match=f"^plan.config.{said} parts are clusters$"):
         fit_plan(plan, problem, H200)
 
 
 def test_what_is_counted_where_a_launcher_is_bound() -> None:
-    """Tickets of pairs; programs of a launch that merges."""
-    lanes = TICKETS // 8
-    plan = plan_of(replace(INT8, batch=lanes), QUANTISED, merge="pairs", num_splits=4)
+    """Sequences whose splits are clusters; programs of a launch that merges."""
+    most = prefill_quantised.MOST_ALONG_AN_AXIS
+    plan = plan_of(replace(INT8, batch=most), QUANTISED, merge="cluster", num_splits=2)
     prefill_quantised.bind(completed(plan), layouts_in_8_bits(plan.problem))
-    plan = plan_of(replace(INT8, batch=lanes + 1), QUANTISED, merge="pairs", num_splits=4)
-    said = rf"^plan.config.merge: expected .* {lanes} sequences times lanes of each, got 'pairs'$"
+    plan = plan_of(replace(INT8, batch=most + 1), QUANTISED, merge="cluster", num_splits=2)
+    said = f"^plan.config.merge: expected .* more than {most} sequences, got 'cluster'$"
     with pytest.raises(ValueError, match=said):
         prefill_quantised.bind(completed(plan), layouts_in_8_bits(plan.problem))
     plan = plan_of(replace(INT8, batch=2200), "prefill", merge="last", num_splits=MAX_SPLITS)

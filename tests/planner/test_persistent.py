@@ -107,7 +107,7 @@ def test_problems_that_have_no_schedule(changed: dict[str, Any], reason: str) ->
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 def test_every_key_arrives_by_a_producer_warp(place: Any) -> None:
     plan = plan_of(replace(DECODE, place=place, codec=Codec("fp8", "token")))
-    assert plan.config.variant == HopperDecode("producer_warp", "before_q", "per_tile")
+    assert plan.config.variant == HopperDecode("producer_warp", "per_tile")
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,7 @@ def test_every_key_arrives_by_a_producer_warp(place: Any) -> None:
         ({"appends": True}, "plan.config.appends"),
         ({"merge": "cluster", "num_splits": 2}, "plan.config.schedule"),
         ({"tile_m": 64}, "plan.config"),
-        ({"variant": HopperDecode("tma", "after_q")}, "plan.config.variant.load"),
-        ({"variant": HopperDecode("producer_warp", "after_q")}, "plan.config.variant.start"),
+        ({"variant": HopperDecode("tma")}, "plan.config.variant.load"),
     ],
     ids=str,
 )

@@ -49,9 +49,6 @@ def test_a_cluster_has_parts_to_merge() -> None:
     plan = make_plan(DECODE, H200)
     with pytest.raises(ValueError, match="^merge: expected parts for a cluster to merge, got 1$"):
         replace(plan, config=Config(merge="cluster"))
-    for parts in (2, 5):
-        with pytest.raises(ValueError, match=f"expected several pairs of parts, got {parts}$"):
-            replace(plan, config=Config(parts, merge="pairs"))
 
 
 def test_names_are_unique() -> None:

@@ -35,8 +35,7 @@ class Config(Value):
     num_stages   tiles of keys and values that a program has in flight
     pack_gqa     the query heads of a KV head share one program
     merge        combine: the parts of a row are merged by a second kernel; cluster: by the programs
-                 that made them, which run together; last: by those that come last, in one launch;
-                 pairs: two and two by their programs, and then by the pair that comes last
+                 that made them, which run together; last: by those that come last, in one launch
     appends      the kernel writes new tokens itself; without it `append` runs before the kernel
     variant      what the kernel alone can choose: core/variants.py; Plain of one that has several:
                  chosen where a plan is made or taken
@@ -51,14 +50,9 @@ class Config(Value):
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
-    merge: Literal["combine", "cluster", "last", "pairs"] = "combine"
+    merge: Literal["combine", "cluster", "last"] = "combine"
     appends: bool = False
     variant: Variant = Plain()
-
-    @property
-    def clustered(self) -> bool:
-        """Whether programs are clusters, which merge."""
-        return self.merge in ("cluster", "pairs")
 
     @property
     def shape(self) -> Config:
@@ -170,8 +164,6 @@ class Plan(Value):
         parts = self.config.num_splits
         merges = self.config.merge != "cluster" or parts > 1
         expect(merges, "merge", "parts for a cluster to merge", parts)
-        even = self.config.merge != "pairs" or (parts > 2 and parts % 2 == 0)
-        expect(even, "merge", "several pairs of parts", parts)
 
     @cached_property
     def handle(self) -> str:

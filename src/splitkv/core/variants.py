@@ -24,8 +24,7 @@ class HopperDecode(Value):
     """The choices of decode on Hopper: how tiles and scales of keys arrive.
 
     load        tma: the warps that multiply issue TMA copies; producer_warp: a warp that does not
-                multiply issues them; gather: all warps copy rows
-    start       producer_warp: it begins before_q or after_q is read
+                multiply issues them, from before q is read; gather: all warps copy rows
     key_scales  scales of each key: none; per_tile, beside their tile; preloaded, before the tiles;
                 bulk, those of all KV heads together
     """
@@ -33,7 +32,6 @@ class HopperDecode(Value):
     TAG: ClassVar[str | None] = "hopper_decode"
 
     load: Literal["tma", "producer_warp", "gather"] = "tma"
-    start: Literal["before_q", "after_q"] = "after_q"
     key_scales: Literal["none", "per_tile", "preloaded", "bulk"] = "none"
 
 

@@ -116,7 +116,7 @@ HOPPER_PREFILL_QUANTISED = Kernel(
     unfit=tma_limits.unfit,
     refit=hopper_prefill_quantised.refit,
     schedules=HOST_RULES,
-    merges=("combine", "last", "cluster", "pairs"),
+    merges=("combine", "last", "cluster"),
 )
 HOPPER_PREFILL_HALF = Kernel(
     name=hopper_prefill_half.NAME,

@@ -292,8 +292,7 @@ def _gradients(made: Gradients) -> dict[str, str]:
 
 def _arrival(plan: Plan, variant: HopperDecode) -> dict[str, str]:
     """How tiles and scales of keys arrive, as label -> cell."""
-    producer = f"producer warp {variant.start.replace('_', ' ')}"
-    loads = {"tma": "TMA", "producer_warp": producer, "gather": "gathered rows"}
+    loads = {"tma": "TMA", "producer_warp": "producer warp", "gather": "gathered rows"}
     ring = {"holds_split": "holds a split", "wraps": "wraps"}[ring_of(plan.problem, plan.config)]
     cells = {"K and V": f"{loads[variant.load]}; ring of {plan.config.num_stages} {ring}"}
     scales = {
@@ -314,7 +313,6 @@ def _splits(config: Config) -> str:
     splits = f"{config.num_splits}" + f" of {config.split_size} keys" * (config.schedule == "fixed")
     how = {
         "cluster": ", a cluster",
-        "pairs": ", clusters of two",
         "last": ", merged by the programs that come last",
     }
     return splits + how.get(config.merge, "")

@@ -105,17 +105,16 @@ def is_legal(kernel: Kernel, problem: Problem, device: Device, config: Config) -
 def _expect_shape(kernel: Kernel, problem: Problem, device: Device, config: Config) -> None:
     """A shape of tile among the kernel's configs, of clusters among those of clusters; numbers that
     go with those before them."""
-    found = [c for c in kernel.configs(problem, device) if c.clustered == config.clustered]
+    cluster = config.merge == "cluster"
+    found = [c for c in kernel.configs(problem, device) if (c.merge == "cluster") == cluster]
     if not found:
-        others = [merge for merge in kernel.merges if merge not in ("cluster", "pairs")]
+        others = [merge for merge in kernel.merges if merge != "cluster"]
         hint = f"{kernel.name} has no tile here whose parts are clusters"
         expect_one_of("plan.config.merge", config.merge, others, hint)
     names: tuple[str, ...] = SHAPE
     before = ""
-    if config.clustered:
-        names, before = (*names, "schedule"), f"merge {config.merge}"
-    if config.merge == "cluster":
-        names += ("num_splits",)
+    if cluster:
+        names, before = (*names, "schedule", "num_splits"), "merge cluster"
     for name in names:
         value, values = getattr(config, name), sorted({getattr(c, name) for c in found})
         hint = f"{kernel.name} has these with {before}" if before else ""

@@ -73,8 +73,8 @@ class SequenceSplits:
     max_tokens    tokens of the longest sequences whose keys are split
     rows          rows of all partials; 0: there are none
     head_dim_v    columns of a row
-    merge         combine: by a second launch; last: by the programs that come last; pairs: by
-                  clusters of two, and then by the pair that comes last; none: there are no partials
+    merge         combine: by a second launch; last: by the programs that come last; none: there
+                  are no partials
     """
 
     num_splits: int | None
@@ -87,7 +87,7 @@ class SequenceSplits:
     @property
     def in_kernel(self) -> bool:
         """Whether the launch that makes partials merges them."""
-        return self.merge in ("last", "pairs")
+        return self.merge == "last"
 
     def merge_step(self, num_warps: int) -> tuple[int, int]:
         """Splits, and rows, that so many warps merge together; 0 where they do not."""

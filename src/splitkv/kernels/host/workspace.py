@@ -11,8 +11,7 @@ them: the second finds none and makes its own. While a graph is being captured t
 from the graph's own pool instead, so that a replay cannot meet a call of another stream.
 
 A launch that merges parts itself counts arrivals. Each stream has counters for that, as launches on
-it follow each other, and so has each launch that a graph captured: a kilobyte, which is not given
-back.
+it follow each other, and so has each launch that a graph captured; they are not given back.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ Buffer = tuple[int, int, torch.Tensor]
 """Address, number of fp32 elements, and the memory itself."""
 
 MAX_COUNTERS = 1 << 11  # of a device, before more are made
-TICKETS = 264  # of 32 bits: a warp of a pair of programs each, where there are pairs on 132 SMs
-WIDTH = 4 + TICKETS // 2  # elements of each: those of tile/merge.py, then tickets
+WIDTH = 4  # elements of each, those of tile/merge.py
 _buffers: dict[int, dict[int, Buffer]] = {}  # by device, then by stream
 _counters: dict[int, Iterator[torch.Tensor]] = {}  # by device: those that nobody has yet
 _all_counters: list[torch.Tensor] = []  # kept, as graphs know only addresses

@@ -231,18 +231,17 @@ def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
     """Every variant that computes the problem with these numbers."""
     narrow, boxes = config.tile_m < WIDE, config.tile_n // box_rows(problem, config.tile_n)
     alone = not problem.early_kv and not config.appends
-    scheduled = config.schedule in SCHEDULED
-    loads: list[tuple[Any, Any]] = [("tma", "after_q")]
+    loads: list[Any] = ["tma"]
     several = boxes > 1 and config.tile_m == 16 and config.num_stages > 1
     if several and config.schedule == "even" and alone:
-        loads += [("producer_warp", "before_q"), ("producer_warp", "after_q")]
+        loads.append("producer_warp")
     gathered = isinstance(problem.place, Paged) and problem.codec != AS_IS and narrow
     if gathered and problem.head_dim == problem.head_dim_v:
-        loads.append(("gather", "after_q"))
-    if scheduled:
-        loads = [("producer_warp", "before_q")] if narrow else []
+        loads.append("gather")
+    if config.schedule in SCHEDULED:
+        loads = ["producer_warp"] if narrow else []
     found: list[Variant] = []
-    for load, start in loads:
+    for load in loads:
         scales: list[Any] = ["none"]
         if problem.codec.granularity == "token":
             scales = ["per_tile"]
@@ -250,7 +249,7 @@ def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
                 scales.append("preloaded")
                 if boxes == 1 and load == "tma" and problem.num_kv_heads <= MOST_HEADS_IN_BULK:
                     scales.append("bulk")
-        found += [HopperDecode(load, start, key_scales) for key_scales in scales]
+        found += [HopperDecode(load, key_scales) for key_scales in scales]
     return found
 
 
@@ -263,10 +262,6 @@ def variant_of(plan: Plan) -> HopperDecode:
 
 def ring_of(problem: Problem, config: Config) -> Literal["holds_split", "wraps"]:
     """Whether no split has more tiles than the ring has stages, whatever the lengths are (a window
-    of a shorter sequence may have a tile more); a producer warp that begins after q is read treats
-    all alike."""
-    variant = config.variant
-    late = isinstance(variant, HopperDecode) and variant.load == "producer_warp"
-    late = late and isinstance(variant, HopperDecode) and variant.start == "after_q"
+    of a shorter sequence may have a tile more)."""
     holds = issues_all_tiles_first(problem, config) and problem.mask.left is None
-    return "holds_split" if holds and config.tile_m < WIDE and not late else "wraps"
+    return "holds_split" if holds and config.tile_m < WIDE else "wraps"

@@ -77,7 +77,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     if problem.codec.granularity == "token":
         columns = (READY + 1) * (12 * n if of_v == stored else 6 * n + 8)
     exchanged = 0
-    if config.clustered:  # no tile of results
+    if config.merge == "cluster":  # no tile of results
         a_row -= problem.element_bytes
         exchanged = pair_exchange_bytes(problem.head_dim_v)
     return (config.tile_m * a_row + n * a_key) * dim + columns + exchanged + BARRIER_BYTES
@@ -107,7 +107,7 @@ def has_items_by_grid(problem: Problem, config: Config) -> bool:
     """Whether the place of a program in the grid says which its item is: each lane has one row tile
     and all splits of a sequence run at once."""
     rows = problem.seqlen_q * packed_heads(problem, config)
-    programs = 0 if config.clustered else config.programs
+    programs = 0 if config.merge == "cluster" else config.programs
     across = programs_across(problem, config)
     one_tile = problem.kind != "varlen" and ceil_div(rows, config.tile_m) == 1
     return one_tile and across <= (programs or across) and config.merge != "last"
@@ -126,7 +126,7 @@ def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
     scarce = problem.codec.granularity == "token" and (found.k, found.v) == ("int8", "float16")
     in_turns = scarce and (config.tile_m // ROWS, config.num_stages) == (2, 2)
     items: list[tuple[Literal["numbered", "by_grid"], int]] = []
-    if not config.clustered:
+    if config.merge != "cluster":
         items.append(("numbered", 0))
     if has_items_by_grid(problem, config):
         items.append(("by_grid", ISSUED_FIRST))
@@ -138,8 +138,8 @@ def variants(problem: Problem, device: Device, config: Config) -> list[Variant]:
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:
-    if config.clustered:  # what is exchanged stays on the SMs
-        config = replace(config, num_splits=config.num_splits // PAIR)
+    if config.merge == "cluster":  # what is exchanged stays on the SMs
+        config = replace(config, num_splits=1)
     return prefill.traffic(problem, config)
 
 

@@ -146,7 +146,7 @@ def backward_variants(problem: Problem, device: Device) -> Iterator[Gradients]:
 def prefill_without_tma(plan: Plan, operands: Operands, why: str) -> Plan:
     """The plan with the same number of splits by this kernel, for one whose kernel cannot read the
     tensors; merge: as there, where no cluster merges."""
-    merge = "combine" if plan.config.clustered else plan.config.merge
+    merge = "combine" if plan.config.merge == "cluster" else plan.config.merge
     config = next(configs(plan.problem, plan.device))
     config = replace(config, num_splits=plan.config.num_splits, merge=merge)
     other = replace(plan, kernel=NAME, config=config, why=f"{plan.why}; {why}")

@@ -21,8 +21,9 @@ FEW = 4  # tokens a sequence
 
 def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:
     """(config, why), why empty where nothing is appended."""
-    merged = config.num_splits > 1 and not config.clustered
-    if "last" in kernel.merges and not config.clustered:
+    cluster = config.merge == "cluster"
+    merged = config.num_splits > 1 and not cluster
+    if "last" in kernel.merges and not cluster:
         packed_pages = problem.kind == "varlen" and isinstance(problem.place, Paged)
         after = merged and (problem.appends or packed_pages)
         config = replace(config, merge="last" if after else "combine")

@@ -42,9 +42,9 @@ from splitkv.planner.policies.shared import (
 )
 
 MOST_PARTIAL_BYTES = 256 * MiB
-# Keys of tiles in several pages whose parts are clusters; and how many of these the last one
-# merges: measurements/thresholds.md#whole-sequences-of-few-rows.
-LONG_TILE, PAIRS = 128, (2, 4)
+# Keys of tiles in several pages whose parts are a cluster:
+# measurements/thresholds.md#whole-sequences-of-few-rows.
+LONG_TILE = 128
 # The model does not tell apart what is so close: then fewer rows, which read no keys twice where
 # they are enough, and longer tiles.
 CLOSE = 1.03
@@ -80,9 +80,7 @@ class Constants:
     sm_flops     what an SM multiplies, in 16 bits; sm_flops_fp32: without matrix units
     bandwidth_share   of the data sheet's, what the memory gives
     merge        launching the combine; merge_part: for each part of a row, besides its partial,
-                 which is written and read; cluster: merging two parts by the programs of a cluster;
-                 pairs: what two or more of those leave by the one that comes last; pairs_part: for
-                 each part
+                 which is written and read; cluster: merging two parts by the programs of a cluster
     longest_part most bytes of keys and values in one part, where lengths are the device's
     worth        of the time in one part that cutting has to save
     occupancy    (problem, device, config) -> programs that an SM holds at once
@@ -107,8 +105,6 @@ class Constants:
     merge: float = 0.863e-6
     merge_part: float = 0.838e-8
     cluster: float = 0.3e-6
-    pairs: float = 1.32e-6
-    pairs_part: float = 0.12e-6
     longest_part: float = 4.25 * MiB
     worth: float = 0.05
     occupancy: Callable[[Problem, Device, Config], int] = occupancy
@@ -225,10 +221,8 @@ def cost(problem: Problem, device: Device, config: Config, constants: Constants 
     seconds += rows * dims * problem.element_bytes / bandwidth  # q and the result
     seconds += full * wave(slots) + (wave(rest) if rest else 0.0)
     merge = 0.0
-    if parts > 1 and config.clustered:
+    if parts > 1 and config.merge == "cluster":
         merge = c.cluster
-        if config.merge == "pairs":
-            merge += c.pairs + c.pairs_part * parts
     elif parts > 1:
         partial_bytes = 2 * parts * rows * (problem.head_dim_v + 2) * 4  # written and read
         merge = c.merge + c.merge_part * parts + partial_bytes / bandwidth
@@ -396,24 +390,17 @@ def _cut(
 def _in_clusters(
     problem: Problem, device: Device, kernel: Kernel, constants: Constants
 ) -> list[Config]:
-    """The configs whose parts are a cluster, or several, and can all run at once, none of them too
-    long.
-
-    In the longest tiles alone, which where they are in several pages have `LONG_TILE` keys and one
-    cluster.
-    """
+    """The configs whose parts are a cluster and can all run at once, none of them too long: in the
+    longest tiles alone, which where they are in several pages have `LONG_TILE` keys."""
     found = clusters(kernel, problem, device)
     longest = max((config.tile_n for config in found), default=0)
-    made = [config for config in found if config.tile_n == longest]
-    if box_rows(problem, longest) == longest:
-        several = [2 * pairs for pairs in PAIRS if "pairs" in kernel.merges]
-        made += [replace(c, num_splits=parts, merge="pairs") for c in made for parts in several]
-    elif longest < LONG_TILE:
-        made = []
+    if box_rows(problem, longest) < longest < LONG_TILE:
+        return []
     return [
         config
-        for config in made
-        if units(problem, config, constants) * config.num_splits <= device.num_sms
+        for config in found
+        if config.tile_n == longest
+        and units(problem, config, constants) * config.num_splits <= device.num_sms
         and _least_parts(problem, config, constants) <= config.num_splits
         and config.num_splits <= num_tiles(problem, config.tile_n)
     ]
@@ -428,7 +415,6 @@ def _why(problem: Problem, device: Device, config: Config, best: Cost, whole: Co
         f"{(best.seconds - best.merge) * 1e6:.1f} us"
     )
     if best.merge:
-        ways = {"cluster": "in a cluster", "pairs": "in clusters and by the last of them"}
-        how = f"merge {ways.get(config.merge, '')}".rstrip()
+        how = "merge in a cluster" if config.merge == "cluster" else "merge"
         text += f" + {best.merge * 1e6:.1f} us to {how}; in one part {whole.seconds * 1e6:.1f} us"
     return text

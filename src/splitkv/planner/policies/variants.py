@@ -26,9 +26,6 @@ from splitkv.core.variants import (
 # are so many elements and a split has so many tiles; of 8 bits: where rows are gathered instead.
 LARGE_CACHE, LONG_SPLIT = 32 * MiB, 16
 LARGE_CACHE_8BIT, LONG_SPLIT_8BIT = 16 * MiB, 4
-# It begins before q is read where splits have fewer tiles: with scales that keys of a head share,
-# and else.
-EARLY_TILES_SHARED, EARLY_TILES = 32, 16
 SMALL_PAGE = 64  # keys: pages of no multiple of it are gathered where elements have 8 bits
 MOST_HEADS_IN_BULK = 8  # KV heads whose scales are copied in one piece; a program keeps one's
 LONG_IN_BULK = 2  # rings that a split of several heads has more tiles than, to copy scales in bulk
@@ -37,12 +34,9 @@ LONG_IN_BULK = 2  # rings that a split of several heads has more tiles than, to 
 def hopper_decode(problem: Problem, config: Config) -> HopperDecode:
     """The variant of decode on Hopper."""
     load: Literal["tma", "producer_warp", "gather"] = "tma"
-    start: Literal["before_q", "after_q"] = "after_q"
     key_scales: Literal["none", "per_tile", "preloaded", "bulk"] = "none"
-    if config.schedule in SCHEDULED:
-        load, start = "producer_warp", "before_q"
-    elif has_producer_warp(problem, config):
-        load, start = "producer_warp", "before_q" if starts_early(problem, config) else "after_q"
+    if config.schedule in SCHEDULED or has_producer_warp(problem, config):
+        load = "producer_warp"
     elif gathers(problem, config):
         load = "gather"
     if problem.codec.granularity == "token":
@@ -51,7 +45,7 @@ def hopper_decode(problem: Problem, config: Config) -> HopperDecode:
             key_scales = "preloaded"
         elif copies_scales_in_bulk(problem, config):
             key_scales = "bulk"
-    return HopperDecode(load, start, key_scales)
+    return HopperDecode(load, key_scales)
 
 
 def large_cache(problem: Problem) -> int:
@@ -74,13 +68,6 @@ def has_producer_warp(problem: Problem, config: Config) -> bool:
     alone = even and not problem.early_kv and not config.appends
     long = visited(problem, config.tile_n) >= long_split(problem) * config.num_splits
     return boxes > 1 and narrow and large and alone and long
-
-
-def starts_early(problem: Problem, config: Config) -> bool:
-    """Whether that warp begins before q is read: of one KV head, or in short splits."""
-    shared = problem.codec != AS_IS and problem.codec.granularity != "token"
-    few = EARLY_TILES_SHARED if shared else EARLY_TILES
-    return problem.num_kv_heads == 1 or visited(problem, config.tile_n) < few * config.num_splits
 
 
 def gathers(problem: Problem, config: Config) -> bool:

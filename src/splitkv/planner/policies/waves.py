@@ -51,8 +51,8 @@ from splitkv.planner.policies.variants import gathers, long_split
 # Of shapes that the model cannot tell apart, the first, but for one that shares the batch out.
 CLOSE = 1.02
 # A cluster of four or eight needs as many places in one part of the GPU, and some wait for a second
-# wave where there are hardly enough; pairs do not. So of the places, up to two an SM, this share.
-# Figures of this and what follows: measurements/thresholds.md#waves.
+# wave where there are hardly enough; clusters of two do not. So of the places, up to two an SM,
+# this share. Figures of this and what follows: measurements/thresholds.md#waves.
 ROOM_FOR_CLUSTERS = 0.75
 
 # Sequences to share programs out over: with the parts they are one axis of a grid, not its first.

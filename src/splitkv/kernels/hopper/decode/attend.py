@@ -14,7 +14,7 @@ from splitkv.kernels.tile.codec import row_scale, scale_of_head
 def attend_tiles(mainloop, work, split, queries, terms, q, ring, kv, scales, CONFIG: gl.constexpr):
     """Runs a main loop over a split: a Softmax, times the scale that values share.
 
-    mainloop   mma_loop, wgmma_loop or one of producer_warp.py
+    mainloop   mma_loop or wgmma_loop
     work       Work; split: Split; queries: QueryRows, of which q, a QueryTile, has been loaded;
                terms: ScoreTerms; scales: KeyScales
     """

@@ -145,7 +145,6 @@ def device_config(
         dequantize=DEQUANTIZE[problem.codec.name],
         k_type=type_of_keys(problem),
         load=variant.load,
-        start=variant.start,
         ring=ring_of(problem, config),
         key_scales=variant.key_scales,
         scale_heads=problem.num_kv_heads if variant.key_scales == "bulk" else 0,

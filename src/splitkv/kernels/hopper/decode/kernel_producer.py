@@ -9,16 +9,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import finish_split, locate_partial_rows, mark_absent
 from splitkv.kernels.hopper.decode.key_scales import allocate_scale_stages, arrivals_per_tile
 from splitkv.kernels.hopper.decode.launch_name import named_for_profilers
-from splitkv.kernels.hopper.decode.producer_warp import (
-    MmaInputs,
-    attend_before_q,
-    loop_beside_producer,
-)
-from splitkv.kernels.hopper.decode.queries import load_mma_queries, locate_rows
+from splitkv.kernels.hopper.decode.producer_warp import MmaInputs, attend_by_roles
+from splitkv.kernels.hopper.decode.queries import locate_rows
 from splitkv.kernels.hopper.decode.records import (
     KeyScales,
     KVCache,
@@ -34,8 +29,6 @@ from splitkv.kernels.hopper.decode.ring import allocate_boxes
 from splitkv.kernels.hopper.decode.split_range import (
     locate_program,
     locate_rows_of_head,
-    locate_split,
-    prefetch_first_page_id,
     prefetch_page_ids,
 )
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
@@ -85,15 +78,8 @@ def decode_producer(
     bounds = Bounds(left, right, sink_tokens)
     share = Share(parts, None, None)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
-    BEFORE_Q: gl.constexpr = CONFIG.start == "before_q"
     if left is None:  # where the split starts needs no length
-        if BEFORE_Q:
-            prefetch_page_ids(kv, program, share, lens_ptr, seqlen_k, CONFIG)
-        else:
-            prefetch_first_page_id(kv, program, share, seqlen_k, CONFIG)
-    keys = seqlen_k
-    if lens_ptr is not None and not BEFORE_Q:
-        keys = gl.load(lens_ptr + program.sequence)
+        prefetch_page_ids(kv, program, share, lens_ptr, seqlen_k, CONFIG)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
     v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)
     kv_head, row_tile = locate_rows_of_head(program.head_tile, seqlen_q, CONFIG)
@@ -133,30 +119,16 @@ def decode_producer(
         out_strides.t,
         out_strides.h,
     )
-    if BEFORE_Q:
-        empty = None
-        if CONFIG.ring == "wraps":
-            empty = arrivals(CONFIG.num_stages, 1)
-        ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
-        inputs = MmaInputs(queries, terms, work)
-        softmax, num_splits = attend_before_q(kv, ring, scales, inputs, CONFIG)
-        split = Split(work.sequence, kv_head, None, None, num_splits)
-        rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
-        partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
-        if (work.split >= num_splits) & (not CONFIG.cluster_size):  # a cluster merges with all
-            mark_absent(output, rows, partial_rows)
-            return
-    else:
-        split = locate_split(work, kv_head, keys, CONFIG)
-        rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
-        partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
-        if (work.split >= split.num_splits) & (not CONFIG.cluster_size):
-            mark_absent(output, rows, partial_rows)
-            return
-        q = load_mma_queries(queries, CONFIG)
-        ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
-        softmax = attend_tiles(
-            loop_beside_producer, work, split, queries, terms, q, ring, kv, scales, CONFIG
-        )
-
+    empty = None
+    if CONFIG.ring == "wraps":
+        empty = arrivals(CONFIG.num_stages, 1)
+    ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
+    inputs = MmaInputs(queries, terms, work)
+    softmax, num_splits = attend_by_roles(kv, ring, scales, inputs, CONFIG)
+    split = Split(work.sequence, kv_head, None, None, num_splits)
+    rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
+    partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
+    if (work.split >= num_splits) & (not CONFIG.cluster_size):  # a cluster merges with all
+        mark_absent(output, rows, partial_rows)
+        return
     finish_split(softmax, output, work, split, row_tile, rows, partial_rows, CONFIG)

@@ -20,12 +20,10 @@ from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.key_scales import copy_scales, key_of_thread
 from splitkv.kernels.hopper.decode.mma_loop import mma_loop
 from splitkv.kernels.hopper.decode.queries import load_mma_queries
-from splitkv.kernels.hopper.decode.records import Ring, Softmax
 from splitkv.kernels.hopper.decode.split_range import LANES, load_num_keys, locate_split
 from splitkv.kernels.hopper.primitives.cluster import arrive_running, arrive_written, wait_cluster
 from splitkv.kernels.hopper.primitives.inline_asm import act, act_alone
 from splitkv.kernels.hopper.primitives.tma_ring import (
-    arrivals,
     async_load,
     first_slot,
     keys_of_box,
@@ -50,11 +48,11 @@ class MmaInputs(NamedTuple):
     work: Any
 
 
-# --- before q is read: every role finds out by itself what it has to do ------------------------
+# --- roles, each of which finds out by itself what it has to do ---------------------------------
 
 
 @gluon.jit
-def attend_before_q(kv, ring, scales, inputs, CONFIG: gl.constexpr):
+def attend_by_roles(kv, ring, scales, inputs, CONFIG: gl.constexpr):
     """Runs the roles from the start of the program on: (Softmax, number of splits). The length and
     q are read while the first tiles are issued."""
     thread_barrier()  # the producer warps find the barriers ready
@@ -111,57 +109,6 @@ def load_scales_role(kv, ring, kv_head, work, scales, CONFIG: gl.constexpr):
         split = locate_split(work, kv_head, keys, CONFIG)
         if work.bounds.left is not None:
             pages = load_round(kv, split, split.tiles.first, CONFIG)
-        copy_scale_rounds(ring, kv, split, scales, pages, CONFIG)
-    meet_cluster(CONFIG.cluster_size)
-
-
-# --- after q is read ---------------------------------------------------------------------------
-
-
-@gluon.jit
-def loop_beside_producer(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
-    """Runs the main loop while a producer warp issues the copies of the split: a Softmax."""
-    empty = arrivals(CONFIG.num_stages, 1)
-    ring = Ring(ring.k_boxes, ring.v_boxes, ring.full, empty, ring.k_tiles, ring.v_tiles)
-    thread_barrier()  # the producer warp finds the barriers ready
-    REGISTERS: gl.constexpr = producer_registers(CONFIG)
-    CLUSTER: gl.constexpr = CONFIG.cluster_size
-    acc, m, l = gl.warp_specialize(
-        [
-            (mma_role_of_split, (q, ring, kv, split, scoring, scales, CONFIG)),
-            (load_role_of_split, (kv, ring, split, CONFIG)),
-            # three warps that Triton would add anyway
-            (load_scales_role_of_split, (kv, ring, split, scales, CONFIG)),
-            (meet_cluster, (CLUSTER,)),
-        ],
-        [1, 1, 2],
-        [REGISTERS, REGISTERS, REGISTERS],
-    )
-    return Softmax(acc, m, l)
-
-
-@gluon.jit
-def mma_role_of_split(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
-    """The mma role where q and the split are known."""
-    softmax = mma_loop(q, ring, kv, split, scoring, scales, CONFIG)
-    return softmax.acc, softmax.m, softmax.l
-
-
-@gluon.jit
-def load_role_of_split(kv, ring, split, CONFIG: gl.constexpr):
-    """The load role where the split is known."""
-    declare_page_id(0)
-    pages = load_round(kv, split, split.tiles.first, CONFIG)
-    issue_rounds(ring, kv, split, pages, CONFIG)
-    meet_cluster(CONFIG.cluster_size)
-
-
-@gluon.jit
-def load_scales_role_of_split(kv, ring, split, scales, CONFIG: gl.constexpr):
-    """The load role of scales of each key where the split is known."""
-    if scales.pointers is not None:
-        declare_page_id(1)
-        pages = load_round(kv, split, split.tiles.first, CONFIG)
         copy_scale_rounds(ring, kv, split, scales, pages, CONFIG)
     meet_cluster(CONFIG.cluster_size)
 

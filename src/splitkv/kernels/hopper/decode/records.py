@@ -26,7 +26,6 @@ class DecodeConfig(CompileTimeRecord):
     k_type        the type in which q @ k^T is multiplied
     load          tma: the warps that multiply issue TMA copies; producer_warp: one that does not
                   multiply issues them; gather: all warps copy rows, each thread 16 bytes
-    start         producer_warp: before_q, as soon as the program runs, or after_q
     ring          holds_split: no split has more tiles than the ring has stages; wraps: it may
     key_scales    none, per_tile, preloaded or bulk: how scales arrive, see key_scales.py
     scale_heads   bulk: the KV heads whose scales lie side by side and are copied together
@@ -54,7 +53,6 @@ class DecodeConfig(CompileTimeRecord):
     dequantize: Any
     k_type: Any
     load: str
-    start: str
     ring: str
     key_scales: str
     scale_heads: int

@@ -24,8 +24,7 @@ Shapes      those of kernels/prefill.py, out in the working type; q_scale one nu
             token and head
 Grid        that of kernels/hopper/prefill/kernel.py; where a sequence and its packed heads have one
             row tile: splits x packed heads x sequences, of which a program may take several in
-            turn. Two splits may be a cluster, which merges them, and more splits several, of which
-            the last to come merges what all leave: prefill/merge_pairs.py
+            turn. Two splits may be a cluster, which merges them: prefill/cluster_merge.py
 Traffic     that of kernels/prefill.py, one byte an element of k and v, and the scales
 Numerics    sums of int8 products in int32, scores and sums of weights in fp32, base-2 exponentials.
             widened: q, keys and p in fp16, which holds stored numbers exactly, with a power of two
@@ -42,8 +41,6 @@ Limits      sm_90; bf16 or fp16; int8 or e4m3; no lse of e4m3 with products half
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -53,6 +50,7 @@ from splitkv.core.problem import Operands
 from splitkv.core.tiles import ceil_div
 from splitkv.core.variants import HopperPrefillQuantised
 from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
+from splitkv.kernels.hopper.prefill.cluster_merge import PAIR, open_exchange
 from splitkv.kernels.hopper.prefill.convert import ready_pieces, stored_pieces
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
 from splitkv.kernels.hopper.prefill.items import item_at_grid
@@ -67,7 +65,6 @@ from splitkv.kernels.hopper.prefill.launch import (
     page_size,
 )
 from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate, issue_first_steps
-from splitkv.kernels.hopper.prefill.merge_pairs import PAIR, WARPS, open_exchange
 from splitkv.kernels.hopper.prefill.records import (
     ConvertRing,
     ConvertRings,
@@ -87,11 +84,9 @@ from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
-from splitkv.kernels.host.sequences import SequenceSplits, sequence_splits
-from splitkv.kernels.host.workspace import TICKETS
+from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads
 from splitkv.kernels.limits.hopper_prefill_quantised import (
-    bytes_of_half,
     pair_exchange_bytes,
     programs_across,
     refit,
@@ -333,13 +328,12 @@ def hopper_prefill_quantised(
         barriers=PipelineBarriers(q_full, q_empty, None, None, v_full, None, None, named),
         results=results,
     )
-    if CONFIG.cluster_size == 0:
-        announce_program(results)
+    announce_program(results)
     if CONFIG.issued_first > 0:
         issue_first_steps(loads, item, CONFIG)
     open_exchange(CONFIG)
     specialize_convert(program, ConvertRings(k_arrived, k_ring, v_ring), loads, CONFIG)
-    if count_ptr is not None and CONFIG.cluster_size == 0:
+    if count_ptr is not None:
         merge_splits(work, results, CONFIG)
 
 
@@ -348,27 +342,17 @@ def grid_of_places(plan: Plan) -> tuple[tuple[int, int, int], int | None]:
     None: one)."""
     problem, config = plan.problem, plan.config
     across = programs_across(problem, config)
-    programs = 0 if config.clustered else config.programs
+    cluster = config.merge == "cluster"
+    programs = 0 if cluster else config.programs
     at_once = min(problem.batch, programs // across if programs else MOST_ALONG_AN_AXIS)
     rounds = ceil_div(problem.batch, at_once)
-    assert config.merge != "cluster" or config.num_splits == PAIR.value, "a cluster is a pair"
-    if config.clustered:
+    assert not cluster or config.num_splits == PAIR.value, "a cluster is a pair"
+    if cluster:
         one = f"'combine' or 'last' beside more than {MOST_ALONG_AN_AXIS} sequences"
         errors.expect(rounds == 1, "plan.config.merge", one, config.merge)
     lanes = problem.num_heads // packed_heads(problem, config)
-    splits = config.num_splits // (PAIR.value if config.clustered else 1)
+    splits = 1 if cluster else config.num_splits
     return (splits, lanes, ceil_div(problem.batch, rounds)), None if rounds == 1 else rounds
-
-
-def splits_of_pairs(plan: Plan, splits: SequenceSplits) -> SequenceSplits:
-    """The splits where pairs leave what they have merged: halves in the layout of a thread."""
-    problem, config = plan.problem, plan.config
-    lanes = problem.num_heads // packed_heads(problem, config)
-    most = TICKETS // (PAIR.value * WARPS.value)
-    few = f"'combine' or 'last' beside more than {most} sequences times lanes of each"
-    errors.expect(lanes * problem.batch <= most, "plan.config.merge", few, config.merge)
-    left = bytes_of_half(problem.head_dim_v) * config.num_splits * lanes * problem.batch
-    return replace(splits, rows=left // (4 * problem.head_dim_v))
 
 
 def scale_arguments(operands: Operands) -> dict[str, int]:
@@ -394,15 +378,14 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     programs = min(sizes.items, config.programs or sizes.items)
     grid = programs, 1, 1
     by_grid = variant.items == "by_grid"
-    assert by_grid or not config.clustered, "a cluster has the splits of one row tile"
+    cluster = config.merge == "cluster"
+    assert by_grid or not cluster, "a cluster has the splits of one row tile"
     if by_grid:
         grid, items = grid_of_places(plan)
-    if config.merge == "pairs":
-        splits = splits_of_pairs(plan, splits)
     splits.expect_arrivals(grid[0])
     num_warps = config.tile_m // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
-    cluster_size = PAIR.value if config.clustered else 0
+    cluster_size = PAIR.value if cluster else 0
     found = types(problem)
     compiled = QuantisedConfig(
         group=problem.group,
@@ -423,7 +406,6 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
         issued_first=variant.issued_first,
         cluster_size=cluster_size,
         cluster_rows=min(config.tile_m, problem.seqlen_q * pack) if cluster_size else 0,
-        num_clusters=config.num_splits // cluster_size if cluster_size else 1,
         merge_splits=merge_step,
         merge_rows=merge_rows,
         dependents="launched_last" if launches_early(splits, operands) else "launched_after",

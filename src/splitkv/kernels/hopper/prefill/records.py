@@ -64,7 +64,6 @@ class QuantisedConfig(CompileTimeRecord):
                    in the grid is its item, or the first of several
     cluster_size   programs that merge their splits as a cluster; 0: none do
     cluster_rows   rows that a sequence may have, of those of a row tile
-    num_clusters   clusters of a row tile
     """
 
     group: int
@@ -85,7 +84,6 @@ class QuantisedConfig(CompileTimeRecord):
     issued_first: int
     cluster_size: int
     cluster_rows: int
-    num_clusters: int
     merge_splits: int
     merge_rows: int
     dependents: str

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from splitkv.kernels.hopper.prefill.cluster_merge import merge_pair
 from splitkv.kernels.hopper.prefill.convert import convert_role
 from splitkv.kernels.hopper.prefill.epilogue import (
     finish_rows,
@@ -19,7 +20,6 @@ from splitkv.kernels.hopper.prefill.epilogue import (
 )
 from splitkv.kernels.hopper.prefill.items import item_at, tiles_of_item
 from splitkv.kernels.hopper.prefill.load import load_role
-from splitkv.kernels.hopper.prefill.merge_pairs import merge_pair
 from splitkv.kernels.hopper.prefill.mma import mma_role, row_scales_of, wait_last_product
 from splitkv.kernels.hopper.prefill.mma_scaled import mainloop_scaled, sums_layout
 from splitkv.kernels.hopper.prefill.records import Converts, Loads, Progress

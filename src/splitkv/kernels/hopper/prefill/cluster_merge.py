@@ -1,4 +1,4 @@
-"""Merging the splits of a row tile inside one launch, two and two by programs that are a cluster.
+"""Merging the two splits of a row tile inside one launch, by programs that are a cluster.
 
 The scheme of primitives/cluster.py, for sums in the layout of wgmma: each program sends the other
 one half of its columns, and merges the half that it is sent. What a thread has of a half is what
@@ -7,10 +7,6 @@ time, in an order in which those of a warp lie beside each other.
 
 What is sent tells a barrier in the shared memory that it goes to, and a program waits for that: a
 barrier of the cluster would have all stores of a program be everywhere first.
-
-Where there are more splits, each pair leaves what it has merged in memory, likewise from thread to
-thread. A warp takes a ticket when that is there, and the last of those that have the same rows and
-columns merges what all have left, in order, so that bits do not vary. Nobody waits.
 
 What runs once costs more to fetch than to run, so there is little of it.
 """
@@ -37,10 +33,8 @@ from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
 PAIR = gl.constexpr(limits.PAIR)
 THREADS = gl.constexpr(limits.PAIR_THREADS)  # that multiply
-WARPS = gl.constexpr(limits.PAIR_THREADS // 32)
 bytes_of_half = gluon.constexpr_function(limits.bytes_of_half)
 pair_exchange_bytes = gluon.constexpr_function(limits.pair_exchange_bytes)
-OF_BITS = gl.constexpr({32: "r", 64: "l"})  # constraint of an operand
 
 
 @gluon.constexpr_function
@@ -73,17 +67,10 @@ def open_exchange(CONFIG: gl.constexpr):
 
 
 @gluon.constexpr_function
-def place_of_thread(base, bits):
-    """PTX that computes into a the address of the 16 bytes of thread t behind a base: 32 bits in
-    shared memory, 64 in global."""
-    return f"mad.{'lo' if bits == 32 else 'wide'}.u32 a, t, 16, {base};"
-
-
-@gluon.constexpr_function
-def storing(elements, rows, bits):
+def storing(elements, rows):
     """Instructions that store so many sums of a thread, then m and l of its two rows, but for warps
-    that have no row; and constraints. To memory behind an address of 64 bits, or to the exchange of
-    a program of the cluster whose number has 32, and whose barrier is told.
+    that have no row, to the exchange of a program of the cluster, whose barrier is told; and
+    constraints.
 
     A thread has two columns of a row, two of the row 8 below, then those of 8 columns further on.
     """
@@ -92,27 +79,23 @@ def storing(elements, rows, bits):
     fours = [range(x + i, x + i + 4) for i in range(0, elements, 4)] + [(m, l, m + 2, l + 2)]
     step, warps = 16 * THREADS.value, -(-rows // ROWS_OF_WARP.value)
     code = f"mov.u32 t, %tid.x; setp.ge.u32 none, t, {32 * warps}; @none bra NOTHING;"
-    if bits == 64:
-        store, told = "st.global.v4.b32", ""
-        code += place_of_thread(f"${to}", bits)
-    else:
-        store, told = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32", ", [b]"
-        code = barrier_in("b", "t") + code + f"sub.u32 a, b, {step * len(fours)};"
-        code += place_of_thread("a", bits)
-        code += "".join(f"mapa.shared::cluster.u32 {at}, {at}, ${to};" for at in "ab")
-    code = f"{{ .reg .u32 t, b; .reg .u{bits} a; .reg .pred none; {code}"
+    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+    code = barrier_in("b", "t") + code + f"sub.u32 a, b, {step * len(fours)};"
+    code += "mad.lo.u32 a, t, 16, a;"
+    code += "".join(f"mapa.shared::cluster.u32 {at}, {at}, ${to};" for at in "ab")
+    code = f"{{ .reg .u32 t, b; .reg .u32 a; .reg .pred none; {code}"
     for n, four in enumerate(fours):
-        code += f"{store} [a + {n * step}], {{{', '.join(f'${i}' for i in four)}}}{told};"
+        code += f"{store} [a + {n * step}], {{{', '.join(f'${i}' for i in four)}}}, [b];"
     code += "NOTHING:" + "".join(f"mov.b32 ${i}, 0;" for i in range(elements // 4)) + "}"
-    kinds = ["r"] * 3 * elements + [OF_BITS[bits]] * elements
-    return code, ",".join(["=r"] * (elements // 4) + kinds)
+    return code, ",".join(["=r"] * (elements // 4) + ["r"] * 4 * elements)
 
 
 @gluon.jit
 def store_half(acc, l, m, to, KEPT: gl.constexpr):
-    """Stores sums [ROWS, half of DIM_V], and m and l [ROWS]: see `storing`."""
+    """Stores sums [ROWS, half of DIM_V], and m and l [ROWS], to a program of the cluster: see
+    `storing`."""
     ELEMENTS: gl.constexpr = acc.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = storing(ELEMENTS, KEPT, to.dtype.primitive_bitwidth)
+    INSTRUCTIONS: gl.constexpr = storing(ELEMENTS, KEPT)
     m = along_rows(m, acc).broadcast_to(acc.shape)
     l = along_rows(l, acc).broadcast_to(acc.shape)
     gl.inline_asm_elementwise(
@@ -126,24 +109,21 @@ def store_half(acc, l, m, to, KEPT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def loading(elements, bits):
-    """Instructions that load so many sums of a thread, from shared memory or the L2; and
-    constraints."""
-    load = {32: "ld.shared.v4.b32", 64: "ld.global.cg.v4.b32"}[bits]
-    code = f"{{ .reg .u32 t; .reg .u{bits} a; mov.u32 t, %tid.x;"
-    code += place_of_thread(f"${elements}", bits)
+def loading(elements):
+    """Instructions that load so many sums of a thread from shared memory; and constraints."""
+    code = f"{{ .reg .u32 t; .reg .u32 a; mov.u32 t, %tid.x; mad.lo.u32 a, t, 16, ${elements};"
     for i in range(0, elements, 4):
         four = ", ".join(f"${n}" for n in range(i, i + 4))
-        code += f"{load} {{{four}}}, [a + {4 * i * THREADS.value}];"
-    return code + "}", ",".join(["=r"] * elements + [OF_BITS[bits]] * elements)
+        code += f"ld.shared.v4.b32 {{{four}}}, [a + {4 * i * THREADS.value}];"
+    return code + "}", ",".join(["=r"] * elements + ["r"] * elements)
 
 
 @gluon.jit
 def load_half(at, like):
-    """Loads sums like `like` [ROWS, half of DIM_V]: those sent to shared memory, or those that a
-    pair left in global memory."""
+    """Loads the sums that were sent, at an address of shared memory, as `like` [ROWS, half of
+    DIM_V]."""
     ELEMENTS: gl.constexpr = like.shape[1] // 2
-    INSTRUCTIONS: gl.constexpr = loading(ELEMENTS, at.dtype.primitive_bitwidth)
+    INSTRUCTIONS: gl.constexpr = loading(ELEMENTS)
     return gl.inline_asm_elementwise(
         INSTRUCTIONS[0],
         INSTRUCTIONS[1],
@@ -171,40 +151,6 @@ def received_of_rows(at, like):
 
 
 @gluon.jit
-def left_of_rows(at, like):
-    """Loads m and l that a pair left behind its sums, as `like` [ROWS]."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $4;"
-        "ld.global.cg.v4.f32 {$0, $2, $1, $3}, [a]; }",
-        "=f,=f,=f,=f,l,l",
-        [gl.full(like.shape, 0, gl.int64, like.type.layout) + at],
-        dtype=(gl.float32, gl.float32),
-        is_pure=False,
-        pack=2,
-    )
-
-
-@gluon.constexpr_function
-def arriving(count):
-    """PTX by which a warp takes a ticket once its sums are stored, and learns whether it is the
-    last of so many. The last one resets the ticket to 0."""
-    return f"""{{ .reg .u32 t, n; .reg .u64 at; .reg .pred one;
-    bar.warp.sync 0xffffffff; mov.u32 t, %tid.x; and.b32 n, t, 31; setp.eq.u32 one, n, 0;
-    shr.u32 t, t, 5; mad.wide.u32 at, t, 4, $1; mov.u32 n, 0;
-    @one atom.acq_rel.gpu.global.inc.u32 n, [at], {count - 1};
-    bar.warp.sync 0xffffffff; shfl.sync.idx.b32 n, n, 0, 31, 0xffffffff;
-    setp.eq.u32 one, n, {count - 1}; selp.b32 $0, 1, 0, one; }}"""
-
-
-@gluon.jit
-def comes_last(at, COUNT: gl.constexpr):
-    """Whether this warp is the last of COUNT that take the ticket at this address."""
-    CODE: gl.constexpr = arriving(COUNT)
-    last = gl.inline_asm_elementwise(CODE, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-    return last != 0
-
-
-@gluon.jit
 def quickly(CODE: gl.constexpr, x):
     """Runs an approximate instruction (CODE), exact but for the last bits."""
     return gl.inline_asm_elementwise(CODE, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -219,7 +165,7 @@ def merge_pair(
     program,  # PrefillProgram
     CONFIG: gl.constexpr,
 ):
-    """Merges two splits of the only row tile of a lane, and all pairs, and stores the results."""
+    """Merges the two splits of the only row tile of a lane and stores the results."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1] // 2
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
@@ -303,54 +249,16 @@ def merge_half(
 ):
     """Sends one half of the columns to the other program of the cluster; merges and stores the
     other half."""
-    batch, results = program.batch, program.results
+    results = program.results
     acc = half.acc
-    CLUSTERS: gl.constexpr = CONFIG.num_clusters
-    BYTES: gl.constexpr = bytes_of_half(2 * acc.shape[1])
     store_half(rest, half.l, half.m, gl.to_tensor(1 - SPLIT), CONFIG.cluster_rows)
     rows = half_rows(acc, half.m, item, results, CONFIG, SPLIT)
     sink_log2 = sink_of_rows(results.sink_ptr, rows)
     pair = half_received(half)
-    if CLUSTERS == 1:
-        factor = factor_of(pair.l, pair.m, sink_log2)
-        out = acc * along_rows(pair.weight * factor, acc)
-        out += load_half(pair.received, acc) * along_rows(pair.weight_other * factor, acc)
-        store_half_results(out, pair.l, pair.m, rows, results, SPLIT)
-    else:
-        acc *= along_rows(pair.weight, acc)
-        acc += load_half(pair.received, acc) * along_rows(pair.weight_other, acc)
-        number = item.sequence * batch.lane_heads + item.head // CONFIG.packed_heads
-        number = number * PAIR + SPLIT
-        at = results.partial.acc_ptr.to(gl.int64) + number.to(gl.int64) * (CLUSTERS * BYTES)
-        store_half(acc, pair.l, pair.m, at + item.split // PAIR * BYTES, CONFIG.cluster_rows)
-        # behind what tile/merge.py counts with
-        tickets = results.merging.count_ptr.to(gl.int64) + (32 + number * (4 * gl.num_warps()))
-        if comes_last(tickets, CLUSTERS):
-            whole = merge_left(at, acc, half.m, CLUSTERS)
-            out = whole.acc * along_rows(factor_of(whole.l, whole.m, sink_log2), acc)
-            store_half_results(out, whole.l, whole.m, rows, results, SPLIT)
-
-
-@gluon.jit
-def merge_left(at, like, m, CLUSTERS: gl.constexpr):
-    """Merges the halves that all pairs left at `at`, in order: a Half, acc as `like`."""
-    BYTES: gl.constexpr = bytes_of_half(2 * like.shape[1])
-    OF_ROWS: gl.constexpr = BYTES - 16 * THREADS
-    of_rows = (left_of_rows(at + OF_ROWS, m),)
-    for n in gl.static_range(1, CLUSTERS):
-        of_rows += (left_of_rows(at + (n * BYTES + OF_ROWS), m),)  # type: ignore[assignment]
-    highest = of_rows[0][0]
-    for n in gl.static_range(1, CLUSTERS):
-        highest = gl.maximum(highest, of_rows[n][0])
-    top = finite_or_zero(highest)
-    weight = gl.exp2(of_rows[0][0] - top)
-    l = of_rows[0][1] * weight
-    acc = load_half(at, like) * along_rows(weight, like)
-    for n in gl.static_range(1, CLUSTERS):
-        weight = gl.exp2(of_rows[n][0] - top)
-        l += of_rows[n][1] * weight
-        acc += load_half(at + n * BYTES, like) * along_rows(weight, like)
-    return Half(acc, l, highest)
+    factor = factor_of(pair.l, pair.m, sink_log2)
+    out = acc * along_rows(pair.weight * factor, acc)
+    out += load_half(pair.received, acc) * along_rows(pair.weight_other * factor, acc)
+    store_half_results(out, pair.l, pair.m, rows, results, SPLIT)
 
 
 @gluon.jit
