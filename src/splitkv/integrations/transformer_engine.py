@@ -185,7 +185,7 @@ _CUT = "TransformerEngine cuts every packed sequence by itself; splitkv.distribu
 
 
 class MaskKind(NamedTuple):
-    """What attn_mask_type and the window come to."""
+    """The mask that attn_mask_type and the window come to."""
 
     causal: bool
     window_size: tuple[int, int]

@@ -334,8 +334,8 @@ def _of_any_max_seqlen_k(
 def _growing(
     tensors: list[Tensor], arguments: dict[str, Any], made: Decision, options: tuple[Any, ...]
 ) -> BoundCall | None:
-    """What serves contiguous caches of every length; None where they are none, the first time that
-    they come and where no kernel takes every length."""
+    """Finds what serves contiguous caches of every length; None where they are none, the first time
+    that they come and where no kernel takes every length."""
     absent = made.plan, arguments["page_table"], arguments["max_seqlen_k"]
     if any(x is not None for x in absent) or needs_grad(*tensors):
         return None

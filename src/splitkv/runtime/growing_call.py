@@ -73,7 +73,7 @@ def caches_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def pattern_of(tensors: Sequence[Tensor]) -> Any:
-    """What calls have in common that differ in the length of their caches alone; None: they are not
+    """The pattern of calls that differ in the length of their caches alone; None: they are not
     contiguous caches of one length.
 
     tensors   q, k_cache, v_cache and the optional ones, none of them a page table
@@ -188,7 +188,7 @@ class GrowingCall:
         return result
 
     def at_length(self, here: CacheLayout, operands: Operands) -> Repeat | None:
-        """What launches compiled kernels for caches of this length; None: there are none."""
+        """A launch of compiled kernels for caches of this length; None where there are none."""
         alignment = alignment_of(here, operands)
         bucket = alignment, rounded_up(here.length)
         operands.seqlen_k = here.length
@@ -232,8 +232,7 @@ class GrowingCall:
 
 
 def types_of(operands: Operands) -> Hashable:
-    """What kernels are compiled for of the types of a call, and the device that they are loaded
-    on."""
+    """The types of a call that kernels are compiled for, and the device that they are loaded on."""
     x = operands
     tensors = x.q, x.k, x.v, x.cache_seqlens, x.sink_logits, x.alibi_slopes, x.q_scale, x.k_scale
     types = [None if tensor is None else tensor.dtype for tensor in tensors]
@@ -241,7 +240,7 @@ def types_of(operands: Operands) -> Hashable:
 
 
 def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:
-    """What kernels are compiled for, and plans made for, of the strides of caches and scales."""
+    """The alignment of strides that kernels are compiled and plans made for."""
     size = operands.k.element_size()
     found = []
     for x in (*here.k[:3], *here.v[:3]):

@@ -178,7 +178,7 @@ class CacheTail:
         self.strided = fixed.get("k_strides") is not None
 
     def variant(self) -> Hashable:
-        """What Triton compiles for, of these arguments, where strides are alike."""
+        """A key of the code that Triton compiles for these arguments, where strides are alike."""
         return self.kernel, *specialised(self.kernel, zip(self.place, self.arguments, strict=True))
 
     def at_length(self, operands: Operands) -> list[Any]:
@@ -212,7 +212,7 @@ class Merge(NamedTuple):
         return combine[self.grid](*in_order(combine, arguments | self.fixed), **self.options)
 
     def variant(self) -> Hashable:
-        """What tells the kernel apart that Triton compiles."""
+        """A key of the kernel that Triton compiles."""
         return *specialised(combine, self.fixed.items()), *sorted(self.options.items())
 
     def relaunch(self, compiled: Any, per_call: tuple[str, ...]) -> Launch:
@@ -355,16 +355,16 @@ class DecodeLauncher:
         return arguments_of(self.plan, o, final, partial) | appended
 
     def at_length(self, operands: Operands) -> Repeat | None:
-        """What launches the compiled kernels for contiguous caches of another length, for whose
-        strides Triton would compile the same; None: nothing is known to."""
+        """A launch of the compiled kernels for contiguous caches of another length, for whose
+        strides Triton would compile the same; None where none is known."""
         if self.again is None or self.compiled is None:
             return None
         split = self.split.at_length(self.compiled[0], operands)
         return None if split is None else self.again.with_split(split)
 
     def variant(self) -> Hashable:
-        """What tells the two kernels apart that Triton compiles, among launchers bound to operands
-        with types, strides and addresses alike."""
+        """A key of the two kernels that Triton compiles, among launchers bound to operands with
+        types, strides and addresses alike."""
         merge = None if self.merge is None else self.merge.variant()
         return self.split.variant(), merge, (self.return_lse, self.dtype)
 

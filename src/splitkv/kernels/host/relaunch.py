@@ -424,7 +424,7 @@ class Repeat(Allocations):
         self.partial: tuple[int, int, int] = (0, 0, 0)  # of the last call
 
     def with_split(self, split: Launch) -> Repeat:
-        """The same call with another launch of its splits."""
+        """This call with another launch of its splits."""
         made = object.__new__(Repeat)
         made.__dict__.update(self.__dict__)
         made.split = split

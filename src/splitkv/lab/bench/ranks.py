@@ -156,7 +156,7 @@ def bench_ranks(
 
 
 class Result(NamedTuple):
-    """What came out of a way of a case, or why it has no time."""
+    """The outcome of one way to run a case, or why it has no time."""
 
     way: str
     alone: Times | None
@@ -231,7 +231,7 @@ class Bench:
         return float(begin.elapsed_time(end)) * 1e3
 
     def fault(self, case: RanksCase, way: str) -> str:
-        """What is wrong with a way on any rank, by a short sequence; empty: nothing."""
+        """Names what is wrong with a way on any rank, by a short sequence; empty: nothing."""
         window = min(case.window, CHECKED_TOKENS // 2)
         kind = f"{case.kind}{' with a window' if window else ''}", way
         if kind not in self.checked:

@@ -40,7 +40,7 @@ class Floor:
     by: str
 
     def as_record(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """The floor as records hold it."""
         return {"us": self.timing.us, "spread_us": self.timing.spread_us, "by": self.by}
 
 

@@ -89,7 +89,7 @@ class Timing:
     repeats_us: tuple[float, ...] = ()
 
     def as_row(self) -> dict[str, Any]:
-        """What a row says of it."""
+        """The timing as rows hold it."""
         return {"us": self.us, "spread_us": self.spread_us, "repeats_us": [*self.repeats_us]}
 
 

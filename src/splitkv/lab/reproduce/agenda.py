@@ -1,4 +1,4 @@
-"""What a run of `splitkv reproduce` does, in which order, and about how long each of it takes.
+"""The agenda of `splitkv reproduce`: what a run does, in which order, and about how long it takes.
 
 First comes what claims hang on, on every library, then the rest, so that a run which is cut short
 has a verdict on as much as it can have. What torch does comes before FlashAttention-3, whose
@@ -65,7 +65,7 @@ LIBRARIES = 5  # of whole sequences, the matrix peak among them
 
 
 class Item(NamedTuple):
-    """What is measured at once, and a record of results or several are made of.
+    """A unit of work that is measured at once and gives one or more records.
 
     part     who does it: a backend, a command of whole sequences, or `beside`
     step     of the sources' steps; of whole sequences the command
@@ -147,8 +147,8 @@ def total(items: Iterable[Item]) -> float:
 
 
 def identity(item: Item, machine: Record) -> Record:
-    """What tells a record of decode, or of a step beside it, from others: equal, and it need not be
-    measured again."""
+    """The identity of a record of decode, or of a step beside it: one with an equal identity need
+    not be measured again."""
     ways = [list(way) for way in item.what.ways] if isinstance(item.what, Work) else []
     return {
         "suite": "reproduce",

@@ -167,7 +167,7 @@ class Run:
         return self.compiler.submit(plan for plan in made if isinstance(plan, Plan))
 
     def within(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Those that are begun in time."""
+        """The items that are begun in time."""
         return takewhile(lambda item: time.monotonic() <= self.end, items)
 
     def one(self, item: Item, advance: Advance) -> None:
@@ -181,7 +181,7 @@ class Run:
         say(self.console, "\n".join(shown) + f"  ({advance.step(item.seconds)})")
 
     def records(self, item: Item) -> Iterator[Record]:
-        """What an item is measured as."""
+        """Measures an item."""
         if isinstance(item.what, Case):
             self.peak = self.peak or Peak(PACE)
             own = self.stations, self.peak, PACE, self.machine
@@ -217,7 +217,7 @@ class Run:
 
 
 def shape(work: Work) -> Record:
-    """What a record says of the shape."""
+    """The shape as records hold it."""
     p = work.case.problem
     fields = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "dtype")
     return {**{name: getattr(p, name) for name in fields}, "place": str(p.place)}

@@ -509,7 +509,7 @@ def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]
 
 
 class Sizes(NamedTuple):
-    """What of a problem of decode says which others are near it: sequences times KV heads, visible
+    """Sizes by which problems of decode are near each other: sequences times KV heads, visible
     keys, packed rows, keys of a page, None where contiguous, the wider head dimension, bytes of an
     element."""
 

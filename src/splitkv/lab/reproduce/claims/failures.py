@@ -1,5 +1,5 @@
-"""What was looked at where a source's claim fails here: its GPU beside this one, and what else the
-results tell."""
+"""Checks made where a source's claim fails here: its GPU beside this one, and what else the results
+tell."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def explained(verdicts: list[Verdict], results: Results) -> list[Verdict]:
 
 
 def checked(v: Verdict, results: Results) -> Iterator[str]:
-    """What the results say beside a claim that failed, one clause each."""
+    """Findings of the results beside a claim that failed, one clause each."""
     source = next(key for key, name in SOURCES.items() if name == v.source)
     if source in GPUS:
         yield f"the source's figure is of {GPUS[source]}, this of {results.where}"
@@ -68,7 +68,7 @@ def sweep(v: Verdict, results: Results) -> Iterator[str]:
 
 
 def chance(v: Verdict, results: Results) -> Iterator[str]:
-    """What two rules that launch the same differ by."""
+    """The difference between two rules that launch the same."""
     alike, differ = list[float](), list[float]()
     for r in results.of("matrix", v.backend):
         found = ratio(r, "standard", "patched")
@@ -121,7 +121,7 @@ def programs(v: Verdict, results: Results) -> Iterator[str]:
 
 
 def without_and_with(v: Verdict, results: Results) -> Iterator[str]:
-    """What the rules differ by with the metadata made ahead."""
+    """The difference between the rules with the metadata made ahead."""
     for kv_heads in heuristic.SPEED_UPS:
         r = results.works.get(("table 1", v.backend, mqa(512, kv_heads).name))
         found = None if r is None else ratio(r, "standard", "patched")

@@ -1,4 +1,4 @@
-"""What we say of whole models: what 8-bit caches and caches of bounded size cost."""
+"""Claims about whole models: what 8-bit caches and caches of bounded size cost."""
 
 from __future__ import annotations
 
