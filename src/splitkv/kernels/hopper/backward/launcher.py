@@ -213,34 +213,24 @@ class HopperBackwardLauncher:
         threads = threads_with_ds(self.problem.head_dim)
         return self.programs(x) // self.problem.num_kv_heads * threads
 
-    def launch_keys(
-        self, x: Operands, stats: Stats, tensors: GradientTensors, dq_sums: DqSums
-    ) -> tuple[Any, ...]:
-        """Launches what makes dk and dv and, where there are sums for it, dq in fp32; memory for
-        splits of rows, or None, and the launches."""
-        p, c, splits = self.problem, self.variant, self.variant.row_splits
-        total_k = tokens_of_batch(x.k)
-        keys = lane_tiling(p, self.device, total_k, p.num_kv_heads, c.tile_n)
-        columns = 0 if stats.sink_sums is None else stats.sink_sums.shape[1]
+    def shared_arguments(
+        self,
+        x: Operands,
+        stats: Stats,
+        tensors: GradientTensors,
+        tile: tuple[int, int],
+        tiling: LaneTiling,
+    ) -> dict[str, Any]:
+        """The arguments that both kernels take which compute p and ds; tile: rows and keys."""
+        p, (tile_m, tile_n) = self.problem, tile
         left, right, sink_tokens = bounds_of(p)
-        split = allocate_splits(p, x, splits, c.tile_n)
-        sums = dq_sums.sums
-        arguments = {
-            "q_desc": tokens_descriptor(x.q, c.tile_m),
-            "grad_desc": tokens_descriptor(tensors.grad, c.tile_m),
-            "k_desc": tokens_descriptor(x.k, c.tile_n),
-            "v_desc": tokens_descriptor(x.v, c.tile_n),
+        return {
+            "q_desc": tokens_descriptor(x.q, tile_m),
+            "grad_desc": tokens_descriptor(tensors.grad, tile_m),
+            "k_desc": tokens_descriptor(x.k, tile_n),
+            "v_desc": tokens_descriptor(x.v, tile_n),
             "total_ptr": stats.total,
             "delta_ptr": stats.delta,
-            "weight_ptr": stats.weight,
-            "sink_sums_ptr": stats.sink_sums,
-            "dk_ptr": tensors.dk,
-            "dv_ptr": tensors.dv,
-            "dk_strides": strides_of(tensors.dk),
-            "dv_strides": strides_of(tensors.dv),
-            "split_ptr": split,
-            "sums_desc": None if sums is None else sums_descriptor(sums, c.dq_pieces),
-            "turn_ptr": dq_sums.turns,
             "cu_q_ptr": x.cu_seqlens_q,
             "cu_k_ptr": x.cu_seqlens_k,
             "scale": x.softmax_scale,
@@ -251,12 +241,33 @@ class HopperBackwardLauncher:
             "seqlen_q": p.seqlen_q,
             "seqlen_k": p.seqlen_k,
             "batch": p.batch,
-            "num_kv_heads": p.num_kv_heads,
             "total_q": tokens_of_batch(x.q),
+            **tiling._asdict(),
+        }
+
+    def launch_keys(
+        self, x: Operands, stats: Stats, tensors: GradientTensors, dq_sums: DqSums
+    ) -> tuple[Any, ...]:
+        """Launches what makes dk and dv and, where there are sums for it, dq in fp32; memory for
+        splits of rows, or None, and the launches."""
+        p, c, splits = self.problem, self.variant, self.variant.row_splits
+        total_k = tokens_of_batch(x.k)
+        keys = lane_tiling(p, self.device, total_k, p.num_kv_heads, c.tile_n)
+        columns = 0 if stats.sink_sums is None else stats.sink_sums.shape[1]
+        split = allocate_splits(p, x, splits, c.tile_n)
+        sums = dq_sums.sums
+        arguments = self.shared_arguments(x, stats, tensors, (c.tile_m, c.tile_n), keys) | {
+            "weight_ptr": stats.weight,
+            "sink_sums_ptr": stats.sink_sums,
+            "dk_ptr": tensors.dk,
+            "dv_ptr": tensors.dv,
+            "dk_strides": strides_of(tensors.dk),
+            "dv_strides": strides_of(tensors.dv),
+            "split_ptr": split,
+            "sums_desc": None if sums is None else sums_descriptor(sums, c.dq_pieces),
+            "turn_ptr": dq_sums.turns,
+            "num_kv_heads": p.num_kv_heads,
             "total_k": total_k,
-            "tiles": keys.tiles,
-            "lanes": keys.lanes,
-            "width": keys.width,
             "sum_tiles": self.sums_shape(x)[1],
             "sink_columns": columns,
             "sink_first": columns - self.sink_columns(x),
@@ -311,31 +322,10 @@ class HopperBackwardLauncher:
         p, c, total = self.problem, self.variant.queries, tokens_of_batch(x.q)
         assert c is not None
         rows = lane_tiling(p, self.device, total, p.num_heads, c.tile_m)
-        left, right, sink_tokens = bounds_of(p)
-        arguments = {
-            "q_desc": tokens_descriptor(x.q, c.tile_m),
-            "grad_desc": tokens_descriptor(tensors.grad, c.tile_m),
-            "k_desc": tokens_descriptor(x.k, c.tile_n),
-            "v_desc": tokens_descriptor(x.v, c.tile_n),
+        arguments = self.shared_arguments(x, stats, tensors, (c.tile_m, c.tile_n), rows) | {
             "dq_ptr": tensors.dq,
             "dq_strides": strides_of(tensors.dq),
-            "total_ptr": stats.total,
-            "delta_ptr": stats.delta,
-            "cu_q_ptr": x.cu_seqlens_q,
-            "cu_k_ptr": x.cu_seqlens_k,
-            "scale": x.softmax_scale,
-            "scale_log2": x.softmax_scale * LOG2_E,
-            "left": left,
-            "right": right,
-            "sink_tokens": sink_tokens,
-            "seqlen_q": p.seqlen_q,
-            "seqlen_k": p.seqlen_k,
-            "batch": p.batch,
             "num_heads": p.num_heads,
-            "total_q": total,
-            "tiles": rows.tiles,
-            "lanes": rows.lanes,
-            "width": rows.width,
             "GROUP": p.group,
             "STAGES": c.num_stages,
             "KEY_DIM": p.head_dim,

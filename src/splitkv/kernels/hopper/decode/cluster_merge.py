@@ -91,8 +91,8 @@ def merge_cluster(softmax, output, place, row_ok, CONFIG: gl.constexpr):
     if output.sink_ptr is not None:
         sink_log2 = gl.load(output.sink_ptr + head, mask=ok, other=0.0).to(gl.float32)
         sink_log2 *= 1.4426950408889634
-    of_sequence = place.sequence.to(gl.int64) * output.stride_b
-    out_rows = of_sequence + t.to(gl.int64) * output.stride_t + head * output.stride_h
+    of_sequence = place.sequence.to(gl.int64) * output.strides.b
+    out_rows = of_sequence + t.to(gl.int64) * output.strides.t + head * output.strides.h
     out_ptrs = output.final.out_ptr + out_rows[:, None] + place.split * SLICE + columns
     there = gl.minimum(offs, ROWS - 1)
     mine = base + there[:, None] * ROW_BYTES + columns * 4

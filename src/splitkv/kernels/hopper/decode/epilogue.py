@@ -45,8 +45,8 @@ def write_split(softmax, output, split, rows, partial_rows, CONFIG: gl.constexpr
     m, l = per_row(softmax.m, ROWS), per_row(softmax.l, ROWS)
     ok, slot_rows = per_row(rows.ok, ROWS), per_row(partial_rows, ROWS)
     t, head = per_row(rows.token, ROWS), per_row(rows.head, ROWS)
-    of_sequence = split.sequence.to(gl.int64) * output.stride_b
-    out_rows = of_sequence + t.to(gl.int64) * output.stride_t + head * output.stride_h
+    of_sequence = split.sequence.to(gl.int64) * output.strides.b
+    out_rows = of_sequence + t.to(gl.int64) * output.strides.t + head * output.strides.h
     first_head = split.sequence * output.num_kv_heads * CONFIG.group
     part_rows = PartRows(
         head=head,

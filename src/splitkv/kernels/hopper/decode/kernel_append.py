@@ -22,7 +22,6 @@ from splitkv.kernels.hopper.decode.records import (
     QueryRows,
     Ring,
     Rotation,
-    ScaleStrides,
     ScoreTerms,
     Work,
 )
@@ -169,21 +168,10 @@ def decode_append(
     queries = QueryRows(
         q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, rotation
     )
-    of_q, of_kv = (
-        ScaleStrides(stride_qsb, stride_qst, stride_qsh),
-        ScaleStrides(stride_sb, None, stride_sh),
-    )
+    of_q = Strides(stride_qsb, stride_qst, stride_qsh)
+    of_kv = Strides(stride_sb, None, stride_sh)
     terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
-    output = Output(
-        final,
-        partial,
-        row.sink_ptr,
-        seqlen_q,
-        num_kv_heads,
-        out_strides.b,
-        out_strides.t,
-        out_strides.h,
-    )
+    output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
     rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
     partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
     if (work.split >= split.num_splits) & (not CONFIG.cluster_size):  # a cluster merges with all

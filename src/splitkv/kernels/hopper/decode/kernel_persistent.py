@@ -18,7 +18,6 @@ from splitkv.kernels.hopper.decode.records import (
     KVCache,
     Output,
     Ring,
-    ScaleStrides,
     ScoreTerms,
 )
 from splitkv.kernels.hopper.decode.ring import allocate_boxes
@@ -26,6 +25,7 @@ from splitkv.kernels.hopper.decode.walk_roles import StepSchedule, WalkInputs, r
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.decode_sizes import SIZES
+from splitkv.kernels.tile.visit import Strides
 
 
 @gluon.jit(
@@ -78,21 +78,10 @@ def decode_walk(
     full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
     empty = arrivals(CONFIG.num_stages, 1)
     ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
-    of_q, of_kv = (
-        ScaleStrides(stride_qsb, stride_qst, stride_qsh),
-        ScaleStrides(stride_sb, None, stride_sh),
-    )
+    of_q = Strides(stride_qsb, stride_qst, stride_qsh)
+    of_kv = Strides(stride_sb, None, stride_sh)
     terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
-    output = Output(
-        final,
-        partial,
-        row.sink_ptr,
-        seqlen_q,
-        num_kv_heads,
-        out_strides.b,
-        out_strides.t,
-        out_strides.h,
-    )
+    output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
     tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
     tl.extra.cuda.gdc_launch_dependents()  # combine, which reads the schedule at once
     inputs = WalkInputs(q_ptr, q_strides, terms, output)

@@ -20,7 +20,6 @@ from splitkv.kernels.hopper.decode.records import (
     Output,
     QueryRows,
     Ring,
-    ScaleStrides,
     ScoreTerms,
     Split,
     Work,
@@ -36,6 +35,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
+from splitkv.kernels.tile.visit import Strides
 
 
 @gluon.jit(
@@ -104,21 +104,10 @@ def decode_producer(
 
     q_of_sequence = q_ptr + program.sequence.to(gl.int64) * q_strides.b
     queries = QueryRows(q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, None)
-    of_q, of_kv = (
-        ScaleStrides(stride_qsb, stride_qst, stride_qsh),
-        ScaleStrides(stride_sb, None, stride_sh),
-    )
+    of_q = Strides(stride_qsb, stride_qst, stride_qsh)
+    of_kv = Strides(stride_sb, None, stride_sh)
     terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
-    output = Output(
-        final,
-        partial,
-        row.sink_ptr,
-        seqlen_q,
-        num_kv_heads,
-        out_strides.b,
-        out_strides.t,
-        out_strides.h,
-    )
+    output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
     empty = None
     if CONFIG.ring == "wraps":
         empty = arrivals(CONFIG.num_stages, 1)

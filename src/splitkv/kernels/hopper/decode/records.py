@@ -235,21 +235,13 @@ class QueryIndices(NamedTuple):
     head: Any
 
 
-class ScaleStrides(NamedTuple):
-    """Elements between sequences, tokens and heads of scales."""
-
-    b: Any
-    t: Any
-    h: Any
-
-
 class ScoreTerms(NamedTuple):
     """The terms of a score as the call gave them.
 
     row            pointers of a row: sink logit, ALiBi slope, scale of q
     head_scales    Scales that the keys of a head share, or None
     slope_stride   elements between sequences of slopes
-    q_strides, kv_strides   ScaleStrides of the scales of q, and of K and V
+    q_strides, kv_strides   Strides of the scales of q, and of K and V (t None)
     scale, softcap          as in tile/score.py
     """
 
@@ -293,7 +285,7 @@ class Output(NamedTuple):
 
     final         Final; partial: Partial, or None: each sequence has one split
     sink_ptr      [num_heads], or None
-    stride_b, stride_t, stride_h   of out
+    strides       Strides of out
     """
 
     final: Any
@@ -301,6 +293,4 @@ class Output(NamedTuple):
     sink_ptr: Any
     seqlen_q: Any
     num_kv_heads: Any
-    stride_b: Any
-    stride_t: Any
-    stride_h: Any
+    strides: Any

@@ -216,10 +216,10 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
     HEAD_DIM_V: gl.constexpr = acc.shape[1]
     out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
     if split.num_splits == 1:
-        of_sequence = split.sequence.to(gl.int64) * output.stride_b
+        of_sequence = split.sequence.to(gl.int64) * output.strides.b
         first_head = split.sequence * output.num_kv_heads * CONFIG.group
         places = ResultRows(
-            of_sequence + t.to(gl.int64) * output.stride_t + head * output.stride_h,
+            of_sequence + t.to(gl.int64) * output.strides.t + head * output.strides.h,
             (first_head + head).to(gl.int64) * output.seqlen_q + t,
         )
         write_final(output.final, places, output.sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
