@@ -392,3 +392,13 @@ def test_threads_that_grow_at_different_lengths(gpu: Recorded) -> None:
         length = args[at + 2]
         assert 510 <= length < 620 and length * DIM in args[at:]
         assert length in args[at + 20 :], "the run-time length is that of the maps"
+
+
+def test_what_has_no_shape_is_described(gpu: Recorded) -> None:
+    """And refused there, also where a GPU is."""
+    q, caches = growing()
+    for wrong in ([1.0], None, torch.zeros(())):
+        for name in ("k_cache", "v_cache"):
+            for more in ({}, {"max_seqlen_k": 3}):
+                with pytest.raises(ValueError, match="expected"):
+                    splitkv.decode(q, **caches | {name: wrong} | more)

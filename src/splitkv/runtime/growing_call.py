@@ -22,7 +22,7 @@ from torch import Tensor
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
-from splitkv.runtime.call_cache import Check, Launcher, Result, check_of, layout
+from splitkv.runtime.call_cache import NO_TENSOR, Check, Launcher, Result, check_of, layout
 
 if TYPE_CHECKING:
     from splitkv.kernels.host.launcher import DecodeLauncher
@@ -61,7 +61,7 @@ def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
     try:
         keys: int = k_cache.shape[1]
         return keys if page_table is None else keys * page_table.shape[1]
-    except (AttributeError, IndexError):  # describing says what is not right
+    except NO_TENSOR:  # describing says what is not right
         return -1
 
 
@@ -88,7 +88,7 @@ def pattern_of(tensors: Sequence[Tensor]) -> Any:
             (_with_free_length(layout(x)), x.requires_grad) if n in grow else layout(x)
             for n, x in enumerate(tensors)
         )
-    except (AttributeError, TypeError):  # describing says what is not right
+    except NO_TENSOR:  # describing says what is not right
         return None
 
 
