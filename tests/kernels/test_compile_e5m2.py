@@ -53,7 +53,7 @@ def test_decode_on_hopper(group: int, seqlen_q: int, load: Any, codec: Codec) ->
     problem, device = replace(DECODE, **changed), GPUS["h200"]
     tile_m = hopper_decode_split.rows_of_tile(problem)[0]
     scales = "none" if codec == BY_HEAD else "per_tile"
-    variant = HopperDecode(load=load, start="after_q", key_scales=scales)
+    variant = HopperDecode(load=load, key_scales=scales)
     config = Config(4, tile_m, 64, 4, 2, variant=variant)
     plan = Plan(problem, device, "fixed", "hopper_decode_split", config, "a test")
     made = compile_plan(plan)["hopper_decode_split"]
