@@ -22,7 +22,6 @@ from splitkv.kernels.tile.merge import (
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.visit import Strides
 
-VECTOR = gl.constexpr(8)  # elements of 16 bits that a thread stores at once
 # Renamed between Triton 3.6 and 3.9.
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -139,15 +138,13 @@ def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
     ROWS: gl.constexpr = tile.shape[0]
     DIM: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, VECTOR], [32 * VECTOR // DIM, DIM // VECTOR], [gl.num_warps(), 1], [1, 0]
+        [1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0]
     )
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     offs = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     t = t_first + rows // CONFIG.packed_heads
-    head = item.head + rows % CONFIG.packed_heads
-    strides = results.merging.out_strides  # TMA, which stores whole tiles, wants 16 bytes
-    at = (item.first_q + t).to(gl.int64) * (strides.t // VECTOR * VECTOR)
-    at += head.to(gl.int64) * (strides.h // VECTOR * VECTOR)
+    at = (item.first_q + t).to(gl.int64) * results.stride_t
+    at += (item.head + rows % CONFIG.packed_heads) * DIM
     ptrs = results.out_ptr + at[:, None] + offs[None, :]
     gl.store(ptrs, tile.load(layout), mask=(t < item.len_q)[:, None])
 

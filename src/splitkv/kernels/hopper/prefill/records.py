@@ -376,15 +376,15 @@ class InKernelMerge(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where results go: out with TMA, or by the Strides of `merging` where a tile is not whole; lse
-    by sequence and head; sink_ptr [num_heads], or None; the Partial of kernels/combine.py, or None:
-    one split."""
+    """Where results go: out with TMA or, by token and head, as `stride_t` says; lse by sequence and
+    head; sink_ptr [num_heads], or None; the Partial of kernels/combine.py, or None: one split."""
 
     out_ptr: Any
     lse_ptr: Any
     sink_ptr: Any
     partial: Any
     merging: Any
+    stride_t: Any
     stride_lse_b: Any
     stride_lse_h: Any
 

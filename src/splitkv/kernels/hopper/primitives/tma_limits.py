@@ -1,4 +1,4 @@
-"""Which tensors TMA can describe."""
+"""Which tensors TMA can describe, and which results kernels can store beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from splitkv.core.problem import Operands
 
 
 def unfit(operands: Operands) -> list[str]:
-    """Every reason why TMA cannot describe q, k, v or out of a call."""
+    """Every reason why TMA cannot describe q, k, v or out of a call, or packed results cannot be
+    stored: row by row, where a sequence ends inside a tile."""
     reasons = []
     for name in ("q", "k", "v", "out"):
         x = getattr(operands, name)
@@ -20,7 +21,21 @@ def unfit(operands: Operands) -> list[str]:
             reasons.append(
                 f"{name}: expected strides and an address that are multiples of 16 bytes"
             )
+    out = operands.out
+    if operands.cu_seqlens_q is not None and out is not None and not in_one_piece(out):
+        strides = list(out.stride())
+        reasons.append(f"out: expected packed rows without gaps between, got strides {strides}")
     return reasons
+
+
+def in_one_piece(x: Any) -> bool:
+    """Whether the elements of a tensor lie one behind the other, in order."""
+    size = 1
+    for n, step in reversed(list(zip(x.shape, x.stride(), strict=True))):
+        if n > 1 and step != size:
+            return False
+        size *= n
+    return True
 
 
 def fits_tma(x: Any) -> bool:
