@@ -27,7 +27,7 @@ HUGE = [1 << 30, 1 << 70]
 SIZE: list[Any] = [0, -1, 1.5, "3", True, torch.ones(1), *HUGE]
 COMMON: dict[str, list[Any]] = {
     **dict.fromkeys(("num_layers", "num_kv_heads", "head_dim", "head_dim_v"), SIZE),
-    "dtype": ["int4", torch.float64, torch.float8_e5m2, 3, None],
+    "dtype": ["int4", torch.float64, torch.float8_e5m2fnuz, 3, None],
     "granularity": ["head", "page", 1],
     "smooth_k": [True, 1, None],
     "device": ["sideways", b"x", 1.5, 99, "cuda:99", True, object()],

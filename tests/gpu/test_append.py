@@ -32,8 +32,8 @@ def on_device(value: Any) -> Any:
 
 
 def comparable(cache: Tensor) -> Tensor:
-    """On the CPU, NaN as a number; of e4m3 the bits."""
-    if cache.dtype == torch.float8_e4m3fn:
+    """On the CPU, NaN as a number; of floats of 8 bits the bits."""
+    if cache.is_floating_point() and cache.itemsize == 1:
         return cache.cpu().view(torch.uint8)
     return cache.cpu().nan_to_num(9)
 

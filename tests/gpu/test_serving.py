@@ -16,7 +16,14 @@ from splitkv import reference
 from splitkv.core.kv import Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Problem
-from splitkv.integrations.serving import Pages, SharedPrefix, Step, attend, attend_with_prefix
+from splitkv.integrations.serving import (
+    Pages,
+    Plans,
+    SharedPrefix,
+    Step,
+    attend,
+    attend_with_prefix,
+)
 from splitkv.kernels.host.append_call import Append, append_in_torch
 from splitkv.testing import assert_close, make_operands
 
@@ -142,15 +149,19 @@ class Batch:
         assert_close(out[: sum(self.new)], *wanted)
 
 
+@pytest.mark.parametrize("policy", ["", "balanced"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_steps(options: str) -> None:
+def test_steps(options: str, policy: str) -> None:
     given = on_gpu(OPTIONS[options]) | {"softmax_scale": SCALE}
     batch = Batch([700, 1, 1024, 333, 900], [1, 1, 1, 40, 300])
     step = Step.of(
         batch.starts, batch.lengths, batch.table, num_decodes=3, decode_len=1, **batch.numbers
     )
     out = torch.full_like(batch.q, math.nan)
-    attend(batch.q, batch.pages, step, out, given)
+    plans = Plans(policy, ["decode"])
+    for _ in range(2):  # two layers
+        attend(batch.q, batch.pages, step, out, given, plans)
+    assert len(step.schedules) == (policy == "balanced")
     batch.compare(out, given)
     assert out[-5:].isnan().all()
 

@@ -130,7 +130,10 @@ BY_TOKEN = torch.zeros(PAGES, SIZE, HEADS)
         ({"slot_mapping": torch.zeros(7)}, "slot_mapping: expected dtype int64 or int32"),
         ({"v": CALL["v"].half()}, "v: expected dtype float32, got float16"),
         ({"k": CALL["k"].double()}, "k: expected dtype bfloat16, float16 or float32"),
-        ({"k_cache": CALL["k_cache"].half()}, "k_cache: expected dtype float32, int8 or float8"),
+        (
+            {"k_cache": CALL["k_cache"].half()},
+            "k_cache: expected dtype float32, int8, float8_e4m3fn",
+        ),
         ({"v_cache": CALL["v_cache"][:3]}, "v_cache: expected [num_pages=6, page_size=4, "),
         ({"k_cache": torch.zeros(1).expand(6, 4, 2, 16)}, "k_cache: expected stride 1 in the"),
         ({"k_scale": torch.ones(1)}, "k_scale: expected None with a cache of float32"),

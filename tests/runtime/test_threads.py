@@ -122,7 +122,8 @@ def test_kernels_are_compiled_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     def watched(src: Any, *rest: Any, **named: Any) -> Any:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
-        made.append(f"{src.name} {src.signature} {src.constants} {named['options']}")
+        variant = src.name, src.signature, src.constants, src.attrs, named["options"]
+        made.append(" ".join(map(str, variant)))
         time.sleep(0.01)
         try:
             return compile_source(src, *rest, **named)

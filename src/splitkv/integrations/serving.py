@@ -12,16 +12,17 @@ from the device, and with the same numbers and addresses a step can be captured 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitkv.api import attention_varlen, decode, merge_states, plan
-from splitkv.core.plan import Plan
+from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.reference import apply_sink_logits
+from splitkv.runtime.schedule import Schedule, make_schedule
 
 MAX_DECODE_LEN = 16  # new tokens of a sequence that the kernels of decode take
 LEAST_BOUND = 256
@@ -66,6 +67,7 @@ class Step:
     causal         whether a query sees no later key
     cache_seqlens  [num_decodes] int32; page_table [num_decodes, max_pages] int32
     rest           None: every sequence decodes
+    schedules      those that layers have made, by the handles of their plans
     """
 
     num_decodes: int
@@ -77,6 +79,7 @@ class Step:
     cache_seqlens: Tensor
     page_table: Tensor
     rest: Rest | None
+    schedules: dict[str, Schedule] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -119,6 +122,16 @@ class Step:
         """New tokens of the sequences that decode."""
         return self.num_decodes * self.decode_len
 
+    def schedule_of(self, plan: Plan | None) -> Schedule | None:
+        """The schedule of the sequences that decode, made by the first layer with such a plan; None
+        where the plan has no schedule."""
+        if plan is None or plan.config.schedule not in SCHEDULED:
+            return None
+        made = self.schedules.get(plan.handle)
+        if made is None:
+            made = self.schedules[plan.handle] = make_schedule(plan, self.cache_seqlens)
+        return made
+
     def with_pages(self, page_table: Tensor) -> Step:
         """This step over the pages of other layers: page_table [batch, max_pages]."""
         own, rest = page_table[: self.num_decodes], self.rest
@@ -152,16 +165,22 @@ def bound_of(length: int, most: int) -> int:
 
 
 class Plans:
-    """Plans of a policy by name, one for each kind of call of a layer; "": the default policy,
-    which needs none."""
+    """Plans of a policy by name, one for each kind of call of a layer.
 
-    def __init__(self, policy: str = "") -> None:
-        self.policy = policy
+    policy   "": the default policy, which needs none
+    calls    the calls that it is for: "decode", and "rest"
+    """
+
+    def __init__(self, policy: str = "", calls: Collection[str] = ("decode", "rest")) -> None:
+        self.policy, self.calls = policy, calls
         self._made: dict[Any, Plan] = {}
 
-    def of(self, kind: Any, *tensors: Any, **arguments: Any) -> Plan | None:
-        """The plan for a call with these arguments; what else there is of its kind is `kind`."""
-        if not self.policy:
+    def of(self, kind: tuple[Any, ...], *tensors: Any, **arguments: Any) -> Plan | None:
+        """The plan for a call with these arguments.
+
+        kind   the call, and what tells it from others
+        """
+        if not self.policy or kind[0] not in self.calls:
             return None
         made = self._made.get(kind)
         if made is None:
@@ -197,9 +216,11 @@ def attend(
             "page_table": step.page_table,
             "max_seqlen_k": step.max_seqlen_k,
         }
-        made = plans.of(("decode", shape, step.causal), rows, pages.k, pages.v, **arguments)
-        into = out[:n].unflatten(0, shape)
-        decode(rows, pages.k, pages.v, **arguments, out=into, plan=made)
+        kind = "decode", shape, step.causal, step.max_seqlen_k
+        made = plans.of(kind, rows, pages.k, pages.v, **arguments)
+        schedule = step.schedule_of(made)
+        by = {"plan": made} if schedule is None else {"schedule": schedule}
+        decode(rows, pages.k, pages.v, **arguments, out=out[:n].unflatten(0, shape), **by)
     if step.rest is not None:
         of_rest(q[n : step.num_tokens], pages, step, out[n : step.num_tokens], options, plans)
 

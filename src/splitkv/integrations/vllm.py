@@ -24,6 +24,7 @@ prefix-LM ranges, prefill context parallelism, windows and ALiBi beside decode c
 
 from __future__ import annotations
 
+import os
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -73,6 +74,7 @@ SCALED = {
 SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SCALE_BYTES = 4
+DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names the environment variable, as vLLM passes no options
 WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 SERVED = AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE
 LEAST_SHARERS = 8  # requests from which on a shared prefix is read apart; no measurement behind it
@@ -420,7 +422,9 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             "sink_logits": given.sinks,
         }
         self.ranks = self.context_parallel() if self.dcp_world_size > 1 else None
-        self.plans = Plans("batch_invariant" if envs.VLLM_BATCH_INVARIANT else "")
+        self.plans = Plans(os.environ.get(DECODE_POLICY, ""), ["decode"])
+        if envs.VLLM_BATCH_INVARIANT:
+            self.plans = Plans("batch_invariant")
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
         self._pages: Pages | None = None
 

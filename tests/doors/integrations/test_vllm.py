@@ -820,6 +820,21 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engine.builder.use_cascade_attention(64, [1] * 8, 4, 2, *[False] * 3, 1, 1)
 
 
+def test_the_policy_of_requests_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITKV_DECODE_POLICY", "balanced")
+    engine = Engine()
+    for _ in mixed_steps(engine, 4):
+        pass
+    plans = engine.impl.plans._made.values()
+    assert {(plan.policy, plan.problem.kind) for plan in plans} == {("balanced", "decode")}
+
+
+def test_a_policy_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITKV_DECODE_POLICY", "best")
+    with pytest.raises(ValueError, match="policy: expected 'waves', .* got 'best'"):
+        list(mixed_steps(Engine(), 4))
+
+
 @pytest.mark.parametrize("name", ["enable_chunked_prefill", "enable_prefix_caching"])
 def test_batch_invariance_needs_whole_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter.envs, "VLLM_BATCH_INVARIANT", True)

@@ -1,0 +1,80 @@
+"""Steps of engines: a schedule is made once for all layers whose plans have the same one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from splitkv.core.device import GPUS
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Problem
+from splitkv.integrations import serving
+from splitkv.integrations.serving import Plans, Step
+from splitkv.planner.registry import make_plan
+from splitkv.runtime.schedule import Schedule
+from splitkv.testing import Mask
+
+DECODE = Problem("decode", 4, 32, 8, 128, 128, 1, 4096, mask=Mask(True), lengths="device")
+WINDOW = Problem("decode", 4, 32, 8, 128, 128, 1, 4096, mask=Mask(True, 500), lengths="device")
+
+
+def step_of(lengths: tuple[int, ...]) -> Step:
+    keys = torch.tensor(lengths, dtype=torch.int32)
+    table = torch.zeros(len(lengths), 256, dtype=torch.int32)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    numbers = {"num_tokens": len(lengths), "max_seqlen_q": 1, "max_seqlen_k": 4096}
+    return Step.of(starts, keys, table, num_decodes=len(lengths), decode_len=1, **numbers)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, torch.Tensor]]:
+    """The plans and lengths that schedules were made for."""
+    asked: list[tuple[Plan, torch.Tensor]] = []
+
+    def make_schedule(plan: Plan, lengths: torch.Tensor) -> Schedule:
+        asked.append((plan, lengths))
+        return Schedule(plan, torch.empty(plan.config.programs, 8, dtype=torch.int32))
+
+    monkeypatch.setattr(serving, "make_schedule", make_schedule)
+    return asked
+
+
+def balanced(problem: Problem) -> Plan:
+    return make_plan(problem, GPUS["h200"], policy="balanced")
+
+
+def test_layers_share_a_schedule(made: list[Any]) -> None:
+    step = step_of((5, 4096, 0, 300))
+    layers = [balanced(problem) for problem in (DECODE, WINDOW, DECODE, WINDOW)]
+    schedules = [step.schedule_of(plan) for plan in layers]
+    assert schedules[0] is schedules[2] and schedules[1] is schedules[3]
+    assert schedules[0] is not schedules[1]
+    assert [plan.problem.mask for plan, _ in made] == [DECODE.mask, WINDOW.mask]
+    assert all(lengths is step.cache_seqlens for _, lengths in made)
+    assert step.with_pages(step.page_table.clone()).schedule_of(layers[0]) is schedules[0]
+    assert step_of((1, 1, 1, 1)).schedule_of(layers[0]) is not schedules[0]
+
+
+def test_plans_without_a_schedule(made: list[Any]) -> None:
+    step = step_of((5, 4096, 0, 300))
+    assert step.schedule_of(None) is None
+    assert step.schedule_of(make_plan(DECODE, GPUS["h200"])) is None
+    assert not made
+
+
+def test_plans_are_for_the_calls_that_are_named() -> None:
+    q = torch.randn(4, 1, 8, 64)
+    cache = torch.randn(16, 16, 2, 64)
+    arguments = {
+        "cache_seqlens": torch.tensor([5, 60, 0, 30], dtype=torch.int32),
+        "page_table": torch.arange(16, dtype=torch.int32).view(4, 4),
+        "max_seqlen_k": 64,
+    }
+    plans = Plans("balanced", ["decode"])
+    plan = plans.of(("decode", 4), q, cache, cache, **arguments)
+    assert plan is not None and plan.policy == "balanced"
+    assert plans.of(("decode", 4), q, cache, cache, **arguments) is plan
+    assert plans.of(("rest", 4), q, cache, cache, **arguments) is None
+    assert Plans().of(("decode", 4), q, cache, cache, **arguments) is None
