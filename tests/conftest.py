@@ -15,7 +15,6 @@ import hypothesis
 import pytest
 import torch
 from poisoning import poison_fresh_memory
-from torch._dynamo import trace_rules
 
 pytest_plugins = ["codegen"]
 
@@ -37,8 +36,6 @@ gc.disable()  # nothing that collecting tests makes is garbage
 
 
 def pytest_collection_finish() -> None:
-    # Made once a process: made while memory is poisoned, it would know torch's functions by others.
-    trace_rules.get_torch_obj_rule_map()
     gc.freeze()
     gc.enable()
 

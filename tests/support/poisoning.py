@@ -13,6 +13,7 @@ import torch
 
 def poison_fresh_memory(patch: pytest.MonkeyPatch) -> None:
     """Until the patch is undone."""
+    know_functions()
 
     def poisoning(allocate: Callable[..., Any]) -> Callable[..., Any]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> Any:
@@ -36,6 +37,14 @@ def poison_fresh_memory(patch: pytest.MonkeyPatch) -> None:
     guards = torch._C._dynamo.guards
     if hasattr(guards, "_empty_strided_cuda"):
         patch.setattr(guards, "_empty_strided_cuda", poisoning(guards._empty_strided_cuda))
+
+
+def know_functions() -> None:
+    """Has Dynamo, where it is loaded, list torch's functions: a list that is made while they are
+    patched has none of these. Making a process group throws the list away."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.get_torch_obj_rule_map()
 
 
 def poison_for(caller: FrameType, x: torch.Tensor) -> torch.Tensor:
