@@ -13,7 +13,7 @@ import triton.language as tl
 
 from splitkv.cache.quantize import _quantized
 from splitkv.kernels.quantize import launch
-from splitkv.kernels.tile.encode import e4m3_bits, e5m2_bits
+from splitkv.kernels.tile.encode import float8_bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
@@ -51,17 +51,19 @@ def test_kernel_is_the_definition(values: Mapping[str, Any]) -> None:
 
 
 @triton.jit
-def bits_of(x_ptr, out_ptr, bits: tl.constexpr, SIZE: tl.constexpr):
+def bits_of(x_ptr, out_ptr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constexpr):
     offs = tl.arange(0, SIZE)
-    tl.store(out_ptr + offs, bits(tl.load(x_ptr + offs)).to(tl.uint8))
+    tl.store(out_ptr + offs, float8_bits(tl.load(x_ptr + offs), MANTISSA, BIAS).to(tl.uint8))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits", "count"),
-    [(torch.float8_e4m3fn, e4m3_bits, 127), (torch.float8_e5m2, e5m2_bits, 124)],
+    ("dtype", "mantissa", "bias", "count"),
+    [(torch.float8_e4m3fn, 3, 7, 127), (torch.float8_e5m2, 2, 15, 124)],
     ids=["e4m3", "e5m2"],
 )
-def test_every_number_and_what_lies_between(dtype: torch.dtype, bits: Any, count: int) -> None:
+def test_every_number_and_what_lies_between(
+    dtype: torch.dtype, mantissa: int, bias: int, count: int
+) -> None:
     codes = torch.arange(count, dtype=torch.uint8).view(dtype).float()
     half = (codes[1:] + codes[:-1]) / 2  # exactly: a tie
     up, down = (half.nextafter(codes[end]) for end in (slice(1, None), slice(-1)))
@@ -69,5 +71,5 @@ def test_every_number_and_what_lies_between(dtype: torch.dtype, bits: Any, count
     x = torch.cat([x, -x])
     padded = torch.nn.functional.pad(x, (0, 1024 - len(x)))
     found = torch.empty(1024, dtype=torch.uint8)
-    bits_of[(1,)](padded, found, bits, 1024)
+    bits_of[(1,)](padded, found, mantissa, bias, 1024)
     assert torch.equal(found[: len(x)], x.to(dtype).view(torch.uint8))

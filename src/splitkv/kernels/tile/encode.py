@@ -67,34 +67,27 @@ def encode(x, scale, STORED: tl.constexpr):
         y = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: no room for a fraction
         code = tl.where(number, y, 0.0).to(tl.int8)
     elif tl.float8e5 == STORED:
-        code = tl.where(number, e5m2_bits(y), 0x7F).to(tl.uint8).to(tl.float8e5, bitcast=True)
+        bits = tl.where(number, float8_bits(y, MANTISSA=2, BIAS=15), 0x7F)
+        code = bits.to(tl.uint8).to(tl.float8e5, bitcast=True)
     else:
-        code = tl.where(number, e4m3_bits(y), 0x7F).to(tl.uint8)
+        code = tl.where(number, float8_bits(y, MANTISSA=3, BIAS=7), 0x7F).to(tl.uint8)
     return code
 
 
 @triton.jit
-def e4m3_bits(y):
-    """The bits, in int32, of the e4m3 numbers nearest to y, which are at most 448."""
+def float8_bits(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The bits, in int32, of the nearest floats with so many bits of mantissa and exponents that
+    count from -BIAS; y is at most the largest of them."""
+    CUT: tl.constexpr = 23 - MANTISSA  # bits of an fp32 mantissa
+    LEAST: tl.constexpr = 128 - BIAS  # exponent, as fp32 has it, of the least normal number
+    STEPS: tl.constexpr = LEAST - MANTISSA + 23  # from where on fp32 has the steps below that
     bits = y.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # three bits of mantissa, rounded to even by what is cut off; exponents count from -7, not -127
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2^-6 steps of 2^-9: those of fp32 from 2^14 on
-    small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def e5m2_bits(y):
-    """The bits, in int32, of the e5m2 numbers nearest to y, which are at most 57344."""
-    bits = y.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # two bits of mantissa, rounded to even by what is cut off; exponents count from -15, not -127
-    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - (112 << 2)
-    # below 2^-14 steps of 2^-16: those of fp32 from 2^7 on
-    small = (tl.abs(y) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
-    return tl.where(size < 0x38800000, small, normal) | ((bits >> 24) & 0x80)
+    # the mantissa is rounded to even by what is cut off; exponents of fp32 count from -127
+    normal = (size + ((1 << (CUT - 1)) - 1) + ((size >> CUT) & 1)) >> CUT
+    normal -= (127 - BIAS) << MANTISSA
+    small = (tl.abs(y) + 2.0 ** (STEPS - 127)).to(tl.int32, bitcast=True) - (STEPS << 23)
+    return tl.where(size < (LEAST << 23), small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit

@@ -22,20 +22,10 @@ def unfit(operands: Operands) -> list[str]:
                 f"{name}: expected strides and an address that are multiples of 16 bytes"
             )
     out = operands.out
-    if operands.cu_seqlens_q is not None and out is not None and not has_no_gaps(out):
+    if operands.cu_seqlens_q is not None and out is not None and not out.is_contiguous():
         strides = list(out.stride())
         reasons.append(f"out: expected packed rows without gaps between, got strides {strides}")
     return reasons
-
-
-def has_no_gaps(x: Any) -> bool:
-    """Whether the elements of a tensor lie one behind the other, in order."""
-    size = 1
-    for n, step in reversed(list(zip(x.shape, x.stride(), strict=True))):
-        if n > 1 and step != size:
-            return False
-        size *= n
-    return True
 
 
 def fits_tma(x: Any) -> bool:
