@@ -40,9 +40,10 @@ def shard(config: pytest.Config) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that share the tests out take turns at the GPUs."""
+    """Processes that share the tests out take turns at the GPUs, and have a CPU core each."""
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     if worker:
+        torch.set_num_threads(1)
         torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 

@@ -46,16 +46,16 @@ def no_calls() -> Iterator[None]:
 
 def cut(problem: Problem, call: Call, length: int, layout: str) -> tuple[Problem, Call]:
     """The call with so many of its keys, its caches laid out so."""
+    cut: dict[str, Any] = {"max_seqlen_k": length if layout == "max_seqlen_k" else None}
+    if problem.lengths == "device":
+        cut["cache_seqlens"] = call["cache_seqlens"].clamp(max=length)
     if layout == "max_seqlen_k":
-        return replace(problem, seqlen_k=length), call | {"max_seqlen_k": length}
-    cut: dict[str, Any] = {"max_seqlen_k": None}
+        return replace(problem, seqlen_k=length), call | cut
     for name in ("k_cache", "v_cache"):
         cut[name] = laid_out(call[name][:, :length], layout)
     if problem.codec.granularity == "token":
         for name in ("k_scale", "v_scale"):
             cut[name] = laid_out(call[name][:, :length], layout)
-    if problem.lengths == "device":
-        cut["cache_seqlens"] = call["cache_seqlens"].clamp(max=length)
     return replace(problem, seqlen_k=length), call | cut
 
 
