@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker:
         torch.set_num_threads(1)
         torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
+
+
+@pytest.fixture(autouse=True)
+def memory_is_shared() -> Iterator[None]:
+    """Gives memory that a large test took back to the processes beside this one."""
+    yield
+    if torch.cuda.memory_reserved() > 2 << 30:
+        torch.cuda.empty_cache()
 
 
 def source_hash() -> str:
