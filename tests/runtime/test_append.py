@@ -17,6 +17,7 @@ from splitkv.kernels import append as kernel
 from splitkv.kernels.host import relaunch
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 from splitkv.runtime import append as module
+from splitkv.runtime import call_cache
 from splitkv.runtime.append import append, append_op
 from splitkv.runtime.call_cache import MAX_RECENT, CallCache
 
@@ -203,7 +204,6 @@ class Bound:
 
     call: Append
     served: list[Append] = field(default_factory=list)
-    device: None = None
 
     def __call__(self, call: Append, tensors: list[Tensor]) -> Result:
         assert all(a is b for a, b in zip(call.given, tensors, strict=True))
@@ -227,6 +227,18 @@ def test_a_launcher_serves_all_calls_of_its_layout(bound: list[Bound]) -> None:
         append(call)
     (only,) = bound
     assert only.served == calls
+
+
+def test_one_device_is_not_asked_for(bound: list[Bound], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling ahead has no driver, which a torch with CUDA would look for."""
+
+    def no_driver() -> int:
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(call_cache, "current_device", no_driver)
+    for _ in range(2):
+        append(call_of("paged"))
+    assert len(bound[0].served) == 2
 
 
 CHANGES = {

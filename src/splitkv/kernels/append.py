@@ -342,7 +342,6 @@ class AppendLauncher:
             tile_t,
         )
         self.num_warps = 4 if tile_t > 1 else 1
-        self.device = x.k_cache.device.index
         self.again: Callable[[Sequence[Tensor]], Result | None] | None = None
 
     def __call__(self, call: Append, tensors: Sequence[Tensor]) -> Result:

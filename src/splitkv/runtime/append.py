@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from splitkv.core.options import names_of
 from splitkv.kernels.append import AppendLauncher
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
-from splitkv.runtime.call_cache import CallCache, launch_on
+from splitkv.runtime.call_cache import CallCache, device_to_enter, launch_on
 from splitkv.runtime.dispatch import is_plain
 
 calls: CallCache[AppendLauncher] = CallCache()
@@ -45,7 +45,7 @@ def append(call: Append, check: Callable[[Append], None] | None = None) -> Resul
     options = given, *(() if call.rotary is None else call.rotary[3:])
     launcher = calls.match(options, tensors)
     if launcher is not None:
-        return launch_on(launcher.device, launcher, call, tensors)
+        return launch_on(device_to_enter(call.k_cache), launcher, call, tensors)
     if check is not None:
         check(call)
     if not is_plain(*tensors):
@@ -57,7 +57,7 @@ def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
     if not call.k_cache.is_cuda:
         return append_in_torch(call)
     launcher = calls.get_or_bind(options, tensors, partial(AppendLauncher, call))
-    return launch_on(launcher.device, launcher, call, tensors)
+    return launch_on(device_to_enter(call.k_cache), launcher, call, tensors)
 
 
 def _through_operator(call: Append) -> Result:
