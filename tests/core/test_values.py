@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import cases
@@ -17,8 +17,9 @@ import splitkv
 from splitkv.core.device import CPU, GPUS, Device
 from splitkv.core.kv import Codec, Contiguous, Paged, Place, Ragged
 from splitkv.core.masks import Mask
-from splitkv.core.plan import Config, Plan, plan_with_handle
-from splitkv.core.problem import Problem
+from splitkv.core.plan import Config, Plan, plan_at, plan_with_handle
+from splitkv.core.problem import Operands, Problem
+from splitkv.core.scales import Types
 from splitkv.core.scores import Score
 from splitkv.core.values import Value, checked
 from splitkv.core.variants import HopperDecode
@@ -143,6 +144,28 @@ COPIES: list[Callable[[Any], Any]] = [
     lambda x: pickle.loads(pickle.dumps(x)),
     lambda x: replace(x),
 ]
+
+
+@pytest.mark.parametrize("duplicate", COPIES, ids=["copy", "deepcopy", "pickle", "replace"])
+def test_a_plan_in_use_is_found_by_its_id(duplicate: Callable[[Any], Any]) -> None:
+    made = duplicate(PLAN)
+    assert plan_at(id(made)) is made and plan_at(id(PLAN)) is PLAN
+    forgotten = id(made)
+    del made
+    with pytest.raises(KeyError):
+        plan_at(forgotten)
+
+
+@pytest.mark.parametrize("made", [Problem, Types, Operands])
+def test_defaults_that_a_trace_takes(made: Any) -> None:
+    """torch.compile of torch 2.11 cannot describe a call where a default is an object; with the
+    oldest torch, `make test-oldest` compiles the calls themselves."""
+    defaults = getattr(made, "_field_defaults", None)
+    if defaults is None:
+        defaults = {x.name: x.default for x in fields(made) if x.default is not MISSING}
+    assert defaults
+    for name, default in defaults.items():
+        assert default is None or isinstance(default, int | float | str), name
 
 
 @pytest.mark.parametrize("duplicate", COPIES, ids=["copy", "deepcopy", "pickle", "replace"])

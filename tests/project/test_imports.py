@@ -119,5 +119,5 @@ def test_what_is_constant_in_a_graph_is_marked_as_torch_marks_it() -> None:
 
     assert (
         vars(torch.compiler.assume_constant_result(probe)).items()
-        <= vars(dispatch._handle_of).items()
+        <= vars(dispatch._handle_at).items()
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any, Literal, get_args
 
 Function = Literal["attention", "attention_varlen", "decode", "append_and_decode"]
 
-REQUIRED = object()
+REQUIRED = Parameter.empty
 """In the place of a default: the argument has to be given, by position."""
 
 _SCHEMA_TYPES = {

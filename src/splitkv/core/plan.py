@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from splitkv.core.device import Device
 from splitkv.core.errors import expect
@@ -160,6 +161,11 @@ class Plan(Value):
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
     backward: Gradients | None = None
 
+    def __new__(cls, *_: Any, **__: Any) -> Plan:  # of copies and unpickled ones too
+        made = super().__new__(cls)
+        _alive[id(made)] = made
+        return made
+
     def __post_init__(self) -> None:
         parts = self.config.num_splits
         merges = self.config.merge != "cluster" or parts > 1
@@ -169,6 +175,14 @@ class Plan(Value):
     def handle(self) -> str:
         """All of the plan as a string, for compiled graphs and files, which cannot hold it."""
         return json.dumps(self.as_dict(), separators=(",", ":"))
+
+
+_alive: WeakValueDictionary[int, Plan] = WeakValueDictionary()
+
+
+def plan_at(identity: int) -> Plan:
+    """The plan in use whose `id` this is; a traced graph has constants for numbers only."""
+    return _alive[identity]
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ written by hand.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from splitkv.core.errors import (
@@ -75,12 +75,13 @@ class Problem(Value):
     seqlen_q: int
     seqlen_k: int
     dtype: str = "bfloat16"
-    mask: Mask = Mask()
-    place: Place = Contiguous()
-    codec: Codec = AS_IS
+    # factories, as torch.compile of torch 2.11 has no source for an object among the defaults
+    mask: Mask = field(default_factory=Mask)
+    place: Place = field(default_factory=Contiguous)
+    codec: Codec = field(default_factory=Codec)
     products: Products = "widened"
     q_granularity: Granularity = "none"
-    score: Score = PLAIN
+    score: Score = field(default_factory=Score)
     sink_logits: bool = False
     lengths: Literal["host", "device"] = "host"
     return_lse: bool = False

@@ -40,7 +40,7 @@ class Types(NamedTuple):
     """The working type, how keys and values are stored, and the fields of Problem beside it."""
 
     dtype: str
-    codec: Codec = AS_IS
+    codec: Codec  # without a default: torch.compile of torch 2.11 has no source for an object there
     products: Products = "widened"
     q_granularity: Granularity = "none"
 
@@ -71,7 +71,7 @@ def describe_types(
         expect_dtype(names[0], k, working)
         for name, value in (*scales, ("products", products)):
             expect_none_with(name, value, keys)
-        return Types(working)
+        return Types(working, AS_IS)
     codec, q_granularity = QUANTISED[stored], AS_IS.granularity
     if working in QUANTISED:
         expect_dtype("q", q, stored)

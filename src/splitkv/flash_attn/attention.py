@@ -76,7 +76,27 @@ def flash_attn_func(
 
     Tensors whose last dimension is not contiguous are copied, as there.
     """
-    options = Options.of(locals())
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_softmax_lse=return_softmax_lse,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     return _dense(q, k, v, options)
 
 
@@ -106,7 +126,27 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` with keys and values in one tensor, kv [batch, seqlen_k, 2, num_kv_heads,
     head_dim]; its gradient is one tensor too."""
-    options = Options.of(locals())
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_softmax_lse=return_softmax_lse,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     expect_shape("kv", kv, batch=None, seqlen_k=None, two=2, num_kv_heads=None, head_dim=None)
     k, v = rows_contiguous(kv).unbind(2)
     return _dense(q, k, v, options, {"k": "kv", "v": "kv"})
@@ -142,7 +182,27 @@ def flash_attn_qkvpacked_func(
                  [batch, seqlen, num_heads_q + 2 * num_kv_heads, head_dim]
     num_heads_q  query heads of a qkv of four dimensions
     """
-    options = Options.of(locals())
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_softmax_lse=return_softmax_lse,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     if num_heads_q is None:
         expect_shape("qkv", qkv, batch=None, seqlen=None, three=3, num_heads=None, head_dim=None)
         q, k, v = rows_contiguous(qkv).unbind(2)
@@ -198,7 +258,27 @@ def flash_attn_varlen_func(
 
     Returns out [total_q, num_heads, head_dim_v]; softmax_lse is [num_heads, total_q].
     """
-    options = Options.of(locals())
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_softmax_lse=return_softmax_lse,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     if page_table is not None:
         expect_none_with("block_table", block_table, "page_table, another name for it")
     names = {"page_table": "page_table" if block_table is None else "block_table"}
@@ -236,7 +316,27 @@ def flash_attn_varlen_kvpacked_func(
     return_softmax_lse: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with kv [total_k, 2, num_kv_heads, head_dim]."""
-    options = Options.of(locals())
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_softmax_lse=return_softmax_lse,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     expect_shape("kv", kv, total_k=None, two=2, num_kv_heads=None, head_dim=None)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     k, v = rows_contiguous(kv).unbind(1)
@@ -269,7 +369,27 @@ def flash_attn_varlen_qkvpacked_func(
     return_softmax_lse: bool = False,
 ) -> Any:
     """`flash_attn_varlen_func` with qkv [total, 3, num_heads, head_dim]."""
-    options = Options.of(locals())
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_softmax_lse=return_softmax_lse,
+        s_aux=s_aux,
+        learnable_sink=learnable_sink,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     expect_shape("qkv", qkv, total=None, three=3, num_heads=None, head_dim=None)
     names = dict.fromkeys("qkv", "qkv")
     names |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")

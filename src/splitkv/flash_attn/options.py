@@ -54,7 +54,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """The options among the `locals()` of a function that was called."""
+        """The options among the arguments of a call, by name."""
         return cls(**{name: arguments[name] for name in cls.__slots__ if name in arguments})
 
     def __post_init__(self) -> None:

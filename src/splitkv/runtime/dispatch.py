@@ -30,7 +30,7 @@ from splitkv.core.errors import (
 from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.masks import FAR, NUMBERS, expect_window
 from splitkv.core.options import Function, defaults_of, required_of, tensors_of
-from splitkv.core.plan import Config, Kernel, Plan, shares_of
+from splitkv.core.plan import Config, Kernel, Plan, plan_at, shares_of
 from splitkv.core.problem import (
     Operands,
     Problem,
@@ -169,17 +169,16 @@ def handle_of(plan: Plan | None) -> str:
     expect(plan is None or isinstance(plan, Plan), "plan", "a splitkv.Plan", plan)
     if plan is None:
         return ""
-    id(plan)  # a traced graph is for this plan alone
-    return _handle_of(plan)
+    return _handle_at(id(plan))  # a traced graph is for this plan alone
 
 
-def _handle_of(plan: Plan) -> str:
+def _handle_at(identity: int) -> str:
     """Found while a graph is traced, not traced itself."""
-    return plan.handle
+    return plan_at(identity).handle
 
 
 # as torch.compiler.assume_constant_result does, which loads all of the compiler for it
-_handle_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_handle_at._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def within_64_bits(

@@ -182,7 +182,7 @@ def run(model: Any, batch: int, prompt: int, new_tokens: int) -> tuple[list[Prob
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
         model.generate(ids, **options)  # compiles and loads what there is to
-    with marked(calls), profile(activities=activities) as profiled:
+    with marked(calls), profile(activities=activities, acc_events=True) as profiled:
         model.generate(ids, **options)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -63,7 +63,9 @@ def launched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tupl
         torch.cuda.synchronize()
 
     attend()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiled:
         attend()
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
