@@ -125,7 +125,7 @@ OF_METADATA: dict[str, list[Any]] = {
     "cache_leftpad": INDEX,
     "cu_seqlens_q": [ints(0, 1), 3],
     "cu_seqlens_k_new": [ints(0, 1, 2).long()],
-    "qkv_dtype": [torch.int8, "bfloat16"],
+    "qkv_dtype": [torch.int8, "bfloat16", []],
     "headdim_v": [0, 1.5],
     "page_size": [0, -3, 1.5],
     "has_softcap": [1],

@@ -240,15 +240,11 @@ def varlen(d: Draw) -> Drawn:
             made.append(Sequence(rows, *keyed, slopes_of(y, i), sink_of(y)))
         return made
 
-    def assemble(parts: Parts) -> tuple[Tensor, Tensor]:
-        out, lse = packed(total_q, starts_q[:-1])(parts)
-        return out, torch.where(lse == float("-inf"), how["no_key"], lse)
-
     question = Question(
         asked,
         leaves_of(kwargs),
         sequences,
-        assemble,
+        packed(total_q, starts_q[:-1]),
         of.dtype,
         gradients=gradients,
         seed=d.index,

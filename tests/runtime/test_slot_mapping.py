@@ -124,11 +124,14 @@ BY_TOKEN = torch.zeros(PAGES, SIZE, HEADS)
     ("wrong", "message"),
     [
         ({"k": [1.0]}, "k: expected a tensor"),
+        ({"k": torch.zeros(())}, "k: expected [tokens, num_kv_heads, head_dim], got []"),
+        ({"v": torch.zeros(())}, "v: expected [tokens=7, num_kv_heads=2, head_dim_v], got []"),
         ({"k": torch.zeros(TOKENS, DIM)}, "k: expected [tokens, num_kv_heads, head_dim]"),
         ({"k": CALL["k"][:3]}, "v: expected [tokens=3, num_kv_heads=2, head_dim_v]"),
         ({"slot_mapping": torch.zeros(9).long()}, "slot_mapping: expected [slots=7], got [9]"),
         ({"slot_mapping": torch.zeros(7)}, "slot_mapping: expected dtype int64 or int32"),
         ({"v": CALL["v"].half()}, "v: expected dtype float32, got float16"),
+        ({"v": CALL["v"].to("meta")}, "v: expected device cpu, got meta"),
         ({"k": CALL["k"].double()}, "k: expected dtype bfloat16, float16 or float32"),
         (
             {"k_cache": CALL["k_cache"].half()},

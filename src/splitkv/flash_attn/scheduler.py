@@ -101,7 +101,8 @@ def get_scheduler_metadata(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k_new", cu_seqlens_k_new)):
         if x is not None:
             _expect_index(name, x, cache_seqlens, **{"batch + 1": batch_size + 1})
-    expect(qkv_dtype in DTYPES, "qkv_dtype", f"one of {[*DTYPES]}", qkv_dtype)
+    known = isinstance(qkv_dtype, torch.dtype) and qkv_dtype in DTYPES
+    expect(known, "qkv_dtype", f"one of {[*DTYPES]}", qkv_dtype)
     for name, flag in (("causal", causal), ("has_softcap", has_softcap)):
         expect_bool(name, flag)
     window_size = window_of(window_size)

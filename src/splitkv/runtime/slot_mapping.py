@@ -63,9 +63,9 @@ def append(
     for name, x in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
         expect_tensor(name, x)
     n = slot_mapping.shape[0] if slot_mapping.dim() else 0
-    if k.shape[0] > n:
+    if k.dim() and k.shape[0] > n:
         k = k[:n]
-    if v.shape[0] > n:
+    if v.dim() and v.shape[0] > n:
         v = v[:n]
     call = Append(k, v, k_cache, v_cache, slots=slot_mapping, k_scale=k_scale, v_scale=v_scale)
     run(call, expect_slots)
@@ -87,6 +87,7 @@ def expect_slots(call: Append) -> None:
     expect_last_dim_contiguous("slot_mapping", x.slots)
     expect_dtype("k", x.k, *APPENDED)
     expect_dtype("v", x.v, dtype_name(x.k))
+    expect_device("v", x.v, device)
     pages: dict[str, int | None] = {"num_pages": None, "page_size": None}
     for name, cache, dim in (("k_cache", x.k_cache, head_dim), ("v_cache", x.v_cache, head_dim_v)):
         num_pages, page_size, *_ = expect_shape(
