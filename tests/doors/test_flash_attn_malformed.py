@@ -194,6 +194,8 @@ TOGETHER: dict[str, list[Wrong]] = {
         ("seqused_q", {"seqused_q": ints(1, 2).long()}),
         ("seqused_k", {"seqused_k": 3}),
         ("block_table", {"block_table": ints(0, 1)}),
+        ("block_table", {"block_table": [1], "seqused_q": ints(1, 1)}),
+        ("page_table", {"page_table": torch.tensor(1), "seqused_q": ints(1, 1)}),
         ("block_table", {"block_table": ints(0, 1)[:, None], "page_table": ints(0, 1)[:, None]}),
         ("page_table", {"k": floats(3, 4, 4, 16), "v": floats(3, 4, 4, 16), "page_table": CU}),
         ("block_table", {"k": floats(3, 4, 4, 16), "v": floats(3, 4, 4, 16), "block_table": CU}),

@@ -60,6 +60,7 @@ def used_segments(
         length: Any = used.k if cu_seqlens_k is None or used.k is not None else cu_seqlens_k.diff()
         call |= {"cu_seqlens_k": None, "page_table": used.page_table, "cache_seqlens": length}
         if used.q is not None:
+            expect_shape("page_table", used.page_table, batch=batch, max_pages=None)
             copies = 2
             call["cu_seqlens_q"] = _bounds(cu_seqlens_q, used.q, copies)
             call["page_table"] = used.page_table.repeat_interleave(copies, 0)
