@@ -103,14 +103,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     part, parts = shard(config)
     record = added(
-        json.loads(RECORD.read_text()), source_hash(), f"{part}/{parts} {marked}", counts
+        json.loads(RECORD.read_text()),
+        source_hash(),
+        f"{part}/{parts} {marked}",
+        counts,
+        versions(),
     )
-    RECORD.write_text(json.dumps({**record, **versions()}, indent=2) + "\n")
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def added(before: dict[str, Any], source: str, part: str, counts: dict[str, int]) -> dict[str, Any]:
+def added(
+    before: dict[str, Any], source: str, part: str, counts: dict[str, int], here: dict[str, str]
+) -> dict[str, Any]:
     """A record with one more part; anew, where it is of other sources, has that part already or is
-    in other shards.
+    in other shards. `here` is what the part ran with; devices of all parts are named.
     """
     shards = part.split()[0].split("/")[1]
     done = before.get("parts", [])
@@ -124,4 +130,8 @@ def added(before: dict[str, Any], source: str, part: str, counts: dict[str, int]
         "parts": done,
         "whole": len(done) == 2 * int(shards),
         **{outcome: counts[outcome] + before.get(outcome, 0) for outcome in OUTCOMES},
+        **here,
+        "device": "; ".join(
+            sorted({here["device"], *before.get("device", here["device"]).split("; ")})
+        ),
     }
