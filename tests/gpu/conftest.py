@@ -41,10 +41,9 @@ def shard(config: pytest.Config) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that share the tests out take turns at the GPUs, and have a CPU core each."""
+    """Processes that share the tests out take turns at the GPUs."""
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     if worker:
-        torch.set_num_threads(1)
         torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 

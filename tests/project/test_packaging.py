@@ -138,6 +138,16 @@ def test_one_oldest_python(metadata: Message) -> None:
     assert re.findall(r"^python_version = \"(.*)\"", tables(), re.M) == [PYTHONS[0]]
 
 
+def test_oldest_versions_are_those_tested(metadata: Message) -> None:
+    """`make test-oldest` installs the least versions of what is needed at run time."""
+    pinned = (ROOT / "constraints-oldest.txt").read_text()
+    found = re.findall(r"^(\w+)==(\S+)$", pinned, re.M)
+    least = [x for x in metadata.get_all("Requires-Dist", []) if "extra" not in x]
+    assert sorted(f"{name}>={version.removesuffix('.0')}" for name, version in found) == sorted(
+        least
+    )
+
+
 def links(text: str) -> Iterator[str]:
     return (match[1] for match in LINK.finditer(re.sub(r"```.*?```", "", text, flags=re.S)))
 

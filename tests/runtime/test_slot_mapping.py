@@ -94,8 +94,6 @@ def test_a_call_like_an_earlier_one_is_only_launched(monkeypatch: pytest.MonkeyP
     launched: list[Any] = []
 
     class Launcher:
-        device = None
-
         def __call__(self, call: Any, given: list[Tensor]) -> tuple[None, None]:
             launched.append(call)
             return None, None

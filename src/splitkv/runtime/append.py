@@ -21,7 +21,7 @@ from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_t
 from splitkv.runtime.call_cache import CallCache, device_to_enter, launch_on
 from splitkv.runtime.dispatch import is_plain
 
-calls: CallCache[AppendLauncher] = CallCache()
+calls: CallCache[Callable[[Append, list[Tensor]], Result]] = CallCache()
 
 
 def append(call: Append, check: Callable[[Append], None] | None = None) -> Result:
@@ -43,9 +43,9 @@ def append(call: Append, check: Callable[[Append], None] | None = None) -> Resul
             tensors.append(x)
             given += 1
     options = given, *(() if call.rotary is None else call.rotary[3:])
-    launcher = calls.match(options, tensors)
-    if launcher is not None:
-        return launch_on(device_to_enter(call.k_cache), launcher, call, tensors)
+    bound = calls.match(options, tensors)
+    if bound is not None:
+        return bound(call, tensors)
     if check is not None:
         check(call)
     if not is_plain(*tensors):
@@ -56,8 +56,11 @@ def append(call: Append, check: Callable[[Append], None] | None = None) -> Resul
 def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
     if not call.k_cache.is_cuda:
         return append_in_torch(call)
-    launcher = calls.get_or_bind(options, tensors, partial(AppendLauncher, call))
-    return launch_on(device_to_enter(call.k_cache), launcher, call, tensors)
+    return calls.get_or_bind(options, tensors, partial(_bind, call))(call, tensors)
+
+
+def _bind(call: Append) -> Callable[[Append, list[Tensor]], Result]:
+    return partial(launch_on, device_to_enter(call.k_cache), AppendLauncher(call))
 
 
 def _through_operator(call: Append) -> Result:
