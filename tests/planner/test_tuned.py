@@ -164,14 +164,29 @@ def test_a_committed_table_says_where_it_is_from(path: Path) -> None:
 def test_rows_are_made_when_they_are_looked_at(path: Path) -> None:
     """And found by sizes that are those of their problems."""
     opened, loaded = tuned.opened(path), tuned.load(path)
-    assert opened.places == loaded.places
+    assert opened.classes == loaded.classes
     assert isinstance(opened.measured, tuned.Rows) and not opened.measured._made
     choose = tuned.with_table(opened), tuned.with_table(loaded)
     for keys in (1000, 9000):
         whole, few = (policy(problem(3, keys), H200, ABLE) for policy in choose)
         assert few == whole
     assert 0 < len(opened.measured._made) <= 3 * tuned.NEIGHBOURS
+    assert len(opened._places) == 1 < len(opened.classes), "placed is the class that was asked for"
     assert [*opened.measured] == [*loaded.measured] == opened.measured[:]
+
+
+@pytest.mark.parametrize("path", sorted(tuned.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_file_is_read_by_lines_or_as_any_json(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thousands of plans are parsed where another program has laid it out, and not else."""
+    parsed, loads = list[int](), json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(len(text)) or loads(text))
+    tuned.with_table(tuned.opened(path))(problem(3), H200, ABLE)
+    assert 0 < sum(parsed) < path.stat().st_size // 2
+    other = tmp_path / path.name
+    other.write_text(json.dumps(loads(path.read_text()), indent=2))
+    assert tuned.load(other) == tuned.load(path)
 
 
 # --- the file ----------------------------------------------------------------------------------

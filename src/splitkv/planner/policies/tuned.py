@@ -69,6 +69,8 @@ from splitkv.planner.policies.shared import (
 TABLES = Path(__file__).parent / "tables"
 SCHEMA = 1
 TUNED_BYTES = 2  # of an element of the problems that tables are made of
+# Between the rows of a file, which are its last value; before and behind them.
+NEXT_LINE, ROWS, ROWS_END = ",\n  ", '"rows": [\n  ', "\n ]\n}\n"
 DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "page_size")
 # Problems that count as near, octaves, and weights, by leaving timed problems out of the table in
 # turn: measurements/thresholds.md#tuned, as what follows.
@@ -107,24 +109,25 @@ class Measured:
 
 
 class Rows(Sequence[Measured]):
-    """The rows of a file as Measured, each made when it is first looked at: a plan asks for few.
+    """The rows of a file as Measured, each read when it is first looked at: a plan asks for few,
+    and a file has thousands of timed plans.
 
     shapes   kernels and tile shapes by number
-    rows     the values of `DIMS`, and plans as (number of the shape, number of splits, us)
+    lines    JSON of the values of `DIMS`, and of plans as [number of the shape, splits, us]
     """
 
-    def __init__(self, shapes: Sequence[tuple[str, Config]], rows: Sequence[Sequence[Any]]) -> None:
-        self._shapes, self._rows = shapes, rows
+    def __init__(self, shapes: Sequence[tuple[str, Config]], lines: Sequence[str]) -> None:
+        self._shapes, self._lines = shapes, lines
         self._made: dict[int, Measured] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._lines)
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[n] for n in range(*number.indices(len(self)))]
         if number not in self._made:
-            *sizes, plans = self._rows[number]
+            *sizes, plans = json.loads(self._lines[number])
             problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
             timed = []
             for shape, splits, us in plans:
@@ -137,9 +140,10 @@ class Rows(Sequence[Measured]):
         return (self[number] for number in range(len(self)))
 
     def sizes(self) -> Iterator[Sizes]:
-        """The Sizes of each problem, without making any."""
-        for *dims, _ in self._rows:
-            sizes = dict(zip(DIMS, dims, strict=True))
+        """The Sizes of each problem, without making any or reading its plans."""
+        dims = [line[: line.index("[", 1)].rstrip(", ") for line in self._lines]
+        for of_row in json.loads(f"[{'],'.join(dims)}]]" if dims else "[]"):
+            sizes = dict(zip(DIMS, of_row, strict=True))
             batch, kv_heads = sizes["batch"], sizes["num_kv_heads"]
             rows = sizes["seqlen_q"] * sizes["num_heads"] // kv_heads
             where = batch * kv_heads, sizes["seqlen_k"], rows, sizes["page_size"]
@@ -157,13 +161,25 @@ class Table:
     note: str = ""
 
     @cached_property
-    def places(self) -> dict[_Class, list[tuple[tuple[float, ...], int]]]:
-        """(where it stands, its number) of every problem, by class."""
+    def classes(self) -> dict[_Class, list[tuple[Sizes, int]]]:
+        """(sizes, number) of every problem, by class."""
         measured = self.measured
         sizes = measured.sizes() if isinstance(measured, Rows) else map(_sizes_of, measured)
-        found: dict[_Class, list[tuple[tuple[float, ...], int]]] = {}
+        found: dict[_Class, list[tuple[Sizes, int]]] = {}
         for number, of in enumerate(sizes):
-            found.setdefault(_class(of), []).append((_place(of), number))
+            found.setdefault(_class(of), []).append((of, number))
+        return found
+
+    @cached_property
+    def _places(self) -> dict[_Class, list[tuple[tuple[float, ...], int]]]:
+        return {}
+
+    def places(self, of: _Class) -> list[tuple[tuple[float, ...], int]]:
+        """(where it stands, its number) of every problem of a class."""
+        found = self._places.get(of)
+        if found is None:
+            found = [(_place(sizes), number) for sizes, number in self.classes.get(of, ())]
+            self._places[of] = found
         return found
 
 
@@ -187,7 +203,7 @@ def dump(table: Table) -> str:
     head = {"schema": SCHEMA, "gpu": table.gpu, **table.made, "columns": [*DIMS, "plans"]}
     parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     for name, lines in (("shapes", known), ("rows", rows)):
-        parts.append(f'"{name}": [\n  ' + ",\n  ".join(lines) + "\n ]")
+        parts.append(f'"{name}": [\n  ' + NEXT_LINE.join(lines) + "\n ]")
     return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
@@ -206,7 +222,7 @@ def opened(path: Path) -> Table:
     none."""
     expect(path.is_file(), "table", "a file that `splitkv tune` wrote", str(path))
     try:
-        data = json.loads(path.read_text())
+        data = _values(path.read_text())
     except ValueError:
         data = None
     schema = data.get("schema") if isinstance(data, dict) else None
@@ -218,7 +234,20 @@ def opened(path: Path) -> Table:
         raise
 
 
-def _parsed(data: dict[str, Any]) -> Table:
+def _values(text: str) -> Any:
+    """The values of a file, the rows that `dump` wrote left as the lines that they are: a hundred
+    thousand characters of JSON take longer than a plan."""
+    head, begun, rest = text.partition(ROWS)
+    if begun and rest.endswith(ROWS_END):
+        lines = rest.removesuffix(ROWS_END).split(NEXT_LINE)
+        return json.loads(f'{head}"rows": []}}') | {"rows": lines}
+    data = json.loads(text)  # no table, or one that another program has laid out
+    if isinstance(data, dict) and isinstance(data.get("rows"), list):
+        data["rows"] = [json.dumps(row) for row in data["rows"]]
+    return data
+
+
+def _parsed(data: Any) -> Table:
     known = [(kernel, Config(**shape)) for kernel, shape in data["shapes"]]
     made = {
         n: x for n, x in data.items() if n not in ("schema", "gpu", "columns", "shapes", "rows")
@@ -502,7 +531,7 @@ def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]
     """(octaves away, measured) of the problem's class, the nearest first."""
     if problem.codec == AS_IS and problem.kind == "decode":
         sizes = sizes_of(problem)
-        here, alike = _place(sizes), table.places.get(_class(sizes), ())
+        here, alike = _place(sizes), table.places(_class(sizes))
         away = ((math.dist(here, place), number) for place, number in alike)
         for octaves, number in sorted(pair for pair in away if pair[0] <= MAX_OCTAVES):
             yield octaves, table.measured[number]
