@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -177,9 +178,10 @@ def bind_to_addresses(
     function, fixed, as_tuple = calling
     x, y, z = (*launched.grid, 1, 1)[:3]
     number = {name: n for n, name in enumerate(names)}
+    absent = len(names)  # a launch finds None there
     template: list[Any] = []
     pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
-    records: list[tuple[int, list[int | None]]] = []
+    records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
     maps: list[tuple[int, int, TensorMaps]] = []
     for name, value in zip(launched.kernel.arg_names, launched.arguments, strict=True):
         address = per_call.get(name)
@@ -187,7 +189,9 @@ def bind_to_addresses(
             template.append(value)
         elif isinstance(address, tuple):
             given = zip(address, value, strict=True)
-            records.append((len(template), [None if v is None else number[a] for a, v in given]))
+            places = [absent if v is None else number[a] for a, v in given]
+            assert len(places) > 1, f"{name}: expected a record of several pointers, got {value}"
+            records.append((len(template), itemgetter(*places)))
             template.append(None)
         elif hasattr(value, "block_shape"):
             kept = TensorMaps(compiled, len(maps), value.shape, value.strides)
@@ -203,8 +207,9 @@ def bind_to_addresses(
             args[at] = addresses[n]
         for at, kept, n in made_of_maps:
             args[at] = kept[addresses[n]][0]
+        every = (*addresses, None)
         for at, items in records:
-            args[at] = tuple([None if n is None else addresses[n] for n in items])
+            args[at] = items(every)
         if as_tuple:
             function(x, y, z, stream, *fixed, tuple(args))
         else:
@@ -232,12 +237,15 @@ def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
 
 def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) -> Launch:
     """Binds a launch, in Triton's own way where there is no other; arguments are addresses."""
+    launch = bind(compiled, grid, tail)
+    if launch is not None:
+        return launch
     run, tail = compiled[grid], tuple(tail)
 
     def through_triton(stream: int, *args: Any) -> None:
         run(*args, *tail, stream=stream)
 
-    return bind(compiled, grid, tail) or through_triton
+    return through_triton
 
 
 def _holding(compiled: Any, launch: Launch) -> Launch:
@@ -568,11 +576,30 @@ class Sequences(Allocations):
         softcap,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        tensors = cu_q, cu_k, lens, table, sink, q_scale, k_scale, v_scale
-        others = [None if x is None else x.data_ptr() for x in tensors]
         given = at_q | at_k | at_v
-        for at in others:
-            given |= at or 0
+        at_cu_q = at_cu_k = at_lens = at_table = at_sink = None
+        at_q_scale = at_k_scale = at_v_scale = None
+        if cu_q is not None:
+            at_cu_q = cu_q.data_ptr()
+            given |= at_cu_q
+        if cu_k is not None:
+            at_cu_k = cu_k.data_ptr()
+            given |= at_cu_k
+        if lens is not None:
+            at_lens = lens.data_ptr()
+            given |= at_lens
+        if table is not None:
+            at_table = table.data_ptr()
+            given |= at_table
+        if sink is not None:
+            at_sink = sink.data_ptr()
+            given |= at_sink
+        if q_scale is not None:
+            at_q_scale = q_scale.data_ptr()
+            given |= at_q_scale
+        if k_scale is not None:
+            at_k_scale, at_v_scale = k_scale.data_ptr(), v_scale.data_ptr()
+            given |= at_k_scale | at_v_scale
         if out is not None:
             given |= out.data_ptr()
         if given & 15 or observed():
@@ -582,8 +609,11 @@ class Sequences(Allocations):
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
         maps, final = (at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse)
-        at_cu_q, at_sink = others[0], others[4]
-        rest = tuple(others[:4]), at_sink, tuple(others[5:]), scale, softcap
+        lengths, scales = (
+            (at_cu_q, at_cu_k, at_lens, at_table),
+            (at_q_scale, at_k_scale, at_v_scale),
+        )
+        rest = lengths, at_sink, scales, scale, softcap
         if not self.numel:
             self.launch(stream, maps, final, None, None, *rest)
             return out, lse

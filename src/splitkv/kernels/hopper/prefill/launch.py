@@ -24,7 +24,7 @@ from splitkv.kernels.host.relaunch import (
     in_clusters,
     observed,
 )
-from splitkv.kernels.host.sequence_sizes import bounds_of, lse_strides, scoring_of
+from splitkv.kernels.host.sequence_sizes import bounds_of, lse_strides, scale_and_softcap
 from splitkv.kernels.host.sequences import (
     SequenceLauncher,
     SequenceSplits,
@@ -206,7 +206,7 @@ class HopperLauncher(SequenceLauncher):
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), through Triton or with what it compiled before."""
         x = operands
-        scale, softcap = scoring_of(x, None)[:2]
+        scale, softcap = scale_and_softcap(x)
         others = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.sink_logits
         scales = x.q_scale, x.k_scale, x.v_scale
         if self.again is not None:
