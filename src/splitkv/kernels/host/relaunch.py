@@ -19,16 +19,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import triton
 from triton.compiler.compiler import make_backend
 
+from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order
-
-if TYPE_CHECKING:
-    import torch
 
 Launch = Callable[..., None]
 """`launch(stream, *args)`: args as the kernel's parameters up to the bound tail, addresses for
@@ -194,7 +193,7 @@ def bind_to_addresses(
             records.append((len(template), itemgetter(*places)))
             template.append(None)
         elif hasattr(value, "block_shape"):
-            kept = TensorMaps(compiled, len(maps), value.shape, value.strides)
+            kept = TensorMaps(tile_of(compiled, len(maps)), value.shape, value.strides)
             maps.append((len(template), number[address], kept))
             template += [None, *value.shape, *value.strides]
         else:
@@ -262,9 +261,11 @@ def _calling(compiled: Any) -> _Calling | None:
     """Triton's C function, what it is given between stream and arguments, and whether these are one
     tuple. None where calling it so is not known to be all that Triton's launcher does.
     """
-    if compiled not in _callings:
-        _callings[compiled] = _recorded(compiled)
-    return _callings[compiled]
+    try:
+        return _callings[compiled]
+    except KeyError:
+        found = _callings[compiled] = _recorded(compiled)
+        return found
 
 
 def _recorded(compiled: Any) -> _Calling | None:
@@ -310,26 +311,35 @@ class JustAddresses(dict[int, tuple[Any, ...]]):
 JUST_ADDRESSES = JustAddresses()
 
 
+class Tile(NamedTuple):
+    """The tile of a tensor descriptor that a kernel is compiled for, in the terms of the driver."""
+
+    swizzle: Any
+    element_bytes: int
+    element_type: int
+    block: Any
+
+
+def tile_of(compiled: Any, index: int) -> Tile:
+    """The Tile of a kernel's descriptor of this number."""
+    meta = compiled.metadata.tensordesc_meta[index]
+    assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
+    driver = sys.modules[type(compiled.run).__module__]
+    element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return Tile(meta["swizzle"], meta["elem_size"], element_type, meta["block_size"])
+
+
 class TensorMaps(dict[int, tuple[Any, ...]]):
     """Arguments of the C function in the place of one tensor descriptor, made once an address.
 
-    compiled, index  the kernel, and which of its descriptors: `metadata.tensordesc_meta[index]` has
-                     the tile, its swizzle and the type
     shape, strides   of the tensor, in elements; the last stride is 1
 
     `maps[address]` is (CUtensorMap, *shape, *strides). A map holds an address and a layout and no
     memory, so it stays right when the memory is freed and taken again. Out of bounds reads 0.
     """
 
-    def __init__(
-        self, compiled: Any, index: int, shape: Sequence[int], strides: Sequence[int]
-    ) -> None:
-        meta = compiled.metadata.tensordesc_meta[index]
-        assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
-        driver = sys.modules[type(compiled.run).__module__]
-        element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-        self.tile = meta["swizzle"], meta["elem_size"], element_type, meta["block_size"]
-        self.layout = tuple(shape), tuple(strides)
+    def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.tile, self.layout = tile, (tuple(shape), tuple(strides))
 
     __call__ = dict.__getitem__
 
@@ -387,10 +397,6 @@ class Allocations:
         acc: int,
         rows: int,
     ) -> None:
-        import torch
-
-        from splitkv.kernels.host import workspace
-
         self.merge = merge
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse: Any = None
@@ -598,8 +604,11 @@ class Sequences(Allocations):
             at_q_scale = q_scale.data_ptr()
             given |= at_q_scale
         if k_scale is not None:
-            at_k_scale, at_v_scale = k_scale.data_ptr(), v_scale.data_ptr()
-            given |= at_k_scale | at_v_scale
+            at_k_scale = k_scale.data_ptr()
+            given |= at_k_scale
+        if v_scale is not None:
+            at_v_scale = v_scale.data_ptr()
+            given |= at_v_scale
         if out is not None:
             given |= out.data_ptr()
         if given & 15 or observed():

@@ -23,6 +23,7 @@ from splitkv.kernels.host.relaunch import (
     bind_to_descriptors,
     in_clusters,
     observed,
+    tile_of,
 )
 from splitkv.kernels.host.sequence_sizes import bounds_of, lse_strides, scale_and_softcap
 from splitkv.kernels.host.sequences import (
@@ -265,8 +266,9 @@ class HopperLauncher(SequenceLauncher):
         if observed():
             return None
         given = [made for made in descriptors.values() if made is not None]
-        maps = iter([TensorMaps(compiled, n, x.shape, x.strides) for n, x in enumerate(given)])
-        each = [None if descriptors[name] is None else next(maps) for name in DESCRIPTORS]
+        tiles = (tile_of(compiled, n) for n in range(len(given)))
+        made = (TensorMaps(tile, x.shape, x.strides) for tile, x in zip(tiles, given, strict=True))
+        each = [None if descriptors[name] is None else next(made) for name in DESCRIPTORS]
         bound, out = self.bound, final.out_ptr
         tail = tail_in_order(bound.kernel(), PER_CALL, bound.fixed)
         launch = bind_to_descriptors(compiled, bound.grid, tail, each)
