@@ -12,11 +12,11 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
 from splitkv.core.tiles import ceil_div, next_power_of_2
 from splitkv.kernels.combine import SHARED_TILES, UNUSED, Final, Partial, combine, merge_tiles
+from splitkv.kernels.host import workspace
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.partition import grid, packed_rows
 from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of, observed
-from splitkv.kernels.host.workspace import partials
 from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.codec import Scales
 from splitkv.kernels.tile.visit import Strides
@@ -287,7 +287,7 @@ class DecodeLauncher:
         rebind: Callable[[Plan, Operands], DecodeLauncher | None] = lambda plan, operands: None,
     ) -> None:
         problem = plan.problem
-        self.plan, self.split, self.partials = plan, split, partials
+        self.plan, self.split, self.partials = plan, split, workspace.partials
         self.rebind, self.other = rebind, cast("DecodeLauncher | None", None)
         self.key_scales = problem.codec.granularity == "token"
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
