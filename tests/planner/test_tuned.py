@@ -244,6 +244,15 @@ def test_what_was_fastest_is_chosen_for_what_was_measured(
     assert exact >= 20
 
 
+def test_models_of_near_problems_are_made_once_for_all_lengths() -> None:
+    near = [Measured(problem(3, keys), (timed(4, 9.0),)) for keys in (5000, 6000, 7000)]
+    choose, made = tuned.with_table(table(*near)), tuned._model_of.cache_info
+    choose(problem(3, 4096), H200, ABLE)
+    before = made().misses
+    choose(problem(3, 4096 + 256), H200, ABLE)
+    assert 0 < made().misses - before <= len(ABLE), "of the problem itself"
+
+
 def test_a_sixteenth_more_keys_are_the_same_problem() -> None:
     """As a call is planned for: 4100 keys as 4352."""
     best = timed(7, 5.0, tile_n=128, num_stages=2)

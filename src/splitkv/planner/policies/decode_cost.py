@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, KiB, MiB
 from splitkv.core.kv import AS_IS, Paged
@@ -455,6 +456,7 @@ def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config]
     known: dict[Config, Shape] = {}
     constants = constants_of(kernel)
 
+    @cache
     def seconds(config: Config) -> float:
         key = config if config.merge == "cluster" else config.shape
         if key not in known:

@@ -42,7 +42,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -491,8 +491,7 @@ class _Local:
     def model(self, problem: Problem) -> Callable[[str, Config], float]:
         """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
         models = {
-            name: decode_cost.model(problem, self.device, kernel)
-            for name, kernel in self.kernels.items()
+            name: _model_of(problem, self.device, kernel) for name, kernel in self.kernels.items()
         }
         return lambda kernel, config: models[kernel](config)
 
@@ -525,6 +524,11 @@ class _Local:
         )
         log = _mean([(PRIOR, self.means[choice.kernel]), *alike])
         return self.here(choice.kernel, config) * math.exp(log)
+
+
+@lru_cache(maxsize=1024)  # near problems are the same for one length and the next
+def _model_of(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:
+    return decode_cost.model(problem, device, kernel)
 
 
 def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]:
