@@ -254,7 +254,7 @@ def described(x: Tensor) -> list[Any]:
 def test_a_tensor_map_is_triton_s_own(filled: list[tuple[Any, ...]]) -> None:
     x = torch.zeros(512, 256, dtype=torch.bfloat16)[:, :128]
     compiled = compiled_with(installed(CFunction()), [None, META])
-    maps = relaunch.TensorMaps(compiled, 1, x.shape, x.stride())
+    maps = relaunch.TensorMaps(relaunch.tile_of(compiled, 1), x.shape, x.stride())
     ours, theirs = maps[x.data_ptr()], described(x)
     assert ours[1:] == tuple(theirs[1:]) == (512, 128, 256, 1)
     assert [list(a) if isinstance(a, list | tuple | torch.Size) else a for a in filled[0]] == [
@@ -262,9 +262,13 @@ def test_a_tensor_map_is_triton_s_own(filled: list[tuple[Any, ...]]) -> None:
     ]
 
 
+def maps_of(compiled: Any, index: int, length: int) -> relaunch.TensorMaps:
+    return relaunch.TensorMaps(relaunch.tile_of(compiled, index), (length, 128), (128, 1))
+
+
 def test_a_tensor_map_is_made_once(filled: list[tuple[Any, ...]]) -> None:
     compiled = compiled_with(installed(CFunction()), [META])
-    keys, values = (relaunch.TensorMaps(compiled, 0, (n, 128), (128, 1)) for n in (512, 256))
+    keys, values = (maps_of(compiled, 0, n) for n in (512, 256))
     first = keys[0x1000]
     assert keys[0x1000] is first and len(filled) == 1
     assert keys[0x2000] != first and len(filled) == 2
@@ -277,7 +281,7 @@ def test_tensor_maps_are_bounded(
 ) -> None:
     monkeypatch.setattr(relaunch, "MAX_MAPS", 5)
     compiled = compiled_with(installed(CFunction()), [META])
-    several = [relaunch.TensorMaps(compiled, 0, (n, 128), (128, 1)) for n in (8, 16)]
+    several = [maps_of(compiled, 0, n) for n in (8, 16)]
     for i in range(1, 30):
         assert several[i % 2][i << 12][1:] == (8 << i % 2, 128, 128, 1)
         assert 0 < sum(len(maps) for maps in several) <= 5
@@ -294,7 +298,10 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
 
     compiled = compiled_with(launcher(expanding), [META, META])
     of_triton = compiled_with(installed(function), [META, META])
-    maps = [relaunch.TensorMaps(of_triton, i, (512 >> i, 128), (128, 1)) for i in range(2)]
+    maps = [
+        relaunch.TensorMaps(relaunch.tile_of(of_triton, i), (512 >> i, 128), (128, 1))
+        for i in range(2)
+    ]
     by_hand = relaunch.bind(compiled, GRID, (64,))
     bound = relaunch.bind_to_maps(compiled, GRID, (64,), *maps)
     assert by_hand is not None and bound is not None
@@ -313,7 +320,10 @@ def test_a_launch_with_descriptors_first(
 ) -> None:
     function = CFunction()
     of_triton = compiled_with(installed(function), [META, META])
-    maps = [relaunch.TensorMaps(of_triton, i, (512 >> i, 128), (128, 1)) for i in range(2)]
+    maps = [
+        relaunch.TensorMaps(relaunch.tile_of(of_triton, i), (512 >> i, 128), (128, 1))
+        for i in range(2)
+    ]
     compiled = compiled_with(launcher(function), [META, META])
     bound = relaunch.bind_to_descriptors(compiled, GRID, (64,), [maps[0], None, maps[1]])
     assert bound is not None

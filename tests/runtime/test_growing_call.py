@@ -7,8 +7,10 @@ support/fake_gpu.py.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,14 +22,16 @@ from torch import Tensor
 
 import splitkv
 from splitkv.kernels.host import relaunch
+from splitkv.kernels.host.launcher import DecodeLauncher
 from splitkv.planner import registry
 from splitkv.runtime import dispatch, growing_call
 from splitkv.runtime.growing_call import GrowingCall
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 FIRST, STEPS = 500, 80  # three buckets
-# Functions that Python calls for a new length, C functions counted.
-MOST_CALLS = 150
+# Functions that Python calls for a new length, C functions counted; and where it makes ready a part
+# of what the next bucket needs.
+MOST_CALLS, MOST_CALLS_READY = 100, 350
 Caches = dict[str, Any]
 
 
@@ -240,11 +244,20 @@ def growing(n: int = FIRST) -> tuple[Tensor, Caches]:
     return q, caches
 
 
+def grown_again() -> Tensor:
+    """A query for caches that grow from FIRST on, where a growth like it has compiled all."""
+    for n in range(FIRST, FIRST + STEPS):
+        splitkv.decode(query(of_heads(n)), **of_heads(n))
+    dispatch.calls.clear()
+    return growing()[0]
+
+
 def test_few_functions_are_called_for_a_new_length(gpu: Recorded) -> None:
-    """Counted, as times depend on the machine."""
-    q, _ = growing()
-    counts = []
-    for n in range(FIRST + 1, FIRST + 8):
+    """Counted, as times depend on the machine; also for the first length of a bucket."""
+    q = grown_again()
+    counts = {}
+    bucket = registry.rounded_up(FIRST)
+    for n in range(FIRST + 1, bucket + 4):
         caches, count = of_heads(n), [0]
 
         def counted(frame: Any, event: str, arg: Any, count: list[int] = count) -> None:
@@ -256,8 +269,64 @@ def test_few_functions_are_called_for_a_new_length(gpu: Recorded) -> None:
             splitkv.decode(q, **caches)
         finally:
             sys.setprofile(before)
-        counts.append(count[0])
-    assert max(counts) <= MOST_CALLS
+        counts[n] = count[0]
+    first = bucket - growing_call.AHEAD + 1
+    ready = [counts.pop(n) for n in range(first, first + 3)]
+    assert max(counts.values()) <= MOST_CALLS
+    assert min(ready) > MOST_CALLS and max(ready) <= MOST_CALLS_READY
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done for a bucket, in its order."""
+    done: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: done.append(name) or function(*given, **named)
+
+    plan, keep, init = growing_call.plan_at_length, DecodeLauncher.keep, DecodeLauncher.__init__
+    monkeypatch.setattr(growing_call, "plan_at_length", noted("plan", plan))
+    monkeypatch.setattr(DecodeLauncher, "__init__", noted("bind", init))
+    monkeypatch.setattr(DecodeLauncher, "keep", noted("keep", keep))
+    return done
+
+
+def test_what_a_bucket_takes_is_done_once_and_a_third_in_a_step(
+    gpu: Recorded, steps: list[str]
+) -> None:
+    q = grown_again()
+    steps.clear()
+    done: list[str] = []
+    for n in range(FIRST + 1, FIRST + STEPS):
+        splitkv.decode(q, **of_heads(n))
+        assert len(steps) <= 1
+        done += steps
+        steps.clear()
+    assert done == 3 * ["plan", "bind", "keep"], "of buckets up to 544, 576 and 608 keys"
+
+
+@pytest.mark.parametrize("begun", [0, 1, 2])
+def test_a_bucket_that_nobody_was_near_takes_all_at_once(
+    begun: int, gpu: Recorded, steps: list[str]
+) -> None:
+    """And what was begun for it is not begun again."""
+    q, last = grown_again(), registry.rounded_up(FIRST)
+    for n in range(last - begun + 1, last + 1):
+        splitkv.decode(q, **of_heads(n))
+    steps.clear()
+    splitkv.decode(q, **of_heads(last + 1))
+    assert steps == ["plan", "bind", "keep"][begun:]
+
+
+def test_no_cache_is_held_for_a_bucket_to_come(gpu: Recorded) -> None:
+    q, last = grown_again(), registry.rounded_up(FIRST)
+    for n in range(last - growing_call.AHEAD + 1, last - growing_call.AHEAD + 4):
+        caches = of_heads(n)
+        held = [weakref.ref(x) for x in caches.values()]
+        splitkv.decode(q, **caches)
+        del caches
+        gc.collect()
+        assert [x() for x in held] == [None, None]
 
 
 def test_a_new_length_is_neither_described_nor_planned(
@@ -267,8 +336,9 @@ def test_a_new_length_is_neither_described_nor_planned(
     for name in ("run_decode", "describe_decode", "make_plan"):
         monkeypatch.setattr(dispatch, name, pytest.fail)
     monkeypatch.setattr(growing_call, "plan_at_length", pytest.fail)
-    assert registry.rounded_up(FIRST + 14) == registry.rounded_up(FIRST + 28)
-    for n in range(FIRST + 14, FIRST + 28):
+    last = registry.rounded_up(FIRST + 14) - growing_call.AHEAD
+    assert last - FIRST - 14 >= 6
+    for n in range(FIRST + 14, last + 1):
         splitkv.decode(q, **of_heads(n))
 
 

@@ -204,3 +204,21 @@ def test_pieces_of_the_workspace_lie_apart(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(end <= begin for (_, end), (begin, _) in zip(ends, ends[1:], strict=False))
     assert ends[-1][1] <= found.new_memory().numel()
     assert all(offset % 4 == 0 for offset, _ in ends)
+    assert "sink_sums" not in found.offsets and found.new_sink_sums is not None
+    assert found.new_sink_sums().shape == made["sink_sums"].shape
+
+
+def test_few_torch_operations_make_the_gradient_of_sinks(gpu: Recorded) -> None:
+    """Those that add up and round what a kernel leaves: nothing is cut out of a workspace."""
+    forward, leaves = CALLS["sinks"]()
+    grad = torch.randn_like(forward().detach())
+    for _ in range(2):
+        torch.autograd.grad(forward(), leaves, grad)
+    out = forward()
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(out, leaves, grad)
+    made = [event.name for event in profile.events() if event.name.startswith("aten::")]
+    outer = [
+        name for name in made if name in ("aten::slice", "aten::view", "aten::sum", "aten::to")
+    ]
+    assert outer == ["aten::sum", "aten::to"]

@@ -192,7 +192,8 @@ def expect_divides(argument: str, value: int, /, **divisor: int) -> None:
 def expect_one_of(argument: str, value: object, options: Iterable[object], hint: str = "") -> None:
     """One of a closed list."""
     known = tuple(options)
-    expect(value in known, argument, _either([repr(option) for option in known]), value, hint)
+    if value not in known:
+        expect(False, argument, _either([repr(option) for option in known]), value, hint)
 
 
 def expect_none_with(argument: str, value: object, other: str) -> None:

@@ -333,13 +333,13 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     def relaunch(compiled: Any) -> Launch:
         return launch_of(compiled, programs, tail.arguments)
 
-    def at_length(compiled: Any, operands: Operands) -> Launch:
-        return launch_of(compiled, programs, tail.at_length(operands))
+    def at_lengths(compiled: Any) -> Any:
+        return lambda operands: launch_of(compiled, programs, tail.at_length(operands))
 
     def variant() -> Hashable:
         return tail.variant(), config.num_warps, partial_rows(plan) > 0
 
-    return SplitKernel(launch, relaunch, at_length, variant)
+    return SplitKernel(launch, relaunch, at_lengths, variant)
 
 
 def bind(plan: Plan, operands: Operands) -> DecodeLauncher | StepLauncher:

@@ -13,7 +13,7 @@ from splitkv.core.errors import (
     expect_int,
     expect_one_of,
 )
-from splitkv.core.plan import Choice, Kernel, Plan
+from splitkv.core.plan import Choice, Config, Kernel, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.variants import Plain
 from splitkv.kernels import records
@@ -150,7 +150,10 @@ def _decided(
     why = choice.why
     if asked is not problem:
         why += f"; decided as for {asked.seqlen_k} keys"
-    return completed(Plan(problem, device, name, choice.kernel, choice.config, why, rejected))
+    kernel = kernel_named(choice.kernel)
+    config = _with_variant(problem, device, kernel, choice.config)
+    gradients = backward.choose(problem, device, kernel)
+    return Plan(problem, device, name, kernel.name, config, why, rejected, gradients)
 
 
 def completed(plan: Plan) -> Plan:
@@ -158,15 +161,20 @@ def completed(plan: Plan) -> Plan:
     that has several, where the config has none, and what makes the gradients, where the plan lacks
     them. What is there already stays."""
     kernel, problem, device = kernel_named(plan.kernel), plan.problem, plan.device
-    config, gradients = plan.config, plan.backward
-    if isinstance(config.variant, Plain) and kernel.name in CHOOSERS:
-        legal = kernel.variants(problem, device, config)
-        config = replace(config, variant=CHOOSERS[kernel.name](problem, config, legal))
+    config, gradients = _with_variant(problem, device, kernel, plan.config), plan.backward
     if gradients is None:
         gradients = backward.choose(problem, device, kernel)
     if config is plan.config and gradients is plan.backward:
         return plan
     return replace(plan, config=config, backward=gradients)
+
+
+def _with_variant(problem: Problem, device: Device, kernel: Kernel, config: Config) -> Config:
+    """The config, with a chosen variant where it has none and the kernel has several."""
+    if not isinstance(config.variant, Plain) or kernel.name not in CHOOSERS:
+        return config
+    legal = kernel.variants(problem, device, config)
+    return replace(config, variant=CHOOSERS[kernel.name](problem, config, legal))
 
 
 def _keep(key: Hashable, choice: Choice) -> None:

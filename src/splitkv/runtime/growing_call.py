@@ -9,6 +9,10 @@ length and outer strides of the caches are free.
 
 What Triton compiles for strides by value is part of what a bucket is known by: whether they are 1,
 multiples of 16, or more than 32 bits hold.
+
+What a bucket takes on the host, ten times a new length, is done in the last steps of the bucket
+before: its plan in one of them, the binding in another, the launches in a third, each behind the
+launches of the step itself. A bucket that is entered in another way takes all of it at once.
 """
 
 from __future__ import annotations
@@ -41,9 +45,13 @@ class CacheLayout(NamedTuple):
     scales: tuple[int, ...] | None
 
 
+AHEAD = 8
+"""Keys before the end of a bucket from which on the next one is made ready."""
 K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
 Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
+Bucket = tuple[Alignment, int]
+"""What a plan and its kernels are for: an alignment, and the longest caches."""
 
 
 compiled: dict[Hashable, tuple[Any, Any]] = {}
@@ -141,7 +149,8 @@ class GrowingCall:
         self.types = types_of(operands)
         self.by_token = problem.codec.granularity == "token"
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
-        self.buckets: dict[tuple[Alignment, int], DecodeLauncher] = {}
+        self.buckets: dict[Bucket, DecodeLauncher] = {}
+        self.ahead: dict[Bucket, Plan | DecodeLauncher] = {}  # planned; bound
         self.latest: tuple[CacheLayout | None, Repeat | None] = (None, None)
         self.bound: tuple[CacheLayout | None, Launcher | None] = (None, None)  # to one length
 
@@ -150,12 +159,17 @@ class GrowingCall:
         be called instead."""
         here = self.layout_of(k, v, rest[K_SCALE])
         layout, again = self.latest
-        if again is None or layout != here:
-            operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
-            again = self.at_length(here, operands)
-            if again is None:
-                return None
-        return again.call(q, k, v, *rest)
+        if again is not None and layout == here:
+            return again.call(q, k, v, *rest)
+        operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
+        alignment, longest = alignment_of(here, operands), rounded_up(here.length)
+        again = self.at_length(here, (alignment, longest), operands)
+        if again is None:
+            return None
+        done = again.call(q, k, v, *rest)
+        if done is not None and here.length > longest - AHEAD:
+            self.make_ready((alignment, rounded_up(longest + 1)), operands)
+        return done
 
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream, through Triton where nothing is compiled for
@@ -178,49 +192,58 @@ class GrowingCall:
             return launcher(x)
         x.seqlen_k = here.length
         alignment = alignment_of(here, x)
-        plan = self.planned(here, alignment, x)
+        plan = self.planned(rounded_up(here.length), alignment, x)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
         self.bound = here, made
         result: Result = made(x)
         if plan.kernel in GROWS and made.compiled is not None:
+            bucket = alignment, plan.problem.seqlen_k
             compiled[self.types, alignment, made.variant()] = made.compiled
-            self.buckets[alignment, plan.problem.seqlen_k] = made
+            self.buckets[bucket] = made
+            self.ahead.pop(bucket, None)
         return result
 
-    def at_length(self, here: CacheLayout, operands: Operands) -> Repeat | None:
+    def at_length(self, here: CacheLayout, bucket: Bucket, operands: Operands) -> Repeat | None:
         """A launch of compiled kernels for caches of this length; None where there are none."""
-        alignment = alignment_of(here, operands)
-        bucket = alignment, rounded_up(here.length)
         operands.seqlen_k = here.length
+        while bucket not in self.buckets and self.make_ready(bucket, operands):
+            pass
         launcher = self.buckets.get(bucket)
         if launcher is None:
-            launcher = self.of_bucket(here, alignment, operands)
-            if launcher is None:
-                return None
-            self.buckets[bucket] = launcher
+            return None
         again = launcher.at_length(operands)
         self.latest = here, again
         return again
 
-    def of_bucket(
-        self, here: CacheLayout, alignment: Alignment, operands: Operands
-    ) -> DecodeLauncher | None:
-        """A launcher for a bucket, where kernels that were compiled for others are its own, too."""
-        if alignment not in self.plans:
-            return None
-        plan = self.planned(here, alignment, operands)
-        if plan.kernel not in GROWS:
-            return None
-        made: Any = kernel_named(plan.kernel).bind(plan, operands)
-        kernels = compiled.get((self.types, alignment, made.variant()))
-        if kernels is None:
-            return None
-        made.keep(*kernels, operands.q.device)
-        return made  # type: ignore[no-any-return]
+    def make_ready(self, bucket: Bucket, operands: Operands) -> bool:
+        """Takes one of three steps to a launcher for a bucket: plans it, binds it, has it keep
+        kernels that were compiled for others and are its own, too. Whether another can follow.
 
-    def planned(self, here: CacheLayout, alignment: Alignment, operands: Operands) -> Plan:
+        Of the operands it takes the layout, so that each step may have those of another call.
+        """
+        alignment, longest = bucket
+        made: Any = self.ahead.pop(bucket, None)  # no other thread takes this step meanwhile
+        if made is None:
+            if alignment not in self.plans or bucket in self.buckets:
+                return False
+            made = self.planned(longest, alignment, operands)
+            more = made.kernel in GROWS
+        elif isinstance(made, Plan):
+            more = made.kernel in GROWS
+            made = kernel_named(made.kernel).bind(made, operands) if more else made
+        else:
+            more = False
+            kernels = compiled.get((self.types, alignment, made.variant()))
+            if kernels is not None:
+                made.keep(*kernels, operands.q.device)
+                self.buckets[bucket] = made
+                return False
+        self.ahead[bucket] = made
+        return more
+
+    def planned(self, longest: int, alignment: Alignment, operands: Operands) -> Plan:
         """The plan of the longest caches of a bucket."""
-        x, longest = operands, rounded_up(here.length)
+        x = operands
         known = self.plans.get(alignment)
         if known is not None and not (x.k.data_ptr() | x.v.data_ptr()) & 15:
             plan = plan_at_length(known, longest, self.num_splits)

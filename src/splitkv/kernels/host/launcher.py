@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-import triton
+import torch
 
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
+from splitkv.core.tiles import ceil_div, next_power_of_2
 from splitkv.kernels.combine import SHARED_TILES, UNUSED, Final, Partial, combine, merge_tiles
+from splitkv.kernels.host import workspace
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.partition import grid, packed_rows
@@ -18,9 +20,6 @@ from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of, observed
 from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.codec import Scales
 from splitkv.kernels.tile.visit import Strides
-
-if TYPE_CHECKING:
-    import torch
 
 
 class KV(NamedTuple):
@@ -53,6 +52,10 @@ BOUNDS = "left", "right", "sink_tokens", "chunk"
 """The arguments of a mask, in the order of `Mask.bounds`."""
 
 
+LaunchAtLength = Callable[[Operands], Launch | None]
+"""Gives a launch of a compiled kernel for contiguous caches of the length of these operands."""
+
+
 class SplitKernel(NamedTuple):
     """A decode kernel bound to one plan and one memory layout.
 
@@ -60,15 +63,15 @@ class SplitKernel(NamedTuple):
                name; the compiled kernel
     relaunch   relaunch(compiled): a function that launches it again, see `Repeat`; None: Triton has
                to, every time
-    at_length  at_length(compiled, operands): the same for contiguous caches of another length; None
-               also where lengths do not change
+    at_lengths at_lengths(compiled): the same for contiguous caches of every length; None also where
+               lengths do not change
     variant    variant(): what tells the kernel apart that Triton compiles, among those bound to
                operands with strides and addresses alike
     """
 
     launch: Callable[[dict[str, Any]], Any]
     relaunch: Callable[[Any], Launch | None]
-    at_length: Callable[[Any, Operands], Launch | None] = lambda compiled, operands: None
+    at_lengths: Callable[[Any], LaunchAtLength | None] = lambda compiled: None
     variant: Callable[[], Hashable] = object
 
 
@@ -96,7 +99,7 @@ def splits_of(plan: Plan) -> Splits:
 def batch_p2(plan: Plan) -> int:
     """The batch rounded up to a power of two, where programs find their sequence; or 1."""
     batched = plan.config.schedule == "batch"
-    return int(triton.next_power_of_2(plan.problem.batch)) if batched else 1
+    return next_power_of_2(plan.problem.batch) if batched else 1
 
 
 def partial_rows(plan: Plan) -> int:
@@ -121,11 +124,11 @@ def compile_options(num_warps: int) -> dict[str, Any]:
 def out_strides(plan: Plan, operands: Operands) -> Strides:
     """The strides of the output, as given or as it will be made."""
     problem, out = plan.problem, operands.out
-    if out is None:
-        out = operands.q.new_empty(
-            (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
-        )
-    return Strides(*out.stride()[:3])
+    if out is not None:
+        return Strides(*out.stride()[:3])
+    head = max(problem.head_dim_v, 1)  # torch has no smaller steps
+    token = max(problem.num_heads, 1) * head
+    return Strides(max(problem.seqlen_q, 1) * token, token, head)
 
 
 def split_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
@@ -256,7 +259,7 @@ def merge_of(plan: Plan, operands: Operands) -> Merge:
         "LAST_STEP": "short" if splits.programs or splits.most % tile_p else "full",
         "PREDECESSOR": "running" if pdl else "done",
     }
-    columns = triton.cdiv(problem.head_dim_v, tile_v)
+    columns = ceil_div(problem.head_dim_v, tile_v)
     overlapping = {"launch_pdl": True} if pdl else {}
     return Merge(
         (problem.num_kv_heads * problem.rows, problem.batch, columns),
@@ -283,12 +286,8 @@ class DecodeLauncher:
         split: SplitKernel,
         rebind: Callable[[Plan, Operands], DecodeLauncher | None] = lambda plan, operands: None,
     ) -> None:
-        import torch
-
-        from splitkv.kernels.host.workspace import partials
-
         problem = plan.problem
-        self.plan, self.split, self.partials = plan, split, partials
+        self.plan, self.split, self.partials = plan, split, workspace.partials
         self.rebind, self.other = rebind, cast("DecodeLauncher | None", None)
         self.key_scales = problem.codec.granularity == "token"
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
@@ -301,6 +300,7 @@ class DecodeLauncher:
         self.repeat: Callable[..., Any] | None = None
         self.compiled: tuple[Any, Any] | None = None
         self.again: Repeat | None = None
+        self.split_at_length: LaunchAtLength | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -313,8 +313,6 @@ class DecodeLauncher:
 
     def dispatch(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches through Triton, which compiles what these arguments need, and keeps that."""
-        import torch
-
         other = self.rebind_once(operands)
         if other is not None:
             return other.dispatch(operands)
@@ -357,9 +355,9 @@ class DecodeLauncher:
     def at_length(self, operands: Operands) -> Repeat | None:
         """A launch of the compiled kernels for contiguous caches of another length, for whose
         strides Triton would compile the same; None where none is known."""
-        if self.again is None or self.compiled is None:
+        if self.again is None or self.split_at_length is None:
             return None
-        split = self.split.at_length(self.compiled[0], operands)
+        split = self.split_at_length(operands)
         return None if split is None else self.again.with_split(split)
 
     def variant(self) -> Hashable:
@@ -379,6 +377,7 @@ class DecodeLauncher:
             named = COMBINE_PER_CALL if self.plan.config.appends else COMBINE_PER_CALL[:-1]
             merge = self.merge.relaunch(merged, named)
         self.compiled = compiled, merged
+        self.split_at_length = self.split.at_lengths(compiled)
         self.again = Repeat(
             later,
             merge,
@@ -401,8 +400,6 @@ def arguments_of(
     q, k, v = o.q, o.k, o.v
     native = not q.is_cuda or plan.device.capability >= (8, 9)
     if plan.problem.codec.name == "fp8" and not native:
-        import torch
-
         q, k, v = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q, k, v))
     scales = None if o.k_scale is None else Scales(o.k_scale, o.v_scale)
     of_keys = plan.problem.codec.granularity == "token"

@@ -17,17 +17,17 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import triton
 from triton.compiler.compiler import make_backend
 
+from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order
-
-if TYPE_CHECKING:
-    import torch
 
 Launch = Callable[..., None]
 """`launch(stream, *args)`: args as the kernel's parameters up to the bound tail, addresses for
@@ -177,9 +177,10 @@ def bind_to_addresses(
     function, fixed, as_tuple = calling
     x, y, z = (*launched.grid, 1, 1)[:3]
     number = {name: n for n, name in enumerate(names)}
+    absent = len(names)  # a launch finds None there
     template: list[Any] = []
     pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
-    records: list[tuple[int, list[int | None]]] = []
+    records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
     maps: list[tuple[int, int, TensorMaps]] = []
     for name, value in zip(launched.kernel.arg_names, launched.arguments, strict=True):
         address = per_call.get(name)
@@ -187,10 +188,12 @@ def bind_to_addresses(
             template.append(value)
         elif isinstance(address, tuple):
             given = zip(address, value, strict=True)
-            records.append((len(template), [None if v is None else number[a] for a, v in given]))
+            places = [absent if v is None else number[a] for a, v in given]
+            assert len(places) > 1, f"{name}: expected a record of several pointers, got {value}"
+            records.append((len(template), itemgetter(*places)))
             template.append(None)
         elif hasattr(value, "block_shape"):
-            kept = TensorMaps(compiled, len(maps), value.shape, value.strides)
+            kept = TensorMaps(tile_of(compiled, len(maps)), value.shape, value.strides)
             maps.append((len(template), number[address], kept))
             template += [None, *value.shape, *value.strides]
         else:
@@ -203,8 +206,9 @@ def bind_to_addresses(
             args[at] = addresses[n]
         for at, kept, n in made_of_maps:
             args[at] = kept[addresses[n]][0]
+        every = (*addresses, None)
         for at, items in records:
-            args[at] = tuple([None if n is None else addresses[n] for n in items])
+            args[at] = items(every)
         if as_tuple:
             function(x, y, z, stream, *fixed, tuple(args))
         else:
@@ -232,12 +236,15 @@ def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
 
 def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) -> Launch:
     """Binds a launch, in Triton's own way where there is no other; arguments are addresses."""
+    launch = bind(compiled, grid, tail)
+    if launch is not None:
+        return launch
     run, tail = compiled[grid], tuple(tail)
 
     def through_triton(stream: int, *args: Any) -> None:
         run(*args, *tail, stream=stream)
 
-    return bind(compiled, grid, tail) or through_triton
+    return through_triton
 
 
 def _holding(compiled: Any, launch: Launch) -> Launch:
@@ -254,9 +261,11 @@ def _calling(compiled: Any) -> _Calling | None:
     """Triton's C function, what it is given between stream and arguments, and whether these are one
     tuple. None where calling it so is not known to be all that Triton's launcher does.
     """
-    if compiled not in _callings:
-        _callings[compiled] = _recorded(compiled)
-    return _callings[compiled]
+    try:
+        return _callings[compiled]
+    except KeyError:
+        found = _callings[compiled] = _recorded(compiled)
+        return found
 
 
 def _recorded(compiled: Any) -> _Calling | None:
@@ -302,26 +311,35 @@ class JustAddresses(dict[int, tuple[Any, ...]]):
 JUST_ADDRESSES = JustAddresses()
 
 
+class Tile(NamedTuple):
+    """The tile of a tensor descriptor that a kernel is compiled for, in the terms of the driver."""
+
+    swizzle: Any
+    element_bytes: int
+    element_type: int
+    block: Any
+
+
+def tile_of(compiled: Any, index: int) -> Tile:
+    """The Tile of a kernel's descriptor of this number."""
+    meta = compiled.metadata.tensordesc_meta[index]
+    assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
+    driver = sys.modules[type(compiled.run).__module__]
+    element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return Tile(meta["swizzle"], meta["elem_size"], element_type, meta["block_size"])
+
+
 class TensorMaps(dict[int, tuple[Any, ...]]):
     """Arguments of the C function in the place of one tensor descriptor, made once an address.
 
-    compiled, index  the kernel, and which of its descriptors: `metadata.tensordesc_meta[index]` has
-                     the tile, its swizzle and the type
     shape, strides   of the tensor, in elements; the last stride is 1
 
     `maps[address]` is (CUtensorMap, *shape, *strides). A map holds an address and a layout and no
     memory, so it stays right when the memory is freed and taken again. Out of bounds reads 0.
     """
 
-    def __init__(
-        self, compiled: Any, index: int, shape: Sequence[int], strides: Sequence[int]
-    ) -> None:
-        meta = compiled.metadata.tensordesc_meta[index]
-        assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
-        driver = sys.modules[type(compiled.run).__module__]
-        element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-        self.tile = meta["swizzle"], meta["elem_size"], element_type, meta["block_size"]
-        self.layout = tuple(shape), tuple(strides)
+    def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.tile, self.layout = tile, (tuple(shape), tuple(strides))
 
     __call__ = dict.__getitem__
 
@@ -379,10 +397,6 @@ class Allocations:
         acc: int,
         rows: int,
     ) -> None:
-        import torch
-
-        from splitkv.kernels.host import workspace
-
         self.merge = merge
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse: Any = None
@@ -568,11 +582,33 @@ class Sequences(Allocations):
         softcap,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        tensors = cu_q, cu_k, lens, table, sink, q_scale, k_scale, v_scale
-        others = [None if x is None else x.data_ptr() for x in tensors]
         given = at_q | at_k | at_v
-        for at in others:
-            given |= at or 0
+        at_cu_q = at_cu_k = at_lens = at_table = at_sink = None
+        at_q_scale = at_k_scale = at_v_scale = None
+        if cu_q is not None:
+            at_cu_q = cu_q.data_ptr()
+            given |= at_cu_q
+        if cu_k is not None:
+            at_cu_k = cu_k.data_ptr()
+            given |= at_cu_k
+        if lens is not None:
+            at_lens = lens.data_ptr()
+            given |= at_lens
+        if table is not None:
+            at_table = table.data_ptr()
+            given |= at_table
+        if sink is not None:
+            at_sink = sink.data_ptr()
+            given |= at_sink
+        if q_scale is not None:
+            at_q_scale = q_scale.data_ptr()
+            given |= at_q_scale
+        if k_scale is not None:
+            at_k_scale = k_scale.data_ptr()
+            given |= at_k_scale
+        if v_scale is not None:
+            at_v_scale = v_scale.data_ptr()
+            given |= at_v_scale
         if out is not None:
             given |= out.data_ptr()
         if given & 15 or observed():
@@ -582,8 +618,11 @@ class Sequences(Allocations):
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
         maps, final = (at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse)
-        at_cu_q, at_sink = others[0], others[4]
-        rest = tuple(others[:4]), at_sink, tuple(others[5:]), scale, softcap
+        lengths, scales = (
+            (at_cu_q, at_cu_k, at_lens, at_table),
+            (at_q_scale, at_k_scale, at_v_scale),
+        )
+        rest = lengths, at_sink, scales, scale, softcap
         if not self.numel:
             self.launch(stream, maps, final, None, None, *rest)
             return out, lse

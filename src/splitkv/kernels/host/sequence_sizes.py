@@ -72,11 +72,16 @@ def stride_slope(slopes: Tensor | None) -> int:
     return slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
 
 
+def scale_and_softcap(operands: Operands) -> tuple[float, float | None]:
+    """The scale and soft cap of scores as in tile/score.py."""
+    if operands.softcap:
+        return operands.softmax_scale / operands.softcap, operands.softcap
+    return operands.softmax_scale * LOG2_E, None
+
+
 def scoring_of(operands: Operands, seed: Tensor | None) -> Scoring:
-    x = operands
-    softcap = x.softcap or None
-    scale = x.softmax_scale / softcap if softcap else x.softmax_scale * LOG2_E
-    return Scoring(scale, softcap, seed, x.dropout_p * 2.0**24, 1 / (1 - x.dropout_p))
+    dropout_p = operands.dropout_p
+    return Scoring(*scale_and_softcap(operands), seed, dropout_p * 2.0**24, 1 / (1 - dropout_p))
 
 
 def draw_seed(q: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, st
         after = merged and (problem.appends or packed_pages)
         config = replace(config, merge="last" if after else "combine")
     if not problem.appends:
-        return replace(config, appends=False), ""
+        return (replace(config, appends=False) if config.appends else config), ""
     against = kernel.apart(problem)
     if not against and problem.seqlen_new > FEW and not merged:
         against = [f"new keys {problem.seqlen_new}: more than {FEW} take a launch less time"]
@@ -40,4 +40,6 @@ def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, st
 def with_new_tokens(problem: Problem, kernel: Kernel, choice: Choice) -> Choice:
     """A policy's choice, and what becomes of new tokens."""
     config, why = decide(problem, kernel, choice.config)
+    if config is choice.config and not why:
+        return choice
     return replace(choice, config=config, why="; ".join(filter(None, (choice.why, why))))

@@ -105,8 +105,10 @@ def time_of(name: str, problem: Problem, device: Device) -> float:
 def in_order(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> list[Kernel]:
     """The candidates, with those of `READY_BEFORE` that are faster before the others for whole
     sequences, the fastest first, and the rest behind all kernels of this package."""
+    if problem.codec == AS_IS:
+        return list(candidates)
     names = [kernel.name for kernel in candidates]
-    if problem.codec == AS_IS or not any(name in READY_BEFORE for name in names):
+    if not any(name in READY_BEFORE for name in names):
         return list(candidates)
     rate = rate_of(problem) if QUANTISED in names else RATE_OF_OTHERS
     tiles = multiplying(problem, device) / rate

@@ -22,6 +22,8 @@ UNUSED = ("sink_rows", "slope_rows")  # by these kernels
 NAMES = (*GIVEN, *MADE, *UNUSED)
 """Names of the addresses of a call, in the order in which launches take them."""
 
+SINK_SUMS = NAMES.index("sink_sums")
+
 ALIGNED = 32  # fp32 numbers of a piece of the workspace
 OPERANDS_AND_STATS = {
     "q_desc": "q",
@@ -53,7 +55,8 @@ PER_CALL: dict[str, dict[str, Any]] = {
 
 
 class Workspace(NamedTuple):
-    """The tensors of a first call that a later one has in one piece of memory; None: not needed.
+    """The tensors of a first call that a later one has in one piece of memory, but for the sums of
+    dsink, which are a tensor; None: not needed.
 
     clear   see `DqSums`, as sums and turns, which are in it; split: of `allocate_splits`
     """
@@ -67,7 +70,7 @@ class Workspace(NamedTuple):
     @property
     def pieces(self) -> dict[str, Tensor]:
         """Memory of its own, by name."""
-        of_stats = {name: getattr(self.stats, name) for name in MADE[3:7]}
+        of_stats = {name: getattr(self.stats, name) for name in ("total", "delta", "weight")}
         every = {"clear": self.clear, **of_stats, "split": self.split}
         return {name: x for name, x in every.items() if x is not None}
 
@@ -101,11 +104,10 @@ class BackwardRelaunch:
         self.new_grads = [allocation(g.shape, g.dtype, device, g.stride()) for g in grads]
         made = (self.offsets.get(name) for name in (*MADE, *UNUSED))
         self.places = [None if offset is None else 4 * offset for offset in made]
-        self.sink_sums = self.sink_dtype = None
+        self.new_sink_sums = None
         sums = workspace.stats.sink_sums
         if sums is not None:
-            first = self.offsets["sink_sums"]
-            self.sink_sums = first, first + sums.numel(), sums.shape
+            self.new_sink_sums = allocation(sums.shape, sums.dtype, device)
             self.sink_dtype = x.sink_logits.dtype
         self.device = device.index
         self.current_stream = torch._C._cuda_getCurrentRawStream
@@ -128,18 +130,21 @@ class BackwardRelaunch:
                 bits |= address
         if bits & 15 or observed():
             return None
-        dq, dk, dv = (new() for new in self.new_grads)
-        memory = self.new_memory()
+        new_dq, new_dk, new_dv = self.new_grads
+        dq, dk, dv, memory = new_dq(), new_dk(), new_dv(), self.new_memory()
         addresses += dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
         first = memory.data_ptr()
         addresses += [None if place is None else first + place for place in self.places]
+        sink_sums = None
+        if self.new_sink_sums is not None:  # a tensor of its own, as a view of one takes longer
+            sink_sums = self.new_sink_sums()
+            addresses[SINK_SUMS] = sink_sums.data_ptr()
         stream = self.current_stream(self.device)
         for launch in self.launches:
             launch(stream, addresses)
         dsink = None
-        if self.sink_sums is not None:
-            begin, end, shape = self.sink_sums
-            dsink = memory[begin:end].view(shape).sum(1).to(self.sink_dtype)
+        if sink_sums is not None:
+            dsink = sink_sums.sum(1).to(self.sink_dtype)
         return Gradients(dq, dk, dv, dsink, None)
 
 

@@ -60,6 +60,7 @@ from splitkv.kernels.host.launcher import (
     PER_CALL_OF_APPEND,
     CacheTail,
     DecodeLauncher,
+    LaunchAtLength,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -74,6 +75,7 @@ from splitkv.kernels.host.relaunch import (
     TensorMaps,
     bind_to_maps,
     in_clusters,
+    tile_of,
 )
 from splitkv.kernels.limits.hopper_decode_split import (
     NAME,
@@ -247,21 +249,26 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     def relaunch(compiled: Any) -> Launch | None:
         maps: list[Any] = [JUST_ADDRESSES, JUST_ADDRESSES]
         if variant.load != "gather":
-            maps = [TensorMaps(compiled, n, *shape) for n, shape in enumerate(shapes)]
+            maps = [TensorMaps(tile_of(compiled, n), *shape) for n, shape in enumerate(shapes)]
         return bind_to_maps(compiled, clusters, tail.arguments, *maps)
 
-    def at_length(compiled: Any, operands: Operands) -> Launch | None:
+    def at_lengths(compiled: Any) -> LaunchAtLength | None:
         if variant.load == "gather" or entry == "persistent":
             return None
-        shapes = layouts(operands)
-        maps = [MapsOfLength(compiled, n, *shape) for n, shape in enumerate(shapes)]
-        return bind_to_maps(compiled, clusters, tail.at_length(operands), *maps)
+        k_tile, v_tile = (tile_of(compiled, n) for n in (0, 1))
+
+        def at_length(operands: Operands) -> Launch | None:
+            k_shape, v_shape = layouts(operands)
+            maps = MapsOfLength(k_tile, *k_shape), MapsOfLength(v_tile, *v_shape)
+            return bind_to_maps(compiled, clusters, tail.at_length(operands), *maps)
+
+        return at_length
 
     def told_apart() -> Hashable:
         merged = partial_rows(plan) > 0, cluster_size, behind, box, halves
         return tail.variant(), *sorted(options.items()), *merged
 
-    return SplitKernel(launch, relaunch, at_length, told_apart)
+    return SplitKernel(launch, relaunch, at_lengths, told_apart)
 
 
 KV_NAMES = "k", "v", "table_ptr"

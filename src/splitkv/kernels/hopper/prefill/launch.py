@@ -23,8 +23,9 @@ from splitkv.kernels.host.relaunch import (
     bind_to_descriptors,
     in_clusters,
     observed,
+    tile_of,
 )
-from splitkv.kernels.host.sequence_sizes import bounds_of, lse_strides, scoring_of
+from splitkv.kernels.host.sequence_sizes import bounds_of, lse_strides, scale_and_softcap
 from splitkv.kernels.host.sequences import (
     SequenceLauncher,
     SequenceSplits,
@@ -206,7 +207,7 @@ class HopperLauncher(SequenceLauncher):
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), through Triton or with what it compiled before."""
         x = operands
-        scale, softcap = scoring_of(x, None)[:2]
+        scale, softcap = scale_and_softcap(x)
         others = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.sink_logits
         scales = x.q_scale, x.k_scale, x.v_scale
         if self.again is not None:
@@ -265,8 +266,9 @@ class HopperLauncher(SequenceLauncher):
         if observed():
             return None
         given = [made for made in descriptors.values() if made is not None]
-        maps = iter([TensorMaps(compiled, n, x.shape, x.strides) for n, x in enumerate(given)])
-        each = [None if descriptors[name] is None else next(maps) for name in DESCRIPTORS]
+        tiles = (tile_of(compiled, n) for n in range(len(given)))
+        made = (TensorMaps(tile, x.shape, x.strides) for tile, x in zip(tiles, given, strict=True))
+        each = [None if descriptors[name] is None else next(made) for name in DESCRIPTORS]
         bound, out = self.bound, final.out_ptr
         tail = tail_in_order(bound.kernel(), PER_CALL, bound.fixed)
         launch = bind_to_descriptors(compiled, bound.grid, tail, each)
