@@ -17,7 +17,7 @@ from splitkv.lab.harness.compiler import Compiler
 from splitkv.lab.harness.lines import Lines
 from splitkv.lab.harness.timing import Variant
 from splitkv.lab.harness.work import Way, Work
-from splitkv.lab.reproduce import agenda, model, run, tracing, works
+from splitkv.lab.reproduce import agenda, model, prefill_step, run, tracing, works
 from splitkv.lab.reproduce.agenda import Item
 from splitkv.lab.reproduce.check import check
 from splitkv.lab.reproduce.claims import int8, paged
@@ -100,6 +100,17 @@ def rest(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def prompts(rounds: int) -> list[dict[str, Any]]:
+    """A layer of prompts, of which attention by default takes half."""
+    own = {"spread_us": 0.1, "err": None, "repeats": None, "reasons": []}
+    us = {prefill_step.LAYER: 100.0, "triton": 200.0, "default": 100.0}
+    return [
+        {"kernel": prefill_step.row_of(part, tokens), "us": x, **own}
+        for tokens in prefill_step.TOKENS
+        for part, x in us.items()
+    ]
+
+
 def traced(rounds: int) -> list[dict[str, Any]]:
     """Kernels as the source's traces have them."""
     one = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>(params)"
@@ -128,7 +139,10 @@ def read(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-BESIDE = {"decode step": rest, "trace": traced, "quality": read, "training": trained}
+BESIDE = {
+    **{"decode step": rest, "prefill step": prompts},
+    **{"trace": traced, "quality": read, "training": trained},
+}
 
 
 def items_of(*backends: str, todo: list[Work] | None = None) -> list[Item]:

@@ -90,7 +90,7 @@ def test_a_lost_gpu_loses_no_result(tmp_path: Path) -> None:
     path, ours = tmp_path / "results.jsonl", FakeBackend("splitkv", breaks)
     lost, text = measured(path, ours)
     assert lost and "stopped: RuntimeError: CUDA error" in text
-    assert len(path.read_text().splitlines()) == 1 + 2  # a decode step, and two shapes
+    assert len(path.read_text().splitlines()) == 2 + 2  # a step of each kind, and two shapes
 
 
 def test_a_step_that_torch_cannot_do_stops_no_run(
@@ -105,7 +105,7 @@ def test_a_step_that_torch_cannot_do_stops_no_run(
     lost, text = measured(path, ours, todo=todo)
     assert not lost and "trace: RuntimeError: No available kernel" in text
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert steps == ["decode step", "table 1", "table 1", "quality", "training"]
+    assert steps == [*agenda.AT_FIRST, "table 1", "table 1", "quality", "training"]
     monkeypatch.setitem(BESIDE, "trace", traced)
     measured(path, ours, todo=todo)
     assert json.loads(path.read_text().splitlines()[-1])["step"] == "trace"
@@ -118,7 +118,7 @@ def test_past_its_time_a_run_begins_nothing_and_says_what_is_left(tmp_path: Path
     todo = [w for w in works.works(True, 132) if w.step == "table 1"][:5]
     lost, text = measured(tmp_path / "r.jsonl", ours, theirs, todo=todo, end=0.0)
     assert not lost and not theirs.asked and not ours.asked
-    assert "time limit: 14 left out; the same command goes on with them" in text
+    assert "time limit: 15 left out; the same command goes on with them" in text
     measured(tmp_path / "r.jsonl", ours, theirs, todo=todo)
     assert len(theirs.asked) == len(ours.asked) == 5
 
@@ -162,7 +162,9 @@ def test_an_interrupted_run_says_what_its_results_say(
     for name, ending in (("ctrl-c", interrupted), ("term", terminated)):
         folder = tmp_path / name
         said = cut_short(monkeypatch, folder, ending)
-        assert len((folder / "results.jsonl").read_text().splitlines()) == 14  # and a decode step
+        assert (
+            len((folder / "results.jsonl").read_text().splitlines()) == 15
+        )  # and a step of each kind
         claims = {v["claim"]: v for v in json.loads((folder / "claims.json").read_text())}
         words = {v["verdict"] for v in claims.values()}
         assert words == {"PASS", "NOT RUN"} and all(v["why"] for v in claims.values())
@@ -265,8 +267,8 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path) -> None:
 def test_progress_is_told_with_an_estimate(tmp_path: Path) -> None:
     todo = [w for w in works.works(True, 132) if w.step == "table 1"][:4]
     text = measured(tmp_path / "r.jsonl", FakeBackend("splitkv"), todo=todo)[1]
-    assert re.search(r"8 to measure, about \d+ s; 0 of 8 done", text)
-    assert re.search(r"\(1/8, \d+ s left\)", text) and "(8/8, 0 s left)" in text
+    assert re.search(r"9 to measure, about \d+ s; 0 of 9 done", text)
+    assert re.search(r"\(1/9, \d+ s left\)", text) and "(9/9, 0 s left)" in text
     clock = iter([0.0, 10.0, 20.0])
     advance = Advance(Console(file=io.StringIO()), "x", 4, lambda: next(clock))
     assert [advance.step(), advance.step()] == ["1/4, 30 s left", "2/4, 20 s left"]

@@ -2,7 +2,7 @@
 
 agenda     what a run does, in which order, and about how long it takes
 works      what is timed, by step: shapes and numbers of splits; who runs it: `harness.backends`
-model      the rest of a decode step
+model      the rest of a decode step; prefill_step: a prompt through a layer
 tracing    which kernels FlashAttention-2 launches for one token
 training   loss curves with sinks and without
 run        all of it, taken up again where it was cut short

@@ -20,7 +20,7 @@ from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.sequence_cases import flops
 from splitkv.lab.harness.timing import protocol_for
 from splitkv.lab.harness.work import Work
-from splitkv.lab.reproduce import model, tracing, training
+from splitkv.lab.reproduce import model, prefill_step, tracing, training
 from splitkv.lab.reproduce.works import in_turns, takes, works
 
 REPEATS, ROUNDS = 5, 3  # of decode: each shape is timed so many times, in so many rounds each
@@ -44,22 +44,30 @@ Measure = Callable[[int], list[Record]]
 """Rounds -> rows of a step that is of no attention kernel."""
 BESIDE: Mapping[str, Measure] = {
     "decode step": model.measure,
+    "prefill step": prefill_step.measure,
     "trace": tracing.measure,
     "quality": quality.demo_rows,
     "training": training.measure,
 }
 CASE_OF = {
     "decode step": model.LLAMA.name,
+    "prefill step": model.LLAMA.name,
     "trace": "qwen2.5_7b",
     "quality": "demo",
     "training": "demo",
 }
-AT_FIRST, AT_LAST = ("decode step",), ("trace", "quality", "training")
+AT_FIRST, AT_LAST = ("decode step", "prefill step"), ("trace", "quality", "training")
 
 # Seconds of an H200's host, for the estimate alone, which is scaled by what the first items took.
 OF_A_WORK, OF_A_GRAPH, OF_A_REPLAY, OF_A_CALL = 0.05, 0.012, 3e-4, 8e-6
 OF_A_SEQUENCE = {"forward": 0.5, "backward": 1.5}
-OF_A_STEP = {"decode step": 3.0, "trace": 4.0, "quality": 40.0, "training": 45.0}
+OF_A_STEP = {
+    "decode step": 3.0,
+    "prefill step": 8.0,
+    "trace": 4.0,
+    "quality": 40.0,
+    "training": 45.0,
+}
 FLOPS = 4e14  # a second, of the libraries of whole sequences in the mean
 LIBRARIES = 5  # of whole sequences, the matrix peak among them
 

@@ -58,8 +58,11 @@ class Rest:
         return step_us(self.share, attention_us, self.layer_us, self.vocabulary_us)
 
 
-def bodies(share: Share, device: str = "cuda") -> dict[str, Callable[[int], Tensor]]:
-    """The parts of a step besides attention, at batch 1, in bf16, weights larger than the L2."""
+def bodies(
+    share: Share, device: str = "cuda", tokens: int = 1
+) -> dict[str, Callable[[int], Tensor]]:
+    """The parts of a step besides attention, of so many tokens at once, in bf16, weights larger
+    than the L2."""
 
     def weight(rows: int, columns: int) -> Tensor:
         made = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
@@ -70,7 +73,7 @@ def bodies(share: Share, device: str = "cuda") -> dict[str, Callable[[int], Tens
     of_qkv = weight(width + 2 * s.kv_heads * s.head_dim, s.hidden)
     of_out, of_down = weight(s.hidden, width), weight(s.hidden, s.feed_forward)
     of_gate_and_up, of_words = weight(2 * s.feed_forward, s.hidden), weight(s.vocabulary, s.hidden)
-    x = torch.randn(1, s.hidden, device=device, dtype=torch.bfloat16)
+    x = torch.randn(tokens, s.hidden, device=device, dtype=torch.bfloat16)
     norm = torch.ones(s.hidden, device=device, dtype=torch.bfloat16)
 
     def layer(i: int) -> Tensor:

@@ -10,7 +10,12 @@ from splitkv.lab.harness.lines import Record
 from splitkv.lab.reproduce.model import rows_named
 from splitkv.lab.reproduce.works import places
 
-BESIDE = ("decode step", "trace", "training")  # steps that are not of attention kernels
+BESIDE = (
+    "decode step",
+    "prefill step",
+    "trace",
+    "training",
+)  # steps that are not of attention kernels
 QUALITY = "quality"  # a step whose results are no times: those of any machine count
 
 
@@ -86,6 +91,10 @@ class Results:
 
     def parts_of_step(self) -> dict[str, float]:
         (record,) = self.of("decode step", "torch") or [{"rows": []}]
+        return times(record)
+
+    def parts_of_prefill(self) -> dict[str, float]:
+        (record,) = self.of("prefill step", "torch") or [{"rows": []}]
         return times(record)
 
     def rate(self, direction: str, case: str, library: str) -> Record | None:

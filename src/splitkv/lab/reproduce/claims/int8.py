@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from splitkv.lab.harness.records import FA3, OURS
+from splitkv.lab.reproduce import prefill_step
 from splitkv.lab.reproduce.claims.verdict import Claim, Verdict, judge, missing, not_run
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
 from splitkv.lab.reproduce.results import Results, mean, ratio, times
@@ -246,4 +247,20 @@ def end_to_end(results: Results) -> Iterator[Verdict]:
         most, case, alone = max(found)
         why = f"at {case}, attention alone {alone:.2f}; the rest of a layer as at batch 1"
         yield judge(DECODE_GAIN, OURS, most, why)
-    yield judge(PREFILL_GAIN, OURS, None, "this command times no whole model in prefill")
+    yield of_prompts(results)
+
+
+def of_prompts(results: Results) -> Verdict:
+    """A layer of a prompt on the Triton kernel that any GPU runs over one by default."""
+    us, found = results.parts_of_prefill(), []
+    for tokens in prefill_step.TOKENS:
+        parts = (prefill_step.LAYER, *prefill_step.WAYS)
+        of = [us.get(prefill_step.row_of(part, tokens)) for part in parts]
+        if None not in of:
+            rest, slow, fast = (float(x or 0) for x in of)
+            found.append(((rest + slow) / (rest + fast), tokens, slow / fast))
+    if not found:
+        return judge(PREFILL_GAIN, OURS, None, missing("prefill step", OURS))
+    most, tokens, alone = max(found)
+    why = f"at a prompt of {tokens} tokens, attention alone {alone:.2f}"
+    return judge(PREFILL_GAIN, OURS, most, why)
