@@ -229,6 +229,7 @@ def _parts(x: Tensor, case: dict[str, Any], order: Tensor, page_size: int) -> li
 CAUSAL: dict[str, Any] = {"causal": True}
 PLAIN: dict[str, Any] = {"causal": True, "sink_logits": None}
 BAND: dict[str, Any] = {"causal": True, "window_size": (200, 0), "sink_tokens": 5}
+WINDOW: dict[str, Any] = {"causal": True, "window_size": (200, 0)}
 SEQUENCES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     # (exchange and layout, whether packed, options): few kinds of kernels, which take long to
     # compile, and with them each exchange, packed and not. Those of a ring know of no sinks
@@ -238,6 +239,8 @@ SEQUENCES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     "keys packed": ({"exchange": "keys", "layout": "contiguous"}, True, PLAIN),
     "ring": ({"exchange": "ring", "layout": "zigzag"}, False, CAUSAL),
     "ring packed": ({"exchange": "ring", "layout": "zigzag"}, True, CAUSAL),
+    "a window": ({"exchange": "keys", "layout": "contiguous"}, False, WINDOW),
+    "a window packed": ({"exchange": "keys", "layout": "contiguous"}, True, WINDOW),
     "ring in a window": ({"exchange": "ring", "layout": "zigzag"}, True, BAND),
 }
 CACHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -186,7 +186,7 @@ class _Work:
 def events(group: Any, way: dict[str, Any]) -> list[str]:
     """What a forward and a backward do, in order: "start" and "wait" of transfers, "attend" and
     "attend_backward"."""
-    from splitkv.distributed import collectives, heads, keys, ring
+    from splitkv.distributed import collectives, heads, keys, ring, window
 
     told: list[str] = []
 
@@ -220,8 +220,8 @@ def events(group: Any, way: dict[str, Any]) -> list[str]:
             (dist, "all_to_all_single", transfer),
             (dist, "batch_isend_irecv", transfer),
             (collectives, "_all_gather", transfer),
-            *((module, "attention", attend) for module in (heads, keys, ring)),
-            (ring, "attention_backward", backward),
+            *((module, "attention", attend) for module in (heads, keys, ring, window)),
+            *((module, "attention_backward", backward) for module in (ring, window)),
         ):
             found = spy(getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, found))

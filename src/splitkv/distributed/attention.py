@@ -15,6 +15,7 @@ from splitkv.distributed.keys import attend_keys
 from splitkv.distributed.layout import Layout
 from splitkv.distributed.ring import attend_ring
 from splitkv.distributed.spread import DEFAULTS, Call, Exchange, SequenceOptions, checked, facts_of
+from splitkv.distributed.window import attend_window, reaches_one_rank
 from splitkv.runtime.autocast import as_autocast, without_autocast
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ def _run(call: Call, max_seqlen: Any, way: tuple[Any, Any], parameter_gradients:
         call = call._replace(options=_summed(call))
     if spread.exchange == "heads":
         attend: Any = attend_heads
+    elif reaches_one_rank(spread):
+        attend = attend_window
     else:
         attend = attend_ring if spread.in_rounds else attend_keys
     with without_autocast(call.q):

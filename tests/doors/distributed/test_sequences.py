@@ -94,6 +94,19 @@ def test_no_tokens(exchange: str, packed: bool, ranks: Ranks) -> None:
         assert torch.equal(found["dsink_logits"], torch.zeros(4))
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("left", [0, 1, 7, 16, 17])
+def test_a_causal_window(left: int, packed: bool, sinks: bool, ranks: Ranks) -> None:
+    """Of fewer keys than a rank has, of as many, and of more; over sequences that begin and end
+    within what a window reaches back to."""
+    options: dict[str, Any] = {"causal": True, "window_size": (left, 0)}
+    options |= {} if sinks else {"sink_logits": None}
+    call = operands(options, (4, 2), packed=packed, dtype=torch.bfloat16)
+    way = {"exchange": "keys", "layout": "contiguous"}
+    compare(call, "contiguous", ranks.run(sequence, 3, way, call))
+
+
 def packed_call(**options: Any) -> dict[str, Any]:
     return {
         "q": torch.randn(TOTAL, 4, DIM),
@@ -109,7 +122,7 @@ def packed_call(**options: Any) -> dict[str, Any]:
 def test_a_window_moves_only_keys_that_are_seen(exchange: str, ranks: Ranks) -> None:
     way = {"exchange": exchange, "layout": "contiguous"}
     moved = ranks.run(traffic, 4, way, packed_call(causal=True, window_size=(5, 0)))
-    row = 2 * (DIM + DIM)  # of half the heads
+    row = 4 * (DIM + DIM)
     for rank, exchanges in enumerate(moved):
         for received in exchanges:
             others = [n // row for peer, n in enumerate(received) if peer != rank]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
 from splitkv.core.device import current
 from splitkv.core.plan import Plan
 from splitkv.lab.bench.sequences.check import Reference
@@ -31,8 +33,7 @@ def case_of_prompt(tokens: int, share: Share = LLAMA) -> Case:
     """The source's shape of so many tokens, causal and in int8, with the heads of the model."""
     name = f"mqa16_b{32768 // tokens}_{tokens}_causal_int8"
     found = next(case for case in SUITES["prefill"]["quant"] if case.name == name)
-    heads = {"num_heads": share.heads, "num_kv_heads": share.kv_heads}
-    p = replace(found.problem, batch=1, head_dim=share.head_dim, **heads)
+    p = replace(found.problem, batch=1, num_heads=share.heads, num_kv_heads=share.kv_heads)
     return Case(f"{share.name}_{tokens}_causal_int8", p)
 
 
@@ -44,6 +45,11 @@ def row_of(part: str, tokens: int) -> str:
 def measure(rounds: int, share: Share = LLAMA) -> list[Record]:
     """Rows of the rest of a layer, and of attention each way, of each prompt."""
     return [row for tokens in TOKENS for row in rows_of(tokens, rounds, share)]
+
+
+def attended(inputs: Inputs, plan: Plan | None, buffer: int) -> Tensor:
+    """Attention of the prompt, of which there is one buffer."""
+    return inputs.attend(plan)
 
 
 def rows_of(tokens: int, rounds: int, share: Share) -> list[Record]:
@@ -65,7 +71,7 @@ def rows_of(tokens: int, rounds: int, share: Share) -> list[Record]:
         except AssertionError as error:
             wrong[way] = [one_line(error)]
             continue
-        replays[way] = Replay(lambda i, plan=plan: inputs.attend(plan), 1, 1)
+        replays[way] = Replay(partial(attended, inputs, plan), 1, 1)
     timed = {
         way: summarize(us).as_row() | {"err": errors[way], "reasons": []}
         for way, us in interleave(replays, rounds).items()
