@@ -103,7 +103,7 @@ def test_doctored_results_fail_their_claim(
         ("kernels", "triton", 11.0, "a decode step with int8 caches"),
         ("packing int8", "neither", 333.0, "int8 keys, neither split nor packed: time as"),
         ("packing int8", "packed", 36.0, "int8 keys, not split: keys from which unpacked"),
-        ("packing int8", "both", 60.0, "packing, int8 keys, with splitting: bandwidth over"),
+        ("kernels", "default", 60.0, "3 query tokens, int8 keys: bandwidth by default over"),
         ("ten shapes", "one pass", 99.0, "share of its shapes on which the conservative rule"),
     ],
 )

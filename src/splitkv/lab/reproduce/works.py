@@ -120,7 +120,7 @@ def works(quick: bool, num_sms: int) -> list[Work]:
         *one_launch(quick),
         *sdpa(quick),
         *page_sizes(),
-        *kernels(),
+        *kernels(quick),
     ]
 
 
@@ -216,9 +216,11 @@ def stored_as(case: Case, dtype: str) -> Case:
     return replace(case, name=f"{case.name}_{dtype}", problem=p)
 
 
-def kernels() -> Iterator[Work]:
-    """The longest contexts of `packing` in int8 on the portable kernel and by default."""
-    for case in SUITES["seed004"][-3:]:
+def kernels(quick: bool) -> Iterator[Work]:
+    """The shapes of `packing` in int8 on the portable kernel and by default; the longest contexts
+    if `quick`."""
+    cases = SUITES["seed004"]
+    for case in cases[-3:] if quick else cases:
         yield Work("kernels", stored_as(case, "int8"), (Way("triton", kernel=TRITON), DEFAULT))
 
 
