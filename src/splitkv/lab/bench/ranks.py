@@ -10,7 +10,8 @@ fastest of them is what the ranks together are compared with.
   difference of the output from one rank's is written down.
 * **A round** begins when all ranks are there, and takes as long as the slowest of them. Median, and
   the distance between the quartiles, over the rounds.
-* Decode is replayed from a CUDA graph, training is eager: forward and gradients of q, k and v.
+* Decode is replayed from a CUDA graph, training is eager: forward and gradients of q, k and v, as
+  many calls in a row as take `BURST_US`, as of a model's layers, which no rank waits between.
 * `--shrink` divides tokens, keys and windows, to see on small machines that all of it runs.
 """
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -44,6 +46,7 @@ from splitkv.testing import assert_close, captured
 
 DTYPE = torch.bfloat16
 CALLS = 20  # replays of a round of decode
+BURST_US = 1e5  # of a round of training, at least; a call that takes longer is one
 CHECKED_TOKENS = 256  # of the short sequence, for each rank
 Run = Callable[[], Tensor]
 
@@ -206,12 +209,21 @@ class Bench:
         if case.kind == "decode" and self.device.type == "cuda":
             run, calls = partial(repeat, captured(run, mode="thread_local")[0], CALLS), CALLS
         run()
+        if case.kind == "training":
+            calls = self.calls_of(self.sample(run))
+            run = partial(repeat, run, calls)
         own = torch.tensor([self.sample(run) / calls for _ in range(self.rounds)])
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, own.tolist(), group=self.group)
         times = [best(of_round) for of_round in zip(*every, strict=True)]
         quartiles = quantiles(times, n=4)
         return Times(median(times), quartiles[2] - quartiles[0])
+
+    def calls_of(self, us: float) -> int:
+        """Calls of a round, the same on all ranks, of which one has taken so long on this rank."""
+        slowest = torch.tensor([us], device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+        return max(1, ceil(BURST_US / slowest.item()))
 
     def sample(self, run: Callable[[], Any]) -> float:
         """Microseconds of one run that all ranks begin together."""
