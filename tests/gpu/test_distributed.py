@@ -113,3 +113,14 @@ def of_whole(call: dict[str, Any], *, upcast: bool) -> dict[str, Tensor]:
     grads = call["grad_out"].to(out), call["grad_lse"].to(lse)
     found = torch.autograd.grad((out, lse), list(leaves.values()), grads)
     return {f"d{name}": grad for name, grad in zip(names, found, strict=True)}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_a_policy_step_under_ulysses(kv_heads: int) -> None:
+    """Packed sequences, gpt-oss, sinks trained: verl's exchange, or what stands in for it."""
+    pytest.importorskip("transformers", reason="the transformers extra is not installed")
+    from rank_models import assert_step, step
+
+    with Ranks(2, on_gpu=True) as ranks:
+        found = ranks.run(step, 2, kv_heads, "splitkv_ulysses", True, "cuda")
+    assert_step(found, kv_heads, 1e-3)

@@ -79,7 +79,7 @@ def gpt_oss(implementation: str, kv_heads: int) -> Any:
         hidden_size=32,
         num_attention_heads=8,
         num_key_value_heads=kv_heads,
-        head_dim=8,
+        head_dim=16,
         intermediate_size=16,
         num_local_experts=3,
         num_experts_per_tok=2,
@@ -112,9 +112,9 @@ def policy_loss(logits: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
 
 
 def step(
-    group: Any, kv_heads: int, implementation: str, hooked: bool = True
+    group: Any, kv_heads: int, implementation: str, hooked: bool = True, device: str = "cpu"
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A rank's loss, and its gradients, of its part of the batch.
+    """A rank's loss, and its gradients, of its part of the batch; both on the host.
 
     hooked   whether verl's function is where transformers looks for FlashAttention's
     """
@@ -125,14 +125,15 @@ def step(
 
     integration.register()
     plain.register()
-    model = gpt_oss(implementation, kv_heads)
+    model = gpt_oss(implementation, kv_heads).to(device)
     module, hook = verl_of(group)
     before, known = flash_attention._flash_attention_forward, sys.modules.get("verl.utils.ulysses")
     flash_attention._flash_attention_forward = hook if hooked else before
     sys.modules["verl.utils.ulysses"] = module
     try:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        ids, positions, actions, advantages = (x.chunk(size, 1)[rank] for x in batch())
+        own = (x.chunk(size, 1)[rank].to(device) for x in batch())
+        ids, positions, actions, advantages = own
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         loss = policy_loss(logits, actions, advantages)
         loss.backward()
@@ -141,5 +142,27 @@ def step(
         del sys.modules["verl.utils.ulysses"]
         if known is not None:
             sys.modules["verl.utils.ulysses"] = known
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), grads
+    grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach().cpu(), grads
+
+
+def in_one_process(kv_heads: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients, one sequence after the other, by eager attention."""
+    model = gpt_oss("eager", kv_heads)
+    ids, _, actions, advantages = batch()
+    parts = [model(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, 1)]
+    loss = policy_loss(torch.cat(parts, 1), actions, advantages)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_step(found: list[Any], kv_heads: int, tolerance: float) -> None:
+    """Hold what ranks made of `step` to one process, gradients relative to their largest."""
+    loss, grads = in_one_process(kv_heads)
+    total_loss = sum(part for part, _ in found)
+    torch.testing.assert_close(total_loss, loss, rtol=tolerance, atol=tolerance)
+    assert any(name.endswith("sinks") for name in grads)
+    for name, grad in grads.items():
+        total = sum(part[name] for _, part in found if name in part)
+        size = grad.abs().max().item()
+        torch.testing.assert_close(total / size, grad / size, rtol=0, atol=tolerance, msg=name)

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ranks import Raised, Ranks
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
-from rank_models import LENGTHS, batch, gpt_oss, policy_loss, step  # noqa: E402
-
-
-def in_one_process(kv_heads: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients, one sequence after the other, by eager attention."""
-    model = gpt_oss("eager", kv_heads)
-    ids, _, actions, advantages = batch()
-    parts = [model(input_ids=x, use_cache=False).logits for x in ids.split(LENGTHS, 1)]
-    loss = policy_loss(torch.cat(parts, 1), actions, advantages)
-    loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+from rank_models import assert_step, step  # noqa: E402
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_a_step_is_that_of_one_process(kv_heads: int, ranks: Ranks) -> None:
-    loss, grads = in_one_process(kv_heads)
-    found: list[Any] = ranks.run(step, 2, kv_heads, "splitkv_ulysses")
-    torch.testing.assert_close(sum(part for part, _ in found), loss, rtol=1e-5, atol=1e-5)
-    assert any(name.endswith("sinks") for name in grads)
-    for name, grad in grads.items():
-        total = sum(part[name] for _, part in found if name in part)
-        size = grad.abs().max().item()
-        torch.testing.assert_close(total / size, grad / size, rtol=0, atol=1e-5, msg=name)
+    assert_step(ranks.run(step, 2, kv_heads, "splitkv_ulysses"), kv_heads, 1e-5)
 
 
 def test_the_implementation_without_an_exchange_refuses(ranks: Ranks) -> None:
