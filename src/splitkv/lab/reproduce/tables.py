@@ -12,6 +12,7 @@ from splitkv.lab.harness.records import machine
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.report.markdown import ABSENT, number, table
 from splitkv.lab.report.sequences import rates_tables
+from splitkv.lab.reproduce import prefill_step
 from splitkv.lab.reproduce.claims.verdict import NOT_RUN, Verdict
 from splitkv.lab.reproduce.model import LLAMA, PARTS, step_us
 from splitkv.lab.reproduce.results import Results, mean, newest, quartiles, ratio, splits_of, times
@@ -61,6 +62,8 @@ def measured(records: Sequence[Record]) -> list[str]:
         parts += [f"## {CONFIGURATIONS}, on {backend}", configurations_table(results, backend)]
     if results.parts_of_step():
         parts += ["## A decode step", step_table(results)]
+    if results.parts_of_prefill():
+        parts += ["## A prompt with int8 keys through a layer", prompts_table(results)]
     if rows := results.rows("trace"):
         header = ["kernel of FlashAttention-2", "keys", "grid"]
         cells = [[r["kernel"], str(r["keys"]), " x ".join(map(str, r["grid"]))] for r in rows]
@@ -278,6 +281,17 @@ def step_table(results: Results) -> str:
         rows.append([str(keys), *cells])
     lines.append(table(["keys: ms a token", *(" ".join(way) for way in ways)], rows))
     return "\n\n".join(lines)
+
+
+def prompts_table(results: Results) -> str:
+    """Milliseconds of a layer by the tokens of a prompt."""
+    us, rows = results.parts_of_prefill(), []
+    for tokens in prefill_step.TOKENS:
+        parts = (prefill_step.LAYER, *prefill_step.WAYS)
+        of = [us.get(prefill_step.row_of(part, tokens)) for part in parts]
+        rows.append([str(tokens), *(ABSENT if x is None else f"{x / 1e3:.3f}" for x in of)])
+    ways = (f"attention, {way}" for way in prefill_step.WAYS)
+    return table(["tokens: ms", prefill_step.LAYER, *ways], rows)
 
 
 TABLES: Mapping[str, Callable[[Results, str], str]] = {
