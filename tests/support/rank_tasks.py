@@ -44,6 +44,16 @@ def sequence(group: Any, way: dict[str, Any], call: dict[str, Any]) -> dict[str,
     return {"out": out.detach(), "lse": lse.detach(), **found}
 
 
+def twice_differentiated(group: Any, window: tuple[int, int]) -> None:
+    """The gradient of a gradient through a ring, or a window."""
+    q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in "qkv")
+    way: dict[str, Any] = {"exchange": "ring", "causal": True, "window_size": window}
+    layout = "contiguous" if window[0] >= 0 else "zigzag"
+    out = distributed.attention(q, k, v, group=group, layout=layout, **way)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    dq.sum().backward()
+
+
 def finite(lse: Tensor) -> Tensor:
     """0 in the place of -inf."""
     return torch.where(lse == float("-inf"), 0.0, lse)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from splitkv.api import attention, attention_varlen, merge_states
 from splitkv.distributed.collectives import Trade
@@ -153,6 +154,7 @@ class _Rounds(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         *qkv, out, lse = ctx.saved_tensors
         grads = _backward(tuple(qkv), (out, lse), (grad_out.to(out.dtype), grad_lse), ctx.ring)

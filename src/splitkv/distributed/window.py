@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from splitkv.api import attention, attention_varlen, merge_states
 from splitkv.distributed.collectives import AllToAll
@@ -175,6 +176,7 @@ class _Windowed(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ from rank_tasks import (
     left_over,
     sequence,
     traffic,
+    twice_differentiated,
     with_dtensors,
     with_group,
 )
@@ -105,6 +106,12 @@ def test_a_causal_window(left: int, packed: bool, sinks: bool, ranks: Ranks) -> 
     call = operands(options, (4, 2), packed=packed, dtype=torch.bfloat16)
     way = {"exchange": "keys", "layout": "contiguous"}
     compare(call, "contiguous", ranks.run(sequence, 3, way, call))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
+def test_no_second_derivative(window: tuple[int, int], ranks: Ranks) -> None:
+    for found in ranks.each(twice_differentiated, 2, window):
+        assert isinstance(found, Raised) and "once_differentiable" in found.message
 
 
 def packed_call(**options: Any) -> dict[str, Any]:
