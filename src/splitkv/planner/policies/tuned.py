@@ -31,6 +31,8 @@ the user's times count, and `why` names it.
 
 Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
 `waves` shares the programs out over the batch it decides: the table's sequences were equally long.
+A schedule of the step takes the place of either where it costs hardly anything
+(`persistent.where_it_costs_little`).
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, ceil_div
-from splitkv.planner.policies import decode_cost, waves
+from splitkv.planner.policies import decode_cost, persistent, waves
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     WHOLE_SEQUENCES,
@@ -342,10 +344,21 @@ def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Ch
     return _choose(problem, device, candidates, table_of(device.name))
 
 
+_waves = waves.for_equal_lengths()
+
+
 def _choose(
     problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
 ) -> Choice:
-    own = waves.choose(problem, device, candidates)
+    own, first = _of_equal_lengths(problem, device, candidates, table), candidates[0]
+    constants = decode_cost.constants_of(first)
+    return persistent.where_it_costs_little(own, problem, device, first, constants)
+
+
+def _of_equal_lengths(
+    problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
+) -> Choice:
+    own = _waves(problem, device, candidates)
 
     def leave_it(reason: str) -> Choice:
         return replace(own, why=f"tuned: {reason}; {own.why}")
