@@ -19,7 +19,7 @@ from splitkv.core.kv import Codec
 from splitkv.core.plan import SCHEDULED, Plain, Plan
 from splitkv.flash_attn import scheduler
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.step import Results, StepLaunches, StepRepeat, step_partial_rows
+from splitkv.kernels.host.step import CallResults, StepLaunches, StepRepeat, step_partial_rows
 from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
 from splitkv.planner import registry
 from splitkv.planner.policies import persistent
@@ -262,7 +262,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def repeat_of(launches: Launches, plan: Plan) -> StepRepeat:
     three = StepLaunches(*(launches.record(name) for name in ("schedule", "split", "merge")))
-    results = Results(torch.device("cuda", 0), torch.bfloat16, (2, 1, 8, 64), (2, 8, 1))
+    results = CallResults(torch.device("cuda", 0), torch.bfloat16, (2, 1, 8, 64), (2, 8, 1))
     return StepRepeat(three, plan, results, step_partial_rows(plan))
 
 

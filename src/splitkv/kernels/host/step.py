@@ -220,8 +220,8 @@ class StepLauncher:
 
     def variant(self) -> Hashable:
         """A key of the kernels that Triton compiles, as `DecodeLauncher.variant`."""
-        of_call = self.lse_shape is None, self.dtype
-        return self.schedule.variant(), self.split.variant(), self.merge.variant(), of_call
+        kernels = self.schedule.variant(), self.split.variant(), self.merge.variant()
+        return kernels, (self.lse_shape is None, self.dtype)
 
     def keep(self, compiled: Any, merged: Any, scheduled: Any, device: torch.device) -> None:
         """Keeps what was compiled, for this launcher or another with the same `variant`, for later
@@ -233,7 +233,7 @@ class StepLauncher:
         launches = StepLaunches(schedule, split, self.merge.relaunch(merged))
         self.compiled = compiled, merged, scheduled
         self.split_at_length = self.split.at_lengths(compiled)
-        results = Results(device, self.dtype, self.out_shape, self.lse_shape)
+        results = CallResults(device, self.dtype, self.out_shape, self.lse_shape)
         self.again = StepRepeat(launches, self.plan, results, self.partial_rows)
         self.repeat = self.again.call
 
@@ -265,7 +265,7 @@ class Addresses(NamedTuple):
     starts: int | None
 
 
-class Results(NamedTuple):
+class CallResults(NamedTuple):
     """The tensors that a call makes: where, of which type, of which shapes; None: no LSE."""
 
     device: torch.device
@@ -282,7 +282,7 @@ class StepRepeat(Allocations):
         self,
         launches: StepLaunches,
         plan: Plan,
-        results: Results,
+        results: CallResults,
         rows: int,
     ) -> None:
         super().__init__(launches.merge, *results, rows * plan.problem.head_dim_v, rows)

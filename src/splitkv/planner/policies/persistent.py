@@ -132,6 +132,13 @@ def where_it_costs_little(
     return replace(own, why=f"{own.why}; no schedule of the step: {against[0]}")
 
 
+def all_programs(problem: Problem, config: Config) -> int:
+    """The programs of all head tiles by a schedule of the step."""
+    if config.schedule == "ranges":
+        return config.programs
+    return config.programs * problem.num_kv_heads * row_tiles(problem, config.tile_m)
+
+
 def narrow(found: Sequence[Config]) -> list[Config]:
     """The shapes whose programs a schedule can have."""
     return [config for config in found if config.tile_m < WIDE or config.tile_m == found[0].tile_m]
