@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,10 @@ from torch import Tensor
 import splitkv
 from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.kernels.schedule import head_tiles_of_share
+from splitkv.planner import registry
 from splitkv.planner.policies import persistent
+from splitkv.runtime import dispatch
+from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import (
     AS_IS,
     Call,
@@ -133,6 +137,34 @@ def test_a_graph_with_other_lengths(kernel: str, schedule: str, place: Any) -> N
             x.fill_(torch.nan)
         start()
         assert same_bits(results, splitkv.decode(**other, plan=plan))
+        return results[0].clone(), results[1].clone()
+
+    for seed, lengths in enumerate(STEPS):
+        check(problem, seed=seed, device=DEVICE, run=replay, lengths=lengths)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_the_default_in_a_graph(kernel: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls without a plan, as if a schedule cost nothing at equal lengths."""
+    monkeypatch.setattr(persistent, "MOST_LONGER", math.inf)
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(dispatch, "calls", CallCache())
+    problem = replace(SERVING, place=place)
+    plan = splitkv.plan(problem)
+    assert (plan.kernel, plan.config.schedule) == (kernel, "head_ranges")
+    call = make_operands(problem, device=DEVICE, lengths=(64, 64, 64, 64))
+    start, results = captured(lambda: splitkv.decode(**call))
+
+    def replay(problem: Problem, other: Call) -> tuple[Tensor, Tensor]:
+        for name, x in other.items():
+            if isinstance(x, Tensor):
+                call[name].copy_(x)
+        for x in results:
+            x.fill_(torch.nan)
+        start()
+        assert same_bits(results, splitkv.decode(**other, plan=plan))
+        assert same_bits(results, splitkv.decode(**other))
         return results[0].clone(), results[1].clone()
 
     for seed, lengths in enumerate(STEPS):

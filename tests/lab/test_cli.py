@@ -296,7 +296,11 @@ def test_demo_refuses_no_steps() -> None:
         (["tune", "--candidates", "0"], "candidates: expected more than 0, got 0"),
         (["tune", "--time-limit", "0"], "time_limit: expected more than 0, got 0"),
         (["regret"], "device: expected a CUDA GPU, got 'CPU'"),
-        (["regret", "--no-matrix", "--random", "0"], "random: expected some, without the matrix"),
+        (
+            ["regret", "--no-matrix", "--random", "0", "--mixes", "0"],
+            "random: expected some, without the matrix",
+        ),
+        (["regret", "--mixes", "-1"], "mixes: expected at least 0, got -1"),
         (["regret", "--random", "-1"], "random: expected at least 0, got -1"),
         (["regret", "--table", "none.json"], "table: expected a file that `splitkv tune` wrote"),
         (
@@ -382,7 +386,7 @@ def test_regret_takes_a_table_that_is_not_in_the_package(
     calls = stand_in(monkeypatch, "tune.regret.measure_regret", 0)
     options = "--lengths", "host", "--share", "2/2"
     assert run("regret", "--table", str(path), *options).exit_code == 0
-    assert calls["args"] == (Draw(150, 1, 1.1e9, (2, 2)),)
+    assert calls["args"] == (Draw(150, 1, 1.1e9, (2, 2), 40),)
     assert calls["lengths"] == "host"
     assert list(calls["policies"]) == ["waves", "tuned"]
     choice = calls["policies"]["tuned"](problem, GPUS["h200"], [records.DECODE_SPLIT])

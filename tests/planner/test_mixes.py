@@ -14,7 +14,7 @@ import splitkv
 from splitkv.core.device import GPUS
 from splitkv.core.plan import SCHEDULED, Config, Plan
 from splitkv.planner import registry
-from splitkv.planner.policies import mixes, persistent
+from splitkv.planner.policies import decode_cost, mixes, persistent
 from splitkv.testing import Mask, Problem
 
 H200 = GPUS["h200"]
@@ -92,3 +92,18 @@ def test_explain_says_it() -> None:
     assert "at these lengths" not in str(splitkv.explain(plan))
     both = splitkv.explain(DECODE, device=H200, policies=("waves", "fixed"), lengths=ONE_LONG)
     assert len(both.mix_seconds) == 2
+
+
+def test_a_call_by_a_schedule_makes_it_and_walks() -> None:
+    """What that takes is in the time of a mix, and in the model's of equal lengths."""
+    plan = plan_of(persistent.with_schedule("head_ranges", 2))
+    kernel = registry.kernel_named(plan.kernel)
+    c = decode_cost.constants_of(kernel)
+    none = replace(c, walk=0.0, walk_split=0.0, merge_slots=0.0, schedule=0.0)
+    told = [decode_cost.cost(DECODE, H200, plan.config, x).seconds for x in (c, none)]
+    fixed = c.walk + c.merge_slots + c.schedule
+    assert told[0] - told[1] == pytest.approx(fixed + 3 * c.walk_split)  # 64 sequences for 33
+    assert seconds(plan, [0] * 64) > fixed
+    many = replace(DECODE, batch=1 + decode_cost.SCHEDULE_STEP)
+    shape = decode_cost.Shape(many, H200, plan.config, replace(c, walk_split=0.0))
+    assert shape.finding_splits(plan.config) == pytest.approx(c.walk + 2 * c.schedule)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import splitkv
 from splitkv.core.device import GPUS
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.core.kv import Codec, Contiguous, Paged
@@ -14,7 +15,7 @@ from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
 from splitkv.planner.legality import expect_config
-from splitkv.planner.policies import persistent
+from splitkv.planner.policies import decode_cost, persistent, waves
 from splitkv.testing import Mask, Problem
 
 DECODE = Problem("decode", 3, 64, 8, 128, 128, 1, 8192, mask=Mask(causal=True), lengths="device")
@@ -78,6 +79,107 @@ def test_balanced_problems_that_have_no_schedule(changed: dict[str, Any], reason
     plan = registry.make_plan(problem, GPUS["h200"], policy="balanced")
     assert plan.config == registry.make_plan(problem, GPUS["h200"]).config
     assert plan.why.startswith(f"balanced: {reason}")
+
+
+# Batches that take long enough to read that a schedule is the default, and as they are served.
+LARGE = replace(DECODE, batch=64, seqlen_k=32768)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"place": Paged(16)},
+        {"place": Paged(256), "codec": Codec("fp8", "head")},
+        {"codec": Codec("fp8", "tensor")},
+        {"mask": Mask(True, 16383, -1, 4), "batch": 256},
+        {"num_heads": 128, "return_lse": True, "sink_logits": True},
+        {"num_heads": 16, "num_kv_heads": 1, "batch": 256},
+        {"batch": 2, "seqlen_k": 1 << 19},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gpu", ["h200", "h100", "h20"])
+@pytest.mark.parametrize("policy", ["tuned", "waves"])
+def test_the_default_where_a_schedule_costs_little(
+    changed: dict[str, Any], gpu: str, policy: str
+) -> None:
+    problem = replace(LARGE, **changed)
+    plan = registry.make_plan(problem, GPUS[gpu], policy=policy)
+    balanced = registry.make_plan(problem, GPUS[gpu], policy="balanced")
+    assert plan.config == balanced.config and plan.config.schedule == "head_ranges"
+    assert plan.why.startswith(f"{policy}: a schedule of the step, as lengths may differ: at equal")
+    assert "a schedule of the step, as lengths may differ" in str(splitkv.explain(plan))
+    expect_legal(plan)
+    assert Plan.from_dict(plan.as_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            {"batch": 4, "seqlen_k": 4096},
+            "at equal lengths 8.4 us more of 14 us that reading takes",
+        ),
+        ({"batch": 8192, "seqlen_k": 128}, "at equal lengths"),  # as many splits
+        ({"mask": Mask(True, 1023)}, "at equal lengths"),
+        ({"seqlen_new": 1}, "1 new key: expected none"),
+        ({"early_kv": True}, "early_kv: expected False"),
+        ({"num_heads": 256}, "packed rows 32: timed up to 16"),
+        ({"num_heads": 512}, "packed rows 64: expected at most 32"),
+        ({"head_dim": 256}, "head_dim 256: timed up to 128"),
+        ({"codec": Codec("int8", "head")}, "codec int8"),
+        ({"codec": Codec("fp8", "token")}, "codec fp8"),
+        ({"codec": Codec("fp8", "head"), "place": Paged(16)}, "8 bits in paged(16)"),
+        ({"place": Paged(7)}, "kernel decode_split: schedules were timed of hopper_decode_split"),
+        ({"batch": 1 << 14, "seqlen_k": 1 << 22}, "8589934592 tiles: expected fewer"),
+    ],
+    ids=str,
+)
+def test_the_default_says_why_it_has_no_schedule(changed: dict[str, Any], reason: str) -> None:
+    plan = registry.make_plan(replace(LARGE, **changed), GPUS["h200"])
+    assert plan.config.schedule not in SCHEDULED
+    assert f"; no schedule of the step: {reason}" in plan.why
+    assert reason in str(splitkv.explain(plan))
+    expect_legal(plan)
+
+
+@pytest.mark.parametrize("changed", [{"lengths": "host"}, {"batch": 1}], ids=str)
+def test_lengths_that_cannot_differ(changed: dict[str, Any]) -> None:
+    plan = registry.make_plan(replace(LARGE, **changed), GPUS["h200"])
+    assert plan.config.schedule == "even" and "schedule of the step" not in plan.why
+
+
+def test_what_the_caller_decides_has_no_schedule() -> None:
+    for how in ({"num_splits": 4}, {"policy": "batch_invariant"}, {"policy": "flash_attention_3"}):
+        plan = registry.make_plan(LARGE, GPUS["h200"], **how)  # type: ignore[arg-type]
+        assert plan.config.schedule not in SCHEDULED
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", "h20"])
+def test_from_some_length_on_there_is_a_schedule(gpu: str) -> None:
+    """Once, and never again without: what a growing bound is decided for changes as seldom as
+    `rounded_up`. The time to read decides, not the number of keys."""
+    lengths = sorted(n for n in registry.decided_lengths(1 << 17) if n >= 512)
+    plans = [registry.make_plan(replace(LARGE, seqlen_k=n), GPUS[gpu]) for n in lengths]
+    has = [plan.config.schedule in SCHEDULED for plan in plans]
+    assert has == sorted(has) and 0 < sum(has) < len(has)
+    first = plans[has.index(True)].problem
+    seconds = first.kv_bytes / GPUS[gpu].bandwidth
+    assert 400e-6 < seconds < 700e-6
+
+
+def test_the_model_agrees_that_it_costs_little() -> None:
+    """By the model of waves, which knows nothing of the rule but its constants."""
+    kernel = registry.kernel_named("hopper_decode_split")
+    constants = decode_cost.H200_HOPPER
+    for changed in ({}, {"num_heads": 16, "num_kv_heads": 16}, {"batch": 2048, "seqlen_k": 1024}):
+        problem = replace(LARGE, **changed)
+        own = waves.for_equal_lengths()(problem, GPUS["h200"], [kernel]).config
+        best = persistent.best_known(problem, GPUS["h200"], kernel).config
+        told = [decode_cost.cost(problem, GPUS["h200"], c, constants) for c in (own, best)]
+        assert told[1].seconds < 1.02 * told[0].seconds
+        assert told[1].merge_seconds == constants.merge_slots
 
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])

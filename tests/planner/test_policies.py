@@ -469,9 +469,11 @@ def test_waves_launches_the_programs_that_it_counts():
 
 def test_waves_shares_a_batch_out_on_hopper_too():
     problem = decode(64, 32, 8, 1 << 17, lengths="device")
-    choice = waves.choose(problem, H200, ON_HOPPER)
+    choose = waves.for_equal_lengths()
+    choice = choose(problem, H200, ON_HOPPER)
     assert (choice.kernel, choice.config.schedule) == ("hopper_decode_split", "batch")
-    alone = waves.choose(replace(problem, batch=1), H200, ON_HOPPER)
+    assert waves.choose(problem, H200, ON_HOPPER).config.schedule == "head_ranges"
+    alone = choose(replace(problem, batch=1), H200, ON_HOPPER)
     assert (alone.kernel, alone.config.schedule) == ("hopper_decode_split", "even")
 
 
@@ -482,8 +484,9 @@ def test_sharing_a_batch_out_costs_little_where_lengths_are_equal_after_all(
     batch: int, heads: int, head_dim: int, seqlen_k: int
 ):
     problem = decode(batch, heads, heads, seqlen_k, head_dim, 16, lengths="device")
+    choose = waves.for_equal_lengths()
     own, equal = (
-        waves.choose(p, H200, ON_HOPPER).config for p in (problem, replace(problem, lengths="host"))
+        choose(p, H200, ON_HOPPER).config for p in (problem, replace(problem, lengths="host"))
     )
     told = [
         decode_cost.cost(problem, H200, c, decode_cost.H200_HOPPER).seconds for c in (own, equal)

@@ -480,3 +480,99 @@ def test_the_table_corrects_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert median(behind["tuned"]) <= 0.01 < median(behind["waves"])
     tenth = {name: sorted(shares)[-6] for name, shares in behind.items()}
     assert tenth["tuned"] <= 0.1 and tenth["tuned"] <= tenth["waves"] / 2
+
+
+# --- mixes of lengths --------------------------------------------------------------------------
+
+SCHEDULE = Config(1, 16, 64, 4, 2, schedule="head_ranges", programs=33)
+SPLIT, LONG = Config(4, 16, 64, 4, 2), Config(1, 16, 128, 4, 2)
+SEVERAL = problem(64, 4096)
+
+
+def of_mixes(**us: dict[Config, float]) -> Table:
+    mixes = tuple(
+        Measured(SEVERAL, tuple(Timed(HOPPER.name, *plan) for plan in plans.items()), mix)
+        for mix, plans in us.items()
+    )
+    return replace(table(), mixes=mixes)
+
+
+HOPPER = records.HOPPER_DECODE_SPLIT
+MIXES = {
+    "equal": {SCHEDULE: 101.0, SPLIT: 100.0, LONG: 104.0},
+    "one_long": {SCHEDULE: 14.0, SPLIT: 30.0, LONG: 13.0},
+    "uniform": {SCHEDULE: 66.0, SPLIT: 60.0, LONG: 61.0},
+}
+
+
+def test_a_table_has_scheduled_plans_of_mixes(tmp_path: Path) -> None:
+    whole = replace(of_mixes(**MIXES), measured=(Measured(problem(), (timed(3, 5.0),)),))
+    path = tmp_path / "h200.json"
+    path.write_text(tuned.dump(whole))
+    for read in (tuned.load(path), tuned.opened(path)):
+        assert read.mixes == whole.mixes and tuple(read.measured) == whole.measured
+        assert read.made == MADE
+    assert tuned.dump(tuned.load(path)) == path.read_text()
+    without = replace(whole, mixes=())
+    assert "mixes" not in tuned.dump(without)
+
+
+def test_the_best_at_worst_of_what_is_hardly_slower_at_equal_lengths() -> None:
+    """Not the plan that is best in one mix, and no worse by 2 % where lengths are equal."""
+    choice = tuned.with_table(of_mixes(**MIXES))(SEVERAL, H200, [HOPPER])
+    assert choice.config == SCHEDULE
+    assert choice.why.startswith("tuned: the least at worst, 1.10 of the fastest, over 3 mixes")
+    slower = MIXES | {"equal": {SCHEDULE: 103.0, SPLIT: 100.0, LONG: 104.0}}
+    assert tuned.with_table(of_mixes(**slower))(SEVERAL, H200, [HOPPER]).config == SPLIT
+    nearly = replace(SEVERAL, seqlen_k=4000, return_lse=True)
+    assert tuned.with_table(of_mixes(**MIXES))(nearly, H200, [HOPPER]).config == SCHEDULE
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seqlen_k": 8192},
+        {"batch": 63},
+        {"batch": 1},
+        {"lengths": "host"},
+        {"seqlen_new": 1},
+        {"mask": Mask(True, 1000)},
+        {"place": Paged(16)},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_mixes_are_of_one_problem(changed: dict[str, object]) -> None:
+    other = replace(SEVERAL, **changed)  # type: ignore[arg-type]
+    choose = tuned.with_table(of_mixes(**MIXES))
+    assert "mixes" not in choose(other, H200, [HOPPER]).why
+
+
+@pytest.mark.parametrize(
+    "us",
+    [
+        {"equal": MIXES["equal"]},
+        {"one_long": MIXES["one_long"], "uniform": MIXES["uniform"]},
+        {"equal": {SCHEDULE: 100.0}, "one_long": {SPLIT: 10.0}},
+        {
+            "equal": {replace(SCHEDULE, tile_n=48): 9.0},
+            "uniform": {replace(SCHEDULE, tile_n=48): 9.0},
+        },
+    ],
+    ids=["no mix", "no equal lengths", "nothing in all", "a tile that is not there"],
+)
+def test_a_table_that_says_too_little_of_mixes(us: dict[str, dict[Config, float]]) -> None:
+    choice = tuned.with_table(of_mixes(**us))(SEVERAL, H200, [HOPPER])
+    assert "mixes" not in choice.why and choice.config.schedule == "even"
+
+
+def test_fewer_sms_have_no_room_for_as_many_programs() -> None:
+    fewer = replace(H200, num_sms=H200.num_sms - 4)
+    choice = tuned.with_table(of_mixes(**MIXES))(SEVERAL, fewer, [HOPPER])
+    assert choice.config == SPLIT
+
+
+def test_mixes_of_a_table_that_is_joined() -> None:
+    own, others = of_mixes(equal=MIXES["equal"]), of_mixes(uniform=MIXES["uniform"])
+    assert tuned.joined(own, (), others.mixes).mixes == own.mixes
+    assert tuned.joined(table(), (), others.mixes).mixes == others.mixes

@@ -8,6 +8,7 @@ support/fake_gpu.py.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import threading
 import weakref
@@ -24,6 +25,7 @@ import splitkv
 from splitkv.kernels.host import relaunch
 from splitkv.kernels.host.launcher import DecodeLauncher
 from splitkv.planner import registry
+from splitkv.planner.policies import persistent
 from splitkv.runtime import dispatch, growing_call
 from splitkv.runtime.growing_call import GrowingCall
 
@@ -149,6 +151,45 @@ def test_a_new_length_is_launched_as_if_bound_to_it(name: str, compiled: list[st
     assert compiled == [], "no length compiles what its growth did not"
     # a first call, one that serves all lengths, and one for each kernel that a bucket is first for
     assert through_triton <= 2 * len(of_growth) + 4 < STEPS
+
+
+@pytest.mark.parametrize("codec", ["as is", "e4m3"])
+def test_a_schedule_of_the_step_for_every_length(
+    codec: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans that have one wherever there is one, whatever that costs."""
+    monkeypatch.setattr(persistent, "MOST_LONGER", math.inf)
+    monkeypatch.setattr(registry, "_choices", {})
+    lens = {"cache_seqlens": torch.zeros(2, dtype=torch.int32)}
+    scales = {name: torch.ones(KV_HEADS) for name in ("k_scale", "v_scale")}
+
+    def caches_of(n: int) -> Caches:
+        if codec == "as is":
+            return of_heads(n, batch=2) | lens
+        return of_heads(n, batch=2, dtype=torch.float8_e4m3fn) | scales | lens
+
+    with fake_gpu() as recorded, torch.no_grad():
+        calls = [(query(c), c) for c in map(caches_of, range(FIRST, FIRST + STEPS))]
+        grown = []
+        for q, caches in calls:
+            splitkv.decode(q, **caches)
+            grown.append(without_addresses(launches(recorded)))
+        of_growth, through_triton = len(compiled), recorded.through_triton
+        for (q, caches), made in zip(calls, grown, strict=True):
+            assert [name for name, _ in made] == ["schedule_ranges", "decode_walk", "combine_slots"]
+            dispatch.calls.clear()
+            splitkv.decode(q, **caches)
+            assert made == without_addresses(launches(recorded))
+    assert len(compiled) == of_growth
+    assert through_triton <= 2 * of_growth + 4 < STEPS
+
+
+def without_addresses(
+    found: list[tuple[str, tuple[Any, ...]]],
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Launches without what is as great as an address: a call's own schedule lies elsewhere."""
+    small = lambda x: not isinstance(x, int) or x < 1 << 32  # noqa: E731
+    return [(name, (*args[:3], *filter(small, args[5:]))) for name, args in found]
 
 
 LENS = torch.zeros(1, dtype=torch.int32)

@@ -19,7 +19,7 @@ from splitkv.core.kv import Codec
 from splitkv.core.plan import SCHEDULED, Plain, Plan
 from splitkv.flash_attn import scheduler
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.step import StepLaunches, StepRepeat, step_partial_rows
+from splitkv.kernels.host.step import CallResults, StepLaunches, StepRepeat, step_partial_rows
 from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
 from splitkv.planner import registry
 from splitkv.planner.policies import persistent
@@ -262,10 +262,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def repeat_of(launches: Launches, plan: Plan) -> StepRepeat:
     three = StepLaunches(*(launches.record(name) for name in ("schedule", "split", "merge")))
-    like = SimpleNamespace(
-        device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(2, 1, 8, 64)
-    )
-    return StepRepeat(three, plan, like, (2, 8, 1), step_partial_rows(plan))  # type: ignore[arg-type]
+    results = CallResults(torch.device("cuda", 0), torch.bfloat16, (2, 1, 8, 64), (2, 8, 1))
+    return StepRepeat(three, plan, results, step_partial_rows(plan))
 
 
 def tensors() -> list[Any]:
@@ -343,12 +341,19 @@ def test_programs_of_the_policy() -> None:
 def test_metadata_is_a_schedule_where_programs_follow_one(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the default policy it is a Plan."""
+    """By the default policy it is a Plan, whose calls make the schedule that it may have: what
+    served all steps does so."""
     sizes, padding = (2, 1, 256, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
     monkeypatch.setattr(scheduler, "device_of", lambda x: GPUS["h200"])
     monkeypatch.setattr(schedules, "device_of", lambda x: GPUS["h200"])
     assert isinstance(scheduler.get_scheduler_metadata(*sizes, LENGTHS), Plan)
     policy = persistent.with_schedule()
+    large = scheduler.get_scheduler_metadata(*(2, 1, 1 << 22, 8, 2, 64), LENGTHS, causal=True)
+    assert isinstance(large, Plan) and large.config.schedule == "head_ranges"
+    appending = replace(large.problem, seqlen_new=1)  # which no schedule serves
+    assert scheduler.fitted(large, appending).config.schedule not in SCHEDULED
+    named = scheduler.get_scheduler_metadata(*sizes, LENGTHS, causal=True, policy="balanced")
+    assert isinstance(named, splitkv.Schedule) and launched.pop()[1] is LENGTHS
     made = scheduler.get_scheduler_metadata(
         *sizes,
         LENGTHS,

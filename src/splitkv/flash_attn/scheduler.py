@@ -67,17 +67,18 @@ def get_scheduler_metadata(
     policy: str | Policy = DEFAULT,
 ) -> Plan | Schedule:
     """The value that `flash_attn_with_kvcache(scheduler_metadata=...)` takes and then decides
-    nothing: a Plan, or a Schedule where the plan's programs follow one.
+    nothing: a Plan, or a Schedule where a policy that is named has the programs follow one.
 
     max_seqlen_k   bound of the keys before the new ones; longer sequences are undefined
     cache_seqlens  [batch_size] int32; for a Plan only its device is looked at, as lengths are
                    balanced on the device in every step. So one Plan serves all steps and layers of
                    a shape, and graphs may be replayed with other lengths. A Schedule is of these
-                   lengths: it serves all layers of one step
+                   lengths: it serves all layers of one step. The default policy gives a Plan
+                   always, under which calls make the schedule that they follow, if any
     sm_margin      SMs left to others: the plan is made for a device without them
     num_splits     above 0: parts of the keys of each sequence
     pack_gqa       checked; query heads of a KV head always share a program
-    policy         of `splitkv.plan`; `policies.persistent.with_schedule` makes a Schedule
+    policy         of `splitkv.plan`; "balanced" makes a Schedule, wherever there is one
 
     Sizes and lengths are less than 2**30. Raises ValueError for what is malformed.
     """
@@ -138,7 +139,7 @@ def get_scheduler_metadata(
     )
     for_device = replace(device, num_sms=device.num_sms - int(sm_margin))
     plan = _plan(problem, for_device, int(num_splits), policy)
-    if plan.config.schedule not in SCHEDULED:
+    if plan.config.schedule not in SCHEDULED or policy == DEFAULT:
         return plan
     keys = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
     return make_schedule(plan, keys)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from splitkv.api import attention_varlen, decode, merge_states, plan
 from splitkv.core.plan import SCHEDULED, Plan
+from splitkv.planner.policies import DEFAULT
 from splitkv.reference import apply_sink_logits
 from splitkv.runtime.schedule import Schedule, make_schedule
 
@@ -167,28 +168,29 @@ def bound_of(length: int, most: int) -> int:
 class Plans:
     """Plans of a policy by name, one for each kind of call of a layer.
 
-    policy   "": the default policy, which needs none
+    policy   "": the default policy, which needs none but for a schedule that layers share
     calls    the calls that it is for: "decode", and "rest"
     """
 
     def __init__(self, policy: str = "", calls: Collection[str] = ("decode", "rest")) -> None:
         self.policy, self.calls = policy, calls
-        self._made: dict[Any, Plan] = {}
+        self._made: dict[Any, Plan | None] = {}
 
     def of(self, kind: tuple[Any, ...], *tensors: Any, **arguments: Any) -> Plan | None:
         """The plan for a call with these arguments.
 
         kind   the call, and what tells it from others
         """
-        if not self.policy or kind[0] not in self.calls:
+        if kind[0] not in self.calls or not (self.policy or kind[0] == "decode"):
             return None
-        made = self._made.get(kind)
-        if made is None:
-            made = self._made[kind] = plan(*tensors, policy=self.policy, **arguments)
-        return made
+        if kind not in self._made:
+            made = plan(*tensors, policy=self.policy or DEFAULT, **arguments)
+            needed = self.policy or made.config.schedule in SCHEDULED
+            self._made[kind] = made if needed else None
+        return self._made[kind]
 
 
-DEFAULT_PLANS = Plans()
+DEFAULT_PLANS = Plans(calls=())
 
 
 def attend(

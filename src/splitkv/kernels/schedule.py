@@ -22,6 +22,7 @@ Limits      head tiles * tiles of the batch below 2^31; proportional: programs a
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import triton
@@ -267,6 +268,12 @@ class ScheduleKernel:
         return self.kernel[self.grid](
             *in_order(self.kernel, given), num_warps=4, enable_fp_fusion=True
         )
+
+    def variant(self) -> Hashable:
+        """A key of the kernel that Triton compiles."""
+        free = self.kernel.do_not_specialize
+        told = (None if name in free and x is not None else x for name, x in self.fixed.items())
+        return self.kernel, *told
 
     def relaunch(self, compiled: Any) -> Launch:
         """A function that launches it again: launch(stream, at_starts, at_lens)."""

@@ -239,6 +239,7 @@ def tune(
     problems: Annotated[int, typer.Option(help="To draw and measure.")] = 320,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     max_bytes: MostBytes = 1.1e9,
+    mixes: Annotated[int, typer.Option(help="To draw besides, in lengths that differ.")] = 0,
     known: Annotated[bool, typer.Option(help="Those of the benchmarks too.")] = True,
     share: Annotated[str, typer.Option(help="k/n: every n-th problem from the k-th.")] = "1/1",
     candidates: Candidates = 16,
@@ -256,12 +257,13 @@ def tune(
         from splitkv.lab.tune.problems import Draw, share_of
 
         status = lab.tune(
-            Draw(problems, seed, max_bytes, share_of(share)),
+            Draw(problems, seed, max_bytes, share_of(share), mixes),
             with_known=known,
             effort=effort(candidates, rounds, time_limit, jobs),
             table_path=table,
             command=f"splitkv tune --problems {problems} --seed {seed} --max-bytes {max_bytes:g} "
             f"--candidates {candidates} --rounds {rounds} --share {share}"
+            + f" --mixes {mixes}" * (mixes > 0)
             + ("" if known else " --no-known"),
             jobs=jobs,
             json_path=json_path,
@@ -275,6 +277,7 @@ def tune(
 def regret(
     matrix: Annotated[bool, typer.Option(help="The paper's 160 configurations.")] = True,
     random: Annotated[int, typer.Option(help="Problems drawn beside them.")] = 150,
+    mixes: Annotated[int, typer.Option(help="And others whose lengths differ.")] = 40,
     seed: Annotated[int, typer.Option(help="Of the draw; tune's is 0.")] = 1,
     max_bytes: MostBytes = 1.1e9,
     lengths: Annotated[Lengths, typer.Option(help="Who knows the lengths.")] = Lengths.device,
@@ -294,12 +297,13 @@ def regret(
         from splitkv.planner.policies import tuned
 
         expect_at_least("random", random, 0)
+        expect_at_least("mixes", mixes, 0)
         policies = policies_named(policy or ["waves", "tuned"])
         if table is not None:
             expect("tuned" in policies, "table", "None without the policy tuned", str(table))
             policies["tuned"] = tuned.with_table(tuned.load(table))
         status = lab.measure_regret(
-            Draw(random, seed, max_bytes, share_of(share)),
+            Draw(random, seed, max_bytes, share_of(share), mixes),
             with_matrix=matrix,
             lengths=lengths.value,
             policies=policies,

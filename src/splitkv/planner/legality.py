@@ -24,9 +24,14 @@ from splitkv.core.tiles import ceil_div
 from splitkv.core.values import checked
 from splitkv.core.variants import Plain, RowSplits, Variant
 from splitkv.kernels.limits.decode_split import MAX_GRID
-from splitkv.planner.policies.shared import MAX_SPLITS, count, num_tiles, row_tiles
+from splitkv.planner.policies.shared import (
+    MAX_SPLITS,
+    MAX_TILES,
+    count,
+    num_tiles,
+    row_tiles,
+)
 
-MAX_TILES = 1 << 31  # of a batch and its head tiles, where a schedule counts them
 SHAPE = ("pack_gqa", "tile_m", "tile_n", "num_warps", "num_stages")
 
 

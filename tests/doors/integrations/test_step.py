@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,3 +79,23 @@ def test_plans_are_for_the_calls_that_are_named() -> None:
     assert plans.of(("decode", 4), q, cache, cache, **arguments) is plan
     assert plans.of(("rest", 4), q, cache, cache, **arguments) is None
     assert Plans().of(("decode", 4), q, cache, cache, **arguments) is None
+
+
+def test_the_default_plans_those_that_have_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that layers make it once a step; of the rest none, which decides by itself."""
+    large = replace(DECODE, batch=64, seqlen_k=32768)
+    made = {"large": make_plan(large, GPUS["h200"]), "small": make_plan(DECODE, GPUS["h200"])}
+    asked: list[str] = []
+
+    def plan(name: str, *, policy: str) -> Plan:
+        asked.append(policy)
+        return made[name]
+
+    monkeypatch.setattr(serving, "plan", plan)
+    plans = Plans("", ["decode", "rest"])
+    for _ in range(2):
+        assert plans.of(("decode", 64), "large") is made["large"]
+        assert plans.of(("decode", 4), "small") is None
+        assert plans.of(("rest", 4), "small") is None
+    assert asked == ["tuned", "tuned"]
+    assert serving.DEFAULT_PLANS.of(("decode", 64), "large") is None

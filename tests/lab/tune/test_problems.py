@@ -53,3 +53,24 @@ def test_what_is_known_is_tuned_too_in_shares() -> None:
     for text in ("0/3", "4/3", "1", "a/b", "1/2/3"):
         with pytest.raises(ValueError, match=r"^share: expected k/n with k from 1 to n, got "):
             problems.share_of(text)
+
+
+def test_problems_whose_lengths_differ() -> None:
+    draw = Draw(20, 0, 1e9, mixes=12)
+    found = list(problems.mixed(draw))
+    assert len(found) == 12 and found == list(problems.mixed(draw))
+    assert not list(problems.mixed(Draw(20, 0, 1e9)))
+    cases = [case for of in found for case in of]
+    assert len({case.name for case in cases}) == 12 * len(problems.MIXES)
+    for of in found:
+        assert tuple(map(problems.mix_of, of)) == problems.MIXES
+        assert len({case.problem for case in of}) == 1
+        for case in of:
+            p, lengths = case.problem, case.lengths
+            assert lengths is not None and len(lengths) == p.batch > 1
+            assert max(lengths) == p.seqlen_k and p.lengths == "device"
+            assert p.kv_bytes <= 1e9
+        assert set(of[0].lengths or ()) == {of[0].problem.seqlen_k}
+    known = problems.tuning(draw, with_known=False)
+    assert len(known) == 20 + len(cases)
+    assert problems.mix_of(known[0]) == ""

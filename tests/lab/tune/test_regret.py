@@ -82,3 +82,18 @@ def test_the_regret_table_counts_from_the_best() -> None:
 
 def plan(splits: int = 4, tile_n: int = 64, problem: Problem = CASE.problem) -> Plan:
     return Plan(problem, H200, "test", "decode_split", Config(splits, 16, tile_n, 4, 2), "")
+
+
+@pytest.mark.usefixtures("h200")
+def test_regret_has_mixes_of_lengths_in_its_draw(tmp_path: Path) -> None:
+    """One distribution of each problem, in turns; schedules of the step are among the plans."""
+    path = tmp_path / "regret.jsonl"
+    status, text = regret_of(Draw(0, 1, 1e9, mixes=5), json_path=path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert status == 0 and "5/5" in text
+    distributions = problems.MIXES[1:]
+    assert sorted(r["mix"] for r in lines) == sorted([*distributions, distributions[0]])
+    tried = [{t["config"]["schedule"] for t in r["tried"]} for r in lines]
+    assert all({"even", "ranges", "head_ranges", "proportional"} <= found for found in tried)
+    with pytest.raises(ValueError, match="^random: expected some"):
+        regret_of(Draw(0, 1, 1e9, mixes=0))

@@ -104,3 +104,20 @@ def test_without_a_time_there_is_no_table(tmp_path: Path, monkeypatch: pytest.Mo
 
 def plan(splits: int = 4, tile_n: int = 64, problem: Problem = CASE.problem) -> Plan:
     return Plan(problem, H200, "test", "decode_split", Config(splits, 16, tile_n, 4, 2), "")
+
+
+@pytest.mark.usefixtures("h200")
+def test_tune_times_schedules_on_mixes(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    out, screen = console()
+    given: dict[str, Any] = {"effort": Effort(8, 3), "with_known": False, "jobs": 0}
+    given |= {"table_path": path, "command": "splitkv tune", "json_path": None, "time_limit": None}
+    assert table.tune(Draw(2, 0, 1e9, mixes=2), **given, console=out) == 0
+    assert "2 problems, 10 mixes of lengths" in screen.getvalue()
+    written = tuned.load(path)
+    assert [x.mix for x in written.mixes] == [*problems.MIXES] * 2
+    for measured in written.mixes:
+        schedules = {plan.config.schedule for plan in measured.plans}
+        assert {"even", "ranges", "head_ranges", "proportional"} <= schedules
+    for measured in written.measured:
+        assert {plan.config.schedule for plan in measured.plans} == {"even"}

@@ -187,7 +187,8 @@ class CacheTail:
     def at_length(self, operands: Operands) -> list[Any]:
         """The arguments for caches of another length."""
         k, v, place, made = operands.k, operands.v, self.place, [*self.arguments]
-        made[place["seqlen_k"]] = operands.seqlen_k
+        if "seqlen_k" in place:
+            made[place["seqlen_k"]] = operands.seqlen_k
         if self.strided:
             made[place["k_strides"]] = Strides(*k.stride()[:3])
             made[place["v_strides"]] = Strides(*v.stride()[:3])

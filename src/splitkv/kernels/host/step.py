@@ -7,7 +7,7 @@ combine     merges what several programs have of a head tile
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import triton
@@ -20,12 +20,14 @@ from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine
 from splitkv.kernels.host import launcher
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
+    LaunchAtLength,
     SplitKernel,
     aligned,
     arguments_of,
     compile_options,
     dependent_launches,
     out_strides,
+    specialised,
     split_arguments,
 )
 from splitkv.kernels.host.partition import packed_rows
@@ -84,6 +86,10 @@ class SlotMerge(NamedTuple):
         """Launches it through Triton; the compiled kernel."""
         ordered = in_order(combine_slots, arguments | self.fixed)
         return combine_slots[self.grid](*ordered, **self.options)
+
+    def variant(self) -> Hashable:
+        """A key of the kernel that Triton compiles."""
+        return *specialised(combine_slots, self.fixed.items()), *sorted(self.options.items())
 
     def relaunch(self, compiled: Any) -> Launch:
         """A function that launches it again: see `StepRepeat`."""
@@ -151,6 +157,9 @@ class StepLauncher:
         self.dtype = getattr(torch, problem.dtype)
         self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
+        self.compiled: tuple[Any, Any, Any] | None = None
+        self.again: StepRepeat | None = None
+        self.split_at_length: LaunchAtLength | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -184,7 +193,7 @@ class StepLauncher:
         given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
         merged = self.merge.launch(given | {"sink_ptr": o.sink_logits})
         if compiled is not None and self.repeat is None and aligned(o):
-            self.keep(compiled, merged, scheduled, out)
+            self.keep(compiled, merged, scheduled, out.device)
         return out, lse
 
     def rebind_once(self, operands: Operands) -> StepLauncher | None:
@@ -201,14 +210,32 @@ class StepLauncher:
         partial: Partial = self.partials(operands.q, acc, self.partial_rows)
         return arguments_of(self.plan, operands, final, partial) | {"starts_ptr": starts}
 
-    def keep(self, compiled: Any, merged: Any, scheduled: Any, out: torch.Tensor) -> None:
-        """Keeps what was compiled for later calls; `scheduled` None: they are given schedules."""
+    def at_length(self, operands: Operands) -> StepRepeat | None:
+        """A launch of the compiled kernels for contiguous caches of another length, as
+        `DecodeLauncher.at_length`."""
+        if self.again is None or self.split_at_length is None:
+            return None
+        split = self.split_at_length(operands)
+        return None if split is None else self.again.with_split(split)
+
+    def variant(self) -> Hashable:
+        """A key of the kernels that Triton compiles, as `DecodeLauncher.variant`."""
+        kernels = self.schedule.variant(), self.split.variant(), self.merge.variant()
+        return kernels, (self.lse_shape is None, self.dtype)
+
+    def keep(self, compiled: Any, merged: Any, scheduled: Any, device: torch.device) -> None:
+        """Keeps what was compiled, for this launcher or another with the same `variant`, for later
+        calls; `scheduled` None: they are given schedules."""
         split = self.split.relaunch(compiled)
         if split is None:
             return
         schedule = None if scheduled is None else self.schedule.relaunch(scheduled)
         launches = StepLaunches(schedule, split, self.merge.relaunch(merged))
-        self.repeat = StepRepeat(launches, self.plan, out, self.lse_shape, self.partial_rows).call
+        self.compiled = compiled, merged, scheduled
+        self.split_at_length = self.split.at_lengths(compiled)
+        results = CallResults(device, self.dtype, self.out_shape, self.lse_shape)
+        self.again = StepRepeat(launches, self.plan, results, self.partial_rows)
+        self.repeat = self.again.call
 
 
 class StepLaunches(NamedTuple):
@@ -238,6 +265,15 @@ class Addresses(NamedTuple):
     starts: int | None
 
 
+class CallResults(NamedTuple):
+    """The tensors that a call makes: where, of which type, of which shapes; None: no LSE."""
+
+    device: torch.device
+    dtype: torch.dtype
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...] | None
+
+
 class StepRepeat(Allocations):
     """A call of decode by a schedule, once its kernels are compiled: allocate, schedule, split,
     merge. A schedule that is made by the call lies behind the partials of the stream."""
@@ -246,19 +282,23 @@ class StepRepeat(Allocations):
         self,
         launches: StepLaunches,
         plan: Plan,
-        out: torch.Tensor,
-        lse_shape: tuple[int, ...] | None,
+        results: CallResults,
         rows: int,
     ) -> None:
-        head_dim_v = plan.problem.head_dim_v
-        tensors = out.device, out.dtype, out.shape, lse_shape
-        super().__init__(launches.merge, *tensors, rows * head_dim_v, rows)
+        super().__init__(launches.merge, *results, rows * plan.problem.head_dim_v, rows)
         self.schedule, self.split, self.merge_slots = launches
         self.key_scales = plan.problem.codec.granularity == "token"
         programs, fields = buffer_shape(plan)
         self.numel = -(-self.numel // 4) * 4  # 16 bytes
         self.starts_at = 4 * self.numel
         self.numel += programs * fields
+
+    def with_split(self, split: Launch) -> StepRepeat:
+        """This call with another launch of its splits."""
+        made = object.__new__(StepRepeat)
+        made.__dict__.update(self.__dict__)
+        made.split = split
+        return made
 
     def call(
         self, *given: Any, starts: Any = None

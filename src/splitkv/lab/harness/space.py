@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import get_args
 
 from splitkv.core.device import Device
 from splitkv.core.plan import Choice, Config, Kernel, Plan
 from splitkv.core.problem import Problem
 from splitkv.planner import registry
-from splitkv.planner.policies import decode_cost, waves
+from splitkv.planner.policies import decode_cost, persistent, waves
 from splitkv.planner.policies.shared import even_splits, num_tiles, shapes, splits_keys
 from splitkv.planner.policies.tuned import cheapest_splits, most_splits
 
@@ -73,6 +75,17 @@ def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
         clustered = in_clusters(kernel, problem, device)[:CLUSTERED]
         configs = dict.fromkeys([*list(configs)[:each], *clustered])
         found += [Choice(kernel.name, config, "candidate") for config in configs]
+    return found
+
+
+def scheduled(problem: Problem, device: Device) -> list[Choice]:
+    """Schedules of the step: those of each kind, of one program an SM and of two."""
+    found = []
+    for kernel in splitting(problem, device):
+        if not persistent.why_not(kernel, problem, device):
+            for rule, programs_per_sm in product(get_args(persistent.Schedule), (1, 2)):
+                choose = persistent.with_schedule(rule, programs_per_sm)
+                found.append(replace(choose(problem, device, [kernel]), why="candidate"))
     return found
 
 

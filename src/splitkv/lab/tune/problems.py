@@ -11,15 +11,18 @@ from typing import TypeVar
 from splitkv.core.errors import expect, expect_at_least, expect_in_range
 from splitkv.core.kv import Paged
 from splitkv.core.problem import Problem
+from splitkv.lab.harness import mixes
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.suites import SUITES
 from splitkv.planner.policies import tuned
+from splitkv.planner.policies.tuned import EQUAL
 
 T = TypeVar("T")
 
 BATCH, KEYS = (1, 256), (128, 1 << 19)  # drawn evenly on a logarithmic scale
 KV_HEADS, RATIOS = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16)
 HEAD_DIMS, PAGE_SIZES = (64, 128, 256), (None, 1, 16, 64)
+MIXES = (EQUAL, *mixes.DISTRIBUTIONS)
 QUERY_TOKENS = (1, 1, 1, 1, 1, 1, 1, 1, 4, 16)
 MATRIX = ((1, 2, 4, 8), (128, 256, 384, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 32))
 
@@ -31,12 +34,14 @@ class Draw:
     count      how many are drawn
     max_bytes  of keys and values of a problem, at most
     share      (k, n): every n-th of all from the k-th
+    mixes      problems whose lengths differ, drawn besides
     """
 
     count: int
     seed: int
     max_bytes: float
     share: tuple[int, int] = (1, 1)
+    mixes: int = 0
 
 
 def case_of(problem: Problem) -> Case:
@@ -94,6 +99,37 @@ def _between(low: int, high: int, share: float, power: bool) -> int:
     return 1 << x.bit_length() - 1 if power else x
 
 
+def mixed(draw: Draw) -> Iterator[list[Case]]:
+    """The cases of each of `draw.mixes` problems of several sequences: all as long as the longest,
+    and in each of the distributions of `harness/mixes.py`.
+
+    What is drawn is `drawn` by another seed, so that no two problems are of one draw; the memory
+    that they take is that of the longest.
+    """
+    if not draw.mixes:
+        return
+    found, seed = list[Case](), -1 - draw.seed
+    while len(found) < draw.mixes:
+        several = (c for c in drawn(2 * draw.mixes, seed, draw.max_bytes) if c.problem.batch > 1)
+        known = {case.name for case in found}
+        found += [case for case in several if case.name not in known]
+        seed -= 1000
+    for number, case in enumerate(found[: draw.mixes]):
+        p = case.problem
+        shape = mixes.Shape(p.batch, p.seqlen_k, p.num_heads, p.num_kv_heads, p.head_dim)
+        cases = [Case(f"{case.name}_{EQUAL}", p, (p.seqlen_k,) * p.batch)]
+        for name, distribution in mixes.DISTRIBUTIONS.items():
+            lengths = mixes.lengths_of(shape, distribution, number)
+            cases.append(Case(f"{case.name}_{name}", p, lengths))
+        yield cases
+
+
+def mix_of(case: Case) -> str:
+    """The distribution of the lengths of a case of `mixed`, or `tuned.EQUAL`; of others none."""
+    ending = next((name for name in MIXES if case.name.endswith(f"_{name}")), "")
+    return ending if case.lengths is not None else ""
+
+
 def matrix() -> list[Case]:
     """The 160 configurations of the source of `policies.sequence_aware`, section 5.3."""
     return [
@@ -106,6 +142,7 @@ def tuning(draw: Draw, with_known: bool) -> list[Case]:
     """The problems that `tune` measures: drawn ones and known ones; of them the share."""
     known = [case_of(case.problem) for case in SUITES["records"]] + matrix()
     cases = drawn(draw.count, draw.seed, draw.max_bytes)
+    cases += [case for cases in mixed(draw) for case in cases]
     return of_share(cases + (known if with_known else []), draw.share)
 
 

@@ -1,7 +1,8 @@
 """`splitkv regret`: how much longer than the best plan the plans of policies take.
 
 Problems are the 160 configurations of the sequence-aware split heuristic's regression test, and
-others drawn with another seed than those that `tune` measures.
+others drawn with another seed than those that `tune` measures; with them some whose lengths differ,
+each in one of the distributions of the suite `mixes`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from splitkv.core.device import current
 from splitkv.core.errors import expect
 from splitkv.lab.harness.terminal import say
 from splitkv.lab.report.studies import regret_table
-from splitkv.lab.tune.problems import Draw, case_of, drawn, matrix, of_share
+from splitkv.lab.tune.problems import Draw, case_of, drawn, matrix, mixed, of_share
 from splitkv.lab.tune.studies import Effort, run_studies
 from splitkv.planner.policies import Policy
 
@@ -35,11 +36,14 @@ def measure_regret(
     console: Console,
 ) -> int:
     """Time the policies' plans beside the best. 0, or 1 where the GPU was lost."""
-    expect(with_matrix or draw.count, "random", "some, without the matrix", draw.count)
+    some = with_matrix or draw.count or draw.mixes
+    expect(some, "random", "some, without the matrix", draw.count)
     cases = matrix() if with_matrix else []
     if draw.count:
         cases += drawn(draw.count, draw.seed, draw.max_bytes)
     cases = [case_of(replace(case.problem, lengths=lengths)) for case in cases]
+    if lengths == "device":
+        cases += [of[1 + n % (len(of) - 1)] for n, of in enumerate(mixed(draw))]
     records, lost = run_studies(
         *(of_share(cases, draw.share), current(), policies),
         effort=effort,

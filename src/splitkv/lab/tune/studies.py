@@ -40,6 +40,7 @@ from splitkv.lab.harness.timing import Replay, Session, Timing, one_line, protoc
 from splitkv.lab.harness.variants import our_variant
 from splitkv.lab.report.markdown import number
 from splitkv.lab.report.studies import plan_cells, regret, shape_of
+from splitkv.lab.tune.problems import mix_of
 from splitkv.planner.policies import Policy
 from splitkv.planner.policies.tuned import dims
 from splitkv.planner.registry import make_plan
@@ -162,9 +163,13 @@ def entries(
     count: int,
     library: Library = OURS,
 ) -> Entries:
-    """About `count` candidates beside the policies' choices."""
+    """About `count` candidates beside the policies' choices; of lengths that are said, as of mixes,
+    schedules of the step too."""
     p = case.problem
-    return Entries(library.candidates(p, device, count), library.chosen(p, device, policies))
+    found = library.candidates(p, device, count)
+    if case.lengths is not None and library.compiled:
+        found += space.scheduled(p, device)
+    return Entries(found, library.chosen(p, device, policies))
 
 
 def foreseen(case: Case, device: Device, who: Entries) -> list[Plan]:
@@ -203,6 +208,7 @@ def study(case: Case, device: Device, who: Entries, rounds: int, library: Librar
         "suite": "study",
         "case": case.name,
         "problem": dims(case.problem),
+        "mix": mix_of(case),
         "kv_bytes": case.kv_bytes,
         "best": None if best is None else timed(best, tried),
         "chosen": {

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from splitkv.core.device import current
-from splitkv.core.plan import Config
+from splitkv.core.plan import SCHEDULED, Config
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.terminal import say
 from splitkv.lab.report.studies import regret_table
@@ -22,6 +22,7 @@ from splitkv.lab.tune.studies import Effort, run_studies
 from splitkv.planner.policies import Policy, tuned, waves
 
 PLANS_KEPT = 8  # of each problem, in the table
+SHARED = ("batch", *SCHEDULED)  # the values of Config.schedule by which sequences are not cut alike
 
 
 def tune(
@@ -59,25 +60,31 @@ def tune(
     unfinished.write_text(tuned.dump(table))
     unfinished.replace(path)
     tuned.table_of.cache_clear()
-    say(console, f"{path}: {len(table.measured)} problems")
+    mixed = f", {len(table.mixes)} mixes of lengths" * (len(table.mixes) > 0)
+    say(console, f"{path}: {len(table.measured)} problems{mixed}")
     say(console, "\n" + regret_table(records))
     return 1 if lost else 0
 
 
 def table_from(records: Sequence[Record], command: str) -> tuned.Table | None:
-    """The fastest plans of each study that cut every sequence alike; None where none was timed."""
-    measured = []
+    """The fastest plans of each study that cut every sequence alike, of mixes of lengths all those
+    that the device shares out, too; None where none was timed."""
+    measured: list[tuned.Measured] = []
+    mixes: list[tuned.Measured] = []
     for r in records:
         plans = [
             tuned.Timed(t["kernel"], Config(**t["config"]), t["us"])
-            for t in r["tried"]
-            if t["config"]["schedule"] != "batch"
+            for t in sorted(r["tried"], key=lambda t: t["us"])
         ]
-        fastest = sorted(plans, key=lambda timed: timed.us)[:PLANS_KEPT]
-        if fastest:
-            measured.append(tuned.Measured(tuned.tuned_problem(**r["problem"]), tuple(fastest)))
-    if not measured:
+        alike = [plan for plan in plans if plan.config.schedule not in SHARED]
+        mix = r.get("mix", "")
+        kept = [x for x in plans if x not in alike[PLANS_KEPT:]] if mix else alike[:PLANS_KEPT]
+        if kept:
+            problem = tuned.tuned_problem(**r["problem"])
+            (mixes if mix else measured).append(tuned.Measured(problem, tuple(kept), mix))
+    if not measured and not mixes:
         return None
     last = records[-1]
     made = {name: last[name] for name in ("driver", "versions", "commit", "date")}
-    return tuned.Table(last["gpu"], {**made, "command": command}, tuple(measured))
+    made["command"] = command
+    return tuned.Table(last["gpu"], made, tuple(measured), mixes=tuple(mixes))

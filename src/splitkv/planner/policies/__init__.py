@@ -6,6 +6,7 @@ for any GPU can be made anywhere.
 
 from splitkv.planner.policies import (
     appending,
+    balanced,
     batch_invariant,
     fixed,
     flash_attention_2,
@@ -30,7 +31,7 @@ POLICIES: dict[str, Policy] = {
     "paged_attention_v2_permissive": paged_attention_v2.choose_permissive,
     "fixed": fixed.choose,
     "batch_invariant": batch_invariant.choose,
-    "balanced": persistent.balanced,
+    "balanced": balanced.choose,
 }
 DEFAULT = "tuned"
 
@@ -39,6 +40,7 @@ __all__ = [
     "POLICIES",
     "Policy",
     "appending",
+    "balanced",
     "batch_invariant",
     "fixed",
     "flash_attention_2",

@@ -21,7 +21,7 @@ from functools import cache
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, KiB, MiB
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config, Kernel
+from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, ceil_div
 from splitkv.planner.policies import short_queries
@@ -45,6 +45,7 @@ HOPPER_DECODE = "hopper_decode_split"
 FEW_ROWS = 8  # of which the kernel for Hopper works out no more
 # Tiles of a part until what works on them and what brings them no longer wait for each other.
 BEGINNING = 8
+SCHEDULE_STEP = 1024  # sequences that a program that makes a schedule takes at a time
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
 SMEM_RESERVED = 6 * KiB
 # Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
@@ -130,6 +131,10 @@ class Constants:
                    slower; in_flight_apart: where a producer warp issues copies of small pages;
                    in_flight_scales: and with a scale a key; programs_apart: programs that it has
                    registers for there
+    walk           by a schedule of the step: finding the first split, and q after it; walk_split:
+                   for each split of a program; merge_slots: merging what several programs have;
+                   schedule: making it in the call, for each `SCHEDULE_STEP` sequences. All of the
+                   kernel for Hopper, the greatest that were measured, as they are to be a bound
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
@@ -180,6 +185,10 @@ class Constants:
     in_flight_apart: int = MiB
     in_flight_scales: int = MiB
     programs_apart: int = 0
+    walk: float = 2.9e-6
+    walk_split: float = 0.15e-6
+    merge_slots: float = 1.7e-6
+    schedule: float = 3.5e-6
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
@@ -324,6 +333,8 @@ class Shape:
 
     def cut(self, config: Config) -> Cost:
         """The cost where a config of this shape cuts the keys."""
+        if config.schedule in SCHEDULED:
+            return self.by_schedule(config)
         if config.schedule == "batch":
             return self.shared_out(config.programs - self.batch)  # the rest is there for rounding
         if config.schedule == "fixed":
@@ -345,6 +356,35 @@ class Shape:
         per = ceil_div(self.tiles, min(self.tiles, ceil_div(full_parts, self.batch)))
         parts = ceil_div(self.tiles, per)
         return self.found(self.cost_of(self.batch * parts * self.head_tiles, per, parts, "combine"))
+
+    def by_schedule(self, config: Config) -> Cost:
+        """With shares of all tiles for programs that stay, by a schedule that the call makes."""
+        programs = self.scheduled_programs(config)
+        per = ceil_div(self.batch * self.head_tiles * self.tiles, programs)
+        told = self.cost_of(programs, per, 1, None)
+        seconds = told.split_seconds + self.program * self.batch * self.head_tiles
+        seconds += self.finding_splits(config)
+        return replace(told, split_seconds=seconds, merge_seconds=self.constants.merge_slots)
+
+    def scheduled_programs(self, config: Config) -> int:
+        """The programs of a schedule of the step."""
+        return config.programs * (1 if config.schedule == "ranges" else self.head_tiles)
+
+    def finding_splits(self, config: Config) -> float:
+        """Seconds to make a schedule of the step, and to find splits by it."""
+        c = self.constants
+        splits = ceil_div(self.batch * self.head_tiles, self.scheduled_programs(config)) + 1
+        makes = c.schedule * ceil_div(self.batch, SCHEDULE_STEP)
+        return c.walk + c.walk_split * splits + makes
+
+    def longer_by_schedule(self, config: Config) -> float:
+        """Seconds that equal lengths take longer by a schedule of the step than by splits that the
+        memory is as busy with: finding them, the merge, and SMs that have a program less."""
+        programs = self.scheduled_programs(config)
+        on_one_sm = ceil_div(programs, self.num_sms)
+        idle = self.uneven * (on_one_sm * self.num_sms - programs) / programs
+        read = self.batch * self.tiles * self.head_tiles * self.read_bytes * self.shared_reads
+        return self.finding_splits(config) + self.constants.merge_slots + idle * read / self.peak
 
     def mixed(self, full_parts: int) -> Cost:
         """The cost with one sequence as long as it may be and the others `OTHERS` of that."""

@@ -4,7 +4,8 @@
 
 A place is room for one program on an SM. Programs take places in the order of the launch, each the
 one that is free first. A program is busy for every split that it has and every tile of those. The
-constants are those of `decode_cost`, which were fitted to equal lengths.
+constants are those of `decode_cost`, which were fitted to equal lengths. A schedule of the step is
+made by the call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from splitkv.core.errors import expect, expect_in_range, expect_one_of
 from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.planner.policies.decode_cost import Shape, constants_of
+from splitkv.planner.policies.decode_cost import SCHEDULE_STEP, Shape, constants_of
 from splitkv.planner.policies.shared import num_tiles, row_tiles, slowest
 
 Program = tuple[int, int]
@@ -50,7 +51,8 @@ def seconds_of_mix(
     if config.merge == "combine" and len(programs) > len(tiles) * head_tiles:
         merge = constants.merge + shape.merge_part * (len(programs) / (len(tiles) * head_tiles))
     elif config.schedule in SCHEDULED:
-        merge = constants.merge
+        merge = constants.merge_slots
+        merge += constants.walk + constants.schedule * ceil_div(len(lengths), SCHEDULE_STEP)
     return shape.start + slowest(max(places), read) + merge
 
 

@@ -1,8 +1,9 @@
 """Programs that stay, with shares of a step's tiles that a schedule made on the device gives them.
 
 For batches whose lengths differ: the policy `balanced` takes such plans wherever there are any, and
-`with_schedule` makes policies that take one in particular. The default policy, which knows the
-greatest length alone, does not. What the cost model says of a mix of lengths: `mixes`.
+`with_schedule` makes policies that take one in particular. `tuned` and `waves`, which know the
+greatest length alone, take one where it costs next to nothing should lengths be equal after all:
+`where_it_costs_little`. What the cost model says of a mix of lengths: `mixes`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Literal
 
 from splitkv.core.device import Device, KiB
 from splitkv.core.errors import UnsupportedProblem, expect_at_least, expect_one_of
+from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE
-from splitkv.planner.policies import tuned
+from splitkv.planner.policies.decode_cost import Constants, Shape
 from splitkv.planner.policies.shared import (
+    MAX_TILES,
     Policy,
     best_shape,
     count,
+    num_tiles,
     row_tiles,
     shapes,
 )
@@ -28,6 +32,14 @@ from splitkv.planner.policies.shared import (
 Schedule = Literal["ranges", "head_ranges", "proportional"]
 IN_FLIGHT = 96 * KiB  # of keys and values on their way to an SM
 PROPORTIONAL_WAVES = 2  # programs of proportional splits for each place on the GPU
+
+# What a schedule may take longer where lengths are equal after all, of the time in which the GPU
+# reads keys and values of the greatest lengths: of what follows, too, see
+# measurements/thresholds.md#schedules.
+MOST_LONGER = 0.02
+# What schedules were timed on: the kernel, packed rows, head_dim; of 8 bits one scale a head.
+TIMED_KERNEL, TIMED_ROWS, TIMED_DIM, TIMED_CODECS = "hopper_decode_split", 16, 128, ("fp8",)
+WHOLE_TILE = 64  # keys of a page that is no smaller than a tile
 
 
 def with_schedule(
@@ -79,22 +91,52 @@ def with_schedule(
     return choose
 
 
-def balanced(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
-    """The policy for batches whose lengths differ, however they do: a schedule of the step wherever
-    the first kernel has one for several sequences, else what `tuned` decides.
+def best_known(problem: Problem, device: Device, kernel: Kernel) -> Choice:
+    """The schedule that measured best, of a kernel that has them for the problem.
 
-    The lengths of most batches of an engine are far below the greatest one that it serves, which is
-    all that a plan knows. Programs of neighbouring heads read neighbouring keys; with several KV
-    heads two of them share an SM: measurements/thresholds.md#schedules.
+    Programs of neighbouring heads read neighbouring keys; with several KV heads two of them share
+    an SM: measurements/thresholds.md#schedules.
     """
-    reasons = ["one sequence: expected several"] if problem.batch < 2 else []
-    reasons += why_not(candidates[0], problem, device)
-    if reasons:
-        own = tuned.choose(problem, device, candidates)
-        return replace(own, why=f"balanced: {reasons[0]}; {own.why}")
     programs_per_sm = 1 if problem.num_kv_heads == 1 else 2
-    choose = with_schedule("head_ranges", programs_per_sm)
-    return choose(problem, device, candidates[:1])
+    return with_schedule("head_ranges", programs_per_sm)(problem, device, [kernel])
+
+
+def where_it_costs_little(
+    own: Choice, problem: Problem, device: Device, kernel: Kernel, constants: Constants
+) -> Choice:
+    """A schedule of the step in the place of a choice that was made for equal lengths, where that
+    is of the same kernel and would hardly be faster if they were; else the choice itself. `why`
+    says which, of decode of several sequences whose lengths only the device knows.
+
+    kernel   the first that can run the problem; constants: those that its cost goes by
+    """
+    alone = problem.lengths == "host" or problem.batch < 2
+    if problem.kind != "decode" or alone:
+        return own
+    against = why_not_several(kernel, problem, device)
+    if own.kernel != kernel.name:
+        against.append(f"{own.kernel} is faster where lengths are equal")
+    against += [] if against else not_timed(kernel, problem)
+    if not against:
+        choice = best_known(problem, device, kernel)
+        shape = Shape(problem, device, choice.config, constants)
+        longer = shape.longer_by_schedule(choice.config)
+        reading = problem.kv_bytes / device.bandwidth
+        costs = f"{longer * 1e6:.1f} us more of {reading * 1e6:.0f} us that reading takes"
+        if longer <= MOST_LONGER * reading:
+            programs = f"{count(choice.config.programs, 'program')} for each of "
+            programs += count(shape.head_tiles, "head tile")
+            why = f"a schedule of the step, as lengths may differ: at equal ones {costs}"
+            return replace(choice, why=f"{own.why.partition(':')[0]}: {why}; {programs}")
+        against.append(f"at equal lengths {costs}: expected at most {MOST_LONGER:.0%}")
+    return replace(own, why=f"{own.why}; no schedule of the step: {against[0]}")
+
+
+def all_programs(problem: Problem, config: Config) -> int:
+    """The programs of all head tiles by a schedule of the step."""
+    if config.schedule == "ranges":
+        return config.programs
+    return config.programs * problem.num_kv_heads * row_tiles(problem, config.tile_m)
 
 
 def narrow(found: Sequence[Config]) -> list[Config]:
@@ -116,6 +158,38 @@ def why_not(kernel: Kernel, problem: Problem, device: Device) -> list[str]:
     tile_m = min(config.tile_m for config in shapes(kernel, problem, device))
     if kernel.name == "hopper_decode_split" and tile_m >= WIDE:
         reasons.append(f"packed rows {problem.rows}: expected at most {WIDE // 2}")
+    return reasons
+
+
+def why_not_several(kernel: Kernel, problem: Problem, device: Device) -> list[str]:
+    """Every reason against a schedule that balances several sequences."""
+    reasons = ["one sequence: expected several"] if problem.batch < 2 else []
+    reasons += why_not(kernel, problem, device)
+    if not reasons:
+        config = best_known(problem, device, kernel).config
+        tiles = problem.batch * problem.num_kv_heads * row_tiles(problem, config.tile_m)
+        tiles *= num_tiles(problem, config.tile_n)
+        if tiles >= MAX_TILES:
+            reasons.append(f"{tiles} tiles: expected fewer than {MAX_TILES}")
+    return reasons
+
+
+def not_timed(kernel: Kernel, problem: Problem) -> list[str]:
+    """Every reason why what a schedule costs is not known."""
+    reasons = []
+    if kernel.name != TIMED_KERNEL:
+        reasons.append(f"kernel {kernel.name}: schedules were timed of {TIMED_KERNEL}")
+    if problem.rows > TIMED_ROWS:
+        reasons.append(f"packed rows {problem.rows}: timed up to {TIMED_ROWS}")
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > TIMED_DIM:
+        reasons.append(f"head_dim {widest}: timed up to {TIMED_DIM}")
+    if problem.codec != AS_IS:
+        codec, place = problem.codec, problem.place
+        if codec.name not in TIMED_CODECS or codec.granularity == "token":
+            reasons.append(f"codec {codec}: timed of {', '.join(TIMED_CODECS)} with a scale a head")
+        elif isinstance(place, Paged) and place.page_size % WHOLE_TILE:
+            reasons.append(f"8 bits in {place}: timed in whole tiles")
     return reasons
 
 

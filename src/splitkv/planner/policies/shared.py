@@ -20,6 +20,7 @@ from splitkv.core.tiles import ceil_div
 Policy = Callable[[Problem, Device, Sequence[Kernel]], Choice]
 """A policy: which of the kernels that can, in order of preference, with which config."""
 
+MAX_TILES = 1 << 31  # of a batch and its head tiles, where a schedule of the step counts them
 MAX_SPLITS = 1024  # the most parts a kernel of this package merges
 QUANTISED = "hopper_prefill_quantised"
 HALF, WIDENED = "hopper_prefill_half", "hopper_prefill_widened"

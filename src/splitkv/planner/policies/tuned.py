@@ -31,6 +31,9 @@ the user's times count, and `why` names it.
 
 Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
 `waves` shares the programs out over the batch it decides: the table's sequences were equally long.
+A schedule of the step takes the place of either where it costs hardly anything
+(`persistent.where_it_costs_little`); or, of a problem that was timed in mixes of lengths, what is
+best at worst and hardly slower than the fastest where lengths are equal.
 """
 
 from __future__ import annotations
@@ -51,10 +54,10 @@ from splitkv.core.device import GPUS, Device
 from splitkv.core.errors import expect
 from splitkv.core.kv import AS_IS, Contiguous, Paged
 from splitkv.core.masks import Mask
-from splitkv.core.plan import Choice, Config, Kernel
+from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, ceil_div
-from splitkv.planner.policies import decode_cost, waves
+from splitkv.planner.policies import decode_cost, persistent, waves
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     WHOLE_SEQUENCES,
@@ -68,6 +71,7 @@ from splitkv.planner.policies.shared import (
 
 TABLES = Path(__file__).parent / "tables"
 SCHEMA = 1
+EQUAL = "equal"  # the mix whose sequences are all as long as may be
 TUNED_BYTES = 2  # of an element of the problems that tables are made of
 # Between the rows of a file, which are its last value; before and behind them.
 NEXT_LINE, ROWS, ROWS_END = ",\n  ", '"rows": [\n  ', "\n ]\n}\n"
@@ -102,10 +106,15 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A problem of the table and the plans timed for it, the fastest first."""
+    """A problem of the table and the plans timed for it, the fastest first.
+
+    mix   of which lengths: `EQUAL`, or a name of lengths that differ; "": all as long, and plans
+          that cut every sequence alike
+    """
 
     problem: Problem
     plans: tuple[Timed, ...]
+    mix: str = ""
 
 
 class Rows(Sequence[Measured]):
@@ -129,11 +138,7 @@ class Rows(Sequence[Measured]):
         if number not in self._made:
             *sizes, plans = json.loads(self._lines[number])
             problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
-            timed = []
-            for shape, splits, us in plans:
-                kernel, config = self._shapes[shape]
-                timed.append(Timed(kernel, replace(config, num_splits=splits), us))
-            self._made[number] = Measured(problem, tuple(timed))
+            self._made[number] = Measured(problem, _timed_of(self._shapes, plans))
         return self._made[number]
 
     def __iter__(self) -> Iterator[Measured]:  # a row that names no shape is not the end
@@ -153,12 +158,14 @@ class Rows(Sequence[Measured]):
 @dataclass(frozen=True)
 class Table:
     """The problems measured on one GPU; `made`: driver, versions, commit, date, command; `note`:
-    what `why` says of it besides the GPU."""
+    what `why` says of it besides the GPU; `mixes`: problems once more for each of several mixes of
+    lengths."""
 
     gpu: str
     made: Mapping[str, Any]
     measured: Sequence[Measured]
     note: str = ""
+    mixes: tuple[Measured, ...] = ()
 
     @cached_property
     def classes(self) -> dict[_Class, list[tuple[Sizes, int]]]:
@@ -192,17 +199,22 @@ def file_name(gpu: str) -> str:
 def dump(table: Table) -> str:
     """A table as JSON, one problem a line."""
     known: dict[str, int] = {}
-    rows = []
-    for measured in table.measured:
+
+    def row(measured: Measured) -> str:
         plans = []
         for timed in measured.plans:
             shape = json.dumps([timed.kernel, _shape(timed.config)])
             shape_id = known.setdefault(shape, len(known))
             plans.append([shape_id, timed.config.num_splits, round(timed.us, 2)])
-        rows.append(json.dumps([*dims(measured.problem).values(), plans], separators=(",", ":")))
+        mix = [measured.mix] if measured.mix else []
+        cells = [*dims(measured.problem).values(), *mix, plans]
+        return json.dumps(cells, separators=(",", ":"))
+
+    rows, mixes = [row(measured) for measured in table.measured], [row(x) for x in table.mixes]
     head = {"schema": SCHEMA, "gpu": table.gpu, **table.made, "columns": [*DIMS, "plans"]}
     parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    for name, lines in (("shapes", known), ("rows", rows)):
+    before = [("mixes", mixes)] if mixes else []
+    for name, lines in (("shapes", known), *before, ("rows", rows)):
         parts.append(f'"{name}": [\n  ' + NEXT_LINE.join(lines) + "\n ]")
     return "{\n " + ",\n ".join(parts) + "\n}\n"
 
@@ -249,10 +261,22 @@ def _values(text: str) -> Any:
 
 def _parsed(data: Any) -> Table:
     known = [(kernel, Config(**shape)) for kernel, shape in data["shapes"]]
-    made = {
-        n: x for n, x in data.items() if n not in ("schema", "gpu", "columns", "shapes", "rows")
-    }
-    return Table(data["gpu"], made, Rows(known, data["rows"]))
+    own = "schema", "gpu", "columns", "shapes", "mixes", "rows"
+    made = {name: value for name, value in data.items() if name not in own}
+    mixes = []
+    for *sizes, mix, plans in data.get("mixes", ()):
+        problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
+        mixes.append(Measured(problem, _timed_of(known, plans), mix))
+    return Table(data["gpu"], made, Rows(known, data["rows"]), mixes=tuple(mixes))
+
+
+def _timed_of(known: Sequence[tuple[str, Config]], plans: Sequence[Any]) -> tuple[Timed, ...]:
+    """The plans of a row, by numbers of shapes."""
+    found = []
+    for shape, splits, us in plans:
+        kernel, config = known[shape]
+        found.append(Timed(kernel, replace(config, num_splits=splits), us))
+    return tuple(found)
 
 
 def tuned_problem(
@@ -301,14 +325,20 @@ def table_of(gpu: str) -> Table | None:
         warnings.warn(f"the policy tuned goes without your table: {error}", stacklevel=2)
         return shipped
     note = f", your table of {str(own.made.get('date', 'no date'))[:10]}"
-    return replace(joined(own, shipped.measured if shipped else ()), note=note)
+    both = joined(own, *((shipped.measured, shipped.mixes) if shipped else ((),)))
+    return replace(both, note=note)
 
 
-def joined(table: Table, others: Sequence[Measured]) -> Table:
-    """The table and what others have measured besides: of a problem in both its own times count."""
-    told = {tuple(dims(m.problem).values()) for m in table.measured}
-    added = tuple(m for m in others if tuple(dims(m.problem).values()) not in told)
-    return replace(table, measured=(*table.measured, *added))
+def joined(table: Table, others: Sequence[Measured], mixes: Sequence[Measured] = ()) -> Table:
+    """The table and what others have measured besides: of a problem in both its own times count, of
+    all its mixes."""
+
+    def added(own: Sequence[Measured], others: Sequence[Measured]) -> tuple[Measured, ...]:
+        told = {tuple(dims(m.problem).values()) for m in own}
+        return *own, *(m for m in others if tuple(dims(m.problem).values()) not in told)
+
+    measured, mixed = added(table.measured, others), added(table.mixes, mixes)
+    return replace(table, measured=measured, mixes=mixed)
 
 
 def cheapest_splits(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> int:
@@ -342,10 +372,61 @@ def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Ch
     return _choose(problem, device, candidates, table_of(device.name))
 
 
+_waves = waves.for_equal_lengths()
+
+
 def _choose(
     problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
 ) -> Choice:
-    own = waves.choose(problem, device, candidates)
+    own, first = _of_equal_lengths(problem, device, candidates, table), candidates[0]
+    constants = decode_cost.constants_of(first)
+    timed = None if table is None else _of_mixes(problem, device, first, table)
+    if timed is not None and timed.kernel == own.kernel:
+        return timed
+    return persistent.where_it_costs_little(own, problem, device, first, constants)
+
+
+def _of_mixes(problem: Problem, device: Device, kernel: Kernel, table: Table) -> Choice | None:
+    """The plan of a kernel whose worst is best over the mixes that were timed of the problem, of
+    those that are hardly slower than the fastest where lengths are equal; None where none were."""
+    sizes: dict[str, Any] = dims(problem)
+    like = tuned_problem(**sizes)
+    plain = replace(problem, sink_logits=False, return_lse=False) == like
+    if not table.mixes or not plain or persistent.why_not_several(kernel, problem, device):
+        return None
+    rows: dict[str, dict[Config, float]] = {}
+    for measured in table.mixes:
+        keys = measured.problem.seqlen_k
+        near = keys > 0 and abs(math.log2(problem.seqlen_k / keys)) <= SAME
+        if near and measured.problem == replace(like, seqlen_k=keys):
+            plans = (plan for plan in measured.plans if plan.kernel == kernel.name)
+            rows[measured.mix] = {plan.config: plan.us for plan in plans}
+    if not rows.get(EQUAL) or len(rows) < 2 or not all(rows.values()):
+        return None
+    least = {mix: min(plans.values()) for mix, plans in rows.items()}
+    most = least[EQUAL] * (1 + persistent.MOST_LONGER)
+    legal, worst = shapes(kernel, problem, device), dict[Config, float]()
+    for config, us in rows[EQUAL].items():
+        everywhere = all(config in plans for plans in rows.values())
+        known = replace(config.shape, schedule="even", programs=0) in legal
+        room = persistent.all_programs(problem, config) <= 2 * device.num_sms
+        if us <= most and everywhere and known and (room or config.schedule not in SCHEDULED):
+            worst[config] = max(plans[config] / least[mix] for mix, plans in rows.items())
+    if not worst:
+        return None
+    best = min(worst, key=lambda config: worst[config])
+    why = (
+        f"tuned: the least at worst, {worst[best]:.2f} of the fastest, over {len(rows)} mixes of "
+        f"lengths timed of this problem on {table.gpu}{table.note}; {rows[EQUAL][best]:.1f} us "
+        f"where they are equal, the fastest there {least[EQUAL]:.1f}"
+    )
+    return Choice(kernel.name, best, why)
+
+
+def _of_equal_lengths(
+    problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
+) -> Choice:
+    own = _waves(problem, device, candidates)
 
     def leave_it(reason: str) -> Choice:
         return replace(own, why=f"tuned: {reason}; {own.why}")

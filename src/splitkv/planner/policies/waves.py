@@ -8,7 +8,8 @@ whichever kernel; of another than the first only where it promises to be `OTHER`
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
 no part may be longer than `longest_part` bytes, which one SM reads in a time that may be waited
 for; where that would take more than a wave of programs, the device shares one out by the lengths
-(`schedule="batch"`).
+(`schedule="batch"`). Where a schedule of the step costs hardly anything beside reading that many
+keys, it is taken in the place of either: `persistent.where_it_costs_little`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, ceil_div
-from splitkv.planner.policies import short_queries
+from splitkv.planner.policies import persistent, short_queries
 from splitkv.planner.policies.decode_cost import (
     H200,
     HOPPER_DECODE,
@@ -89,6 +90,18 @@ def many_rows(problem: Problem, kernel: Kernel) -> bool:
 
 def with_constants(constants: Constants, hopper: Constants | None = None) -> Policy:
     """The policy with other constants, say fitted to another GPU; hopper: of the kernel for it."""
+    of_equal = for_equal_lengths(constants, hopper)
+
+    def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
+        own, first = of_equal(problem, device, candidates), candidates[0]
+        of_first = constants_of(first, constants, hopper)
+        return persistent.where_it_costs_little(own, problem, device, first, of_first)
+
+    return choose
+
+
+def for_equal_lengths(constants: Constants = H200, hopper: Constants | None = None) -> Policy:
+    """The policy without schedules of the step: what is the fastest where lengths are equal."""
 
     def choose(problem: Problem, device: Device, candidates: Sequence[Kernel]) -> Choice:
         decoding = problem.kind == "decode"

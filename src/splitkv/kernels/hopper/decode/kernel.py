@@ -253,7 +253,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         return bind_to_maps(compiled, clusters, tail.arguments, *maps)
 
     def at_lengths(compiled: Any) -> LaunchAtLength | None:
-        if variant.load == "gather" or entry == "persistent":
+        if variant.load == "gather":
             return None
         k_tile, v_tile = (tile_of(compiled, n) for n in (0, 1))
 
