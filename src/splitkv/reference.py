@@ -12,6 +12,9 @@ keys, standing at key position pos = L_k - L_q + i:
 A row that sees no key has out = 0, lse = -inf and gradients of exactly 0. Everything is
 differentiable, and nothing waits for the device: lengths and page tables are only indexed with.
 
+With an `out_scale` of one element the output is out / out_scale in e4m3, nearest, and past the
+largest number that: `scaled`.
+
 `upcast` chooses the precision: True is the reference (float32 for 16-bit inputs, float64 for
 float32), a dtype is that dtype, False is the working precision, the run that the tolerance rule
 compares with. Softmax and LSE are computed in float32 or better whatever the precision.
@@ -34,7 +37,7 @@ from torch.nn import functional as F
 from splitkv.core.errors import expect, expect_device, expect_dtype, expect_shape
 from splitkv.core.masks import Mask
 from splitkv.core.scales import DTYPE_BYTES
-from splitkv.rounding import Rounding, dequantize, is_of_tokens
+from splitkv.rounding import Rounding, dequantize, is_of_tokens, quantize
 
 FULL, CAUSAL = Mask(), Mask(causal=True)
 HALF = (torch.bfloat16, torch.float16)
@@ -467,6 +470,12 @@ def take(x: Tensor, *index: Any) -> Tensor:
     if x.element_size() > 1:
         return x[index]
     return x.view(torch.uint8)[index].view(x.dtype)
+
+
+def scaled(out: Tensor, out_scale: Tensor) -> Tensor:
+    """Divides a result by a scale of one element, and rounds it to the nearest e4m3; past the
+    largest to that."""
+    return quantize(out, out_scale.reshape(()), torch.float8_e4m3fn)
 
 
 def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:

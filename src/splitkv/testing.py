@@ -46,6 +46,7 @@ LSE_ATOL = 1e-3
 DRAWS = 4
 SOFTCAP = 3.0  # of the size of a random score, so that leaving it out shows
 DROPOUT_P = 0.2
+OUT_SCALE = 0.0043  # of results in e4m3: the largest of those of few keys are past its range
 SPARE_PAGES, SPARE_KEYS, SPARE_DIM = 3, 3, 8
 STORED = rounding.STORED
 
@@ -90,6 +91,8 @@ def make_operands(
         call |= _dense_operands(problem, g, keys)
         call["dropout_p"] = DROPOUT_P if problem.dropout else 0.0
         call["deterministic"] = problem.deterministic
+    if problem.out_scale:
+        call["out_scale"] = torch.tensor([OUT_SCALE])
     call |= {"q_scale": None, "products": None}
     if problem.codec != AS_IS:
         call["products"] = problem.products
@@ -266,7 +269,8 @@ def expected(
     draw: int = 0,
     products: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes (out, lse) of a call by definition, which rounds nothing.
+    """Computes (out, lse) of a call by definition, which rounds nothing. With an out_scale, out is
+    the numbers that its e4m3 stand for, cut off where they end.
 
     upcast     False: the run in working precision, which rounds what `products` says
     draw       above 0: reorders the head dimension, for other rounding errors of the same result
@@ -287,7 +291,15 @@ def expected(
     dtype = reference.compute_dtype(working, upcast)
     products = products or ("widened" if upcast else problem.products)
     out, lse = function(mask=problem.mask, upcast=dtype, products=products, **kwargs)
+    if problem.out_scale:
+        scale = call["out_scale"]
+        most = rounding.LARGEST[torch.float8_e4m3fn] * scale
+        out = out.clamp(-most, most) if upcast else _numbers(reference.scaled(out, scale), scale)
     return out, lse
+
+
+def _numbers(out: Tensor, out_scale: Tensor) -> Tensor:
+    return rounding.dequantize(out, out_scale, torch.float32)
 
 
 def bind(problem: Problem, call: Call) -> Operands:
@@ -318,6 +330,7 @@ def check(
         raise ValueError("dropout: expected False, got True; two random masks do not compare")
     call = make_operands(problem, seed=seed, device=device, **options)
     out, lse = (run or _public)(problem, call)
+    out = _numbers(out, call["out_scale"]) if problem.out_scale else out
     ref, ref_lse = expected(problem, call)
     pts = [expected(problem, call, upcast=False, draw=i)[0] for i in range(DRAWS)]
     try:

@@ -520,6 +520,23 @@ OUT: list[Row] = [
     ),
     (
         CONTIGUOUS,
+        {"out_scale": torch.ones(1), "out": rand(BATCH, SEQLEN_Q, HEADS, DIM_V)},
+        "out: expected dtype float8_e4m3fn, got float32",
+    ),
+    (
+        CONTIGUOUS,
+        {"out_scale": torch.ones(2)},
+        "out_scale: expected one element, [1] or [], got [2]",
+    ),
+    (
+        CONTIGUOUS,
+        {"out_scale": torch.ones(1, dtype=torch.float64)},
+        "out_scale: expected dtype float32, got float64",
+    ),
+    (CONTIGUOUS, {"out_scale": meta(1)}, "out_scale: expected device cpu, got meta"),
+    (CONTIGUOUS, {"out_scale": 0.5}, "out_scale: expected a tensor, got 0.5"),
+    (
+        CONTIGUOUS,
         {"out": True},
         "out: expected a tensor [batch=2, seqlen_q=3, num_heads=8, head_dim_v=24], got True",
     ),
@@ -1008,13 +1025,13 @@ DECODE_ARGUMENTS = (
     "'cache_seqlens', 'page_table', 'max_seqlen_k', 'causal', 'window_size', 'sink_tokens', "
     "'attention_chunk', "
     "'sink_logits', 'softmax_scale', 'softcap', 'alibi_slopes', 'return_lse', 'q_scale', "
-    "'k_scale', 'v_scale', 'products', 'out' or 'early_kv'"
+    "'k_scale', 'v_scale', 'products', 'out', 'out_scale' or 'early_kv'"
 )
 DENSE_ARGUMENTS = (
     "'causal', 'window_size', 'sink_tokens', 'attention_chunk', 'sink_logits', 'softmax_scale', "
     "'softcap', "
     "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p', "
-    "'deterministic' or 'out'"
+    "'deterministic', 'out' or 'out_scale'"
 )
 POLICIES = (
     "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "

@@ -17,7 +17,7 @@ from training import few_programs, paged, problem_of
 import splitkv
 from splitkv import reference
 from splitkv.core.device import GPUS
-from splitkv.core.kv import Contiguous, Paged, Ragged
+from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
@@ -123,6 +123,18 @@ def test_writes_into_the_buffer_of_the_caller(kind: Any, options: dict[str, Any]
     assert results[0] is out
     assert torch.equal(out, wanted[0]) and torch.equal(results[1], wanted[1])
     assert room[..., :1, :].isnan().all() and room[..., -8:].isnan().all()
+
+
+@pytest.mark.parametrize("codec", [Codec(), Codec("int8", "token")], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 2}, {"num_splits": 3, "merge": "last"}])
+def test_out_in_8_bits(kind: Any, options: dict[str, Any], codec: Codec) -> None:
+    """By the kernel, by `combine`, or by the programs that come last."""
+    of_kind = {"kind": kind}
+    if kind == "varlen":
+        of_kind |= {"place": Ragged(), "lengths": "device"}
+    problem = replace(DENSE, codec=codec, out_scale=True, mask=Mask(True), **of_kind)
+    check(problem, run=run(**options))
 
 
 def in_pages(page_size: int, launch: Any) -> Any:

@@ -163,6 +163,7 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
         q_scale=scale(p.q_granularity, lead_q, p.num_heads),
         k_scale=scale(p.codec.granularity, lead_k, p.num_kv_heads),
         v_scale=scale(p.codec.granularity, lead_k, p.num_kv_heads),
+        out_scale=Layout((1,), torch.float32) if p.out_scale else None,
         cache_seqlens=lengths,
         page_table=table,
         cu_seqlens_q=cu_q,

@@ -94,6 +94,7 @@ OPTIONS = (
     Option("dropout_p", "float", 0.0, _SEQUENCES),
     Option("deterministic", "bool", False, _SEQUENCES),
     Option("out", "Tensor | None", None, ("attention", "attention_varlen", "decode")),
+    Option("out_scale", "Tensor | None", None, ("attention", "attention_varlen", "decode")),
     Option("early_kv", "bool", False, ("decode",)),
     Option("num_splits", "int", 0, _CACHE),
     Option("plan", "Plan | None", None, _EVERY),

@@ -19,7 +19,7 @@ that rows begin at multiples of 16 bytes.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, a causal flag a sequence,
 prefix-LM ranges, prefill context parallelism, windows and ALiBi beside decode context parallelism,
-4-bit caches, output in 8 bits.
+4-bit caches, output with scales of blocks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -48,6 +49,7 @@ from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
 from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 
 from splitkv.api import append
+from splitkv.core.device import current
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
     Pages,
@@ -469,14 +471,15 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         The keys and values are in the cache already; key and value are read by encoders, and where
         ranks share keys.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("output_scale: expected None, got a scale")
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale: expected None, got scales")
         x = attn_metadata
         if x is None:
             self.take_memory(query)
-            return output.fill_(0)
+            return output.zero_()
         causal = x.causal and self.attn_type == AttentionType.DECODER
         options = self.options | {"window_size": self.window_size(causal)}
+        options["out_scale"] = output_scale
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
             options["alibi_slopes"] = self.alibi_slopes
@@ -495,6 +498,11 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         else:
             attend_with_prefix(query, pages, x.shared, output, options)
         return output
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether vLLM is to have results rounded here: to e4m3 by one scale. On Hopper not, though
+        `forward` would: the kernels that are fastest there for prompts store 16 bits."""
+        return quant_key == kFp8StaticTensorSym and current().capability != (9, 0)
 
     def take_memory(self, like: Tensor) -> None:
         """Takes as much as a step may, and gives it back: vLLM measures what a model needs beside

@@ -36,7 +36,8 @@ Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head
                           * (head_dim + head_dim_v)
 Numerics    scores and sums in fp32, base-2 exponentials; p, times the scale of its key where keys
             have one, is rounded to the working type before p @ v (in fp16 v times scale is); fp32
-            inputs multiply in IEEE fp32, not tf32; for 8 bits see tile/dequantize.py
+            inputs multiply in IEEE fp32, not tf32; for 8 bits see tile/dequantize.py; out with a
+            scale is rounded to e4m3 from fp32
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 8
             from 16 to 256; a first derivative only, and of a cache and beside quantised keys none
 """
@@ -55,7 +56,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.kernels.combine import FINISHED, write_absent
+from splitkv.kernels.combine import FINISHED, final_of, write_absent
 from splitkv.kernels.gradients import backward_for, backward_of
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.partition import padded_dims
@@ -84,7 +85,7 @@ from splitkv.kernels.tile.attend import (
     write_rows,
 )
 from splitkv.kernels.tile.band import Bounds, token_range
-from splitkv.kernels.tile.codec import widen
+from splitkv.kernels.tile.codec import widen, working_type
 from splitkv.kernels.tile.dequantize import (
     RowTileScales,
     bits_of,
@@ -249,7 +250,7 @@ def prefill(
     acc = tl.zeros([TILE_M, DIM_V], tl.float32)
     q_scale = scale_of_rows(stored, b, token, head, row_ok, UNITS)
     if UNITS == "widened":
-        q = widen(q, final.out_ptr.dtype.element_ty)
+        q = widen(q, working_type(q_ptr.dtype.element_ty))
     elif UNITS != "as_is":
         if stored.q_ptr is None:
             q, q_scale = round_queries(q, k_ptr.dtype.element_ty)
@@ -271,7 +272,7 @@ def prefill(
         ),
         bounds=bounds,
         scales=RowTileScales(q_scale, k_at, v_at, stored.k_strides, stored.v_strides),
-        out_ptr=final.out_ptr,
+        q_ptr=q_ptr,
     )
     sums = attend(RowSums(m, l, acc), row_tile, visit, CONFIG, "edges")
     sums = attend(sums, row_tile, visit, CONFIG, "middle")
@@ -298,7 +299,8 @@ def strides_of_out(problem: Problem, operands: Operands) -> Strides:
     """The strides of out, as given or as it will be made."""
     q, out = operands.q, operands.out
     if out is None:
-        out = q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=getattr(torch, problem.dtype))
+        shape = *q.shape[:-1], problem.head_dim_v
+        out = q.new_empty(shape, dtype=getattr(torch, problem.out_dtype))
     return strides_of(out)
 
 
@@ -337,7 +339,8 @@ class PrefillLauncher(SequenceLauncher):
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), whatever the problem says of a gradient or the LSE."""
-        x, final = operands, self.results.allocate(operands)
+        x, results = operands, self.results.allocate(operands)
+        final = final_of(*results)
         partial, count = self.splits.partials(x.q)
         q, k, v = (bits_of(t) if self.bits else t for t in (x.q, x.k, x.v))
         arguments = {
@@ -360,7 +363,7 @@ class PrefillLauncher(SequenceLauncher):
         prefill[self.grid](*in_order(prefill, arguments), **self.options)
         if self.combine is not None and partial is not None:
             self.combine.launch(partial, final, x)
-        return final.out_ptr, final.lse_ptr
+        return results.out_ptr, results.lse_ptr
 
 
 def tiling(plan: Plan, total: int) -> tuple[int, int, int]:

@@ -37,6 +37,7 @@ class AttentionOptions(Options, total=False):
     dropout_p: float
     deterministic: bool
     out: Tensor | None
+    out_scale: Tensor | None
 
 
 class VarlenOptions(AttentionOptions, total=False):
@@ -54,5 +55,6 @@ class DecodeOptions(Options, total=False):
     max_seqlen_k: int | None
     num_splits: int
     out: Tensor | None
+    out_scale: Tensor | None
     early_kv: bool
     schedule: Schedule | None

@@ -89,6 +89,7 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     out: Tensor | None = None,
+    out_scale: Tensor | None = None,
     return_lse: bool = False,
     plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -122,6 +123,9 @@ def attention(
     deterministic  backward gives the same bits every time
     out            where to write the result, of its shape and type; any strides but the last, each
                    element in memory of its own. Only where no gradient is recorded
+    out_scale      one fp32 number, [1] or [], on the device: the result is divided by it and stored
+                   in float8_e4m3fn, nearest, what is past the largest number as that. Only where no
+                   gradient is recorded
     plan           a Plan of `splitkv.plan` for this problem, to skip deciding
 
     Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural log of
@@ -162,6 +166,7 @@ def attention(
         dropout_p=dropout_p,
         deterministic=deterministic,
         out=out,
+        out_scale=out_scale,
         return_lse=return_lse,
     )
 
@@ -231,6 +236,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     out: Tensor | None = None,
+    out_scale: Tensor | None = None,
     return_lse: bool = False,
     plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -286,6 +292,7 @@ def attention_varlen(
         dropout_p=dropout_p,
         deterministic=deterministic,
         out=out,
+        out_scale=out_scale,
         return_lse=return_lse,
     )
 
@@ -294,7 +301,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     given = _NOT_OF_ATTENTION | given
-    scales = (given[name] for name in ("q_scale", "k_scale", "v_scale"))
+    scales = (given[name] for name in ("q_scale", "k_scale", "v_scale", "out_scale"))
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
         result = _run(q, k, v, plan, given)

@@ -335,7 +335,7 @@ def _growing(
 ) -> BoundCall | None:
     """Finds what serves contiguous caches of every length; None where they are none, the first time
     that they come and where no kernel takes every length."""
-    absent = made.plan, arguments["page_table"], arguments["max_seqlen_k"]
+    absent = made.plan, *(arguments[n] for n in ("page_table", "max_seqlen_k", "out_scale"))
     if any(x is not None for x in absent) or needs_grad(*tensors):
         return None
     pattern = growing_call.pattern_of(tensors)
@@ -385,8 +385,13 @@ def _expect_same_shares(made_for: Plan, plan: Plan) -> None:
 
 
 def working_dtype(q: Tensor) -> torch.dtype:
-    """The type of the output: q's own, bfloat16 where q is quantised."""
+    """The type of an output without a scale: q's own, bfloat16 where q is quantised."""
     return q.dtype if q.is_floating_point() and q.dtype.itemsize > 1 else torch.bfloat16
+
+
+def result_dtype(q: Tensor, out_scale: Tensor | None) -> torch.dtype:
+    """The type of the output: e4m3 with a scale, else the working type."""
+    return working_dtype(q) if out_scale is None else torch.float8_e4m3fn
 
 
 def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
