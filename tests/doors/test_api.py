@@ -690,7 +690,8 @@ def test_signatures_are_the_published_ones() -> None:
     published = {
         "attention": "q k v " + common,
         "attention_varlen": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
-        "page_table cache_seqlens " + common,
+        "page_table cache_seqlens "
+        + common.replace("sink_logits", "bidirectional_ranges sink_logits"),
         "decode": "q k_cache v_cache cache_seqlens page_table max_seqlen_k causal window_size "
         "sink_tokens attention_chunk sink_logits softmax_scale softcap alibi_slopes "
         "q_scale k_scale v_scale "

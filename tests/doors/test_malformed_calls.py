@@ -542,6 +542,36 @@ OUT: list[Row] = [
     ),
 ]
 
+RANGES: list[Row] = [
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(2, 2)},
+        "bidirectional_ranges: expected [batch=2, ranges, (first, end)=2], got [2, 2]",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(3, 1, 2)},
+        "bidirectional_ranges: expected [batch=2, ranges, (first, end)=2], got [3, 1, 2]",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(2, 1, 2, dtype=torch.int64)},
+        "bidirectional_ranges: expected dtype int32, got int64; pass bidirectional_ranges.int()",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(2, 2, 2).transpose(1, 2)},
+        "bidirectional_ranges: expected contiguous memory, got strides [4, 1, 2]; "
+        "pass bidirectional_ranges.contiguous()",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": [(0, 4)]},
+        "bidirectional_ranges: expected a tensor [batch=2, ranges, (first, end)=2], got [(0, 4)]; "
+        "pass torch.as_tensor(bidirectional_ranges)",
+    ),
+]
+
 SPLITS: list[Row] = [
     (CONTIGUOUS, {"num_splits": -1}, "num_splits: expected 0 to 1024, got -1"),
     (CONTIGUOUS, {"num_splits": 1025}, "num_splits: expected 0 to 1024, got 1025"),
@@ -703,6 +733,7 @@ RAGGED_QUANTISED: list[Row] = [
 
 RAGGED: list[Row] = [
     *((VARLEN, wrong, message) for wrong, message in TRAINING),
+    *RANGES,
     (
         VARLEN,
         {"q": rand(2, 3, HEADS, DIM)},
@@ -1033,6 +1064,7 @@ DENSE_ARGUMENTS = (
     "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p', "
     "'deterministic', 'out' or 'out_scale'"
 )
+VARLEN_ARGUMENTS = DENSE_ARGUMENTS.replace("'sink_logits'", "'bidirectional_ranges', 'sink_logits'")
 POLICIES = (
     "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "
     "'paged_attention_v2', "
@@ -1072,7 +1104,7 @@ DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         POSITIONAL_VARLEN,
         {"k_descale": None},
         "argument of attention_varlen: expected 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', "
-        f"'max_seqlen_k', 'page_table', 'cache_seqlens', {DENSE_ARGUMENTS}, got 'k_descale'",
+        f"'max_seqlen_k', 'page_table', 'cache_seqlens', {VARLEN_ARGUMENTS}, got 'k_descale'",
     ),
     (
         POSITIONAL_VARLEN,

@@ -137,6 +137,34 @@ def test_out_in_8_bits(kind: Any, options: dict[str, Any], codec: Codec) -> None
     check(problem, run=run(**options))
 
 
+RANGED = Problem(
+    *("varlen", 4, 2, 1, 16, 32, 40, 70, "float16"),
+    place=Ragged(),
+    lengths="device",
+    return_lse=True,
+    bidirectional_ranges=True,
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"num_splits": 2, "merge": "last"}])
+@pytest.mark.parametrize("mask", [m for m in MASKS if m != Mask()], ids=str)
+def test_bidirectional_ranges(mask: Mask, options: dict[str, Any]) -> None:
+    """Rows see keys on both sides of their band, the first sequences by three ranges each."""
+    check(replace(RANGED, mask=mask), run=run(**options), seed=len(options))
+
+
+def test_bidirectional_ranges_beside_all_else() -> None:
+    problem = replace(RANGED, mask=Mask(True, 9, -1, 3), score=Score(True, True), num_heads=6)
+    problem = replace(problem, num_kv_heads=2, sink_logits=True, out_scale=True)
+    check(problem, run=run(32, 16, num_splits=2), strided=True, zero_length=True)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_bidirectional_ranges_of_pages(merge: Any) -> None:
+    problem = replace(RANGED, mask=Mask(True, 12))
+    check(problem, run=in_pages(16, run(num_splits=2, merge=merge)))
+
+
 def in_pages(page_size: int, launch: Any) -> Any:
     """`run=` of `check` for a varlen problem, its keys and values put into pages."""
     return lambda problem, call: launch(*paged(problem, call, page_size))

@@ -82,6 +82,7 @@ OPTIONS = (
     Option("window_size", "tuple[int, int]", (-1, -1), _EVERY),
     Option("sink_tokens", "int", 0, _EVERY),
     Option("attention_chunk", "int", 0, _EVERY),
+    Option("bidirectional_ranges", "Tensor | None", None, _VARLEN),
     Option("sink_logits", "Tensor | None", None, _EVERY),
     Option("softmax_scale", "float | None", None, _EVERY),
     Option("softcap", "float", 0.0, _EVERY),

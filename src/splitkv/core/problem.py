@@ -46,7 +46,7 @@ OF_DECODE = frozenset(options_of("decode"))
 OF_SEQUENCES = frozenset(options_of("attention")) | frozenset(options_of("attention_varlen"))
 FLAGS = (
     *("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad", "early_kv"),
-    "out_scale",
+    *("out_scale", "bidirectional_ranges"),
 )
 
 
@@ -69,6 +69,8 @@ class Problem(Value):
                      exactly than that, never less
     q_granularity    of the scales of a q that is quantised as the keys are; none: it is not
     out_scale        the output is divided by a scale and stored in e4m3
+    bidirectional_ranges   varlen: queries see all of the ranges of keys that they stand in, which
+                     are read on the device, whatever the mask says
     """
 
     kind: Kind
@@ -97,6 +99,7 @@ class Problem(Value):
     seqlen_new: int = 0
     rotary: bool = False
     out_scale: bool = False
+    bidirectional_ranges: bool = False
 
     def __post_init__(self) -> None:
         """Where a tensor has one head, a scale of the tensor is one of the head, and called so."""
@@ -164,6 +167,8 @@ class Problem(Value):
         longest = self.seqlen_k
         if self.lengths == "device":
             longest = self.mask.longest(self.seqlen_q, self.seqlen_k)
+        if self.bidirectional_ranges:  # may be of all keys
+            return ((0, self.seqlen_k),) if min(self.seqlen_q, self.seqlen_k) > 0 else ()
         return self.mask.span(self.seqlen_q, longest)
 
     @property
@@ -223,6 +228,7 @@ class Operands:
     page_table: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    bidirectional_ranges: Any = None
     sink_logits: Any = None
     alibi_slopes: Any = None
     q_scale: Any = None
@@ -262,6 +268,7 @@ class Options(NamedTuple):
     cache_seqlens: Any = None
     out: Any = None
     out_scale: Any = None
+    bidirectional_ranges: Any = None
     dropout_p: Any = 0.0
     deterministic: Any = False
     early_kv: Any = False
@@ -411,6 +418,8 @@ def _described(
     if not decodes:
         mask = mask.within(sizes.seqlen_q, sizes.seqlen_k)
     score, scale = _describe_scores(sizes, given, device)
+    if given.bidirectional_ranges is not None:
+        _expect_ranges(given.bidirectional_ranges, sizes.batch, device)
     _expect_sink_logits(given.sink_logits, sizes.num_heads, device)
     out_dtype = types.dtype
     if given.out_scale is not None:
@@ -441,6 +450,7 @@ def _described(
         needs_grad=needs_grad,
         early_kv=given.early_kv,
         out_scale=given.out_scale is not None,
+        bidirectional_ranges=given.bidirectional_ranges is not None,
     )
     return problem, Operands(
         q=q,
@@ -451,6 +461,7 @@ def _described(
         page_table=given.page_table,
         cu_seqlens_q=given.cu_seqlens_q,
         cu_seqlens_k=given.cu_seqlens_k,
+        bidirectional_ranges=given.bidirectional_ranges,
         sink_logits=given.sink_logits,
         alibi_slopes=given.alibi_slopes,
         q_scale=given.q_scale,
@@ -527,6 +538,18 @@ def expect_heads(num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: i
     expect_positive("num_kv_heads", num_kv_heads)
     expect_divides("num_heads", num_heads, num_kv_heads=num_kv_heads)
     expect_positive("num_heads", num_heads)
+
+
+def _expect_ranges(ranges: Any, batch: int, device: Any) -> None:
+    name = "bidirectional_ranges"
+    expect_shape(name, ranges, batch=batch, ranges=None, **{"(first, end)": 2})
+    expect_dtype(name, ranges, "int32")
+    expect_device(name, ranges, device)
+    if not ranges.is_contiguous():
+        strides = list(ranges.stride())
+        raise ValueError(
+            f"{name}: expected contiguous memory, got strides {strides}; pass {name}.contiguous()"
+        )
 
 
 def _expect_sink_logits(sink_logits: Any, num_heads: int, device: Any) -> None:

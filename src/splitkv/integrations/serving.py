@@ -54,6 +54,7 @@ class Rest:
     cu_seqlens_q: Tensor
     cache_seqlens: Tensor
     page_table: Tensor
+    bidirectional_ranges: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,17 @@ class Step:
         if made is None:
             made = self.schedules[plan.handle] = make_schedule(plan, self.cache_seqlens)
         return made
+
+    def with_ranges(self, ranges: Tensor) -> Step:
+        """This step with keys that tokens see beside those of the mask, as `attention_varlen` takes
+        `bidirectional_ranges`: ranges [batch, ranges, 2] int32 on the device.
+
+        Only for sequences that decode one token each: that has no later key to see.
+        """
+        if self.rest is None:
+            return self
+        own = aligned(ranges[self.num_decodes :])
+        return replace(self, rest=replace(self.rest, bidirectional_ranges=own))
 
     def with_pages(self, page_table: Tensor) -> Step:
         """This step over the pages of other layers: page_table [batch, max_pages]."""
@@ -237,9 +249,11 @@ def of_rest(
         **options,
         "page_table": rest.page_table,
         "cache_seqlens": rest.cache_seqlens,
+        "bidirectional_ranges": rest.bidirectional_ranges,
     }
     tensors = q, pages.k, pages.v, rest.cu_seqlens_q, None, *bounds
-    kind = "rest", q.shape[0], rest.cache_seqlens.shape[0], step.causal
+    ranged = rest.bidirectional_ranges is not None
+    kind = "rest", q.shape[0], rest.cache_seqlens.shape[0], step.causal, ranged
     attention_varlen(*tensors, **arguments, out=out, plan=plans.of(kind, *tensors, **arguments))
 
 

@@ -113,6 +113,7 @@ def launch(
             padded.v,
             seqlens_q=padded.seqlens_q,
             seqlens_k=padded.seqlens_k,
+            bidirectional_ranges=x.bidirectional_ranges,
             **options,
         )
     if not problem.out_scale:

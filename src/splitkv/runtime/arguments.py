@@ -45,6 +45,7 @@ class VarlenOptions(AttentionOptions, total=False):
 
     page_table: Tensor | None
     cache_seqlens: Tensor | None
+    bidirectional_ranges: Tensor | None
 
 
 class DecodeOptions(Options, total=False):

@@ -225,6 +225,7 @@ def attention_varlen(
     window_size: tuple[int, int] = (-1, -1),
     sink_tokens: int = 0,
     attention_chunk: int = 0,
+    bidirectional_ranges: Tensor | None = None,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -255,12 +256,18 @@ def attention_varlen(
                                past a length may hold anything
     cache_seqlens              [batch] int32 on the device, with a page table: keys of each
                                sequence, those of q included; never read by the host
+    bidirectional_ranges       [batch, ranges, 2] int32 on the device, contiguous: (first, end) key
+                               positions of ranges of a sequence. A query that stands in one sees
+                               all its keys, whatever causality, window and chunk say: images among
+                               tokens, or with (0, prefix_len) a prefix. (0, 2**30) makes one
+                               sequence of a batch not causal; an empty range is none. Never read by
+                               the host
 
     Everything else as `attention`; the mask of each sequence is aligned by its own lengths; scales
     of packed tensors are not a sequence's: one, one a head, or one a token and head; those of pages
-    may be, [batch, num_kv_heads]. Pages and quantised keys beside which a gradient is needed are
-    served by plain torch; on a GPU a warning says so. Returns out [total_q, num_heads, head_dim_v],
-    and with `return_lse` lse [num_heads, total_q] fp32.
+    may be, [batch, num_kv_heads]. Pages, quantised keys and bidirectional ranges beside which a
+    gradient is needed are served by plain torch; on a GPU a warning says so. Returns out
+    [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated. Raises as that.
     """
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
@@ -281,6 +288,7 @@ def attention_varlen(
         window_size=window_size,
         sink_tokens=sink_tokens,
         attention_chunk=attention_chunk,
+        bidirectional_ranges=bidirectional_ranges,
         sink_logits=sink_logits,
         softmax_scale=softmax_scale,
         softcap=softcap,

@@ -149,13 +149,14 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _warn_of_fall_back(plan: Plan) -> None:
-    """Say once for each reason that a GPU reads a cache, or quantised keys, by kernels that are not
-    made for it."""
+    """Say once for each reason that a GPU reads a cache, quantised keys or ranges of keys by
+    kernels that are not made for it."""
     kind, device = plan.problem.kind, plan.device.kind
     of_cache = kind == "decode" or isinstance(plan.problem.place, Paged)
     quantised = plan.problem.codec != AS_IS
     fell_back = device == "cuda" and plan.kernel in ("torch_math", "torch_sdpa")
-    if not fell_back or not (of_cache or quantised):
+    ranges = plan.problem.bidirectional_ranges
+    if not fell_back or not (of_cache or quantised or ranges):
         return
     name = {"decode": "decode", "dense": "attention", "varlen": "attention_varlen"}[kind]
     against = dict(plan.rejected).get("prefill", ())

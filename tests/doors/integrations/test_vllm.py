@@ -718,17 +718,29 @@ def test_layers_that_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_steps_that_are_refused() -> None:
-    engine = Engine()
-    request = engine.request(3)
-    flags = torch.ones(1, dtype=torch.bool)
+    engine = Engine(impl=LAYERS["window"])
+    request, flags = engine.request(3), torch.ones(1, dtype=torch.bool)
+    out, layer = torch.empty(1, HEADS, DIM), contract.layer()
+    rest = out, out, engine.cache
     x = engine.described([(request, 1)], causal=flags)
+    made = engine.builder.build(0, x)
     with pytest.raises(NotImplementedError, match="causal: expected one flag for all requests"):
-        engine.builder.build(0, x)
-    x = engine.described([(request, 1)])
+        engine.impl.forward(layer, out, *rest, made, out)
     x.mm_req_doc_ranges = {0: [(0, 2)]}
-    with pytest.raises(NotImplementedError, match="mm_req_doc_ranges: expected none"):
+    with pytest.raises(NotImplementedError, match="causal: expected one flag beside images"):
         engine.builder.build(0, x)
-    out = torch.empty(1, HEADS, DIM)
+    x.causal = True
+    made = engine.builder.build(0, x)
+    layer.mm_prefix_clamp_sliding_window = True
+    with pytest.raises(NotImplementedError, match="ranges: expected none beside a window"):
+        engine.impl.forward(layer, out, *rest, made, out)
+    for kind in ("encoder_only", "encoder", "encoder_decoder"):
+        other = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS, attn_type=kind)
+        with pytest.raises(NotImplementedError, match="attn_type: expected .*decoder"):
+            other.forward(layer, out, *rest, made, out)
+    engine.builder.rswa, x.rswa_prefix_lens = True, torch.ones(1)
+    with pytest.raises(NotImplementedError, match="rswa_prefix_lens: expected none"):
+        engine.builder.build(0, x)
     with pytest.raises(NotImplementedError, match="output_block_scale: expected None"):
         engine.impl.forward(None, out, out, out, engine.cache, None, out, None, torch.ones(1))
 
@@ -771,6 +783,81 @@ def test_where_output_in_8_bits_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(adapter, "current", lambda gpu=gpu: GPUS[gpu])
         assert adapter.SplitKVImpl(4, 64, 1.0).fused_output_quant_supported(static) is served
     assert not adapter.SplitKVImpl(4, 64, 1.0).fused_output_quant_supported("dynamic")
+
+
+def attend_by_ranges(engine: Engine, new: list[tuple[Request, int]], **of_step: Any) -> Any:
+    """A step whose description is changed, compared with the definition of its ranges."""
+    for request, n in new:
+        request.k = torch.cat([request.k, tokens(n, KV_HEADS)])
+        request.v = torch.cat([request.v, tokens(n, KV_HEADS)])
+    x, ranges = engine.described(new, **of_step.pop("described", {})), of_step.pop("ranges")
+    vars(x).update(of_step)
+    q = tokens(x.num_actual_tokens, HEADS)
+    k, v = (torch.cat([getattr(r, name)[-n:] for r, n in new]) for name in "kv")
+    out = torch.full_like(q, torch.nan)
+    made = engine.builder.build(0, x)
+    engine.impl.do_kv_cache_update(engine.layer, k, v, engine.cache, x.slot_mapping)
+    engine.impl.forward(engine.layer, q, k, v, engine.cache, made, out)
+    keys = [len(request.k) for request, _ in new]
+    results = [
+        reference.attention_varlen(
+            q.to(dtype),
+            *(torch.cat([getattr(r, name) for r, _ in new]).to(dtype) for name in "kv"),
+            x.query_start_loc,
+            torch.tensor([0, *keys]).cumsum(0).int(),
+            mask=Mask(True, engine.impl.left),
+            bidirectional_ranges=torch.tensor(ranges, dtype=torch.int32),
+            softmax_scale=0.3,
+            upcast=False,
+        )[0]
+        for dtype in (torch.float32, DTYPE)
+    ]
+    assert_close(out, *results)
+    return made
+
+
+@pytest.mark.parametrize("layer", ["plain", "window"])
+def test_images(layer: str) -> None:
+    """Tokens of an image see each other, also across a window; decodes stay decodes."""
+    engine = Engine(impl=LAYERS[layer])
+    first, second, third = (engine.request() for _ in range(3))
+    ranges = {0: [], 1: [(2, 9), (12, 30)], 2: [(0, 17)]}
+    wanted = [[[0, 0], [0, 0]], [[2, 10], [12, 31]], [[0, 18], [0, 0]]]
+    engine.step([(first, 5)])
+    new = [(first, 1), (second, 40), (third, 20)]
+    made = attend_by_ranges(engine, new, mm_req_doc_ranges=ranges, ranges=wanted)
+    assert made.ranged == "images" and made.step.num_decodes == 1
+    for _ in range(2):  # behind their images
+        new = [(first, 1), (second, 1), (third, 1)]
+        made = attend_by_ranges(engine, new, mm_req_doc_ranges=ranges, ranges=wanted)
+        assert made.step.num_decodes == 3 and made.step.rest is None
+    nothing = {0: [], 1: [], 2: []}
+    made = attend_by_ranges(engine, new, mm_req_doc_ranges=nothing, ranges=[[[0, 0]]] * 3)
+    assert made.ranged == ""
+
+
+def test_images_beside_drafts() -> None:
+    """A few tokens may be drafts or end an image: they go where ranges are seen."""
+    engine = Engine(drafted=3)
+    first, second = engine.request(6), engine.request(6)
+    new, ranges = [(first, 4), (second, 4)], {0: [(7, 9)]}
+    wanted = [[[7, 10]], [[0, 0]]]
+    made = attend_by_ranges(engine, new, mm_req_doc_ranges=ranges, ranges=wanted)
+    assert made.step.num_decodes == 0
+    settings = contract.config(drafted=3)
+    settings.model_config.is_mm_prefix_lm = True
+    support = adapter.SplitKVMetadataBuilder.get_cudagraph_support(settings, None)
+    assert support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+def test_a_causal_flag_a_request() -> None:
+    engine = Engine()
+    first, second, third = (engine.request(3) for _ in range(3))
+    flags = torch.tensor([True, False, True])
+    wanted = [[[0, 0]], [[0, 1 << 30]], [[0, 0]]]
+    new = [(first, 1), (second, 9), (third, 7)]
+    made = attend_by_ranges(engine, new, described={"causal": flags}, ranges=wanted)
+    assert made.ranged == "requests" and made.causal is True
 
 
 def test_a_block_of_a_layer_in_one_piece() -> None:

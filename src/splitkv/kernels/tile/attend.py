@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.compile_time import CompileTimeRecord
-from splitkv.kernels.tile.band import visible
+from splitkv.kernels.tile.band import in_reach, visible
 from splitkv.kernels.tile.codec import working_type
 from splitkv.kernels.tile.dequantize import add_values, query_product, scales_at
 from splitkv.kernels.tile.dropout import kept
@@ -57,6 +57,7 @@ class RowTile(NamedTuple):
     q         [TILE_M, DIM]
     keys      Keys; pages: Pages of the sequence
     queries   Queries; scoring, bounds: Scoring and Bounds
+    reach     Reach of the rows [TILE_M, 1], or None
     scales    RowTileScales
     q_ptr     by whose type that of the weights is known
     """
@@ -67,6 +68,7 @@ class RowTile(NamedTuple):
     queries: Any
     scoring: Any
     bounds: Any
+    reach: Any
     scales: Any
     q_ptr: Any
 
@@ -120,6 +122,8 @@ def attend(sums, row_tile, visit, CONFIG: tl.constexpr, REGION: tl.constexpr):
         s, unit, column = scores_of_rows(qk, scales.q, scoring, queries, offs_n[None, :])
         if REGION == "edges":
             seen = visible(row_tile.bounds, queries.pos, offs_n[None, :], keys.count)
+            if row_tile.reach is not None:
+                seen = seen | in_reach(row_tile.reach, offs_n[None, :])
             s = tl.where(seen, s, float("-inf"))
         m_here = tl.max(s, 1) * unit
         m_new = tl.maximum(m, m_here)

@@ -61,6 +61,12 @@ CACHES: Features = {
 FORWARD: Features = {"out_scale": {"out_scale": True}}
 PACKED: Features = {
     "packed": {"kind": "varlen", "place": Ragged(), "lengths": "device"},
+    "packed, bidirectional_ranges": {
+        "kind": "varlen",
+        "place": Ragged(),
+        "lengths": "device",
+        "bidirectional_ranges": True,
+    },
     "packed, keys in pages of 16": {"kind": "varlen", "place": Paged(16), "lengths": "device"},
 }
 EIGHT_BITS: Features = {
