@@ -12,6 +12,11 @@ keys, standing at key position pos = L_k - L_q + i:
 A row that sees no key has out = 0, lse = -inf and gradients of exactly 0. Everything is
 differentiable, and nothing waits for the device: lengths and page tables are only indexed with.
 
+A query sees beside these all keys of the `bidirectional_ranges` that it stands in.
+
+With an `out_scale` of one element the output is out / out_scale in e4m3, nearest, and past the
+largest number that: `scaled`.
+
 `upcast` chooses the precision: True is the reference (float32 for 16-bit inputs, float64 for
 float32), a dtype is that dtype, False is the working precision, the run that the tolerance rule
 compares with. Softmax and LSE are computed in float32 or better whatever the precision.
@@ -34,7 +39,7 @@ from torch.nn import functional as F
 from splitkv.core.errors import expect, expect_device, expect_dtype, expect_shape
 from splitkv.core.masks import Mask
 from splitkv.core.scales import DTYPE_BYTES
-from splitkv.rounding import Rounding, dequantize, is_of_tokens
+from splitkv.rounding import Rounding, dequantize, is_of_tokens, quantize
 
 FULL, CAUSAL = Mask(), Mask(causal=True)
 HALF = (torch.bfloat16, torch.float16)
@@ -137,6 +142,7 @@ def attention_varlen(
     page_table: Tensor | None = None,
     cache_seqlens: Tensor | None = None,
     mask: Mask = FULL,
+    bidirectional_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -198,11 +204,14 @@ def attention_varlen(
     if alibi_slopes is not None:
         per_token = alibi_slopes[clamped] if alibi_slopes.dim() == 2 else alibi_slopes[None]
         slopes = per_token.transpose(0, 1)[None]  # [1, H, total_q or 1]
+    visible = mask.visible(pos, key)
+    if bidirectional_ranges is not None:
+        visible = visible | in_one_range(pos, key, bidirectional_ranges[clamped])
     out, lse = attend(
         q[None],
         k[None],
         v[None],
-        (mask.visible(pos, key) & same)[None],
+        (visible & same)[None],
         scoring=Scoring(
             softmax_scale,
             softcap,
@@ -281,6 +290,7 @@ def attend_padded(
     seqlens_q: Tensor | None,
     seqlens_k: Tensor | None,
     mask: Mask,
+    bidirectional_ranges: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
@@ -291,7 +301,7 @@ def attend_padded(
     options   softmax_scale and softcap, and those of `attend`
     """
     scale, softcap = options.pop("softmax_scale", None), options.pop("softcap", 0.0)
-    pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, mask)
+    pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, mask, bidirectional_ranges)
     unread = ~visible.any(-2)[:, :, None, None]  # [B, S_k, 1, 1]
     return attend(
         q,
@@ -390,8 +400,24 @@ def pack_heads(q: Tensor, num_kv_heads: int) -> Tensor:
     return q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
+def in_one_range(pos: Tensor, key: Tensor, ranges: Tensor) -> Tensor:
+    """Finds which queries and keys stand in one range: positions [.., S_q, 1], or [S_q, 1] with
+    ranges of each, keys [S_k], ranges [.., ranges, 2] of (first, end)."""
+    seen = torch.zeros_like(pos + key, dtype=torch.bool)
+    for first, end in (x.unbind(-1) for x in ranges.unbind(-2)):
+        least = first.long().clamp(min=0).view(-1, *[1] * (pos.dim() - 1))
+        past = end.long().view(least.shape)
+        seen = seen | ((pos >= least) & (pos < past) & (key >= least) & (key < past))
+    return seen
+
+
 def padded_mask(
-    q: Tensor, k: Tensor, seqlens_q: Tensor | None, seqlens_k: Tensor | None, mask: Mask
+    q: Tensor,
+    k: Tensor,
+    seqlens_q: Tensor | None,
+    seqlens_k: Tensor | None,
+    mask: Mask,
+    bidirectional_ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns positions of queries [B or 1, S_q, 1] and keys [S_k], and what is visible
     [B, S_q, S_k]."""
@@ -401,7 +427,10 @@ def padded_mask(
     i = torch.arange(max_seqlen_q, device=q.device)[None, :, None]
     key = torch.arange(max_seqlen_k, device=q.device)
     pos = len_k - len_q + i
-    visible = mask.visible(pos, key) & (key < len_k) & (i < len_q)
+    visible = mask.visible(pos, key)
+    if bidirectional_ranges is not None:
+        visible = visible | in_one_range(pos, key, bidirectional_ranges)
+    visible = visible & (key < len_k) & (i < len_q)
     return pos, key, visible.expand(batch, -1, -1)
 
 
@@ -467,6 +496,12 @@ def take(x: Tensor, *index: Any) -> Tensor:
     if x.element_size() > 1:
         return x[index]
     return x.view(torch.uint8)[index].view(x.dtype)
+
+
+def scaled(out: Tensor, out_scale: Tensor) -> Tensor:
+    """Divides a result by a scale of one element, and rounds it to the nearest e4m3; past the
+    largest to that."""
+    return quantize(out, out_scale.reshape(()), torch.float8_e4m3fn)
 
 
 def apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ LSE_ATOL = 1e-3
 DRAWS = 4
 SOFTCAP = 3.0  # of the size of a random score, so that leaving it out shows
 DROPOUT_P = 0.2
+OUT_SCALE = 0.0043  # of results in e4m3: the largest of those of few keys are past its range
+NUM_RANGES = 3  # of a sequence
 SPARE_PAGES, SPARE_KEYS, SPARE_DIM = 3, 3, 8
 STORED = rounding.STORED
 
@@ -90,6 +92,8 @@ def make_operands(
         call |= _dense_operands(problem, g, keys)
         call["dropout_p"] = DROPOUT_P if problem.dropout else 0.0
         call["deterministic"] = problem.deterministic
+    if problem.out_scale:
+        call["out_scale"] = torch.tensor([OUT_SCALE])
     call |= {"q_scale": None, "products": None}
     if problem.codec != AS_IS:
         call["products"] = problem.products
@@ -102,7 +106,8 @@ def make_operands(
     for name, x in call.items():
         if isinstance(x, Tensor):
             # `to` keeps the strides of dense tensors only; a slice is rebuilt on the device.
-            x = _strided(x.to(device), poison) if strided and x.dim() > 2 else x.to(device)
+            apart = strided and x.dim() > 2 and x.is_floating_point() | (x.dtype == torch.int8)
+            x = _strided(x.to(device), poison) if apart else x.to(device)
             differentiable = problem.needs_grad and x.dtype in reference.WORKING
             call[name] = x.requires_grad_() if differentiable and "scale" not in name else x
     return call
@@ -187,11 +192,23 @@ def _dense_operands(problem: Problem, g: torch.Generator, keys: Tensor) -> Call:
             "max_seqlen_q": problem.seqlen_q,
             "max_seqlen_k": problem.seqlen_k,
         }
+        if problem.bidirectional_ranges:
+            call["bidirectional_ranges"] = _ranges(problem, g)
     call["q"] = _random(problem, g, *q_shape, problem.num_heads, problem.head_dim)
     for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
         shape = *k_shape, problem.num_kv_heads, dim
         call[name], call[f"{name}_scale"] = _stored(problem, g, *shape)
     return call
+
+
+def _ranges(problem: Problem, g: torch.Generator) -> Tensor:
+    """Draws ranges that may overlap, be empty or go on past the keys; the last sequence sees all of
+    its keys, the one before none."""
+    bounds = torch.randint(0, problem.seqlen_k + 9, (problem.batch, NUM_RANGES, 2), generator=g)
+    ranges = bounds.sort(-1)[0]
+    ranges[-2:-1] = 0
+    ranges[-1:] = torch.tensor([0, 1 << 30])
+    return ranges.int()
 
 
 def _stored(problem: Problem, g: torch.Generator, *shape: int) -> tuple[Tensor, Tensor | None]:
@@ -266,7 +283,8 @@ def expected(
     draw: int = 0,
     products: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes (out, lse) of a call by definition, which rounds nothing.
+    """Computes (out, lse) of a call by definition, which rounds nothing. With an out_scale, out is
+    the numbers that its e4m3 stand for, cut off where they end.
 
     upcast     False: the run in working precision, which rounds what `products` says
     draw       above 0: reorders the head dimension, for other rounding errors of the same result
@@ -274,10 +292,12 @@ def expected(
     """
     working = getattr(torch, problem.dtype)
     names = {"decode": ("cache_seqlens", "page_table", "max_seqlen_k"), "dense": ()}
-    names |= {"varlen": ("cu_seqlens_q", "cu_seqlens_k")}
+    names["varlen"] = "cu_seqlens_q", "cu_seqlens_k"
     scales = ("q_scale", "k_scale", "v_scale")
     kv = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
     common = ("softmax_scale", "softcap", "alibi_slopes", "sink_logits")
+    if problem.bidirectional_ranges:
+        names["varlen"] += ("bidirectional_ranges",)
     kwargs = {n: call[n] for n in ("q", *kv, *names[problem.kind], *scales, *common)}
     if draw:
         g = torch.Generator().manual_seed(draw)
@@ -287,7 +307,15 @@ def expected(
     dtype = reference.compute_dtype(working, upcast)
     products = products or ("widened" if upcast else problem.products)
     out, lse = function(mask=problem.mask, upcast=dtype, products=products, **kwargs)
+    if problem.out_scale:
+        scale = call["out_scale"]
+        most = rounding.LARGEST[torch.float8_e4m3fn] * scale
+        out = out.clamp(-most, most) if upcast else _numbers(reference.scaled(out, scale), scale)
     return out, lse
+
+
+def _numbers(out: Tensor, out_scale: Tensor) -> Tensor:
+    return rounding.dequantize(out, out_scale, torch.float32)
 
 
 def bind(problem: Problem, call: Call) -> Operands:
@@ -318,6 +346,7 @@ def check(
         raise ValueError("dropout: expected False, got True; two random masks do not compare")
     call = make_operands(problem, seed=seed, device=device, **options)
     out, lse = (run or _public)(problem, call)
+    out = _numbers(out, call["out_scale"]) if problem.out_scale else out
     ref, ref_lse = expected(problem, call)
     pts = [expected(problem, call, upcast=False, draw=i)[0] for i in range(DRAWS)]
     try:

@@ -520,8 +520,55 @@ OUT: list[Row] = [
     ),
     (
         CONTIGUOUS,
+        {"out_scale": torch.ones(1), "out": rand(BATCH, SEQLEN_Q, HEADS, DIM_V)},
+        "out: expected dtype float8_e4m3fn, got float32",
+    ),
+    (
+        CONTIGUOUS,
+        {"out_scale": torch.ones(2)},
+        "out_scale: expected one element, [1] or [], got [2]",
+    ),
+    (
+        CONTIGUOUS,
+        {"out_scale": torch.ones(1, dtype=torch.float64)},
+        "out_scale: expected dtype float32, got float64",
+    ),
+    (CONTIGUOUS, {"out_scale": meta(1)}, "out_scale: expected device cpu, got meta"),
+    (CONTIGUOUS, {"out_scale": 0.5}, "out_scale: expected a tensor, got 0.5"),
+    (
+        CONTIGUOUS,
         {"out": True},
         "out: expected a tensor [batch=2, seqlen_q=3, num_heads=8, head_dim_v=24], got True",
+    ),
+]
+
+RANGES: list[Row] = [
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(2, 2)},
+        "bidirectional_ranges: expected [batch=2, ranges, (first, end)=2], got [2, 2]",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(3, 1, 2)},
+        "bidirectional_ranges: expected [batch=2, ranges, (first, end)=2], got [3, 1, 2]",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(2, 1, 2, dtype=torch.int64)},
+        "bidirectional_ranges: expected dtype int32, got int64; pass bidirectional_ranges.int()",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": ints(2, 2, 2).transpose(1, 2)},
+        "bidirectional_ranges: expected contiguous memory, got strides [4, 1, 2]; "
+        "pass bidirectional_ranges.contiguous()",
+    ),
+    (
+        VARLEN,
+        {"bidirectional_ranges": [(0, 4)]},
+        "bidirectional_ranges: expected a tensor [batch=2, ranges, (first, end)=2], got [(0, 4)]; "
+        "pass torch.as_tensor(bidirectional_ranges)",
     ),
 ]
 
@@ -686,6 +733,7 @@ RAGGED_QUANTISED: list[Row] = [
 
 RAGGED: list[Row] = [
     *((VARLEN, wrong, message) for wrong, message in TRAINING),
+    *RANGES,
     (
         VARLEN,
         {"q": rand(2, 3, HEADS, DIM)},
@@ -1008,14 +1056,15 @@ DECODE_ARGUMENTS = (
     "'cache_seqlens', 'page_table', 'max_seqlen_k', 'causal', 'window_size', 'sink_tokens', "
     "'attention_chunk', "
     "'sink_logits', 'softmax_scale', 'softcap', 'alibi_slopes', 'return_lse', 'q_scale', "
-    "'k_scale', 'v_scale', 'products', 'out' or 'early_kv'"
+    "'k_scale', 'v_scale', 'products', 'out', 'out_scale' or 'early_kv'"
 )
 DENSE_ARGUMENTS = (
     "'causal', 'window_size', 'sink_tokens', 'attention_chunk', 'sink_logits', 'softmax_scale', "
     "'softcap', "
     "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p', "
-    "'deterministic' or 'out'"
+    "'deterministic', 'out' or 'out_scale'"
 )
+VARLEN_ARGUMENTS = DENSE_ARGUMENTS.replace("'sink_logits'", "'bidirectional_ranges', 'sink_logits'")
 POLICIES = (
     "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "
     "'paged_attention_v2', "
@@ -1055,7 +1104,7 @@ DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         POSITIONAL_VARLEN,
         {"k_descale": None},
         "argument of attention_varlen: expected 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', "
-        f"'max_seqlen_k', 'page_table', 'cache_seqlens', {DENSE_ARGUMENTS}, got 'k_descale'",
+        f"'max_seqlen_k', 'page_table', 'cache_seqlens', {VARLEN_ARGUMENTS}, got 'k_descale'",
     ),
     (
         POSITIONAL_VARLEN,

@@ -133,6 +133,44 @@ def test_varlen_is_every_sequence_alone(mask: str, feature: str) -> None:
     same(expected(problem, call), by_loops(problem, call))
 
 
+RANGES = torch.tensor([[[1, 4], [6, 6]], [[0, 5], [3, 9]], [[0, 0], [2, 1]]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(True), Mask(True, 1), Mask(True, 0, -1, 1), Mask(True, chunk=2)]
+)
+def test_ranges_are_seen_from_within(mask: Mask) -> None:
+    """By the definition, pair by pair: the mask's keys, and those of a range that both are in."""
+    seqlens_q, seqlens_k = (5, 4, 3), (7, 8, 3)
+    problem = replace(
+        DENSE, kind="varlen", batch=3, seqlen_q=5, seqlen_k=8, mask=mask, bidirectional_ranges=True
+    )
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(n), heads, dim, generator=g, dtype=torch.float64)
+        for n, heads, dim in ((seqlens_q, 4, 6), (seqlens_k, 2, 6), (seqlens_k, 2, 5))
+    )
+    assert problem.span == ((0, 8),)
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (seqlens_q, seqlens_k))
+    out, lse = reference.attention_varlen(
+        q, k, v, cu_q, cu_k, mask=mask, bidirectional_ranges=RANGES
+    )
+    for b, (len_q, len_k) in enumerate(zip(seqlens_q, seqlens_k, strict=True)):
+        for i in range(len_q):
+            pos, row = len_k - len_q + i, int(cu_q[b]) + i
+            together = [
+                any(a <= pos < z and a <= key < z for a, z in RANGES[b].tolist())
+                for key in range(len_k)
+            ]
+            seen = [key for key in range(len_k) if together[key] or mask.visible(pos, key)]
+            for h in range(4):
+                keys = k[[int(cu_k[b]) + key for key in seen], h // 2]
+                s = keys @ q[row, h] / math.sqrt(6)
+                values = v[[int(cu_k[b]) + key for key in seen], h // 2]
+                torch.testing.assert_close(out[row, h], s.softmax(0) @ values)
+                torch.testing.assert_close(lse[h, row], s.logsumexp(0))
+
+
 def test_varlen_tokens_after_the_last_sequence_see_nothing() -> None:
     problem = replace(DENSE, kind="varlen", mask=Mask())
     call = make_operands(problem)

@@ -193,3 +193,10 @@ def test_a_row_that_is_not_finite_is_written() -> None:
     call["q"][1, 0, 2, 3], call["out"] = math.nan, torch.zeros(3, 2, 4, 32, dtype=torch.bfloat16)
     out, _ = run(plan_of(problem, "ranges", 5))(problem, call)
     assert out[1, 0, 2].isnan().all() and out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_out_in_8_bits(schedule: str) -> None:
+    """Of sequences that one program has, and of those that `combine_slots` merges."""
+    problem = replace(DECODE, out_scale=True, sink_logits=True)
+    check(problem, run=run(plan_of(problem, schedule, 5)), lengths=(100, 3, 40))

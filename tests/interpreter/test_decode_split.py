@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitkv import reference
 from splitkv.core.device import GPUS
 from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
@@ -266,3 +267,27 @@ def test_programs_beside_one_a_sequence(more: int) -> None:
     for lengths in ((100, 100, 100), (0, 0, 0), (1, 100, 0)):
         call = make_operands(DECODE, lengths=lengths)
         compare(DECODE, call, *run(plan)(DECODE, call))
+
+
+@pytest.mark.parametrize("codec", [AS_IS, Codec("fp8", "head")], ids=str)
+@pytest.mark.parametrize("schedule", ["even 1", "even 3", "batch"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_out_in_8_bits(dtype: str, schedule: str, codec: Codec) -> None:
+    """By the kernel, or by `combine`; q in its own type."""
+    problem = replace(DECODE, dtype=dtype, codec=codec, out_scale=True, sink_logits=True)
+    check(problem, run=run(plan_of(problem, schedule)), zero_length=True)
+
+
+@pytest.mark.parametrize("schedule", ["even 1", "even 3"])
+def test_out_in_8_bits_of_the_caller(schedule: str) -> None:
+    """The bits of `reference.scaled`, and nothing beside them."""
+    problem = replace(DECODE, dtype="float32", out_scale=True)
+    plan, call = plan_of(problem, schedule), make_operands(problem)
+    plain = replace(plan, problem=replace(problem, out_scale=False))
+    wanted = run(plain)(plain.problem, call | {"out_scale": None})[0]
+    room = torch.full((3, 2, 5, 48), 0x55, dtype=torch.uint8)
+    out = room.view(torch.float8_e4m3fn)[:, :, 1:, 8:40]
+    assert run(plan)(problem, call | {"out": out})[0] is out
+    bits = reference.scaled(wanted, call["out_scale"]).view(torch.uint8)
+    assert torch.equal(room[:, :, 1:, 8:40], bits)
+    assert (room[:, :, 0] == 0x55).all() and (room[..., 40:] == 0x55).all()

@@ -17,7 +17,7 @@ from training import few_programs, paged, problem_of
 import splitkv
 from splitkv import reference
 from splitkv.core.device import GPUS
-from splitkv.core.kv import Contiguous, Paged, Ragged
+from splitkv.core.kv import Codec, Contiguous, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
@@ -123,6 +123,46 @@ def test_writes_into_the_buffer_of_the_caller(kind: Any, options: dict[str, Any]
     assert results[0] is out
     assert torch.equal(out, wanted[0]) and torch.equal(results[1], wanted[1])
     assert room[..., :1, :].isnan().all() and room[..., -8:].isnan().all()
+
+
+@pytest.mark.parametrize("codec", [Codec(), Codec("int8", "token")], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 2}, {"num_splits": 3, "merge": "last"}])
+def test_out_in_8_bits(kind: Any, options: dict[str, Any], codec: Codec) -> None:
+    """By the kernel, by `combine`, or by the programs that come last."""
+    of_kind = {"kind": kind}
+    if kind == "varlen":
+        of_kind |= {"place": Ragged(), "lengths": "device"}
+    problem = replace(DENSE, codec=codec, out_scale=True, mask=Mask(True), **of_kind)
+    check(problem, run=run(**options))
+
+
+RANGED = Problem(
+    *("varlen", 4, 2, 1, 16, 32, 40, 70, "float16"),
+    place=Ragged(),
+    lengths="device",
+    return_lse=True,
+    bidirectional_ranges=True,
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"num_splits": 2, "merge": "last"}])
+@pytest.mark.parametrize("mask", [m for m in MASKS if m != Mask()], ids=str)
+def test_bidirectional_ranges(mask: Mask, options: dict[str, Any]) -> None:
+    """Rows see keys on both sides of their band, the first sequences by three ranges each."""
+    check(replace(RANGED, mask=mask), run=run(**options), seed=len(options))
+
+
+def test_bidirectional_ranges_beside_all_else() -> None:
+    problem = replace(RANGED, mask=Mask(True, 9, -1, 3), score=Score(True, True), num_heads=6)
+    problem = replace(problem, num_kv_heads=2, sink_logits=True, out_scale=True)
+    check(problem, run=run(32, 16, num_splits=2), strided=True, zero_length=True)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_bidirectional_ranges_of_pages(merge: Any) -> None:
+    problem = replace(RANGED, mask=Mask(True, 12))
+    check(problem, run=in_pages(16, run(num_splits=2, merge=merge)))
 
 
 def in_pages(page_size: int, launch: Any) -> Any:

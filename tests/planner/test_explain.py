@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from splitkv.cli import app
 from splitkv.core.device import GPUS
+from splitkv.core.kv import Ragged
 from splitkv.core.masks import Mask
-from splitkv.core.plan import Config
+from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
 from splitkv.kernels import records
 from splitkv.kernels.host.partition import grid as grid_of
@@ -193,3 +194,41 @@ def test_as_dict_is_json_and_holds_every_fact() -> None:
     assert first["traffic"]["bytes"] == figures.traffic.bytes
     assert first["seconds_at_full_bandwidth"] == figures.seconds
     assert first["config"]["num_splits"] == told.plans[0].config.num_splits
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"out_scale": True}, "out_scale: expected None, as TMA stores the working type"),
+        ({"bidirectional_ranges": True}, "bidirectional_ranges: expected None"),
+    ],
+    ids=["out_scale", "bidirectional_ranges"],
+)
+def test_what_kernels_for_hopper_leave_to_others(changes: dict[str, bool], reason: str) -> None:
+    """The plan says why, and the problem what it is."""
+    packed = Problem("varlen", 2, 8, 2, 128, 128, 300, 700, mask=Mask(True), lengths="device")
+    packed = replace(packed, place=Ragged())
+    problem = replace(packed, **changes)
+    (name,) = changes
+    for gpu in ("a100", "h200", "b200"):
+        made = registry.make_plan(problem, GPUS[gpu])
+        assert made.kernel == "prefill" and Plan.from_dict(made.as_dict()) == made
+        if gpu == "h200":
+            assert dict(made.rejected)["hopper_prefill"] == (reason,)
+    assert name.replace("_", " ") in str(problem) and name.replace("_", " ") in str(
+        explain(problem)
+    )
+    assert registry.make_plan(packed, GPUS["h200"]).kernel == "hopper_prefill"
+
+
+def test_decode_stores_8_bits_on_every_gpu() -> None:
+    problem = Problem("decode", 8, 32, 8, 128, 128, 1, 4096, mask=Mask(True), lengths="device")
+    for gpu, kernel in (("h200", "hopper_decode_split"), ("a100", "decode_split")):
+        plain, scaled = (
+            registry.make_plan(replace(problem, out_scale=flag), GPUS[gpu])
+            for flag in (False, True)
+        )
+        assert scaled.kernel == plain.kernel == kernel and scaled.config == plain.config
+        traffic = registry.kernel_named(kernel).traffic
+        wide, narrow = (traffic(x.problem, x.config).out_bytes for x in (plain, scaled))
+        assert wide == 2 * narrow

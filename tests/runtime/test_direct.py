@@ -423,7 +423,7 @@ def test_a_call_again(gpu: SimpleNamespace, names: tuple[str, ...], merged: bool
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 4, 1), torch.float32, True)
     q, k, v, _, lens, table, sink, slopes, *_ = (at(x) for x in given.values())
     split, *merges = launched.calls
-    final = out.data_ptr(), lse.data_ptr()
+    final = out.data_ptr(), lse.data_ptr(), None
     assert split[:5] == (STREAM, q, (k, v, table), lens, final)
     assert split[6:9] == ((sink, slopes, None), None, None)
     assert split[9] == pytest.approx(0.5 / torch.log(torch.tensor(2.0)).item())
@@ -454,6 +454,18 @@ def test_a_call_again_with_scales(gpu: SimpleNamespace, a_key: bool, quantised_q
     assert row == (None, None, at(given["q_scale"]))
     assert (key_scales if a_key else head_scales) == (at(given["k_scale"]), at(given["v_scale"]))
     assert (head_scales if a_key else key_scales) is None
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_call_again_with_a_scale_of_the_output(gpu: SimpleNamespace, merged: bool) -> None:
+    launched, out_scale = Launched(), torch.ones(1)
+    repeat = repeat_of(launched, merged=merged)
+    out, lse = repeat.call(*tensors().values(), 0.5, 0.0, out_scale=out_scale)
+    final = out.data_ptr(), lse.data_ptr(), out_scale.data_ptr()
+    split, *merges = launched.calls
+    assert split[4] == final and [merge[2] for merge in merges] == [final] * merged
+    odd = torch.ones(8)[1:2]
+    assert repeat.call(*tensors().values(), 0.5, 0.0, out_scale=odd) is None
 
 
 def test_a_call_again_without_lse(gpu: SimpleNamespace) -> None:
@@ -530,7 +542,7 @@ def test_a_call_of_sequences_again(
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((4, 9), torch.float32, True)
     q, k, v, _, *others = (at(x) for x in call.values())
     split, *merges = launched.calls
-    final = out.data_ptr(), lse.data_ptr()
+    final = out.data_ptr(), lse.data_ptr(), None
     assert split[:3] == (STREAM, (q, q, k, k, v, final[0]), final)
     assert split[5:] == (tuple(others[:4]), others[4], tuple(others[5:]), 0.5, None)
     if merge is None:

@@ -68,7 +68,7 @@ LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 def decode_arguments(call: Call) -> tuple[Any, ...]:
     """A call of `decode` as the arguments of the operator."""
     defaults = {"cache_seqlens": None, "page_table": None, "q_scale": None, "num_splits": 0}
-    defaults |= {"early_kv": False, "schedule": None}
+    defaults |= {"early_kv": False, "schedule": None, "out_scale": None}
     given = {**defaults, "plan": "", **call}
     given["window_left"], given["window_right"] = given["window_size"]
     return tuple(given[argument.name] for argument in decode_op._opoverload._schema.arguments)
@@ -153,6 +153,23 @@ def test_attention_with_dropout_is_registered_right() -> None:
 def test_compiled_decode(name: str) -> None:
     call = make_operands(DECODE_PROBLEMS[name])
     assert_same(run(traced(splitkv.decode), call), run(splitkv.decode, call))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize("kind", FUNCTION)
+def test_compiled_with_output_in_8_bits(kind: str, given: bool) -> None:
+    packed = replace(DENSE, kind="varlen", place=Ragged(), lengths="device")
+    problem = {"decode": DECODE, "dense": DENSE, "varlen": packed}[kind]
+    problem = replace(problem, needs_grad=False, out_scale=True, return_lse=False)
+    call = make_operands(problem)
+    wanted = FUNCTION[kind](**call)
+    assert wanted.dtype == torch.float8_e4m3fn
+    if given:
+        call["out"] = torch.empty_like(wanted)
+    made = traced(FUNCTION[kind])(**call)
+    assert torch.equal(made.view(torch.uint8), wanted.view(torch.uint8))
+    if given:
+        assert torch.equal(call["out"].view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ATTENTION_PROBLEMS)

@@ -304,7 +304,7 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
         q=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim), q_type, row_gap),
         k=Layout((slabs, slab, p.num_kv_heads, p.head_dim), stored, row_gap, address),
         v=Layout((slabs, slab, p.num_kv_heads, p.head_dim_v), stored, row_gap, address),
-        out=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), dtype),
+        out=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), getattr(torch, p.out_dtype)),
         page_table=table,
         cache_seqlens=Layout((p.batch,), torch.int32) if p.lengths == "device" else None,
         sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
@@ -312,6 +312,7 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
         q_scale=q_scale,
         k_scale=scale,
         v_scale=scale,
+        out_scale=Layout((1,), torch.float32) if p.out_scale else None,
         softmax_scale=p.head_dim**-0.5,
         softcap=3.0 if p.score.softcap else 0.0,
     )

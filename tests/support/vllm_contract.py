@@ -129,6 +129,9 @@ REGISTERED: dict[Any, str] = {}
 LAYOUT = ["NHD"]
 
 
+FP8_STATIC = object()  # how a result is rounded to e4m3 by one scale, as vLLM names it
+
+
 def stand_in() -> None:
     """Puts the stand-in where `import vllm` finds it."""
     envs = ModuleType("vllm.envs")
@@ -160,6 +163,13 @@ def stand_in() -> None:
         "vllm.v1.attention.ops.common": {"cp_lse_ag_out_rs": None},
         "vllm.v1.attention.ops.dcp_alltoall": {"dcp_a2a_lse_reduce": None},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.quantization": {},
+        "vllm.model_executor.layers.quantization.utils": {},
+        "vllm.model_executor.layers.quantization.utils.quant_utils": {
+            "kFp8StaticTensorSym": FP8_STATIC,
+        },
         "vllm.distributed": {},
         "vllm.distributed.parallel_state": {"get_dcp_group": lambda: GROUP[0]},
     }

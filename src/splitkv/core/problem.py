@@ -39,11 +39,15 @@ from splitkv.core.scores import PLAIN, Score
 from splitkv.core.values import Value
 
 Kind = Literal["decode", "dense", "varlen"]
+OUT_DTYPE = "float8_e4m3fn"  # of an output with a scale
 MAX_CUT_TOKENS = 256  # of packed sequences all of which may be cut into parts
 FEW_ROWS = 16  # of those that are, beside longer ones
 OF_DECODE = frozenset(options_of("decode"))
 OF_SEQUENCES = frozenset(options_of("attention")) | frozenset(options_of("attention_varlen"))
-FLAGS = ("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad", "early_kv")
+FLAGS = (
+    *("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad", "early_kv"),
+    *("out_scale", "bidirectional_ranges"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,9 @@ class Problem(Value):
     products         beside a codec, what may be multiplied in 8 bits; a kernel may compute more
                      exactly than that, never less
     q_granularity    of the scales of a q that is quantised as the keys are; none: it is not
+    out_scale        the output is divided by a scale and stored in e4m3
+    bidirectional_ranges   varlen: queries see all of the ranges of keys that they stand in, which
+                     are read on the device, whatever the mask says
     """
 
     kind: Kind
@@ -91,6 +98,8 @@ class Problem(Value):
     early_kv: bool = False
     seqlen_new: int = 0
     rotary: bool = False
+    out_scale: bool = False
+    bidirectional_ranges: bool = False
 
     def __post_init__(self) -> None:
         """Where a tensor has one head, a scale of the tensor is one of the head, and called so."""
@@ -130,6 +139,15 @@ class Problem(Value):
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def out_dtype(self) -> str:
+        """The type of the output."""
+        return OUT_DTYPE if self.out_scale else self.dtype
+
+    @property
+    def out_element_bytes(self) -> int:
+        return 1 if self.out_scale else self.element_bytes
+
+    @property
     def kv_element_bytes(self) -> int:
         return self.codec.element_bytes or self.element_bytes
 
@@ -149,6 +167,8 @@ class Problem(Value):
         longest = self.seqlen_k
         if self.lengths == "device":
             longest = self.mask.longest(self.seqlen_q, self.seqlen_k)
+        if self.bidirectional_ranges:  # may be of all keys
+            return ((0, self.seqlen_k),) if min(self.seqlen_q, self.seqlen_k) > 0 else ()
         return self.mask.span(self.seqlen_q, longest)
 
     @property
@@ -208,11 +228,13 @@ class Operands:
     page_table: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    bidirectional_ranges: Any = None
     sink_logits: Any = None
     alibi_slopes: Any = None
     q_scale: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    out_scale: Any = None
     softmax_scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -245,6 +267,8 @@ class Options(NamedTuple):
     page_table: Any = None
     cache_seqlens: Any = None
     out: Any = None
+    out_scale: Any = None
+    bidirectional_ranges: Any = None
     dropout_p: Any = 0.0
     deterministic: Any = False
     early_kv: Any = False
@@ -394,9 +418,15 @@ def _described(
     if not decodes:
         mask = mask.within(sizes.seqlen_q, sizes.seqlen_k)
     score, scale = _describe_scores(sizes, given, device)
+    if given.bidirectional_ranges is not None:
+        _expect_ranges(given.bidirectional_ranges, sizes.batch, device)
     _expect_sink_logits(given.sink_logits, sizes.num_heads, device)
+    out_dtype = types.dtype
+    if given.out_scale is not None:
+        expect_out_scale(given.out_scale, device, needs_grad)
+        out_dtype = OUT_DTYPE
     if given.out is not None:
-        expect_out(given.out, (*q.shape[:-1], sizes.head_dim_v), types.dtype, device)
+        expect_out(given.out, (*q.shape[:-1], sizes.head_dim_v), out_dtype, device)
         if not decodes:
             expect_no_grad_with_out(needs_grad)
     expect_number("dropout_p", given.dropout_p)
@@ -419,6 +449,8 @@ def _described(
         deterministic=given.deterministic,
         needs_grad=needs_grad,
         early_kv=given.early_kv,
+        out_scale=given.out_scale is not None,
+        bidirectional_ranges=given.bidirectional_ranges is not None,
     )
     return problem, Operands(
         q=q,
@@ -429,11 +461,13 @@ def _described(
         page_table=given.page_table,
         cu_seqlens_q=given.cu_seqlens_q,
         cu_seqlens_k=given.cu_seqlens_k,
+        bidirectional_ranges=given.bidirectional_ranges,
         sink_logits=given.sink_logits,
         alibi_slopes=given.alibi_slopes,
         q_scale=given.q_scale,
         k_scale=given.k_scale,
         v_scale=given.v_scale,
+        out_scale=given.out_scale,
         softmax_scale=scale,
         softcap=float(given.softcap),
         dropout_p=float(given.dropout_p),
@@ -450,6 +484,16 @@ def expect_out(out: Any, shape: tuple[int, ...], dtype: str, device: Any) -> Non
     expect_device("out", out, device)
     expect_last_dim_contiguous("out", out)
     expect_apart("out", out)
+
+
+def expect_out_scale(out_scale: Any, device: Any, needs_grad: bool) -> None:
+    """The scale of an output in 8 bits, which has no gradient."""
+    expect_dtype("out_scale", out_scale, "float32")
+    expect_device("out_scale", out_scale, device)
+    shape = list(out_scale.shape)
+    expect(shape in ([], [1]), "out_scale", "one element, [1] or []", shape)
+    hint = "call within torch.no_grad()"
+    expect(not needs_grad, "out_scale", "None where a gradient is recorded", "a tensor", hint)
 
 
 def expect_no_grad_with_out(needs_grad: bool) -> None:
@@ -494,6 +538,18 @@ def expect_heads(num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: i
     expect_positive("num_kv_heads", num_kv_heads)
     expect_divides("num_heads", num_heads, num_kv_heads=num_kv_heads)
     expect_positive("num_heads", num_heads)
+
+
+def _expect_ranges(ranges: Any, batch: int, device: Any) -> None:
+    name = "bidirectional_ranges"
+    expect_shape(name, ranges, batch=batch, ranges=None, **{"(first, end)": 2})
+    expect_dtype(name, ranges, "int32")
+    expect_device(name, ranges, device)
+    if not ranges.is_contiguous():
+        strides = list(ranges.stride())
+        raise ValueError(
+            f"{name}: expected contiguous memory, got strides {strides}; pass {name}.contiguous()"
+        )
 
 
 def _expect_sink_logits(sink_logits: Any, num_heads: int, device: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from splitkv.api import attention_varlen, decode, merge_states, plan
 from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.planner.policies import DEFAULT
-from splitkv.reference import apply_sink_logits
+from splitkv.reference import apply_sink_logits, scaled
 from splitkv.runtime.schedule import Schedule, make_schedule
 
 MAX_DECODE_LEN = 16  # new tokens of a sequence that the kernels of decode take
@@ -55,6 +55,7 @@ class Rest:
     cu_seqlens_q: Tensor
     cache_seqlens: Tensor
     page_table: Tensor
+    bidirectional_ranges: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,17 @@ class Step:
             made = self.schedules[plan.handle] = make_schedule(plan, self.cache_seqlens)
         return made
 
+    def with_ranges(self, ranges: Tensor) -> Step:
+        """This step with keys that tokens see beside those of the mask, as `attention_varlen` takes
+        `bidirectional_ranges`: ranges [batch, ranges, 2] int32 on the device.
+
+        Only for sequences that decode one token each: that has no later key to see.
+        """
+        if self.rest is None:
+            return self
+        own = aligned(ranges[self.num_decodes :])
+        return replace(self, rest=replace(self.rest, bidirectional_ranges=own))
+
     def with_pages(self, page_table: Tensor) -> Step:
         """This step over the pages of other layers: page_table [batch, max_pages]."""
         own, rest = page_table[: self.num_decodes], self.rest
@@ -205,7 +217,8 @@ def attend(
 
     q        [tokens, num_heads, head_dim]; rows past step.num_tokens are padding
     out      [tokens, num_heads, head_dim_v], which is written, but for the padding
-    options  arguments that `decode` and `attention_varlen` share, causal and scales not among them
+    options  arguments that `decode` and `attention_varlen` share, causal and the scales of q, keys
+             and values not among them
     """
     options = {**options, **pages.scales, "causal": step.causal}
     n = step.decode_tokens
@@ -238,9 +251,11 @@ def of_rest(
         **options,
         "page_table": rest.page_table,
         "cache_seqlens": rest.cache_seqlens,
+        "bidirectional_ranges": rest.bidirectional_ranges,
     }
     tensors = q, pages.k, pages.v, rest.cu_seqlens_q, None, *bounds
-    kind = "rest", q.shape[0], rest.cache_seqlens.shape[0], step.causal
+    ranged = rest.bidirectional_ranges is not None
+    kind = "rest", q.shape[0], rest.cache_seqlens.shape[0], step.causal, ranged
     attention_varlen(*tensors, **arguments, out=out, plan=plans.of(kind, *tensors, **arguments))
 
 
@@ -321,7 +336,7 @@ def attend_with_prefix(
     """
     step, n = shared.suffix, shared.suffix.num_tokens
     given = {**options, **pages.scales, "return_lse": True}
-    sink_logits = given.pop("sink_logits", None)
+    sink_logits, out_scale = given.pop("sink_logits", None), given.pop("out_scale", None)
     q, out = q[:n], out[:n]
     of_prefix = attention_varlen(
         q,
@@ -351,7 +366,17 @@ def attend_with_prefix(
         **given,
         causal=True,
     )
-    merge_states(*of_prefix, *of_suffix, sink_logits=sink_logits, out=out)
+    merge_into(out, (*of_prefix, *of_suffix), sink_logits, out_scale)
+
+
+def merge_into(
+    out: Tensor, states: tuple[Tensor, ...], sink_logits: Tensor | None, out_scale: Tensor | None
+) -> None:
+    """Merges states into `out`, which is of their type, or with a scale of 8 bits."""
+    if out_scale is None:
+        merge_states(*states, sink_logits=sink_logits, out=out)
+    else:
+        out.copy_(scaled(merge_states(*states, sink_logits=sink_logits)[0], out_scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,21 +419,21 @@ def attend_over_ranks(
     Every rank has to call it for the same tokens. Sink logits, of this rank's heads, join last.
     """
     plain = dict(options)
-    sink_logits = plain.pop("sink_logits", None)
+    sink_logits, out_scale = plain.pop("sink_logits", None), plain.pop("out_scale", None)
     n, total, rest = step.decode_tokens, step.num_tokens, step.rest
     seen, lse = ranks.combine(*over_pages(ranks.gather(q[:total]), pages, step, plain))
     if n:
         result = seen[:n]
         if sink_logits is not None:
             result = apply_sink_logits(result, lse[:, :n], sink_logits)
-        out[:n].copy_(result)
+        out[:n].copy_(result if out_scale is None else scaled(result, out_scale))
     if rest is None:
         return
     starts, most = rest.cu_seqlens_q, step.max_seqlen_q
     tensors = *(x[n:total] for x in (q, k, v)), starts, starts, most, most
     own = attention_varlen(*tensors, **plain, causal=causal, return_lse=True)
     states = *own, seen[n:], lse[:, n:]
-    merge_states(*states, sink_logits=sink_logits, out=out[n:total])
+    merge_into(out[n:total], states, sink_logits, out_scale)
 
 
 def over_pages(

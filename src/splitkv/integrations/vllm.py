@@ -17,9 +17,12 @@ them, read through strides. Caches with a scale a token and head (`int8_per_toke
 `fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so
 that rows begin at multiples of 16 bytes.
 
-Not served, and refused where vLLM asks: MLA and sparse attention, a causal flag a sequence,
-prefix-LM ranges, prefill context parallelism, windows and ALiBi beside decode context parallelism,
-4-bit caches, output in 8 bits.
+Images whose tokens see each other (`mm_req_doc_ranges`) and a causal flag a request become
+`bidirectional_ranges` of `attention_varlen`.
+
+Not served, and refused where vLLM asks: MLA and sparse attention, prefill context parallelism,
+windows, ALiBi and ranges beside decode context parallelism, a causal flag a request beside windows,
+ranges that a window cuts (Gemma 4), 4-bit caches, output with scales of blocks.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -48,6 +52,7 @@ from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
 from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 
 from splitkv.api import append
+from splitkv.core.device import current
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
     Pages,
@@ -77,6 +82,7 @@ SCALE_BYTES = 4
 DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names the environment variable, as vLLM passes no options
 WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 SERVED = AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE
+WHOLE = 1 << 30  # an end past the keys of any sequence
 LEAST_SHARERS = 8  # requests from which on a shared prefix is read apart; no measurement behind it
 
 
@@ -154,6 +160,10 @@ class SplitKVBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True
 
@@ -192,6 +202,7 @@ class SplitKVMetadata:
     causal             whether a token sees no later one
     whole              nobody has keys from before the step; asked of context parallel ranks alone
     shared             the prefix that all requests share, read apart; None: no such
+    ranged             some tokens see later ones: "images", or "requests" by a flag of each; ""
     """
 
     num_actual_tokens: int
@@ -201,6 +212,7 @@ class SplitKVMetadata:
     causal: bool = True
     whole: bool = False
     shared: SharedPrefix | None = None
+    ranged: str = ""
 
 
 class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
@@ -221,6 +233,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self.ranks: int = parallel.decode_context_parallel_size
         self.rank = get_dcp_group().rank_in_group if self.ranks > 1 else 0
         self.interleave: int = parallel.cp_kv_cache_interleave_size
+        self.rswa = getattr(vllm_config.model_config, "rswa_window", None) is not None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
             expect_whole_prompts(vllm_config)
@@ -231,11 +244,12 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Full graphs of steps in which all requests have as many new tokens, if decode takes so
-        many; of one where several ranks hold the keys."""
+        many; of one where several ranks hold the keys, or where tokens may see later ones."""
         speculative = vllm_config.speculative_config
         drafted = 0 if speculative is None else speculative.num_speculative_tokens or 0
         alone = vllm_config.parallel_config.decode_context_parallel_size == 1
-        if drafted < MAX_DECODE_LEN and alone:
+        ranged = getattr(vllm_config.model_config, "is_mm_prefix_lm", False)
+        if drafted < MAX_DECODE_LEN and alone and not ranged:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -243,15 +257,17 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> SplitKVMetadata:
         x = common_attn_metadata
-        if not isinstance(x.causal, bool):
-            raise NotImplementedError("causal: expected one flag for all requests, got one of each")
-        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
-            if getattr(x, name, None) is not None:
-                raise NotImplementedError(f"{name}: expected none, got some")
+        if self.rswa and x.rswa_prefix_lens is not None:
+            raise NotImplementedError("rswa_prefix_lens: expected none, got some")
         lengths = query_lens(x)
         num_decodes, decode_len = decodes_in_front(lengths, self.reorder_batch_threshold or 0)
-        causal, seq_lens, most = x.causal, x.seq_lens, x.max_seq_len
+        ranged, ranges = ranges_of(x)
+        if ranges is not None and decode_len > 1:  # drafts, or tokens of an image
+            num_decodes, decode_len = 0, 1
+        causal, seq_lens, most = ranged == "requests" or x.causal, x.seq_lens, x.max_seq_len
         if self.ranks > 1:
+            if ranges is not None:
+                raise NotImplementedError("ranges: expected none with ranks that share keys")
             causal, most = False, self.most_of_a_rank(most)
             seq_lens = self.keys_of_rank(x, num_decodes)
         numbers = {
@@ -261,17 +277,24 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         }
         requests = x.query_start_loc, seq_lens, x.block_table_tensor
         step = Step.of(
-            *requests, num_decodes=num_decodes, decode_len=decode_len, causal=causal, **numbers
+            *requests,
+            num_decodes=num_decodes,
+            decode_len=decode_len,
+            causal=causal,
+            **numbers,
         )
+        if ranges is not None:
+            step = step.with_ranges(ranges)
         shared = None
-        if common_prefix_len:
+        if common_prefix_len and ranges is None:
             shared = SharedPrefix.of(*requests, common_prefix_len, self.block_size, **numbers)
         return SplitKVMetadata(
             num_actual_tokens=x.num_actual_tokens,
             max_query_len=x.max_query_len,
             query_start_loc=x.query_start_loc,
             step=step,
-            causal=x.causal,
+            causal=ranged == "requests" or x.causal,
+            ranged=ranged,
             whole=self.ranks > 1 and whole_prompts(x, lengths),
             shared=shared,
         )
@@ -343,6 +366,26 @@ def expect_whole_prompts(vllm_config: Any) -> None:
     for name, on in (("enable_chunked_prefill", chunked), ("enable_prefix_caching", cached)):
         if on:
             raise ValueError(f"{name}: expected False with VLLM_BATCH_INVARIANT, got True")
+
+
+def ranges_of(x: Any) -> tuple[str, Tensor | None]:
+    """(`ranged` of SplitKVMetadata, `bidirectional_ranges` of all requests or None) of a step."""
+    if not isinstance(x.causal, bool):
+        if x.mm_req_doc_ranges is not None:
+            raise NotImplementedError("causal: expected one flag beside images, got one of each")
+        ends = torch.where(x.causal.to(x.seq_lens.device, torch.bool), 0, WHOLE).int()
+        return "requests", torch.stack([torch.zeros_like(ends), ends], 1)[:, None].contiguous()
+    given = x.mm_req_doc_ranges or {}
+    most = max((len(ranges) for ranges in given.values()), default=0)
+    if not most:
+        return "", None
+    table = [[(0, 0)] * most for _ in range(x.query_start_loc.numel() - 1)]
+    for request, ranges in given.items():
+        table[request][: len(ranges)] = [(first, last + 1) for first, last in ranges]
+    made = torch.tensor(table, dtype=torch.int32)
+    if x.seq_lens.is_cuda:
+        made = made.pin_memory().to(x.seq_lens.device, non_blocking=True)
+    return "images", made
 
 
 def query_lens(x: Any) -> list[int]:
@@ -469,14 +512,17 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         The keys and values are in the cache already; key and value are read by encoders, and where
         ranks share keys.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("output_scale: expected None, got a scale")
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale: expected None, got scales")
         x = attn_metadata
         if x is None:
             self.take_memory(query)
-            return output.fill_(0)
+            return output.zero_()
         causal = x.causal and self.attn_type == AttentionType.DECODER
+        if x.ranged:
+            self.expect_ranges(layer, x.ranged)
         options = self.options | {"window_size": self.window_size(causal)}
+        options["out_scale"] = output_scale
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
             options["alibi_slopes"] = self.alibi_slopes
@@ -495,6 +541,24 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         else:
             attend_with_prefix(query, pages, x.shared, output, options)
         return output
+
+    def expect_ranges(self, layer: Any, ranged: str) -> None:
+        """Refuses tokens that see later ones where that would be another mask than vLLM's."""
+        flags, of_window = ranged == "requests", self.left >= 0
+        cut = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        if of_window and (flags or cut):
+            what = (
+                "causal: expected one flag for all requests" if flags else "ranges: expected none"
+            )
+            raise NotImplementedError(f"{what} beside a window that cuts them")
+        if self.attn_type != AttentionType.DECODER:
+            what = f"attn_type: expected decoder, got {self.attn_type}"
+            raise NotImplementedError(f"{what} with tokens that see later ones")
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether vLLM is to have results rounded here: to e4m3 by one scale. On Hopper not, though
+        `forward` would: the kernels that are fastest there for prompts store 16 bits."""
+        return quant_key == kFp8StaticTensorSym and current().capability != (9, 0)
 
     def take_memory(self, like: Tensor) -> None:
         """Takes as much as a step may, and gives it back: vLLM measures what a model needs beside

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.new import keys_of
 from splitkv.kernels.tile.share import Share, batch_share
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
@@ -45,10 +47,17 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """Pointers to out (as q, with head_dim_v) and lse [batch, num_heads, seqlen_q], or None."""
+    """Pointers to out (as q, with head_dim_v) and lse [batch, num_heads, seqlen_q], or None; and to
+    the scale of an out in 8 bits, or None: it is of the working type."""
 
     out_ptr: Any
     lse_ptr: Any
+    scale_ptr: Any = None
+
+
+def final_of(out: Any, lse: Any, out_scale: Any) -> Final:
+    """The Final of tensors; an out in 8 bits goes by its bytes, as not every GPU knows e4m3."""
+    return Final(out if out_scale is None else out.view(torch.uint8), lse, out_scale)
 
 
 @triton.jit
@@ -96,7 +105,7 @@ def write_final(
         sink_log2 = sink * 1.4426950408889634
     out, lse = finish(acc, m, l, sink_log2)
     out_ptrs = final.out_ptr + places.out[:, None] + offs_v[None, :]
-    tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
+    tl.store(out_ptrs, encode_out(out, final), mask=out_ok)
     if final.lse_ptr is not None:
         tl.store(final.lse_ptr + places.lse, lse, mask=ok)
 
@@ -337,7 +346,7 @@ def combine(
 
     out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
     out_ptrs = final.out_ptr + out_row + offs_v[None, :]
-    tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=v_ok[None, :] & merge[:, None])
+    tl.store(out_ptrs, encode_out(out, final), mask=v_ok[None, :] & merge[:, None])
     if final.lse_ptr is not None:
         lse_row = (b * num_kv_heads * GROUP + head).to(tl.int64) * length + t
         first_slice = tl.program_id(2) + tl.arange(0, 1)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kernels.tile.walk import load_start, slots_to_merge
 
@@ -126,7 +127,7 @@ def combine_slots(
     out_rows = b * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
     out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
     out_ok = ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
-    tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
+    tl.store(out_ptrs, encode_out(out, final), mask=out_ok)
     if final.lse_ptr is not None:
         lse_rows = (b * num_kv_heads * GROUP + head) * SEQLEN_Q + t
         tl.store(final.lse_ptr + lse_rows, lse, mask=ok & (tl.program_id(2) == 0))

@@ -45,7 +45,7 @@ from splitkv.kernels.host.step import (
     step_arguments,
 )
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
+from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
@@ -109,7 +109,7 @@ def decode_persistent(
         tl.extra.cuda.gdc_launch_dependents()  # combine, which reads the schedule at once
     bounds = Bounds(left, right, sink_tokens, chunk)
     scale_strides = Strides(stride_sb, stride_sn, stride_sh)
-    dtype: tl.constexpr = final.out_ptr.dtype.element_ty
+    dtype: tl.constexpr = working_type(q_ptr.dtype.element_ty)
     group = tl.program_id(0)
     program = tl.program_id(1)
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M

@@ -27,7 +27,8 @@ Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head
             flops         2 * batch * num_heads * seqlen_q * visible keys * (head_dim + head_dim_v)
 Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the value type before p @
             v; fp32 inputs multiply in IEEE fp32, not tf32; 8 bits are widened exactly, a scale of q
-            or k joins the score, one of v the output, or p where each key has its own
+            or k joins the score, one of v the output, or p where each key has its own; out with a
+            scale is rounded to e4m3 from fp32
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 16
             from 16 to 256; at most 16 query tokens; at most 64 query heads a KV head; batch, and
             KV heads times row tiles, at most 65535; no dropout, no gradient
@@ -70,7 +71,7 @@ from splitkv.kernels.host.partition import grid, padded_dims
 from splitkv.kernels.host.relaunch import Launch, launch_of
 from splitkv.kernels.host.step import StepLauncher
 from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
-from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen
+from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import (
     AngleTable,
@@ -213,7 +214,7 @@ def decode_split(
         slope = slope.to(tl.float32)[:, None]
     q_of_sequence = q_ptr + b.to(tl.int64) * q_strides.b
     q_rows = q_of_sequence + t.to(tl.int64) * q_strides.t + head * q_strides.h
-    dtype: tl.constexpr = final.out_ptr.dtype.element_ty
+    dtype: tl.constexpr = working_type(q_ptr.dtype.element_ty)
     if ROTARY_DIM > 0:
         angle = start_of(turn, length.before, b, True) + q_step * t
         q = rotated(

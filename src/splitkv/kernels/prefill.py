@@ -9,6 +9,9 @@ Computes, for each sequence b, KV head h and the rows r = (query token, grouped 
 of keys and values as they are, or in 8 bits times scales: one that the keys of a head share joins
 the softmax scale, of values the end; those of each key multiply the scores, and the weights.
 
+Beside its bands a row sees the ranges of keys that it stands in, which are read on the device: they
+widen the band (`Reach` in tile/band.py).
+
 A band of keys is three ranges of tiles: only in the outer two a row may see a part of a tile. So
 there are two loops, one over those tiles and the tiles of the sink tokens, which asks the mask, and
 one over the tiles between, which asks nothing.
@@ -36,9 +39,11 @@ Traffic     keys, values  batch * num_kv_heads * visible keys * (head_dim + head
                           * (head_dim + head_dim_v)
 Numerics    scores and sums in fp32, base-2 exponentials; p, times the scale of its key where keys
             have one, is rounded to the working type before p @ v (in fp16 v times scale is); fp32
-            inputs multiply in IEEE fp32, not tf32; for 8 bits see tile/dequantize.py
+            inputs multiply in IEEE fp32, not tf32; for 8 bits see tile/dequantize.py; out with a
+            scale is rounded to e4m3 from fp32
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 8
-            from 16 to 256; a first derivative only, and of a cache and beside quantised keys none
+            from 16 to 256; a first derivative only, and of a cache, beside quantised keys,
+            ranges of keys and out_scale none
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.kernels.combine import FINISHED, write_absent
+from splitkv.kernels.combine import FINISHED, final_of, write_absent
 from splitkv.kernels.gradients import backward_for, backward_of
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.partition import padded_dims
@@ -83,8 +88,8 @@ from splitkv.kernels.tile.attend import (
     attend,
     write_rows,
 )
-from splitkv.kernels.tile.band import Bounds, token_range
-from splitkv.kernels.tile.codec import widen
+from splitkv.kernels.tile.band import Bounds, Reach, reach_of, token_range
+from splitkv.kernels.tile.codec import widen, working_type
 from splitkv.kernels.tile.dequantize import (
     RowTileScales,
     bits_of,
@@ -121,7 +126,7 @@ from splitkv.kernels.tile.weight import Queries, Scoring
 
 LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 SIZES = (  # arguments whose values are no reason to compile again
-    *("left", "right", "sink_tokens", "chunk", "seqlen_q", "seqlen_k", "batch"),
+    *("left", "right", "sink_tokens", "chunk", "num_ranges", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "stride_table", "stride_slope", "tiles", "lanes"),
     *("width", "near", "parts", "num_splits", "split_tiles", "max_tokens"),
     *("stride_lse_b", "stride_lse_h"),
@@ -143,11 +148,13 @@ def prefill(
     count_ptr,  # see tile/merge.py; None: `combine` merges
     sink_ptr,  # [num_heads], or None
     slope_ptr,  # [(batch,) num_heads], or None
+    ranges_ptr,  # [batch, num_ranges, 2] int32, or None
     scoring,  # Scoring
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
     chunk,
+    num_ranges,
     seqlen_q,
     seqlen_k,
     batch,
@@ -217,7 +224,14 @@ def prefill(
 
     # the keys that they see, and the split of them
     t_first, t_last = token_range(own.tile, len_q, GROUP, TILE_M)
-    visit = tiles_seen(bounds, shift + t_first, shift + t_last, len_k, TILE_N)
+    reach = None
+    reach_of_tile = None
+    if ranges_ptr is not None:
+        of_sequence = ranges_ptr + tl.minimum(b, batch - 1) * num_ranges * 2
+        found = reach_of(of_sequence, num_ranges, t + shift, row_ok, len_k)
+        reach = Reach(found.first[:, None], found.end[:, None])
+        reach_of_tile = Reach(tl.min(found.first, 0), tl.max(found.end, 0))
+    visit = tiles_seen(bounds, shift + t_first, shift + t_last, len_k, TILE_N, reach_of_tile)
     if partial is not None:
         per = sequence_share(Share(num_splits, split_tiles, None), visit.count)
         may_split = len_q <= max_tokens
@@ -249,7 +263,7 @@ def prefill(
     acc = tl.zeros([TILE_M, DIM_V], tl.float32)
     q_scale = scale_of_rows(stored, b, token, head, row_ok, UNITS)
     if UNITS == "widened":
-        q = widen(q, final.out_ptr.dtype.element_ty)
+        q = widen(q, working_type(q_ptr.dtype.element_ty))
     elif UNITS != "as_is":
         if stored.q_ptr is None:
             q, q_scale = round_queries(q, k_ptr.dtype.element_ty)
@@ -270,8 +284,9 @@ def prefill(
             keep_scale=scoring.keep_scale,
         ),
         bounds=bounds,
+        reach=reach,
         scales=RowTileScales(q_scale, k_at, v_at, stored.k_strides, stored.v_strides),
-        out_ptr=final.out_ptr,
+        q_ptr=q_ptr,
     )
     sums = attend(RowSums(m, l, acc), row_tile, visit, CONFIG, "edges")
     sums = attend(sums, row_tile, visit, CONFIG, "middle")
@@ -298,7 +313,8 @@ def strides_of_out(problem: Problem, operands: Operands) -> Strides:
     """The strides of out, as given or as it will be made."""
     q, out = operands.q, operands.out
     if out is None:
-        out = q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=getattr(torch, problem.dtype))
+        shape = *q.shape[:-1], problem.head_dim_v
+        out = q.new_empty(shape, dtype=getattr(torch, problem.out_dtype))
     return strides_of(out)
 
 
@@ -337,7 +353,8 @@ class PrefillLauncher(SequenceLauncher):
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), whatever the problem says of a gradient or the LSE."""
-        x, final = operands, self.results.allocate(operands)
+        x, results = operands, self.results.allocate(operands)
+        final = final_of(*results)
         partial, count = self.splits.partials(x.q)
         q, k, v = (bits_of(t) if self.bits else t for t in (x.q, x.k, x.v))
         arguments = {
@@ -354,13 +371,14 @@ class PrefillLauncher(SequenceLauncher):
             "count_ptr": count,
             "sink_ptr": x.sink_logits,
             "slope_ptr": x.alibi_slopes,
+            "ranges_ptr": x.bidirectional_ranges,
             "scoring": scoring_of(x, seed),
             **self.fixed,
         }
         prefill[self.grid](*in_order(prefill, arguments), **self.options)
         if self.combine is not None and partial is not None:
             self.combine.launch(partial, final, x)
-        return final.out_ptr, final.lse_ptr
+        return results.out_ptr, results.lse_ptr
 
 
 def tiling(plan: Plan, total: int) -> tuple[int, int, int]:
@@ -383,12 +401,13 @@ def size_arguments(
 ) -> dict[str, Any]:
     """The sizes and strides that never change, by name."""
     q, table, lse = operands.q, operands.page_table, lse_strides(operands.q)
-    bounds = problem.mask.bounds
+    bounds, ranges = problem.mask.bounds, operands.bidirectional_ranges
     return {
         "left": bounds.left,
         "right": bounds.right,
         "sink_tokens": bounds.sink_tokens,
         "chunk": bounds.chunk,
+        "num_ranges": None if ranges is None else ranges.shape[1],
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
         "batch": problem.batch,

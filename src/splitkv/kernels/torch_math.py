@@ -11,7 +11,7 @@ Traffic     keys+values  batch * kv_heads * seqlen_k * (head_dim + head_dim_v) *
             flops        2 * batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)
             every key is read, whatever the mask
 Numerics    16-bit and quantised inputs are computed in fp32, fp32 and fp64 as they are; one
-            rounding at the end; nothing is multiplied in 8 bits
+            rounding at the end, to e4m3 where out has a scale; nothing is multiplied in 8 bits
 Limits      none
 """
 
@@ -71,7 +71,7 @@ def dense_traffic(
     return Traffic(
         kv_bytes=kv_elements(problem) * problem.kv_element_bytes,
         q_bytes=rows * problem.head_dim * problem.element_bytes,
-        out_bytes=rows * problem.head_dim_v * problem.element_bytes + lse_bytes,
+        out_bytes=rows * problem.head_dim_v * problem.out_element_bytes + lse_bytes,
         partial_bytes=2 * copies * copy_bytes + workspace_bytes,
         flops=2 * rows * problem.seqlen_k * (problem.head_dim + problem.head_dim_v),
     )
@@ -113,9 +113,12 @@ def launch(
             padded.v,
             seqlens_q=padded.seqlens_q,
             seqlens_k=padded.seqlens_k,
+            bidirectional_ranges=x.bidirectional_ranges,
             **options,
         )
-    return finish_out(operands, problem, out.to(working), lse)
+    if not problem.out_scale:
+        out = out.to(working)
+    return finish_out(operands, problem, out, lse)
 
 
 class PaddedInputs(NamedTuple):
@@ -167,6 +170,8 @@ def finish_out(
             lse = reference.pack_sequences(
                 lse.transpose(1, 2), x.cu_seqlens_q, x.q.shape[0], float("-inf")
             ).transpose(0, 1)
+    if x.out_scale is not None:
+        out = reference.scaled(out, x.out_scale)
     if x.out is not None:
         out = x.out.copy_(out)
     else:

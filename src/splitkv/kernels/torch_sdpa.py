@@ -13,8 +13,9 @@ Traffic     keys+values  batch * kv_heads * seqlen_k * (head_dim + head_dim_v) *
             every key is read, whatever the mask; scores stay on chip where SDPA is fused
 Numerics    those of SDPA; quantised caches are rounded to the working type after scaling; on the
             CPU fp32 with gradients takes SDPA's unfused path
-Limits      no soft cap; no ALiBi; no LSE; no dropout; sink logits beside fp32 and fp64 only, as
-            SDPA rounds an additive mask to the type of q; a deterministic backward on the CPU only
+Limits      no soft cap; no ALiBi; no LSE; no out_scale; no dropout; sink logits beside fp32 and
+            fp64 only, as SDPA rounds an additive mask to the type of q; a deterministic backward on
+            the CPU only
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         (problem.score.softcap, "softcap: expected 0, got a soft cap"),
         (problem.score.alibi, "alibi_slopes: expected None, got slopes"),
         (problem.return_lse, "return_lse: expected False, got True"),
+        (
+            problem.out_scale,
+            "out_scale: expected None, as the output is rounded to the working type",
+        ),
         (problem.dropout, "dropout_p: expected 0, got dropout"),  # drawn by torch's own generator
         (
             problem.sink_logits and problem.dtype not in wide,
@@ -133,7 +138,8 @@ def _attend(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         seqlens_k = torch.zeros(problem.batch, dtype=torch.int32, device=k.device)
-    visible = reference.padded_mask(q, k, padded.seqlens_q, seqlens_k, problem.mask)[2]
+    ranges = x.bidirectional_ranges
+    visible = reference.padded_mask(q, k, padded.seqlens_q, seqlens_k, problem.mask, ranges)[2]
     if problem.kind == "dense":
         visible = visible[:1]
     else:  # cache entries that no query sees may hold anything

@@ -37,6 +37,7 @@ class AttentionOptions(Options, total=False):
     dropout_p: float
     deterministic: bool
     out: Tensor | None
+    out_scale: Tensor | None
 
 
 class VarlenOptions(AttentionOptions, total=False):
@@ -44,6 +45,7 @@ class VarlenOptions(AttentionOptions, total=False):
 
     page_table: Tensor | None
     cache_seqlens: Tensor | None
+    bidirectional_ranges: Tensor | None
 
 
 class DecodeOptions(Options, total=False):
@@ -54,5 +56,6 @@ class DecodeOptions(Options, total=False):
     max_seqlen_k: int | None
     num_splits: int
     out: Tensor | None
+    out_scale: Tensor | None
     early_kv: bool
     schedule: Schedule | None

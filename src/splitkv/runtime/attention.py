@@ -89,6 +89,7 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     out: Tensor | None = None,
+    out_scale: Tensor | None = None,
     return_lse: bool = False,
     plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -122,6 +123,9 @@ def attention(
     deterministic  backward gives the same bits every time
     out            where to write the result, of its shape and type; any strides but the last, each
                    element in memory of its own. Only where no gradient is recorded
+    out_scale      one fp32 number, [1] or [], on the device: the result is divided by it and stored
+                   in float8_e4m3fn, nearest, what is past the largest number as that. Only where no
+                   gradient is recorded
     plan           a Plan of `splitkv.plan` for this problem, to skip deciding
 
     Returns out [batch, seqlen_q, num_heads, head_dim_v], and with `return_lse` the natural log of
@@ -162,6 +166,7 @@ def attention(
         dropout_p=dropout_p,
         deterministic=deterministic,
         out=out,
+        out_scale=out_scale,
         return_lse=return_lse,
     )
 
@@ -220,6 +225,7 @@ def attention_varlen(
     window_size: tuple[int, int] = (-1, -1),
     sink_tokens: int = 0,
     attention_chunk: int = 0,
+    bidirectional_ranges: Tensor | None = None,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -231,6 +237,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     out: Tensor | None = None,
+    out_scale: Tensor | None = None,
     return_lse: bool = False,
     plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -249,12 +256,18 @@ def attention_varlen(
                                past a length may hold anything
     cache_seqlens              [batch] int32 on the device, with a page table: keys of each
                                sequence, those of q included; never read by the host
+    bidirectional_ranges       [batch, ranges, 2] int32 on the device, contiguous: (first, end) key
+                               positions of ranges of a sequence. A query that stands in one sees
+                               all its keys, whatever causality, window and chunk say: images among
+                               tokens, or with (0, prefix_len) a prefix. (0, 2**30) makes one
+                               sequence of a batch not causal; an empty range is none. Never read by
+                               the host
 
     Everything else as `attention`; the mask of each sequence is aligned by its own lengths; scales
     of packed tensors are not a sequence's: one, one a head, or one a token and head; those of pages
-    may be, [batch, num_kv_heads]. Pages and quantised keys beside which a gradient is needed are
-    served by plain torch; on a GPU a warning says so. Returns out [total_q, num_heads, head_dim_v],
-    and with `return_lse` lse [num_heads, total_q] fp32.
+    may be, [batch, num_kv_heads]. Pages, quantised keys and bidirectional ranges beside which a
+    gradient is needed are served by plain torch; on a GPU a warning says so. Returns out
+    [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated. Raises as that.
     """
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
@@ -275,6 +288,7 @@ def attention_varlen(
         window_size=window_size,
         sink_tokens=sink_tokens,
         attention_chunk=attention_chunk,
+        bidirectional_ranges=bidirectional_ranges,
         sink_logits=sink_logits,
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -286,6 +300,7 @@ def attention_varlen(
         dropout_p=dropout_p,
         deterministic=deterministic,
         out=out,
+        out_scale=out_scale,
         return_lse=return_lse,
     )
 
@@ -294,7 +309,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     given = _NOT_OF_ATTENTION | given
-    scales = (given[name] for name in ("q_scale", "k_scale", "v_scale"))
+    scales = (given[name] for name in ("q_scale", "k_scale", "v_scale", "out_scale"))
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
         result = _run(q, k, v, plan, given)

@@ -24,7 +24,7 @@ from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.reference import WORKING
 from splitkv.runtime.autocast import without_autocast
 from splitkv.runtime.call_cache import Launcher
-from splitkv.runtime.dispatch import bind, operator_outputs, working_dtype
+from splitkv.runtime.dispatch import bind, operator_outputs, result_dtype
 
 _SCHEMA = (
     *("Tensor q", "Tensor k", "Tensor v"),
@@ -34,6 +34,7 @@ _SCHEMA = (
 _ARGUMENTS, NAMES = ", ".join(_SCHEMA), names_of(_SCHEMA)
 _DIFFERENTIABLE = tuple(NAMES.index(name) for name in prefill.LEAVES)
 _RETURN_LSE, _SEED = NAMES.index("return_lse"), NAMES.index("seed")
+_OUT_SCALE = NAMES.index("out_scale")
 
 
 def _bound(arguments: Sequence[Any]) -> tuple[Launcher, Operands]:
@@ -108,7 +109,8 @@ def attention_op(*arguments):
 def _(*arguments):
     q, v, return_lse = arguments[0], arguments[2], arguments[_RETURN_LSE]
     lse_shape = _lse_shape(q) if return_lse or _on_gpu(q) else (0,)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=working_dtype(q))
+    dtype = result_dtype(q, arguments[_OUT_SCALE])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 

@@ -76,6 +76,7 @@ class Relaunch(Protocol):
         softmax_scale: float,
         softcap: float,
         new: Any = None,
+        out_scale: Tensor | None = None,
     ) -> Result | None: ...
 
 

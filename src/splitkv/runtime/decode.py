@@ -26,9 +26,9 @@ from splitkv.runtime.dispatch import (
     expect_unrecorded,
     handle_of,
     operator_outputs,
+    result_dtype,
     run_decode,
     within_64_bits,
-    working_dtype,
 )
 from splitkv.runtime.schedule import Schedule, plan_of
 
@@ -90,6 +90,7 @@ def decode(
     products: str | None = None,
     num_splits: int = 0,
     out: Tensor | None = None,
+    out_scale: Tensor | None = None,
     return_lse: bool = False,
     early_kv: bool = False,
     plan: Plan | None = None,
@@ -113,6 +114,7 @@ def decode(
     num_splits     parts that the keys of each sequence are cut into; 0: the policy decides
     out            where to write the result, of its shape and type; any strides but the last, each
                    element in memory of its own; not part of autograd's graph
+    out_scale      the scale of a result in float8_e4m3fn, as in `attention`
     early_kv       a promise: the kernel before this one on the stream writes nothing of
                    cache_seqlens, page_table and the keys and values of all but the last seqlen_q
                    tokens of each sequence (it may write q and those of the last tokens). Then
@@ -163,6 +165,9 @@ def decode(
         if schedule is not None:
             tensors.append(schedule.starts)
             given |= 256
+        if out_scale is not None:
+            tensors.append(out_scale)
+            given |= 512
         made_with = None if plan is None else id(plan)
         try:
             # types: 1 and 1.0 equal True, but are not what it may be
@@ -235,7 +240,9 @@ def decode(
                 repeat = bound.launcher.repeat if bound.relaunches else None  # type: ignore[attr-defined]
                 if repeat is None or not (device is None or device == call_cache.current_device()):
                     break
-                starts = {} if schedule is None else {"starts": schedule.starts}
+                more = {} if schedule is None else {"starts": schedule.starts}
+                if out_scale is not None:
+                    more["out_scale"] = out_scale
                 done = repeat(
                     q,
                     k_cache,
@@ -250,7 +257,7 @@ def decode(
                     v_scale,
                     bound.softmax_scale,
                     softcap,
-                    **starts,
+                    **more,
                 )
                 if done is None:
                     break
@@ -272,6 +279,7 @@ def decode(
         "v_scale": v_scale,
         "products": products,
         "out": out,
+        "out_scale": out_scale,
         "return_lse": return_lse,
         "early_kv": early_kv,
     }
@@ -349,6 +357,7 @@ def decode_op(q, k_cache, v_cache, *rest):
 @decode_op.register_fake
 def _(q, k_cache, v_cache, *rest):
     return_lse = rest[_NAMES.index("return_lse")]
-    out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=working_dtype(q))
+    dtype = result_dtype(q, rest[_NAMES.index("out_scale")])
+    out = q.new_empty((*q.shape[:3], v_cache.shape[3]), dtype=dtype)
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse else (0,)
     return out, q.new_empty(lse_shape, dtype=torch.float32)

@@ -149,13 +149,14 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _warn_of_fall_back(plan: Plan) -> None:
-    """Say once for each reason that a GPU reads a cache, or quantised keys, by kernels that are not
-    made for it."""
+    """Say once for each reason that a GPU reads a cache, quantised keys or ranges of keys by
+    kernels that are not made for it."""
     kind, device = plan.problem.kind, plan.device.kind
     of_cache = kind == "decode" or isinstance(plan.problem.place, Paged)
     quantised = plan.problem.codec != AS_IS
     fell_back = device == "cuda" and plan.kernel in ("torch_math", "torch_sdpa")
-    if not fell_back or not (of_cache or quantised):
+    ranges = plan.problem.bidirectional_ranges
+    if not fell_back or not (of_cache or quantised or ranges):
         return
     name = {"decode": "decode", "dense": "attention", "varlen": "attention_varlen"}[kind]
     against = dict(plan.rejected).get("prefill", ())
@@ -335,7 +336,7 @@ def _growing(
 ) -> BoundCall | None:
     """Finds what serves contiguous caches of every length; None where they are none, the first time
     that they come and where no kernel takes every length."""
-    absent = made.plan, arguments["page_table"], arguments["max_seqlen_k"]
+    absent = made.plan, *(arguments[n] for n in ("page_table", "max_seqlen_k", "out_scale"))
     if any(x is not None for x in absent) or needs_grad(*tensors):
         return None
     pattern = growing_call.pattern_of(tensors)
@@ -385,8 +386,13 @@ def _expect_same_shares(made_for: Plan, plan: Plan) -> None:
 
 
 def working_dtype(q: Tensor) -> torch.dtype:
-    """The type of the output: q's own, bfloat16 where q is quantised."""
+    """The type of an output without a scale: q's own, bfloat16 where q is quantised."""
     return q.dtype if q.is_floating_point() and q.dtype.itemsize > 1 else torch.bfloat16
+
+
+def result_dtype(q: Tensor, out_scale: Tensor | None) -> torch.dtype:
+    """The type of the output: e4m3 with a scale, else the working type."""
+    return working_dtype(q) if out_scale is None else torch.float8_e4m3fn
 
 
 def operator_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ from splitkv.runtime.serving_shapes import Shape
 GRANULARITIES = [name for name in get_args(Granularity) if name != AS_IS.granularity]
 TOTAL = 16  # tokens of packed prompts
 WITH_APPEND = options_of("append_and_decode")
-MADE_HERE = tensors_of("append_and_decode")
+MADE_HERE = *tensors_of("append_and_decode"), "out_scale"
 PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 DECODE_DEFAULTS, VARLEN_DEFAULTS = defaults_of("decode"), defaults_of("attention_varlen")
 

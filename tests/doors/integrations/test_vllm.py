@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_contract import adapter
 
 from splitkv import reference
+from splitkv.core.device import GPUS
 from splitkv.core.masks import Mask
 from splitkv.planner.policies.widening import MOST_BYTES
 from splitkv.rounding import quantize, scale_of
@@ -66,6 +67,7 @@ class Engine:
         self.draw, self.kv = random.Random(0), kv
         torch.manual_seed(0)
         self.scales = options.pop("scales", (1.0, 1.0))
+        self.out_scale: Tensor | None = options.pop("out_scale", None)
         self.layer = contract.layer(*self.scales)
         spec = SimpleNamespace(block_size=BLOCK)
         settings = contract.config(LONGEST, 256, drafted, **options.pop("settings", {}))
@@ -128,6 +130,8 @@ class Engine:
         rows = x.num_actual_tokens + extra_rows
         q, k, v = (tokens(rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
         out = torch.full_like(q, torch.nan)
+        scale = [] if self.out_scale is None else [self.out_scale]
+        out = out.to(torch.float8_e4m3fn) if scale else out
         k[: x.num_actual_tokens] = torch.cat([r.k[len(r.k) - n :] for r, n in new])
         v[: x.num_actual_tokens] = torch.cat([r.v[len(r.v) - n :] for r, n in new])
         if capture:
@@ -135,7 +139,7 @@ class Engine:
         else:
             made = self.builder.build(common_prefix, x)
         self.impl.do_kv_cache_update(self.layer, k, v, self.cache, x.slot_mapping)
-        given = self.impl.forward(self.layer, q, k, v, self.cache, made, out)
+        given = self.impl.forward(self.layer, q, k, v, self.cache, made, out, *scale)
         assert given is out
         first = 0
         for request, n in new:
@@ -162,6 +166,9 @@ class Engine:
             )[0][0]
             for dtype in (torch.float32, DTYPE)
         ]
+        if self.out_scale is not None:
+            rounded = reference.scaled(results[1], self.out_scale)
+            out, results[1] = (x.float() * self.out_scale for x in (out, rounded))
         assert_close(out, *results)
 
 
@@ -711,19 +718,146 @@ def test_layers_that_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_steps_that_are_refused() -> None:
-    engine = Engine()
-    request = engine.request(3)
-    flags = torch.ones(1, dtype=torch.bool)
+    engine = Engine(impl=LAYERS["window"])
+    request, flags = engine.request(3), torch.ones(1, dtype=torch.bool)
+    out, layer = torch.empty(1, HEADS, DIM), contract.layer()
+    rest = out, out, engine.cache
     x = engine.described([(request, 1)], causal=flags)
+    made = engine.builder.build(0, x)
     with pytest.raises(NotImplementedError, match="causal: expected one flag for all requests"):
-        engine.builder.build(0, x)
-    x = engine.described([(request, 1)])
+        engine.impl.forward(layer, out, *rest, made, out)
     x.mm_req_doc_ranges = {0: [(0, 2)]}
-    with pytest.raises(NotImplementedError, match="mm_req_doc_ranges: expected none"):
+    with pytest.raises(NotImplementedError, match="causal: expected one flag beside images"):
         engine.builder.build(0, x)
-    out = torch.empty(1, HEADS, DIM)
-    with pytest.raises(NotImplementedError, match="output_scale: expected None"):
-        engine.impl.forward(None, out, out, out, engine.cache, None, out, torch.ones(1))
+    x.causal = True
+    made = engine.builder.build(0, x)
+    layer.mm_prefix_clamp_sliding_window = True
+    with pytest.raises(NotImplementedError, match="ranges: expected none beside a window"):
+        engine.impl.forward(layer, out, *rest, made, out)
+    for kind in ("encoder_only", "encoder", "encoder_decoder"):
+        other = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS, attn_type=kind)
+        with pytest.raises(NotImplementedError, match="attn_type: expected .*decoder"):
+            other.forward(layer, out, *rest, made, out)
+    engine.builder.rswa, x.rswa_prefix_lens = True, torch.ones(1)
+    with pytest.raises(NotImplementedError, match="rswa_prefix_lens: expected none"):
+        engine.builder.build(0, x)
+    with pytest.raises(NotImplementedError, match="output_block_scale: expected None"):
+        engine.impl.forward(None, out, out, out, engine.cache, None, out, None, torch.ones(1))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize(("kv", "layer"), [("auto", "plain"), ("fp8", "sinks")])
+def test_output_in_8_bits(kv: str, layer: str, shape: tuple[int, ...]) -> None:
+    """Of requests that decode and prompts, behind a shared prefix too, and without metadata."""
+    scale = torch.full(shape, 0.02)
+    scales = (0.02, 0.03) if kv == "fp8" else (1.0, 1.0)
+    engine = Engine(kv, impl=LAYERS[layer], scales=scales, out_scale=scale)
+    assert len(list(mixed_steps(engine, 4))) == 4
+    engine = Engine(kv, impl=LAYERS[layer], scales=scales, out_scale=scale)
+    first, own = engine.request(2 * BLOCK), engine.request()
+    own.blocks[:2] = first.blocks[:2]
+    own.k, own.v = first.k, first.v
+    _, made = engine.step([(first, 1), (own, 5)], common_prefix=2 * BLOCK)
+    assert made.shared is not None
+    q, out = tokens(2, HEADS), torch.full((2, HEADS, DIM), 0x7F, dtype=torch.uint8)
+    stored = out.view(torch.float8_e4m3fn)
+    engine.impl.forward(engine.layer, q, q, q, engine.cache, None, stored, scale)
+    assert (out == 0).all()
+
+
+def test_output_in_8_bits_of_a_sequence_without_a_cache() -> None:
+    impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, HEADS, attn_type="encoder_only")
+    q, k, v = (tokens(7, HEADS) for _ in range(3))
+    engine, scale = Engine(), torch.tensor(0.02)
+    made = engine.builder.build(0, engine.described([(engine.request(7), 7)], causal=False))
+    out = torch.empty(7, HEADS, DIM, dtype=torch.float8_e4m3fn)
+    impl.forward(engine.layer, q, k, v, engine.cache, made, out, scale)
+    wide = reference.attention(*(x[None].float() for x in (q, k, v)), softmax_scale=0.3)[0][0]
+    assert torch.equal(out.view(torch.uint8), reference.scaled(wide, scale).view(torch.uint8))
+
+
+def test_where_output_in_8_bits_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on Hopper, whose kernels for prompts store 16 bits."""
+    static = adapter.kFp8StaticTensorSym
+    for gpu, served in (("a100", True), ("h100", False), ("b200", True)):
+        monkeypatch.setattr(adapter, "current", lambda gpu=gpu: GPUS[gpu])
+        assert adapter.SplitKVImpl(4, 64, 1.0).fused_output_quant_supported(static) is served
+    assert not adapter.SplitKVImpl(4, 64, 1.0).fused_output_quant_supported("dynamic")
+
+
+def attend_by_ranges(engine: Engine, new: list[tuple[Request, int]], **of_step: Any) -> Any:
+    """A step whose description is changed, compared with the definition of its ranges."""
+    for request, n in new:
+        request.k = torch.cat([request.k, tokens(n, KV_HEADS)])
+        request.v = torch.cat([request.v, tokens(n, KV_HEADS)])
+    x, ranges = engine.described(new, **of_step.pop("described", {})), of_step.pop("ranges")
+    vars(x).update(of_step)
+    q = tokens(x.num_actual_tokens, HEADS)
+    k, v = (torch.cat([getattr(r, name)[-n:] for r, n in new]) for name in "kv")
+    out = torch.full_like(q, torch.nan)
+    made = engine.builder.build(0, x)
+    engine.impl.do_kv_cache_update(engine.layer, k, v, engine.cache, x.slot_mapping)
+    engine.impl.forward(engine.layer, q, k, v, engine.cache, made, out)
+    keys = [len(request.k) for request, _ in new]
+    results = [
+        reference.attention_varlen(
+            q.to(dtype),
+            *(torch.cat([getattr(r, name) for r, _ in new]).to(dtype) for name in "kv"),
+            x.query_start_loc,
+            torch.tensor([0, *keys]).cumsum(0).int(),
+            mask=Mask(True, engine.impl.left),
+            bidirectional_ranges=torch.tensor(ranges, dtype=torch.int32),
+            softmax_scale=0.3,
+            upcast=False,
+        )[0]
+        for dtype in (torch.float32, DTYPE)
+    ]
+    assert_close(out, *results)
+    return made
+
+
+@pytest.mark.parametrize("layer", ["plain", "window"])
+def test_images(layer: str) -> None:
+    """Tokens of an image see each other, also across a window; decodes stay decodes."""
+    engine = Engine(impl=LAYERS[layer])
+    first, second, third = (engine.request() for _ in range(3))
+    ranges = {0: [], 1: [(2, 9), (12, 30)], 2: [(0, 17)]}
+    wanted = [[[0, 0], [0, 0]], [[2, 10], [12, 31]], [[0, 18], [0, 0]]]
+    engine.step([(first, 5)])
+    new = [(first, 1), (second, 40), (third, 20)]
+    made = attend_by_ranges(engine, new, mm_req_doc_ranges=ranges, ranges=wanted)
+    assert made.ranged == "images" and made.step.num_decodes == 1
+    for _ in range(2):  # behind their images
+        new = [(first, 1), (second, 1), (third, 1)]
+        made = attend_by_ranges(engine, new, mm_req_doc_ranges=ranges, ranges=wanted)
+        assert made.step.num_decodes == 3 and made.step.rest is None
+    nothing = {0: [], 1: [], 2: []}
+    made = attend_by_ranges(engine, new, mm_req_doc_ranges=nothing, ranges=[[[0, 0]]] * 3)
+    assert made.ranged == ""
+
+
+def test_images_beside_drafts() -> None:
+    """A few tokens may be drafts or end an image: they go where ranges are seen."""
+    engine = Engine(drafted=3)
+    first, second = engine.request(6), engine.request(6)
+    new, ranges = [(first, 4), (second, 4)], {0: [(7, 9)]}
+    wanted = [[[7, 10]], [[0, 0]]]
+    made = attend_by_ranges(engine, new, mm_req_doc_ranges=ranges, ranges=wanted)
+    assert made.step.num_decodes == 0
+    settings = contract.config(drafted=3)
+    settings.model_config.is_mm_prefix_lm = True
+    support = adapter.SplitKVMetadataBuilder.get_cudagraph_support(settings, None)
+    assert support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+def test_a_causal_flag_a_request() -> None:
+    engine = Engine()
+    first, second, third = (engine.request(3) for _ in range(3))
+    flags = torch.tensor([True, False, True])
+    wanted = [[[0, 0]], [[0, 1 << 30]], [[0, 0]]]
+    new = [(first, 1), (second, 9), (third, 7)]
+    made = attend_by_ranges(engine, new, described={"causal": flags}, ranges=wanted)
+    assert made.ranged == "requests" and made.causal is True
 
 
 def test_a_block_of_a_layer_in_one_piece() -> None:
@@ -772,6 +906,13 @@ def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPat
         settings = contract.config(drafted=drafted)
         return adapter.SplitKVMetadataBuilder.get_cudagraph_support(settings, None).name
 
+    def fused_output_quant(asked: SimpleNamespace) -> bool:
+        gpu = replace(GPUS["a100"], capability=(asked.major, asked.minor))
+        monkeypatch.setattr(adapter, "current", lambda: gpu)
+        impl = adapter.SplitKVImpl(4, 64, 1.0)
+        served: bool = impl.fused_output_quant_supported(adapter.kFp8StaticTensorSym)
+        return served
+
     orders = {}
     for layout in ("NHD", "HND"):
         monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda layout=layout: layout)
@@ -781,6 +922,7 @@ def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPat
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")},
         "capability": lambda major, minor: SimpleNamespace(major=major, minor=minor),
         "cudagraph_support": cudagraph_support,
+        "fused_output_quant": fused_output_quant,
         "layouts": orders.values(),
     }
     assert bool(eval(asked, known)) == (served == "yes"), what

@@ -11,7 +11,15 @@ import torch
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
 from splitkv.core.tiles import ceil_div, next_power_of_2
-from splitkv.kernels.combine import SHARED_TILES, UNUSED, Final, Partial, combine, merge_tiles
+from splitkv.kernels.combine import (
+    SHARED_TILES,
+    UNUSED,
+    Final,
+    Partial,
+    combine,
+    final_of,
+    merge_tiles,
+)
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, tail_in_order
@@ -294,7 +302,7 @@ class DecodeLauncher:
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.return_lse = problem.return_lse
-        self.dtype = getattr(torch, problem.dtype)
+        self.dtype = getattr(torch, problem.out_dtype)
         self.partial_rows = partial_rows(plan)
         self.acc_numel = self.partial_rows * problem.head_dim_v
         self.merge = merge_of(plan, operands) if self.partial_rows else None
@@ -309,7 +317,8 @@ class DecodeLauncher:
         per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
         tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
         if self.repeat is not None:
-            done = self.repeat(*tensors, o.softmax_scale, o.softcap, o.new)
+            more = {} if o.out_scale is None else {"out_scale": o.out_scale}
+            done = self.repeat(*tensors, o.softmax_scale, o.softcap, o.new, **more)
         return done or self.dispatch(operands)
 
     def dispatch(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -321,7 +330,7 @@ class DecodeLauncher:
         out = o.q.new_empty(self.out_shape, dtype=self.dtype) if o.out is None else o.out
         if self.return_lse:
             lse = o.q.new_empty(self.lse_shape, dtype=torch.float32)
-        arguments = self.per_call(o, Final(out, lse))
+        arguments = self.per_call(o, final_of(out, lse, o.out_scale))
         compiled = self.split.launch(arguments)
         if self.merge is not None:
             given = {
@@ -423,7 +432,7 @@ def aligned(operands: Operands) -> bool:
     """Whether all addresses of a call are multiples of 16."""
     o = operands
     tensors = [o.q, o.k, o.v, o.out, o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes]
-    tensors += [o.q_scale, o.k_scale, o.v_scale]
+    tensors += [o.q_scale, o.k_scale, o.v_scale, o.out_scale]
     if o.new is not None:
         tensors += o.new.tensors
     return not any(x is not None and x.data_ptr() & 15 for x in tensors)

@@ -70,7 +70,7 @@ def traffic_of_parts(problem: Problem, parts: int) -> Traffic:
     return Traffic(
         kv_bytes=problem.kv_bytes,
         q_bytes=rows * problem.head_dim * problem.element_bytes,
-        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
+        out_bytes=rows * (problem.head_dim_v * problem.out_element_bytes + 4 * problem.return_lse),
         partial_bytes=2 * parts * rows * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
         flops=2 * rows * problem.visible_keys * (problem.head_dim + problem.head_dim_v),
     )

@@ -422,11 +422,12 @@ class Allocations:
 class Repeat(Allocations):
     """A split-KV decode call: allocate, split, merge.
 
-    split       split(stream, at_q, (at_k, at_v, at_table), at_lens, (at_out, at_lse), partial,
+    split       split(stream, at_q, (at_k, at_v, at_table), at_lens, final, partial,
                 (at_sink, at_slopes, at_q_scale), head_scales, key_scales, scale, softcap), all of
-                them addresses or None; partial is (at_acc, at_m, at_l), or None without a merge;
+                them addresses or None; final is (at_out, at_lse, at_out_scale); partial is (at_acc,
+                at_m, at_l), or None without a merge;
                 scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
-    merge       merge(stream, partial, (at_out, at_lse), at_lens, at_sink)
+    merge       merge(stream, partial, final, at_lens, at_sink)
     key_scales  scales of K and V are one a key, not one a head
     """
 
@@ -460,10 +461,11 @@ class Repeat(Allocations):
         scale,
         softcap,
         new=None,
+        out_scale=None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
-        at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = None
+        at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = at_out_scale = None
         of_heads = of_keys = None
         if out is not None:
             at_out = out.data_ptr()
@@ -487,6 +489,9 @@ class Repeat(Allocations):
             if q_scale is not None:
                 at_q_scale = q_scale.data_ptr()
                 given |= at_q_scale
+        if out_scale is not None:
+            at_out_scale = out_scale.data_ptr()
+            given |= at_out_scale
         if new is not None:
             appended, bits = addresses_of(new, at_k, at_v)
             given |= bits
@@ -504,7 +509,8 @@ class Repeat(Allocations):
         else:
             scale, softcap = scale * 1.4426950408889634, None
         stream, split, merge = self.current_stream(self.device), self.split, self.merge
-        kv, final, row = (at_k, at_v, at_table), (at_out, at_lse), (at_sink, at_slopes, at_q_scale)
+        kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale)
+        final = at_out, at_lse, at_out_scale
         partial: tuple[int, int, int] | None = None
         if merge is not None:
             captured = stream and self.capturing()  # stream 0, the default, cannot be
@@ -554,10 +560,10 @@ class Sequences(Allocations):
     """Attention of whole sequences by a kernel for Hopper: allocate, launch, merge.
 
     launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, and then
-             those of (out, lse), of the partials, of the counters where it merges them itself, of
+             those of (out, lse, None), of the partials, of the counters where it merges them, of
              (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table), of sink_logits and of the
              scales of (q, k, v); scale and softcap
-    merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink)
+    merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
     """
 
     def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
@@ -617,7 +623,7 @@ class Sequences(Allocations):
         lse = self.new_lse()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
-        maps, final = (at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse)
+        maps, final = (at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths, scales = (
             (at_cu_q, at_cu_k, at_lens, at_table),
             (at_q_scale, at_k_scale, at_v_scale),

@@ -55,13 +55,13 @@ class ResultShapes:
         """Memory for results: `operands.out` where given."""
         q, out = operands.q, operands.out
         out = q.new_empty(self.out, dtype=self.dtype) if out is None else out
-        return Final(out, q.new_empty(self.lse, dtype=torch.float32))
+        return Final(out, q.new_empty(self.lse, dtype=torch.float32), operands.out_scale)
 
 
 def result_shapes(problem: Problem, q: Tensor) -> ResultShapes:
     """The ResultShapes of queries q [.., heads, head_dim]."""
     out = (*q.shape[:-1], problem.head_dim_v)
-    return ResultShapes(out, lse_shape(q), getattr(torch, problem.dtype))
+    return ResultShapes(out, lse_shape(q), getattr(torch, problem.out_dtype))
 
 
 @dataclass(frozen=True)

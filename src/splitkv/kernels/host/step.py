@@ -15,7 +15,7 @@ import triton
 from splitkv.core.errors import expect
 from splitkv.core.plan import Plan, shares_of
 from splitkv.core.problem import Operands
-from splitkv.kernels.combine import Final, Partial
+from splitkv.kernels.combine import Final, Partial, final_of
 from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
 from splitkv.kernels.host import launcher
 from splitkv.kernels.host.arguments import in_order, tail_in_order
@@ -154,7 +154,7 @@ class StepLauncher:
         self.lse_shape = None
         if problem.return_lse:
             self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
-        self.dtype = getattr(torch, problem.dtype)
+        self.dtype = getattr(torch, problem.out_dtype)
         self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
         self.compiled: tuple[Any, Any, Any] | None = None
@@ -167,7 +167,8 @@ class StepLauncher:
         per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
         tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
         if self.repeat is not None:
-            done = self.repeat(*tensors, o.softmax_scale, o.softcap, starts=o.starts)
+            more = {"starts": o.starts, "out_scale": o.out_scale}
+            done = self.repeat(*tensors, o.softmax_scale, o.softcap, **more)
         return done or self.dispatch(operands)
 
     def dispatch(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -188,7 +189,7 @@ class StepLauncher:
         if starts is None:
             starts = o.q.new_empty(buffer_shape(self.plan), dtype=torch.int32)
             scheduled = self.schedule.launch(starts, o.cache_seqlens)
-        arguments = self.per_call(o, Final(out, lse), starts)
+        arguments = self.per_call(o, final_of(out, lse, o.out_scale), starts)
         compiled = self.split.launch(arguments)
         given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
         merged = self.merge.launch(given | {"sink_ptr": o.sink_logits})
@@ -263,6 +264,7 @@ class Addresses(NamedTuple):
     k_scale: int | None
     v_scale: int | None
     starts: int | None
+    out_scale: int | None
 
 
 class CallResults(NamedTuple):
@@ -301,12 +303,13 @@ class StepRepeat(Allocations):
         return made
 
     def call(
-        self, *given: Any, starts: Any = None
+        self, *given: Any, starts: Any = None, out_scale: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(out, lse or None), or None where the call has to go through Triton; given: the eleven
         tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule."""
         tensors, (scale, softcap) = given[:11], given[11:]
-        every: Any = [None if x is None else x.data_ptr() for x in (*tensors, starts)]
+        addressed = *tensors, starts, out_scale
+        every: Any = [None if x is None else x.data_ptr() for x in addressed]
         found = Addresses(*every)
         bits = 0
         for at in found:
@@ -330,7 +333,7 @@ class StepRepeat(Allocations):
         stream = self.current_stream(self.device)
         captured = stream and self.capturing()  # stream 0, the default, cannot be
         buffer, partial = self.take_buffer(stream, captured)
-        final = at_out, at_lse
+        final = at_out, at_lse, found.out_scale
         if at_starts is None:
             at_starts = buffer[0] + self.starts_at
             assert self.schedule is not None

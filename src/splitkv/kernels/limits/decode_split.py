@@ -45,6 +45,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         head_tiles <= MAX_GRID, f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}"
     )
     reasons.expect(not problem.dropout, "dropout_p: expected 0")
+    reasons.expect(not problem.bidirectional_ranges, "bidirectional_ranges: expected None")
     reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
     reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons

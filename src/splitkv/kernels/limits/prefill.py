@@ -64,9 +64,12 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
             f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
         )
     forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
-    forward_only |= problem.codec != AS_IS
+    forward_only |= problem.codec != AS_IS or problem.bidirectional_ranges
     reasons.expect(
         not (forward_only and problem.needs_grad), "gradient: expected inputs that require none"
+    )
+    reasons.expect(
+        not (problem.out_scale and problem.needs_grad), "out_scale: expected None beside gradients"
     )
     reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons
@@ -129,7 +132,7 @@ def traffic(problem: Problem, config: Config) -> Traffic:
     return Traffic(
         kv_bytes=problem.kv_bytes,
         q_bytes=rows * problem.head_dim * problem.element_bytes,
-        out_bytes=rows * (problem.head_dim_v * problem.element_bytes + 4 * problem.return_lse),
+        out_bytes=rows * (problem.head_dim_v * problem.out_element_bytes + 4 * problem.return_lse),
         partial_bytes=2 * parts * cut * (problem.head_dim_v + 2) * 4 if parts > 1 else 0,
         flops=2 * pairs * (problem.head_dim + problem.head_dim_v),
     )

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.compile_time import CompileTimeRecord
-from splitkv.kernels.tile.band import visible
+from splitkv.kernels.tile.band import in_reach, visible
+from splitkv.kernels.tile.codec import working_type
 from splitkv.kernels.tile.dequantize import add_values, query_product, scales_at
 from splitkv.kernels.tile.dropout import kept
+from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.locate import key_rows, pages_of
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kernels.tile.visit import load_tile, place, store_tile, tile_at, visits
@@ -55,8 +57,9 @@ class RowTile(NamedTuple):
     q         [TILE_M, DIM]
     keys      Keys; pages: Pages of the sequence
     queries   Queries; scoring, bounds: Scoring and Bounds
+    reach     Reach of the rows [TILE_M, 1], or None
     scales    RowTileScales
-    out_ptr   of the working type
+    q_ptr     by whose type that of the weights is known
     """
 
     q: Any
@@ -65,8 +68,9 @@ class RowTile(NamedTuple):
     queries: Any
     scoring: Any
     bounds: Any
+    reach: Any
     scales: Any
-    out_ptr: Any
+    q_ptr: Any
 
 
 class RowSums(NamedTuple):
@@ -90,7 +94,7 @@ def attend(sums, row_tile, visit, CONFIG: tl.constexpr, REGION: tl.constexpr):
     OFFSET: tl.constexpr = CONFIG.offset_type
     UNITS: tl.constexpr = CONFIG.units
     STAGES: tl.constexpr = CONFIG.num_stages
-    WORKING: tl.constexpr = row_tile.out_ptr.dtype.element_ty
+    WORKING: tl.constexpr = working_type(row_tile.q_ptr.dtype.element_ty)
     q, keys, pages = row_tile.q, row_tile.keys, row_tile.pages
     queries, scoring, scales = row_tile.queries, row_tile.scoring, row_tile.scales
     m, l, acc = sums.m, sums.l, sums.acc
@@ -118,6 +122,8 @@ def attend(sums, row_tile, visit, CONFIG: tl.constexpr, REGION: tl.constexpr):
         s, unit, column = scores_of_rows(qk, scales.q, scoring, queries, offs_n[None, :])
         if REGION == "edges":
             seen = visible(row_tile.bounds, queries.pos, offs_n[None, :], keys.count)
+            if row_tile.reach is not None:
+                seen = seen | in_reach(row_tile.reach, offs_n[None, :])
             s = tl.where(seen, s, float("-inf"))
         m_here = tl.max(s, 1) * unit
         m_new = tl.maximum(m, m_here)
@@ -175,5 +181,6 @@ def write_rows(
         sink = tl.load(sink_ptr + head, mask=rows.ok, other=0.0).to(tl.float32)
         sink_log2 = sink * 1.4426950408889634
     out, lse = finish(sums.acc, sums.m, sums.l, sink_log2)
-    store_tile(place(final.out_ptr, out_strides, b, token, head), out, rows.ok, HEAD_DIM_V)
+    out_rows = place(final.out_ptr, out_strides, b, token, head)
+    store_tile(out_rows, encode_out(out, final), rows.ok, HEAD_DIM_V)
     tl.store(place(final.lse_ptr, lse_strides, b, token, head), lse, mask=rows.ok)

@@ -61,14 +61,41 @@ def band_end(bounds, pos, keys):
     return hi
 
 
+class Reach(NamedTuple):
+    """Keys `first <= n < end` that a row sees whatever its band: numbers, or vectors of rows."""
+
+    first: Any
+    end: Any
+
+
 @triton.jit
-def visited_tiles(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
-    """Tiles that rows at positions `pos_first..pos_last` visit.
+def reach_of(ranges_ptr, num_ranges, pos, there, keys):
+    """The Reach of rows at key positions `pos` [rows]: from the first to the last key of the ranges
+    that they stand in, as each of them has their own; none of rows that are not `there`.
+
+    ranges_ptr   [num_ranges, 2] int32 of (first, end)
+    """
+    first = pos * 0 + keys
+    end = pos * 0
+    for i in range(num_ranges):
+        start = tl.maximum(tl.load(ranges_ptr + 2 * i), 0)
+        past = tl.load(ranges_ptr + 2 * i + 1)
+        inside = there & (pos >= start) & (pos < past)
+        first = tl.where(inside, tl.minimum(first, start), first)
+        end = tl.where(inside, tl.maximum(end, past), end)
+    return Reach(first, tl.minimum(end, keys))
+
+
+@triton.jit
+def visited_tiles(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr, reach=None):
+    """Tiles that rows at positions `pos_first..pos_last` visit; reach: Reach of all of them.
 
     Returns (count, near, skip): tile i of the count lies at `i` below `near` (the sink tokens) and
     at `i + skip` from there on. The gap between the two bands is never visited.
     """
     hi = band_end(bounds, pos_last, keys)
+    if reach is not None:
+        hi = tl.maximum(hi, reach.end)
     last = (hi + TILE_N - 1) // TILE_N
     if bounds.left is None and bounds.chunk is None:
         count = last
@@ -76,6 +103,8 @@ def visited_tiles(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
         skip = last * 0
     else:
         lo = tl.minimum(tl.maximum(band_start(bounds, pos_first), 0), hi)
+        if reach is not None:
+            lo = tl.minimum(lo, reach.first)
         first = tl.minimum(lo // TILE_N, last)
         near = first * 0
         if bounds.sink_tokens is not None:
@@ -95,6 +124,12 @@ def visible(bounds, pos, offs_n, keys):
             near = near | (offs_n < bounds.sink_tokens)
         seen = seen & near
     return seen
+
+
+@triton.jit
+def in_reach(reach, offs_n):
+    """The predicate [rows, TILE_N] of a Reach of rows [rows, 1], keys [1, TILE_N]."""
+    return (offs_n >= reach.first) & (offs_n < reach.end)
 
 
 @triton.jit

@@ -55,6 +55,12 @@ def widen(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.constexpr_function
+def working_type(stored):
+    """The working type by that of q in memory: its own, of a quantised q bf16."""
+    return stored if stored in (tl.float16, tl.bfloat16, tl.float32) else tl.bfloat16
+
+
 @triton.jit
 def scale_of_head(scales, b, h, stride_b, stride_h):
     """(k, v) scales of a sequence and KV head, which all its keys share; 1 without any."""

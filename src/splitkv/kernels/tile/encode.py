@@ -75,6 +75,17 @@ def encode(x, scale, STORED: tl.constexpr):
 
 
 @triton.jit
+def encode_out(out, final):
+    """Results as they are stored: of the working type, or by the scale of a Final in 8 bits."""
+    stored: tl.constexpr = final.out_ptr.dtype.element_ty
+    if final.scale_ptr is None:
+        made = out.to(stored)
+    else:
+        made = encode(out, tl.load(final.scale_ptr), stored)
+    return made
+
+
+@triton.jit
 def float8_bits(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """The bits, in int32, of the nearest floats with so many bits of mantissa and exponents that
     count from -BIAS; y is at most the largest of them."""

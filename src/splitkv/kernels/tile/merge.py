@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
 STEPS = (4, 16, 64)  # parts a step: what is compiled
@@ -174,7 +175,7 @@ def merge_rows(
     out_at += head.to(tl.int64) * of.out_strides.h
     out_ptrs = final.out_ptr + out_at[:, None][:, :, None] + columns
     out_ok = ok[:, None][:, :, None] & v_ok
-    tl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=out_ok)
+    tl.store(out_ptrs, encode_out(out, final), mask=out_ok)
     lse_at = slab * of.lse_strides.b + head.to(tl.int64) * of.lse_strides.h + t
     tl.store(final.lse_ptr + lse_at[:, None], lse, mask=ok[:, None])
 

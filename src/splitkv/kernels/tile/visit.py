@@ -282,9 +282,9 @@ def own_split(
 
 
 @triton.jit
-def tiles_seen(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr):
-    """The Visit of rows at key positions `pos_first..pos_last`."""
-    count, near, skip = visited_tiles(bounds, pos_first, pos_last, keys, TILE_N)
+def tiles_seen(bounds, pos_first, pos_last, keys, TILE_N: tl.constexpr, reach=None):
+    """The Visit of rows at key positions `pos_first..pos_last`; reach: Reach of all of them."""
+    count, near, skip = visited_tiles(bounds, pos_first, pos_last, keys, TILE_N, reach)
     first = count * 0
     if bounds.left is not None or bounds.chunk is not None:
         whole = (tl.maximum(band_start(bounds, pos_last), 0) + TILE_N - 1) // TILE_N

@@ -58,8 +58,15 @@ CACHES: Features = {
     "16 query tokens": {"seqlen_q": 16},
     "gradient": {"needs_grad": True},
 }
+FORWARD: Features = {"out_scale": {"out_scale": True}}
 PACKED: Features = {
     "packed": {"kind": "varlen", "place": Ragged(), "lengths": "device"},
+    "packed, bidirectional_ranges": {
+        "kind": "varlen",
+        "place": Ragged(),
+        "lengths": "device",
+        "bidirectional_ranges": True,
+    },
     "packed, keys in pages of 16": {"kind": "varlen", "place": Paged(16), "lengths": "device"},
 }
 EIGHT_BITS: Features = {
@@ -76,7 +83,7 @@ TABLES: tuple[tuple[str, Problem, Features, dict[str, Reasons]], ...] = (
     (
         "Decode",
         DECODE,
-        SHARED | CACHES,
+        SHARED | CACHES | FORWARD,
         {
             "hopper_decode_split": hopper_decode_split.unsupported,
             "decode_split": decode_split.unsupported,
@@ -85,13 +92,13 @@ TABLES: tuple[tuple[str, Problem, Features, dict[str, Reasons]], ...] = (
     (
         "Attention, forward",
         DENSE,
-        SHARED | PACKED | {"dropout": {"dropout": True}},
+        SHARED | PACKED | FORWARD | {"dropout": {"dropout": True}},
         {"hopper_prefill": hopper_prefill.unsupported, "prefill": prefill.unsupported},
     ),
     (
         "Attention in 8 bits, forward",
         INT8,
-        EIGHT_BITS | SHARED | PACKED | {"gradient": {"needs_grad": True}},
+        EIGHT_BITS | SHARED | PACKED | FORWARD | {"gradient": {"needs_grad": True}},
         {
             "hopper_prefill_quantised": hopper_prefill_quantised.unsupported,
             "hopper_prefill_half": hopper_prefill_half.unsupported,

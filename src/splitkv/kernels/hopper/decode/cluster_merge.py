@@ -21,6 +21,7 @@ from splitkv.kernels.hopper.primitives.cluster import (
     wait_cluster,
 )
 from splitkv.kernels.limits.hopper_decode_split import exchange_bytes
+from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 
 exchange_bytes_of = gluon.constexpr_function(exchange_bytes)
@@ -110,7 +111,7 @@ def merge_cluster(softmax, output, place, row_ok, CONFIG: gl.constexpr):
         acc += weight[:, None] * received(mine + p * SPLIT_BYTES)
     out, lse = finish(acc, m, l, sink_log2)
     final = output.final
-    gl.store(out_ptrs, out.to(final.out_ptr.dtype.element_ty), mask=ok[:, None])
+    gl.store(out_ptrs, encode_out(out, final), mask=ok[:, None])
     if final.lse_ptr is not None:
         first_head = place.sequence * output.num_kv_heads * GROUP
         lse_rows = (first_head + head).to(gl.int64) * output.seqlen_q + t

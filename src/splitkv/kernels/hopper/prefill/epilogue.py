@@ -263,7 +263,7 @@ def merge_splits(batch, results, CONFIG: gl.constexpr):
         out_strides=results.merging.out_strides,
         lse_strides=Strides(results.stride_lse_b, 1, results.stride_lse_h),
     )
-    final = Final(results.out_ptr, results.lse_ptr)
+    final = Final(results.out_ptr, results.lse_ptr, None)
     meeting = Meeting(results.merging.count_ptr, gl.num_programs(0))
     which = counter_in_use(meeting)
     thread_barrier()

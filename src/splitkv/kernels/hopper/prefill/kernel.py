@@ -25,8 +25,9 @@ Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the va
             that gives is the same: see `grown`. Behind the last key of a sequence values are
             cleared before they are multiplied with zeros, as what is there may be NaN or infinite
 Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
-            pages of a multiple of 16 keys; no ALiBi, no dropout; addresses and strides that are
-            multiples of 16 bytes; otherwise those of kernels/prefill.py
+            pages of a multiple of 16 keys; no ALiBi, no dropout, no out_scale, no ranges of keys;
+            addresses and strides that are multiples of 16 bytes; otherwise those of
+            kernels/prefill.py
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ Numerics    sums of int8 products in int32, scores and sums of weights in fp32, 
             fp32 outside them, and those of q . k leave an lse up to 5e-3 off, so there is none
 Limits      sm_90; bf16 or fp16; int8 or e4m3; no lse of e4m3 with products half or full; head_dim
             and head_dim_v equal and 64 or 128; pages of a multiple of 16 keys; no ALiBi, no
-            dropout, no gradient; addresses and strides that are multiples of 16 bytes
+            dropout, no gradient, no out_scale; addresses and strides that are multiples of 16 bytes
 """
 
 from __future__ import annotations
