@@ -51,13 +51,12 @@ def strides_of(x: Tensor) -> Strides:
 
 def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
     """The same of a tensor with such a shape and strides."""
-    if 1 not in shape:
-        steps: Sequence[int] = strides
-    else:
-        steps = [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
-        if shape[-3] == 1 and strides[-3] != 1:
-            steps[-3] = strides[-3]
-    return Strides(*steps[:3]) if len(shape) == 4 else Strides(0, steps[0], steps[1])
+    n, h, step_n, step_h = shape[-3], shape[-2], strides[-3], strides[-2]
+    return Strides(
+        0 if len(shape) == 3 or shape[0] == 1 else strides[0],
+        0 if n == 1 and step_n == 1 else step_n,
+        0 if h == 1 else step_h,
+    )
 
 
 Layout = tuple[Sequence[int], Sequence[int]]

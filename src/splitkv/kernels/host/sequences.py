@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import UNUSED, Final, Partial, combine, merge_tiles
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.arguments import in_order, specialised
+from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.relaunch import (
     Launch,
     MapsOfLength,
@@ -121,6 +121,7 @@ def sequence_splits(plan: Plan) -> SequenceSplits:
 
 PER_CALL_OF_COMBINE = "partial", "final", "lens_ptr", "sink_ptr"
 STRIDES_OF_OUT = "stride_ob", "stride_ot", "stride_oh"
+AT_NO_LENGTH = dict.fromkeys(("batch", "tokens", "total_q", *STRIDES_OF_OUT), 0)
 
 
 class CombineLaunch(NamedTuple):
@@ -134,7 +135,7 @@ class CombineLaunch(NamedTuple):
     heads: int
     columns: int
     batch: int
-    fixed: Mapping[str, Any]
+    fixed: tuple[tuple[str, Any], ...]
     options: Mapping[str, Any]
 
     def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
@@ -160,26 +161,29 @@ class CombineLaunch(NamedTuple):
             "final": final,
             "lens_ptr": operands.cu_seqlens_q,
             "sink_ptr": operands.sink_logits,
-            **self.fixed,
+            **dict(self.fixed),
             **self.arguments(sizes),
         }
         return combine[self.grid(sizes)](*in_order(combine, arguments), **self.options)
 
     def relaunch(self, compiled: Any, sizes: SequenceSizes) -> Launch:
         """A function that launches it again: see `Sequences`."""
-        arguments = self.arguments(sizes)
-        tail = [arguments.get(name, value) for name, value in self.tail]
-        return launch_of(compiled, self.grid(sizes), tail)
+        return launch_of(compiled, self.grid(sizes), self.tail.changed(self.arguments(sizes)))
 
     @property
-    def tail(self) -> Iterable[tuple[str, Any]]:
-        """Its last arguments, which do not change from call to call, by name and in order."""
-        names = combine.arg_names[len(PER_CALL_OF_COMBINE) :]
-        return [(name, self.fixed.get(name)) for name in names]
+    def tail(self) -> Tail:
+        """Its last arguments, which do not change from call to call, at no length."""
+        return tail_of_combine(*self.fixed)
 
     def variant(self) -> Hashable:
         """A key of the kernel that Triton compiles, where strides of the output are alike."""
-        return *specialised(combine, self.tail, STRIDES_OF_OUT), *sorted(self.options.items())
+        return self.tail.variant(), *sorted(self.options.items())
+
+
+@cache
+def tail_of_combine(*fixed: tuple[str, Any]) -> Tail:
+    """The Tail of a CombineLaunch."""
+    return Tail(combine, PER_CALL_OF_COMBINE, AT_NO_LENGTH | dict(fixed), STRIDES_OF_OUT)
 
 
 def combine_launch(plan: Plan, splits: SequenceSplits, early: bool) -> CombineLaunch | None:
@@ -222,7 +226,7 @@ def combine_launch(plan: Plan, splits: SequenceSplits, early: bool) -> CombineLa
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     if early:
         options["launch_pdl"] = True
-    return CombineLaunch(problem.num_heads, columns, problem.batch, fixed, options)
+    return CombineLaunch(problem.num_heads, columns, problem.batch, tuple(fixed.items()), options)
 
 
 class SequenceLauncher(ABC):
