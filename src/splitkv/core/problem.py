@@ -124,7 +124,7 @@ class Problem(Value):
         return self.cut_tokens_of(self.seqlen_q)
 
     def cut_tokens_of(self, seqlen_q: int) -> int:
-        """The same where so many queries are the most of a sequence."""
+        """Finds these tokens where so many queries are the most of a sequence."""
         if self.kind == "varlen" and seqlen_q > MAX_CUT_TOKENS:
             return max(1, FEW_ROWS // self.group)
         return seqlen_q

@@ -62,7 +62,13 @@ from splitkv.kernels.gradients import backward_for, backward_of
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.partition import padded_dims
-from splitkv.kernels.host.relaunch import Launch, TensorMaps, bind
+from splitkv.kernels.host.relaunch import (
+    Launch,
+    LaunchMemory,
+    OperandAddresses,
+    TensorMaps,
+    bind,
+)
 from splitkv.kernels.host.sequence_sizes import (
     SequenceLengths,
     SequenceSizes,
@@ -409,7 +415,7 @@ class PrefillLauncher(SequenceLauncher):
     def variant(self) -> Hashable:
         merge = None if self.combine is None else self.combine.variant()
         parts = bool(self.splits.rows), self.splits.in_kernel
-        return self.tail.variant(), self.options["num_warps"], parts, merge
+        return self.tail.variant(), (self.options["num_warps"], parts), merge
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
@@ -423,17 +429,16 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
 
     def again(
         stream: int,
-        maps: Sequence[int],
-        memory: Sequence[Any],
+        at: OperandAddresses,
+        memory: LaunchMemory,
         row: Sequence[Any],
         scales: Sequence[Any],
         scale: float,
         softcap: float | None,
     ) -> None:
-        at_q, _, at_k, _, at_v, _ = maps
-        final, partial, count, lengths = memory
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
-        launch(*(stream, at_q, at_k, at_v, *lengths, stored, final, partial, count, *row, scoring))
+        written = stored, memory.final, memory.partial, memory.counter
+        launch(stream, at.q, at.k, at.v, *memory.lengths, *written, *row, scoring)
 
     return again
 

@@ -373,10 +373,10 @@ def _run(
 def _options_of_any_length(
     k: Tensor, plan: Plan | None, given: dict[str, Any], options: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
-    """What packed calls are known by that differ in lengths alone; None: the call is not one, or
-    some length is not what it may be.
+    """Finds by what packed calls are known that differ in lengths alone; None: the call is not one,
+    or some length is not as it may be.
 
-    options   what it is known by itself
+    options   by which it is known itself
     """
     table, longest_q, longest_k = (given[x] for x in ("page_table", "max_seqlen_q", "max_seqlen_k"))
     if given["cu_seqlens_q"] is None or plan is not None or len(options) == 1:
@@ -386,8 +386,8 @@ def _options_of_any_length(
     room = MAX_SIZE if table is None else growing_call.capacity_of(k, table)
     if not (0 < longest_q <= MAX_SIZE and 0 < longest_k <= room):
         return None
-    scalars, _, window, _, present = options
-    return scalars[:2] + scalars[4:], "of any length", window, present
+    scalars = options[0]
+    return ("of any length", scalars[:2] + scalars[4:], *options[2:])
 
 
 def _growing(

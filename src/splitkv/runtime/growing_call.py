@@ -422,7 +422,7 @@ def types_of(operands: Operands) -> Hashable:
     tensors = x.q, x.k, x.v, x.cache_seqlens, x.sink_logits, x.alibi_slopes, x.q_scale, x.k_scale
     types = [None if tensor is None else tensor.dtype for tensor in tensors]
     present = [y is not None for y in (x.page_table, x.cu_seqlens_q, x.cu_seqlens_k)]
-    return x.q.device, *types, *present, bool(x.softcap)
+    return x.q.device, (*types, *present), bool(x.softcap)
 
 
 def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:
@@ -440,13 +440,13 @@ def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:
 
 
 def _alignment(stride: int) -> int:
-    """What Triton compiles for of a stride."""
+    """A number for each kind of stride that Triton compiles for."""
     return 3 * (stride >> 31 > 0) + (stride == 1) + 2 * (stride % 16 == 0)
 
 
 def alignment_of_sequences(problem: Problem, operands: Operands) -> Alignment | None:
-    """The same of the strides of a call of attention, of its output too; None where offsets inside
-    a tile of keys may need more than 32 bits."""
+    """Finds the alignment of strides of a call of attention and its output; None where offsets
+    inside a tile of keys may need more than 32 bits."""
     x = operands
     outer = inner = 0
     for strides in (x.q.stride(), x.k.stride(), x.v.stride()):

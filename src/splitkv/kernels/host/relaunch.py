@@ -559,13 +559,33 @@ def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]
     return (tuple(growth), tuple(new), tuple(turn)), bits
 
 
+class OperandAddresses(NamedTuple):
+    """The addresses of operands and out in the order of descriptors; those of the rest are those of
+    the whole."""
+
+    q: int
+    q_rest: int
+    k: int
+    k_rest: int
+    v: int
+    out: int
+
+
+class LaunchMemory(NamedTuple):
+    """The addresses of (out, lse), of partials, of counters where the launch merges them, and of
+    (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table)."""
+
+    final: tuple[int, int]
+    partial: tuple[int, int, int] | None
+    counter: int | None
+    lengths: tuple[int | None, ...]
+
+
 class Sequences(Allocations):
     """Attention of whole sequences: allocate, launch, merge.
 
-    launch   launch(stream, (at_q, at_q, at_k, at_k, at_v, at_out), memory, (at_sink, at_slopes),
-             scales, scale, softcap): memory is (at_out, at_lse), the addresses of the partials, of
-             the counters where it merges them itself, and those of (cu_seqlens_q, cu_seqlens_k,
-             cache_seqlens, page_table); scales those of (q, k, v)
+    launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
+             softcap); scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse), at_cu_seqlens_q, at_sink)
     """
 
@@ -629,19 +649,19 @@ class Sequences(Allocations):
         lse = self.new_lse()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
-        maps, final = (at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse)
+        maps, final = OperandAddresses(at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse)
         lengths = at_cu_q, at_cu_k, at_lens, at_table
         rest = (at_sink, at_slopes), scales, scale, softcap
         if not self.numel:
-            self.launch(stream, maps, (final, None, None, lengths), *rest)
+            self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
             return out, lse
         captured = stream and self.capturing()
         buffer, partial = self.take_buffer(stream, captured)
         if merge is None:
             count = self.counter(self.device, stream, captured).data_ptr()
-            self.launch(stream, maps, (final, partial, count, lengths), *rest)
+            self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
         else:
-            self.launch(stream, maps, (final, partial, None, lengths), *rest)
+            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
             merge(stream, partial, final, at_cu_q, at_sink)
         if not captured:
             self.buffers[stream] = buffer

@@ -50,7 +50,7 @@ def strides_of(x: Tensor) -> Strides:
 
 
 def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
-    """The same of a tensor with such a shape and strides."""
+    """The Strides of a tensor with such a shape and strides, as of an operand."""
     n, h, step_n, step_h = shape[-3], shape[-2], strides[-3], strides[-2]
     return Strides(
         0 if len(shape) == 3 or shape[0] == 1 else strides[0],
@@ -100,7 +100,7 @@ def bytes_of_keys(problem: Problem, lengths: SequenceLengths) -> int:
 
 
 class SequenceSizes(NamedTuple):
-    """What a launch has of the lengths of its call.
+    """The sizes of a launch that follow from the lengths of its call.
 
     grid         programs along each axis
     arguments    of the kernel, by name
@@ -119,15 +119,15 @@ class SequenceSizes(NamedTuple):
 
 def lse_shape(x: Tensor) -> tuple[int, ...]:
     """The shape of the LSE of queries x."""
-    batch, tokens, heads = x.shape[:-1] if x.dim() == 4 else (0, *x.shape[:-1])
-    return (batch, heads, tokens) if x.dim() == 4 else (heads, tokens)
+    shape = x.shape
+    return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
 
 
 def lse_strides(x: Tensor) -> Strides:
     """The Strides of the contiguous LSE of queries x."""
     if x.dim() == 3:
         return Strides(0, 1, x.shape[0])
-    _, tokens, heads, _ = x.shape
+    tokens, heads = x.shape[1:3]
     return Strides(heads * tokens, 1, tokens)
 
 

@@ -139,7 +139,7 @@ class CombineLaunch(NamedTuple):
     options: Mapping[str, Any]
 
     def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
-        """Those of its arguments that follow from the lengths of a call."""
+        """Arguments that follow from the lengths of a call, by name."""
         return {
             "batch": self.batch * sizes.max_tokens,
             "tokens": sizes.max_tokens,
@@ -177,7 +177,7 @@ class CombineLaunch(NamedTuple):
 
     def variant(self) -> Hashable:
         """A key of the kernel that Triton compiles, where strides of the output are alike."""
-        return self.tail.variant(), *sorted(self.options.items())
+        return self.tail.variant(), tuple(sorted(self.options.items()))
 
 
 @cache
@@ -257,7 +257,7 @@ class SequenceLauncher(ABC):
 
     @abstractmethod
     def sizes(self, operands: Operands) -> SequenceSizes:
-        """What a launch has of the lengths of these operands."""
+        """The SequenceSizes of operands."""
 
     @abstractmethod
     def relaunch(

@@ -295,7 +295,7 @@ class HopperLauncher(SequenceLauncher):
     def variant(self) -> Hashable:
         bound, merge = self.bound, None if self.combine is None else self.combine.variant()
         parts = bool(self.splits.rows), self.splits.in_kernel, bound.cluster_size
-        return self.tail.variant(), bound.num_warps, parts, merge
+        return self.tail.variant(), (bound.num_warps, parts), merge
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
