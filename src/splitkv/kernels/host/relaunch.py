@@ -406,7 +406,7 @@ class Allocations:
         acc: int,
         rows: int,
     ) -> None:
-        self.merge = merge
+        self.merge, self.dtype, self.on = merge, dtype, device
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse: Any = None
         if lse_shape is not None:
@@ -592,6 +592,25 @@ class Sequences(Allocations):
     def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
         super().__init__(merge, *rest)
         self.launch = launch
+
+    def resized(
+        self,
+        launch: Launch,
+        merge: Launch | None,
+        out_shape: Sequence[int],
+        lse_shape: Sequence[int],
+        acc: int,
+        rows: int,
+    ) -> Sequences:
+        """This call at other lengths: with other launches, results and partials."""
+        made = object.__new__(Sequences)
+        made.__dict__.update(self.__dict__)
+        made.launch, made.merge = launch, merge
+        made.new_out = workspace.allocation(out_shape, self.dtype, self.on)
+        made.new_lse = workspace.allocation(lse_shape, torch.float32, self.on)
+        if rows:
+            made.m_at, made.l_at, made.numel = workspace.layout(acc, rows)
+        return made
 
     def call(
         self,

@@ -296,8 +296,10 @@ class SequenceLauncher(ABC):
             self.splits.expect_arrivals(sizes.grid[0])
         if self.combine is not None and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        out, dtype = sizes.layout_of_out[0], self.results.dtype
-        acc = rows * problem.head_dim_v
+        out, acc = sizes.layout_of_out[0], rows * problem.head_dim_v
+        if self.again is not None:
+            return self.again.resized(launch, merge, out, lse_shape(q), acc, rows)
+        dtype = self.results.dtype
         return Sequences(launch, merge, q.device, dtype, out, lse_shape(q), acc, rows)
 
 
