@@ -262,8 +262,8 @@ def test_an_edge_that_no_query_meets_is_dropped_at_each_length(gpu: Recorded) ->
 
 
 def grown(given_of: Callable[[int], Given] = prompt) -> None:
-    """Prompts of up to 256 tokens, whose kernels are compiled."""
-    for n in range(225, 257):
+    """Prompts of up to 256 tokens, and of some more, whose kernels are compiled."""
+    for n in (*range(225, 257), 261, 262):
         run(given_of(n))
 
 
@@ -277,9 +277,25 @@ def test_a_new_length_is_neither_described_nor_planned(
     monkeypatch.setattr(dispatch, "make_plan", pytest.fail)
     monkeypatch.setattr(growing_call, "plan_at_length", pytest.fail)
     for given_of in (prompt, packed):
-        for n in (256, 241, 250, 249):
+        for n in (256, 272, 250, 263):
             run(given_of(n))
     assert gpu.through_triton == 0
+
+
+def test_lengths_that_come_again_are_known(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are kept, whatever their order."""
+    grown()
+    (launcher,) = launchers()
+    assert len(launcher.known) >= 30
+    monkeypatch.setattr(GrowingSequences, "at_length", pytest.fail)
+    for n in (240, 250, 230, 240):
+        run(prompt(n))
+    monkeypatch.undo()
+    monkeypatch.setattr(growing_call, "MAX_KNOWN", 5)
+    for n in range(225, 257):
+        run(prompt(n))
+        run(prompt(n - 90))
+    assert 0 < len(launcher.known) <= 5
 
 
 @pytest.mark.parametrize("given_of", [prompt, packed, paged])
@@ -288,7 +304,7 @@ def test_few_functions_are_called_for_a_new_length(
 ) -> None:
     """Counted, as times depend on the machine."""
     grown(given_of)
-    for n in (230, 242, 233):
+    for n in (272, 263, 270):
         given, count = given_of(n), 0
 
         def counted(frame: Any, event: str, arg: Any) -> None:

@@ -51,6 +51,7 @@ class CacheLayout(NamedTuple):
     scales: tuple[int, ...] | None
 
 
+MAX_KNOWN = 256  # layouts that launches of sequences are kept for; past it, they start afresh
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
@@ -314,7 +315,7 @@ class GrowingSequences(Growing):
         plan_for: Callable[[Problem, Operands], Plan],
     ) -> None:
         super().__init__(problem, operands, 0, plan_for, SEQUENCES_GROW)
-        self.mask = mask
+        self.mask, self.known = mask, dict[Any, Any]()  # layouts, and what launches them
         self.packed, self.return_lse = problem.kind == "varlen", problem.return_lse
 
     def __call__(self, operands: Operands) -> Result:
@@ -329,8 +330,15 @@ class GrowingSequences(Growing):
         layout, again = self.latest
         bucket = None
         if again is None or layout != here:
-            bucket = self.bucket_of(x)
-            again = None if bucket is None else self.at_length(here, bucket, x)
+            again = self.known.get(here)
+            if again is not None:
+                self.latest = here, again
+            else:
+                bucket = self.bucket_of(x)
+                again = None if bucket is None else self.at_length(here, bucket, x)
+                if len(self.known) >= MAX_KNOWN:
+                    self.known.clear()
+                self.known[here] = again
         if again is not None:
             done = relaunched(again, x, *scale_and_softcap(x))
             if done is not None:
