@@ -395,9 +395,17 @@ def test_an_address_that_is_no_multiple_of_16(gpu: Recorded) -> None:
     with pytest.warns(UserWarning, match="multiples of 16 bytes"):
         run(given | {"q": off})
     assert gpu.through_triton >= 1
+    (launcher,) = launchers()
+    assert len(launcher.buckets) == 5, "up to 232, 240, 248, 256 and 272"
     gpu.through_triton = 0
     run(prompt(242))
+    run(given)
     assert gpu.through_triton == 0
+    given = prompt(280)  # the first of its bucket
+    off = torch.zeros(given["v"].numel() + 1).bfloat16()[1:].view(given["v"].shape)
+    with pytest.warns(UserWarning, match="multiples of 16 bytes"):
+        run(given | {"v": off})
+    assert len(launcher.buckets) == 5
 
 
 def test_a_launch_hook_sees_every_launch(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ class Growing(ABC):
         self.buckets: dict[Bucket, Any] = {}  # launchers
         self.ahead: dict[Bucket, Any] = {}  # planned; bound
         self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
-        self.bound: tuple[Any, Launcher | None] = (None, None)  # to one layout
+        self.bound: tuple[Any, Launcher | None] = (None, None)  # to one layout in its bucket
 
     @abstractmethod
     def problem_of(self, longest: Any) -> Problem:
@@ -178,15 +178,15 @@ class Growing(ABC):
         problem   that the launcher is bound to
         """
         x = operands
-        layout, launcher = self.bound
-        if launcher is not None and layout == here:
+        known, launcher = self.bound
+        if launcher is not None and known == (here, bucket):
             return launcher(x)
         if bucket is None:
             plan = self.plan_for(problem, x)
         else:
             plan = replace(self.planned(bucket, x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
-        self.bound = here, made
+        self.bound = (here, bucket), made
         result: Result = made(x)
         if bucket is not None and plan.kernel in self.kernels and made.compiled is not None:
             compiled[self.types, bucket[0], made.variant()] = made.compiled
@@ -338,7 +338,8 @@ class GrowingSequences(Growing):
                 again = None if bucket is None else self.at_length(here, bucket, x)
                 if len(self.known) >= MAX_KNOWN:
                     self.known.clear()
-                self.known[here] = again
+                if again is not None:
+                    self.known[here] = again
         if again is not None:
             done = relaunched(again, x, *scale_and_softcap(x))
             if done is not None:
@@ -356,8 +357,12 @@ class GrowingSequences(Growing):
             self.make_ready((alignment, (queries, rounded_up(keys + 1), edges)), operands)
 
     def bucket_of(self, operands: Operands) -> Bucket | None:
-        """The bucket of a call; None where its layout is in none."""
+        """The bucket of a call; None where its layout is in none, or its addresses are no multiples
+        of 16: another kernel may be for these, of which later calls are to know nothing."""
         x = operands
+        out = 0 if x.out is None else x.out.data_ptr()
+        if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr() | out) & 15:
+            return None
         alignment = alignment_of_sequences(self.problem, x)
         if alignment is None:
             return None
