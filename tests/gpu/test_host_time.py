@@ -243,6 +243,48 @@ def test_a_cache_that_grows(layout: str, capsys: pytest.CaptureFixture[str]) -> 
     assert worst <= NEW_BUCKET_US
 
 
+def prompt_of(name: str, length: int) -> Callable[[], Any]:
+    """A call of attention on new tensors: prompts, one query against keys, packed prompts."""
+    like: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+    queries = 1 if name == "one query" else length
+    if name == "packed":
+        tokens = length + length // 2
+        q, k, v = (torch.empty(tokens, heads, 128, **like) for heads in (32, 8, 8))
+        cu = torch.tensor([0, length, tokens], device=DEVICE, dtype=torch.int32)
+        rest = cu, cu, length, length
+        return lambda: splitkv.attention_varlen(q, k, v, *rest, causal=True)
+    q = torch.empty(1, queries, 32, 128, **like)
+    k, v = torch.empty(2, 1, length, 8, 128, **like)
+    return lambda: splitkv.attention(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("name", ["prompts", "one query", "packed"])
+def test_sequences_of_new_lengths(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """600 lengths in an order of their own, each another than the one before. After a pass that
+    compiles and enters every bucket; of each the least time of several passes."""
+    lengths = [GROWN_FROM + n * 7 % GROWN_STEPS for n in range(GROWN_STEPS)]
+    compiled, taken = list[str](), [math.inf] * GROWN_STEPS
+    with torch.no_grad(), triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.fn.__name__)
+        for each in range(1 + GROWN_PASSES):
+            if each == 1:
+                compiled.clear()
+            for n, length in enumerate(lengths):
+                call = prompt_of(name, length)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                call()
+                if each:
+                    taken[n] = min(taken[n], (time.perf_counter() - start) * 1e6)
+    taken.sort()
+    median, p99, worst = taken[len(taken) // 2], taken[len(taken) * 99 // 100], taken[-1]
+    with capsys.disabled():
+        told = f"median {median:.1f}, 99 % {p99:.1f}, worst {worst:.0f} us on the host"
+        print(f"\n  attention of new lengths, {name}: {told}", end="")
+    assert compiled == []
+    assert worst <= NEW_BUCKET_US
+
+
 def training_call(name: str) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     """A forward that records gradients, and the tensors that it records them for."""
     like: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}

@@ -143,7 +143,7 @@ def test_it_is_bounded(kept: str) -> None:
 
 
 def any_length(tensors: Any) -> Any:
-    return call_cache.check_of(tensors, any_length=[1])
+    return call_cache.check_of(tensors, any_length={1: 1})
 
 
 def test_a_call_of_any_length_is_bound_the_second_time() -> None:
@@ -175,7 +175,7 @@ def test_what_cannot_be_bound_to_any_length_is_not_tried_again() -> None:
 
 def test_a_check_of_any_length_has_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 8, 5, 4).transpose(1, 2)
-    fits = call_cache.check_of([x], any_length=[0])
+    fits = call_cache.check_of([x], any_length={0: 1})
     assert fits is not None
     assert fits(torch.zeros(1, 8, 6, 4).transpose(1, 2)) and fits(x)
     others = {
@@ -188,7 +188,29 @@ def test_a_check_of_any_length_has_all_else(monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert [name for name, other in others.items() if fits(other)] == []
     monkeypatch.setattr(call_cache, "_TensorGuards", None)
-    assert call_cache.check_of([x], any_length=[0]) is None
+    assert call_cache.check_of([x], any_length={0: 1}) is None
+
+
+def test_a_check_of_packed_tensors_of_any_length() -> None:
+    """Their first dimension; heads before tokens have a stride that follows from it."""
+    x = torch.zeros(8, 5, 4).transpose(0, 1)
+    fits = call_cache.check_of([x, torch.zeros(3)], any_length={0: 0})
+    assert fits is not None and fits(torch.zeros(8, 9, 4).transpose(0, 1), torch.zeros(3))
+    for other in (torch.zeros(5, 8, 4), torch.zeros(7, 9, 4).transpose(0, 1), x.half()):
+        assert not fits(other, torch.zeros(3))
+    assert not fits(x, torch.zeros(4))
+
+
+def test_a_call_of_any_first_length_is_found_by_its_options_alone() -> None:
+    cache = Cache()
+    x, bound = [torch.zeros(n, 3, 4) for n in (5, 6, 7)], object()
+    check: Any = lambda tensors: call_cache.check_of(tensors, any_length={0: 0})  # noqa: E731
+    for one in x[:2]:
+        found = cache.get_or_bind_alike((), [one], "", check, lambda: bound, any_first=True)
+    assert found is bound and cache.match((), [x[2]], any_first=True) is bound
+    assert (
+        cache.match((), [x[1]]) is None and cache.match((), [x[2].half()], any_first=True) is None
+    )
 
 
 def test_a_call_like_another_but_for_its_first_option(cache: Cache) -> None:

@@ -328,8 +328,10 @@ def test_a_launch_with_descriptors_first(
     bound = relaunch.bind_to_descriptors(compiled, GRID, (64,), [maps[0], None, maps[1]])
     assert bound is not None
     for _ in range(2):
-        bound(3, (0x20, 0x20, 0x30), 0x40, (0x50, None), 0.5)
-    given = ("map 1", 512, 128, 128, 1, None, "map 2", 256, 128, 128, 1, 0x40, (0x50, None), 0.5)
+        memory = relaunch.LaunchMemory((0x40, 0x41), None, 0x42, (0x43, None))
+        bound(3, (0x20, 0x20, 0x30), memory, (0x50, None), (None, 0x60), 0.5)
+    of_maps = "map 1", 512, 128, 128, 1, None, "map 2", 256, 128, 128, 1
+    given = (*of_maps, (0x40, 0x41), None, 0x42, (0x43, None), 0x50, (None, 0x60), 0.5)
     for call in function.calls:
         last = call[-1]
         args = last if isinstance(last, tuple) else call[-len(given) - 1 :]
@@ -508,7 +510,7 @@ def test_a_call_again_goes_through_triton_while_a_hook_is_set(
     assert repeat.call(*tensors().values(), 0.5, 0.0) is not None
 
 
-SEQUENCES = ("q", "k", "v", "out", "cu_q", "cu_k", "lens", "table", "sink")
+SEQUENCES = ("q", "k", "v", "out", "cu_q", "cu_k", "lens", "table", "sink", "slopes")
 SEQUENCES += ("q_scale", "k_scale", "v_scale")
 
 
@@ -543,27 +545,30 @@ def test_a_call_of_sequences_again(
     q, k, v, _, *others = (at(x) for x in call.values())
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr(), None
-    assert split[:3] == (STREAM, (q, q, k, k, v, final[0]), final)
-    assert split[5:] == (tuple(others[:4]), others[4], tuple(others[5:]), 0.5, None)
+    stream, maps, memory, *rest = split
+    assert (stream, maps, memory.final) == (STREAM, (q, q, k, k, v, final[0]), final)
+    assert memory.lengths == tuple(others[:4])
+    assert rest == [tuple(others[4:6]), tuple(others[6:]), 0.5, None]
     if merge is None:
-        assert split[3] is split[4] is None and not merges
+        assert memory.partial is memory.counter is None and not merges
         return
-    acc, m, l = split[3]
+    acc, m, l = memory.partial
     assert (m - acc, l - m) == (4 * 32 * 12, 4 * 32)
     by_combine = merge == "combine"
-    assert merges == [(STREAM, split[3], final, others[0], others[4])] * by_combine
-    assert (split[4] is None) == by_combine
+    assert merges == [(STREAM, memory.partial, final, others[0], others[4])] * by_combine
+    assert (memory.counter is None) == by_combine
     gpu.captured = True
     sequences_of(launched, merge).call(*call.values(), 0.5, None)
-    in_graph = launched.calls[1 + by_combine]
-    assert in_graph[3] != split[3] and workspace.held_bytes() == 4 * 512
-    assert by_combine or in_graph[4] != split[4]
+    in_graph = launched.calls[1 + by_combine][2]
+    assert in_graph.partial != memory.partial and workspace.held_bytes() == 4 * 512
+    assert by_combine or in_graph.counter != memory.counter
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_sequences_off_by_a_few_bytes_are_another_kernel(gpu: SimpleNamespace, name: str) -> None:
     launched, call = Launched(), dict.fromkeys(SEQUENCES)
-    call |= {name: torch.zeros(4, 8) for name in ("q", "k", "v")}
+    scales = ("k_scale", "v_scale") if name.endswith("scale") else ()
+    call |= {name: torch.zeros(4, 8) for name in ("q", "k", "v", *scales)}
     call[name] = torch.zeros(1000)[1:]
     assert sequences_of(launched).call(*call.values(), 0.5, None) is None
     assert launched.calls == []

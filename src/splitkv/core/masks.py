@@ -9,7 +9,7 @@ the matrix, for tests and pictures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -115,13 +115,19 @@ class Mask(Value):
     def within(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """Drops the edges that none of at most so many queries and keys meets: a window as long
         as the sequence is causal or full."""
-        left, right, sink_tokens = self.window_left, self.window_right, self.sink_tokens
-        if left >= seqlen_k - 1:
-            left = UNBOUNDED
+        near = self.window_left >= seqlen_k - 1, self.window_right >= seqlen_q - 1
+        return self.without(left=near[0], right=near[1])
+
+    def without(self, *, left: bool, right: bool) -> Mask:
+        """Drops edges of the window that no query meets."""
+        window_left, window_right = self.window_left, self.window_right
+        sink_tokens = self.sink_tokens
+        if left:
+            window_left = UNBOUNDED
             sink_tokens = sink_tokens if self.chunk else 0
-        if not self.causal and right >= seqlen_q - 1:
-            right = UNBOUNDED
-        return replace(self, window_left=left, window_right=right, sink_tokens=sink_tokens)
+        if right and not self.causal:
+            window_right = UNBOUNDED
+        return Mask(self.causal, window_left, window_right, sink_tokens, self.chunk)
 
     def window(self, pos: int, seqlen_k: int) -> tuple[int, int]:
         """The second band of a query at key position `pos`, sink tokens aside; may be empty."""
@@ -159,6 +165,8 @@ class Mask(Value):
 
     def num_keys(self, seqlen_q: int, seqlen_k: int) -> int:
         """How many keys are seen by at least one query: what decode has to read."""
+        if self.left is None and not self.chunk and seqlen_q > 0:
+            return max(seqlen_k, 0)
         return sum(b - a for a, b in self.span(seqlen_q, seqlen_k))
 
     def num_pairs(self, seqlen_q: int, seqlen_k: int) -> int:

@@ -130,9 +130,13 @@ class Problem(Value):
         Of packed sequences those of prompts are left whole, as their rows are many, so that a part
         takes memory for a few tokens of every sequence and not for all.
         """
-        if self.kind == "varlen" and self.seqlen_q > MAX_CUT_TOKENS:
+        return self.cut_tokens_of(self.seqlen_q)
+
+    def cut_tokens_of(self, seqlen_q: int) -> int:
+        """Finds these tokens where so many queries are the most of a sequence."""
+        if self.kind == "varlen" and seqlen_q > MAX_CUT_TOKENS:
             return max(1, FEW_ROWS // self.group)
-        return self.seqlen_q
+        return seqlen_q
 
     @property
     def element_bytes(self) -> int:
@@ -184,9 +188,13 @@ class Problem(Value):
     @property
     def kv_bytes(self) -> int:
         """Bytes of K, V and scales of each key that have to be read, at the upper bounds."""
+        return self.bytes_of_keys(self.visible_keys)
+
+    def bytes_of_keys(self, keys: int) -> int:
+        """Bytes of K, V and scales of so many keys of each sequence."""
         per_head = (self.head_dim + self.head_dim_v) * self.kv_element_bytes
         per_head += 8 if self.codec.granularity == "token" else 0
-        return self.batch * self.visible_keys * self.num_kv_heads * per_head
+        return self.batch * keys * self.num_kv_heads * per_head
 
     def __str__(self) -> str:
         dims = str(self.head_dim)
@@ -241,6 +249,7 @@ class Operands:
     new: Any = None  # a call of `append` that the kernel does; cache_seqlens are those before it
     starts: Any = None  # of a schedule of the step, see kernels/schedule.py
     seqlen_k: int | None = None  # of the call, where the plan may be for more keys; None: its own
+    seqlen_q: int | None = None  # and for more queries
 
 
 class Options(NamedTuple):

@@ -55,6 +55,7 @@ __all__ = [
     "POLICIES",
     "completed",
     "decided_lengths",
+    "in_bucket",
     "kernel_named",
     "make_plan",
     "plan_at_length",
@@ -87,7 +88,7 @@ def make_plan(
     num_splits  above 0: this many parts of the keys of each sequence, whatever the policy
     unfit       unfit(kernel): reasons of the tensors against it, besides those of the problem
 
-    A policy of `BY_TIME` decides decode for its number of keys `rounded_up`, so that a cache that
+    A policy of `BY_TIME` decides for lengths `rounded_up`, see `in_bucket`, so that a cache that
     grows by a key a step is decided for once in a while and not in every step. All else about the
     plan is the problem's own. What a policy of `POLICIES` has chosen is kept.
 
@@ -104,13 +105,13 @@ def make_plan(
     return _decided(problem, device, candidates, rejected, policy, num_splits)
 
 
-def plan_at_length(plan: Plan, seqlen_k: int, num_splits: int = 0) -> Plan:
-    """The plan of the default policy for the problem of a plan with another number of keys, which
-    are in the limits of no kernel: what is rejected stays so.
+def plan_at_length(plan: Plan, problem: Problem, num_splits: int = 0) -> Plan:
+    """The plan of the default policy for a problem that differs from a plan's in lengths and in
+    edges of the mask, which are in the limits of no kernel: what is rejected stays so.
 
     num_splits  as in `make_plan`
     """
-    problem, rejected = replace(plan.problem, seqlen_k=seqlen_k), dict(plan.rejected)
+    rejected = dict(plan.rejected)
     candidates = [kernel for kernel in KERNELS if kernel.name not in rejected]
     return _decided(problem, plan.device, candidates, plan.rejected, DEFAULT, num_splits)
 
@@ -124,7 +125,6 @@ def _decided(
     num_splits: int,
 ) -> Plan:
     """The plan that a policy, or the caller's number of splits, makes of the candidates."""
-    candidates = widening.in_order(problem, device, candidates)
     kept: Hashable = None  # by what the choice is known again
     if isinstance(policy, str):
         expect_one_of("policy", policy, POLICIES)
@@ -136,9 +136,8 @@ def _decided(
     if num_splits or not problem.batch * problem.rows:  # with no rows there is nothing to weigh
         splits = max(1, int(num_splits))
         name, choose, kept = "fixed", fixed.with_splits(splits), splits
-    asked, keys = problem, rounded_up(problem.seqlen_k)
-    if keys != problem.seqlen_k and name in BY_TIME and problem.kind == "decode":
-        asked = replace(problem, seqlen_k=keys)
+    asked = in_bucket(problem) if name in BY_TIME else problem
+    candidates = widening.in_order(asked, device, candidates)
     key = asked, device, kept, tuple(candidates)
     choice = _choices.get(key) if kept is not None else None
     if choice is None:
@@ -149,7 +148,8 @@ def _decided(
     choice = appending.with_new_tokens(problem, kernel_named(choice.kernel), choice)
     why = choice.why
     if asked is not problem:
-        why += f"; decided as for {asked.seqlen_k} keys"
+        queries = f"{asked.seqlen_q} queries and " if asked.kind != "decode" else ""
+        why += f"; decided as for {queries}{asked.seqlen_k} keys"
     kernel = kernel_named(choice.kernel)
     config = _with_variant(problem, device, kernel, choice.config)
     gradients = backward.choose(problem, device, kernel)
@@ -190,6 +190,17 @@ def decided_lengths(longest: int) -> list[int]:
         step = 1 << max(0, (lengths[-1] - 1).bit_length() - 5)
         lengths.append((lengths[-1] - 1) // step * step)
     return lengths
+
+
+def in_bucket(problem: Problem) -> Problem:
+    """The problem of the longest sequences that are decided alike, or the problem itself: as many
+    keys as `rounded_up` says, and queries, but for decode, which is made for just so many."""
+    queries, keys = problem.seqlen_q, rounded_up(problem.seqlen_k)
+    if problem.kind != "decode":
+        queries = rounded_up(queries)
+    if (queries, keys) == (problem.seqlen_q, problem.seqlen_k):
+        return problem
+    return replace(problem, seqlen_q=queries, seqlen_k=keys)
 
 
 def rounded_up(seqlen_k: int) -> int:

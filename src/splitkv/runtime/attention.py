@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from splitkv.core.errors import dtype_name, expect_number, expect_tensor
+from splitkv.core.errors import MAX_SIZE, dtype_name, expect_number, expect_tensor
+from splitkv.core.masks import NUMBERS, Mask
 from splitkv.core.options import options_of, scalars_of, tensors_of
 from splitkv.core.plan import Plan
 from splitkv.core.problem import (
     Operands,
+    Problem,
     describe_attention,
     expect_no_grad_with_out,
     expect_out,
 )
-from splitkv.runtime import dispatch
+from splitkv.runtime import dispatch, growing_call
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.autograd import NAMES, attention_op
 from splitkv.runtime.call_cache import BoundCall, Result, with_types
@@ -39,7 +41,9 @@ _NOT_OF_ATTENTION = dict.fromkeys(name for name in _VARLEN if name not in option
 """The arguments of `attention_varlen` that `attention` has not, as None."""
 _operands = (field.name for field in fields(Operands))
 _tensors = itemgetter(*(name for name in _operands if name in tensors_of("attention_varlen")))
-_scalars = itemgetter(*(n for n in scalars_of("attention_varlen") if n != "window_size"))
+_LENGTHS = "max_seqlen_q", "max_seqlen_k"
+_others = (n for n in scalars_of("attention_varlen") if n not in (*_LENGTHS, "window_size"))
+_scalars = itemgetter(*_LENGTHS, *_others)
 
 
 @overload
@@ -364,14 +368,87 @@ def _run(
         options = ([],)  # which no cache holds
     bound = dispatch.calls.match(options, tensors)
     if bound is None:
-        if autocast_dtype(q) is not None:
-            return None
-        new = partial(_bind, q, k, v, plan, given)
-        bound = dispatch.calls.get_or_bind(options, tensors, new)
+        packed = _options_of_any_length(k, plan, given, options)
+        if packed is not None:
+            bound = dispatch.calls.match(packed, tensors, any_first=True)
+        if bound is None:
+            if autocast_dtype(q) is not None:
+                return None
+            bound = _growing(tensors, given, plan, packed, options)
+        if bound is None:
+            new = partial(_bind, q, k, v, plan, given)
+            bound = dispatch.calls.get_or_bind(options, tensors, new)
     operands = Operands(q, k, v, *optional)
+    operands.seqlen_q, operands.seqlen_k = given["max_seqlen_q"], given["max_seqlen_k"]
     operands.softmax_scale = bound.softmax_scale
     operands.softcap, operands.dropout_p = float(given["softcap"]), float(given["dropout_p"])
     return bound(operands)
+
+
+def _options_of_any_length(
+    k: Tensor, plan: Plan | None, given: dict[str, Any], options: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """Finds by what packed calls are known that differ in lengths alone; None: the call is not one,
+    or some length is not as it may be.
+
+    options   by which it is known itself
+    """
+    table, longest_q, longest_k = (given[x] for x in ("page_table", "max_seqlen_q", "max_seqlen_k"))
+    if given["cu_seqlens_q"] is None or plan is not None or len(options) == 1:
+        return None
+    if not type(longest_q) is type(longest_k) is int:
+        return None
+    room = MAX_SIZE if table is None else growing_call.capacity_of(k, table)
+    if not (0 < longest_q <= MAX_SIZE and 0 < longest_k <= room):
+        return None
+    scalars = options[0]
+    return ("of any length", scalars[:2] + scalars[4:], *options[2:])
+
+
+def _growing(
+    tensors: list[Tensor],
+    given: dict[str, Any],
+    plan: Plan | None,
+    packed: tuple[Any, ...] | None,
+    options: tuple[Any, ...],
+) -> BoundCall | None:
+    """Finds what serves sequences of every length; None where they are none, the first time that
+    they come and where no kernel takes every length.
+
+    packed    what the call is known by without its lengths; None: it is not packed
+    options   what it is known by
+    """
+    if plan is not None or not dispatch.on_a_gpu(tensors[0]) or needs_grad(*tensors):
+        return None
+    is_packed = given["cu_seqlens_q"] is not None
+    if (is_packed and packed is None) or given["k_scale"] is not None or given["dropout_p"]:
+        return None
+    if given["out_scale"] is not None or given["bidirectional_ranges"] is not None:
+        return None
+    paged, out = given["page_table"] is not None, given["out"] is not None
+    lengths = growing_call.lengths_of_tensors(is_packed, paged, out)
+    pattern = growing_call.pattern_of_sequences(tensors, lengths)
+    if pattern is None:
+        return None
+    check = partial(growing_call.check_of_sequences, lengths=lengths)
+    new = partial(_bind_growing, tensors, given)
+    return dispatch.calls.get_or_bind_alike(
+        options if packed is None else packed, tensors, pattern, check, new, any_first=is_packed
+    )
+
+
+def _bind_growing(tensors: list[Tensor], given: dict[str, Any]) -> BoundCall | None:
+    problem, operands = describe_attention(*tensors[:3], needs_grad=False, **given)
+
+    def plan(problem: Problem, operands: Operands) -> Plan:
+        return dispatch.plan_for(problem, operands, None)
+
+    if plan(problem, operands).kernel not in growing_call.SEQUENCES_GROW:
+        return None
+    numbers = {name: given[name] for name in NUMBERS}
+    mask = Mask.of(given["causal"], given["window_size"], **numbers)
+    call = growing_call.GrowingSequences(problem, operands, mask, plan)
+    return BoundCall.of(call, operands, None)
 
 
 def _bind(q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]) -> BoundCall:

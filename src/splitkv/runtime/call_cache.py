@@ -24,7 +24,7 @@ bind the same call twice, and never see half of an entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -118,7 +118,7 @@ class CallCache(Generic[Bound]):
     """Bound calls by their options and the layouts of their tensors, as the module says.
 
     recent   (options, length of the first tensor) -> the last entries that came with them, the
-             latest first; for reading
+             latest first; for reading. Instead of the length None, where it may be any
     """
 
     def __init__(self, max_calls: int = MAX_CALLS, max_recent: int = MAX_RECENT) -> None:
@@ -139,13 +139,16 @@ class CallCache(Generic[Bound]):
         self._alike.clear()
         self.recent.clear()
 
-    def match(self, options: Any, tensors: Sequence[Any]) -> Bound | None:
+    def match(self, options: Any, tensors: Sequence[Any], any_first: bool = False) -> Bound | None:
         """The call among the latest of these options that the tensors fit.
 
         None under a dispatch mode, which is to see a call that is not cached.
+
+        any_first   among those that were bound to any length of the first tensor
         """
         try:
-            recent = () if dispatch_modes() else self.recent.get((options, tensors[0].shape[0]), ())
+            first = None if any_first else tensors[0].shape[0]
+            recent = () if dispatch_modes() else self.recent.get((options, first), ())
         except NO_TENSOR:  # describing says what is not right
             return None
         for fits, grad_mode, bound in recent:
@@ -189,11 +192,13 @@ class CallCache(Generic[Bound]):
         pattern: Any,
         check: Callable[[Sequence[Any]], Check | None],
         bind: Callable[[], Bound | None],
+        any_first: bool = False,
     ) -> Bound | None:
         """The call of these options and all layouts of a pattern, which `bind` makes when such a
         call comes a second time; None the first time, and where there is none.
 
-        check   of the tensors, for a check of all layouts of the pattern
+        check       of the tensors, for a check of all layouts of the pattern
+        any_first   the first tensor has another length in each of them
         """
         key = options, pattern
         try:
@@ -212,7 +217,7 @@ class CallCache(Generic[Bound]):
         fits, bound = kept
         if fits is None or bound is None or not fits(*tensors):
             return None
-        self._add(options, tensors, fits, bound)
+        self._add(options, tensors, fits, bound, any_first)
         return bound
 
     def add(self, options: Any, tensors: Sequence[Any], bound: Bound) -> None:
@@ -220,14 +225,21 @@ class CallCache(Generic[Bound]):
         self._make_room()
         self._add(options, tensors, check_of(tensors), bound)
 
-    def _add(self, options: Any, tensors: Sequence[Any], fits: Check | None, bound: Bound) -> None:
+    def _add(
+        self,
+        options: Any,
+        tensors: Sequence[Any],
+        fits: Check | None,
+        bound: Bound,
+        any_first: bool = False,
+    ) -> None:
         if fits is None:
             return
         needs_grad = any(x.requires_grad for x in tensors)
         grad_mode = torch.is_grad_enabled() if needs_grad else None
         if not tensors[0].dim():  # it has no length
             return
-        key = options, tensors[0].shape[0]
+        key = options, None if any_first else tensors[0].shape[0]
         others = [
             entry
             for entry in self.recent.get(key, ())
@@ -246,11 +258,16 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  #
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def check_of(tensors: Sequence[Tensor], any_length: Sequence[int] = ()) -> Check | None:
+NO_LENGTHS: Mapping[int, int] = {}
+FREE_STRIDES = {0: (1,), 1: (0, 2)}
+"""The strides that may be any with the length of the first or second dimension."""
+
+
+def check_of(tensors: Sequence[Tensor], any_length: Mapping[int, int] = NO_LENGTHS) -> Check | None:
     """A check for tensors just like these, the same one in the same places; None where torch has
     none.
 
-    any_length   of which the second size may be any, and with it the first and the third stride
+    any_length   the tensors that may have any length, and in which dimension
     """
     if _TensorGuards is None:
         return None
@@ -259,9 +276,11 @@ def check_of(tensors: Sequence[Tensor], any_length: Sequence[int] = ()) -> Check
     distinct = [tensors[n] for n in places]  # torch's check refuses a tensor that is given twice
     sizes = strides = None
     if any_length:
-        free = [(x, n in any_length) for x, n in zip(distinct, places, strict=True)]
-        sizes = [_with_none(x.shape, (1,) if any_ else ()) for x, any_ in free]
-        strides = [_with_none(x.stride(), (0, 2) if any_ else ()) for x, any_ in free]
+        free = [(x, any_length.get(n)) for x, n in zip(distinct, places, strict=True)]
+        sizes = [_with_none(x.shape, () if dim is None else (dim,)) for x, dim in free]
+        strides = [
+            _with_none(x.stride(), () if dim is None else FREE_STRIDES[dim]) for x, dim in free
+        ]
     guards = _TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Check = guards.check
     if not check(*distinct):

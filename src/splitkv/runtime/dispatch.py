@@ -40,11 +40,11 @@ from splitkv.core.problem import (
 from splitkv.kernels.host.stand_in import StandIn
 from splitkv.planner.legality import expect_backward, expect_config
 from splitkv.planner.policies.shared import MAX_SPLITS
-from splitkv.planner.registry import completed, kernel_named, make_plan, rounded_up
+from splitkv.planner.registry import completed, in_bucket, kernel_named, make_plan, rounded_up
 from splitkv.runtime import call_cache, growing_call
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
-from splitkv.runtime.growing_call import GROWS, in_bucket
+from splitkv.runtime.growing_call import GROWS
 
 calls: CallCache[BoundCall] = CallCache()  # of decode, attention and attention_varlen
 _warned: set[tuple[str, ...]] = set()
@@ -60,7 +60,8 @@ def device_of(tensor: Tensor) -> Device:
     return current(tensor.device.index) if tensor.is_cuda else cpu()
 
 
-def _on_a_gpu(x: Any) -> bool:
+def on_a_gpu(x: Any) -> bool:
+    """Whether it is a tensor that lives on a GPU."""
     return isinstance(x, Tensor) and device_of(x).kind == "cuda"
 
 
@@ -308,7 +309,7 @@ def _of_any_max_seqlen_k(
     the keys that there are, and grow.
     """
     longest, page_table = arguments["max_seqlen_k"], arguments["page_table"]
-    if not _on_a_gpu(tensors[0]):
+    if not on_a_gpu(tensors[0]):
         return None
     capacity = growing_call.capacity_of(tensors[1], page_table)
     if type(longest) is not int or not 0 < longest < capacity:  # describing says what is not right
@@ -340,7 +341,7 @@ def _growing(
     if any(x is not None for x in absent) or needs_grad(*tensors):
         return None
     pattern = growing_call.pattern_of(tensors)
-    if pattern is None or not _on_a_gpu(tensors[0]):
+    if pattern is None or not on_a_gpu(tensors[0]):
         return None
     new = partial(_bind_growing, tensors, arguments, made)
     check = growing_call.check_of_any_length

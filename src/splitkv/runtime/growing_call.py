@@ -1,14 +1,15 @@
-"""Calls of decode on contiguous caches whose length changes: a key longer in every step, say.
+"""Calls whose lengths change: of decode on a cache with a key more in every step, of attention on
+one prompt after the other.
 
-A call is known by the layouts of its tensors, so that each length of a contiguous cache is another
-kind of call. What a length changes is little: plans are made for buckets of lengths, kernels take
-the exact one as a run-time integer, as they do strides, and only the maps of TMA hold both. So the
-second time that a call differs from an earlier one in nothing but the length of its caches, it is
-bound as a `GrowingCall`, which serves every length from then on. It is found by a check in which
-length and outer strides of the caches are free.
+A call is known by the layouts of its tensors, so that each length of tensors without a page table
+is another kind of call. What a length changes is little: plans are made for buckets of lengths,
+kernels take the exact one as a run-time integer, as they do strides, and only the maps of TMA hold
+both. So the second time that a call differs from an earlier one in nothing but lengths, it is bound
+as a `GrowingCall`, or as `GrowingSequences`, which serves every length from then on. It is found by
+a check in which lengths, and the strides that follow from them, are free.
 
 What Triton compiles for strides by value is part of what a bucket is known by: whether they are 1,
-multiples of 16, or more than 32 bits hold.
+multiples of 16, or more than 32 bits hold. So are edges of a mask that no query meets.
 
 What a bucket takes on the host, ten times a new length, is done in the last steps of the bucket
 before: its plan in one of them, the binding in another, the launches in a third, each behind the
@@ -17,23 +18,28 @@ launches of the step itself. A bucket that is entered in another way takes all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
+from splitkv.kernels.host.sequence_sizes import scale_and_softcap, strides_of, strides_of_out
+from splitkv.kernels.host.sequences import relaunched
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
 from splitkv.runtime.call_cache import NO_TENSOR, Check, Launcher, Result, check_of, layout
 
 if TYPE_CHECKING:
-    from splitkv.kernels.host.launcher import DecodeLauncher
     from splitkv.kernels.host.relaunch import Repeat
 
 GROWS = "decode_split", "hopper_decode_split"
 """The kernels that take every length of a cache up to that of their plan."""
+SEQUENCES_GROW = "hopper_prefill", "prefill"
+"""Those that take every length of whole sequences."""
 
 
 class CacheLayout(NamedTuple):
@@ -45,23 +51,19 @@ class CacheLayout(NamedTuple):
     scales: tuple[int, ...] | None
 
 
+MAX_KNOWN = 256  # layouts that launches of sequences are kept for; past it, they start afresh
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
 Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
-Bucket = tuple[Alignment, int]
-"""What a plan and its kernels are for: an alignment, and the longest caches."""
+Bucket = tuple[Alignment, Any]
+"""What a plan and its kernels are for: an alignment, and the longest sequences."""
 
 
 compiled: dict[Hashable, tuple[Any, Any]] = {}
-"""What Triton compiled for growing calls, a decode kernel and `combine` or None: by the types and
-alignments of what they were given, and by `DecodeLauncher.variant`."""
-
-
-def in_bucket(problem: Problem) -> Problem:
-    """The problem of the longest caches that are served by the same plan."""
-    return replace(problem, seqlen_k=rounded_up(problem.seqlen_k))
+"""What Triton compiled for growing calls, an attention kernel and `combine` or None: by the types
+and alignments of what they were given, and by the `variant` of the launcher."""
 
 
 def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
@@ -73,11 +75,12 @@ def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
         return -1
 
 
-def caches_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Which of the tensors of a call on contiguous caches have a length: keys and values, and
-    scales of each token."""
+def caches_of(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Which of the tensors of a call on contiguous caches have a length, and in which dimension:
+    keys and values, and scales of each token."""
     lengths = tensors[1].shape[:3]
-    return [1, 2, *(n for n, x in enumerate(tensors) if n > 2 and x.shape == lengths)]
+    scales = [n for n, x in enumerate(tensors) if n > 2 and x.shape == lengths]
+    return dict.fromkeys((1, 2, *scales), 1)
 
 
 def pattern_of(tensors: Sequence[Tensor]) -> Any:
@@ -92,16 +95,23 @@ def pattern_of(tensors: Sequence[Tensor]) -> Any:
         grow = caches_of(tensors)
         if len(grow) > 2 and tensors[1].shape[1] == 1:  # a single scale may be the tensor's
             return None
-        return tuple(
-            (_with_free_length(layout(x)), x.requires_grad) if n in grow else layout(x)
-            for n, x in enumerate(tensors)
-        )
+        return pattern_with(tensors, grow)
     except NO_TENSOR:  # describing says what is not right
         return None
 
 
-def _with_free_length(of: Any) -> Any:
+def pattern_with(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
+    """The layouts of tensors but for lengths, which some have in a dimension."""
+    return tuple(
+        (_with_free_length(layout(x), lengths[n]), x.requires_grad) if n in lengths else layout(x)
+        for n, x in enumerate(tensors)
+    )
+
+
+def _with_free_length(of: Any, dim: int) -> Any:
     shape, strides = of[:2]
+    if dim == 0:  # packed
+        return shape[1:], (strides[0], strides[2:]), of[2:]
     return (shape[0], shape[2:]), (strides[1], strides[3:]), of[2:]
 
 
@@ -130,12 +140,13 @@ def check_of_any_length(tensors: Sequence[Tensor]) -> Check | None:
     return fits if fits(*tensors) else None
 
 
-class GrowingCall:
-    """A launcher of decode for contiguous caches of every length, which differ in nothing else.
+class Growing(ABC):
+    """A launcher for calls of every length, which differ in nothing else.
 
     problem, operands  of one of the lengths
     num_splits         that the caller forces, or 0
     plan_for           plan_for(problem, operands): a plan for these operands
+    kernels            names of those that take every length
     """
 
     def __init__(
@@ -144,68 +155,47 @@ class GrowingCall:
         operands: Operands,
         num_splits: int,
         plan_for: Callable[[Problem, Operands], Plan],
+        kernels: tuple[str, ...],
     ) -> None:
         self.problem, self.num_splits, self.plan_for = problem, num_splits, plan_for
-        self.types = types_of(operands)
-        self.by_token = problem.codec.granularity == "token"
+        self.kernels, self.types = kernels, types_of(operands)
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
-        self.buckets: dict[Bucket, DecodeLauncher] = {}
-        self.ahead: dict[Bucket, Plan | DecodeLauncher] = {}  # planned; bound
-        self.latest: tuple[CacheLayout | None, Repeat | None] = (None, None)
-        self.bound: tuple[CacheLayout | None, Launcher | None] = (None, None)  # to one length
+        self.buckets: dict[Bucket, Any] = {}  # launchers
+        self.ahead: dict[Bucket, Any] = {}  # planned; bound
+        self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
+        self.bound: tuple[Any, Launcher | None] = (None, None)  # to one layout in its bucket
 
-    def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
-        """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
-        be called instead."""
-        here = self.layout_of(k, v, rest[K_SCALE])
-        layout, again = self.latest
-        if again is not None and layout == here:
-            return again.call(q, k, v, *rest)
-        operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
-        alignment, longest = alignment_of(here, operands), rounded_up(here.length)
-        again = self.at_length(here, (alignment, longest), operands)
-        if again is None:
-            return None
-        done = again.call(q, k, v, *rest)
-        if done is not None and here.length > longest - AHEAD:
-            self.make_ready((alignment, rounded_up(longest + 1)), operands)
-        return done
+    @abstractmethod
+    def problem_of(self, longest: Any) -> Problem:
+        """The problem of the longest sequences of a bucket."""
 
-    def __call__(self, operands: Operands) -> Result:
-        """(out, lse or None), on the current stream, through Triton where nothing is compiled for
-        these operands or somebody observes launches."""
+    def through_triton(
+        self, here: Any, bucket: Bucket | None, problem: Problem, operands: Operands
+    ) -> Result:
+        """Binds a launcher to this one layout, which compiles what it needs, and keeps that.
+
+        bucket    None: nothing is kept
+        problem   that the launcher is bound to
+        """
         x = operands
-        per_call = x.cache_seqlens, x.page_table, x.sink_logits, x.alibi_slopes
-        tensors = x.q, x.k, x.v, x.out, *per_call, x.q_scale, x.k_scale, x.v_scale
-        return self.repeat(*tensors, x.softmax_scale, x.softcap) or self.through_triton(x)
-
-    def layout_of(self, k: Tensor, v: Tensor, k_scale: Tensor | None) -> CacheLayout:
-        scales = k_scale.stride() if self.by_token and k_scale is not None else None
-        return CacheLayout(k.shape[1], k.stride(), v.stride(), scales)
-
-    def through_triton(self, operands: Operands) -> Result:
-        """Binds a launcher to this one length, which compiles what it needs, and keeps that."""
-        x = operands
-        here = self.layout_of(x.k, x.v, x.k_scale)
-        layout, launcher = self.bound
-        if launcher is not None and layout == here:
+        known, launcher = self.bound
+        if launcher is not None and known == (here, bucket):
             return launcher(x)
-        x.seqlen_k = here.length
-        alignment = alignment_of(here, x)
-        plan = self.planned(rounded_up(here.length), alignment, x)
+        if bucket is None:
+            plan = self.plan_for(problem, x)
+        else:
+            plan = replace(self.planned(bucket, x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
-        self.bound = here, made
+        self.bound = (here, bucket), made
         result: Result = made(x)
-        if plan.kernel in GROWS and made.compiled is not None:
-            bucket = alignment, plan.problem.seqlen_k
-            compiled[self.types, alignment, made.variant()] = made.compiled
+        if bucket is not None and plan.kernel in self.kernels and made.compiled is not None:
+            compiled[self.types, bucket[0], made.variant()] = made.compiled
             self.buckets[bucket] = made
             self.ahead.pop(bucket, None)
         return result
 
-    def at_length(self, here: CacheLayout, bucket: Bucket, operands: Operands) -> Repeat | None:
-        """A launch of compiled kernels for caches of this length; None where there are none."""
-        operands.seqlen_k = here.length
+    def at_length(self, here: Any, bucket: Bucket, operands: Operands) -> Any:
+        """A launch of compiled kernels for sequences of this length; None where there are none."""
         while bucket not in self.buckets and self.make_ready(bucket, operands):
             pass
         launcher = self.buckets.get(bucket)
@@ -221,37 +211,222 @@ class GrowingCall:
 
         Of the operands it takes the layout, so that each step may have those of another call.
         """
-        alignment, longest = bucket
+        alignment = bucket[0]
         made: Any = self.ahead.pop(bucket, None)  # no other thread takes this step meanwhile
         if made is None:
             if alignment not in self.plans or bucket in self.buckets:
                 return False
-            made = self.planned(longest, alignment, operands)
-            more = made.kernel in GROWS
+            made = self.planned(bucket, operands)
+            more = made.kernel in self.kernels
         elif isinstance(made, Plan):
-            more = made.kernel in GROWS
+            more = made.kernel in self.kernels
             made = kernel_named(made.kernel).bind(made, operands) if more else made
         else:
             more = False
             kernels = compiled.get((self.types, alignment, made.variant()))
             if kernels is not None:
-                made.keep(*kernels, operands.q.device)
+                made.keep(*kernels, operands)
                 self.buckets[bucket] = made
                 return False
         self.ahead[bucket] = made
         return more
 
-    def planned(self, longest: int, alignment: Alignment, operands: Operands) -> Plan:
-        """The plan of the longest caches of a bucket."""
-        x = operands
-        known = self.plans.get(alignment)
+    def planned(self, bucket: Bucket, operands: Operands) -> Plan:
+        """The plan of the longest sequences of a bucket."""
+        (alignment, longest), x = bucket, operands
+        known, problem = self.plans.get(alignment), self.problem_of(longest)
         if known is not None and not (x.k.data_ptr() | x.v.data_ptr()) & 15:
-            plan = plan_at_length(known, longest, self.num_splits)
+            plan = plan_at_length(known, problem, self.num_splits)
             return kernel_named(plan.kernel).refit(plan, x) if x.q.is_cuda else plan
-        plan = self.plan_for(replace(self.problem, seqlen_k=longest), x)
+        plan = self.plan_for(problem, x)
         if not (x.k.data_ptr() | x.v.data_ptr()) & 15:
             self.plans[alignment] = plan
         return plan
+
+
+class GrowingCall(Growing):
+    """A launcher of decode for contiguous caches of every length, which differ in nothing else."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        num_splits: int,
+        plan_for: Callable[[Problem, Operands], Plan],
+    ) -> None:
+        super().__init__(problem, operands, num_splits, plan_for, GROWS)
+        self.by_token = problem.codec.granularity == "token"
+
+    def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
+        """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
+        be called instead."""
+        here = self.layout_of(k, v, rest[K_SCALE])
+        again: Repeat | None
+        layout, again = self.latest
+        if again is not None and layout == here:
+            return again.call(q, k, v, *rest)
+        operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
+        operands.seqlen_k = here.length
+        alignment, longest = alignment_of(here, operands), rounded_up(here.length)
+        again = self.at_length(here, (alignment, longest), operands)
+        if again is None:
+            return None
+        done = again.call(q, k, v, *rest)
+        if done is not None and here.length > longest - AHEAD:
+            self.make_ready((alignment, rounded_up(longest + 1)), operands)
+        return done
+
+    def __call__(self, operands: Operands) -> Result:
+        """(out, lse or None), on the current stream, through Triton where nothing is compiled for
+        these operands or somebody observes launches."""
+        x = operands
+        per_call = x.cache_seqlens, x.page_table, x.sink_logits, x.alibi_slopes
+        tensors = x.q, x.k, x.v, x.out, *per_call, x.q_scale, x.k_scale, x.v_scale
+        done = self.repeat(*tensors, x.softmax_scale, x.softcap)
+        if done is not None:
+            return done
+        here = self.layout_of(x.k, x.v, x.k_scale)
+        x.seqlen_k = here.length
+        longest = rounded_up(here.length)
+        bucket = alignment_of(here, x), longest
+        return self.through_triton(here, bucket, self.problem_of(longest), x)
+
+    def layout_of(self, k: Tensor, v: Tensor, k_scale: Tensor | None) -> CacheLayout:
+        scales = k_scale.stride() if self.by_token and k_scale is not None else None
+        return CacheLayout(k.shape[1], k.stride(), v.stride(), scales)
+
+    def problem_of(self, longest: int) -> Problem:
+        return replace(self.problem, seqlen_k=longest)
+
+
+class GrowingSequences(Growing):
+    """A launcher of attention for sequences of every length, which differ in nothing else.
+
+    problem, operands  of one of the lengths
+    mask               that the caller asked for
+    plan_for           plan_for(problem, operands): a plan for these operands
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        mask: Mask,
+        plan_for: Callable[[Problem, Operands], Plan],
+    ) -> None:
+        super().__init__(problem, operands, 0, plan_for, SEQUENCES_GROW)
+        self.mask, self.known = mask, dict[Any, Any]()  # layouts, and what launches them
+        self.packed, self.return_lse = problem.kind == "varlen", problem.return_lse
+
+    def __call__(self, operands: Operands) -> Result:
+        """(out, lse or None), on the current stream, through Triton where nothing is compiled for
+        these operands or somebody observes launches; of packed ones with the greatest lengths."""
+        x = operands
+        q, k = x.q, x.k
+        if not self.packed:
+            x.seqlen_q, x.seqlen_k = q.shape[1], k.shape[1]
+        assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
+        here = x.seqlen_q, x.seqlen_k, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
+        layout, again = self.latest
+        bucket = None
+        if again is None or layout != here:
+            again = self.known.get(here)
+            if again is not None:
+                self.latest = here, again
+            else:
+                bucket = self.bucket_of(x)
+                again = None if bucket is None else self.at_length(here, bucket, x)
+                if len(self.known) >= MAX_KNOWN:
+                    self.known.clear()
+                if again is not None:
+                    self.known[here] = again
+        if again is not None:
+            done = relaunched(again, x, *scale_and_softcap(x))
+            if done is not None:
+                if bucket is not None:
+                    self.look_ahead(layout, bucket, x)
+                return done if self.return_lse else (done[0], None)
+        exact = x.seqlen_q, x.seqlen_k, self.edges(x.seqlen_q, x.seqlen_k)
+        return self.through_triton(here, self.bucket_of(x), self.problem_of(exact), x)
+
+    def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
+        """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
+        length, (alignment, (queries, keys, edges)) = operands.seqlen_k or 0, bucket
+        grown = before is not None and before[:2] == (operands.seqlen_q, length - 1)
+        if grown and length > keys - AHEAD:
+            self.make_ready((alignment, (queries, rounded_up(keys + 1), edges)), operands)
+
+    def bucket_of(self, operands: Operands) -> Bucket | None:
+        """The bucket of a call; None where its layout is in none, or its addresses are no multiples
+        of 16: another kernel may be for these, of which later calls are to know nothing."""
+        x = operands
+        out = 0 if x.out is None else x.out.data_ptr()
+        if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr() | out) & 15:
+            return None
+        alignment = alignment_of_sequences(self.problem, x)
+        if alignment is None:
+            return None
+        queries, keys = x.seqlen_q or 0, x.seqlen_k or 0
+        return alignment, (rounded_up(queries), rounded_up(keys), self.edges(queries, keys))
+
+    def edges(self, queries: int, keys: int) -> tuple[bool, bool]:
+        """Which edges of the mask no query meets, left and right: see `Mask.within`."""
+        return self.mask.window_left >= keys - 1, self.mask.window_right >= queries - 1
+
+    def problem_of(self, longest: tuple[int, int, tuple[bool, bool]]) -> Problem:
+        queries, keys, (left, right) = longest
+        mask = self.mask.without(left=left, right=right)
+        return replace(self.problem, seqlen_q=queries, seqlen_k=keys, mask=mask)
+
+
+def lengths_of_tensors(packed: bool, paged: bool, out: bool) -> dict[int, int]:
+    """Which of the tensors of a call of attention have a length, and in which dimension: q, keys
+    and values where they are in no pages, and the output where it is given, the fourth."""
+    grow = [0, *(() if paged else (1, 2)), *((3,) if out else ())]
+    return dict.fromkeys(grow, 0 if packed else 1)
+
+
+def pattern_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
+    """The pattern of calls of attention that differ in lengths alone; None: there is none.
+
+    lengths   of `lengths_of_tensors`
+    """
+    try:
+        dims = 3 if lengths[0] == 0 else 4
+        if any(len(tensors[n].shape) != dims for n in lengths):
+            return None
+        return pattern_with(tensors, lengths)
+    except NO_TENSOR:  # describing says what is not right
+        return None
+
+
+def check_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Check | None:
+    """A check for tensors like these, but for lengths and the strides that follow from them; None
+    where torch has none.
+
+    lengths   of `lengths_of_tensors`; the output has to be contiguous
+    """
+    check = check_of(tensors, any_length=lengths)
+    if check is None:
+        return None
+    dim, of_keys, of_out = lengths[0], 1 in lengths, 3 in lengths
+
+    def fits(*tensors: Any) -> bool:
+        if not check(*tensors):
+            return False
+        q = tensors[0]
+        if not q.shape[dim]:
+            return False
+        if of_keys:
+            keys = tensors[1].shape[dim]
+            if not keys or tensors[2].shape[dim] != keys:
+                return False
+        if not of_out:
+            return True
+        out = tensors[3]
+        return bool(out.shape[dim] == q.shape[dim] and out.is_contiguous())
+
+    return fits if fits(*tensors) else None
 
 
 def types_of(operands: Operands) -> Hashable:
@@ -259,7 +434,8 @@ def types_of(operands: Operands) -> Hashable:
     x = operands
     tensors = x.q, x.k, x.v, x.cache_seqlens, x.sink_logits, x.alibi_slopes, x.q_scale, x.k_scale
     types = [None if tensor is None else tensor.dtype for tensor in tensors]
-    return x.q.device, *types, bool(x.softcap)
+    present = [y is not None for y in (x.page_table, x.cu_seqlens_q, x.cu_seqlens_k)]
+    return x.q.device, (*types, *present), bool(x.softcap)
 
 
 def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:
@@ -267,10 +443,53 @@ def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:
     size = operands.k.element_size()
     found = []
     for x in (*here.k[:3], *here.v[:3]):
-        found.append(3 * (x >> 31 > 0) + (x == 1) + 2 * (x % 16 == 0))
+        found.append(_alignment(x))
         found.append(x * size % 16 == 0)  # TMA can describe it
     if here.scales is not None:
         # copied in bulk where they lie in one piece of multiples of 16 bytes
         found += [here.scales[0] % 4 == 0, here.length * here.scales[1] % 4 == 0]
         found.append(max(here.scales) >> 31 > 0)
+    return tuple(found)
+
+
+def _alignment(stride: int) -> int:
+    """A number for each kind of stride that Triton compiles for."""
+    return 3 * (stride >> 31 > 0) + (stride == 1) + 2 * (stride % 16 == 0)
+
+
+def alignment_of_sequences(problem: Problem, operands: Operands) -> Alignment | None:
+    """Finds the alignment of strides of a call of attention and its output; None where offsets
+    inside a tile of keys may need more than 32 bits."""
+    x = operands
+    outer = inner = 0
+    for strides in (x.q.stride(), x.k.stride(), x.v.stride()):
+        if len(strides) == 4:
+            outer |= strides[0]
+        inner |= strides[-3]
+        outer |= strides[-2]
+    row = problem.num_heads * problem.head_dim_v
+    if not (outer | inner | row | problem.head_dim_v) & 15:
+        out = row * x.q.shape[-3]  # of a sequence, or of all
+        if inner < NEAR and outer < FAR and out < FAR:
+            return EVERY_ONE
+    return _alignment_by_stride(problem, x)
+
+
+NEAR, FAR = 1 << 22, 1 << 30
+"""Strides of tokens and others with which offsets inside a tile have 32 bits."""
+MOST_KEYS = 128
+"""Keys of a tile, at most."""
+EVERY_ONE: Alignment = ("multiples of 16",)
+
+
+def _alignment_by_stride(problem: Problem, operands: Operands) -> Alignment | None:
+    x, found = operands, []
+    for tensor in (x.q, x.k, x.v):
+        size, strides = tensor.element_size(), strides_of(tensor)
+        for stride in strides:
+            found += [_alignment(stride), stride * size % 16 == 0]
+    for tensor in (x.k, x.v):
+        if MOST_KEYS * tensor.stride(-3) + tensor.stride(-2) >= 1 << 31:
+            return None
+    found += [_alignment(stride) for stride in strides_of_out(problem, x)]
     return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from splitkv.kernels.host.cache_keys import settle_key
@@ -44,3 +44,43 @@ def tail_in_order(
     every = in_order(kernel, {**dict.fromkeys(per_call), **fixed})
     assert not set(per_call) & set(fixed), f"arguments of {kernel.__name__}: given twice"
     return every[len(per_call) :]
+
+
+def specialised(
+    kernel: Any, arguments: Iterable[tuple[str, Any]], alike: Collection[str] = ()
+) -> tuple[Hashable, ...]:
+    """The arguments by name as far as Triton compiles for them: of run-time integers only whether
+    there are any, and so of those that are `alike`, as strides are among what it is asked of."""
+    free = {*kernel.do_not_specialize, *alike}
+    return tuple([value is None if name in free else value for name, value in arguments])
+
+
+class Tail:
+    """The last arguments of a kernel, which do not change from call to call while lengths do not.
+
+    alike   names of those that lengths change and Triton compiles for, as strides: what compares
+            two kernels knows that these are alike
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        per_call: Sequence[str],
+        fixed: Mapping[str, Any],
+        alike: Collection[str],
+    ) -> None:
+        self.kernel, self.arguments = kernel, tail_in_order(kernel, per_call, fixed)
+        self.place = {name: n for n, name in enumerate(kernel.arg_names[len(per_call) :])}
+        self.alike = alike
+
+    def variant(self) -> Hashable:
+        """A key of the code that Triton compiles for these arguments."""
+        named = zip(self.place, self.arguments, strict=True)
+        return self.kernel, *specialised(self.kernel, named, self.alike)
+
+    def changed(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """The arguments with others in the place of these."""
+        place, made = self.place, [*self.arguments]
+        for name, value in arguments.items():
+            made[place[name]] = value
+        return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,7 @@ from splitkv.kernels.combine import (
 )
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
-from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.arguments import Tail, in_order, specialised, tail_in_order
 from splitkv.kernels.host.partition import grid, packed_rows
 from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of, observed
 from splitkv.kernels.limits.scale_layout import scale_strides
@@ -170,13 +170,6 @@ def split_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
 STRIDES_OF_CACHES = "k_strides", "v_strides"
 
 
-def specialised(kernel: Any, arguments: Iterable[tuple[str, Any]]) -> tuple[Hashable, ...]:
-    """The arguments by name as far as Triton compiles for them: of run-time integers only whether
-    there are any, and so of strides of caches, which are alike."""
-    free = {*kernel.do_not_specialize, *STRIDES_OF_CACHES}
-    return tuple([value is None if name in free else value for name, value in arguments])
-
-
 class CacheTail:
     """The last arguments of a decode kernel, which do not change while caches have one length.
 
@@ -184,28 +177,25 @@ class CacheTail:
     """
 
     def __init__(self, kernel: Any, per_call: tuple[str, ...], fixed: dict[str, Any]) -> None:
-        self.kernel, self.arguments = kernel, tail_in_order(kernel, per_call, fixed)
-        self.place = {name: n for n, name in enumerate(kernel.arg_names[len(per_call) :])}
+        self.tail = Tail(kernel, per_call, fixed, STRIDES_OF_CACHES)
+        self.arguments, self.variant = self.tail.arguments, self.tail.variant
         self.strided = fixed.get("k_strides") is not None
-
-    def variant(self) -> Hashable:
-        """A key of the code that Triton compiles for these arguments, where strides are alike."""
-        return self.kernel, *specialised(self.kernel, zip(self.place, self.arguments, strict=True))
 
     def at_length(self, operands: Operands) -> list[Any]:
         """The arguments for caches of another length."""
-        k, v, place, made = operands.k, operands.v, self.place, [*self.arguments]
-        if "seqlen_k" in place:
-            made[place["seqlen_k"]] = operands.seqlen_k
+        k, v = operands.k, operands.v
+        changed: dict[str, Any] = {}
+        if "seqlen_k" in self.tail.place:
+            changed["seqlen_k"] = operands.seqlen_k
         if self.strided:
-            made[place["k_strides"]] = Strides(*k.stride()[:3])
-            made[place["v_strides"]] = Strides(*v.stride()[:3])
+            changed["k_strides"] = Strides(*k.stride()[:3])
+            changed["v_strides"] = Strides(*v.stride()[:3])
         if operands.k_scale is not None:
             steps = scale_strides(operands.k_scale, k)
             for name, step in zip(("stride_sb", "stride_sn", "stride_sh"), steps, strict=True):
-                if name in place:
-                    made[place[name]] = step
-        return made
+                if name in self.tail.place:
+                    changed[name] = step
+        return self.tail.changed(changed)
 
 
 COMBINE_PER_CALL = ("partial", "final", "lens_ptr", "sink_ptr", "growth")
@@ -342,7 +332,7 @@ class DecodeLauncher:
             }
             merged = self.merge.launch(given)
         if compiled is not None and self.repeat is None and aligned(o) and not observed():
-            self.keep(compiled, merged, out.device)
+            self.keep(compiled, merged, o)
         return out, lse
 
     def rebind_once(self, operands: Operands) -> DecodeLauncher | None:
@@ -376,7 +366,7 @@ class DecodeLauncher:
         merge = None if self.merge is None else self.merge.variant()
         return self.split.variant(), merge, (self.return_lse, self.dtype)
 
-    def keep(self, compiled: Any, merged: Any, device: torch.device) -> None:
+    def keep(self, compiled: Any, merged: Any, operands: Operands) -> None:
         """Keeps what was compiled, for this launcher or another with the same `variant`, for later
         calls."""
         later = self.split.relaunch(compiled)
@@ -391,7 +381,7 @@ class DecodeLauncher:
         self.again = Repeat(
             later,
             merge,
-            device,
+            operands.q.device,
             self.dtype,
             self.out_shape,
             self.lse_shape if self.return_lse else None,
@@ -432,7 +422,7 @@ def aligned(operands: Operands) -> bool:
     """Whether all addresses of a call are multiples of 16."""
     o = operands
     tensors = [o.q, o.k, o.v, o.out, o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes]
-    tensors += [o.q_scale, o.k_scale, o.v_scale, o.out_scale]
+    tensors += [o.q_scale, o.k_scale, o.v_scale, o.out_scale, o.cu_seqlens_q, o.cu_seqlens_k]
     if o.new is not None:
         tensors += o.new.tensors
     return not any(x is not None and x.data_ptr() & 15 for x in tensors)

@@ -108,8 +108,8 @@ def bind_to_descriptors(
     tail: Sequence[Any],
     maps: Sequence[TensorMaps | None],
 ) -> Launch | None:
-    """Binds a launch of a kernel whose first arguments are descriptors, or None:
-    `launch(stream, addresses, *args)`, with an address for each of them.
+    """Binds a launch, as `Sequences` has it, of a kernel whose first arguments are descriptors, or
+    None, and which knows no ALiBi.
     """
     calling = _calling(compiled)
     if calling is None:
@@ -127,11 +127,17 @@ def bind_to_descriptors(
                 found += kept[address]
         return found
 
-    def one_by_one(stream: int, addresses: Sequence[int], *args: Any) -> None:
-        function(x, y, z, stream, *fixed, *unpacked(addresses), *args, *tail)
+    def one_by_one(
+        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
+    ) -> None:
+        maps = unpacked(addresses)
+        function(x, y, z, stream, *fixed, *maps, *memory, row[0], *args, *tail)
 
-    def in_a_tuple(stream: int, addresses: Sequence[int], *args: Any) -> None:
-        function(x, y, z, stream, *fixed, (*unpacked(addresses), *args, *tail))
+    def in_a_tuple(
+        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
+    ) -> None:
+        maps = unpacked(addresses)
+        function(x, y, z, stream, *fixed, (*maps, *memory, row[0], *args, *tail))
 
     return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
@@ -339,14 +345,17 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
     """
 
     def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.tile, self.layout = tile, (tuple(shape), tuple(strides))
+        self.tile, self.layout = tile, (shape, strides)
 
     __call__ = dict.__getitem__
 
     def made_of(self, address: int) -> tuple[Any, ...]:
         """Asks the driver for a map."""
         utils = triton.runtime.driver.active.utils
-        fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+        try:
+            fill = utils.fill_tma_descriptor_tiled
+        except AttributeError:  # before Triton 3.7
+            fill = utils.fill_tma_descriptor
         shape, strides = self.layout
         return fill(address, *self.tile, shape, strides, 0), *shape, *strides
 
@@ -397,7 +406,7 @@ class Allocations:
         acc: int,
         rows: int,
     ) -> None:
-        self.merge = merge
+        self.merge, self.dtype, self.on = merge, dtype, device
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse: Any = None
         if lse_shape is not None:
@@ -556,19 +565,58 @@ def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]
     return (tuple(growth), tuple(new), tuple(turn)), bits
 
 
-class Sequences(Allocations):
-    """Attention of whole sequences by a kernel for Hopper: allocate, launch, merge.
+class OperandAddresses(NamedTuple):
+    """The addresses of operands and out in the order of descriptors; those of the rest are those of
+    the whole."""
 
-    launch   as of `bind_to_descriptors`, given the addresses of q, q, k, k, v and out, and then
-             those of (out, lse, None), of the partials, of the counters where it merges them, of
-             (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table), of sink_logits and of the
-             scales of (q, k, v); scale and softcap
+    q: int
+    q_rest: int
+    k: int
+    k_rest: int
+    v: int
+    out: int
+
+
+class LaunchMemory(NamedTuple):
+    """The addresses of (out, lse, None), of partials, of counters where the launch merges them, and
+    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table)."""
+
+    final: tuple[int, int, None]
+    partial: tuple[int, int, int] | None
+    counter: int | None
+    lengths: tuple[int | None, ...]
+
+
+class Sequences(Allocations):
+    """Attention of whole sequences: allocate, launch, merge.
+
+    launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
+             softcap); scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
     """
 
     def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
         super().__init__(merge, *rest)
         self.launch = launch
+
+    def resized(
+        self,
+        launch: Launch,
+        merge: Launch | None,
+        out_shape: Sequence[int],
+        lse_shape: Sequence[int],
+        acc: int,
+        rows: int,
+    ) -> Sequences:
+        """This call at other lengths: with other launches, results and partials."""
+        made = object.__new__(Sequences)
+        made.__dict__.update(self.__dict__)
+        made.launch, made.merge = launch, merge
+        made.new_out = workspace.allocation(out_shape, self.dtype, self.on)
+        made.new_lse = workspace.allocation(lse_shape, torch.float32, self.on)
+        if rows:
+            made.m_at, made.l_at, made.numel = workspace.layout(acc, rows)
+        return made
 
     def call(
         self,
@@ -581,6 +629,7 @@ class Sequences(Allocations):
         lens,
         table,
         sink,
+        slopes,
         q_scale,
         k_scale,
         v_scale,
@@ -589,8 +638,8 @@ class Sequences(Allocations):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
-        at_cu_q = at_cu_k = at_lens = at_table = at_sink = None
-        at_q_scale = at_k_scale = at_v_scale = None
+        at_cu_q = at_cu_k = at_lens = at_table = at_sink = at_slopes = None
+        scales: tuple[int | None, int | None, int | None] = NO_SCALES
         if cu_q is not None:
             at_cu_q = cu_q.data_ptr()
             given |= at_cu_q
@@ -606,15 +655,17 @@ class Sequences(Allocations):
         if sink is not None:
             at_sink = sink.data_ptr()
             given |= at_sink
-        if q_scale is not None:
-            at_q_scale = q_scale.data_ptr()
-            given |= at_q_scale
+        if slopes is not None:
+            at_slopes = slopes.data_ptr()
+            given |= at_slopes
         if k_scale is not None:
-            at_k_scale = k_scale.data_ptr()
-            given |= at_k_scale
-        if v_scale is not None:
-            at_v_scale = v_scale.data_ptr()
-            given |= at_v_scale
+            at_q_scale = None
+            if q_scale is not None:
+                at_q_scale = q_scale.data_ptr()
+                given |= at_q_scale
+            at_k_scale, at_v_scale = k_scale.data_ptr(), v_scale.data_ptr()
+            given |= at_k_scale | at_v_scale
+            scales = at_q_scale, at_k_scale, at_v_scale
         if out is not None:
             given |= out.data_ptr()
         if given & 15 or observed():
@@ -623,23 +674,23 @@ class Sequences(Allocations):
         lse = self.new_lse()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
-        maps, final = (at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse, None)
-        lengths, scales = (
-            (at_cu_q, at_cu_k, at_lens, at_table),
-            (at_q_scale, at_k_scale, at_v_scale),
-        )
-        rest = lengths, at_sink, scales, scale, softcap
+        maps, final = OperandAddresses(at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse, None)
+        lengths = at_cu_q, at_cu_k, at_lens, at_table
+        rest = (at_sink, at_slopes), scales, scale, softcap
         if not self.numel:
-            self.launch(stream, maps, final, None, None, *rest)
+            self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
             return out, lse
         captured = stream and self.capturing()
         buffer, partial = self.take_buffer(stream, captured)
         if merge is None:
             count = self.counter(self.device, stream, captured).data_ptr()
-            self.launch(stream, maps, final, partial, count, *rest)
+            self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
         else:
-            self.launch(stream, maps, final, partial, None, *rest)
+            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
             merge(stream, partial, final, at_cu_q, at_sink)
         if not captured:
             self.buffers[stream] = buffer
         return out, lse
+
+
+NO_SCALES = None, None, None

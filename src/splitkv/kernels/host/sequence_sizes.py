@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.tiles import ceil_div
+from splitkv.kernels.host.workspace import contiguous
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 
@@ -30,7 +32,7 @@ def tiles_and_lanes(
         return total * rows // tile + problem.batch + 1, problem.num_kv_heads, problem.num_kv_heads
     length, lanes = total // max(problem.batch, 1), problem.batch * problem.num_kv_heads
     together = device.l2_bytes // 2 // max(lane_bytes, 1)
-    return triton.cdiv(length * rows, tile), lanes, max(1, min(together, lanes))
+    return ceil_div(length * rows, tile), lanes, max(1, min(together, lanes))
 
 
 def bounds_of(problem: Problem) -> tuple[int | None, int | None, int | None]:
@@ -44,21 +46,89 @@ def strides_of(x: Tensor) -> Strides:
     Along what has one element any is right: not 1, as Triton knows that by its value, and of one
     token that of more, for which a kernel may be compiled.
     """
-    steps = [0 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
-    if x.shape[-3] == 1 and x.stride(-3) != 1:
-        steps[-3] = x.stride(-3)
-    return Strides(*(steps if x.dim() == 4 else [0, *steps])[:3])
+    return strides_of_layout(x.shape, x.stride())
+
+
+def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
+    """The Strides of a tensor with such a shape and strides, as of an operand."""
+    n, h, step_n, step_h = shape[-3], shape[-2], strides[-3], strides[-2]
+    return Strides(
+        0 if len(shape) == 3 or shape[0] == 1 else strides[0],
+        0 if n == 1 and step_n == 1 else step_n,
+        0 if h == 1 else step_h,
+    )
+
+
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides of a tensor."""
+
+
+def layout_of_out(problem: Problem, operands: Operands) -> Layout:
+    """Shape and strides of the output, as given or as it will be made."""
+    if operands.out is not None:
+        return operands.out.shape, operands.out.stride()
+    shape = *operands.q.shape[:-1], problem.head_dim_v
+    return shape, contiguous(shape)
+
+
+def strides_of_out(problem: Problem, operands: Operands) -> Strides:
+    """Its Strides."""
+    return strides_of_layout(*layout_of_out(problem, operands))
+
+
+class SequenceLengths(NamedTuple):
+    """The greatest lengths of sequences and the tokens of q, those of a call."""
+
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+
+
+def lengths_of(problem: Problem, operands: Operands) -> SequenceLengths:
+    """The SequenceLengths of operands; those of the problem where they do not say."""
+    x, shape = operands, operands.q.shape
+    return SequenceLengths(
+        problem.seqlen_q if x.seqlen_q is None else x.seqlen_q,
+        problem.seqlen_k if x.seqlen_k is None else x.seqlen_k,
+        shape[0] if len(shape) == 3 else shape[0] * shape[1],
+    )
+
+
+def bytes_of_keys(problem: Problem, lengths: SequenceLengths) -> int:
+    """`Problem.kv_bytes` at other lengths, where these are on the host."""
+    return problem.bytes_of_keys(problem.mask.num_keys(lengths.seqlen_q, lengths.seqlen_k))
+
+
+class SequenceSizes(NamedTuple):
+    """The sizes of a launch that follow from the lengths of its call.
+
+    grid         programs along each axis
+    arguments    of the kernel, by name
+    total_q      tokens of q in all
+    max_tokens   tokens of the longest sequences whose keys are split
+    out          strides of the output; layout_of_out: its shape, and the strides that torch says
+    """
+
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    total_q: int
+    max_tokens: int
+    out: Strides
+    layout_of_out: Layout
 
 
 def lse_shape(x: Tensor) -> tuple[int, ...]:
     """The shape of the LSE of queries x."""
-    return (x.shape[0], x.shape[2], x.shape[1]) if x.dim() == 4 else (x.shape[1], x.shape[0])
+    shape = x.shape
+    return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
 
 
 def lse_strides(x: Tensor) -> Strides:
     """The Strides of the contiguous LSE of queries x."""
-    batch, tokens = (x.shape[2] * x.shape[1], x.shape[1]) if x.dim() == 4 else (0, x.shape[0])
-    return Strides(batch, 1, tokens)
+    if x.dim() == 3:
+        return Strides(0, 1, x.shape[0])
+    tokens, heads = x.shape[1:3]
+    return Strides(heads * tokens, 1, tokens)
 
 
 def offset_type(tile: int, group: int, *tensors: Tensor) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,33 +18,20 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import UNUSED, Final, Partial, combine, merge_tiles
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.arguments import in_order, tail_in_order
-from splitkv.kernels.host.relaunch import Launch, launch_of
-from splitkv.kernels.host.sequence_sizes import lse_shape
+from splitkv.kernels.host.arguments import Tail, in_order
+from splitkv.kernels.host.relaunch import (
+    Launch,
+    MapsOfLength,
+    Sequences,
+    TensorMaps,
+    launch_of,
+    observed,
+)
+from splitkv.kernels.host.sequence_sizes import SequenceSizes, lse_shape
 from splitkv.kernels.tile.merge import MOST_ARRIVALS, parts_a_step, rows_a_step
-from splitkv.kernels.tile.visit import Strides
 
 
-class SequenceLauncher(ABC):
-    """A kernel for whole sequences bound to one plan and one memory layout: forward, without a
-    graph for gradients."""
-
-    plan: Plan
-    problem: Problem
-    device: Device
-
-    @cached_property
-    def backward_launchers(self) -> dict[Any, Any]:
-        """The launcher that makes the gradients of its calls: see kernels/gradients.py."""
-        return {}
-
-    @abstractmethod
-    def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out, lse), whatever the problem says of a gradient or the LSE; seed: of dropout."""
-
-
-@dataclass(frozen=True)
-class ResultShapes:
+class ResultShapes(NamedTuple):
     """Shapes of out and lse, and the type of out."""
 
     out: tuple[int, ...]
@@ -83,6 +70,12 @@ class SequenceSplits:
     rows: int
     head_dim_v: int
     merge: str
+
+    def rows_of(self, problem: Problem, max_tokens: int) -> int:
+        """Rows of all partials where these are the longest sequences whose keys are split."""
+        if not self.rows:
+            return 0
+        return problem.batch * max_tokens * problem.num_heads * (self.num_splits or 1)
 
     @property
     def in_kernel(self) -> bool:
@@ -126,34 +119,74 @@ def sequence_splits(plan: Plan) -> SequenceSplits:
     )
 
 
-class CombineLaunch(NamedTuple):
-    """`combine` bound to the partials of whole sequences: its grid, the arguments that never
-    change, by name, and its options."""
+PER_CALL_OF_COMBINE = "partial", "final", "lens_ptr", "sink_ptr"
+STRIDES_OF_OUT = "stride_ob", "stride_ot", "stride_oh"
+AT_NO_LENGTH = dict.fromkeys(("batch", "tokens", "total_q", *STRIDES_OF_OUT), 0)
 
-    grid: tuple[int, int, int]
-    fixed: Mapping[str, Any]
+
+class CombineLaunch(NamedTuple):
+    """`combine` bound to the partials of whole sequences.
+
+    heads    of q, each with rows of its own
+    columns  of programs along head_dim_v
+    fixed    the arguments that never change, by name
+    """
+
+    heads: int
+    columns: int
+    batch: int
+    fixed: tuple[tuple[str, Any], ...]
     options: Mapping[str, Any]
 
-    def launch(self, partial: Partial, final: Final, operands: Operands) -> Any:
+    def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
+        """Arguments that follow from the lengths of a call, by name."""
+        return {
+            "batch": self.batch * sizes.max_tokens,
+            "tokens": sizes.max_tokens,
+            "total_q": sizes.total_q,
+            "stride_ob": sizes.out.b,
+            "stride_ot": sizes.out.t,
+            "stride_oh": sizes.out.h,
+        }
+
+    def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
+        return self.batch * sizes.max_tokens * self.heads, 1, self.columns
+
+    def launch(
+        self, partial: Partial, final: Final, operands: Operands, sizes: SequenceSizes
+    ) -> Any:
         """Launches it through Triton; the compiled kernel."""
         arguments = {
             "partial": partial,
             "final": final,
             "lens_ptr": operands.cu_seqlens_q,
             "sink_ptr": operands.sink_logits,
-            **self.fixed,
+            **dict(self.fixed),
+            **self.arguments(sizes),
         }
-        return combine[self.grid](*in_order(combine, arguments), **self.options)
+        return combine[self.grid(sizes)](*in_order(combine, arguments), **self.options)
 
-    def relaunch(self, compiled: Any) -> Launch:
+    def relaunch(self, compiled: Any, sizes: SequenceSizes) -> Launch:
         """A function that launches it again: see `Sequences`."""
-        per_call = ("partial", "final", "lens_ptr", "sink_ptr")
-        return launch_of(compiled, self.grid, tail_in_order(combine, per_call, self.fixed))
+        return launch_of(compiled, self.grid(sizes), self.tail.changed(self.arguments(sizes)))
+
+    @property
+    def tail(self) -> Tail:
+        """Its last arguments, which do not change from call to call, at no length."""
+        return tail_of_combine(*self.fixed)
+
+    def variant(self) -> Hashable:
+        """A key of the kernel that Triton compiles, where strides of the output are alike."""
+        return self.tail.variant(), tuple(sorted(self.options.items()))
 
 
-def combine_launch(
-    plan: Plan, splits: SequenceSplits, total_q: int, out_strides: Strides, early: bool
-) -> CombineLaunch | None:
+@cache
+def tail_of_combine(*fixed: tuple[str, Any]) -> Tail:
+    """The Tail of a CombineLaunch."""
+    return Tail(combine, PER_CALL_OF_COMBINE, AT_NO_LENGTH | dict(fixed), STRIDES_OF_OUT)
+
+
+def combine_launch(plan: Plan, splits: SequenceSplits, early: bool) -> CombineLaunch | None:
     """The CombineLaunch of a plan; None: nothing is left to it.
 
     early   it may be launched before the kernel that makes partials has ended
@@ -163,7 +196,6 @@ def combine_launch(
         return None
     num_splits = splits.num_splits or 1
     tile_p, tile_v, num_warps = merge_tiles(num_splits, problem.head_dim_v)
-    tokens = problem.batch * splits.max_tokens
     columns = triton.cdiv(problem.head_dim_v, tile_v)
     absent = (
         "growth",
@@ -177,14 +209,8 @@ def combine_launch(
     )
     fixed = {
         **dict.fromkeys(absent),
-        "batch": tokens,
         "num_kv_heads": problem.num_kv_heads,
         "parts": num_splits,
-        "tokens": splits.max_tokens,
-        "total_q": total_q,
-        "stride_ob": out_strides.b,
-        "stride_ot": out_strides.t,
-        "stride_oh": out_strides.h,
         "SEQLEN_Q": 1,
         "GROUP": problem.group,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -200,4 +226,103 @@ def combine_launch(
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     if early:
         options["launch_pdl"] = True
-    return CombineLaunch((tokens * problem.num_heads, 1, columns), fixed, options)
+    return CombineLaunch(problem.num_heads, columns, problem.batch, tuple(fixed.items()), options)
+
+
+class SequenceLauncher(ABC):
+    """A kernel for whole sequences bound to one plan and one memory layout: forward, without a
+    graph for gradients.
+
+    The first call goes through Triton, and what it compiled is kept: `again` launches that with
+    addresses, unless one is not a multiple of 16, which is another specialisation.
+    """
+
+    plan: Plan
+    problem: Problem
+    device: Device
+    splits: SequenceSplits
+    results: ResultShapes
+    combine: CombineLaunch | None
+    compiled: tuple[Any, Any] | None = None  # the kernel and `combine`
+    again: Sequences | None = None
+
+    @cached_property
+    def backward_launchers(self) -> dict[Any, Any]:
+        """The launcher that makes the gradients of its calls: see kernels/gradients.py."""
+        return {}
+
+    @abstractmethod
+    def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse), whatever the problem says of a gradient or the LSE; seed: of dropout."""
+
+    @abstractmethod
+    def sizes(self, operands: Operands) -> SequenceSizes:
+        """The SequenceSizes of operands."""
+
+    @abstractmethod
+    def relaunch(
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+    ) -> Launch | None:
+        """A function that launches a compiled kernel again, as `Sequences` has it, for operands of
+        these sizes; None: Triton has to, every time. maps: what keeps those of TMA."""
+
+    @abstractmethod
+    def variant(self) -> Hashable:
+        """A key of the two kernels that Triton compiles, among launchers bound to operands with
+        types, strides and addresses alike."""
+
+    def keep(self, compiled: Any, merged: Any, operands: Operands) -> None:
+        """Keeps what was compiled, for this launcher or another with the same `variant`, for later
+        calls."""
+        self.compiled = compiled, merged
+        self.again = self.at_length(operands, TensorMaps)
+        if self.again is None:
+            self.compiled = None
+
+    def at_length(
+        self, operands: Operands, maps: type[TensorMaps] = MapsOfLength
+    ) -> Sequences | None:
+        """A launch of the compiled kernels for operands of other lengths, for whose strides Triton
+        would compile the same; None where none is known."""
+        if self.compiled is None or observed():
+            return None
+        (compiled, merged), sizes = self.compiled, self.sizes(operands)
+        launch = self.relaunch(compiled, sizes, operands, maps)
+        if launch is None:
+            return None
+        problem, q, merge, rows = self.problem, operands.q, None, 0
+        if self.splits.rows:
+            rows = self.splits.rows_of(problem, sizes.max_tokens)
+            self.splits.expect_arrivals(sizes.grid[0])
+        if self.combine is not None and merged is not None:
+            merge = self.combine.relaunch(merged, sizes)
+        out, acc = sizes.layout_of_out[0], rows * problem.head_dim_v
+        if self.again is not None:
+            return self.again.resized(launch, merge, out, lse_shape(q), acc, rows)
+        dtype = self.results.dtype
+        return Sequences(launch, merge, q.device, dtype, out, lse_shape(q), acc, rows)
+
+
+def relaunched(
+    again: Sequences, operands: Operands, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a call that is launched again, see `Sequences`; scale and softcap as in
+    tile/score.py."""
+    x = operands
+    return again.call(
+        x.q,
+        x.k,
+        x.v,
+        x.out,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        x.cache_seqlens,
+        x.page_table,
+        x.sink_logits,
+        x.alibi_slopes,
+        x.q_scale,
+        x.k_scale,
+        x.v_scale,
+        scale,
+        softcap,
+    )

@@ -18,7 +18,7 @@ from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial, final_of
 from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
 from splitkv.kernels.host import launcher
-from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.arguments import in_order, specialised, tail_in_order
 from splitkv.kernels.host.launcher import (
     LaunchAtLength,
     SplitKernel,
@@ -27,7 +27,6 @@ from splitkv.kernels.host.launcher import (
     compile_options,
     dependent_launches,
     out_strides,
-    specialised,
     split_arguments,
 )
 from splitkv.kernels.host.partition import packed_rows
@@ -194,7 +193,7 @@ class StepLauncher:
         given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
         merged = self.merge.launch(given | {"sink_ptr": o.sink_logits})
         if compiled is not None and self.repeat is None and aligned(o):
-            self.keep(compiled, merged, scheduled, out.device)
+            self.keep(compiled, merged, scheduled, o)
         return out, lse
 
     def rebind_once(self, operands: Operands) -> StepLauncher | None:
@@ -224,7 +223,7 @@ class StepLauncher:
         kernels = self.schedule.variant(), self.split.variant(), self.merge.variant()
         return kernels, (self.lse_shape is None, self.dtype)
 
-    def keep(self, compiled: Any, merged: Any, scheduled: Any, device: torch.device) -> None:
+    def keep(self, compiled: Any, merged: Any, scheduled: Any, operands: Operands) -> None:
         """Keeps what was compiled, for this launcher or another with the same `variant`, for later
         calls; `scheduled` None: they are given schedules."""
         split = self.split.relaunch(compiled)
@@ -234,6 +233,7 @@ class StepLauncher:
         launches = StepLaunches(schedule, split, self.merge.relaunch(merged))
         self.compiled = compiled, merged, scheduled
         self.split_at_length = self.split.at_lengths(compiled)
+        device = operands.q.device
         results = CallResults(device, self.dtype, self.out_shape, self.lse_shape)
         self.again = StepRepeat(launches, self.plan, results, self.partial_rows)
         self.repeat = self.again.call

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -118,6 +118,14 @@ def release() -> None:
         kept.clear()
 
 
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch has them."""
+    sizes = shape[:0:-1]
+    if 0 in sizes:
+        sizes = [n or 1 for n in sizes]
+    return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1]
+
+
 def allocation(
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -133,7 +141,7 @@ def allocation(
     """
     empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if strides is None:
-        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        strides = contiguous(shape)
     if device.type != "cuda" or empty is None:
         every = tuple(shape), tuple(strides)
         return functools.partial(torch.empty_strided, *every, dtype=dtype, device=device)

@@ -426,6 +426,14 @@ def _of_mixes(problem: Problem, device: Device, kernel: Kernel, table: Table) ->
 def _of_equal_lengths(
     problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
 ) -> Choice:
+    timed = None
+    near = [] if table is None else list(islice(_nearest(problem, table), NEIGHBOURS))
+    where = "" if table is None else table.gpu + table.note
+    alike = problem.lengths == "host" or problem.batch == 1  # then waves shares no batch out
+    if near and alike:
+        timed = _timed(problem, device, candidates, near)
+        if timed is not None:
+            return _fastest(timed, where)
     own = _waves(problem, device, candidates)
 
     def leave_it(reason: str) -> Choice:
@@ -435,12 +443,10 @@ def _of_equal_lengths(
         return leave_it(f"no table for {device.name}")
     if own.config.schedule == "batch":
         return leave_it("the lengths may differ much")
-    where = table.gpu + table.note
-    near = list(islice(_nearest(problem, table), NEIGHBOURS))
-    timed = _timed(problem, device, candidates, near)
-    if timed is not None:
-        why = f"tuned: the fastest of this problem on {where}, {timed.us:.1f} us"
-        return Choice(timed.kernel, timed.config, why)
+    if not alike:
+        timed = _timed(problem, device, candidates, near)
+        if timed is not None:
+            return _fastest(timed, where)
     local = _Local(problem, device, candidates, near)
     if own.kernel not in local.known:
         return leave_it(f"nothing like it in the table of {where}")
@@ -462,6 +468,11 @@ def _of_equal_lengths(
     return replace(weighed[best], why=why)
 
 
+def _fastest(timed: Timed, where: str) -> Choice:
+    why = f"tuned: the fastest of this problem on {where}, {timed.us:.1f} us"
+    return Choice(timed.kernel, timed.config, why)
+
+
 def _timed(
     problem: Problem,
     device: Device,
@@ -469,7 +480,7 @@ def _timed(
     near: Sequence[tuple[float, Measured]],
 ) -> Timed | None:
     """The fastest plan of the problem itself, where it is in the table and legal here."""
-    legal = {kernel.name: shapes(kernel, problem, device) for kernel in candidates}
+    named = {kernel.name: kernel for kernel in candidates}
     for octaves, measured in near:
         if octaves > SAME:
             break
@@ -477,7 +488,8 @@ def _timed(
         same = dims(measured.problem) == dims(as_long)
         if same and measured.problem.mask == problem.mask:
             timed = _bounded(problem, _preferred(candidates, measured.plans))
-            if timed.config.shape in legal.get(timed.kernel, ()):
+            kernel = named.get(timed.kernel)
+            if kernel is not None and timed.config.shape in shapes(kernel, problem, device):
                 return _paired(problem, device, candidates, timed, measured.plans)
     return None
 
@@ -659,9 +671,14 @@ class _Class(NamedTuple):
 
 
 def _class(sizes: Sizes) -> _Class:
-    whole = sizes.page_size is None or sizes.page_size % WHOLE_TILES == 0
-    tiles = (sizes.rows > NARROW) + (sizes.rows > WIDE)
-    return _Class(whole, (sizes.head_dim - 1).bit_length(), sizes.element_bytes, tiles)
+    return _class_of(*sizes[2:])
+
+
+@cache
+def _class_of(rows: int, page_size: int | None, head_dim: int, element_bytes: int) -> _Class:
+    whole = page_size is None or page_size % WHOLE_TILES == 0
+    tiles = (rows > NARROW) + (rows > WIDE)
+    return _Class(whole, (head_dim - 1).bit_length(), element_bytes, tiles)
 
 
 def _place(sizes: Sizes) -> tuple[float, ...]:

@@ -51,8 +51,9 @@ from splitkv.kernels.hopper.prefill.launch import (
     Box,
     HopperLauncher,
     ItemTiling,
-    descriptors_of,
+    boxes_of_plan,
     hopper_size_arguments,
+    hopper_sizes,
     launches_early,
     page_size,
 )
@@ -75,6 +76,12 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
+from splitkv.kernels.host.sequence_sizes import (
+    SequenceLengths,
+    SequenceSizes,
+    bytes_of_keys,
+    lengths_of,
+)
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
 from splitkv.kernels.tile.band import Bounds
@@ -222,9 +229,9 @@ def hopper_prefill(
 
 
 def tiles_of_launch(
-    problem: Problem, device: Device, config: Config, tokens: int, kv_bytes: int
+    problem: Problem, device: Device, config: Config, lengths: SequenceLengths, kv_bytes: int
 ) -> tuple[int, int, int]:
-    """(row tiles of a lane, lanes, lanes together) for so many tokens of q in all.
+    """(row tiles of a lane, lanes, lanes together) for queries of such lengths.
 
     Together: as many lanes as have their keys and values, of all `kv_bytes`, in half of the L2,
     which is in two halves that hold the same.
@@ -232,49 +239,57 @@ def tiles_of_launch(
     pack = packed_heads(problem, config)
     heads = problem.num_heads // pack
     if problem.kind == "varlen":
-        return tokens * pack // config.tile_m + problem.batch + 1, heads, heads
+        return lengths.total_q * pack // config.tile_m + problem.batch + 1, heads, heads
     kv_lanes = problem.batch * problem.num_kv_heads
     together = device.l2_bytes // 2 * kv_lanes // max(kv_bytes, 1)
     lanes = problem.batch * heads
     width = max(1, min(together * (problem.group // pack), lanes))
-    return ceil_div(problem.seqlen_q * pack, config.tile_m), lanes, width
+    return ceil_div(lengths.seqlen_q * pack, config.tile_m), lanes, width
 
 
-def split_items(problem: Problem, config: Config) -> int:
-    """The further splits of all row tiles."""
+def split_items(problem: Problem, config: Config, max_tokens: int) -> int:
+    """The further splits of all row tiles of sequences of at most so many tokens."""
     pack = packed_heads(problem, config)
-    row_tiles = ceil_div(problem.cut_tokens * pack, config.tile_m)
+    row_tiles = ceil_div(max_tokens * pack, config.tile_m)
     return (config.num_splits - 1) * row_tiles * problem.batch * (problem.num_heads // pack)
 
 
-def tiling_of(plan: Plan, operands: Operands, kv_bytes: int) -> ItemTiling:
+def tiling_of(plan: Plan, lengths: SequenceLengths, kv_bytes: int) -> ItemTiling:
     """The ItemTiling of a plan; kv_bytes: of keys and values as they are multiplied."""
     problem, config = plan.problem, plan.config
-    tokens = operands.q.shape[:-2].numel()
-    tiles, lanes, width = tiles_of_launch(problem, plan.device, config, tokens, kv_bytes)
-    return ItemTiling(tiles, lanes, width, tiles * lanes + split_items(problem, config))
+    tiles, lanes, width = tiles_of_launch(problem, plan.device, config, lengths, kv_bytes)
+    further = 0
+    if config.num_splits > 1:
+        further = split_items(problem, config, problem.cut_tokens_of(lengths.seqlen_q))
+    return ItemTiling(tiles, lanes, width, tiles * lanes + further)
 
 
 def bind_warpgroups(
     plan: Plan,
     operands: Operands,
     kernel: Callable[[], Any],
-    kv_bytes: int,
+    kv_bytes: Callable[[Problem, SequenceLengths], int],
     *,
     more: dict[str, Any] | None = None,
     ordered_values: bool = False,
 ) -> BoundKernel:
     """Binds `hopper_prefill`, or `hopper_prefill_half`, which takes `more` arguments.
 
-    kv_bytes         of keys and values as they are multiplied
+    kv_bytes         of keys and values as they are multiplied, at these lengths
     ordered_values   V is in order, where K is in pages
     """
     problem, config, variant = plan.problem, plan.config, plan.config.variant
     assert isinstance(variant, HopperPrefill), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
-    sizes = tiling_of(plan, operands, kv_bytes)
-    programs = min(sizes.items, config.programs or sizes.items)
-    splits.expect_arrivals(programs)
+    by_lane = problem.kind != "varlen"
+
+    def sizes(x: Operands) -> SequenceSizes:
+        lengths = lengths_of(problem, x)
+        tiled = tiling_of(plan, lengths, kv_bytes(problem, lengths) if by_lane else 0)
+        programs = min(tiled.items, config.programs or tiled.items)
+        return hopper_sizes(problem, x, lengths, tiled, (programs, 1, 1))
+
+    splits.expect_arrivals(sizes(operands).grid[0])
     num_warps = ROWS.value // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
     own, mma_roles = variant.out == "own_tiles", config.tile_m // ROWS.value
@@ -301,18 +316,18 @@ def bind_warpgroups(
     panel_bytes = OUT_PANEL_BYTES if narrow else PANEL_BYTES
     rows = Box(ROWS.value // pack, pack, problem.head_dim_v)
     out_box = rows._replace(panel_bytes=panel_bytes)
-    fixed = hopper_size_arguments(plan, operands, sizes, splits, pack)
+    fixed = hopper_size_arguments(plan, operands, splits, pack)
     return BoundKernel(
         kernel=kernel,
-        grid=(programs, 1, 1),
+        sizes=sizes,
         fixed={**fixed, **(more or {}), "CONFIG": compiled},
         num_warps=num_warps,
-        descriptors=descriptors_of(plan, rows, out_box, ordered_values=ordered_values),
+        boxes=boxes_of_plan(plan, operands, rows, out_box, ordered_values=ordered_values),
         splits=splits,
     )
 
 
 def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     """`hopper_prefill` and `combine` bound to one plan and one memory layout."""
-    bound = bind_warpgroups(plan, operands, lambda: hopper_prefill, plan.problem.kv_bytes)
+    bound = bind_warpgroups(plan, operands, lambda: hopper_prefill, bytes_of_keys)
     return HopperLauncher(plan, operands, bound, refit)

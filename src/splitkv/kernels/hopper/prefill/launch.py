@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,22 +16,31 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import box_rows
 from splitkv.kernels import prefill
-from splitkv.kernels.combine import Final
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
-from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.arguments import Tail, in_order
+from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.relaunch import (
-    Sequences,
+    Launch,
     TensorMaps,
+    Tile,
     bind_to_descriptors,
     in_clusters,
-    observed,
     tile_of,
 )
-from splitkv.kernels.host.sequence_sizes import bounds_of, lse_strides, scale_and_softcap
+from splitkv.kernels.host.sequence_sizes import (
+    SequenceLengths,
+    SequenceSizes,
+    bounds_of,
+    layout_of_out,
+    lse_strides,
+    scale_and_softcap,
+    strides_of_layout,
+)
 from splitkv.kernels.host.sequences import (
     SequenceLauncher,
     SequenceSplits,
     combine_launch,
+    relaunched,
     result_shapes,
 )
 
@@ -46,20 +57,20 @@ class BoundKernel(NamedTuple):
     """A kernel for whole sequences bound to one plan and one memory layout.
 
     kernel         gives the jit function
-    grid           programs along each axis
+    sizes          SequenceSizes of operands
     fixed          the arguments that never change, by name
     num_warps      of the first role; the others are the kernel's own
-    descriptors    of operands and out: TMA descriptors by name, or None
+    boxes          of operands and out, by the names of descriptors
     splits         SequenceSplits
     cluster_size   programs that are a cluster, 0: none are; exchange_bytes: of shared memory of
                    each, for what they exchange
     """
 
     kernel: Callable[[], Any]
-    grid: tuple[int, int, int]
+    sizes: Callable[[Operands], SequenceSizes]
     fixed: dict[str, Any]
     num_warps: int
-    descriptors: Callable[[Operands, Tensor], dict[str, TensorDescriptor | None]]
+    boxes: dict[str, Box | None]
     splits: SequenceSplits
     cluster_size: int = 0
     exchange_bytes: int = 0
@@ -78,51 +89,53 @@ class Box(NamedTuple):
     panel_bytes: int = PANEL_BYTES
     length: int | None = None
 
+    def layout(
+        self, shape: Sequence[int], strides: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Computes shape and strides of a tensor [(batch,) tokens, heads, dim] as TMA sees them."""
+        if len(shape) == 3:
+            (n, h, d), (step_n, step_h, _) = shape, strides
+            b, step_b = 1, d
+        else:
+            (b, n, h, d), (step_b, step_n, step_h, _) = shape, strides
+            n = max(1, n if self.length is None else self.length)
+        # along a single element there are no steps, and torch may say anything
+        steps = step_b if b > 1 else d, step_n if n > 1 else d, step_h if h > 1 else d, 1
+        return (b, n, h, d), steps
+
 
 def box_descriptor(x: Any, box: Box) -> TensorDescriptor:
     """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim]."""
-    shape, strides, size = list(x.shape), list(x.stride()), x.element_size()
-    if len(shape) == 3:
-        shape, strides = [1, *shape], [shape[-1], *strides]
-    elif box.length is not None:
-        shape[1] = max(1, box.length)
-    # along a single element there are no steps, and torch may say anything
-    strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
+    (shape, strides), size = box.layout(x.shape, x.stride()), x.element_size()
     swizzle = min(box.panel_bytes, box.dim * size)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
-    return TensorDescriptor(
-        x, shape, [*strides[:3], 1], [1, box.tokens, box.heads, box.dim], layout
-    )
+    block = [1, box.tokens, box.heads, box.dim]
+    return TensorDescriptor(x, list(shape), list(strides), block, layout)
 
 
-def descriptors_of(
-    plan: Plan, q_box: Box, out_box: Box, *, ordered_values: bool = False
-) -> Callable[[Operands, Tensor], dict[str, TensorDescriptor | None]]:
-    """A function of operands and out that gives the descriptors of a plan.
+def boxes_of_plan(
+    plan: Plan, operands: Operands, q_box: Box, out_box: Box, *, ordered_values: bool = False
+) -> dict[str, Box | None]:
+    """The boxes of a plan, by the names of descriptors.
 
     ordered_values   V is in order, where K is in pages
     """
-    problem, tile_n = plan.problem, plan.config.tile_n
+    problem, tile_n, x = plan.problem, plan.config.tile_n, operands
     main, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v
     tokens = box_rows(problem, tile_n)
     paged = isinstance(problem.place, Paged)
-    length = None if paged else problem.seqlen_k
-
-    def made(x: Operands, out: Tensor) -> dict[str, TensorDescriptor | None]:
-        widest = PANEL_BYTES // x.k.element_size() if paged else max(main, rest)
-        keys = Box(tokens, 1, min(main, widest), length=length)
-        values = Box(tile_n, 1, main) if ordered_values else keys
-        keys_rest = Box(tokens, 1, min(rest, widest), length=length)
-        return {
-            "q_desc": box_descriptor(x.q, q_box),
-            "q_rest_desc": box_descriptor(x.q, q_box._replace(dim=rest)) if rest else None,
-            "k_desc": box_descriptor(x.k, keys),
-            "k_rest_desc": box_descriptor(x.k, keys_rest) if rest else None,
-            "v_desc": box_descriptor(x.v, values),
-            "out_desc": box_descriptor(out, out_box),
-        }
-
-    return made
+    # a cache may have room for more
+    length = problem.seqlen_k if problem.kind == "decode" and not paged else None
+    widest = PANEL_BYTES // x.k.element_size() if paged else max(main, rest)
+    keys = Box(tokens, 1, min(main, widest), length=length)
+    return {
+        "q_desc": q_box,
+        "q_rest_desc": q_box._replace(dim=rest) if rest else None,
+        "k_desc": keys,
+        "k_rest_desc": Box(tokens, 1, min(rest, widest), length=length) if rest else None,
+        "v_desc": Box(tile_n, 1, main) if ordered_values else keys,
+        "out_desc": out_box,
+    }
 
 
 class ItemTiling(NamedTuple):
@@ -136,35 +149,51 @@ class ItemTiling(NamedTuple):
 
 
 def hopper_size_arguments(
-    plan: Plan, operands: Operands, tiling: ItemTiling, splits: SequenceSplits, packed_heads: int
+    plan: Plan, operands: Operands, splits: SequenceSplits, packed_heads: int
 ) -> dict[str, Any]:
-    """The sizes and strides that all these kernels take, by name."""
-    problem, table, lse = plan.problem, operands.page_table, lse_strides(operands.q)
+    """The sizes and strides that all these kernels take and no length changes, by name."""
+    problem, table = plan.problem, operands.page_table
     left, right, sink_tokens = bounds_of(problem)
-    out = prefill.strides_of_out(problem, operands)
     return {
         "left": left,
         "right": right,
         "sink_tokens": sink_tokens,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
         "batch": problem.batch,
-        "total_q": operands.q.shape[:-2].numel(),
         "lane_heads": problem.num_heads // packed_heads,
+        "stride_table": table.stride(0) if table is not None else 0,
+        "num_splits": splits.num_splits,
+        "split_tiles": splits.split_tiles,
+    }
+
+
+def hopper_sizes(
+    problem: Problem,
+    operands: Operands,
+    lengths: SequenceLengths,
+    tiling: ItemTiling,
+    grid: tuple[int, int, int],
+) -> SequenceSizes:
+    """The SequenceSizes of operands; the arguments are those that `hopper_size_arguments` leaves
+    out."""
+    lse, layout = lse_strides(operands.q), layout_of_out(problem, operands)
+    out = strides_of_layout(*layout)
+    max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
+    arguments = {
+        "seqlen_q": lengths.seqlen_q,
+        "seqlen_k": lengths.seqlen_k,
+        "total_q": lengths.total_q,
         "stride_lse_b": lse.b,
         "stride_lse_h": lse.h,
-        "stride_table": table.stride(0) if table is not None else 0,
         "tiles": tiling.tiles,
         "lanes": tiling.lanes,
         "width": tiling.width,
         "items": tiling.items,
-        "num_splits": splits.num_splits,
-        "split_tiles": splits.split_tiles,
-        "max_tokens": splits.max_tokens,
+        "max_tokens": max_tokens,
         "stride_ob": out.b,
         "stride_ot": out.t,
         "stride_oh": out.h,
     }
+    return SequenceSizes(grid, arguments, lengths.total_q, max_tokens, out, layout)
 
 
 def page_size(problem: Problem) -> int:
@@ -178,11 +207,8 @@ def launches_early(splits: SequenceSplits, operands: Operands) -> bool:
 
 
 class HopperLauncher(SequenceLauncher):
-    """A kernel for whole sequences on Hopper and `combine` bound to one plan and one memory layout.
-
-    The first call goes through Triton, and what it compiled is kept: `again` launches that with
-    addresses, unless one is not a multiple of 16, which is another specialisation.
-    """
+    """A kernel for whole sequences on Hopper and `combine` bound to one plan and one memory
+    layout."""
 
     def __init__(
         self,
@@ -192,13 +218,12 @@ class HopperLauncher(SequenceLauncher):
         refit: Callable[[Plan, Operands], Plan],
     ) -> None:
         self.plan, self.problem, self.device = plan, plan.problem, plan.device
-        self.bound, self.refit = bound, refit
+        self.bound, self.refit, self.splits = bound, refit, bound.splits
+        self.first_sizes = bound.sizes(operands)
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.PrefillLauncher | None = None
-        self.again: Sequences | None = None
-        out = prefill.strides_of_out(plan.problem, operands)
-        total, early = operands.q.shape[:-2].numel(), launches_early(bound.splits, operands)
-        self.combine = combine_launch(plan, bound.splits, total, out, early)
+        self.tiles: tuple[Any, list[Tile | None]] = (None, [])
+        self.combine = combine_launch(plan, bound.splits, launches_early(bound.splits, operands))
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -208,20 +233,17 @@ class HopperLauncher(SequenceLauncher):
         """(out, lse), through Triton or with what it compiled before."""
         x = operands
         scale, softcap = scale_and_softcap(x)
-        others = x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.sink_logits
-        scales = x.q_scale, x.k_scale, x.v_scale
         if self.again is not None:
-            done = self.again.call(x.q, x.k, x.v, x.out, *others, *scales, scale, softcap)
+            done = relaunched(self.again, x, scale, softcap)
             if done is not None:
                 return done
         given = (t for t in (x.q, x.k, x.v, x.out) if t is not None)
         if any(tensor.data_ptr() & 15 for tensor in given):
             return self.without_tma(operands).forward(operands, seed)
         final, merge = self.results.allocate(x), None
-        partial, count = self.bound.splits.partials(x.q)
-        descriptors = self.bound.descriptors(x, final.out_ptr)
+        partial, count = self.splits.partials(x.q)
         arguments = {
-            **descriptors,
+            **self.descriptors(x, final.out_ptr),
             "final": final,
             "partial": partial,
             "count_ptr": count,
@@ -231,56 +253,74 @@ class HopperLauncher(SequenceLauncher):
             "scale": scale,
             "softcap": softcap,
             **self.bound.fixed,
+            **self.first_sizes.arguments,
         }
         made = self.start(arguments)
         if self.combine is not None and partial is not None:
-            merge = self.combine.launch(partial, final, x)
-        some = (tensor for tensor in (*others, *scales) if tensor is not None)
-        if made is not None and not any(tensor.data_ptr() & 15 for tensor in some):
-            self.again = self.keep(made, merge, descriptors, final)
+            merge = self.combine.launch(partial, final, x, self.first_sizes)
+        if made is not None and self.again is None and aligned(x):
+            self.keep(made, merge, x)
         return final.out_ptr, final.lse_ptr
+
+    def descriptors(self, x: Operands, out: Tensor) -> dict[str, TensorDescriptor | None]:
+        """TMA descriptors of operands and out, by name."""
+        tensors = {"q": x.q, "k": x.k, "v": x.v, "out": out}
+        return {
+            name: None if box is None else box_descriptor(tensors[name.partition("_")[0]], box)
+            for name, box in self.bound.boxes.items()
+        }
 
     def start(self, arguments: dict[str, Any]) -> Any:
         """Launches the kernel through Triton; the compiled kernel."""
-        bound, kernel = self.bound, self.bound.kernel()
+        bound, kernel, grid = self.bound, self.bound.kernel(), self.first_sizes.grid
         options = {"num_warps": bound.num_warps, "enable_fp_fusion": True}
         given = in_order(kernel, arguments)
         if not bound.cluster_size:
-            return kernel[bound.grid](*given, **options)
-        made = kernel.warmup(*given, grid=bound.grid, **options)
+            return kernel[grid](*given, **options)
+        made = kernel.warmup(*given, grid=grid, **options)
         if made is None:  # whoever looks at what is compiled has declined it
             return None
         clustered = in_clusters(made, bound.cluster_size, bound.exchange_bytes)
-        clustered[bound.grid](*given)
+        clustered[grid](*given)
         return clustered
 
-    def keep(
-        self,
-        compiled: Any,
-        merge: Any,
-        descriptors: dict[str, TensorDescriptor | None],
-        final: Final,
-    ) -> Sequences | None:
-        """Returns a function that launches the compiled kernels again; None: Triton has to, every
-        time."""
-        if observed():
-            return None
-        given = [made for made in descriptors.values() if made is not None]
-        tiles = (tile_of(compiled, n) for n in range(len(given)))
-        made = (TensorMaps(tile, x.shape, x.strides) for tile, x in zip(tiles, given, strict=True))
-        each = [None if descriptors[name] is None else next(made) for name in DESCRIPTORS]
-        bound, out = self.bound, final.out_ptr
-        tail = tail_in_order(bound.kernel(), PER_CALL, bound.fixed)
-        launch = bind_to_descriptors(compiled, bound.grid, tail, each)
-        if launch is None:
-            return None
-        rows = bound.splits.rows
-        return Sequences(
-            launch,
-            None if self.combine is None or merge is None else self.combine.relaunch(merge),
-            *(out.device, out.dtype, self.results.out, self.results.lse),
-            *(rows * self.problem.head_dim_v, rows),
-        )
+    def sizes(self, operands: Operands) -> SequenceSizes:
+        return self.bound.sizes(operands)
+
+    @cached_property
+    def tail(self) -> Tail:
+        fixed = self.bound.fixed | self.first_sizes.arguments
+        return Tail(self.bound.kernel(), PER_CALL, fixed, ())
+
+    def variant(self) -> Hashable:
+        bound, merge = self.bound, None if self.combine is None else self.combine.variant()
+        parts = bool(self.splits.rows), self.splits.in_kernel, bound.cluster_size
+        return self.tail.variant(), (bound.num_warps, parts), merge
+
+    def relaunch(
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+    ) -> Launch | None:
+        x, tiles = operands, self.tiles_of(compiled)
+        q, k, v = (x.q.shape, x.q.stride()), (x.k.shape, x.k.stride()), (x.v.shape, x.v.stride())
+        out = sizes.layout_of_out
+        made: list[TensorMaps | None] = []
+        layouts, boxes = (q, q, k, k, v, out), self.bound.boxes.values()
+        for box, tile, layout in zip(boxes, tiles, layouts, strict=True):
+            if box is None or tile is None:
+                made.append(None)
+            else:
+                made.append(maps(tile, *box.layout(*layout)))
+        tail = self.tail.changed(sizes.arguments)
+        return bind_to_descriptors(compiled, sizes.grid, tail, made)
+
+    def tiles_of(self, compiled: Any) -> list[Tile | None]:
+        """The tiles of the descriptors of the compiled kernel, None for those that are none."""
+        known, tiles = self.tiles
+        if known is not compiled:
+            number = itertools.count()
+            tiles = [box and tile_of(compiled, next(number)) for box in self.bound.boxes.values()]
+            self.tiles = compiled, tiles
+        return tiles
 
     def without_tma(self, operands: Operands) -> prefill.PrefillLauncher:
         """The kernel for any GPU, by the plan for addresses that this one does not fit."""

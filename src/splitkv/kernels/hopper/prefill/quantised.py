@@ -59,8 +59,9 @@ from splitkv.kernels.hopper.prefill.launch import (
     BoundKernel,
     Box,
     HopperLauncher,
-    descriptors_of,
+    boxes_of_plan,
     hopper_size_arguments,
+    hopper_sizes,
     launches_early,
     page_size,
 )
@@ -84,6 +85,7 @@ from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.host.sequence_sizes import lengths_of
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads
 from splitkv.kernels.limits.hopper_prefill_quantised import (
@@ -374,9 +376,10 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     problem, config, variant = plan.problem, plan.config, plan.config.variant
     assert isinstance(variant, HopperPrefillQuantised), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
-    sizes = tiling_of(plan, operands, problem.kv_bytes)
-    items: int | None = sizes.items
-    programs = min(sizes.items, config.programs or sizes.items)
+    lengths = lengths_of(problem, operands)
+    tiled = tiling_of(plan, lengths, problem.kv_bytes)
+    items: int | None = tiled.items
+    programs = min(tiled.items, config.programs or tiled.items)
     grid = programs, 1, 1
     by_grid = variant.items == "by_grid"
     cluster = config.merge == "cluster"
@@ -411,15 +414,17 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
         merge_rows=merge_rows,
         dependents="launched_last" if launches_early(splits, operands) else "launched_after",
     )
-    fixed = hopper_size_arguments(plan, operands, sizes, splits, pack)
-    fixed |= {"items": items, **scale_arguments(operands), "CONFIG": compiled}
+    fixed = hopper_size_arguments(plan, operands, splits, pack)
+    fixed |= {**scale_arguments(operands), "CONFIG": compiled}
+    sizes = hopper_sizes(problem, operands, lengths, tiled, grid)
+    sizes.arguments["items"] = items
     rows = Box(config.tile_m // pack, pack, problem.head_dim_v)
     bound = BoundKernel(
         kernel=lambda: hopper_prefill_quantised,
-        grid=grid,
+        sizes=lambda operands: sizes,  # of one length
         fixed=fixed,
         num_warps=num_warps,
-        descriptors=descriptors_of(plan, rows, rows),
+        boxes=boxes_of_plan(plan, operands, rows, rows),
         splits=splits,
         cluster_size=cluster_size,
         exchange_bytes=pair_exchange_bytes(problem.head_dim_v) if cluster_size else 0,
