@@ -18,9 +18,9 @@ import torch
 from running import (
     DEVICE,
     EVERY_PLAN,
+    HERE,
     SERVING,
     decode,
-    each_config,
     each_kernel,
     in_pairs,
     into_poison,
@@ -86,9 +86,14 @@ def test_edges(case: cases.Case, kernel: str) -> None:
     check(case.problem, device=DEVICE, run=decode(kernel), **case.options)
 
 
-def in_pairs_of(found: Mapping[tuple[tuple[str, str], ...], Any]) -> list[Any]:
+def in_pairs_of(
+    found: Mapping[tuple[tuple[str, str], ...], Any], turns: Mapping[str, int] | None = None
+) -> list[Any]:
     """`pytest.param`s of some of these, which are known by (axis, value) of the same axes: every
-    pair of values of two axes that goes together."""
+    pair of values of two axes that goes together.
+
+    turns   of an axis how many of its values are one to pairs, and take turns
+    """
     axes: dict[str, dict[str, None]] = {}
     for given in found:
         for name, value in given:
@@ -100,10 +105,15 @@ def in_pairs_of(found: Mapping[tuple[tuple[str, str], ...], Any]) -> list[Any]:
         for some in combinations(given, n)
     }
     subsets |= set(map(frozenset, found))
-    chosen = cases.pairs(
-        {name: tuple(values) for name, values in axes.items()},
-        lambda values: frozenset(values.items()) in subsets,
-    )
+    sizes = {name: (turns or {}).get(name, 1) for name in axes}
+    alike = {
+        name: [
+            cases.Alike([*values][at : at + sizes[name]])
+            for at in range(0, len(values), sizes[name])
+        ]
+        for name, values in axes.items()
+    }
+    chosen = cases.pairs(alike, lambda values: frozenset(values.items()) in subsets)
     return [
         pytest.param(*found[tuple(values.items())], id="-".join(values.values()))
         for values in chosen
@@ -117,7 +127,8 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize(("case", "kernel", "splits"), in_pairs_of(SPLIT))
+# Each case has a test on each kernel above: here neighbours, which are alike, take turns.
+@pytest.mark.parametrize(("case", "kernel", "splits"), in_pairs_of(SPLIT, {"case": 2}))
 def test_any_number_of_splits(case: cases.Case, kernel: str, splits: str) -> None:
     for num_splits in SPLITS[splits]:
         run = decode(kernel, num_splits=num_splits)
@@ -145,7 +156,7 @@ def scheduled() -> dict[tuple[tuple[str, str], ...], tuple[cases.Case, Plan]]:
 SCHEDULED = scheduled()
 
 
-@pytest.mark.parametrize(("case", "plan"), in_pairs_of(SCHEDULED))
+@pytest.mark.parametrize(("case", "plan"), in_pairs_of(SCHEDULED, {"case": 3}))
 def test_every_schedule(case: cases.Case, plan: Plan) -> None:
     check(realistic(case), device=DEVICE, run=decode(plan=plan), **case.options)
 
@@ -340,14 +351,20 @@ WIDE_ROWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("problem", "kernel", "config"),
-    [
-        param
-        for param in each_config(WIDE_ROWS, kernel_named(HOPPER))
-        if param.values[2].tile_m == 64 and param.values[2].num_stages == 2
-    ],
-)
+WIDE = {
+    (
+        *(("rows", name), ("tile", f"{config.tile_n}_w{config.num_warps}")),
+        *(("parts", f"{config.merge}{config.num_splits}"), ("programs", str(config.programs))),
+        ("heads", "packed" if config.pack_gqa else "apart"),
+    ): (problem, HOPPER, config)
+    for name, problem in WIDE_ROWS.items()
+    if not kernel_named(HOPPER).unsupported(problem, HERE)
+    for config in kernel_named(HOPPER).configs(problem, HERE)
+    if config.tile_m == 64 and config.num_stages == 2
+}
+
+
+@pytest.mark.parametrize(("problem", "kernel", "config"), in_pairs_of(WIDE))
 def test_wide_tiles(problem: Problem, kernel: str, config: Config) -> None:
     """Tiles of 64 rows, in one part and with parts in clusters."""
     check(problem, device=DEVICE, run=decode(plan=plan_of_config(problem, kernel, config)))

@@ -115,7 +115,7 @@ def test_the_bits_of_two_launches(values: cases.Values, kernel: str) -> None:
     if kernel_named(kernel).unfit(made.operands()):  # TMA wants strides in steps of 16 bytes
         made = step(problem, values, device=DEVICE, strided=False)
     for at, plan in enumerate(plans(problem, kernel).values()):
-        if (number + at) % 3 == 0:
+        if (number + at) % 4 == 0:
             compare(made, plan)
 
 

@@ -114,7 +114,7 @@ def of_few_rows(values: cases.Values) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("values", "kernel", "configs"), each_shape(OF_FEW_ROWS, of_few_rows, KERNEL)
+    ("values", "kernel", "configs"), each_shape(OF_FEW_ROWS, of_few_rows, KERNEL, in_turns=True)
 )
 def test_every_config_of_few_rows(values: cases.Values, kernel: str, configs: list[Config]) -> None:
     """Parts merged in the launch that makes them, by a cluster if they are one, and of pages by

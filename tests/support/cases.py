@@ -198,28 +198,22 @@ def pairs(axes: Axes, valid: Callable[[Values], bool] = lambda values: True) -> 
 
 def _in_turns(axes: Axes, valid: Callable[[Values], bool]) -> list[Values]:
     """`pairs` of axes that have values `Alike`."""
-
-    def each(values: Values, turn: Counter[tuple[str, Any]]) -> Iterator[Values]:
-        """Every choice of one of those alike, first those whose turn it is."""
-        options = []
-        for name, value in values.items():
-            alike = as_alike(value)
-            at = turn[name, value] % len(alike)
-            options.append([*alike[at:], *alike[:at]])
-        return (dict(zip(values, choice, strict=True)) for choice in product(*options))
-
-    def any_valid(values: Values) -> bool:
-        return any(map(valid, each(values, Counter())))
-
-    def named(at: Values) -> Values:
-        return {name: axes[name][i] for name, i in at.items()}
-
     numbers = {name: range(len(values)) for name, values in axes.items()}
-    turn = Counter[tuple[str, Any]]()
+    taken = Counter[tuple[str, Any]]()
+
+    def each(at: Values) -> Iterator[Values]:
+        """Every choice of one of those alike, the least used first."""
+        options = [
+            sorted(as_alike(axes[name][i]), key=lambda value, name=name: taken[name, value])
+            for name, i in at.items()
+        ]
+        return (dict(zip(at, choice, strict=True)) for choice in product(*options))
+
+    found = pairs(numbers, lambda at: any(map(valid, each(at))))
     cases = []
-    for values in map(named, pairs(numbers, lambda at: any_valid(named(at)))):
-        cases.append(next(case for case in each(values, turn) if valid(case)))
-        turn.update(values.items())
+    for at in found:
+        cases.append(next(filter(valid, each(at))))
+        taken.update(cases[-1].items())
     return cases
 
 
