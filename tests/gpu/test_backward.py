@@ -73,6 +73,7 @@ CONFIGS: cases.Axes = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(tuple(CONFIGS), in_pairs(CONFIGS))
 def test_every_config(
     head_dim: int, which: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +97,7 @@ ON_HOPPER: cases.Axes = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(tuple(ON_HOPPER), in_pairs(ON_HOPPER))
 def test_every_config_on_hopper(
     dims: tuple[int, int],

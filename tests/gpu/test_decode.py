@@ -391,6 +391,7 @@ SMALL_PAGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL_PAGES)
 def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long parts of large caches, here in short ones: in one part, in several, in so many
@@ -421,6 +422,7 @@ IN_BULK = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", IN_BULK)
 def test_scales_copied_in_bulk(name: str) -> None:
     """Those of all heads, of lengths that end anywhere or are 0; at an address that is no multiple

@@ -131,6 +131,7 @@ def test_the_same_bits_every_time(kind: str) -> None:
     assert all(same_bits(run(problem, call), first) for _ in range(100))
 
 
+@pytest.mark.long
 def test_far_tokens() -> None:
     """Operands of more than 2**31 elements: the last rows are those of the last keys alone."""
     heads, dim, window = 64, 128, 128
