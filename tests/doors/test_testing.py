@@ -251,6 +251,22 @@ def test_only_valid_cases_and_every_pair_that_has_one() -> None:
     assert ("a", 2, "d", 3) not in possible
 
 
+def test_values_alike_take_turns() -> None:
+    """As few cases as if they were one, each of them in some, and valid ones alone."""
+    alike = cases.Alike(("b", "c", "d"))
+    axes: cases.Axes = {"x": ("a", alike), "y": (0, 1, 2), "z": (0, 1, 2)}
+
+    def valid(row: cases.Values) -> bool:
+        return (row.get("x"), row.get("y")) != ("c", 1)
+
+    rows = cases.pairs(axes, valid)
+    assert len(rows) == len(cases.pairs({**axes, "x": ("a", "b")}))
+    assert {row["x"] for row in rows} == {"a", *alike} and all(map(valid, rows))
+    as_one = [row | {"x": alike if row["x"] in alike else row["x"]} for row in rows]
+    assert _covered(axes, as_one) == _all_pairs(axes)
+    assert rows == cases.pairs(axes, valid)
+
+
 def test_the_leading_cases_hold_every_value_and_most_pairs() -> None:
     axes = cases.AXES
     rows = cases.pairs(axes)

@@ -47,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests that run alone are in few files: the others are not read for them."""
+    if config.option.markexpr != "alone" or not collection_path.name.startswith("test_"):
+        return None
+    return True if "mark.alone" not in collection_path.read_text() else None
+
+
 @pytest.fixture(autouse=True)
 def memory_is_shared() -> Iterator[None]:
     """Gives memory that a large test took back to the processes beside this one."""

@@ -66,11 +66,17 @@ def test_fuzz(n: int) -> None:
     fuzz(f"backward-{n}", PLANS, PROBLEMS, needs_grad=True, device=DEVICE)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("which", ["key_configs", "query_configs"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+CONFIGS: cases.Axes = {
+    "head_dim": (64, 128, 256),
+    "which": ("key_configs", "query_configs"),
+    "dtype": ("bfloat16", "float32"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(tuple(CONFIGS), in_pairs(CONFIGS))
 def test_every_config(
-    dtype: str, which: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, which: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(GRAD, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
     monkeypatch.setattr(prefill, "backward_for", any_gpu_backward)
@@ -91,6 +97,7 @@ ON_HOPPER: cases.Axes = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(tuple(ON_HOPPER), in_pairs(ON_HOPPER))
 def test_every_config_on_hopper(
     dims: tuple[int, int],
@@ -112,9 +119,14 @@ def test_every_config_on_hopper(
         check(problem, device=DEVICE, run=run)
 
 
-@pytest.mark.parametrize("kind", ["dense", "varlen"])
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-@pytest.mark.parametrize("mask", [Mask(), Mask(True, 300, -1, 5)], ids=str)
+BITS: cases.Axes = {
+    "mask": (Mask(), Mask(True, 300, -1, 5)),
+    "dims": HEAD_DIMS,
+    "kind": ("dense", "varlen"),
+}
+
+
+@pytest.mark.parametrize(tuple(BITS), in_pairs(BITS))
 def test_deterministic_bits_of_the_preferred_kernels(
     mask: Mask, dims: tuple[int, int], kind: Any
 ) -> None:
@@ -179,10 +191,15 @@ def test_few_tiles_in_parts(
     check(problem, device=DEVICE, run=run, zero_length=kind == "varlen")
 
 
+OF_SINKS: cases.Axes = {
+    "mask": (Mask(), Mask(True), Mask(True, 90, -1, 5)),
+    "deterministic": (False, True),
+    "dims": HEAD_DIMS,
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 90, -1, 5)], ids=str)
+@pytest.mark.parametrize(tuple(OF_SINKS), in_pairs(OF_SINKS))
 def test_gradient_of_sink_logits(mask: Mask, deterministic: bool, dims: tuple[int, int]) -> None:
     """It is summed up from ds: taken from `out` as rounded it is a third as far off as PyTorch's,
     and further where the same is rounded over and over, as in a model that begins to train."""
@@ -209,10 +226,15 @@ def test_gradient_of_sink_logits(mask: Mask, deterministic: bool, dims: tuple[in
     assert 4 * found < working, f"{found:.2e} rms, the working precision {working:.2e}"
 
 
-@pytest.mark.parametrize("mine", ["preferred", "any_gpu"])
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-@pytest.mark.parametrize("of_lse", [False, True], ids=["", "of_lse"])
-@pytest.mark.parametrize("sink", SINKS)
+DOMINATED: cases.Axes = {
+    "sink": SINKS,
+    "of_lse": (False, True),
+    "dims": HEAD_DIMS,
+    "mine": ("preferred", "any_gpu"),
+}
+
+
+@pytest.mark.parametrize(tuple(DOMINATED), in_pairs(DOMINATED))
 def test_gradients_where_the_sink_dominates(
     sink: float, of_lse: bool, dims: tuple[int, int], mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import cases
@@ -17,10 +18,11 @@ import torch
 from running import (
     DEVICE,
     EVERY_PLAN,
+    HERE,
     SERVING,
     decode,
-    each_config,
     each_kernel,
+    in_pairs,
     into_poison,
     kernels,
     plan_of,
@@ -68,7 +70,11 @@ every_kernel = pytest.mark.parametrize("kernel", kernels(SERVING))
 
 
 @pytest.mark.parametrize(
-    ("case", "kernel"), [*each_kernel(cases.PAIRWISE), *each_kernel(cases.HOPPER, HOPPER)]
+    ("case", "kernel"),
+    [
+        *each_kernel(cases.FEW, *(name for name in kernels(SERVING) if name != HOPPER)),
+        *each_kernel(cases.HOPPER, HOPPER),
+    ],
 )
 def test_pairwise(case: cases.Case, kernel: str) -> None:
     """Under the policy's plan, at the lengths of serving."""
@@ -80,8 +86,49 @@ def test_edges(case: cases.Case, kernel: str) -> None:
     check(case.problem, device=DEVICE, run=decode(kernel), **case.options)
 
 
-@pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize(("case", "kernel"), SOME)
+def in_pairs_of(
+    found: Mapping[tuple[tuple[str, str], ...], Any], turns: Mapping[str, int] | None = None
+) -> list[Any]:
+    """`pytest.param`s of some of these, which are known by (axis, value) of the same axes: every
+    pair of values of two axes that goes together.
+
+    turns   of an axis how many of its values are one to pairs, and take turns
+    """
+    axes: dict[str, dict[str, None]] = {}
+    for given in found:
+        for name, value in given:
+            axes.setdefault(name, {})[value] = None
+    subsets = {
+        frozenset(some)
+        for given in found
+        for n in range(len(axes))
+        for some in combinations(given, n)
+    }
+    subsets |= set(map(frozenset, found))
+    sizes = {name: (turns or {}).get(name, 1) for name in axes}
+    alike = {
+        name: [
+            cases.Alike([*values][at : at + sizes[name]])
+            for at in range(0, len(values), sizes[name])
+        ]
+        for name, values in axes.items()
+    }
+    chosen = cases.pairs(alike, lambda values: frozenset(values.items()) in subsets)
+    return [
+        pytest.param(*found[tuple(values.items())], id="-".join(values.values()))
+        for values in chosen
+    ]
+
+
+SPLIT = {
+    (("case", str(case)), ("kernel", kernel), ("splits", splits)): (case, kernel, splits)
+    for case, kernel in (param.values for param in SOME)
+    for splits in SPLITS
+}
+
+
+# Each case has a test on each kernel above: here neighbours, which are alike, take turns.
+@pytest.mark.parametrize(("case", "kernel", "splits"), in_pairs_of(SPLIT, {"case": 2}))
 def test_any_number_of_splits(case: cases.Case, kernel: str, splits: str) -> None:
     for num_splits in SPLITS[splits]:
         run = decode(kernel, num_splits=num_splits)
@@ -89,34 +136,27 @@ def test_any_number_of_splits(case: cases.Case, kernel: str, splits: str) -> Non
             check(realistic(case), device=DEVICE, run=run, **case.options)
 
 
-SCHEDULED = {
-    (("case", str(case)), ("kernel", kernel), ("schedule", name)): (case, plan)
-    for case, kernel in (param.values for param in SOME)
-    for name, plan in plans(realistic(case), kernel).items()
-}
-SUBSETS = {
-    frozenset(some) for given in SCHEDULED for n in range(4) for some in combinations(given, n)
-}
+def scheduled() -> dict[tuple[tuple[str, str], ...], tuple[cases.Case, Plan]]:
+    """A plan of every schedule but even parts, of which every number is above; of clusters, each a
+    kernel of its own, another size from case to case."""
+    found, turn = {}, Counter[str]()
+    for case, kernel in (param.values for param in SOME):
+        made = plans(realistic(case), kernel)
+        del made["even"]
+        clusters = [made.pop(name) for name in [*made] if name.startswith("cluster")]
+        if clusters:
+            made["cluster"] = clusters[turn[kernel] % len(clusters)]
+            turn[kernel] += 1
+        for name, plan in made.items():
+            given = ("case", str(case)), ("kernel", kernel), ("schedule", name)
+            found[given] = case, plan
+    return found
 
 
-def each_schedule() -> list[Any]:
-    """`pytest.param`s (case, plan): every pair of a case, a kernel and a schedule that goes
-    together. Every number of even parts has a test of each case on each kernel, above."""
-    axes: dict[str, dict[str, None]] = {}
-    for given in SCHEDULED:
-        for name, value in given:
-            axes.setdefault(name, {})[value] = None
-    found = cases.pairs(
-        {name: tuple(values) for name, values in axes.items()},
-        lambda values: frozenset(values.items()) in SUBSETS,
-    )
-    return [
-        pytest.param(*SCHEDULED[tuple(values.items())], id="-".join(values.values()))
-        for values in found
-    ]
+SCHEDULED = scheduled()
 
 
-@pytest.mark.parametrize(("case", "plan"), each_schedule())
+@pytest.mark.parametrize(("case", "plan"), in_pairs_of(SCHEDULED, {"case": 3}))
 def test_every_schedule(case: cases.Case, plan: Plan) -> None:
     check(realistic(case), device=DEVICE, run=decode(plan=plan), **case.options)
 
@@ -287,9 +327,15 @@ def test_quantised_caches(case: cases.Case, kernel: str) -> None:
     check(realistic(case), device=DEVICE, run=decode(kernel), **case.options)
 
 
-@pytest.mark.parametrize("codec", cases.CODECS, ids=str)
-@pytest.mark.parametrize(("kernel", "name"), [p for p in EVERY_PLAN if p[0] in QUANTIZING])
-def test_quantised_caches_under_every_plan(kernel: str, name: str, codec: Codec) -> None:
+STORED_UNDER: cases.Axes = {
+    "plan": tuple(plan for plan in EVERY_PLAN if plan[0] in QUANTIZING),
+    "codec": cases.CODECS_ALIKE,
+}
+
+
+@pytest.mark.parametrize(tuple(STORED_UNDER), in_pairs(STORED_UNDER))
+def test_quantised_caches_under_every_plan(plan: tuple[str, str], codec: Codec) -> None:
+    kernel, name = plan
     problem = replace(SERVING, codec=codec)
     check(problem, device=DEVICE, run=decode(plan=plans(problem, kernel)[name]))
 
@@ -305,17 +351,30 @@ WIDE_ROWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("problem", "kernel", "config"),
-    [
-        param
-        for param in each_config(WIDE_ROWS, kernel_named(HOPPER))
-        if param.values[2].tile_m == 64 and param.values[2].num_stages == 2
-    ],
-)
+WIDE = {
+    (
+        *(("rows", name), ("tile", f"{config.tile_n}_w{config.num_warps}")),
+        *(("parts", f"{config.merge}{config.num_splits}"), ("programs", str(config.programs))),
+        ("heads", "packed" if config.pack_gqa else "apart"),
+    ): (problem, HOPPER, config)
+    for name, problem in WIDE_ROWS.items()
+    if not kernel_named(HOPPER).unsupported(problem, HERE)
+    for config in kernel_named(HOPPER).configs(problem, HERE)
+    if config.tile_m == 64 and config.num_stages == 2
+}
+
+
+@pytest.mark.parametrize(("problem", "kernel", "config"), in_pairs_of(WIDE))
 def test_wide_tiles(problem: Problem, kernel: str, config: Config) -> None:
     """Tiles of 64 rows, in one part and with parts in clusters."""
     check(problem, device=DEVICE, run=decode(plan=plan_of_config(problem, kernel, config)))
+
+
+def every_other(a: Sequence[Any], b: Sequence[Any], number: int) -> list[tuple[Any, Any]]:
+    """Half of the pairs of these, with another number the other half: with several numbers every
+    pair, and every number with each value."""
+    found = product(enumerate(a), enumerate(b))
+    return [(x, y) for (i, x), (j, y) in found if (i + j + number) % 2 == 0]
 
 
 SMALL_PAGES = {
@@ -332,6 +391,7 @@ SMALL_PAGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL_PAGES)
 def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in long parts of large caches, here in short ones: in one part, in several, in so many
@@ -341,14 +401,14 @@ def test_a_warp_that_asks_for_tiles(name: str, monkeypatch: pytest.MonkeyPatch) 
     for limit in ("LARGE_CACHE", "LARGE_CACHE_8BIT", "LONG_SPLIT", "LONG_SPLIT_8BIT"):
         monkeypatch.setattr(rules, limit, 0)
     cuts = *({"num_splits": n} for n in (1, 3, 34)), {"num_splits": 2, "merge": "cluster"}
-    for cut in cuts:
-        for tile_n, num_stages in ((64, 2), (64, 3), (32, 3), (128, 2)):
-            shape = Config(1, 16, tile_n, 4, num_stages)
-            asking = replace(plan, policy="asking", config=replace(shape, **cut))
-            if box_rows(problem, tile_n) < tile_n:
-                assert rules.has_producer_warp(problem, asking.config)
-            for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
-                check(problem, device=DEVICE, run=decode(plan=asking), lengths=lengths)
+    tiles = (64, 2), (64, 3), (32, 3), (128, 2)
+    for cut, (tile_n, num_stages) in every_other(cuts, tiles, list(SMALL_PAGES).index(name)):
+        shape = Config(1, 16, tile_n, 4, num_stages)
+        asking = replace(plan, policy="asking", config=replace(shape, **cut))
+        if box_rows(problem, tile_n) < tile_n:
+            assert rules.has_producer_warp(problem, asking.config)
+        for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
+            check(problem, device=DEVICE, run=decode(plan=asking), lengths=lengths)
 
 
 TOKENS = replace(SERVING, codec=Codec("int8", "token"), products="half", seqlen_k=2132)
@@ -362,24 +422,27 @@ IN_BULK = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", IN_BULK)
 def test_scales_copied_in_bulk(name: str) -> None:
     """Those of all heads, of lengths that end anywhere or are 0; at an address that is no multiple
     of 16 bytes by themselves."""
     problem = IN_BULK[name]
     plan = plan_with(HOPPER, problem)
-    for cut in ({"num_splits": 1}, {"num_splits": 3}, {"num_splits": 2, "merge": "cluster"}):
-        for tile_n, num_stages in ((64, 3), (128, 2)):
-            shape = Config(1, plan.config.tile_m, tile_n, 4, num_stages)
-            copying = replace(plan, policy="copying", config=replace(shape, **cut))
-            assert rules.copies_scales_in_bulk(problem, copying.config)
-            for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
-                check(problem, device=DEVICE, run=decode(plan=copying), lengths=lengths)
+    cuts: list[dict[str, Any]] = [{"num_splits": 1}, {"num_splits": 3}]
+    cuts.append({"num_splits": 2, "merge": "cluster"})
+    shapes = every_other(cuts, ((64, 3), (128, 2)), list(IN_BULK).index(name))
+    for cut, (tile_n, num_stages) in shapes:
+        shape = Config(1, plan.config.tile_m, tile_n, 4, num_stages)
+        copying = replace(plan, policy="copying", config=replace(shape, **cut))
+        assert rules.copies_scales_in_bulk(problem, copying.config)
+        for lengths in ((2130, 1, 64, 2129), (0, 1030, 5, 700)):
+            check(problem, device=DEVICE, run=decode(plan=copying), lengths=lengths)
 
     def move(call: Call) -> Call:
         return call | misaligned({name: call[name] for name in ("k_scale", "v_scale")})
 
-    for moved in (dict, move, dict):
+    for moved in (dict, move, dict):  # the last of the shapes
         check_moved(problem, moved, plan=copying)
 
 

@@ -54,6 +54,7 @@ def replays(ranks: Ranks, name: str) -> None:
             then.compare([result])
 
 
+@pytest.mark.long
 def test_over_ranks() -> None:
     """Every case is run, whatever becomes of those before."""
     cases: list[tuple[str, Callable[..., None], dict[str, Any]]] = [

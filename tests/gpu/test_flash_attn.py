@@ -87,9 +87,19 @@ def test_append_rotate_and_attend(values: cases.Values) -> None:
     assert_close(out.flatten(0, -3).cpu(), ref, pt, factor=3.0)
 
 
+STORED_AXES: cases.Axes = {
+    **stored.AXES,
+    "descales": (
+        *("none", cases.Alike(("one", "expanded"))),
+        cases.Alike(("of heads", "of sequences", "mixed")),
+    ),
+    "dim": (64, 128),
+}
+
+
 @pytest.mark.parametrize(
     "values",
-    cases.pairs({**stored.AXES, "dim": (64, 128)}, stored.valid),
+    cases.pairs(STORED_AXES, stored.valid),
     ids=lambda v: f"{v['function']}, {v['descales']}",
 )
 def test_eight_bit_inputs(values: cases.Values) -> None:

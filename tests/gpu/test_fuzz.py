@@ -30,7 +30,7 @@ from splitkv.testing import Contiguous, Mask, Paged, Problem, Score, check
 
 MAX_ROWS = 32  # of the kernel for Hopper
 SEED = int(os.environ.get("SPLITKV_FUZZ_SEED", "0"))
-FAMILIES, PLANS, PROBLEMS = 12, 4, 12  # of a kernel; of a family; of a plan
+FAMILIES, PLANS, PROBLEMS = 12, 2, 24  # of a kernel; of a family; of a plan
 
 
 @dataclass(frozen=True)

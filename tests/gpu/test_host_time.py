@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import running
 import torch
 import triton
 from running import DEVICE, HERE, SERVING
 
 import splitkv
+from splitkv import reference
 from splitkv.core.options import defaults_of
 from splitkv.flash_attn import cached_call, flash_attn_with_kvcache
 from splitkv.kernels.host.append_call import Append, Rotary
@@ -23,11 +25,11 @@ from splitkv.runtime import append as append_calls
 from splitkv.runtime import dispatch
 from splitkv.runtime.append import append
 from splitkv.runtime.call_cache import CallCache
-from splitkv.testing import Paged, make_operands
+from splitkv.testing import Paged, assert_close, check, make_operands
 
 DEFAULTS = defaults_of("decode")
 
-pytestmark = pytest.mark.alone
+alone = pytest.mark.alone
 
 HOW = ("policy", "plan", "out", "one_split")
 # What is ours of a call, beside allocating its result and launching its kernels. Hosts differ: the
@@ -39,6 +41,7 @@ NEW_LENGTH_US, NEW_BUCKET_US = (
     200.0,
 )  # of a length that no call had; and that plans differ for
 GROWN_FROM, GROWN_STEPS, GROWN_PASSES = 1000, 600, 5
+LAYOUTS = "heads", "slices", "lengths on the device"
 CALLS, BATCHES, ROUNDS, PAUSE = 50, 100, 5, 0.5
 SMALL = replace(SERVING, batch=1, seqlen_k=512)
 FORWARD_US, BACKWARD_US = 40.0, 90.0  # of a training step's attention, on the host
@@ -121,6 +124,14 @@ def needed(total: float, repeat: float, unlaunched: float, *allocated: float) ->
     return sum(allocated) + repeat - unlaunched
 
 
+@pytest.mark.parametrize("num_splits", [0, 1])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_decode_before_it_is_timed(name: str, num_splits: int) -> None:
+    """It is right, and compiled beside other tests."""
+    check(PROBLEMS[name], device=DEVICE, run=running.decode(num_splits=num_splits))
+
+
+@alone
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_decode(name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +157,7 @@ def test_decode(name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None
     assert taken[0] - needed(*taken) <= OWN_SHARE * needed(*taken)
 
 
+@alone
 @pytest.mark.parametrize("place", ["slots", "rotary"])
 def test_append(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A token of each of four sequences; by slot mapping, and by page table with rotary and q."""
@@ -171,6 +183,7 @@ def test_append(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert taken - launch_alone <= OWN_SHARE * launch_alone
 
 
+@alone
 def test_a_step_that_appends(capsys: pytest.CaptureFixture[str]) -> None:
     """flash_attn_with_kvcache with rotary, in one launch: the call is recognised by its arguments
     and not checked anew."""
@@ -207,16 +220,36 @@ def grown_cache(length: int, layout: str) -> tuple[torch.Tensor, ...]:
     return tuple(x[:, :length] for x in room)
 
 
-@pytest.mark.parametrize("layout", ["heads", "slices", "lengths on the device"])
+def lengths_of(layout: str) -> dict[str, Any]:
+    """Where they are on the device, one sequence's."""
+    if layout != "lengths on the device":
+        return {}
+    return {"cache_seqlens": torch.full((1,), GROWN_FROM, device=DEVICE, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_that_grows_before_it_is_timed(layout: str) -> None:
+    """The last step is right, and all are compiled beside other tests."""
+    dispatch.calls.clear()
+    q = torch.randn(1, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    given = lengths_of(layout)
+    for length in range(GROWN_FROM, GROWN_FROM + GROWN_STEPS):
+        k, v = grown_cache(length, layout)
+        splitkv.decode(q, k, v, **given)
+    out = splitkv.decode(q, k.normal_(), v.normal_(), **given)
+    (ref, _), (working, _) = (reference.decode(q, k, v, upcast=x, **given) for x in (True, False))
+    assert_close(out, ref, working)
+
+
+@alone
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_cache_that_grows(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A key more in each of 600 steps. After a pass that compiles, the first step of another and
     the second, in which later ones are bound, are not counted; of each other the least time of
     several passes, all calls forgotten between them."""
     lengths = range(GROWN_FROM, GROWN_FROM + GROWN_STEPS)
     q = torch.randn(1, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
-    given: dict[str, Any] = {}
-    if layout == "lengths on the device":
-        given["cache_seqlens"] = torch.full((1,), GROWN_FROM, device=DEVICE, dtype=torch.int32)
+    given = lengths_of(layout)
     compiled, first = list[str](), list[str]()
     taken = [math.inf] * GROWN_STEPS
     with triton.knobs.compilation.scope():
@@ -305,8 +338,21 @@ def training_call(name: str) -> tuple[Callable[[], torch.Tensor], list[torch.Ten
     return lambda: splitkv.attention(q, k, v, causal=True, **options), leaves
 
 
+TRAINED = "dense", "varlen", "window", "sinks", "deterministic"
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_before_it_is_timed(name: str) -> None:
+    """Of finite numbers, and compiled beside other tests."""
+    forward, leaves = training_call(name)
+    out = forward()
+    found = out, *torch.autograd.grad(out, leaves, torch.randn_like(out))
+    assert all(x.isfinite().all() for x in found)
+
+
+@alone
 @pytest.mark.skipif(HERE.capability != (9, 0), reason="the limits are those of an H200's host")
-@pytest.mark.parametrize("name", ["dense", "varlen", "window", "sinks", "deterministic"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_training(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Forward with gradients, and its backward, once both are known."""
     forward, leaves = training_call(name)
@@ -325,6 +371,7 @@ def test_training(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert both - taken <= BACKWARD_US
 
 
+@alone
 @pytest.mark.parametrize("name", ["one tensor for both scales", "parameter", "no_grad"])
 def test_harmless_repeats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """They take what a plain call takes, and little more."""

@@ -35,7 +35,7 @@ from splitkv.testing import (
 AXES: cases.Axes = {
     **QUANTISED_AXES,
     "kind": ("dense", "varlen", "decode"),
-    "codec": tuple(Codec(n, g) for n in ("int8", "fp8") for g in ("tensor", "head")),
+    "codec": tuple(value for value in cases.CODECS_ALIKE if isinstance(value, cases.Alike)),
     "products": ("half", "full"),
     "group": (1, 6, 16),
     "batch": (1, 3, 9),

@@ -73,7 +73,7 @@ def test_threads(kernel: str, merge: str) -> None:
     calls, wanted = made(kernel, merge, num_splits=24)
 
     def work(i: int) -> bool:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(calls[i]["q"].device)  # a thread begins on the first GPU
         with torch.cuda.stream(stream):
             results = [splitkv.decode(**calls[i]) for _ in range(60)]
         stream.synchronize()

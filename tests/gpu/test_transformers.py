@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import DEVICE
+from running import DEVICE, in_pairs
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
@@ -31,9 +31,10 @@ def registered() -> None:
     integration.register()
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", CONFIGS)
+STEPS = {"name": tuple(CONFIGS), "cache": tuple(CACHES), "padding": tuple(PADDINGS)}
+
+
+@pytest.mark.parametrize(tuple(STEPS), in_pairs(STEPS))
 def test_logits(name: str, cache: str, padding: str) -> None:
     check_logits(make_model(name), cache, padding)
 

@@ -7,9 +7,10 @@ the pairs that the kernel for Hopper does not sit out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from splitkv.core.kv import Codec, Contiguous, Paged
@@ -19,6 +20,17 @@ from splitkv.core.scores import Score
 
 Values = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]
+
+
+class Alike(tuple[Any, ...]):
+    """Values of an axis that `pairs` takes for one, and the cases that have it take in turn: where
+    each has a code of its own to compile and what it does is the same beside any other axis."""
+
+
+def as_alike(value: Any) -> tuple[Any, ...]:
+    """The values that a value of an axis stands for."""
+    return value if isinstance(value, Alike) else (value,)
+
 
 AXES: Axes = {
     "dtype": ("bfloat16", "float16", "float32"),
@@ -48,9 +60,9 @@ HOPPER_AXES: Axes = {
     **AXES,
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64)),
-    "group": (1, 2, 4, 7, 8, 16, 32, 64),
+    "group": (1, Alike((2, 4)), 7, 8, 16, Alike((32, 64))),
     "seqlen_q": (1, 2, 4, 16),
-    "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
+    "place": (Contiguous(), Paged(16), Paged(48), Alike((Paged(64), Paged(256)))),
     "mask": tuple(mask for mask in AXES["mask"] if not mask.chunk),
 }
 HOPPER_ROWS, HOPPER_NARROW_ROWS = 64, 32  # narrow: quantised, head_dim above 128
@@ -59,6 +71,12 @@ CODECS = tuple(
     Codec(name, granularity)
     for name in ("int8", "fp8")
     for granularity in ("tensor", "head", "token")
+)
+# One scale for all heads is read as one a head is.
+CODECS_ALIKE = tuple(
+    value
+    for name in ("int8", "fp8")
+    for value in (Alike((Codec(name, "tensor"), Codec(name, "head"))), Codec(name, "token"))
 )
 QUANTIZED_AXES: Axes = {
     "codec": CODECS,
@@ -80,11 +98,22 @@ QUANTIZED_AXES: Axes = {
 # What the kernel for Hopper runs of them.
 HOPPER_QUANTIZED_AXES: Axes = {
     **QUANTIZED_AXES,
+    "codec": CODECS_ALIKE,
     "head_dims": ((64, 64), (128, 128), (256, 256), (128, 64)),
     "group": (1, 7, 8, 16, 32),
     "products": ("widened", "half"),
     "seqlen_k": (130, 301),
-    "place": (Contiguous(), Paged(16), Paged(48), Paged(64), Paged(256)),
+    "place": (Contiguous(), Paged(16), Paged(48), Alike((Paged(64), Paged(256)))),
+}
+# `AXES` in so few cases that a GPU may compile each of them for several kernels.
+FEW_AXES: Axes = {
+    **AXES,
+    "head_dims": (
+        *((64, 64), (128, 128), (256, 256), (192, 128)),
+        Alike((d, d) for d in (80, 96, 112, 192)),
+    ),
+    "group": (1, Alike((2, 4)), 7, 8, 16, 64),
+    "place": (Contiguous(), Paged(1), Paged(16), Paged(48), Alike((Paged(64), Paged(256)))),
 }
 
 
@@ -144,8 +173,10 @@ def pairs(axes: Axes, valid: Callable[[Values], bool] = lambda values: True) -> 
     """A covering array: every pair of values of two axes is in a case, unless no valid case has it.
 
     `valid` sees partial cases too and must be monotone: what it refuses stays refused when more
-    values are added. Greedy and deterministic.
+    values are added. Greedy and deterministic. Of values `Alike` any one stands for all.
     """
+    if any(isinstance(value, Alike) for values in axes.values() for value in values):
+        return _in_turns(axes, valid)
     uncovered: dict[frozenset[tuple[str, int]], None] = {
         frozenset({(a, i), (b, j)}): None
         for a, b in combinations(axes, 2)
@@ -162,6 +193,27 @@ def pairs(axes: Axes, valid: Callable[[Values], bool] = lambda values: True) -> 
         for pair in combinations(chosen.items(), 2):
             uncovered.pop(frozenset(pair), None)
         cases.append({name: axes[name][chosen[name]] for name in axes})
+    return cases
+
+
+def _in_turns(axes: Axes, valid: Callable[[Values], bool]) -> list[Values]:
+    """`pairs` of axes that have values `Alike`."""
+    numbers = {name: range(len(values)) for name, values in axes.items()}
+    taken = Counter[tuple[str, Any]]()
+
+    def each(at: Values) -> Iterator[Values]:
+        """Every choice of one of those alike, the least used first."""
+        options = [
+            sorted(as_alike(axes[name][i]), key=lambda value, name=name: taken[name, value])
+            for name, i in at.items()
+        ]
+        return (dict(zip(at, choice, strict=True)) for choice in product(*options))
+
+    found = pairs(numbers, lambda at: any(map(valid, each(at))))
+    cases = []
+    for at in found:
+        cases.append(next(filter(valid, each(at))))
+        taken.update(cases[-1].items())
     return cases
 
 
@@ -285,6 +337,7 @@ EDGES: tuple[Case, ...] = (
 )
 
 PAIRWISE: tuple[Case, ...] = tuple(pairwise(AXES, "pair"))
+FEW: tuple[Case, ...] = tuple(pairwise(FEW_AXES, "few"))
 HOPPER: tuple[Case, ...] = tuple(pairwise(HOPPER_AXES, "hopper", few_rows))
 QUANTIZED: tuple[Case, ...] = tuple(pairwise(QUANTIZED_AXES, "quantized"))
 HOPPER_QUANTIZED: tuple[Case, ...] = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Axes, Case, Values, pairs
+from cases import Axes, Case, Values, as_alike, pairs
 from torch import Tensor
 
 import splitkv
@@ -99,15 +100,21 @@ def in_pairs(axes: Axes) -> list[Any]:
     ]
 
 
-def each_shape(axes: Axes, problem_of: Callable[[Values], Problem], *kernels: Kernel) -> list[Any]:
+def each_shape(
+    axes: Axes,
+    problem_of: Callable[[Values], Problem],
+    *kernels: Kernel,
+    in_turns: bool = False,
+) -> list[Any]:
     """`pytest.param`s (values, kernel, configs): every config of those kernels with every value of
     the first axis, every shape of tile with every value of the others, and every pair of values of
     two axes, unless no problem has it.
 
     Configs of one shape differ in their number of programs and in whether heads share a tile: they
-    are in one test, or take turns.
+    are in one test, or take turns; `in_turns`: everywhere, whatever has each with the first axis.
     """
-    combinations = [dict(zip(axes, each, strict=True)) for each in product(*axes.values())]
+    flat = [chain.from_iterable(map(as_alike, values)) for values in axes.values()]
+    combinations = [dict(zip(axes, each, strict=True)) for each in product(*flat)]
     legal: list[dict[Any, list[Config]]] = []
     for problem in map(problem_of, combinations):
         found: dict[Any, list[Config]] = {}
@@ -127,13 +134,14 @@ def each_shape(axes: Axes, problem_of: Callable[[Values], Problem], *kernels: Ke
             if found
         )
 
-    params, met = [], set()
+    params, met, turn = [], set[Any](), Counter[Any]()
     for values in pairs({"shape": list(dict.fromkeys(chain(*legal))), **axes}, valid):
         kernel, shape = values.pop("shape")
         configs = legal[combinations.index(values)][kernel, shape]
         of_first = kernel, shape, next(iter(values.values()))
-        if of_first in met:
-            configs = [configs[len(params) % len(configs)]]
+        if in_turns or of_first in met:
+            configs = [configs[turn[kernel, shape] % len(configs)]]
+            turn[kernel, shape] += 1
         met.add(of_first)
         name = "-".join(map(str, values.values()))
         params.append(pytest.param(values, kernel, configs, id=f"{name}-{kernel}-{label(shape)}"))
