@@ -291,6 +291,7 @@ def prompt_of(name: str, length: int) -> Callable[[], Any]:
     return lambda: splitkv.attention(q, k, v, causal=True)
 
 
+@alone
 @pytest.mark.parametrize("name", ["prompts", "one query", "packed"])
 def test_sequences_of_new_lengths(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """600 lengths in an order of their own, each another than the one before. After a pass that
