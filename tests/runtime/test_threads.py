@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from fake_gpu import fake_gpu
 import splitkv
 from splitkv.core.device import Device
 from splitkv.kernels.host import relaunch, workspace
+from splitkv.kernels.host.compile_lock import OnePerDevice
 from splitkv.planner import registry
 from splitkv.runtime import dispatch
 
@@ -157,6 +159,25 @@ def test_kernels_are_compiled_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         together(call, train, call, train)
     assert most[0] == 1
     assert len(made) == len({*made}) > 8
+
+
+def test_threads_that_ask_first_for_a_device_get_the_same() -> None:
+    def slowly() -> list[int]:
+        time.sleep(0.01)
+        return []
+
+    caches, got = OnePerDevice(defaultdict(slowly)), dict[int, list[list[int]]]()
+
+    def ask(device: int) -> None:
+        got.setdefault(device, []).append(caches[device])
+
+    for device in range(5):
+        threads = [threading.Thread(target=ask, args=(device,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got[device]) == 4 and all(x is caches[device] for x in got[device])
 
 
 def test_threads_that_parse_at_once() -> None:

@@ -10,10 +10,27 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import defaultdict
 from typing import Any
 
 compiling = threading.RLock()
 """Held while a kernel of this package is parsed or compiled."""
+
+
+class OnePerDevice(dict[Any, Any]):
+    """What a kernel has compiled on each device. Two threads that ask first for a device get the
+    same, where of a defaultdict one may fill what the other has replaced by then."""
+
+    def __init__(self, known: defaultdict[Any, Any]) -> None:
+        super().__init__(known)
+        self.new = known.default_factory
+
+    def __missing__(self, device: Any) -> Any:
+        with compiling:
+            if device not in self:
+                assert self.new is not None
+                self[device] = self.new()
+            return self[device]
 
 
 def one_at_a_time(kernel: Any) -> Any:
@@ -23,6 +40,8 @@ def one_at_a_time(kernel: Any) -> Any:
     if "_do_compile" in attributes or not hasattr(kernel, "_do_compile"):  # or the interpreter's
         return kernel
     compile_variant = kernel._do_compile
+    if isinstance(kernel.device_caches, defaultdict):
+        kernel.device_caches = OnePerDevice(kernel.device_caches)
 
     @functools.wraps(compile_variant)
     def under_lock(key: Any, signature: Any, device: Any, *rest: Any, **named: Any) -> Any:
