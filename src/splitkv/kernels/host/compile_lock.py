@@ -18,8 +18,8 @@ compiling = threading.RLock()
 
 
 class OnePerDevice(dict[Any, Any]):
-    """What a kernel has compiled on each device. Two threads that ask first for a device get the
-    same, where of a defaultdict one may fill what the other has replaced by then."""
+    """A kernel's caches of compiled variants, one for each device. Two threads that ask first for a
+    device get the same, where of a defaultdict one may fill what the other has replaced by then."""
 
     def __init__(self, known: defaultdict[Any, Any]) -> None:
         super().__init__(known)
