@@ -24,6 +24,7 @@ from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
 from splitkv.kernels import prefill, records
 from splitkv.kernels.host import workspace
+from splitkv.kernels.host.arguments import specialised
 from splitkv.kernels.limits import prefill as limits
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.dropout import kept
@@ -483,3 +484,9 @@ def of_sequence(problem: Problem, call: Call, name: str, b: int) -> Tensor:
         return call[name][b]
     ends = call["cu_seqlens_q" if name == "q" else "cu_seqlens_k"]
     return call[name][ends[b] : ends[b + 1]]
+
+
+def test_a_variant_of_an_interpreted_kernel() -> None:
+    """Calls of every length ask for it, and nothing is compiled."""
+    named = [("left", 3), ("k_strides", (4, 2, 1))]
+    assert specialised(prefill.prefill, named, alike=("k_strides",)) == (3, False)

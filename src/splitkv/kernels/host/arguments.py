@@ -51,7 +51,7 @@ def specialised(
 ) -> tuple[Hashable, ...]:
     """The arguments by name as far as Triton compiles for them: of run-time integers only whether
     there are any, and so of those that are `alike`, as strides are among what it is asked of."""
-    free = {*kernel.do_not_specialize, *alike}
+    free = {*getattr(kernel, "do_not_specialize", ()), *alike}  # the interpreter's has none
     return tuple([value is None if name in free else value for name, value in arguments])
 
 
