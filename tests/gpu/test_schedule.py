@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +134,18 @@ def test_random_mixes(kernel: str, chunk: int, monkeypatch: pytest.MonkeyPatch) 
         check(problem, seed=seed, device=DEVICE, run=run, lengths=lengths)
 
 
+def replay_with(
+    other: Call, call: Call, start: Callable[[], None], results: tuple[Tensor, Tensor]
+) -> None:
+    """Replays the graph of a call with the tensors of another."""
+    for name, x in other.items():
+        if isinstance(x, Tensor):
+            call[name].copy_(x)
+    for x in results:
+        x.fill_(torch.nan)
+    start()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("schedule", SCHEDULED)
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
@@ -152,12 +164,7 @@ def test_a_graph_with_other_lengths(kernel: str, schedule: str, place: Any) -> N
     start, results = captured(layers)
 
     def replay(problem: Problem, other: Call) -> tuple[Tensor, Tensor]:
-        for name, x in other.items():
-            if isinstance(x, Tensor):
-                call[name].copy_(x)
-        for x in results:
-            x.fill_(torch.nan)
-        start()
+        replay_with(other, call, start, results)
         assert same_bits(results, splitkv.decode(**other, plan=plan))
         return results[0].clone(), results[1].clone()
 
@@ -179,12 +186,7 @@ def test_the_default_in_a_graph(kernel: str, place: Any, monkeypatch: pytest.Mon
     start, results = captured(lambda: splitkv.decode(**call))
 
     def replay(problem: Problem, other: Call) -> tuple[Tensor, Tensor]:
-        for name, x in other.items():
-            if isinstance(x, Tensor):
-                call[name].copy_(x)
-        for x in results:
-            x.fill_(torch.nan)
-        start()
+        replay_with(other, call, start, results)
         assert same_bits(results, splitkv.decode(**other, plan=plan))
         assert same_bits(results, splitkv.decode(**other))
         return results[0].clone(), results[1].clone()

@@ -13,12 +13,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import triton
-from fake_gpu import Recorded, fake_gpu
+from fake_gpu import Recorded, compilations, fake_gpu, functions_called
 from torch import Tensor
 
 import splitkv
@@ -45,10 +45,7 @@ def gpu() -> Iterator[Recorded]:
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """The kernels that Triton compiles, or loads from its cache, meanwhile."""
-    made: list[str] = []
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.listener = lambda *, src, **_: made.append(src.fn.__name__)
+    with compilations() as made:
         yield made
 
 
@@ -299,18 +296,7 @@ def test_few_functions_are_called_for_a_new_length(gpu: Recorded) -> None:
     counts = {}
     bucket = registry.rounded_up(FIRST)
     for n in range(FIRST + 1, bucket + 4):
-        caches, count = of_heads(n), [0]
-
-        def counted(frame: Any, event: str, arg: Any, count: list[int] = count) -> None:
-            count[0] += event in ("call", "c_call")
-
-        before = sys.getprofile()
-        sys.setprofile(counted)
-        try:
-            splitkv.decode(q, **caches)
-        finally:
-            sys.setprofile(before)
-        counts[n] = count[0]
+        counts[n] = functions_called(partial(splitkv.decode, q, **of_heads(n)))
     first = bucket - growing_call.AHEAD + 1
     ready = [counts.pop(n) for n in range(first, first + 3)]
     assert max(counts.values()) <= MOST_CALLS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import Recorded, fake_gpu
+from fake_gpu import Recorded, fake_gpu, functions_called
 from torch import Tensor
 
 import splitkv
@@ -163,7 +163,6 @@ def test_nothing_is_bound_twice(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_takes_few_function_calls(name: str, gpu: Recorded) -> None:
     """Counted, as times depend on the machine."""
-    import sys
 
     forward, leaves = CALLS[name]()
     grad = torch.randn_like(forward().detach())
@@ -173,19 +172,7 @@ def test_a_step_takes_few_function_calls(name: str, gpu: Recorded) -> None:
 
     for _ in range(3):
         step()
-    count = 0
-
-    def counts(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(counts)
-    try:
-        step()
-    finally:
-        sys.setprofile(before)
-    assert count <= MOST_CALLS
+    assert functions_called(step) <= MOST_CALLS
 
 
 def test_pieces_of_the_workspace_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ the driver's part of allocations and launches.
 from __future__ import annotations
 
 import itertools
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
@@ -134,6 +136,32 @@ def fake_gpu(name: str = "h200") -> Iterator[Recorded]:
         dispatch.calls.clear()
         yield recorded
         dispatch.calls.clear()
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The kernels that Triton compiles, or loads from its cache, meanwhile."""
+    made: list[str] = []
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, src, **_: made.append(src.fn.__name__)
+        yield made
+
+
+def functions_called(run: Callable[[], Any]) -> int:
+    """How many functions Python calls for it, C functions counted."""
+    count = 0
+
+    def counted(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 def _buffer(numel: int) -> workspace.Buffer:

@@ -313,7 +313,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     given = _NOT_OF_ATTENTION | given
-    scales = (given[name] for name in ("q_scale", "k_scale", "v_scale", "out_scale"))
+    scales = given["q_scale"], given["k_scale"], given["v_scale"], given["out_scale"]
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
         result = _run(q, k, v, plan, given)

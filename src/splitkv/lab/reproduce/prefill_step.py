@@ -7,6 +7,7 @@ left out. Attention is timed in turns on the portable Triton kernel and by defau
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +41,11 @@ def case_of_prompt(tokens: int, share: Share = LLAMA) -> Case:
 def row_of(part: str, tokens: int) -> str:
     """The name of a row."""
     return f"{part}, {tokens} tokens"
+
+
+def parts_of_prompt(us: Mapping[str, float], tokens: int) -> list[float | None]:
+    """The times of a prompt by its rows: the rest of a layer, and attention each way."""
+    return [us.get(row_of(part, tokens)) for part in (LAYER, *WAYS)]
 
 
 def measure(rounds: int, share: Share = LLAMA) -> list[Record]:

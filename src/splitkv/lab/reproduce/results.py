@@ -89,12 +89,9 @@ class Results:
         record = self.works.get((step, backend, case))
         return None if record is None else times(record).get(way)
 
-    def parts_of_step(self) -> dict[str, float]:
-        (record,) = self.of("decode step", "torch") or [{"rows": []}]
-        return times(record)
-
-    def parts_of_prefill(self) -> dict[str, float]:
-        (record,) = self.of("prefill step", "torch") or [{"rows": []}]
+    def parts_of(self, step: str) -> dict[str, float]:
+        """The times of a model's step by part, {} where it was not run."""
+        (record,) = self.of(step, "torch") or [{"rows": []}]
         return times(record)
 
     def rate(self, direction: str, case: str, library: str) -> Record | None:

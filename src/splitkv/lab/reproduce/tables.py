@@ -60,9 +60,9 @@ def measured(records: Sequence[Record]) -> list[str]:
             parts += [f"## {TITLES[step]}, on {backend}", TABLES[step](results, backend)]
     for backend in results.backends("matrix"):
         parts += [f"## {CONFIGURATIONS}, on {backend}", configurations_table(results, backend)]
-    if results.parts_of_step():
+    if results.parts_of("decode step"):
         parts += ["## A decode step", step_table(results)]
-    if results.parts_of_prefill():
+    if results.parts_of("prefill step"):
         parts += ["## A prompt with int8 keys through a layer", prompts_table(results)]
     if rows := results.rows("trace"):
         header = ["kernel of FlashAttention-2", "keys", "grid"]
@@ -263,7 +263,7 @@ def packing_table(results: Results, backend: str, step: str) -> str:
 
 def step_table(results: Results) -> str:
     """Milliseconds a token by the number of keys, for every backend and way."""
-    parts = results.parts_of_step()
+    parts = results.parts_of("decode step")
     if not set(PARTS) <= parts.keys():
         return "not complete"
     rest = [parts[part] for part in PARTS]
@@ -285,10 +285,9 @@ def step_table(results: Results) -> str:
 
 def prompts_table(results: Results) -> str:
     """Milliseconds of a layer by the tokens of a prompt."""
-    us, rows = results.parts_of_prefill(), []
+    us, rows = results.parts_of("prefill step"), []
     for tokens in prefill_step.TOKENS:
-        parts = (prefill_step.LAYER, *prefill_step.WAYS)
-        of = [us.get(prefill_step.row_of(part, tokens)) for part in parts]
+        of = prefill_step.parts_of_prompt(us, tokens)
         rows.append([str(tokens), *(ABSENT if x is None else f"{x / 1e3:.3f}" for x in of)])
     ways = (f"attention, {way}" for way in prefill_step.WAYS)
     return table(["tokens: ms", prefill_step.LAYER, *ways], rows)

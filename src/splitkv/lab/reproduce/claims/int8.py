@@ -247,7 +247,7 @@ def bytes_of_table(keys: int) -> int:
 
 def end_to_end(results: Results) -> Iterator[Verdict]:
     """A model's step with int8 caches on ours, and on the Triton kernel that any GPU runs."""
-    parts = results.parts_of_step()
+    parts = results.parts_of("decode step")
     found = []
     for r in results.of("kernels", OURS):
         us = times(r)
@@ -267,10 +267,9 @@ def end_to_end(results: Results) -> Iterator[Verdict]:
 
 def of_prompts(results: Results) -> Verdict:
     """A layer of a prompt on the Triton kernel that any GPU runs over one by default."""
-    us, found = results.parts_of_prefill(), []
+    us, found = results.parts_of("prefill step"), []
     for tokens in prefill_step.TOKENS:
-        parts = (prefill_step.LAYER, *prefill_step.WAYS)
-        of = [us.get(prefill_step.row_of(part, tokens)) for part in parts]
+        of = prefill_step.parts_of_prompt(us, tokens)
         if None not in of:
             rest, slow, fast = (float(x or 0) for x in of)
             found.append(((rest + slow) / (rest + fast), tokens, slow / fast))

@@ -54,7 +54,7 @@ def ours_against_the_rules(results: Results) -> Iterator[Verdict]:
 
 def decode_step(results: Results) -> Iterator[Verdict]:
     """Time per output token at 512 keys: ours by default against FlashAttention-3 by its rule."""
-    parts, name = results.parts_of_step(), mqa(512).name
+    parts, name = results.parts_of("decode step"), mqa(512).name
     theirs = results.us("table 1", FA3, name, "standard")
     ours = results.us("table 1", OURS, name, "default")
     if theirs is None or ours is None or not set(PARTS) <= parts.keys():
