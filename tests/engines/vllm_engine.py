@@ -1,7 +1,7 @@
 """A model of random weights in a real vLLM: its tokens beside transformers, and its time a step.
 
     python tests/engines/vllm_engine.py check --models llama,gpt_oss --backends CUSTOM,FLASH_ATTN
-    python tests/engines/vllm_engine.py bench --batch 1,8 --keys 2048,8192 --backends ...
+    python tests/engines/vllm_engine.py bench --cases 8x8192,one_long,beside --backends ...
     python tests/engines/vllm_engine.py soak --requests 2000 --blocks 1200 --backends ...
     python tests/engines/vllm_engine.py engine ...      what these start, in processes of their own
 
@@ -13,6 +13,13 @@ in fp32 would choose, and the largest difference of their log-probabilities; it 
 splitkv is further off than --tolerance, or has fewer tokens right than another backend less 2 %.
 With a cache in 8 bits, transformers' keys and values are rounded to it as they are stored, so that
 what is left is not of the cache.
+
+`bench` makes a model of the shape of --shape, random weights, and prints for every case of --cases
+a line of JSON: milliseconds a step in which all requests decode, the least of --repeats runs of
+--tokens steps, milliseconds until every request had its first token, and, taken from a profile of
+some more steps, how much of a step kernels of attention and all kernels are busy. A case is
+`BATCHxKEYS` or a name of MIXES: requests of different lengths; `beside` has a prompt in chunks
+beside requests that decode, and its first token is what counts.
 
 `soak` serves requests of random lengths, some behind the same beginning, with so few blocks that
 some have to wait and begin anew, by the first backend of the list, by the second, and by that in
@@ -27,6 +34,7 @@ import importlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -71,6 +79,48 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Of each model the class of its configuration and what it has beside COMMON."""
 
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama8b": (
+        *("LlamaConfig", "LlamaForCausalLM"),
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+        | {"max_position_embeddings": 1 << 18, "rms_norm_eps": 1e-5},
+    ),
+    "gpt_oss_20b": (
+        *("GptOssConfig", "GptOssForCausalLM"),
+        {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}
+        | {"hidden_size": 2880, "intermediate_size": 2880, "sliding_window": 128}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+    ),
+}
+"""Of each shape the class of its configuration, that of its model, and its sizes."""
+
+
+def lognormal(requests: int, median: float, longest: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    lengths = (int(draw.lognormvariate(0, 1) * median) for _ in range(requests))
+    return [min(max(n, 16), longest) for n in lengths]
+
+
+MIXES: dict[str, list[int]] = {
+    "three_long": [16000, 400, 400, 400] * 3 + [400] * 4,
+    "one_long": [600] * 15 + [24000],
+    "one_of_64": [500] * 63 + [100000],
+    "lognormal16": lognormal(16, 2048, 30000, seed=1),
+    "lognormal64": lognormal(64, 4000, 100000, seed=2),
+    "uniform32": [random.Random(3).randrange(100, 20000) for _ in range(32)],
+    "beside": lognormal(31, 4000, 30000, seed=4),
+}
+"""Of each mix how many keys its requests begin with."""
+PROFILED = 8  # steps that are profiled
+HEADROOM = 1024  # tokens that a request may be given past its prompt
+BESIDE = 320  # tokens of the prompt that is computed beside the requests of `beside`
+ATTENDS = re.compile(
+    "decode_|combine|schedule|append_kv|prefill|merge_states|flash|reshape_and_cache|unified_attention"
+    "|reduce_segments|prepare_varlen"
+)
+"""Finds the names of kernels that attend, merge, plan or write the cache, of all backends."""
+
 
 def save_model(name: str, folder: Path) -> str:
     """Writes a small model whose distributions are sharp; the folder."""
@@ -89,29 +139,15 @@ def save_model(name: str, folder: Path) -> str:
 
 
 def save_shape(o: argparse.Namespace) -> str:
-    """Writes the configuration of a Llama of the shape that is asked for; the folder."""
-    heads, kv_heads = (int(n) for n in o.heads.split(","))
-    path = Path(o.folder) / f"llama-{heads}-{kv_heads}-{o.layers}"
-    path.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": heads * 128,
-        "intermediate_size": heads * 448,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128,
-        "num_hidden_layers": o.layers,
-        "vocab_size": 128256,
-        "max_position_embeddings": 1 << 18,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "torch_dtype": o.dtype,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (path / "config.json").write_text(json.dumps(config))
+    """Writes the configuration of a model of the shape that is asked for; the folder."""
+    import transformers
+
+    config_class, architecture, own = SHAPES[o.shape]
+    own = own | ({"num_hidden_layers": o.layers} if o.layers else {})
+    config = getattr(transformers, config_class)(**own, bos_token_id=1, eos_token_id=2)
+    config.architectures, config.dtype = [architecture], o.dtype
+    path = Path(o.folder) / f"{o.shape}-{o.layers}"
+    config.save_pretrained(path)
     return str(path)
 
 
@@ -192,24 +228,99 @@ def run_engine(o: argparse.Namespace) -> None:
         done = llm.generate(asked, told, use_tqdm=False)
         Path(o.save).write_text(json.dumps([list(x.outputs[0].token_ids) for x in done]))
         return
-    llm = engine(o, load_format="dummy", max_num_seqs=max(o.most, 8))
-    for batch in numbers(o.batch):
-        for keys in numbers(o.keys):
-            asked = prompts([keys] * batch)
+    llm = engine(
+        o, load_format="dummy", max_num_seqs=max(o.most, 8), max_num_batched_tokens=o.max_tokens
+    )
+    for case in o.cases.split(","):
+        row = {"backend": o.backend, "policy": os.environ.get("SPLITKV_DECODE_POLICY", "")}
+        row |= {"shape": o.shape, "case": case, "kv": o.kv, "page": o.page}
+        print(json.dumps(row | Serving(llm.llm_engine, case, o).times()), flush=True)
 
-            def seconds(tokens: int, asked: Any = asked) -> float:
-                told = SamplingParams(max_tokens=tokens, min_tokens=tokens, **fixed)
-                start = time.perf_counter()
-                llm.generate(asked, told, use_tqdm=False)
-                return time.perf_counter() - start
 
-            seconds(4)
-            first, few, many = (
-                min(seconds(n) for _ in range(o.repeats)) for n in (1, 8, 8 + o.tokens)
-            )
-            row = {"backend": o.backend, "batch": batch, "keys": keys, "kv": o.kv, "page": o.page}
-            row |= {"ms_a_step": (many - few) / o.tokens * 1e3, "ms_to_first_token": first * 1e3}
-            print(json.dumps(row), flush=True)
+class Serving:
+    """Requests that an engine serves, one step after the other."""
+
+    def __init__(self, engine: Any, case: str, o: argparse.Namespace) -> None:
+        self.engine, self.case, self.options = engine, case, o
+        self.served: dict[str, int] = {}
+        """Of every request how many tokens it has been given."""
+
+    def add(self, lengths: list[int]) -> list[str]:
+        """Asks for more tokens than will be waited for; the requests' names."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        told = SamplingParams(
+            temperature=0,
+            max_tokens=self.options.max_model_len - max(lengths),
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        names = []
+        for number, prompt in enumerate(prompts(lengths), len(self.served)):
+            name = f"{self.case}-{number}"
+            self.engine.add_request(name, prompt, told)
+            names.append(name)
+        self.served |= dict.fromkeys(names, 0)
+        return names
+
+    def until(self, names: list[str], tokens: int) -> float:
+        """Serves until each of these has so many tokens more; how many seconds that took."""
+        start, wanted = time.perf_counter(), {n: self.served[n] + tokens for n in names}
+        while any(self.served[name] < most for name, most in wanted.items()):
+            for x in self.engine.step():
+                if x.finished:
+                    raise RuntimeError(f"request {x.request_id} ended after its last token")
+                self.served[x.request_id] += len(x.outputs[0].token_ids)
+        return time.perf_counter() - start
+
+    def times(self) -> dict[str, Any]:
+        """What the case takes, in milliseconds."""
+        o, lengths = self.options, lengths_of(self.case)
+        cache = self.engine.vllm_config.cache_config
+        room = cache.num_gpu_blocks * cache.block_size
+        if sum(lengths) + HEADROOM * len(lengths) > room:
+            return {"left_out": f"the cache has room for {room} keys"}
+        names = self.add(lengths)
+        row = {"ms_to_first_token": self.until(names, 1) * 1e3}
+        self.until(names, 8)
+        if self.case == "beside":
+            first = min(self.until(self.add([BESIDE + n]), 1) for n in range(o.repeats))
+            row = {"ms_to_first_token": first * 1e3}
+            self.add([BESIDE])
+        else:
+            steps = min(self.until(names[:1], o.tokens) for _ in range(o.repeats)) / o.tokens
+            row["ms_a_step"] = steps * 1e3
+        row |= self.profile(names[0])
+        self.engine.abort_request(list(self.served))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return row
+
+    def profile(self, name: str) -> dict[str, Any]:
+        """How long kernels of a step are busy on a GPU, by the next steps of this request."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            self.until([name], PROFILED)
+        busy = {x.key: x.self_device_time_total / PROFILED / 1e3 for x in seen.key_averages()}
+        attending = {name: ms for name, ms in busy.items() if ATTENDS.search(name)}
+        row: dict[str, Any] = {"ms_attention": sum(attending.values())}
+        row["ms_kernels"] = sum(busy.values())
+        if self.options.kernels:
+            row["kernels"] = {name[:60]: ms for name, ms in attending.items()}
+        return row
+
+
+def lengths_of(case: str) -> list[int]:
+    """How many keys each request of a case begins with."""
+    if case in MIXES:
+        return MIXES[case]
+    batch, keys = (int(n) for n in case.split("x"))
+    return [keys] * batch
 
 
 def impl_of(llm: Any) -> str:
@@ -267,10 +378,6 @@ def soak(o: argparse.Namespace) -> int:
     )
     print(f"{theirs} in other batches shares {within:.4f} with itself", flush=True)
     return int(between < within - 0.02)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
 
 
 def start(o: argparse.Namespace, **changed: Any) -> int:
@@ -370,14 +477,14 @@ def main() -> int:
     parser.add_argument("--shared", type=int, default=0)
     parser.add_argument("--tolerance", type=float, default=1e-2)
     parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--batch", default="1,8,32")
-    parser.add_argument("--keys", default="2048,8192")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
+    parser.add_argument("--cases", default="1x8192,8x8192,32x2048,three_long,one_long,beside")
+    parser.add_argument("--kernels", type=int, default=0)
     parser.add_argument("--most", type=int, default=0)
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--heads", default="32,8")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=0)
     o = parser.parse_args()
     Path(o.folder).mkdir(parents=True, exist_ok=True)
     if o.verb == "engine":
@@ -388,21 +495,19 @@ def main() -> int:
     if o.verb == "soak":
         o.requests = o.requests or 2000
         return soak(o)
-    most, longest = max(numbers(o.batch)), max(numbers(o.keys))
-    length = max(o.max_model_len, longest + o.tokens + 64)
-    graphs = ",".join(sorted({str(n) for n in numbers(o.batch)}, key=int))
-    codes = [
-        start(
-            o,
-            backend=backend,
-            model=save_shape(o),
-            most=most,
-            max_model_len=length,
-            graphs=graphs,
-            save="",
-        )
-        for backend in o.backends.split(",")
-    ]
+    cases = [lengths_of(case) for case in o.cases.split(",")]
+    sizes = sorted({len(lengths) for lengths in cases})
+    length = max(o.max_model_len, max(map(max, cases)) + HEADROOM)
+    if "beside" in o.cases:
+        length = max(length, BESIDE + HEADROOM)
+    changed = {
+        "model": save_shape(o),
+        "most": max(sizes) + (o.repeats + 1) * ("beside" in o.cases),
+        "max_model_len": length,
+        "graphs": ",".join(map(str, sizes)),
+        "save": "",
+    }
+    codes = [start(o, backend=backend, **changed) for backend in o.backends.split(",")]
     return int(any(codes))
 
 
