@@ -114,7 +114,7 @@ MIXES: dict[str, list[int]] = {
 """Of each mix how many keys its requests begin with."""
 PROFILED = 8  # steps that are profiled
 HEADROOM = 1024  # tokens that a request may be given past its prompt
-BESIDE = 320  # tokens of the prompt that is computed beside the requests of `beside`
+BESIDE = 32000  # tokens of the prompt that is computed beside the requests of `beside`
 ATTENDS = re.compile(
     "decode_|combine|schedule|append_kv|prefill|merge_states|flash|reshape_and_cache|unified_attention"
     "|reduce_segments|prepare_varlen"
