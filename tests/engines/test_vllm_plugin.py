@@ -5,6 +5,7 @@ Run by `make test-vllm`, in an environment that has vLLM's build for CPUs.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,16 @@ def test_engine(run: str, tmp_path: Path) -> None:
     command = (sys.executable, ENGINE, "check", "--folder", tmp_path, *RUNS[run])
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+def test_bench(tmp_path: Path) -> None:
+    command = [sys.executable, str(ENGINE), "bench", "--folder", str(tmp_path), "--shape", "tiny"]
+    command += ["--cases", "3x40,1x100", "--tokens", "4", "--repeats", "1", "--most", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["case"] for row in rows] == ["3x40", "1x100"]
+    assert all(row["ms_a_step"] > 0 and row["ms_to_first_token"] > 0 for row in rows)
 
 
 def described(new: list[int], lengths: list[int], table: Tensor) -> CommonAttentionMetadata:

@@ -22,9 +22,9 @@ some more steps, how much of a step kernels of attention and all kernels are bus
 beside requests that decode, and its first token is what counts.
 
 `soak` serves requests of random lengths, some behind the same beginning, with so few blocks that
-some have to wait and begin anew, by the first backend of the list, by the second, and by that in
-other batches. It prints how many tokens each pair of runs shares before the first that differs, and
-exits with 1 where the backends share fewer than the two runs of the second do, less 2 %.
+some have to wait and begin anew, by every backend of the list, and by the second in other batches,
+too. It prints what share of the tokens of each run is before the first that differs from the
+second's, and exits with 1 where the first backend's is smaller than that of every other, less 2 %.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}
         | {"hidden_size": 2880, "intermediate_size": 2880, "sliding_window": 128}
         | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+    ),
+    "tiny": (
+        *("LlamaConfig", "LlamaForCausalLM"),
+        {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16},
     ),
 }
 """Of each shape the class of its configuration, that of its model, and its sizes."""
@@ -173,6 +178,8 @@ def engine(o: argparse.Namespace, **more: Any) -> Any:
             importlib.import_module("splitkv.integrations.vllm").register()
         sizes = [int(n) for n in o.graphs.split(",") if n]
         options |= {"attention_backend": o.backend, "gpu_memory_utilization": o.memory}
+        if o.cache:  # in the place of measuring what is left, beside other engines
+            options["kv_cache_memory_bytes"] = o.cache << 20
         if sizes:  # decode steps in full graphs; nothing is compiled
             graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
             options |= {"enforce_eager": False, "compilation_config": {"mode": 0, **graphs}}
@@ -351,33 +358,33 @@ def requests(o: argparse.Namespace) -> tuple[list[dict[str, list[int]]], list[in
 
 
 def soak(o: argparse.Namespace) -> int:
-    """Compares two backends with each other, and the second with itself in other batches."""
-    ours, theirs = o.backends.split(",")
-    folder, name = Path(o.folder), o.models.split(",")[0]
-    model, most, runs = save_model(name, folder), o.most or 64, []
-    for number, (backend, seqs) in enumerate(((ours, most), (theirs, most), (theirs, most // 3))):
-        save = folder / f"soak-{number}.json"
+    """Compares backends with the second, and that with itself in other batches."""
+    backends, folder = o.backends.split(","), Path(o.folder)
+    name, most = o.models.split(",")[0], o.most or 64
+    model, reference = save_model(name, folder), backends[1]
+    runs: dict[str, list[list[int]]] = {}
+    again = f"{reference} in other batches"
+    for backend, as_name in (*zip(backends, backends, strict=True), (reference, again)):
+        save = folder / f"soak-{len(runs)}.json"
         save.unlink(missing_ok=True)
-        how = {"backend": backend, "model": model, "save": str(save), "most": seqs}
-        if start(o, **how, shared=1) or not save.exists():
-            print(f"{backend}: did not run", flush=True)
+        how = {"backend": backend, "model": model, "save": str(save)}
+        if start(o, **how, most=most // 3 if as_name == again else most, shared=1):
+            print(f"{as_name}: did not run", flush=True)
             return 1
-        runs.append(json.loads(save.read_text()))
+        runs[as_name] = json.loads(save.read_text())
 
-    def share(a: list[list[int]], b: list[list[int]]) -> float:
+    def share(of: list[list[int]]) -> float:
         same = 0
-        for x, y in zip(a, b, strict=True):
+        for x, y in zip(of, runs[reference], strict=True):
             pairs = enumerate(zip(x, y, strict=True))
             same += next((n for n, (one, other) in pairs if one != other), len(x))
-        return same / sum(map(len, a))
+        return same / sum(map(len, of))
 
-    between, within = share(runs[0], runs[1]), share(runs[1], runs[2])
-    tokens = sum(map(len, runs[0]))
-    print(
-        f"{name}, {o.requests} requests, {tokens} tokens: {ours} and {theirs} share {between:.4f}"
-    )
-    print(f"{theirs} in other batches shares {within:.4f} with itself", flush=True)
-    return int(between < within - 0.02)
+    shares = {run: share(ids) for run, ids in runs.items() if run != reference}
+    print(f"{name}, {o.requests} requests, {sum(map(len, runs[reference]))} tokens")
+    for run, found in shares.items():
+        print(f"{run}: {found:.4f} as {reference}", flush=True)
+    return int(shares[backends[0]] < min(shares.values()) - 0.02)
 
 
 def start(o: argparse.Namespace, **changed: Any) -> int:
@@ -471,6 +478,7 @@ def main() -> int:
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--graphs", default="1,2,4,8")
     parser.add_argument("--memory", type=float, default=0.5)
+    parser.add_argument("--cache", type=int, default=0, help="MiB; else what --memory leaves")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--speculate", type=int, default=0)

@@ -177,6 +177,12 @@ def bound_of(length: int, most: int) -> int:
     return min(-(-length // step) * step, most)
 
 
+def bound_of_new(tokens: int, most: int) -> int:
+    """An upper bound of the new tokens of a sequence, at most `most`: a power of two, as chunks
+    have any length and what is planned for them hardly depends on it."""
+    return min(1 << max(tokens - 1, 0).bit_length(), most)
+
+
 class Plans:
     """Plans of a policy by name, one for each kind of call of a layer.
 

@@ -53,6 +53,8 @@ from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 
 from splitkv.api import append
 from splitkv.core.device import current
+from splitkv.core.kv import AS_IS, Codec
+from splitkv.integrations import engine_warmup
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
     Pages,
@@ -65,6 +67,7 @@ from splitkv.integrations.serving import (
     attend_packed,
     attend_with_prefix,
     bound_of,
+    bound_of_new,
 )
 from splitkv.planner.policies.widening import MOST_BYTES
 
@@ -78,6 +81,12 @@ SCALED = {
 }
 SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+CODECS = {
+    **dict.fromkeys(("fp8", "fp8_e4m3"), Codec("fp8", "tensor")),
+    "fp8_e5m2": Codec("fp8_e5m2", "tensor"),
+    "int8_per_token_head": Codec("int8", "token"),
+    "fp8_per_token_head": Codec("fp8", "token"),
+}
 SCALE_BYTES = 4
 DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names the environment variable, as vLLM passes no options
 WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
@@ -240,6 +249,62 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         most: int = self.reorder_batch_threshold or 1
         self.reorder_batch_threshold: int | None = min(most, MAX_DECODE_LEN)
+        if device.type == "cuda" and self.ranks == 1 and engine_warmup.is_wanted():
+            self.warm_up(layer_names, vllm_config, device)
+
+    def warm_up(self, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        """Compiles and loads what steps of these layers launch, for each kind of layer once."""
+        if self.batch_invariant:  # plans of another policy
+            return
+        scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
+        most: int = scheduler.max_num_seqs
+        captured = [n for n in graphs.cudagraph_capture_sizes or () if n <= most]
+        sizes = engine_warmup.Sizes(
+            batch_sizes=tuple(sorted({*captured, *engine_warmup.powers(most)})),
+            decode_lens=tuple(sorted({1, self.reorder_batch_threshold or 1})),
+            max_tokens=self.max_tokens,
+            max_sequences=most,
+            max_seqlen_k=self.bound(self.max_model_len, self.max_model_len),
+        )
+        layers = graphs.static_forward_context
+        impls = [getattr(layers[name], "impl", None) for name in layer_names if name in layers]
+        kinds = {
+            repr(kind): kind
+            for impl in impls
+            if isinstance(impl, SplitKVImpl) and impl.attn_type == AttentionType.DECODER
+            for kind in [self.layer_of(impl, vllm_config.model_config.dtype, device)]
+        }
+        workers = vllm_config.parallel_config.world_size
+        for kind in kinds.values():
+            engine_warmup.warm_layer(kind, sizes, max((os.cpu_count() or 1) // workers, 1))
+
+    def layer_of(
+        self, impl: SplitKVImpl, dtype: torch.dtype, device: torch.device
+    ) -> engine_warmup.Layer:
+        """A layer as warming up describes it."""
+        return engine_warmup.Layer(
+            num_heads=impl.num_heads,
+            num_kv_heads=impl.num_kv_heads,
+            head_dim=impl.head_size,
+            head_dim_v=impl.head_size,
+            dtype=dtype,
+            codec=CODECS.get(impl.kv_cache_dtype, AS_IS),
+            page_size=self.block_size,
+            longest=self.max_model_len,
+            cache_seqlens=True,
+            append=False,
+            rotary=None,
+            sink_logits=impl.sinks is not None,
+            alibi_slopes=impl.alibi_slopes is not None,
+            num_splits=0,
+            device=device,
+            arguments={
+                "causal": True,
+                "window_size": impl.window_size(causal=True),
+                "softcap": impl.options["softcap"],
+            },
+            heads_first=get_kv_cache_layout() == "HND",
+        )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -272,8 +337,10 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
             seq_lens = self.keys_of_rank(x, num_decodes)
         numbers = {
             "num_tokens": min(x.num_actual_tokens, sum(lengths)),
-            "max_seqlen_q": self.max_tokens if self.batch_invariant else x.max_query_len,
-            "max_seqlen_k": self.bound(most, x.block_table_tensor),
+            "max_seqlen_q": self.max_tokens
+            if self.batch_invariant
+            else bound_of_new(x.max_query_len, self.max_tokens),
+            "max_seqlen_k": self.bound_of_step(most, x.block_table_tensor),
         }
         requests = x.query_start_loc, seq_lens, x.block_table_tensor
         step = Step.of(
@@ -314,9 +381,12 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         """An upper bound of the keys that a rank holds of so many."""
         return -(-length // (self.ranks * self.interleave)) * self.interleave
 
-    def bound(self, length: int, table: Tensor) -> int:
+    def bound_of_step(self, length: int, table: Tensor) -> int:
+        """The max_seqlen_k of a step with a block table."""
+        return self.bound(length, table.shape[1] * self.block_size)
+
+    def bound(self, length: int, most: int) -> int:
         """The max_seqlen_k of a step; the most there is where bits may not follow the batch."""
-        most = table.shape[1] * self.block_size
         if self.batch_invariant:
             return min(self.max_model_len, most)
         return bound_of(max(length, 1), most)
@@ -326,7 +396,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         may be more than the tokens of a model, and vLLM asks with their number."""
         made = self.build(0, common_attn_metadata)
         most = self.most_of_a_rank(self.max_model_len)
-        longest = self.bound(most, common_attn_metadata.block_table_tensor)
+        longest = self.bound_of_step(most, common_attn_metadata.block_table_tensor)
         made.step = replace(made.step, max_seqlen_k=max(made.step.max_seqlen_k, longest))
         made.whole = False
         return made

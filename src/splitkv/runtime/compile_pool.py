@@ -33,12 +33,14 @@ class Compiled:
     kernels  variants of kernels that these need: name -> the kernel's own name
     folders  of those that are in Triton's cache now: name -> folder
     failures what could not be compiled, in words
+    first_calls  of each variant a model and the shape of a call that needs it
     """
 
     calls: int
     kernels: dict[str, str]
     folders: dict[str, str]
     failures: tuple[str, ...]
+    first_calls: dict[str, tuple[Model, Shape]]
 
 
 def compile_calls(
@@ -77,7 +79,8 @@ def compile_calls(
             progress("kernels", done + 1, len(compiling))
     calls = sum(len(task.shapes) for task in finding)
     kernels = {name: kernel for name, (kernel, _, _) in asked.items()}
-    return Compiled(calls, kernels, folders, tuple(dict.fromkeys(failures)))
+    first_calls = {name: (model, shape) for name, (_, shape, model) in asked.items()}
+    return Compiled(calls, kernels, folders, tuple(dict.fromkeys(failures)), first_calls)
 
 
 Run = Callable[[Sequence[Task]], Iterator[tuple[Task, Answer]]]

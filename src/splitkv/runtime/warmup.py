@@ -99,15 +99,18 @@ class Model:
     def index(self, *shape: int) -> Tensor:
         return self.zeros(*shape, dtype=torch.int32)
 
-    def caches(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-        """k and v [rows, keys, num_kv_heads, ..]."""
+    @property
+    def stored(self) -> torch.dtype:
+        """The type of keys and values."""
         names = {codec: name for name, codec in QUANTISED.items()}
         name = names.get(self.codec.name)
-        dtype = self.dtype if name is None else getattr(torch, name)
-        lead = rows, keys, self.num_kv_heads
-        return self.cache((*lead, self.head_dim), dtype), self.cache(
-            (*lead, self.head_dim_v), dtype
-        )
+        return self.dtype if name is None else getattr(torch, name)
+
+    def caches(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+        """k and v [rows, keys, num_kv_heads, ..]."""
+        lead, dtype = (rows, keys, self.num_kv_heads), self.stored
+        k = self.cache((*lead, self.head_dim), dtype)
+        return k, self.cache((*lead, self.head_dim_v), dtype)
 
     def cache(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Tensors that stand in for a cache of this shape."""
@@ -244,8 +247,7 @@ class Model:
         if shape.kind == "step":
             return self.step(shape.batch, shape.seqlen_q, shape.seqlen_k)
         if shape.kind == "prompt":
-            total = self.totals[0] if self.gpu is None else shape.seqlen_q
-            return self.prompt(shape.batch, shape.seqlen_q, shape.seqlen_k, total)
+            return self.prompt(shape.batch, shape.seqlen_q, shape.seqlen_k, shape.seqlen_q)
         if shape.kind == "slots":
             return self.slots(shape.seqlen_q)
         return self.sequences(shape)

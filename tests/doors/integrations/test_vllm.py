@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -295,6 +296,32 @@ def test_a_graph_of_more_keys_than_a_model_has_tokens() -> None:
     x = engine.described([(r, 1) for r in requests])
     x.max_seq_len = LONGEST
     assert engine.builder.build_for_cudagraph_capture(x).step.max_seqlen_k == LONGEST
+
+
+def test_warming_up_takes_each_kind_of_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = Engine(drafted=2), []
+    monkeypatch.setattr(adapter.engine_warmup, "warm_layer", lambda *given: asked.append(given))
+    made = partial(adapter.SplitKVImpl, HEADS, DIM, 0.3, KV_HEADS, kv_cache_dtype="fp8")
+    impls = made(), made(), made(sliding_window=48, sinks=torch.zeros(HEADS)), object()
+    layers = {str(n): SimpleNamespace(impl=impl) for n, impl in enumerate(impls)}
+    settings = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=20),
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers, cudagraph_capture_sizes=[1, 3, 64]
+        ),
+        model_config=SimpleNamespace(dtype=DTYPE),
+        parallel_config=SimpleNamespace(world_size=1),
+    )
+    engine.builder.warm_up([*layers, "elsewhere"], settings, torch.device("cpu"))
+    (plain, sizes, _), (windowed, same, _) = asked
+    assert sizes == same
+    assert sizes.batch_sizes == (1, 2, 3, 4, 8, 16, 20)
+    assert sizes.decode_lens == (1, 3)
+    assert (sizes.max_tokens, sizes.max_sequences, sizes.max_seqlen_k) == (256, 20, LONGEST)
+    assert (plain.codec.name, plain.codec.granularity) == ("fp8", "tensor")
+    assert not plain.sink_logits and windowed.sink_logits
+    assert plain.arguments["window_size"] == (-1, -1)
+    assert windowed.arguments["window_size"] == (47, -1)
 
 
 def test_builders_of_vllm_note_more_in_a_step() -> None:

@@ -1,0 +1,109 @@
+"""What an engine's steps launch, compiled on all cores and loaded before its first request.
+
+    warm_layer(model, Sizes(batch_sizes=(1, 2, 4, 8), max_tokens=8192, max_seqlen_k=32768))
+
+Adapters call it once for the layers that share a block table, when they know the sizes of steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from splitkv.core.device import current
+from splitkv.integrations.serving import bound_of, bound_of_new
+from splitkv.runtime.compile_pool import Compiled, compile_calls
+from splitkv.runtime.serving_shapes import Shape, append_shapes
+from splitkv.runtime.warmup import Model
+
+SWITCH = "SPLITKV_ENGINE_WARMUP"  # names an environment variable, as engines pass no options
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The steps that an engine may make.
+
+    batch_sizes   sequences of steps that decode
+    decode_lens   new tokens of each of these
+    max_tokens    new tokens of a step; max_sequences: sequences of one
+    max_seqlen_k  keys of the longest sequence
+    """
+
+    batch_sizes: tuple[int, ...]
+    max_tokens: int
+    max_sequences: int
+    max_seqlen_k: int
+    decode_lens: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer(Model):
+    """A layer whose keys and values lie side by side in one cache: [pages, keys, heads, 2 *
+    head_dim], or with `heads_first` [pages, heads, keys, 2 * head_dim]."""
+
+    heads_first: bool = False
+
+    def caches(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+        lead = (self.num_kv_heads, keys) if self.heads_first else (keys, self.num_kv_heads)
+        both = self.cache((rows, *lead, 2 * self.head_dim), self.stored)
+        both = both.transpose(1, 2) if self.heads_first else both
+        return both[..., : self.head_dim], both[..., self.head_dim :]
+
+
+def is_wanted() -> bool:
+    """Whether SPLITKV_ENGINE_WARMUP is not 0."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+def warm_layer(model: Model, sizes: Sizes, processes: int | None = None) -> Compiled:
+    """Compiles and loads the kernels that steps of these sizes launch for a layer.
+
+    model      the layer, on the device that serves
+    processes  that compile; None: one a core
+
+    What cannot be compiled is logged, and is compiled where it is needed.
+    """
+    there = replace(model, gpu=current())
+    made = compile_calls([(there, list(shapes_of(sizes)))], processes=processes)
+    for failure in made.failures:
+        logger.warning("splitkv: not compiled ahead: %s", failure)
+    with torch.no_grad():
+        for shape in dict.fromkeys(shape for _, shape in made.first_calls.values()):
+            model.call_of(shape).run()
+    logger.info("splitkv: %d kernels are compiled for %s", len(made.kernels), sizes)
+    return made
+
+
+def shapes_of(sizes: Sizes) -> Iterator[Shape]:
+    """The calls of steps, by the bounds that adapters give them."""
+    keys = bounds(sizes.max_seqlen_k)
+    for batch in sizes.batch_sizes:
+        for length in sizes.decode_lens:
+            for most in keys:
+                yield Shape("step", batch, length, most)
+    for batch in powers(sizes.max_sequences):
+        for tokens in powers(sizes.max_tokens):
+            for most in keys:
+                if most >= tokens:
+                    yield Shape("prompt", batch, bound_of_new(tokens, sizes.max_tokens), most)
+    yield from append_shapes()
+
+
+def bounds(most: int) -> list[int]:
+    """The values of `bound_of`, rising."""
+    found, n = list[int](), 1
+    while not found or found[-1] < most:
+        found.append(bound_of(n, most))
+        n = found[-1] + 1
+    return found
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, .. below a number, and that."""
+    return [*(1 << n for n in range((most - 1).bit_length())), most]

@@ -1,0 +1,109 @@
+"""Steps of an engine after `warm_layer`: whatever their sizes, nothing is compiled.
+
+Kernels are compiled for a GPU of the table, tensors are the CPU's, and nothing runs: see
+support/fake_gpu.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fake_gpu import compilations, fake_gpu
+
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS
+from splitkv.integrations import engine_warmup
+from splitkv.integrations.engine_warmup import Layer, Sizes, bounds, powers, shapes_of
+from splitkv.integrations.serving import LEAST_BOUND, Pages, Step, attend, bound_of, bound_of_new
+
+SIZES = Sizes(batch_sizes=(1, 2, 4, 8), max_tokens=512, max_sequences=8, max_seqlen_k=4096)
+HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
+
+
+def layer() -> Layer:
+    return Layer(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        head_dim_v=DIM,
+        dtype=torch.bfloat16,
+        codec=AS_IS,
+        page_size=PAGE,
+        longest=SIZES.max_seqlen_k,
+        cache_seqlens=True,
+        append=False,
+        rotary=None,
+        sink_logits=False,
+        alibi_slopes=False,
+        num_splits=0,
+        device=torch.device("cpu"),
+        arguments={"causal": True},
+    )
+
+
+def attend_a_step(draw: random.Random) -> None:
+    """A step of sequences that decode, some of them, and a chunk of a prompt, or not."""
+    decodes, chunk = draw.randrange(8), draw.choice((0, draw.randrange(1, 500)))
+    if not decodes and not chunk:
+        return
+    lengths = [draw.randrange(1, 3000) for _ in range(decodes)]
+    new = [1] * decodes + [chunk] * bool(chunk)
+    lengths += [chunk + draw.randrange(1000)] * bool(chunk)
+    both = torch.zeros(4, PAGE, KV_HEADS, 2 * DIM).bfloat16()
+    k, v = both.split(DIM, dim=-1)
+    q, longest = torch.zeros(sum(new), HEADS, DIM).bfloat16(), max(lengths)
+    step = Step.of(
+        torch.tensor([0, *new]).cumsum(0).int(),
+        torch.tensor(lengths).int(),
+        torch.zeros(len(new), SIZES.max_seqlen_k // PAGE, dtype=torch.int32),
+        num_decodes=decodes,
+        decode_len=1,
+        num_tokens=sum(new),
+        max_seqlen_q=bound_of_new(max(new), SIZES.max_tokens),
+        max_seqlen_k=bound_of(longest, SIZES.max_seqlen_k),
+    )
+    attend(q, Pages(k, v), step, torch.empty_like(q), {"softmax_scale": 0.125})
+
+
+@pytest.mark.filterwarnings("ignore:Use of index_put_")  # append of the CPU, to one page
+@pytest.mark.parametrize("seed", [1])
+def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, draw = Device.named("h200"), random.Random(seed)
+    monkeypatch.setattr(engine_warmup, "current", lambda: gpu)
+    with fake_gpu("h200"), torch.no_grad():
+        made = engine_warmup.warm_layer(layer(), SIZES, processes=2)
+        assert not made.failures
+        assert {"append_kv"} < set(made.kernels.values())
+        with compilations() as compiled:
+            for _ in range(150):
+                attend_a_step(draw)
+        assert compiled == []
+
+
+def test_bounds_are_those_of_steps() -> None:
+    found = bounds(5000)
+    assert found[0] == LEAST_BOUND
+    assert found[-1] == 5000
+    assert {bound_of(n, 5000) for n in range(1, 5001)} == set(found)
+    assert powers(20) == [1, 2, 4, 8, 16, 20]
+    assert {bound_of_new(n, 20) for n in range(1, 21)} == set(powers(20))
+
+
+def test_calls_are_within_what_an_engine_serves() -> None:
+    shapes = list(shapes_of(SIZES))
+    of_prompts = [x for x in shapes if x.kind == "prompt"]
+    assert all(x.seqlen_q <= SIZES.max_tokens and x.seqlen_k >= x.seqlen_q for x in of_prompts)
+    assert {x.batch for x in shapes if x.kind == "step"} == set(SIZES.batch_sizes)
+    assert max(x.seqlen_k for x in shapes) == SIZES.max_seqlen_k
+
+
+def test_a_layer_reads_keys_and_values_of_one_cache() -> None:
+    for heads_first in (False, True):
+        made = Layer(
+            **{f: getattr(layer(), f) for f in Layer.__match_args__} | {"heads_first": heads_first}
+        )
+        k, v = made.caches(1, PAGE)
+        assert k.shape == v.shape == (1, PAGE, KV_HEADS, DIM)
+        assert v.data_ptr() - k.data_ptr() == DIM * k.element_size()
