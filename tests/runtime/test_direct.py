@@ -194,8 +194,7 @@ def test_what_is_not_known_goes_through_triton(launcher: Callable[[Any], Any]) -
     function = CFunction()
     compiled = compiled_with(launcher(function))
     assert relaunch.bind(compiled, GRID, (1, 2)) is None
-    maps: Any = {}
-    assert relaunch.bind_to_maps(compiled, GRID, (1, 2), maps, maps) is None
+    assert relaunch.bind_to_maps(compiled, GRID) is None
     assert function.calls == []
 
 
@@ -303,8 +302,9 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
         for i in range(2)
     ]
     by_hand = relaunch.bind(compiled, GRID, (64,))
-    bound = relaunch.bind_to_maps(compiled, GRID, (64,), *maps)
-    assert by_hand is not None and bound is not None
+    launch_with = relaunch.bind_to_maps(compiled, GRID)
+    assert by_hand is not None and launch_with is not None
+    bound = launch_with((64,), *maps)
     by_hand(3, 0x10, *maps[0][0x20], *maps[1][0x30], None, "lens")
     bound(3, 0x10, (0x20, 0x30, None), "lens")
     last = function.calls[1][-1]

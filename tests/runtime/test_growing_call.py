@@ -456,8 +456,8 @@ def test_maps_of_lengths_are_forgotten(gpu: Recorded, monkeypatch: pytest.Monkey
         for _ in range(7):
             splitkv.decode(q, **of_heads(n))
     assert len(relaunch._made) <= kept + 6
-    maps = relaunch.MapsOfLength.__new__(relaunch.MapsOfLength)
-    maps.tile, maps.layout = (0, 2, 1, [1]), ((8,), (1,))
+    tile = relaunch.Tile(lambda address, *layout: ("map", address), (0, 2, 1, [1]))
+    maps = relaunch.MapsOfLength(tile, (8,), (1,))
     for address in range(16, 320, 16):
         assert maps[address][1:] == (8, 1)
         assert 0 < len(maps) <= 3

@@ -284,7 +284,7 @@ def test_lengths_that_come_again_are_known(gpu: Recorded, monkeypatch: pytest.Mo
     grown()
     (launcher,) = launchers()
     assert len(launcher.known) >= 30
-    monkeypatch.setattr(GrowingSequences, "at_length", pytest.fail)
+    monkeypatch.setattr(GrowingSequences, "launcher_of", pytest.fail)
     for n in (240, 250, 230, 240):
         run(prompt(n))
     monkeypatch.undo()

@@ -60,6 +60,7 @@ from splitkv.kernels.host.launcher import (
     PER_CALL_OF_APPEND,
     CacheTail,
     DecodeLauncher,
+    LaunchAtLength,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -334,8 +335,8 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     def relaunch(compiled: Any) -> Launch:
         return launch_of(compiled, programs, tail.arguments)
 
-    def at_lengths(compiled: Any) -> Any:
-        return lambda operands: launch_of(compiled, programs, tail.at_length(operands))
+    def at_lengths(compiled: Any) -> LaunchAtLength:
+        return lambda here: launch_of(compiled, programs, tail.at_length(here))
 
     def variant() -> Hashable:
         return tail.variant(), config.num_warps, partial_rows(plan) > 0

@@ -69,37 +69,42 @@ def bind(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) ->
     def in_a_tuple(stream: int, *args: Any) -> None:
         function(x, y, z, stream, *fixed, (*args, *tail))
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
-def bind_to_maps(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    tail: Sequence[Any],
-    k_maps: Mapping[int, tuple[Any, ...]],
-    v_maps: Mapping[int, tuple[Any, ...]],
-) -> Launch | None:
-    """Binds a launch of a kernel that takes q, k and v, these as descriptors, and a page table:
-    `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split.
+LaunchWith = Callable[[Sequence[Any], Any, Any], Launch]
+"""`launch_with(tail, k_maps, v_maps)`: a launch whose last arguments are always `tail`, and which
+takes K and V as the items of these maps of their addresses."""
+
+
+def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None:
+    """Binds launches of a kernel that takes q, k and v, these as descriptors, and a page table:
+    `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split. None: no
+    way is known. Whoever keeps one holds the kernel, see `holding`.
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
     x, y, z = grid
-    tail = tuple(tail)
 
-    def one_by_one(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-        at_k, at_v, at_table = kv
-        k, v = k_maps[at_k], v_maps[at_v]
-        function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
+    def one_by_one(tail: Sequence[Any], k_maps: Any, v_maps: Any) -> Launch:
+        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+            at_k, at_v, at_table = kv
+            k, v = k_maps[at_k], v_maps[at_v]
+            function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
 
-    def in_a_tuple(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-        at_k, at_v, at_table = kv
-        k, v = k_maps[at_k], v_maps[at_v]
-        function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+        return launch
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    def in_a_tuple(tail: Sequence[Any], k_maps: Any, v_maps: Any) -> Launch:
+        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+            at_k, at_v, at_table = kv
+            k, v = k_maps[at_k], v_maps[at_v]
+            function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+
+        return launch
+
+    return in_a_tuple if as_tuple else one_by_one
 
 
 def bind_to_descriptors(
@@ -139,7 +144,7 @@ def bind_to_descriptors(
         maps = unpacked(addresses)
         function(x, y, z, stream, *fixed, (*maps, *memory, row[0], *args, *tail))
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
 class Launched(NamedTuple):
@@ -221,7 +226,7 @@ def bind_to_addresses(
             function(x, y, z, stream, *fixed, *args)
 
     made_of_maps = [(at, kept, n) for at, n, kept in maps]
-    return _holding(compiled, launch)
+    return holding(compiled, launch)
 
 
 def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
@@ -253,7 +258,7 @@ def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = (
     return through_triton
 
 
-def _holding(compiled: Any, launch: Launch) -> Launch:
+def holding(compiled: Any, launch: Launch) -> Launch:
     """The launch, and with it the kernel: Triton 3.9 unloads one that nobody holds."""
     launch.__dict__["kernel"] = compiled
     return launch
@@ -318,12 +323,14 @@ JUST_ADDRESSES = JustAddresses()
 
 
 class Tile(NamedTuple):
-    """The tile of a tensor descriptor that a kernel is compiled for, in the terms of the driver."""
+    """The tile of a tensor descriptor that a kernel is compiled for.
 
-    swizzle: Any
-    element_bytes: int
-    element_type: int
-    block: Any
+    fill    the driver's function that makes a map
+    box     in its terms: swizzle, bytes of an element, its type, elements along each dimension
+    """
+
+    fill: Callable[..., Any]
+    box: tuple[Any, int, int, Any]
 
 
 def tile_of(compiled: Any, index: int) -> Tile:
@@ -332,7 +339,10 @@ def tile_of(compiled: Any, index: int) -> Tile:
     assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
     driver = sys.modules[type(compiled.run).__module__]
     element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return Tile(meta["swizzle"], meta["elem_size"], element_type, meta["block_size"])
+    utils = triton.runtime.driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None)  # from Triton 3.7 on
+    box = meta["swizzle"], meta["elem_size"], element_type, meta["block_size"]
+    return Tile(fill or utils.fill_tma_descriptor, box)
 
 
 class TensorMaps(dict[int, tuple[Any, ...]]):
@@ -345,19 +355,12 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
     """
 
     def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.tile, self.layout = tile, (shape, strides)
-
-    __call__ = dict.__getitem__
+        self.tile, self.shape, self.strides = tile, shape, strides
 
     def made_of(self, address: int) -> tuple[Any, ...]:
         """Asks the driver for a map."""
-        utils = triton.runtime.driver.active.utils
-        try:
-            fill = utils.fill_tma_descriptor_tiled
-        except AttributeError:  # before Triton 3.7
-            fill = utils.fill_tma_descriptor
-        shape, strides = self.layout
-        return fill(address, *self.tile, shape, strides, 0), *shape, *strides
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
+        return fill(address, *box, shape, strides, 0), *shape, *strides
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
         made = self.made_of(address)
@@ -447,13 +450,6 @@ class Repeat(Allocations):
         self.split, self.key_scales = split, key_scales
         self.partial: tuple[int, int, int] = (0, 0, 0)  # of the last call
 
-    def with_split(self, split: Launch) -> Repeat:
-        """This call with another launch of its splits."""
-        made = object.__new__(Repeat)
-        made.__dict__.update(self.__dict__)
-        made.split = split
-        return made
-
     def call(
         self,
         q,
@@ -471,7 +467,10 @@ class Repeat(Allocations):
         softcap,
         new=None,
         out_scale=None,
+        split=None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """(out, lse or None), or None; split: another launch of the splits, for a length of its
+        own."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = at_out_scale = None
@@ -517,7 +516,7 @@ class Repeat(Allocations):
             scale /= softcap
         else:
             scale, softcap = scale * 1.4426950408889634, None
-        stream, split, merge = self.current_stream(self.device), self.split, self.merge
+        stream, split, merge = self.current_stream(self.device), split or self.split, self.merge
         kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale)
         final = at_out, at_lse, at_out_scale
         partial: tuple[int, int, int] | None = None
