@@ -325,12 +325,17 @@ def test_a_launch_with_descriptors_first(
         for i in range(2)
     ]
     compiled = compiled_with(launcher(function), [META, META])
-    bound = relaunch.bind_to_descriptors(compiled, GRID, (64,), [maps[0], None, maps[1]])
-    assert bound is not None
+    launch_at = relaunch.bind_to_descriptors(compiled)
+    assert launch_at is not None
+    none = relaunch.NO_MAPS
+    operand_maps = relaunch.OperandMaps(maps[0], none, maps[1], none, none, maps[0])
+    bound = launch_at(GRID, (64,), operand_maps)
     for _ in range(2):
         memory = relaunch.LaunchMemory((0x40, 0x41), None, 0x42, (0x43, None))
-        bound(3, (0x20, 0x20, 0x30), memory, (0x50, None), (None, 0x60), 0.5)
-    of_maps = "map 1", 512, 128, 128, 1, None, "map 2", 256, 128, 128, 1
+        addresses = relaunch.OperandAddresses(0x20, 0x30, 0x30, 0x20)
+        bound(3, addresses, memory, (0x50, None), (None, 0x60), 0.5)
+    q, k = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
+    of_maps = *q, None, *k, None, None, *q
     given = (*of_maps, (0x40, 0x41), None, 0x42, (0x43, None), 0x50, (None, 0x60), 0.5)
     for call in function.calls:
         last = call[-1]
@@ -338,7 +343,7 @@ def test_a_launch_with_descriptors_first(
         assert call[:4] == (*GRID, 3) and args == (*given, 64)
     assert len(filled) == 2
     instrumented = compiled_with(Instrumented(function), [META])
-    assert relaunch.bind_to_descriptors(instrumented, GRID, (64,), maps) is None
+    assert relaunch.bind_to_descriptors(instrumented) is None
 
 
 # --- a call again ------------------------------------------------------------------------------

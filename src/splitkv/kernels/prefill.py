@@ -79,15 +79,13 @@ from splitkv.kernels.host.sequence_sizes import (
     SequenceSizes,
     bytes_of_keys,
     draw_seed,
-    layout_of_out,
     lengths_of,
-    lse_strides,
     offset_type,
+    result_layouts,
     scale_and_softcap,
     scoring_of,
     stride_slope,
     strides_of,
-    strides_of_layout,
     tiles_and_lanes,
 )
 from splitkv.kernels.host.sequences import (
@@ -405,9 +403,8 @@ class PrefillLauncher(SequenceLauncher):
 
     def sizes(self, operands: Operands) -> SequenceSizes:
         problem, x = self.problem, operands
-        lengths, lse = lengths_of(problem, x), lse_strides(x.q)
-        max_tokens, layout = problem.cut_tokens_of(lengths.seqlen_q), layout_of_out(problem, x)
-        out = strides_of_layout(*layout)
+        lengths, results = lengths_of(problem, x), result_layouts(problem, x)
+        max_tokens, lse = problem.cut_tokens_of(lengths.seqlen_q), results.lse_strides
         tiles, lanes, width = tiling(self.plan, lengths)
         programs = tiles * lanes + split_programs(self.plan, max_tokens)
         arguments = {
@@ -417,7 +414,7 @@ class PrefillLauncher(SequenceLauncher):
             "q_strides": strides_of(x.q),
             "k_strides": strides_of(x.k),
             "v_strides": strides_of(x.v),
-            "out_strides": out,
+            "out_strides": results.out_strides,
             "stride_lse_b": lse.b,
             "stride_lse_h": lse.h,
             "tiles": tiles,
@@ -425,7 +422,7 @@ class PrefillLauncher(SequenceLauncher):
             "width": width,
             "max_tokens": max_tokens,
         }
-        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, out, layout)
+        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, results)
 
     @cached_property
     def tail(self) -> Tail:

@@ -29,7 +29,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.launcher import CacheLayout
-from splitkv.kernels.host.sequence_sizes import scale_and_softcap, strides_of, strides_of_out
+from splitkv.kernels.host.sequence_sizes import result_layouts, scale_and_softcap, strides_of
 from splitkv.kernels.host.sequences import relaunched
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
 from splitkv.runtime.call_cache import NO_TENSOR, Check, Launcher, Result, check_of, layout
@@ -500,5 +500,5 @@ def _alignment_by_stride(problem: Problem, operands: Operands) -> Alignment | No
     for tensor in (x.k, x.v):
         if MOST_KEYS * tensor.stride(-3) + tensor.stride(-2) >= 1 << 31:
             return None
-    found += [_alignment(stride) for stride in strides_of_out(problem, x)]
+    found += [_alignment(stride) for stride in result_layouts(problem, x).out_strides]
     return tuple(found)

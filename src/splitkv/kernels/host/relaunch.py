@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from triton.compiler.compiler import make_backend
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order
 
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides of a tensor."""
 Launch = Callable[..., None]
 """`launch(stream, *args)`: args as the kernel's parameters up to the bound tail, addresses for
 tensors, and for a tensor descriptor the items of its `TensorMaps`, unpacked."""
@@ -107,44 +110,43 @@ def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None
     return in_a_tuple if as_tuple else one_by_one
 
 
-def bind_to_descriptors(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    tail: Sequence[Any],
-    maps: Sequence[TensorMaps | None],
-) -> Launch | None:
-    """Binds a launch, as `Sequences` has it, of a kernel whose first arguments are descriptors, or
-    None, and which knows no ALiBi.
+LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], "OperandMaps"], Launch]
+"""`launch_at(grid, tail, maps)`: a launch, as `Sequences` has it, on a grid, whose last arguments
+are always `tail`, and which takes operands and out as the items of these maps."""
+
+
+def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
+    """Binds launches of a kernel whose first arguments are descriptors, or None, and which knows no
+    ALiBi. None: no way is known. Whoever keeps one holds the kernel, see `holding`.
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
-    x, y, z = grid
-    tail = tuple(tail)
 
-    def unpacked(addresses: Sequence[int]) -> list[Any]:
-        found: list[Any] = []
-        for kept, address in zip(maps, addresses, strict=True):
-            if kept is None:
-                found.append(None)
-            else:
-                found += kept[address]
-        return found
+    def one_by_one(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
+        (x, y, z), (q, q_rest, k, k_rest, v, out) = grid, maps
 
-    def one_by_one(
-        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
-    ) -> None:
-        maps = unpacked(addresses)
-        function(x, y, z, stream, *fixed, *maps, *memory, row[0], *args, *tail)
+        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            at_q, at_k, at_v, at_out = at
+            function(
+                *(x, y, z, stream, *fixed, *q[at_q], *q_rest[at_q], *k[at_k], *k_rest[at_k]),
+                *(*v[at_v], *out[at_out], *memory, row[0], *args, *tail),
+            )
 
-    def in_a_tuple(
-        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
-    ) -> None:
-        maps = unpacked(addresses)
-        function(x, y, z, stream, *fixed, (*maps, *memory, row[0], *args, *tail))
+        return launch
 
-    return holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    def in_a_tuple(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
+        (x, y, z), (q, q_rest, k, k_rest, v, out) = grid, maps
+
+        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            at_q, at_k, at_v, at_out = at
+            operands = *q[at_q], *q_rest[at_q], *k[at_k], *k_rest[at_k], *v[at_v], *out[at_out]
+            function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
+
+        return launch
+
+    return in_a_tuple if as_tuple else one_by_one
 
 
 class Launched(NamedTuple):
@@ -319,7 +321,26 @@ class JustAddresses(dict[int, tuple[Any, ...]]):
         return (address,)
 
 
-JUST_ADDRESSES = JustAddresses()
+class NoMaps(dict[int, tuple[Any, ...]]):
+    """In the place of `TensorMaps`, for a kernel that takes None there."""
+
+    def __missing__(self, address: int) -> tuple[None]:
+        return (None,)
+
+
+JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
+
+
+class OperandMaps(NamedTuple):
+    """The maps of a kernel for whole sequences, in the order of its descriptors; the rests are the
+    columns of q and k behind those that v has, too."""
+
+    q: Any
+    q_rest: Any
+    k: Any
+    k_rest: Any
+    v: Any
+    out: Any
 
 
 class Tile(NamedTuple):
@@ -409,7 +430,8 @@ class Allocations:
         acc: int,
         rows: int,
     ) -> None:
-        self.merge, self.dtype, self.on = merge, dtype, device
+        self.merge, self.dtype = merge, dtype
+        self.empty = workspace.empty_strided(device)
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse: Any = None
         if lse_shape is not None:
@@ -565,13 +587,10 @@ def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]
 
 
 class OperandAddresses(NamedTuple):
-    """The addresses of operands and out in the order of descriptors; those of the rest are those of
-    the whole."""
+    """The addresses of operands and out."""
 
     q: int
-    q_rest: int
     k: int
-    k_rest: int
     v: int
     out: int
 
@@ -602,17 +621,19 @@ class Sequences(Allocations):
         self,
         launch: Launch,
         merge: Launch | None,
-        out_shape: Sequence[int],
-        lse_shape: Sequence[int],
+        results: tuple[Layout, Layout],
         acc: int,
         rows: int,
     ) -> Sequences:
-        """This call at other lengths: with other launches, results and partials."""
+        """This call at other lengths: with other launches, results and partials.
+
+        results   of out and lse
+        """
         made = object.__new__(Sequences)
         made.__dict__.update(self.__dict__)
-        made.launch, made.merge = launch, merge
-        made.new_out = workspace.allocation(out_shape, self.dtype, self.on)
-        made.new_lse = workspace.allocation(lse_shape, torch.float32, self.on)
+        made.launch, made.merge, (out, lse) = launch, merge, results
+        made.new_out = partial(self.empty, *out, self.dtype)
+        made.new_lse = partial(self.empty, *lse, torch.float32)
         if rows:
             made.m_at, made.l_at, made.numel = workspace.layout(acc, rows)
         return made
@@ -673,7 +694,7 @@ class Sequences(Allocations):
         lse = self.new_lse()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
-        maps, final = OperandAddresses(at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse, None)
+        maps, final = OperandAddresses(at_q, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths = at_cu_q, at_cu_k, at_lens, at_table
         rest = (at_sink, at_slopes), scales, scale, softcap
         if not self.numel:
