@@ -551,7 +551,7 @@ def test_a_call_of_sequences_again(
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr(), None
     stream, maps, memory, *rest = split
-    assert (stream, maps, memory.final) == (STREAM, (q, q, k, k, v, final[0]), final)
+    assert (stream, maps, memory.final) == (STREAM, (q, k, v, final[0]), final)
     assert memory.lengths == tuple(others[:4])
     assert rest == [tuple(others[4:6]), tuple(others[6:]), 0.5, None]
     if merge is None:

@@ -377,6 +377,18 @@ def test_a_known_layout_keeps_its_own_check(gpu: Recorded) -> None:
     assert bound_calls() == []
 
 
+def test_a_gradient_that_nobody_records_is_no_length(gpu: Recorded) -> None:
+    """Tensors that require one under no_grad are of a layout of their own, and repeat as others."""
+    caches = of_heads(FIRST)
+    q = query(caches)
+    for given in (q, q.clone().requires_grad_(), q, q.clone().requires_grad_()):
+        splitkv.decode(given, **caches)
+    entries = [entry for of_options in dispatch.calls.recent.values() for entry in of_options]
+    assert sorted(str(grad_mode) for _, grad_mode, _ in entries) == ["False", "None"]
+    assert bound_calls() == []
+    assert all(bound.launcher.repeat is not None for *_, bound in entries)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

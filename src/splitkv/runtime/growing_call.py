@@ -93,9 +93,10 @@ def pattern_of(tensors: Sequence[Tensor]) -> Any:
 
 
 def pattern_with(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
-    """The layouts of tensors but for lengths, which some have in a dimension."""
+    """The layouts of tensors but for lengths, which some have in a dimension; and whether they
+    require a gradient, which a check sees, too."""
     return tuple(
-        (_with_free_length(layout(x), lengths[n]), x.requires_grad) if n in lengths else layout(x)
+        (_with_free_length(layout(x), lengths[n]) if n in lengths else layout(x), x.requires_grad)
         for n, x in enumerate(tensors)
     )
 
