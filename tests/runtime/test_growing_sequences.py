@@ -79,6 +79,19 @@ def packed(n: int, keys: int | None = None) -> Given:
     }
 
 
+def quantised(n: int, granularity: str, dtype: Any = torch.int8, queries: int = 0) -> Given:
+    given = dense(queries or n, n, dtype=dtype)
+    shape = {"head": (KV_HEADS,), "token": (BATCH, n, KV_HEADS)}[granularity]
+    scales = {"k_scale": torch.ones(shape), "v_scale": torch.ones(shape)}
+    return given | {"q": given["q"].bfloat16()} | scales
+
+
+def packed_8bit(n: int) -> Given:
+    given = packed(n)
+    scales = dict.fromkeys(("k_scale", "v_scale"), torch.ones(KV_HEADS))
+    return given | {name: given[name].to(torch.float8_e4m3fn) for name in "kv"} | scales
+
+
 PAGES = torch.zeros(2, 96, 16, KV_HEADS, DIM).bfloat16()
 TABLE = torch.zeros(3, 40, dtype=torch.int32)
 
@@ -125,6 +138,12 @@ GROWTHS: dict[str, tuple[str, Callable[[int], Given]]] = {
     "packed on another GPU": ("a100", packed),
     "pages": ("h200", paged),
     "pages on another GPU": ("a100", paged),
+    "int8": ("h200", lambda n: quantised(n, "head") | {"causal": True}),
+    "e4m3": ("h200", lambda n: quantised(n, "head", torch.float8_e4m3fn)),
+    "e5m2": ("h200", lambda n: quantised(n, "head", torch.float8_e5m2)),
+    "int8, one query": ("h200", lambda n: quantised(n, "head", queries=1)),
+    "int8 on another GPU": ("a100", lambda n: quantised(n, "head") | {"causal": True}),
+    "packed e4m3": ("h200", packed_8bit),
 }
 
 
@@ -202,13 +221,6 @@ def test_a_known_call_is_launched_with_addresses(name: str) -> None:
             recorded.through_triton = 0
     (first, slow), *others = made
     assert slow >= 1 and others == [(first, 0)] * 2
-
-
-def quantised(n: int, granularity: str) -> Given:
-    given = dense(n, n, dtype=torch.int8)
-    shape = {"head": (KV_HEADS,), "token": (BATCH, n, KV_HEADS)}[granularity]
-    scales = {"k_scale": torch.ones(shape), "v_scale": torch.ones(shape)}
-    return given | {"q": given["q"].bfloat16()} | scales
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])

@@ -356,6 +356,7 @@ class PrefillLauncher(SequenceLauncher):
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         self.options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
         self.combine = combine_launch(plan, self.splits, early)
+        self.of_scales = stored_of(operands)[3:]  # compiled for by value
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -431,7 +432,7 @@ class PrefillLauncher(SequenceLauncher):
     def variant(self) -> Hashable:
         merge = None if self.combine is None else self.combine.variant()
         parts = bool(self.splits.rows), self.splits.in_kernel
-        return self.tail.variant(), (self.options["num_warps"], parts), merge
+        return self.tail.variant(), (self.options["num_warps"], parts), merge, self.of_scales
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]

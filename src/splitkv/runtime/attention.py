@@ -421,7 +421,7 @@ def _growing(
     if plan is not None or not dispatch.on_a_gpu(tensors[0]) or needs_grad(*tensors):
         return None
     is_packed = given["cu_seqlens_q"] is not None
-    if (is_packed and packed is None) or given["k_scale"] is not None or given["dropout_p"]:
+    if (is_packed and packed is None) or given["dropout_p"]:
         return None
     if given["out_scale"] is not None or given["bidirectional_ranges"] is not None:
         return None
@@ -443,7 +443,8 @@ def _bind_growing(tensors: list[Tensor], given: dict[str, Any]) -> BoundCall | N
     def plan(problem: Problem, operands: Operands) -> Plan:
         return dispatch.plan_for(problem, operands, None)
 
-    if plan(problem, operands).kernel not in growing_call.SEQUENCES_GROW:
+    kernel = plan(problem, operands).kernel
+    if kernel not in (*growing_call.SEQUENCES_GROW, *growing_call.SEQUENCES_STAY):
         return None
     numbers = {name: given[name] for name in NUMBERS}
     mask = Mask.of(given["causal"], given["window_size"], **numbers)

@@ -39,11 +39,14 @@ if TYPE_CHECKING:
 
 GROWS = "decode_split", "hopper_decode_split"
 """The kernels that take every length of a cache up to that of their plan."""
-SEQUENCES_GROW = "hopper_prefill", "prefill"
+SEQUENCES_GROW = "hopper_prefill", "hopper_prefill_quantised", "prefill"
 """Those that take every length of whole sequences."""
+SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
+"""Those that are bound to one length of them; at others of the same call another may be the best.
+"""
 
 
-MAX_KNOWN = 256  # layouts that launches of sequences are kept for; past it, they start afresh
+MAX_KNOWN = 256  # layouts that launches are kept for; past it, they start afresh
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
@@ -156,7 +159,7 @@ class Growing(ABC):
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
         self.buckets: dict[Bucket, Any] = {}  # launchers
         self.ahead: dict[Bucket, Any] = {}  # planned; bound
-        self.bound: tuple[Any, Launcher | None] = (None, None)  # to one layout in its bucket
+        self.bound: dict[Any, Launcher] = {}  # to one layout in its bucket
 
     @abstractmethod
     def problem_of(self, longest: Any) -> Problem:
@@ -171,15 +174,17 @@ class Growing(ABC):
         problem   that the launcher is bound to
         """
         x = operands
-        known, launcher = self.bound
-        if launcher is not None and known == (here, bucket):
+        launcher = self.bound.get((here, bucket))
+        if launcher is not None:
             return launcher(x)
         if bucket is None:
             plan = self.plan_for(problem, x)
         else:
             plan = replace(self.planned(bucket, x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
-        self.bound = (here, bucket), made
+        if len(self.bound) >= MAX_KNOWN:
+            self.bound.clear()
+        self.bound[here, bucket] = made
         result: Result = made(x)
         if bucket is not None and plan.kernel in self.kernels and made.compiled is not None:
             compiled[self.types, bucket[0], made.variant()] = made.compiled
