@@ -19,6 +19,7 @@ launches of the step itself. A bucket that is entered in another way takes all o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 """
 
 
-MAX_KNOWN = 256  # layouts that launches are kept for; past it, they start afresh
+MAX_KNOWN = 256  # layouts that launches are kept for; past it, the first are forgotten
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
@@ -159,7 +160,7 @@ class Growing(ABC):
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
         self.buckets: dict[Bucket, Any] = {}  # launchers
         self.ahead: dict[Bucket, Any] = {}  # planned; bound
-        self.bound: dict[Any, Launcher] = {}  # to one layout in its bucket
+        self.bound: OrderedDict[Any, Launcher] = OrderedDict()  # to one layout in its bucket
 
     @abstractmethod
     def problem_of(self, longest: Any) -> Problem:
@@ -182,9 +183,7 @@ class Growing(ABC):
         else:
             plan = replace(self.planned(bucket, x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
-        if len(self.bound) >= MAX_KNOWN:
-            self.bound.clear()
-        self.bound[here, bucket] = made
+        keep(self.bound, (here, bucket), made)
         result: Result = made(x)
         if bucket is not None and plan.kernel in self.kernels and made.compiled is not None:
             compiled[self.types, bucket[0], made.variant()] = made.compiled
@@ -313,7 +312,8 @@ class GrowingSequences(Growing):
         plan_for: Callable[[Problem, Operands], Plan],
     ) -> None:
         super().__init__(problem, operands, 0, plan_for, SEQUENCES_GROW)
-        self.mask, self.known = mask, dict[Any, Any]()  # layouts, and what launches them
+        self.mask = mask
+        self.known: OrderedDict[Any, Any] = OrderedDict()  # layouts, and what launches them
         self.packed, self.return_lse = problem.kind == "varlen", problem.return_lse
         self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
 
@@ -337,10 +337,8 @@ class GrowingSequences(Growing):
                 launcher = None if bucket is None else self.launcher_of(bucket, x)
                 again = None if launcher is None else launcher.at_length(x)
                 self.latest = here, again
-                if len(self.known) >= MAX_KNOWN:
-                    self.known.clear()
                 if again is not None:
-                    self.known[here] = again
+                    keep(self.known, here, again)
         if again is not None:
             done = relaunched(again, x, *scale_and_softcap(x))
             if done is not None:
@@ -428,6 +426,14 @@ def check_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) ->
         return bool(out.shape[dim] == q.shape[dim] and out.is_contiguous())
 
     return fits if fits(*tensors) else None
+
+
+def keep(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps a value in the place of the first where there are many: to forget all of them at once
+    takes as long as a hundred calls."""
+    while len(known) >= MAX_KNOWN:
+        known.popitem(last=False)
+    known[key] = value
 
 
 def types_of(operands: Operands) -> Hashable:
