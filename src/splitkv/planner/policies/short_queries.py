@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, MiB
 from splitkv.core.errors import expect
@@ -166,8 +167,7 @@ HOPPER_PROMPTS = replace(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost that the model expects of a config."""
 
     programs: int
