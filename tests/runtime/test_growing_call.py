@@ -33,7 +33,7 @@ HEADS, KV_HEADS, DIM = 8, 2, 128
 FIRST, STEPS = 500, 80  # three buckets
 # Functions that Python calls for a new length, C functions counted; and where it makes ready a part
 # of what the next bucket needs.
-MOST_CALLS, MOST_CALLS_READY = 100, 350
+MOST_CALLS, MOST_CALLS_READY = 60, 250
 Caches = dict[str, Any]
 
 
