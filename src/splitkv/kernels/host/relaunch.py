@@ -375,16 +375,15 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
     memory, so it stays right when the memory is freed and taken again. Out of bounds reads 0.
     """
 
+    __slots__ = "shape", "strides", "tile"
+
     def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.tile, self.shape, self.strides = tile, shape, strides
 
-    def made_of(self, address: int) -> tuple[Any, ...]:
-        """Asks the driver for a map."""
-        (fill, box), shape, strides = self.tile, self.shape, self.strides
-        return fill(address, *box, shape, strides, 0), *shape, *strides
-
     def __missing__(self, address: int) -> tuple[Any, ...]:
-        made = self.made_of(address)
+        """Asks the driver for a map, and keeps it among all."""
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
+        made = fill(address, *box, shape, strides, 0), *shape, *strides
         if len(_made) >= MAX_MAPS:
             kept = _made[:]  # another thread may add to it
             del _made[: len(kept)]
@@ -401,10 +400,13 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 class MapsOfLength(TensorMaps):
     """Tensor maps of caches that have this length for a while: they are forgotten with it."""
 
+    __slots__ = ()
+
     def __missing__(self, address: int) -> tuple[Any, ...]:
         if len(self) >= MAX_MAPS:
             self.clear()
-        made = self[address] = self.made_of(address)
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
+        made = self[address] = fill(address, *box, shape, strides, 0), *shape, *strides
         return made
 
 
@@ -443,14 +445,20 @@ class Allocations:
         self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
-    def take_buffer(self, stream: int, captured: Any) -> tuple[Any, tuple[int, int, int]]:
+    def take_buffer(
+        self, stream: int, captured: Any, layout: tuple[int, int, int] | None = None
+    ) -> tuple[Any, tuple[int, int, int]]:
         """A buffer for the partials, the stream's own where no graph is captured, which gets it
-        back in `buffers` after the call; and the addresses of acc, m and l in it."""
+        back in `buffers` after the call; and the addresses of acc, m and l in it.
+
+        layout   of `workspace.layout`; None: that of this call
+        """
+        m_at, l_at, numel = layout or (self.m_at, self.l_at, self.numel)
         buffer: Any = None if captured else self.buffers.pop(stream, None)
-        if buffer is None or buffer[1] < self.numel:
-            buffer = self.make_buffer(self.device, self.numel, captured)
+        if buffer is None or buffer[1] < numel:
+            buffer = self.make_buffer(self.device, numel, captured)
         at = buffer[0]
-        return buffer, (at, at + self.m_at, at + self.l_at)
+        return buffer, (at, at + m_at, at + l_at)
 
 
 class Repeat(Allocations):
@@ -605,17 +613,23 @@ class LaunchMemory(NamedTuple):
     lengths: tuple[int | None, ...]
 
 
-class Sequences(Allocations):
+class Sequences:
     """Attention of whole sequences: allocate, launch, merge.
 
     launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
              softcap); scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
+
+    There may be one of each length, so each has little of its own.
     """
 
+    __slots__ = "launch", "layout", "memory", "merge", "new_lse", "new_out"
+
     def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
-        super().__init__(merge, *rest)
-        self.launch = launch
+        self.launch, self.merge = launch, merge
+        self.memory = memory = Allocations(merge, *rest)
+        self.new_out, self.new_lse = memory.new_out, memory.new_lse
+        self.layout = memory.m_at, memory.l_at, memory.numel
 
     def resized(
         self,
@@ -629,13 +643,11 @@ class Sequences(Allocations):
 
         results   of out and lse
         """
-        made = object.__new__(Sequences)
-        made.__dict__.update(self.__dict__)
-        made.launch, made.merge, (out, lse) = launch, merge, results
-        made.new_out = partial(self.empty, *out, self.dtype)
-        made.new_lse = partial(self.empty, *lse, torch.float32)
-        if rows:
-            made.m_at, made.l_at, made.numel = workspace.layout(acc, rows)
+        made, (out, lse) = object.__new__(Sequences), results
+        made.launch, made.merge, made.memory = launch, merge, self.memory
+        made.new_out = partial(self.memory.empty, *out, self.memory.dtype)
+        made.new_lse = partial(self.memory.empty, *lse, torch.float32)
+        made.layout = workspace.layout(acc, rows) if rows else NO_PARTIALS
         return made
 
     def call(
@@ -693,24 +705,26 @@ class Sequences(Allocations):
         out = self.new_out() if out is None else out
         lse = self.new_lse()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
-        stream, merge = self.current_stream(self.device), self.merge
+        memory, merge = self.memory, self.merge
+        stream = memory.current_stream(memory.device)
         maps, final = OperandAddresses(at_q, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths = at_cu_q, at_cu_k, at_lens, at_table
         rest = (at_sink, at_slopes), scales, scale, softcap
-        if not self.numel:
+        if not self.layout[2]:
             self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
             return out, lse
-        captured = stream and self.capturing()
-        buffer, partial = self.take_buffer(stream, captured)
+        captured = stream and memory.capturing()
+        buffer, partial = memory.take_buffer(stream, captured, self.layout)
         if merge is None:
-            count = self.counter(self.device, stream, captured).data_ptr()
+            count = memory.counter(memory.device, stream, captured).data_ptr()
             self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
         else:
             self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
             merge(stream, partial, final, at_cu_q, at_sink)
         if not captured:
-            self.buffers[stream] = buffer
+            memory.buffers[stream] = buffer
         return out, lse
 
 
 NO_SCALES = None, None, None
+NO_PARTIALS = 0, 0, 0
