@@ -12,8 +12,9 @@ What Triton compiles for strides by value is part of what a bucket is known by: 
 multiples of 16, or more than 32 bits hold. So are edges of a mask that no query meets.
 
 What a bucket takes on the host, ten times a new length, is done in the last steps of the bucket
-before: its plan in one of them, the binding in another, the launches in a third, each behind the
-launches of the step itself. A bucket that is entered in another way takes all of it at once.
+before: its plan in one of them, the binding of a kernel in another, that of `combine` in a third,
+the launches in a fourth, each behind the launches of the step itself. A bucket that is entered in
+another way takes all of it at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -55,6 +56,13 @@ Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
 """What a plan and its kernels are for: an alignment, and the longest sequences."""
+
+
+class Ready(NamedTuple):
+    """A launcher that only lacks its kernels, and their key in `compiled`."""
+
+    launcher: Any
+    key: Hashable
 
 
 compiled: dict[Hashable, tuple[Any, Any]] = {}
@@ -159,7 +167,7 @@ class Growing(ABC):
         self.kernels, self.types = kernels, types_of(operands)
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
         self.buckets: dict[Bucket, Any] = {}  # launchers
-        self.ahead: dict[Bucket, Any] = {}  # planned; bound
+        self.ahead: dict[Bucket, Any] = {}  # plans; launchers; launchers that are Ready
         self.bound: OrderedDict[Any, Launcher] = OrderedDict()  # to one layout in its bucket
 
     @abstractmethod
@@ -198,12 +206,13 @@ class Growing(ABC):
         return self.buckets.get(bucket)
 
     def make_ready(self, bucket: Bucket, operands: Operands) -> bool:
-        """Takes one of three steps to a launcher for a bucket: plans it, binds it, has it keep
-        kernels that were compiled for others and are its own, too. Whether another can follow.
+        """Takes one of four steps to a launcher for a bucket: plans it, binds it, has it say which
+        kernels it needs, and keep them where they were compiled for others. Whether another can
+        follow.
 
         Of the operands it takes the layout, so that each step may have those of another call.
         """
-        alignment = bucket[0]
+        alignment, more = bucket[0], True
         made: Any = self.ahead.pop(bucket, None)  # no other thread takes this step meanwhile
         if made is None:
             if alignment not in self.plans or bucket in self.buckets:
@@ -213,12 +222,13 @@ class Growing(ABC):
         elif isinstance(made, Plan):
             more = made.kernel in self.kernels
             made = kernel_named(made.kernel).bind(made, operands) if more else made
+        elif not isinstance(made, Ready):
+            made = Ready(made, (self.types, alignment, made.variant()))
         else:
-            more = False
-            kernels = compiled.get((self.types, alignment, made.variant()))
+            more, kernels = False, compiled.get(made.key)
             if kernels is not None:
-                made.keep(*kernels, operands)
-                self.buckets[bucket] = made
+                made.launcher.keep(*kernels, operands)
+                self.buckets[bucket] = made.launcher
                 return False
         self.ahead[bucket] = made
         return more

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -215,7 +215,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     if entry == "persistent":
         per_call, programs = step.PER_CALL, step.grid_of(plan)
     names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
-    tail = CacheTail(kernel, names, fixed)
+    tail = cache(partial(CacheTail, kernel, names, fixed))  # when it is asked for, as `combine`
     options = compile_options(config.num_warps)
     if producer:
         options["maxnreg"] = most_registers(problem, config, plan.device)
@@ -260,13 +260,14 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         if variant.load != "gather":
             layouts = k_layout(*of_k), v_layout(*of_v)
             maps = [TensorMaps(t, *x) for t, x in zip(tiles_of(compiled), layouts, strict=True)]
-        return holding(compiled, launch_with(tail.arguments, *maps))
+        return holding(compiled, launch_with(tail().arguments, *maps))
 
     def at_lengths(compiled: Any) -> LaunchAtLength | None:
         launch_with = bind_to_maps(compiled, clusters)
         if variant.load == "gather" or launch_with is None:
             return None
         k_tile, v_tile = tiles_of(compiled)
+        arguments_of = tail().at_length
         alike = k_tile == v_tile and problem.head_dim == problem.head_dim_v
 
         def at_length(here: CacheLayout) -> Launch:
@@ -274,13 +275,13 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
             k_maps = v_maps = MapsOfLength(k_tile, *k_layout(length, k_strides))
             if not alike or k_strides != v_strides:
                 v_maps = MapsOfLength(v_tile, *v_layout(length, v_strides))
-            return launch_with(tail.at_length(here), k_maps, v_maps)
+            return launch_with(arguments_of(here), k_maps, v_maps)
 
         return at_length
 
     def told_apart() -> Hashable:
         merged = partial_rows(plan) > 0, cluster_size, behind, box, halves
-        return tail.variant(), *sorted(options.items()), *merged
+        return tail().variant(), *sorted(options.items()), *merged
 
     return SplitKernel(launch, relaunch, at_lengths, told_apart)
 
