@@ -79,15 +79,13 @@ from splitkv.kernels.host.sequence_sizes import (
     SequenceSizes,
     bytes_of_keys,
     draw_seed,
-    layout_of_out,
     lengths_of,
-    lse_strides,
     offset_type,
+    result_layouts,
     scale_and_softcap,
     scoring_of,
     stride_slope,
     strides_of,
-    strides_of_layout,
     tiles_and_lanes,
 )
 from splitkv.kernels.host.sequences import (
@@ -358,6 +356,7 @@ class PrefillLauncher(SequenceLauncher):
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         self.options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
         self.combine = combine_launch(plan, self.splits, early)
+        self.of_scales = stored_of(operands)[3:]  # compiled for by value
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -405,9 +404,8 @@ class PrefillLauncher(SequenceLauncher):
 
     def sizes(self, operands: Operands) -> SequenceSizes:
         problem, x = self.problem, operands
-        lengths, lse = lengths_of(problem, x), lse_strides(x.q)
-        max_tokens, layout = problem.cut_tokens_of(lengths.seqlen_q), layout_of_out(problem, x)
-        out = strides_of_layout(*layout)
+        lengths, results = lengths_of(problem, x), result_layouts(problem, x)
+        max_tokens, lse = problem.cut_tokens_of(lengths.seqlen_q), results.lse_strides
         tiles, lanes, width = tiling(self.plan, lengths)
         programs = tiles * lanes + split_programs(self.plan, max_tokens)
         arguments = {
@@ -417,7 +415,7 @@ class PrefillLauncher(SequenceLauncher):
             "q_strides": strides_of(x.q),
             "k_strides": strides_of(x.k),
             "v_strides": strides_of(x.v),
-            "out_strides": out,
+            "out_strides": results.out_strides,
             "stride_lse_b": lse.b,
             "stride_lse_h": lse.h,
             "tiles": tiles,
@@ -425,7 +423,7 @@ class PrefillLauncher(SequenceLauncher):
             "width": width,
             "max_tokens": max_tokens,
         }
-        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, out, layout)
+        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, results)
 
     @cached_property
     def tail(self) -> Tail:
@@ -434,7 +432,7 @@ class PrefillLauncher(SequenceLauncher):
     def variant(self) -> Hashable:
         merge = None if self.combine is None else self.combine.variant()
         parts = bool(self.splits.rows), self.splits.in_kernel
-        return self.tail.variant(), (self.options["num_warps"], parts), merge
+        return self.tail.variant(), (self.options["num_warps"], parts), merge, self.of_scales
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]

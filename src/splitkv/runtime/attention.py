@@ -150,29 +150,27 @@ def attention(
         lse = s.logsumexp(-1)
         out = (s - logaddexp(lse, sink_logit)[:, None]).exp() @ v
     """
-    return _attention(
-        q,
-        k,
-        v,
-        plan,
-        causal=causal,
-        window_size=window_size,
-        sink_tokens=sink_tokens,
-        attention_chunk=attention_chunk,
-        sink_logits=sink_logits,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        products=products,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        out=out,
-        out_scale=out_scale,
-        return_lse=return_lse,
-    )
+    given = {
+        **_NOT_OF_ATTENTION,
+        "causal": causal,
+        "window_size": window_size,
+        "sink_tokens": sink_tokens,
+        "attention_chunk": attention_chunk,
+        "sink_logits": sink_logits,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "products": products,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic,
+        "out": out,
+        "out_scale": out_scale,
+        "return_lse": return_lse,
+    }
+    return _attention(q, k, v, plan, given)
 
 
 @overload
@@ -277,42 +275,39 @@ def attention_varlen(
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
     if page_table is None:
         expect_tensor("cu_seqlens_k", cu_seqlens_k)
-    return _attention(
-        q,
-        k,
-        v,
-        plan,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        page_table=page_table,
-        cache_seqlens=cache_seqlens,
-        causal=causal,
-        window_size=window_size,
-        sink_tokens=sink_tokens,
-        attention_chunk=attention_chunk,
-        bidirectional_ranges=bidirectional_ranges,
-        sink_logits=sink_logits,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        products=products,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        out=out,
-        out_scale=out_scale,
-        return_lse=return_lse,
-    )
+    given = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "page_table": page_table,
+        "cache_seqlens": cache_seqlens,
+        "causal": causal,
+        "window_size": window_size,
+        "sink_tokens": sink_tokens,
+        "attention_chunk": attention_chunk,
+        "bidirectional_ranges": bidirectional_ranges,
+        "sink_logits": sink_logits,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "products": products,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic,
+        "out": out,
+        "out_scale": out_scale,
+        "return_lse": return_lse,
+    }
+    return _attention(q, k, v, plan, given)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    given = _NOT_OF_ATTENTION | given
+    """A call; given: every other argument of `attention_varlen`, by name."""
     scales = given["q_scale"], given["k_scale"], given["v_scale"], given["out_scale"]
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
@@ -421,7 +416,7 @@ def _growing(
     if plan is not None or not dispatch.on_a_gpu(tensors[0]) or needs_grad(*tensors):
         return None
     is_packed = given["cu_seqlens_q"] is not None
-    if (is_packed and packed is None) or given["k_scale"] is not None or given["dropout_p"]:
+    if (is_packed and packed is None) or given["dropout_p"]:
         return None
     if given["out_scale"] is not None or given["bidirectional_ranges"] is not None:
         return None
@@ -443,7 +438,8 @@ def _bind_growing(tensors: list[Tensor], given: dict[str, Any]) -> BoundCall | N
     def plan(problem: Problem, operands: Operands) -> Plan:
         return dispatch.plan_for(problem, operands, None)
 
-    if plan(problem, operands).kernel not in growing_call.SEQUENCES_GROW:
+    kernel = plan(problem, operands).kernel
+    if kernel not in (*growing_call.SEQUENCES_GROW, *growing_call.SEQUENCES_STAY):
         return None
     numbers = {name: given[name] for name in NUMBERS}
     mask = Mask.of(given["causal"], given["window_size"], **numbers)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from triton.compiler.compiler import make_backend
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order
 
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides of a tensor."""
 Launch = Callable[..., None]
 """`launch(stream, *args)`: args as the kernel's parameters up to the bound tail, addresses for
 tensors, and for a tensor descriptor the items of its `TensorMaps`, unpacked."""
@@ -69,77 +72,81 @@ def bind(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) ->
     def in_a_tuple(stream: int, *args: Any) -> None:
         function(x, y, z, stream, *fixed, (*args, *tail))
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
-def bind_to_maps(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    tail: Sequence[Any],
-    k_maps: Mapping[int, tuple[Any, ...]],
-    v_maps: Mapping[int, tuple[Any, ...]],
-) -> Launch | None:
-    """Binds a launch of a kernel that takes q, k and v, these as descriptors, and a page table:
-    `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split.
+LaunchWith = Callable[[Sequence[Any], Any, Any], Launch]
+"""`launch_with(tail, k_maps, v_maps)`: a launch whose last arguments are always `tail`, and which
+takes K and V as the items of these maps of their addresses."""
+
+
+def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None:
+    """Binds launches of a kernel that takes q, k and v, these as descriptors, and a page table:
+    `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split. None: no
+    way is known. Whoever keeps one holds the kernel, see `holding`.
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
     x, y, z = grid
-    tail = tuple(tail)
 
-    def one_by_one(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-        at_k, at_v, at_table = kv
-        k, v = k_maps[at_k], v_maps[at_v]
-        function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
+    def one_by_one(tail: Sequence[Any], k_maps: Any, v_maps: Any) -> Launch:
+        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+            at_k, at_v, at_table = kv
+            k, v = k_maps[at_k], v_maps[at_v]
+            function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
 
-    def in_a_tuple(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-        at_k, at_v, at_table = kv
-        k, v = k_maps[at_k], v_maps[at_v]
-        function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+        return launch
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    def in_a_tuple(tail: Sequence[Any], k_maps: Any, v_maps: Any) -> Launch:
+        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+            at_k, at_v, at_table = kv
+            k, v = k_maps[at_k], v_maps[at_v]
+            function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+
+        return launch
+
+    return in_a_tuple if as_tuple else one_by_one
 
 
-def bind_to_descriptors(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    tail: Sequence[Any],
-    maps: Sequence[TensorMaps | None],
-) -> Launch | None:
-    """Binds a launch, as `Sequences` has it, of a kernel whose first arguments are descriptors, or
-    None, and which knows no ALiBi.
+LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], "OperandMaps"], Launch]
+"""`launch_at(grid, tail, maps)`: a launch, as `Sequences` has it, on a grid, whose last arguments
+are always `tail`, and which takes operands and out as the items of these maps."""
+
+
+def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
+    """Binds launches of a kernel whose first arguments are descriptors, or None, and which knows no
+    ALiBi. None: no way is known. Whoever keeps one holds the kernel, see `holding`.
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
-    x, y, z = grid
-    tail = tuple(tail)
 
-    def unpacked(addresses: Sequence[int]) -> list[Any]:
-        found: list[Any] = []
-        for kept, address in zip(maps, addresses, strict=True):
-            if kept is None:
-                found.append(None)
-            else:
-                found += kept[address]
-        return found
+    def one_by_one(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
+        (x, y, z), (q, q_rest, k, k_rest, v, out) = grid, maps
 
-    def one_by_one(
-        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
-    ) -> None:
-        maps = unpacked(addresses)
-        function(x, y, z, stream, *fixed, *maps, *memory, row[0], *args, *tail)
+        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            at_q, at_k, at_v, at_out = at
+            function(
+                *(x, y, z, stream, *fixed, *q[at_q], *q_rest[at_q], *k[at_k], *k_rest[at_k]),
+                *(*v[at_v], *out[at_out], *memory, row[0], *args, *tail),
+            )
 
-    def in_a_tuple(
-        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
-    ) -> None:
-        maps = unpacked(addresses)
-        function(x, y, z, stream, *fixed, (*maps, *memory, row[0], *args, *tail))
+        return launch
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    def in_a_tuple(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
+        (x, y, z), (q, q_rest, k, k_rest, v, out) = grid, maps
+
+        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            at_q, at_k, at_v, at_out = at
+            operands = *q[at_q], *q_rest[at_q], *k[at_k], *k_rest[at_k], *v[at_v], *out[at_out]
+            function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
+
+        return launch
+
+    return in_a_tuple if as_tuple else one_by_one
 
 
 class Launched(NamedTuple):
@@ -221,7 +228,7 @@ def bind_to_addresses(
             function(x, y, z, stream, *fixed, *args)
 
     made_of_maps = [(at, kept, n) for at, n, kept in maps]
-    return _holding(compiled, launch)
+    return holding(compiled, launch)
 
 
 def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
@@ -253,7 +260,7 @@ def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = (
     return through_triton
 
 
-def _holding(compiled: Any, launch: Launch) -> Launch:
+def holding(compiled: Any, launch: Launch) -> Launch:
     """The launch, and with it the kernel: Triton 3.9 unloads one that nobody holds."""
     launch.__dict__["kernel"] = compiled
     return launch
@@ -314,16 +321,37 @@ class JustAddresses(dict[int, tuple[Any, ...]]):
         return (address,)
 
 
-JUST_ADDRESSES = JustAddresses()
+class NoMaps(dict[int, tuple[Any, ...]]):
+    """In the place of `TensorMaps`, for a kernel that takes None there."""
+
+    def __missing__(self, address: int) -> tuple[None]:
+        return (None,)
+
+
+JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
+
+
+class OperandMaps(NamedTuple):
+    """The maps of a kernel for whole sequences, in the order of its descriptors; the rests are the
+    columns of q and k behind those that v has, too."""
+
+    q: Any
+    q_rest: Any
+    k: Any
+    k_rest: Any
+    v: Any
+    out: Any
 
 
 class Tile(NamedTuple):
-    """The tile of a tensor descriptor that a kernel is compiled for, in the terms of the driver."""
+    """The tile of a tensor descriptor that a kernel is compiled for.
 
-    swizzle: Any
-    element_bytes: int
-    element_type: int
-    block: Any
+    fill    the driver's function that makes a map
+    box     in its terms: swizzle, bytes of an element, its type, elements along each dimension
+    """
+
+    fill: Callable[..., Any]
+    box: tuple[Any, int, int, Any]
 
 
 def tile_of(compiled: Any, index: int) -> Tile:
@@ -332,7 +360,10 @@ def tile_of(compiled: Any, index: int) -> Tile:
     assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
     driver = sys.modules[type(compiled.run).__module__]
     element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return Tile(meta["swizzle"], meta["elem_size"], element_type, meta["block_size"])
+    utils = triton.runtime.driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None)  # from Triton 3.7 on
+    box = meta["swizzle"], meta["elem_size"], element_type, meta["block_size"]
+    return Tile(fill or utils.fill_tma_descriptor, box)
 
 
 class TensorMaps(dict[int, tuple[Any, ...]]):
@@ -344,23 +375,15 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
     memory, so it stays right when the memory is freed and taken again. Out of bounds reads 0.
     """
 
+    __slots__ = "shape", "strides", "tile"
+
     def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.tile, self.layout = tile, (shape, strides)
-
-    __call__ = dict.__getitem__
-
-    def made_of(self, address: int) -> tuple[Any, ...]:
-        """Asks the driver for a map."""
-        utils = triton.runtime.driver.active.utils
-        try:
-            fill = utils.fill_tma_descriptor_tiled
-        except AttributeError:  # before Triton 3.7
-            fill = utils.fill_tma_descriptor
-        shape, strides = self.layout
-        return fill(address, *self.tile, shape, strides, 0), *shape, *strides
+        self.tile, self.shape, self.strides = tile, shape, strides
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
-        made = self.made_of(address)
+        """Asks the driver for a map, and keeps it among all."""
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
+        made = fill(address, *box, shape, strides, 0), *shape, *strides
         if len(_made) >= MAX_MAPS:
             kept = _made[:]  # another thread may add to it
             del _made[: len(kept)]
@@ -377,10 +400,13 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 class MapsOfLength(TensorMaps):
     """Tensor maps of caches that have this length for a while: they are forgotten with it."""
 
+    __slots__ = ()
+
     def __missing__(self, address: int) -> tuple[Any, ...]:
         if len(self) >= MAX_MAPS:
             self.clear()
-        made = self[address] = self.made_of(address)
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
+        made = self[address] = fill(address, *box, shape, strides, 0), *shape, *strides
         return made
 
 
@@ -406,7 +432,8 @@ class Allocations:
         acc: int,
         rows: int,
     ) -> None:
-        self.merge, self.dtype, self.on = merge, dtype, device
+        self.merge, self.dtype = merge, dtype
+        self.empty = workspace.empty_strided(device)
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse: Any = None
         if lse_shape is not None:
@@ -418,14 +445,20 @@ class Allocations:
         self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
-    def take_buffer(self, stream: int, captured: Any) -> tuple[Any, tuple[int, int, int]]:
+    def take_buffer(
+        self, stream: int, captured: Any, layout: tuple[int, int, int] | None = None
+    ) -> tuple[Any, tuple[int, int, int]]:
         """A buffer for the partials, the stream's own where no graph is captured, which gets it
-        back in `buffers` after the call; and the addresses of acc, m and l in it."""
+        back in `buffers` after the call; and the addresses of acc, m and l in it.
+
+        layout   of `workspace.layout`; None: that of this call
+        """
+        m_at, l_at, numel = layout or (self.m_at, self.l_at, self.numel)
         buffer: Any = None if captured else self.buffers.pop(stream, None)
-        if buffer is None or buffer[1] < self.numel:
-            buffer = self.make_buffer(self.device, self.numel, captured)
+        if buffer is None or buffer[1] < numel:
+            buffer = self.make_buffer(self.device, numel, captured)
         at = buffer[0]
-        return buffer, (at, at + self.m_at, at + self.l_at)
+        return buffer, (at, at + m_at, at + l_at)
 
 
 class Repeat(Allocations):
@@ -447,13 +480,6 @@ class Repeat(Allocations):
         self.split, self.key_scales = split, key_scales
         self.partial: tuple[int, int, int] = (0, 0, 0)  # of the last call
 
-    def with_split(self, split: Launch) -> Repeat:
-        """This call with another launch of its splits."""
-        made = object.__new__(Repeat)
-        made.__dict__.update(self.__dict__)
-        made.split = split
-        return made
-
     def call(
         self,
         q,
@@ -471,7 +497,10 @@ class Repeat(Allocations):
         softcap,
         new=None,
         out_scale=None,
+        split=None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """(out, lse or None), or None; split: another launch of the splits, for a length of its
+        own."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = at_out_scale = None
@@ -517,7 +546,7 @@ class Repeat(Allocations):
             scale /= softcap
         else:
             scale, softcap = scale * 1.4426950408889634, None
-        stream, split, merge = self.current_stream(self.device), self.split, self.merge
+        stream, split, merge = self.current_stream(self.device), split or self.split, self.merge
         kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale)
         final = at_out, at_lse, at_out_scale
         partial: tuple[int, int, int] | None = None
@@ -566,13 +595,10 @@ def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]
 
 
 class OperandAddresses(NamedTuple):
-    """The addresses of operands and out in the order of descriptors; those of the rest are those of
-    the whole."""
+    """The addresses of operands and out."""
 
     q: int
-    q_rest: int
     k: int
-    k_rest: int
     v: int
     out: int
 
@@ -587,35 +613,41 @@ class LaunchMemory(NamedTuple):
     lengths: tuple[int | None, ...]
 
 
-class Sequences(Allocations):
+class Sequences:
     """Attention of whole sequences: allocate, launch, merge.
 
     launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
              softcap); scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
+
+    There may be one of each length, so each has little of its own.
     """
 
+    __slots__ = "launch", "layout", "memory", "merge", "new_lse", "new_out"
+
     def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
-        super().__init__(merge, *rest)
-        self.launch = launch
+        self.launch, self.merge = launch, merge
+        self.memory = memory = Allocations(merge, *rest)
+        self.new_out, self.new_lse = memory.new_out, memory.new_lse
+        self.layout = memory.m_at, memory.l_at, memory.numel
 
     def resized(
         self,
         launch: Launch,
         merge: Launch | None,
-        out_shape: Sequence[int],
-        lse_shape: Sequence[int],
+        results: tuple[Layout, Layout],
         acc: int,
         rows: int,
     ) -> Sequences:
-        """This call at other lengths: with other launches, results and partials."""
-        made = object.__new__(Sequences)
-        made.__dict__.update(self.__dict__)
-        made.launch, made.merge = launch, merge
-        made.new_out = workspace.allocation(out_shape, self.dtype, self.on)
-        made.new_lse = workspace.allocation(lse_shape, torch.float32, self.on)
-        if rows:
-            made.m_at, made.l_at, made.numel = workspace.layout(acc, rows)
+        """This call at other lengths: with other launches, results and partials.
+
+        results   of out and lse
+        """
+        made, (out, lse) = object.__new__(Sequences), results
+        made.launch, made.merge, made.memory = launch, merge, self.memory
+        made.new_out = partial(self.memory.empty, *out, self.memory.dtype)
+        made.new_lse = partial(self.memory.empty, *lse, torch.float32)
+        made.layout = workspace.layout(acc, rows) if rows else NO_PARTIALS
         return made
 
     def call(
@@ -673,24 +705,26 @@ class Sequences(Allocations):
         out = self.new_out() if out is None else out
         lse = self.new_lse()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
-        stream, merge = self.current_stream(self.device), self.merge
-        maps, final = OperandAddresses(at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse, None)
+        memory, merge = self.memory, self.merge
+        stream = memory.current_stream(memory.device)
+        maps, final = OperandAddresses(at_q, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths = at_cu_q, at_cu_k, at_lens, at_table
         rest = (at_sink, at_slopes), scales, scale, softcap
-        if not self.numel:
+        if not self.layout[2]:
             self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
             return out, lse
-        captured = stream and self.capturing()
-        buffer, partial = self.take_buffer(stream, captured)
+        captured = stream and memory.capturing()
+        buffer, partial = memory.take_buffer(stream, captured, self.layout)
         if merge is None:
-            count = self.counter(self.device, stream, captured).data_ptr()
+            count = memory.counter(memory.device, stream, captured).data_ptr()
             self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
         else:
             self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
             merge(stream, partial, final, at_cu_q, at_sink)
         if not captured:
-            self.buffers[stream] = buffer
+            memory.buffers[stream] = buffer
         return out, lse
 
 
 NO_SCALES = None, None, None
+NO_PARTIALS = 0, 0, 0

@@ -140,13 +140,14 @@ class CombineLaunch(NamedTuple):
 
     def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
         """Arguments that follow from the lengths of a call, by name."""
+        out = sizes.results.out_strides
         return {
             "batch": self.batch * sizes.max_tokens,
             "tokens": sizes.max_tokens,
             "total_q": sizes.total_q,
-            "stride_ob": sizes.out.b,
-            "stride_ot": sizes.out.t,
-            "stride_oh": sizes.out.h,
+            "stride_ob": out.b,
+            "stride_ot": out.t,
+            "stride_oh": out.h,
         }
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
@@ -296,11 +297,11 @@ class SequenceLauncher(ABC):
             self.splits.expect_arrivals(sizes.grid[0])
         if self.combine is not None and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        out, acc = sizes.layout_of_out[0], rows * problem.head_dim_v
+        acc, (out, lse, *_) = rows * problem.head_dim_v, sizes.results
         if self.again is not None:
-            return self.again.resized(launch, merge, out, lse_shape(q), acc, rows)
-        dtype = self.results.dtype
-        return Sequences(launch, merge, q.device, dtype, out, lse_shape(q), acc, rows)
+            return self.again.resized(launch, merge, (out, lse), acc, rows)
+        shapes = out[0], lse[0]
+        return Sequences(launch, merge, q.device, self.results.dtype, *shapes, acc, rows)
 
 
 def relaunched(

@@ -157,7 +157,6 @@ class StepLauncher:
         self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
         self.compiled: tuple[Any, Any, Any] | None = None
-        self.again: StepRepeat | None = None
         self.split_at_length: LaunchAtLength | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -210,14 +209,6 @@ class StepLauncher:
         partial: Partial = self.partials(operands.q, acc, self.partial_rows)
         return arguments_of(self.plan, operands, final, partial) | {"starts_ptr": starts}
 
-    def at_length(self, operands: Operands) -> StepRepeat | None:
-        """A launch of the compiled kernels for contiguous caches of another length, as
-        `DecodeLauncher.at_length`."""
-        if self.again is None or self.split_at_length is None:
-            return None
-        split = self.split_at_length(operands)
-        return None if split is None else self.again.with_split(split)
-
     def variant(self) -> Hashable:
         """A key of the kernels that Triton compiles, as `DecodeLauncher.variant`."""
         kernels = self.schedule.variant(), self.split.variant(), self.merge.variant()
@@ -235,8 +226,7 @@ class StepLauncher:
         self.split_at_length = self.split.at_lengths(compiled)
         device = operands.q.device
         results = CallResults(device, self.dtype, self.out_shape, self.lse_shape)
-        self.again = StepRepeat(launches, self.plan, results, self.partial_rows)
-        self.repeat = self.again.call
+        self.repeat = StepRepeat(launches, self.plan, results, self.partial_rows).call
 
 
 class StepLaunches(NamedTuple):
@@ -295,18 +285,12 @@ class StepRepeat(Allocations):
         self.starts_at = 4 * self.numel
         self.numel += programs * fields
 
-    def with_split(self, split: Launch) -> StepRepeat:
-        """This call with another launch of its splits."""
-        made = object.__new__(StepRepeat)
-        made.__dict__.update(self.__dict__)
-        made.split = split
-        return made
-
     def call(
-        self, *given: Any, starts: Any = None, out_scale: Any = None
+        self, *given: Any, starts: Any = None, out_scale: Any = None, split: Launch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(out, lse or None), or None where the call has to go through Triton; given: the eleven
-        tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule."""
+        tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule; split: as
+        in `Repeat`."""
         tensors, (scale, softcap) = given[:11], given[11:]
         addressed = *tensors, starts, out_scale
         every: Any = [None if x is None else x.data_ptr() for x in addressed]
@@ -340,7 +324,8 @@ class StepRepeat(Allocations):
             self.schedule(stream, at_starts, found.lens)
         kv, row = (found.k, found.v, found.table), (found.sink, found.slopes, found.q_scale)
         rest = of_heads, of_keys, scale, softcap, at_starts
-        self.split(stream, found.q, kv, found.lens, final, partial, row, *rest)
+        split = split or self.split
+        split(stream, found.q, kv, found.lens, final, partial, row, *rest)
         self.merge_slots(stream, partial, final, at_starts, found.sink)
         if not captured:
             self.buffers[stream] = buffer

@@ -20,9 +20,11 @@ from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.relaunch import (
+    NO_MAPS,
     Launch,
+    LaunchAt,
+    OperandMaps,
     TensorMaps,
-    Tile,
     bind_to_descriptors,
     in_clusters,
     tile_of,
@@ -31,10 +33,8 @@ from splitkv.kernels.host.sequence_sizes import (
     SequenceLengths,
     SequenceSizes,
     bounds_of,
-    layout_of_out,
-    lse_strides,
+    result_layouts,
     scale_and_softcap,
-    strides_of_layout,
 )
 from splitkv.kernels.host.sequences import (
     SequenceLauncher,
@@ -175,8 +175,8 @@ def hopper_sizes(
 ) -> SequenceSizes:
     """The SequenceSizes of operands; the arguments are those that `hopper_size_arguments` leaves
     out."""
-    lse, layout = lse_strides(operands.q), layout_of_out(problem, operands)
-    out = strides_of_layout(*layout)
+    results = result_layouts(problem, operands)
+    out, lse = results.out_strides, results.lse_strides
     max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
     arguments = {
         "seqlen_q": lengths.seqlen_q,
@@ -193,7 +193,7 @@ def hopper_sizes(
         "stride_ot": out.t,
         "stride_oh": out.h,
     }
-    return SequenceSizes(grid, arguments, lengths.total_q, max_tokens, out, layout)
+    return SequenceSizes(grid, arguments, lengths.total_q, max_tokens, results)
 
 
 def page_size(problem: Problem) -> int:
@@ -222,7 +222,8 @@ class HopperLauncher(SequenceLauncher):
         self.first_sizes = bound.sizes(operands)
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.PrefillLauncher | None = None
-        self.tiles: tuple[Any, list[Tile | None]] = (None, [])
+        # what is compiled; of that: see `launches_of`
+        self.launches: tuple[Any, LaunchAt | None, list[Any]] = (None, None, [])
         self.combine = combine_launch(plan, bound.splits, launches_early(bound.splits, operands))
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
@@ -300,27 +301,34 @@ class HopperLauncher(SequenceLauncher):
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
     ) -> Launch | None:
-        x, tiles = operands, self.tiles_of(compiled)
+        launch_at, boxes = self.launches_of(compiled)
+        if launch_at is None:
+            return None
+        x = operands
         q, k, v = (x.q.shape, x.q.stride()), (x.k.shape, x.k.stride()), (x.v.shape, x.v.stride())
-        out = sizes.layout_of_out
-        made: list[TensorMaps | None] = []
-        layouts, boxes = (q, q, k, k, v, out), self.bound.boxes.values()
-        for box, tile, layout in zip(boxes, tiles, layouts, strict=True):
-            if box is None or tile is None:
-                made.append(None)
+        layouts, made = (q, q, k, k, v, sizes.results.out), list[Any]()
+        for (box, tile, alike), layout in zip(boxes, layouts, strict=True):
+            if box is None:
+                made.append(NO_MAPS)
+            elif alike < len(made) and layouts[alike] == layout:
+                made.append(made[alike])
             else:
                 made.append(maps(tile, *box.layout(*layout)))
-        tail = self.tail.changed(sizes.arguments)
-        return bind_to_descriptors(compiled, sizes.grid, tail, made)
+        return launch_at(sizes.grid, self.tail.changed(sizes.arguments), OperandMaps(*made))
 
-    def tiles_of(self, compiled: Any) -> list[Tile | None]:
-        """The tiles of the descriptors of the compiled kernel, None for those that are none."""
-        known, tiles = self.tiles
+    def launches_of(
+        self, compiled: Any
+    ) -> tuple[LaunchAt | None, list[tuple[Box | None, Any, int]]]:
+        """What binds launches of the compiled kernel; and of each descriptor its box and tile and
+        the number of the first that has the same."""
+        known, launch_at, boxes = self.launches
         if known is not compiled:
-            number = itertools.count()
-            tiles = [box and tile_of(compiled, next(number)) for box in self.bound.boxes.values()]
-            self.tiles = compiled, tiles
-        return tiles
+            number, launch_at = itertools.count(), bind_to_descriptors(compiled)
+            given = self.bound.boxes.values()
+            tiled = [(box, box and tile_of(compiled, next(number))) for box in given]
+            boxes = [(*each, tiled.index(each)) for each in tiled]
+            self.launches = compiled, launch_at, boxes
+        return launch_at, boxes
 
     def without_tma(self, operands: Operands) -> prefill.PrefillLauncher:
         """The kernel for any GPU, by the plan for addresses that this one does not fit."""
