@@ -1054,13 +1054,13 @@ PROBLEM = Problem("decode", 1, 8, 2, 64, 64, 1, 600)
 H200 = Device.named("h200")
 DECODE_ARGUMENTS = (
     "'cache_seqlens', 'page_table', 'max_seqlen_k', 'causal', 'window_size', 'sink_tokens', "
-    "'attention_chunk', "
+    "'max_sink_tokens', 'attention_chunk', "
     "'sink_logits', 'softmax_scale', 'softcap', 'alibi_slopes', 'return_lse', 'q_scale', "
     "'k_scale', 'v_scale', 'products', 'out', 'out_scale' or 'early_kv'"
 )
 DENSE_ARGUMENTS = (
-    "'causal', 'window_size', 'sink_tokens', 'attention_chunk', 'sink_logits', 'softmax_scale', "
-    "'softcap', "
+    "'causal', 'window_size', 'sink_tokens', 'max_sink_tokens', 'attention_chunk', "
+    "'sink_logits', 'softmax_scale', 'softcap', "
     "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p', "
     "'deterministic', 'out' or 'out_scale'"
 )

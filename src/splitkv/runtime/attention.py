@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitkv.core.errors import MAX_SIZE, dtype_name, expect_number, expect_tensor
 from splitkv.core.masks import NUMBERS, Mask
-from splitkv.core.options import options_of, scalars_of, tensors_of
+from splitkv.core.options import inside_of, options_of, scalars_of, tensors_of
 from splitkv.core.plan import Plan
 from splitkv.core.problem import (
     Operands,
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
     from splitkv.runtime.arguments import AttentionOptions, VarlenOptions
 
-_VARLEN = options_of("attention_varlen")
+_VARLEN = inside_of("attention_varlen")
 _NOT_OF_ATTENTION = dict.fromkeys(name for name in _VARLEN if name not in options_of("attention"))
-"""The arguments of `attention_varlen` that `attention` has not, as None."""
+"""The arguments that `attention_varlen`, or what is behind it, has and `attention` has not, as
+None."""
 _operands = (field.name for field in fields(Operands))
 _tensors = itemgetter(*(name for name in _operands if name in tensors_of("attention_varlen")))
 _LENGTHS = "max_seqlen_q", "max_seqlen_k"
@@ -80,7 +81,8 @@ def attention(
     *,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    sink_tokens: int = 0,
+    sink_tokens: int | Tensor = 0,
+    max_sink_tokens: int | None = None,
     attention_chunk: int = 0,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -107,7 +109,10 @@ def attention(
     window_size    (left, right) keys around that position, inclusive; -1: unbounded. 2**30 or more
                    of these, of sink_tokens and of attention_chunk are as good as all
     sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM);
-                   its right edge, and causality, hide them as any others
+                   its right edge, and causality, hide them as any others. Or the number of each
+                   sequence, [batch] int32 on the device, never read by the host; below 0 as 0
+    max_sink_tokens  beside a tensor of sink_tokens an upper bound of them, which the plan is made
+                   for; greater ones are undefined. None: there may be as many as keys
     attention_chunk  above 0: positions go in chunks of this many keys, and a query sees keys of its
                    own chunk only, and sink tokens (Llama 4)
     sink_logits    [num_heads], a logit a head that joins the softmax denominator and adds nothing
@@ -158,6 +163,7 @@ def attention(
         causal=causal,
         window_size=window_size,
         sink_tokens=sink_tokens,
+        max_sink_tokens=max_sink_tokens,
         attention_chunk=attention_chunk,
         sink_logits=sink_logits,
         softmax_scale=softmax_scale,
@@ -227,7 +233,8 @@ def attention_varlen(
     cache_seqlens: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    sink_tokens: int = 0,
+    sink_tokens: int | Tensor = 0,
+    max_sink_tokens: int | None = None,
     attention_chunk: int = 0,
     bidirectional_ranges: Tensor | None = None,
     sink_logits: Tensor | None = None,
@@ -291,6 +298,7 @@ def attention_varlen(
         causal=causal,
         window_size=window_size,
         sink_tokens=sink_tokens,
+        max_sink_tokens=max_sink_tokens,
         attention_chunk=attention_chunk,
         bidirectional_ranges=bidirectional_ranges,
         sink_logits=sink_logits,
@@ -313,6 +321,8 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     given = _NOT_OF_ATTENTION | given
+    if isinstance(given["sink_tokens"], Tensor):  # as `apart`
+        given["sequence_sink_tokens"], given["sink_tokens"] = given["sink_tokens"], 0
     scales = given["q_scale"], given["k_scale"], given["v_scale"], given["out_scale"]
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
@@ -423,7 +433,8 @@ def _growing(
     is_packed = given["cu_seqlens_q"] is not None
     if (is_packed and packed is None) or given["k_scale"] is not None or given["dropout_p"]:
         return None
-    if given["out_scale"] is not None or given["bidirectional_ranges"] is not None:
+    unknown = "out_scale", "bidirectional_ranges", "sequence_sink_tokens"  # to `Sequences`
+    if any(given[name] is not None for name in unknown):
         return None
     paged, out = given["page_table"] is not None, given["out"] is not None
     lengths = growing_call.lengths_of_tensors(is_packed, paged, out)

@@ -64,7 +64,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
             f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
         )
     forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
-    forward_only |= problem.codec != AS_IS or problem.bidirectional_ranges
+    forward_only |= problem.codec != AS_IS
+    forward_only |= problem.bidirectional_ranges or problem.sequence_sink_tokens
     reasons.expect(
         not (forward_only and problem.needs_grad), "gradient: expected inputs that require none"
     )
