@@ -157,6 +157,7 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
         return Layout(torch.Size(shapes[granularity]), torch.float32)
 
     ranges = Layout(torch.Size([p.batch, 3, 2]), torch.int32) if p.bidirectional_ranges else None
+    own_sinks = Layout(torch.Size([p.batch]), torch.int32) if p.sequence_sink_tokens else None
     return Operands(
         q=tensor(*lead_q, p.num_heads, p.head_dim, of=stored_q),
         k=tensor(*lead_k, p.num_kv_heads, p.head_dim),
@@ -166,6 +167,7 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
         v_scale=scale(p.codec.granularity, lead_k, p.num_kv_heads),
         out_scale=Layout((1,), torch.float32) if p.out_scale else None,
         bidirectional_ranges=ranges,
+        sequence_sink_tokens=own_sinks,
         cache_seqlens=lengths,
         page_table=table,
         cu_seqlens_q=cu_q,

@@ -72,8 +72,7 @@ class Problem(Value):
     bidirectional_ranges   varlen: queries see all of the ranges of keys that they stand in, which
                      are read on the device, whatever the mask says
     sequence_sink_tokens   each sequence has sink tokens of its own, whose number is read on the
-                     device; the mask has the most of them. Not where it has no left edge, which
-                     alone they matter beside
+                     device; the mask has the most of them
     """
 
     kind: Kind
@@ -106,10 +105,7 @@ class Problem(Value):
     sequence_sink_tokens: bool = False
 
     def __post_init__(self) -> None:
-        """Where a tensor has one head, a scale of the tensor is one of the head, and called so; sink
-        tokens that change nothing are nobody's."""
-        if self.sequence_sink_tokens and self.mask.num_bands < 2:
-            object.__setattr__(self, "sequence_sink_tokens", False)
+        """Where a tensor has one head, a scale of the tensor is one of the head, and called so."""
         if self.codec.granularity == "tensor" and self.num_kv_heads == 1:
             object.__setattr__(self, "codec", Codec(self.codec.name, "head"))
         if self.q_granularity == "tensor" and self.num_heads == 1:
@@ -470,7 +466,7 @@ def _described(
         early_kv=given.early_kv,
         out_scale=given.out_scale is not None,
         bidirectional_ranges=given.bidirectional_ranges is not None,
-        sequence_sink_tokens=given.sequence_sink_tokens is not None,
+        sequence_sink_tokens=given.sequence_sink_tokens is not None and mask.num_bands == 2,
     )
     return problem, Operands(
         q=q,

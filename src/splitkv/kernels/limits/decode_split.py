@@ -115,5 +115,5 @@ def apart(problem: Problem) -> list[str]:
     if problem.early_kv:
         reasons.append("early_kv: expected False")
     if problem.sequence_sink_tokens:
-        reasons.append("sink_tokens: expected one number, got many")
+        reasons.append("sink_tokens: expected one number, got one a sequence")
     return reasons
