@@ -308,11 +308,11 @@ def expected(
     names["varlen"] = "cu_seqlens_q", "cu_seqlens_k"
     scales = ("q_scale", "k_scale", "v_scale")
     kv = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
-    common = ("softmax_scale", "softcap", "alibi_slopes", "sink_logits")
+    common = ["softmax_scale", "softcap", "alibi_slopes", "sink_logits"]
     if problem.bidirectional_ranges:
         names["varlen"] += ("bidirectional_ranges",)
     if problem.sequence_sink_tokens:
-        common += ("sink_tokens",)
+        common.append("sink_tokens")
     kwargs = {n: call[n] for n in ("q", *kv, *names[problem.kind], *scales, *common)}
     if draw:
         g = torch.Generator().manual_seed(draw)

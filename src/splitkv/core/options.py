@@ -49,8 +49,8 @@ class Option:
 
     @property
     def inside(self) -> tuple[Option, ...]:
-        """What it is behind the public functions, see `runtime.dispatch.apart`: itself, or what may be
-        a number or a tensor as two arguments, one for each."""
+        """What it is behind the public functions: itself, or two arguments of what may be a number
+        or a tensor, one for each; see `runtime.dispatch.apart`."""
         if self.type != "int | Tensor":
             return (self,)
         of_sequences = Option(f"sequence_{self.name}", "Tensor | None", None, self.functions)

@@ -119,10 +119,10 @@ def decode(
                    element in memory of its own; not part of autograd's graph
     out_scale      the scale of a result in float8_e4m3fn, as in `attention`
     early_kv       a promise: the kernel before this one on the stream writes nothing of
-                   cache_seqlens, page_table, sink_tokens and the keys and values of all but the last seqlen_q
-                   tokens of each sequence (it may write q and those of the last tokens). Then
-                   `hopper_decode_split` starts to read before that kernel has ended; the other
-                   kernels have no use for it
+                   cache_seqlens, page_table, sink_tokens and the keys and values of all but the
+                   last seqlen_q tokens of each sequence (it may write q and those of the last
+                   tokens). Then `hopper_decode_split` starts to read before that kernel has ended;
+                   the other kernels have no use for it
     plan           a Plan of `splitkv.plan`, to skip deciding
     schedule       a Schedule of `splitkv.make_schedule` for these lengths, whose plan the call
                    runs under; without one, a plan that needs a schedule makes it in every call

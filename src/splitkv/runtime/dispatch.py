@@ -152,8 +152,8 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _warn_of_fall_back(plan: Plan) -> None:
-    """Say once for each reason that a GPU reads a cache, quantised keys, or what is visible from the
-    device, by kernels that are not made for it."""
+    """Say once for each reason that a GPU reads a cache, quantised keys, or from its memory what is
+    visible, by kernels that are not made for it."""
     kind, device = plan.problem.kind, plan.device.kind
     of_cache = kind == "decode" or isinstance(plan.problem.place, Paged)
     quantised = plan.problem.codec != AS_IS

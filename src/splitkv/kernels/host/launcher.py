@@ -39,8 +39,8 @@ class KV(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads], the scale of its
-    quantised q and the sink tokens of its sequence [batch], or None."""
+    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads], the scale of
+    its quantised q and the sink tokens of its sequence [batch], or None."""
 
     sink_ptr: Any
     slope_ptr: Any

@@ -433,9 +433,9 @@ class Repeat(Allocations):
 
     split       split(stream, at_q, (at_k, at_v, at_table), at_lens, final, partial,
                 (at_sink, at_slopes, at_q_scale, at_sink_tokens), head_scales, key_scales, scale,
-                softcap), all of them addresses or None; final is (at_out, at_lse, at_out_scale); partial is (at_acc,
-                at_m, at_l), or None without a merge;
-                scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
+                softcap), all of them addresses or None; final is (at_out, at_lse, at_out_scale);
+                partial is (at_acc, at_m, at_l), or None without a merge; scales are (at_k_scale,
+                at_v_scale); scale and softcap as in tile/score.py
     merge       merge(stream, partial, final, at_lens, at_sink)
     key_scales  scales of K and V are one a key, not one a head
     """
