@@ -433,8 +433,9 @@ def _growing(
     is_packed = given["cu_seqlens_q"] is not None
     if (is_packed and packed is None) or given["k_scale"] is not None or given["dropout_p"]:
         return None
-    unknown = "out_scale", "bidirectional_ranges", "sequence_sink_tokens"  # to `Sequences`
-    if any(given[name] is not None for name in unknown):
+    if given["out_scale"] is not None or given["bidirectional_ranges"] is not None:
+        return None
+    if given["sequence_sink_tokens"] is not None:
         return None
     paged, out = given["page_table"] is not None, given["out"] is not None
     lengths = growing_call.lengths_of_tensors(is_packed, paged, out)
