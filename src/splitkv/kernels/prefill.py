@@ -10,7 +10,7 @@ of keys and values as they are, or in 8 bits times scales: one that the keys of 
 the softmax scale, of values the end; those of each key multiply the scores, and the weights.
 
 Beside its bands a row sees the ranges of keys that it stands in, which are read on the device: they
-widen the band (`Reach` in tile/band.py). So may be the sink tokens of each sequence.
+widen the band (`Reach` in tile/band.py). The sink tokens of each sequence may be read there, too.
 
 A band of keys is three ranges of tiles: only in the outer two a row may see a part of a tile. So
 there are two loops, one over those tiles and the tiles of the sink tokens, which asks the mask, and

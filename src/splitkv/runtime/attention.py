@@ -276,9 +276,10 @@ def attention_varlen(
 
     Everything else as `attention`; the mask of each sequence is aligned by its own lengths; scales
     of packed tensors are not a sequence's: one, one a head, or one a token and head; those of pages
-    may be, [batch, num_kv_heads]. Pages, quantised keys and bidirectional ranges beside which a
-    gradient is needed are served by plain torch; on a GPU a warning says so. Returns out
-    [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
+    may be, [batch, num_kv_heads]. Pages, quantised keys, bidirectional ranges and sink tokens of
+    each sequence beside which a gradient is needed are served by plain torch; on a GPU a warning
+    says so. Returns out [total_q, num_heads, head_dim_v], and with `return_lse` lse
+    [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated. Raises as that.
     """
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
