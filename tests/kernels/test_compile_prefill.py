@@ -157,6 +157,7 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
         return Layout(torch.Size(shapes[granularity]), torch.float32)
 
     ranges = Layout(torch.Size([p.batch, 3, 2]), torch.int32) if p.bidirectional_ranges else None
+    own_sinks = Layout(torch.Size([p.batch]), torch.int32) if p.sequence_sink_tokens else None
     return Operands(
         q=tensor(*lead_q, p.num_heads, p.head_dim, of=stored_q),
         k=tensor(*lead_k, p.num_kv_heads, p.head_dim),
@@ -166,6 +167,7 @@ def operands_of(problem: Problem, row_gap: int) -> Operands:
         v_scale=scale(p.codec.granularity, lead_k, p.num_kv_heads),
         out_scale=Layout((1,), torch.float32) if p.out_scale else None,
         bidirectional_ranges=ranges,
+        sequence_sink_tokens=own_sinks,
         cache_seqlens=lengths,
         page_table=table,
         cu_seqlens_q=cu_q,
@@ -471,3 +473,13 @@ def test_the_defaults_hardly_spill(name: Any, products: Any, granularity: Any) -
     config = chosen(limits.configs(problem, GPUS["h200"]), 0)
     made = measure(forward(problem, GPUS["h200"], 0, config)["prefill"])
     assert made.stack_bytes <= 64
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 4, 3), (64, 64, 4, 2)], ids=str)
+def test_shared_memory_of_tcgen05(shape: tuple[int, int, int, int]) -> None:
+    """Of 64 rows on sm_100, whose sums take more than those of mma; what is estimated is enough."""
+    problem, device = Problem("dense", 2, 8, 2, 64, 64, 300, 700, mask=Mask(True)), GPUS["b200"]
+    config = Config(2, *shape)
+    assert config.shape in list(limits.configs(problem, device))
+    kernel = forward(problem, device, 0, config)["prefill"]  # which compares the two
+    assert limits.shared_bytes(problem, config, device) == kernel.metadata.shared

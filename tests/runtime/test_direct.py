@@ -432,7 +432,7 @@ def test_a_call_again(gpu: SimpleNamespace, names: tuple[str, ...], merged: bool
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr(), None
     assert split[:5] == (STREAM, q, (k, v, table), lens, final)
-    assert split[6:9] == ((sink, slopes, None), None, None)
+    assert split[6:9] == ((sink, slopes, None, None), None, None)
     assert split[9] == pytest.approx(0.5 / torch.log(torch.tensor(2.0)).item())
     assert split[10] is None
     if not merged:
@@ -458,7 +458,7 @@ def test_a_call_again_with_scales(gpu: SimpleNamespace, a_key: bool, quantised_q
     given |= {"q_scale": torch.ones(4, 4)} if quantised_q else {}
     repeat_of(launched, key_scales=a_key).call(*given.values(), 0.5, 0.0)
     row, head_scales, key_scales = launched.calls[0][6:9]
-    assert row == (None, None, at(given["q_scale"]))
+    assert row == (None, None, at(given["q_scale"]), None)
     assert (key_scales if a_key else head_scales) == (at(given["k_scale"]), at(given["v_scale"]))
     assert (head_scales if a_key else key_scales) is None
 
@@ -473,6 +473,16 @@ def test_a_call_again_with_a_scale_of_the_output(gpu: SimpleNamespace, merged: b
     assert split[4] == final and [merge[2] for merge in merges] == [final] * merged
     odd = torch.ones(8)[1:2]
     assert repeat.call(*tensors().values(), 0.5, 0.0, out_scale=odd) is None
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_call_again_with_sink_tokens_of_each_sequence(gpu: SimpleNamespace, merged: bool) -> None:
+    launched, numbers = Launched(), torch.zeros(2, dtype=torch.int32)
+    repeat = repeat_of(launched, merged=merged)
+    repeat.call(*tensors().values(), 0.5, 0.0, sequence_sink_tokens=numbers)
+    assert launched.calls[0][6] == (None, None, None, numbers.data_ptr())
+    odd = torch.zeros(8, dtype=torch.int32)[1:3]
+    assert repeat.call(*tensors().values(), 0.5, 0.0, sequence_sink_tokens=odd) is None
 
 
 def test_a_call_again_without_lse(gpu: SimpleNamespace) -> None:

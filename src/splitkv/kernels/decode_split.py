@@ -72,7 +72,7 @@ from splitkv.kernels.host.launcher import (
 from splitkv.kernels.host.partition import grid, padded_dims
 from splitkv.kernels.host.relaunch import Launch, launch_of
 from splitkv.kernels.host.step import StepLauncher
-from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
+from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import (
@@ -188,6 +188,8 @@ def decode_split(
         keys = length.keys
     elif lens_ptr is not None:
         keys = tl.load(lens_ptr + b)
+    if row.sink_tokens_ptr is not None:
+        bounds = Bounds(left, right, load_sink_tokens(row.sink_tokens_ptr, b), chunk)
     first_pos = keys - seqlen_q
     tiles, near, skip = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
     if share.programs is None:

@@ -10,7 +10,7 @@ of keys and values as they are, or in 8 bits times scales: one that the keys of 
 the softmax scale, of values the end; those of each key multiply the scores, and the weights.
 
 Beside its bands a row sees the ranges of keys that it stands in, which are read on the device: they
-widen the band (`Reach` in tile/band.py).
+widen the band (`Reach` in tile/band.py). The sink tokens of each sequence may be read there, too.
 
 A band of keys is three ranges of tiles: only in the outer two a row may see a part of a tile. So
 there are two loops, one over those tiles and the tiles of the sink tokens, which asks the mask, and
@@ -43,7 +43,7 @@ Numerics    scores and sums in fp32, base-2 exponentials; p, times the scale of 
             scale is rounded to e4m3 from fp32
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 8
             from 16 to 256; a first derivative only, and of a cache, beside quantised keys,
-            ranges of keys and out_scale none
+            ranges of keys, sink tokens of each sequence and out_scale none
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ from splitkv.kernels.tile.attend import (
     attend,
     write_rows,
 )
-from splitkv.kernels.tile.band import Bounds, Reach, reach_of, token_range
+from splitkv.kernels.tile.band import Bounds, Reach, load_sink_tokens, reach_of, token_range
 from splitkv.kernels.tile.codec import widen, working_type
 from splitkv.kernels.tile.dequantize import (
     RowTileScales,
@@ -165,6 +165,7 @@ def prefill(
     sink_ptr,  # [num_heads], or None
     slope_ptr,  # [(batch,) num_heads], or None
     ranges_ptr,  # [batch, num_ranges, 2] int32, or None
+    sink_tokens_ptr,  # [batch] int32, or None: sink_tokens each
     scoring,  # Scoring
     left,  # the mask's bounds, or None
     right,
@@ -200,7 +201,6 @@ def prefill(
     HEAD_DIM_V: tl.constexpr = CONFIG.head_dim_v
     DIM_V: tl.constexpr = CONFIG.dim_v
     UNITS: tl.constexpr = CONFIG.units
-    bounds = Bounds(left, right, sink_tokens, chunk)
     meeting = Meeting(count_ptr, tl.num_programs(0))
     lse_strides = Strides(stride_lse_b, 1, stride_lse_h)
     merged = Merged(
@@ -240,6 +240,9 @@ def prefill(
 
     # the keys that they see, and the split of them
     t_first, t_last = token_range(own.tile, len_q, GROUP, TILE_M)
+    if sink_tokens_ptr is not None:
+        sink_tokens = load_sink_tokens(sink_tokens_ptr, tl.minimum(b, batch - 1))
+    bounds = Bounds(left, right, sink_tokens, chunk)
     reach = None
     reach_of_tile = None
     if ranges_ptr is not None:
@@ -327,7 +330,8 @@ def prefill(
 
 PER_CALL = (
     *("q_ptr", "k_ptr", "v_ptr", "cu_q_ptr", "cu_k_ptr", "lens_ptr", "table_ptr", "stored"),
-    *("final", "partial", "count_ptr", "sink_ptr", "slope_ptr", "ranges_ptr", "scoring"),
+    *("final", "partial", "count_ptr", "sink_ptr", "slope_ptr", "ranges_ptr", "sink_tokens_ptr"),
+    "scoring",
 )
 """The arguments that change from call to call."""
 STRIDES = "q_strides", "k_strides", "v_strides", "out_strides"
@@ -366,7 +370,8 @@ class PrefillLauncher(SequenceLauncher):
         """(out, lse), through Triton or with what it compiled before."""
         x = operands
         # `Sequences` has no address of these
-        plain = seed is None and x.out_scale is None and x.bidirectional_ranges is None
+        own = x.bidirectional_ranges is not None or x.sequence_sink_tokens is not None
+        plain = seed is None and x.out_scale is None and not own
         if self.again is not None and plain:
             done = relaunched(self.again, x, *scale_and_softcap(x))
             if done is not None:
@@ -390,6 +395,7 @@ class PrefillLauncher(SequenceLauncher):
             "sink_ptr": x.sink_logits,
             "slope_ptr": x.alibi_slopes,
             "ranges_ptr": x.bidirectional_ranges,
+            "sink_tokens_ptr": x.sequence_sink_tokens,
             "scoring": scoring_of(x, seed),
             **self.fixed,
             **self.first_sizes.arguments,
@@ -455,7 +461,7 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
     ) -> None:
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
         written = stored, memory.final, memory.partial, memory.counter
-        launch(stream, at.q, at.k, at.v, *memory.lengths, *written, *row, None, scoring)
+        launch(stream, at.q, at.k, at.v, *memory.lengths, *written, *row, None, None, scoring)
 
     return again
 

@@ -98,6 +98,7 @@ def launch(
         "sink_logits": x.sink_logits,
         "alibi_slopes": x.alibi_slopes,
         "mask": problem.mask,
+        "sink_tokens": x.sequence_sink_tokens,
         "return_lse": problem.return_lse,
         "dropout_p": x.dropout_p,
         "generator": generator,

@@ -52,6 +52,9 @@ def _expect_config(kernel: Kernel, problem: Problem, device: Device, config: Con
         hint = "lengths on the host leave nothing to share out"
         shared = problem.lengths == "device"
         expect(shared, "plan.config.schedule", "'even' or 'fixed'", config.schedule, hint)
+        hint = "what is shared out has as many sink tokens for every sequence"
+        alike = not problem.sequence_sink_tokens
+        expect(alike, "plan.config.schedule", "'even' or 'fixed'", config.schedule, hint)
         least = {"ranges": 1, "head_ranges": 1, "proportional": problem.batch + 1}
         least_programs = least.get(config.schedule, problem.batch)
         expect_in_range("plan.config.programs", config.programs, least_programs, MAX_GRID)

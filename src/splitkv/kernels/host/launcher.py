@@ -40,12 +40,13 @@ class KV(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads] and the scale of
-    its quantised q, or None."""
+    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads], the scale of
+    its quantised q and the sink tokens of its sequence [batch], or None."""
 
     sink_ptr: Any
     slope_ptr: Any
     scale_ptr: Any
+    sink_tokens_ptr: Any
 
 
 PER_CALL = (
@@ -330,7 +331,7 @@ class DecodeLauncher:
         per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
         tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
         if self.repeat is not None:
-            more = {} if o.out_scale is None else {"out_scale": o.out_scale}
+            more = {"out_scale": o.out_scale, "sequence_sink_tokens": o.sequence_sink_tokens}
             done = self.repeat(*tensors, o.softmax_scale, o.softcap, o.new, **more)
         return done or self.dispatch(operands)
 
@@ -425,7 +426,7 @@ def arguments_of(
         "lens_ptr": o.cache_seqlens,
         "final": final,
         "partial": partial,
-        "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale),
+        "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale, o.sequence_sink_tokens),
         "head_scales": None if of_keys else scales,
         "key_scales": scales if of_keys else None,
         "scale": scale,
@@ -438,6 +439,7 @@ def aligned(operands: Operands) -> bool:
     o = operands
     tensors = [o.q, o.k, o.v, o.out, o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes]
     tensors += [o.q_scale, o.k_scale, o.v_scale, o.out_scale, o.cu_seqlens_q, o.cu_seqlens_k]
+    tensors.append(o.sequence_sink_tokens)
     if o.new is not None:
         tensors += o.new.tensors
     return not any(x is not None and x.data_ptr() & 15 for x in tensors)

@@ -465,10 +465,10 @@ class Repeat(Allocations):
     """A split-KV decode call: allocate, split, merge.
 
     split       split(stream, at_q, (at_k, at_v, at_table), at_lens, final, partial,
-                (at_sink, at_slopes, at_q_scale), head_scales, key_scales, scale, softcap), all of
-                them addresses or None; final is (at_out, at_lse, at_out_scale); partial is (at_acc,
-                at_m, at_l), or None without a merge;
-                scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
+                (at_sink, at_slopes, at_q_scale, at_sink_tokens), head_scales, key_scales, scale,
+                softcap), all of them addresses or None; final is (at_out, at_lse, at_out_scale);
+                partial is (at_acc, at_m, at_l), or None without a merge; scales are (at_k_scale,
+                at_v_scale); scale and softcap as in tile/score.py
     merge       merge(stream, partial, final, at_lens, at_sink)
     key_scales  scales of K and V are one a key, not one a head
     """
@@ -498,12 +498,14 @@ class Repeat(Allocations):
         new=None,
         out_scale=None,
         split=None,
+        sequence_sink_tokens=None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(out, lse or None), or None; split: another launch of the splits, for a length of its
         own."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = at_out_scale = None
+        at_sink_tokens = None
         of_heads = of_keys = None
         if out is not None:
             at_out = out.data_ptr()
@@ -530,6 +532,9 @@ class Repeat(Allocations):
         if out_scale is not None:
             at_out_scale = out_scale.data_ptr()
             given |= at_out_scale
+        if sequence_sink_tokens is not None:
+            at_sink_tokens = sequence_sink_tokens.data_ptr()
+            given |= at_sink_tokens
         if new is not None:
             appended, bits = addresses_of(new, at_k, at_v)
             given |= bits
@@ -547,7 +552,7 @@ class Repeat(Allocations):
         else:
             scale, softcap = scale * 1.4426950408889634, None
         stream, split, merge = self.current_stream(self.device), split or self.split, self.merge
-        kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale)
+        kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale, at_sink_tokens)
         final = at_out, at_lse, at_out_scale
         partial: tuple[int, int, int] | None = None
         if merge is not None:

@@ -166,6 +166,7 @@ class StepLauncher:
         tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
         if self.repeat is not None:
             more = {"starts": o.starts, "out_scale": o.out_scale}
+            more["sequence_sink_tokens"] = o.sequence_sink_tokens
             done = self.repeat(*tensors, o.softmax_scale, o.softcap, **more)
         return done or self.dispatch(operands)
 
@@ -255,6 +256,7 @@ class Addresses(NamedTuple):
     v_scale: int | None
     starts: int | None
     out_scale: int | None
+    sink_tokens: int | None
 
 
 class CallResults(NamedTuple):
@@ -286,13 +288,18 @@ class StepRepeat(Allocations):
         self.numel += programs * fields
 
     def call(
-        self, *given: Any, starts: Any = None, out_scale: Any = None, split: Launch | None = None
+        self,
+        *given: Any,
+        starts: Any = None,
+        out_scale: Any = None,
+        sequence_sink_tokens: Any = None,
+        split: Launch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(out, lse or None), or None where the call has to go through Triton; given: the eleven
         tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule; split: as
         in `Repeat`."""
         tensors, (scale, softcap) = given[:11], given[11:]
-        addressed = *tensors, starts, out_scale
+        addressed = *tensors, starts, out_scale, sequence_sink_tokens
         every: Any = [None if x is None else x.data_ptr() for x in addressed]
         found = Addresses(*every)
         bits = 0
@@ -322,7 +329,8 @@ class StepRepeat(Allocations):
             at_starts = buffer[0] + self.starts_at
             assert self.schedule is not None
             self.schedule(stream, at_starts, found.lens)
-        kv, row = (found.k, found.v, found.table), (found.sink, found.slopes, found.q_scale)
+        kv = found.k, found.v, found.table
+        row = found.sink, found.slopes, found.q_scale, found.sink_tokens
         rest = of_heads, of_keys, scale, softcap, at_starts
         split = split or self.split
         split(stream, found.q, kv, found.lens, final, partial, row, *rest)

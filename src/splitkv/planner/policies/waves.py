@@ -274,7 +274,8 @@ def _cheapest(
         ),
         key=lambda pair: (pair[0].seconds, pair[1]),
     )
-    if least == 1 or least <= a_wave or shape.batch > MOST_SHARED:
+    alone = shape.batch > MOST_SHARED or problem.sequence_sink_tokens
+    if least == 1 or least <= a_wave or alone:
         return best, replace(config, num_splits=splits)
     # equal lengths and one long sequence among short ones count alike
     alike = [
