@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -142,86 +142,101 @@ def bind_to_descriptors(
     return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
-class Launched(NamedTuple):
-    """A launch that went through Triton: its kernel, what that compiled, and its arguments in the
-    order of the kernel's parameters."""
-
-    kernel: Any
-    compiled: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-
-
 def launch_by_name(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
-) -> Launched:
-    """Launches a kernel through Triton with named arguments."""
-    ordered = in_order(kernel, arguments)
-    compiled = kernel[grid](*ordered, enable_fp_fusion=True, **options)
-    return Launched(kernel, compiled, grid, ordered)
+) -> Any:
+    """Launches a kernel through Triton with named arguments; what that compiled."""
+    return kernel[grid](*in_order(kernel, arguments), enable_fp_fusion=True, **options)
 
 
 AddressLaunch = Callable[[int, Sequence[Any]], None]
-"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with."""
+"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with, None for
+a tensor that is not there."""
 
 
-def bind_to_addresses(
-    launched: Launched, per_call: Mapping[str, Any], names: Sequence[str]
-) -> AddressLaunch | None:
-    """Binds a launch to all its arguments but some addresses; None: no way is known.
+class KernelLaunch(NamedTuple):
+    """A launch of a kernel to which tensors are given by name.
 
-    per_call   the parameters that change from call to call: of a pointer or descriptor the name of
-               its address, of a record of pointers a tuple of such names
-    names      of the addresses
-
-    What was None stays so.
+    arguments   all but those of tensors, by the kernel's parameters
+    pointers    the parameters that are pointers or descriptors, and the names of tensors for them;
+                for a record of pointers one of names, of which the first is there if any is
+    layouts     of those that are descriptors: `shape` and `strides` of the tensor, and `descriptor`
+                to describe one
+    options     of Triton
     """
-    compiled = launched.compiled
-    calling = None if compiled is None else _calling(compiled)
-    if calling is None:
-        return None
-    function, fixed, as_tuple = calling
-    x, y, z = (*launched.grid, 1, 1)[:3]
-    number = {name: n for n, name in enumerate(names)}
-    absent = len(names)  # a launch finds None there
-    template: list[Any] = []
-    pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
-    records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
-    maps: list[tuple[int, int, TensorMaps]] = []
-    for name, value in zip(launched.kernel.arg_names, launched.arguments, strict=True):
-        address = per_call.get(name)
-        if address is None or value is None:
-            template.append(value)
-        elif isinstance(address, tuple):
-            given = zip(address, value, strict=True)
-            places = [absent if v is None else number[a] for a, v in given]
-            assert len(places) > 1, f"{name}: expected a record of several pointers, got {value}"
-            records.append((len(template), itemgetter(*places)))
-            template.append(None)
-        elif hasattr(value, "block_shape"):
-            kept = TensorMaps(tile_of(compiled, len(maps)), value.shape, value.strides)
-            maps.append((len(template), number[address], kept))
-            template += [None, *value.shape, *value.strides]
-        else:
-            pointers.append((len(template), number[address]))
-            template.append(None)
 
-    def launch(stream: int, addresses: Sequence[Any]) -> None:
-        args = template.copy()
-        for at, n in pointers:
-            args[at] = addresses[n]
-        for at, kept, n in made_of_maps:
-            args[at] = kept[addresses[n]][0]
-        every = (*addresses, None)
-        for at, items in records:
-            args[at] = items(every)
-        if as_tuple:
-            function(x, y, z, stream, *fixed, tuple(args))
-        else:
-            function(x, y, z, stream, *fixed, *args)
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    pointers: Mapping[str, Any]
+    layouts: Mapping[str, Any]
+    options: Mapping[str, Any]
 
-    made_of_maps = [(at, kept, n) for at, n, kept in maps]
-    return _holding(compiled, launch)
+    def through_triton(self, tensors: Mapping[str, Any]) -> Any:
+        """Launches it; what Triton compiled."""
+        arguments = dict(self.arguments)
+        for parameter, name in self.pointers.items():
+            if isinstance(name, tuple):
+                record: Any = type(name)
+                items = [tensors.get(item) for item in name]
+                arguments[parameter] = None if items[0] is None else record(*items)
+            else:
+                x, layout = tensors.get(name), self.layouts.get(parameter)
+                described = x is not None and layout is not None
+                arguments[parameter] = layout.descriptor(x) if described else x
+        return launch_by_name(self.kernel, self.grid, arguments, **self.options)
+
+    def with_addresses(
+        self, compiled: Any, names: Sequence[str], present: Container[str]
+    ) -> AddressLaunch | None:
+        """Binds it to what was compiled for such arguments; None: no way is known.
+
+        names     of the addresses
+        present   those of tensors that there are
+        """
+        calling = _calling(compiled)
+        if calling is None:
+            return None
+        function, fixed, as_tuple = calling
+        x, y, z = (*self.grid, 1, 1)[:3]
+        number = {name: n for n, name in enumerate(names)}
+        template: list[Any] = []
+        pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
+        records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
+        maps: list[tuple[int, int, TensorMaps]] = []
+        for parameter in self.kernel.arg_names:
+            name, layout = self.pointers.get(parameter), self.layouts.get(parameter)
+            at = len(template)
+            if name is None:
+                template.append(self.arguments[parameter])
+                continue
+            template.append(None)
+            if isinstance(name, tuple):
+                if name[0] in present:
+                    records.append((at, itemgetter(*(number[item] for item in name))))
+            elif name not in present:
+                continue
+            elif layout is None:
+                pointers.append((at, number[name]))
+            else:
+                made = TensorMaps(tile_of(compiled, len(maps)), layout.shape, layout.strides)
+                maps.append((at, number[name], made))
+                template += [*layout.shape, *layout.strides]
+
+        def launch(stream: int, addresses: Sequence[Any]) -> None:
+            args = template.copy()
+            for at, n in pointers:
+                args[at] = addresses[n]
+            for at, n, kept in maps:
+                args[at] = kept[addresses[n]][0]
+            for at, items in records:
+                args[at] = items(addresses)
+            if as_tuple:
+                function(x, y, z, stream, *fixed, tuple(args))
+            else:
+                function(x, y, z, stream, *fixed, *args)
+
+        return _holding(compiled, launch)
 
 
 def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:

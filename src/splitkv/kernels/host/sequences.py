@@ -245,6 +245,7 @@ class SequenceLauncher(ABC):
     combine: CombineLaunch | None
     compiled: tuple[Any, Any] | None = None  # the kernel and `combine`
     again: Sequences | None = None
+    backward_again: Any = None  # launches the last backward again, where there is a way
 
     @cached_property
     def backward_launchers(self) -> dict[Any, Any]:
