@@ -65,7 +65,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
 from splitkv.kernels.backward.records import Saved
 from splitkv.kernels.combine import FINISHED, final_of, write_absent
-from splitkv.kernels.gradients import backward_for, backward_of
+from splitkv.kernels.gradients import Differentiable, backward_for, backward_of
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.partition import padded_dims
@@ -523,7 +523,7 @@ def compile_time_config(
     )
 
 
-def attention(launcher: SequenceLauncher, operands: Operands) -> tuple[Tensor, Tensor | None]:
+def attention(launcher: Differentiable, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a launcher, differentiable where its problem is."""
     problem, x = launcher.problem, operands
     seed = draw_seed(x.q) if problem.dropout else None

@@ -229,7 +229,7 @@ class BackwardLauncher:
         p, c, sinks, dsink = self.problem, self.variant.keys, None, None
         heads = sequences = numbers = 0
         if stats.sink is not None:
-            dsink = torch.empty_like(x.sink_logits, memory_format=torch.contiguous_format)
+            dsink = x.q.new_empty(x.sink_logits.shape, dtype=x.sink_logits.dtype)
             sinks, heads = SinkSums(stats.sink, dsink), p.num_heads
             sequences, numbers = stats.sink.shape[0], stats.sink.shape[2]
         added = None
@@ -261,5 +261,7 @@ class BackwardLauncher:
             return rows.sum((0, 2)).flatten()
         rows = rows.transpose(1, 2).flatten(2)  # [sequences, tokens, num_heads]
         if self.problem.kind == "varlen":
-            rows = reference.pad_sequences(rows[0], x.cu_seqlens_q, self.problem.seqlen_q)
+            rows = reference.pad_sequences(
+                rows[0], x.cu_seqlens_q, lengths_of(self.problem, x).seqlen_q
+            )
         return rows.sum(1)

@@ -182,48 +182,73 @@ class KernelLaunch(NamedTuple):
                 arguments[parameter] = None if items[0] is None else record(*items)
             else:
                 x, layout = tensors.get(name), self.layouts.get(parameter)
-                described = x is not None and layout is not None
-                arguments[parameter] = layout.descriptor(x) if described else x
+                if x is not None and layout is not None:
+                    x = layout.descriptor(x)
+                arguments[parameter] = x
         return launch_by_name(self.kernel, self.grid, arguments, **self.options)
 
-    def with_addresses(
-        self, compiled: Any, names: Sequence[str], present: Container[str]
-    ) -> AddressLaunch | None:
-        """Binds it to what was compiled for such arguments; None: no way is known.
 
-        names     of the addresses
-        present   those of tensors that there are
-        """
-        calling = _calling(compiled)
-        if calling is None:
-            return None
-        function, fixed, as_tuple = calling
-        x, y, z = (*self.grid, 1, 1)[:3]
+class AddressKernel:
+    """A compiled kernel, to be launched with addresses and with the arguments of other lengths.
+
+    launch    what it was compiled for
+    calling   how to call it, see `_calling`
+    names     of the addresses that a launch is given
+    present   those of tensors that there are
+    """
+
+    def __init__(
+        self,
+        launch: KernelLaunch,
+        compiled: Any,
+        calling: Any,
+        names: Sequence[str],
+        present: Container[str],
+    ) -> None:
+        self.compiled, self.calling = compiled, calling
         number = {name: n for n, name in enumerate(names)}
-        template: list[Any] = []
-        pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
-        records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
-        maps: list[tuple[int, int, TensorMaps]] = []
-        for parameter in self.kernel.arg_names:
-            name, layout = self.pointers.get(parameter), self.layouts.get(parameter)
-            at = len(template)
+        self.template: list[Any] = []
+        self.place: dict[str, int] = {}  # of the arguments there
+        self.pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
+        self.records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
+        self.maps: list[tuple[str, Tile, int, int]] = []
+        for parameter in launch.kernel.arg_names:
+            name, layout = launch.pointers.get(parameter), launch.layouts.get(parameter)
+            at = len(self.template)
             if name is None:
-                template.append(self.arguments[parameter])
+                self.template.append(launch.arguments[parameter])
+                self.place[parameter] = at
                 continue
-            template.append(None)
+            self.template.append(None)
             if isinstance(name, tuple):
                 if name[0] in present:
-                    records.append((at, itemgetter(*(number[item] for item in name))))
+                    self.records.append((at, itemgetter(*(number[item] for item in name))))
             elif name not in present:
                 continue
             elif layout is None:
-                pointers.append((at, number[name]))
+                self.pointers.append((at, number[name]))
             else:
-                made = TensorMaps(tile_of(compiled, len(maps)), layout.shape, layout.strides)
-                maps.append((at, number[name], made))
-                template += [*layout.shape, *layout.strides]
+                tile = tile_of(compiled, len(self.maps))
+                self.maps.append((parameter, tile, at, number[name]))
+                self.template += [*layout.shape, *layout.strides]
 
-        def launch(stream: int, addresses: Sequence[Any]) -> None:
+    def bind(self, launch: KernelLaunch) -> AddressLaunch:
+        """Binds it to the grid, arguments and layouts of a launch for which it would be compiled
+        alike."""
+        function, fixed, as_tuple = self.calling
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        template, place = self.template.copy(), self.place
+        for parameter, value in launch.arguments.items():
+            template[place[parameter]] = value
+        maps: list[tuple[int, int, TensorMaps]] = []
+        for parameter, tile, at, n in self.maps:
+            layout = launch.layouts[parameter]
+            shape, strides = layout.shape, layout.strides
+            template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
+            maps.append((at, n, TensorMaps(tile, shape, strides)))
+        pointers, records = self.pointers, self.records
+
+        def launch_again(stream: int, addresses: Sequence[Any]) -> None:
             args = template.copy()
             for at, n in pointers:
                 args[at] = addresses[n]
@@ -236,7 +261,15 @@ class KernelLaunch(NamedTuple):
             else:
                 function(x, y, z, stream, *fixed, *args)
 
-        return _holding(compiled, launch)
+        return _holding(self.compiled, launch_again)
+
+
+def address_kernel(
+    launch: KernelLaunch, compiled: Any, names: Sequence[str], present: Container[str]
+) -> AddressKernel | None:
+    """The AddressKernel of what Triton compiled for a launch; None: no way is known."""
+    calling = None if compiled is None else _calling(compiled)
+    return None if calling is None else AddressKernel(launch, compiled, calling, names, present)
 
 
 def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:

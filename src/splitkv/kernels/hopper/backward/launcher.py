@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +16,16 @@ from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.hopper.backward.launches import (
     GradientCall,
     allocate,
+    config_of,
     launches_of,
     sizes_of,
 )
-from splitkv.kernels.hopper.backward.relaunch import BackwardRelaunch, relaunch_of
+from splitkv.kernels.hopper.backward.relaunch import BackwardRelaunch, address_kernels
 from splitkv.kernels.hopper.primitives.tma_limits import fits_tma
-from splitkv.kernels.host.relaunch import observed
+from splitkv.kernels.host.relaunch import AddressKernel, observed
 
 MAX_KNOWN = 256  # layouts that launches are kept for; past it, they start afresh
-compiled: dict[Hashable, tuple[Any, ...]] = {}
+compiled: dict[Hashable, tuple[AddressKernel, ...]] = {}
 """What Triton compiled for a backward, in the order of its launches: by all that it compiles for,
 among calls whose strides are multiples of 16 that 32 bits hold."""
 
@@ -44,6 +44,7 @@ class HopperBackwardLauncher:
 
     def __init__(self, problem: Problem, device: Device, variant: HopperBackward) -> None:
         self.problem, self.device, self.variant = problem, device, variant
+        self.config = config_of(problem, variant)
         self.known: dict[Hashable, BackwardRelaunch] = {}
         bounds = tuple(bound is None for bound in problem.mask.bounds)
         heads = problem.group, problem.head_dim, problem.head_dim_v
@@ -85,11 +86,12 @@ class HopperBackwardLauncher:
         if kernels is None or observed():
             return None
         sizes = sizes_of(self, call)
-        again = relaunch_of(launches_of(self, call, sizes), kernels, call, sizes.workspace)
-        if again is not None:
-            if len(self.known) >= MAX_KNOWN:
-                self.known.clear()
-            self.known[call.kind] = again
+        every = zip(kernels, launches_of(self, call, sizes), strict=True)
+        launches = [kernel.bind(launch) for kernel, launch in every]
+        again = BackwardRelaunch(launches, call, sizes.workspace)
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        self.known[call.kind] = again
         return again
 
     def dispatch(self, call: GradientCall) -> Gradients:
@@ -97,9 +99,11 @@ class HopperBackwardLauncher:
         sizes = sizes_of(self, call)
         results = allocate(call, sizes.workspace)
         every = launches_of(self, call, sizes)
-        made = tuple([launch.through_triton(results.tensors) for launch in every])
-        if None not in made and call.aligned:
-            compiled[self.compiled_for(call)] = made
+        made = [launch.through_triton(results.tensors) for launch in every]
+        if call.aligned and not observed():
+            kernels = address_kernels(every, made, call, sizes.workspace)
+            if kernels is not None:
+                compiled[self.compiled_for(call)] = kernels
         return results.gradients
 
     def compiled_for(self, call: GradientCall) -> Hashable:

@@ -4,7 +4,7 @@ call make them, and the memory that it takes beside its results."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
-from splitkv.core.tiles import ceil_div
+from splitkv.core.tiles import ceil_div, next_power_of_2
 from splitkv.core.variants import HopperBackward
 from splitkv.kernels.backward.finish import SinkSums, Splits, backward_finish
 from splitkv.kernels.backward.launcher import finish_arguments, split_programs
@@ -60,11 +60,26 @@ FAR = 1 << 31
 
 
 class Bound(Protocol):
-    """What launches are made for: a plan's problem, device and variant."""
+    """What launches are made for: a plan's problem, device and variant, and what that makes the
+    compile-time values of `hopper_backward`."""
 
     problem: Problem
     device: Device
     variant: HopperBackward
+    config: HopperBackwardConfig
+
+
+def config_of(problem: Problem, variant: HopperBackward) -> HopperBackwardConfig:
+    """The compile-time values of `hopper_backward`."""
+    return HopperBackwardConfig(
+        group=problem.group,
+        num_stages=variant.num_stages,
+        grad_stages=variant.grad_stages,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        sequences="packed" if problem.kind == "varlen" else "dense",
+        specialize=SPECIALIZE[variant.consumers],
+    )
 
 
 class GradientCall(NamedTuple):
@@ -154,32 +169,33 @@ class Layout(NamedTuple):
     """A tensor as TMA is to see it: shape and strides in elements, the box that it copies at once,
     and how that lies in shared memory."""
 
-    shape: list[int]
-    strides: list[int]
-    box: list[int]
+    shape: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
     layout: gl.NVMMASharedLayout
 
     def descriptor(self, x: Any) -> TensorDescriptor:
         """Describes a tensor to TMA."""
-        return TensorDescriptor(x, *self)
+        return TensorDescriptor(
+            x, list(self.shape), list(self.strides), list(self.box), self.layout
+        )
 
 
 def layout_of_tokens(x: Any, tokens: int) -> Layout:
     """The Layout of x [(batch,) tokens, heads, dim], so many tokens of a head at a time."""
-    shape, strides = list(x.shape), list(x.stride())
-    if len(shape) == 3:
-        shape, strides = [1, *shape], [shape[-1], *strides]
+    shape, strides = x.shape, x.stride()
+    n, h, d = shape[-3:]
+    b, step_b = (shape[0], strides[0]) if len(shape) == 4 else (1, d)
     # along a single element there are no steps, and torch may say anything
-    strides = [step if n > 1 else shape[-1] for n, step in zip(shape, strides, strict=True)]
-    box = [1, tokens, 1, 1 << (shape[3] - 1).bit_length()]
-    return Layout(shape, [*strides[:3], 1], box, BOXES)
+    steps = step_b if b > 1 else d, strides[-3] if n > 1 else d, strides[-2] if h > 1 else d, 1
+    return Layout((b, n, h, d), steps, (1, tokens, 1, next_power_of_2(d)), BOXES)
 
 
 def layout_of_sums(numel: int, tile: int, pieces: int) -> Layout:
     """The Layout of so many sums of dq, one of so many pieces of a tile of them at a time."""
     columns = SUM_COLUMNS.value
-    box = [tile // (pieces * columns), columns]
-    return Layout([numel // columns, columns], [columns, 1], box, SUMS)
+    box = tile // (pieces * columns), columns
+    return Layout((numel // columns, columns), (columns, 1), box, SUMS)
 
 
 class Results(NamedTuple):
@@ -197,7 +213,7 @@ def allocate(call: GradientCall, workspace: Workspace) -> Results:
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
     dsink = None
     if x.sink_logits is not None:
-        dsink = torch.empty_like(x.sink_logits, memory_format=torch.contiguous_format)
+        dsink = x.q.new_empty(x.sink_logits.shape, dtype=x.sink_logits.dtype)
     made = {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
     tensors = call.given | made | workspace.views(memory)
     return Results(tensors, Gradients(dq, dk, dv, dsink, None))
@@ -228,10 +244,19 @@ class Workspace:
         return {name: memory[at : at + numel] for name, (at, numel) in self.places.items()}
 
 
+class GradientStrides(NamedTuple):
+    """The Strides of dq, dk and dv."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+
+
 class Sizes(NamedTuple):
     """What the lengths of a call make of its launches.
 
     lengths           of the longest sequences; total_q, total_k: tokens of all of them
+    gradients         Strides of the results
     keys, rows        tiles of keys of `hopper_backward`, and of rows in the sums of dq
     programs          of `hopper_backward`
     sink_columns      of Stats.sink_sums that it leaves
@@ -242,6 +267,7 @@ class Sizes(NamedTuple):
     lengths: SequenceLengths
     total_q: int
     total_k: int
+    gradients: GradientStrides
     keys: LaneTiling
     rows: LaneTiling
     programs: int
@@ -290,9 +316,17 @@ def sizes_of(bound: Bound, call: GradientCall) -> Sizes:
         workspace.add("sink_sums", p.num_heads * statistics.columns)
     if c.row_splits.splits > 1:
         workspace.add("split", split * c.tile_n * (p.head_dim + p.head_dim_v))
-    lengths = lengths_of(p, call.operands)
     return Sizes(
-        lengths, total_q, total_k, keys, rows, programs, sink_columns, statistics, workspace
+        lengths=lengths_of(p, call.operands),
+        total_q=total_q,
+        total_k=total_k,
+        gradients=GradientStrides(*map(strides_of_gradient, (x.q, x.k, x.v))),
+        keys=keys,
+        rows=rows,
+        programs=programs,
+        sink_columns=sink_columns,
+        statistics=statistics,
+        workspace=workspace,
     )
 
 
@@ -369,12 +403,12 @@ def shared_arguments(
 
 def keys_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
     """What makes dk and dv and, where there are sums for it, dq in fp32."""
-    p, c, x, splits = bound.problem, bound.variant, call.saved, bound.variant.row_splits
+    p, c, splits = bound.problem, bound.variant, bound.variant.row_splits
     columns = sizes.statistics.columns
     arguments = {
         **shared_arguments(bound, call, sizes, sizes.keys),
-        "dk_strides": strides_of_gradient(x.k),
-        "dv_strides": strides_of_gradient(x.v),
+        "dk_strides": sizes.gradients.k,
+        "dv_strides": sizes.gradients.v,
         "num_kv_heads": p.num_kv_heads,
         "total_k": sizes.total_k,
         "sum_tiles": sizes.rows.tiles,
@@ -382,15 +416,7 @@ def keys_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
         "sink_first": columns - sizes.sink_columns,
         "split_tiles": splits.tiles,
         "row_splits": splits.splits,
-        "CONFIG": HopperBackwardConfig(
-            group=p.group,
-            num_stages=c.num_stages,
-            grad_stages=c.grad_stages,
-            head_dim=p.head_dim,
-            head_dim_v=p.head_dim_v,
-            sequences="dense" if x.cu_seqlens_q is None else "packed",
-            specialize=SPECIALIZE[c.consumers],
-        ),
+        "CONFIG": bound.config,
     }
     pointers = {
         **OPERANDS_AND_STATS,
@@ -418,7 +444,7 @@ def queries_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaun
     rows = lane_tiling(p, bound.device, sizes.total_q, p.num_heads, c.tile_m)
     arguments = {
         **shared_arguments(bound, call, sizes, rows),
-        "dq_strides": strides_of_gradient(call.saved.q),
+        "dq_strides": sizes.gradients.q,
         "num_heads": p.num_heads,
         "GROUP": p.group,
         "STAGES": c.num_stages,
@@ -446,8 +472,8 @@ def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunc
     sinks = 0 if x.sink_logits is None else p.num_heads
     arguments = {
         **finish_arguments(p, c.row_splits, c.tile_n),
-        "dk_strides": strides_of_gradient(x.k),
-        "dv_strides": strides_of_gradient(x.v),
+        "dk_strides": sizes.gradients.k,
+        "dv_strides": sizes.gradients.v,
         "sink_programs": sinks,
         "sink_sequences": 1,
         "sink_lanes": p.num_heads,
@@ -465,7 +491,7 @@ def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunc
         arguments["PREDECESSOR"] = "running"
         return KernelLaunch(backward_finish, (programs,), arguments, pointers, {}, options)
     arguments |= {
-        "dq_strides": strides_of_gradient(x.q),
+        "dq_strides": sizes.gradients.q,
         "split_programs": programs - sinks,
         "scale": call.operands.softmax_scale,
         "seqlen_q": sizes.lengths.seqlen_q,

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.hopper.backward.launches import GradientCall, Workspace, gradient_strides
-from splitkv.kernels.host.relaunch import AddressLaunch, KernelLaunch, observed
+from splitkv.kernels.host.relaunch import (
+    AddressKernel,
+    AddressLaunch,
+    KernelLaunch,
+    address_kernel,
+    observed,
+)
 from splitkv.kernels.host.workspace import allocation
 
 GIVEN = ("q", "k", "v", "grad", "out", "lse", "grad_lse", "sink", "cu_q", "cu_k")
 RESULTS = ("dq", "dk", "dv", "dsink")
-PIECES = ("clear", "sums", "turns", "total", "delta", "weight", "sink_sums", "split")
-PIECES += ("sink_rows", "slope_rows")  # which these kernels have none of
+PIECES = (
+    *("clear", "sums", "turns", "total", "delta", "weight", "sink_sums", "split"),
+    *("sink_rows", "slope_rows"),  # of which these kernels have none
+)
 NAMES = (*GIVEN, *RESULTS, *PIECES)
 """Names of the addresses of a call, in the order in which launches take them."""
 
@@ -92,21 +100,19 @@ class BackwardRelaunch:
         return Gradients(dq, dk, dv, dsink, None)
 
 
-def relaunch_of(
-    launches: Sequence[KernelLaunch],
-    kernels: Sequence[Any],
-    call: GradientCall,
-    workspace: Workspace,
-) -> BackwardRelaunch | None:
-    """Binds launches to what was compiled for them; None: Triton has to launch them, every time."""
+def address_kernels(
+    launches: Sequence[KernelLaunch], made: Sequence[Any], call: GradientCall, workspace: Workspace
+) -> tuple[AddressKernel, ...] | None:
+    """The kernels that Triton compiled for the launches of a call; None: no way is known to launch
+    them with addresses."""
     present = {name for name, x in call.given.items() if x is not None}
     present |= {"dq", "dk", "dv", *workspace.places}
     if call.saved.sink_logits is not None:
         present.add("dsink")
-    bound: list[AddressLaunch] = []
-    for launch, compiled in zip(launches, kernels, strict=True):
-        one = launch.with_addresses(compiled, NAMES, present)
-        if one is None:
+    found: list[AddressKernel] = []
+    for launch, compiled in zip(launches, made, strict=True):
+        kernel = address_kernel(launch, compiled, NAMES, present)
+        if kernel is None:
             return None
-        bound.append(one)
-    return BackwardRelaunch(bound, call, workspace)
+        found.append(kernel)
+    return tuple(found)
