@@ -25,10 +25,9 @@ class Differentiable(Protocol):
 
     plan                 says what makes the gradients; problem: of the calls
     backward_launchers   those that were bound, see `backward_of`
-    backward_again       launches the last backward again, by addresses; None: there is no way
+    backward_again       what launches the last backward again, by what bound its launcher; None:
+                         there is no way
     """
-
-    backward_again: Any
 
     @property
     def plan(self) -> Plan: ...
@@ -36,6 +35,8 @@ class Differentiable(Protocol):
     def problem(self) -> Problem: ...
     @property
     def backward_launchers(self) -> dict[Any, Any]: ...
+    @property
+    def backward_again(self) -> dict[Any, Any]: ...
 
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(out, lse); seed: of dropout."""

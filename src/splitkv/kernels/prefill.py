@@ -570,7 +570,7 @@ class Attention(torch.autograd.Function):
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
         kept = Saved(*ctx.saved_tensors)  # asked for once: checkpointing recomputes them only then
         launcher = ctx.launcher
-        found, again = None, launcher.backward_again
+        found, again = None, launcher.backward_again.get(backward_for)
         if again is not None and grad_out is not None:
             found = again.call(kept, grad_out, grad_lse, ctx.scalars[0])
         if found is None:
@@ -580,8 +580,8 @@ class Attention(torch.autograd.Function):
             for name, value in zip(SCALARS, ctx.scalars, strict=True):
                 setattr(operands, name, value)
             run = backward_of(launcher, operands, backward_for)
-            saved = operands, kept.seed, kept.out, kept.lse
+            rest = kept.out, kept.lse, grad_out, grad_lse
             of_slopes = kept.alibi_slopes is not None and ctx.needs_input_grad[-1]
-            found = run(*saved, grad_out, grad_lse, of_slopes)
-            launcher.backward_again = run.latest
+            found = run(operands, kept.seed, *rest, of_slopes)
+            launcher.backward_again[backward_for] = run.again(operands, *rest)
         return None, *found[: len(ctx.needs_input_grad) - 1]

@@ -32,13 +32,12 @@ class AtLength:
     backward_launchers   of the bucket: see kernels/gradients.py
     """
 
-    backward_again: Any = None
-
     def __init__(
         self, problem: Problem, forward_call: Launcher, plan: Plan, backward_launchers: Any
     ) -> None:
         self.problem, self.forward_call, self.plan = problem, forward_call, plan
         self.backward_launchers = backward_launchers
+        self.backward_again: dict[Any, Any] = {}
 
     def forward(self, operands: Operands, seed: Tensor | None) -> Result:
         """(out, lse), without a graph."""

@@ -95,11 +95,7 @@ class BackwardLauncher:
 
     Called with the operands of a forward, its seed, out and lse, and the gradients of both; returns
     those of q, k, v, sink_logits and alibi_slopes.
-
-    latest   None: Triton launches these kernels, every time
     """
-
-    latest: None = None
 
     def __init__(self, problem: Problem, device: Device, variant: Backward) -> None:
         self.problem, self.device, self.variant = problem, device, variant
@@ -130,6 +126,16 @@ class BackwardLauncher:
         if stats.slope is not None:
             dslopes = self.of_slopes(x, stats.slope).to(x.alibi_slopes.dtype)
         return Gradients(tensors.dq, tensors.dk, tensors.dv, dsink, dslopes)
+
+    def again(
+        self,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+    ) -> None:
+        """Nothing: Triton launches these kernels, every time."""
 
     def shared_arguments(
         self, x: Operands, seed: Tensor | None, stats: Stats, tensors: GradientTensors

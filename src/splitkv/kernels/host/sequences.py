@@ -245,11 +245,16 @@ class SequenceLauncher(ABC):
     combine: CombineLaunch | None
     compiled: tuple[Any, Any] | None = None  # the kernel and `combine`
     again: Sequences | None = None
-    backward_again: Any = None  # launches the last backward again, where there is a way
 
     @cached_property
     def backward_launchers(self) -> dict[Any, Any]:
         """The launcher that makes the gradients of its calls: see kernels/gradients.py."""
+        return {}
+
+    @cached_property
+    def backward_again(self) -> dict[Any, Any]:
+        """What launches the last backward again, by what bound its launcher; None: there is no
+        way."""
         return {}
 
     @abstractmethod

@@ -12,10 +12,11 @@ from torch import Tensor
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import HopperBackward, RowSplits
-from splitkv.kernels.backward.records import Gradients, Saved
+from splitkv.kernels.backward.records import Gradients
 from splitkv.kernels.hopper.backward.launches import (
     GradientCall,
     allocate,
+    call_of,
     config_of,
     launches_of,
     sizes_of,
@@ -36,11 +37,7 @@ class HopperBackwardLauncher:
 
     The operands have to be such that `unfit` of tma_limits.py says nothing of them; the gradient of
     the output is copied where TMA cannot describe it.
-
-    latest   launches the last call again, by addresses
     """
-
-    latest: BackwardRelaunch | None = None
 
     def __init__(self, problem: Problem, device: Device, variant: HopperBackward) -> None:
         self.problem, self.device, self.variant = problem, device, variant
@@ -61,23 +58,32 @@ class HopperBackwardLauncher:
         grad_lse: Tensor | None,
         of_slopes: bool,
     ) -> Gradients:
-        x = operands
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         elif not fits_tma(grad_out):  # a copy, also of what is contiguous at another address
             grad_out = grad_out.clone(memory_format=torch.contiguous_format)
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        lengths = x.cu_seqlens_q, x.cu_seqlens_k
-        saved = Saved(x.q, x.k, x.v, x.sink_logits, None, *lengths, None, out, lse)
-        call = GradientCall(saved, grad_out, grad_lse, x)
+        call = call_of(operands, out, lse, grad_out, grad_lse)
         again = self.known.get(call.kind) or self.bind(call)
         if again is not None:
-            done = again.call(saved, grad_out, grad_lse, x.softmax_scale)
+            done = again.call(call.saved, grad_out, grad_lse, operands.softmax_scale)
             if done is not None:
-                self.latest = again
                 return done
         return self.dispatch(call)
+
+    def again(
+        self,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+    ) -> BackwardRelaunch | None:
+        """What launches calls like this one with addresses, once it is known."""
+        if grad_out is None:
+            return None
+        return self.known.get(call_of(operands, out, lse, grad_out, grad_lse).kind)
 
     def bind(self, call: GradientCall) -> BackwardRelaunch | None:
         """Launches with addresses of kernels that were compiled for calls like this one, whatever

@@ -137,6 +137,16 @@ class GradientCall(NamedTuple):
         }
 
 
+def call_of(
+    operands: Operands, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None
+) -> GradientCall:
+    """The GradientCall of a forward's operands and results."""
+    x = operands
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k
+    saved = Saved(x.q, x.k, x.v, x.sink_logits, None, *lengths, None, out, lse)
+    return GradientCall(saved, grad, grad_lse, x)
+
+
 class LaneTiling(NamedTuple):
     """Tiles of a lane, lanes, and how many lanes go together."""
 
