@@ -23,7 +23,7 @@ from splitkv.kernels.host import relaunch
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 128, 16
 LEAST_ADDRESS = 1 << 24
 # Functions that Python calls for one step in which everything is known: C functions counted, too.
-MOST_CALLS = 300
+MOST_CALLS = 200
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_nothing_is_bound_twice(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) 
     grad = torch.randn_like(forward().detach())
     for _ in range(2):
         torch.autograd.grad(forward(), leaves, grad)
-    for name in ("GradientCall", "sizes_of", "launches_of", "allocate"):
+    for name in ("GradientCall", "sizes_of", "launches_of", "allocate_backward"):
         monkeypatch.setattr(hopper_backward, name, pytest.fail)
     torch.autograd.grad(forward(), leaves, grad)
 

@@ -86,8 +86,8 @@ class GrowingGradients:
         return attention(at, x) if isinstance(at, AtLength) else at(x)
 
     def at_length(self, operands: Operands) -> Launcher | AtLength:
-        """What serves sequences of this length: a launcher of its own where their layout is in no
-        bucket, or where a kernel is chosen that does not take every length."""
+        """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
+        or where a kernel is chosen that does not take every length."""
         x, growing = operands, self.growing
         assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
         bucket = growing.bucket_of(x)

@@ -1,8 +1,8 @@
-"""What is left when all programs of a backward have ended: dsink, and dk and dv of tiles of keys
-whose rows are split among programs, as sums of what those left in memory.
+"""The end of a backward: dsink, and dk and dv of tiles of keys whose rows are split among programs,
+as sums of what those left in memory.
 
 Computes    dsink of each head; dk and dv as the sums over the splits of each tile of keys
-Shapes      see SinkSums and Splits
+Shapes      see SinkSums and SplitSums
 Grid        heads, where there are sink logits; then tiles of all sequences and KV heads x groups of
             ROWS keys, where rows are split
 Traffic     reads sums and splits once, writes dsink, dk and dv
@@ -33,7 +33,7 @@ class SinkSums(NamedTuple):
     grad: Any
 
 
-class Splits(NamedTuple):
+class SplitSums(NamedTuple):
     """Pointers to what adds up to dk and dv.
 
     sums      [batch, num_kv_heads, tiles, splits, TILE_N, HEAD_DIM + HEAD_DIM_V] fp32
@@ -43,6 +43,24 @@ class Splits(NamedTuple):
     sums: Any
     dk: Any
     dv: Any
+
+
+class SplitTiles(NamedTuple):
+    """The tiles of keys whose rows are split.
+
+    cu_k_ptr                 [batch + 1] int32, or None: dense
+    seqlen_k                 keys of a sequence where dense
+    dk_strides, dv_strides   Strides
+    tiles, splits            of each sequence and KV head, and of the rows of each
+    """
+
+    cu_k_ptr: Any
+    seqlen_k: Any
+    num_kv_heads: Any
+    dk_strides: Any
+    dv_strides: Any
+    tiles: Any
+    splits: Any
 
 
 @triton.jit
@@ -69,15 +87,9 @@ def add_up_sinks(
 
 @triton.jit
 def add_up_splits(
-    splits,  # Splits
-    cu_k_ptr,  # [batch + 1] int32, or None: dense
+    split_sums,  # SplitSums
+    of,  # SplitTiles
     pid,
-    dk_strides,  # Strides
-    dv_strides,
-    seqlen_k,
-    num_kv_heads,
-    split_tiles,
-    row_splits,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_N: tl.constexpr,  # of backward_keys
@@ -89,34 +101,34 @@ def add_up_splits(
     DIM_V: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     tile = pid // (TILE_N // ROWS)  # of all sequences and KV heads
     first = pid % (TILE_N // ROWS) * ROWS
-    b = tile // split_tiles // num_kv_heads
-    h = tile // split_tiles % num_kv_heads
-    first_k, len_k = tokens_of(cu_k_ptr, b, seqlen_k)
-    offs_n = tile % split_tiles * TILE_N + first + tl.arange(0, ROWS)
+    b = tile // of.tiles // of.num_kv_heads
+    h = tile // of.tiles % of.num_kv_heads
+    first_k, len_k = tokens_of(of.cu_k_ptr, b, of.seqlen_k)
+    offs_n = tile % of.tiles * TILE_N + first + tl.arange(0, ROWS)
     ok = offs_n < len_k
     offs = tl.arange(0, TOGETHER * ROWS)
     row = first + offs % ROWS
-    row_ok = tile % split_tiles * TILE_N + row < len_k
+    row_ok = tile % of.tiles * TILE_N + row < len_k
     dk = tl.zeros([ROWS, DIM], tl.float32)
     dv = tl.zeros([ROWS, DIM_V], tl.float32)
-    for start in range(0, row_splits, TOGETHER):
+    for start in range(0, of.splits, TOGETHER):
         split = start + offs // ROWS
-        split_rows = splits.sums + ((tile * row_splits + split).to(tl.int64) * TILE_N + row) * (
+        split_rows = split_sums.sums + ((tile * of.splits + split).to(tl.int64) * TILE_N + row) * (
             HEAD_DIM + HEAD_DIM_V
         )
-        split_ok = row_ok & (split < row_splits)
+        split_ok = row_ok & (split < of.splits)
         some = load_tile(split_rows, split_ok, HEAD_DIM, DIM)
         dk += tl.sum(tl.reshape(some, [TOGETHER, ROWS, DIM]), 0)
         some = load_tile(split_rows + HEAD_DIM, split_ok, HEAD_DIM_V, DIM_V)
         dv += tl.sum(tl.reshape(some, [TOGETHER, ROWS, DIM_V]), 0)
-    store_tile(place(splits.dk, dk_strides, b, first_k + offs_n, h), dk, ok, HEAD_DIM)
-    store_tile(place(splits.dv, dv_strides, b, first_k + offs_n, h), dv, ok, HEAD_DIM_V)
+    store_tile(place(split_sums.dk, of.dk_strides, b, first_k + offs_n, h), dk, ok, HEAD_DIM)
+    store_tile(place(split_sums.dv, of.dv_strides, b, first_k + offs_n, h), dv, ok, HEAD_DIM_V)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_finish(
     sinks,  # SinkSums, or None
-    splits,  # Splits, or None
+    split_sums,  # SplitSums, or None
     cu_k_ptr,  # [batch + 1] int32, or None: dense
     dk_strides,  # Strides
     dv_strides,
@@ -145,20 +157,10 @@ def backward_finish(
             add_up_sinks(
                 sinks, pid, sink_sequences, sink_lanes, sink_numbers, SINK_GROUP, SINKS_TOGETHER
             )
-    elif splits is not None:
+    elif split_sums is not None:
+        of = SplitTiles(
+            cu_k_ptr, seqlen_k, num_kv_heads, dk_strides, dv_strides, split_tiles, row_splits
+        )
         add_up_splits(
-            splits,
-            cu_k_ptr,
-            pid - sink_programs,
-            dk_strides,
-            dv_strides,
-            seqlen_k,
-            num_kv_heads,
-            split_tiles,
-            row_splits,
-            HEAD_DIM,
-            HEAD_DIM_V,
-            TILE_N,
-            ROWS,
-            TOGETHER,
+            split_sums, of, pid - sink_programs, HEAD_DIM, HEAD_DIM_V, TILE_N, ROWS, TOGETHER
         )

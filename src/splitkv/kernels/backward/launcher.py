@@ -11,7 +11,7 @@ from splitkv import reference
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import Backward, BackwardTiles, RowSplits
-from splitkv.kernels.backward.finish import SinkSums, Splits, backward_finish
+from splitkv.kernels.backward.finish import SinkSums, SplitSums, backward_finish
 from splitkv.kernels.backward.keys import backward_keys
 from splitkv.kernels.backward.queries import backward_queries
 from splitkv.kernels.backward.records import BackwardConfig, Gradients, GradientTensors, Stats
@@ -59,7 +59,7 @@ def strides_of_tensors(tensors: GradientTensors) -> GradientTensors:
     )
 
 
-def split_programs(problem: Problem, splits: RowSplits, tile_n: int) -> int:
+def programs_of_splits(problem: Problem, splits: RowSplits, tile_n: int) -> int:
     """Programs that add up dk and dv of split rows."""
     if splits.splits == 1:
         return 0
@@ -240,11 +240,11 @@ class BackwardLauncher:
             sequences, numbers = stats.sink.shape[0], stats.sink.shape[2]
         added = None
         if splits is not None:
-            added = Splits(splits, tensors.dk, tensors.dv)
-        programs = heads + split_programs(p, self.variant.row_splits, c.tile_n)
+            added = SplitSums(splits, tensors.dk, tensors.dv)
+        programs = heads + programs_of_splits(p, self.variant.row_splits, c.tile_n)
         arguments = {
             "sinks": sinks,
-            "splits": added,
+            "split_sums": added,
             "cu_k_ptr": x.cu_seqlens_k,
             "dk_strides": strides_of(tensors.dk),
             "dv_strides": strides_of(tensors.dv),

@@ -143,7 +143,7 @@ POINTERS = {
 
 
 class RowSizes(NamedTuple):
-    """What follows from the lengths of a call for `backward_rows`.
+    """The sizes of a launch of `backward_rows` that follow from the lengths of its call.
 
     shape       of rows of statistics, see Stats
     columns     of Stats.sink_sums

@@ -253,8 +253,8 @@ class SequenceLauncher(ABC):
 
     @cached_property
     def backward_again(self) -> dict[Any, Any]:
-        """What launches the last backward again, by what bound its launcher; None: there is no
-        way."""
+        """The launches of the last backward, by what bound its launcher: see
+        kernels/gradients.py."""
         return {}
 
     @abstractmethod

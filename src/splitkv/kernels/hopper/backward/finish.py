@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from splitkv.kernels.backward.finish import add_up_sinks, add_up_splits
+from splitkv.kernels.backward.finish import SplitTiles, add_up_sinks, add_up_splits
 from splitkv.kernels.backward.records import SIZES
 from splitkv.kernels.tile.visit import TiledTokens, own_tile, place, store_tile
 
@@ -28,14 +28,11 @@ def round_dq(
     sums_ptr,
     dq_ptr,
     dq_strides,  # Strides
-    cu_q_ptr,  # [batch + 1] int32, or None: dense
+    tokens,  # TiledTokens, of queries alone
+    num_heads,
+    tiles,
     pid,
     scale,
-    seqlen_q,
-    batch,
-    num_heads,
-    total_q,
-    tiles,
     TILE_M: tl.constexpr,
     DIM: tl.constexpr,
 ):
@@ -44,7 +41,6 @@ def round_dq(
     SIZE: tl.constexpr = TILE_M * DIM
     COLUMNS: tl.constexpr = TILE_M * PADDED // 128
     at = pid.to(tl.int64) * SIZE
-    tokens = TiledTokens(cu_q_ptr, cu_q_ptr, seqlen_q, seqlen_q, batch, total_q)
     own = own_tile(pid % tiles, pid // tiles, tokens, num_heads, 1, TILE_M)
     t = own.tile * TILE_M + tl.arange(0, TILE_M)
     if own.tile * TILE_M < own.length:
@@ -64,7 +60,7 @@ def round_dq(
 @triton.jit(do_not_specialize=(*SIZES, "scale"))
 def hopper_backward_finish(
     sinks,  # SinkSums, or None
-    splits,  # Splits, or None
+    split_sums,  # SplitSums, or None
     sums_ptr,
     dq_ptr,
     cu_q_ptr,  # [batch + 1] int32, or None: dense
@@ -105,36 +101,14 @@ def hopper_backward_finish(
                 sinks, pid, sink_sequences, sink_lanes, sink_numbers, SINK_GROUP, SINKS_TOGETHER
             )
     elif first < split_programs:
-        if splits is not None:
-            add_up_splits(
-                splits,
-                cu_k_ptr,
-                first,
-                dk_strides,
-                dv_strides,
-                seqlen_k,
-                num_kv_heads,
-                split_tiles,
-                row_splits,
-                HEAD_DIM,
-                HEAD_DIM_V,
-                TILE_N,
-                ROWS,
-                TOGETHER,
+        if split_sums is not None:
+            of = SplitTiles(
+                cu_k_ptr, seqlen_k, num_kv_heads, dk_strides, dv_strides, split_tiles, row_splits
             )
+            add_up_splits(split_sums, of, first, HEAD_DIM, HEAD_DIM_V, TILE_N, ROWS, TOGETHER)
     else:
+        first -= split_programs
+        tokens = TiledTokens(cu_q_ptr, cu_q_ptr, seqlen_q, seqlen_q, batch, total_q)
         round_dq(
-            sums_ptr,
-            dq_ptr,
-            dq_strides,
-            cu_q_ptr,
-            first - split_programs,
-            scale,
-            seqlen_q,
-            batch,
-            num_heads,
-            total_q,
-            tiles,
-            TILE_M,
-            HEAD_DIM,
+            sums_ptr, dq_ptr, dq_strides, tokens, num_heads, tiles, first, scale, TILE_M, HEAD_DIM
         )

@@ -15,7 +15,7 @@ from splitkv.core.variants import HopperBackward, RowSplits
 from splitkv.kernels.backward.records import Gradients
 from splitkv.kernels.hopper.backward.launches import (
     GradientCall,
-    allocate,
+    allocate_backward,
     call_of,
     config_of,
     launches_of,
@@ -80,7 +80,7 @@ class HopperBackwardLauncher:
         grad_out: Tensor | None,
         grad_lse: Tensor | None,
     ) -> BackwardRelaunch | None:
-        """What launches calls like this one with addresses, once it is known."""
+        """The launches of calls like this one with addresses, once they are known."""
         if grad_out is None:
             return None
         return self.known.get(call_of(operands, out, lse, grad_out, grad_lse).kind)
@@ -103,7 +103,7 @@ class HopperBackwardLauncher:
     def dispatch(self, call: GradientCall) -> Gradients:
         """Launches through Triton, which compiles what these arguments need, and keeps that."""
         sizes = sizes_of(self, call)
-        results = allocate(call, sizes.workspace)
+        results = allocate_backward(call, sizes.workspace)
         every = launches_of(self, call, sizes)
         made = [launch.through_triton(results.tensors) for launch in every]
         if call.aligned and not observed():
@@ -115,6 +115,6 @@ class HopperBackwardLauncher:
     def compiled_for(self, call: GradientCall) -> Hashable:
         """All that Triton compiles for in a call whose addresses are multiples of 16."""
         q, sinks = call.saved.q, call.saved.sink_logits
-        types = q.dtype, None if sinks is None else sinks.dtype
+        types = q.device, q.dtype, None if sinks is None else sinks.dtype
         present = call.saved.cu_seqlens_q is None, call.grad_lse is None
-        return q.device, types, present, self.variant_key, call.alignment
+        return types, (present, call.alignment), self.variant_key

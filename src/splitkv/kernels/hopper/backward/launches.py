@@ -17,8 +17,8 @@ from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div, next_power_of_2
 from splitkv.core.variants import HopperBackward
-from splitkv.kernels.backward.finish import SinkSums, Splits, backward_finish
-from splitkv.kernels.backward.launcher import finish_arguments, split_programs
+from splitkv.kernels.backward.finish import SinkSums, SplitSums, backward_finish
+from splitkv.kernels.backward.launcher import finish_arguments, programs_of_splits
 from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.backward.rows import (
     CLEARED,
@@ -60,7 +60,7 @@ FAR = 1 << 31
 
 
 class Bound(Protocol):
-    """What launches are made for: a plan's problem, device and variant, and what that makes the
+    """The plan that launches are made for: its problem, device and variant, and of these the
     compile-time values of `hopper_backward`."""
 
     problem: Problem
@@ -100,12 +100,13 @@ class GradientCall(NamedTuple):
         q, k, v, x = self.saved.q, self.saved.k, self.saved.v, self.operands
         strides = q.stride(), k.stride(), v.stride(), self.grad.stride()
         lengths = x.seqlen_q, x.seqlen_k
-        return q.shape, k.shape, strides, lengths, self.grad_lse is None, x.softmax_scale
+        others = self.grad_lse is None, x.softmax_scale, lengths
+        return (q.shape, k.shape), strides, others
 
     @property
     def alignment(self) -> Hashable:
-        """What kernels are compiled for of strides: nothing where all are multiples of 16 that 32
-        bits hold."""
+        """The part of strides in what kernels are compiled for: None where all are multiples of 16
+        that 32 bits hold."""
         bits = most = 0
         for x in (self.saved.q, self.saved.k, self.saved.v, self.grad):
             for step in x.stride()[:-1]:
@@ -208,7 +209,7 @@ def layout_of_sums(numel: int, tile: int, pieces: int) -> Layout:
     return Layout((numel // columns, columns), (columns, 1), box, SUMS)
 
 
-class Results(NamedTuple):
+class CallMemory(NamedTuple):
     """Memory of a call through Triton: its tensors by the names that launches know them by, and the
     gradients among them."""
 
@@ -216,8 +217,8 @@ class Results(NamedTuple):
     gradients: Gradients
 
 
-def allocate(call: GradientCall, workspace: Workspace) -> Results:
-    """The Results of a call, beside its workspace."""
+def allocate_backward(call: GradientCall, workspace: Workspace) -> CallMemory:
+    """The memory of a call, its workspace in one piece."""
     x = call.saved
     memory = x.q.new_empty(workspace.numel, dtype=torch.float32)
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
@@ -226,7 +227,7 @@ def allocate(call: GradientCall, workspace: Workspace) -> Results:
         dsink = x.q.new_empty(x.sink_logits.shape, dtype=x.sink_logits.dtype)
     made = {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
     tensors = call.given | made | workspace.views(memory)
-    return Results(tensors, Gradients(dq, dk, dv, dsink, None))
+    return CallMemory(tensors, Gradients(dq, dk, dv, dsink, None))
 
 
 class Workspace:
@@ -263,7 +264,7 @@ class GradientStrides(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the lengths of a call make of its launches.
+    """The sizes of launches that follow from the lengths of a call.
 
     lengths           of the longest sequences; total_q, total_k: tokens of all of them
     gradients         Strides of the results
@@ -356,7 +357,7 @@ def launches_of(bound: Bound, call: GradientCall, sizes: Sizes) -> list[KernelLa
 
 
 def rows_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
-    """What finds the statistics of rows, and sets sums to 0."""
+    """The launch that finds the statistics of rows, and sets sums to 0."""
     p, statistics = bound.problem, sizes.statistics
     error = ERRORS_OF_P[bound.variant.consumers]
     of_all = row_arguments(p.num_heads, 1, p.head_dim_v, call.saved.q.dtype, error)  # own rows
@@ -412,7 +413,7 @@ def shared_arguments(
 
 
 def keys_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
-    """What makes dk and dv and, where there are sums for it, dq in fp32."""
+    """The launch that makes dk and dv and, where there are sums for it, dq in fp32."""
     p, c, splits = bound.problem, bound.variant, bound.variant.row_splits
     columns = sizes.statistics.columns
     arguments = {
@@ -448,7 +449,7 @@ def keys_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
 
 
 def queries_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
-    """What makes dq in one order."""
+    """The launch that makes dq in one order."""
     p, c = bound.problem, bound.variant.queries
     assert c is not None, "queries: expected tiles"
     rows = lane_tiling(p, bound.device, sizes.total_q, p.num_heads, c.tile_m)
@@ -472,11 +473,11 @@ def finish_programs(bound: Bound, call: GradientCall) -> int:
     """Programs that add up dsink, and dk and dv of split rows."""
     p, c = bound.problem, bound.variant
     heads = 0 if call.saved.sink_logits is None else p.num_heads
-    return heads + split_programs(p, c.row_splits, c.tile_n)
+    return heads + programs_of_splits(p, c.row_splits, c.tile_n)
 
 
 def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
-    """What adds up what programs left, and rounds dq where that is a sum."""
+    """The launch that adds up what programs left, and rounds dq where that is a sum."""
     p, c, x = bound.problem, bound.variant, call.saved
     programs = finish_programs(bound, call)
     sinks = 0 if x.sink_logits is None else p.num_heads
@@ -493,7 +494,7 @@ def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunc
     }
     pointers: dict[str, Any] = {
         "sinks": SinkSums("sink_sums", "dsink"),
-        "splits": Splits("split", "dk", "dv"),
+        "split_sums": SplitSums("split", "dk", "dv"),
         "cu_k_ptr": "cu_k",
     }
     options = {"num_warps": 8, "launch_pdl": True}
