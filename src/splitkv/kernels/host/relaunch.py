@@ -245,7 +245,7 @@ class AddressKernel:
             layout = launch.layouts[parameter]
             shape, strides = layout.shape, layout.strides
             template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
-            maps.append((at, n, TensorMaps(tile, shape, strides)))
+            maps.append((at, n, MapsOfLength(tile, shape, strides)))
         pointers, records = self.pointers, self.records
 
         def launch_again(stream: int, addresses: Sequence[Any]) -> None:
@@ -423,7 +423,7 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
 class MapsOfLength(TensorMaps):
-    """Tensor maps of caches that have this length for a while: they are forgotten with it."""
+    """Tensor maps of tensors that have this length for a while: they are forgotten with it."""
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
         if len(self) >= MAX_MAPS:

@@ -94,7 +94,7 @@ class HopperBackwardLauncher:
         sizes = sizes_of(self, call)
         every = zip(kernels, launches_of(self, call, sizes), strict=True)
         launches = [kernel.bind(launch) for kernel, launch in every]
-        again = BackwardRelaunch(launches, call, sizes.workspace)
+        again = BackwardRelaunch(launches, call, sizes)
         if len(self.known) >= MAX_KNOWN:
             self.known.clear()
         self.known[call.kind] = again

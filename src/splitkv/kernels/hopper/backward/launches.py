@@ -256,11 +256,20 @@ class Workspace:
 
 
 class GradientStrides(NamedTuple):
-    """The Strides of dq, dk and dv."""
+    """The Strides of dq, dk and dv; `of_tensors`: as torch has them."""
 
     q: Strides
     k: Strides
     v: Strides
+    of_tensors: list[tuple[int, ...]]
+
+
+def strides_of_gradients(x: Saved) -> GradientStrides:
+    """The GradientStrides of a call."""
+    leaves = x.q, x.k, x.v
+    strides = [gradient_strides(t) for t in leaves]
+    q, k, v = (strides_of_layout(t.shape, n) for t, n in zip(leaves, strides, strict=True))
+    return GradientStrides(q, k, v, strides)
 
 
 class Sizes(NamedTuple):
@@ -290,11 +299,6 @@ class Sizes(NamedTuple):
 def gradient_strides(x: Tensor) -> tuple[int, ...]:
     """The strides of torch.empty_like."""
     return x.stride() if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
-
-
-def strides_of_gradient(x: Tensor) -> Strides:
-    """The Strides of the gradient of x."""
-    return strides_of_layout(x.shape, gradient_strides(x))
 
 
 def sizes_of(bound: Bound, call: GradientCall) -> Sizes:
@@ -331,7 +335,7 @@ def sizes_of(bound: Bound, call: GradientCall) -> Sizes:
         lengths=lengths_of(p, call.operands),
         total_q=total_q,
         total_k=total_k,
-        gradients=GradientStrides(*map(strides_of_gradient, (x.q, x.k, x.v))),
+        gradients=strides_of_gradients(x),
         keys=keys,
         rows=rows,
         programs=programs,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from splitkv.kernels.backward.records import Gradients, Saved
-from splitkv.kernels.hopper.backward.launches import GradientCall, Workspace, gradient_strides
+from splitkv.kernels.hopper.backward.launches import GradientCall, Sizes, Workspace
 from splitkv.kernels.host.relaunch import (
     AddressKernel,
     AddressLaunch,
@@ -36,18 +36,15 @@ class BackwardRelaunch:
     call        one of these calls
     """
 
-    def __init__(
-        self, launches: Sequence[AddressLaunch], call: GradientCall, workspace: Workspace
-    ) -> None:
+    def __init__(self, launches: Sequence[AddressLaunch], call: GradientCall, sizes: Sizes) -> None:
         x, device = call.saved, call.saved.q.device
         self.launches = tuple(launches)
         self.scale, self.grad_strides = call.operands.softmax_scale, call.grad.stride()
         self.of_lse = call.grad_lse is not None
-        self.new_memory = allocation((workspace.numel,), torch.float32, device)
-        leaves = x.q, x.k, x.v
-        self.new_grads = tuple(
-            [allocation(t.shape, t.dtype, device, gradient_strides(t)) for t in leaves]
-        )
+        workspace, strides = sizes.workspace, sizes.gradients.of_tensors
+        self.new_memory = allocation((workspace.numel,), torch.float32, device, (1,))
+        layouts = zip((x.q, x.k, x.v), strides, strict=True)
+        self.new_grads = tuple([allocation(t.shape, t.dtype, device, n) for t, n in layouts])
         sinks, self.new_dsink = x.sink_logits, None
         if sinks is not None:
             self.new_dsink = allocation(sinks.shape, sinks.dtype, device)
