@@ -39,7 +39,7 @@ def packed(*shape: int) -> Tensor:
 def dense(tokens: int = TOKENS, **options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     q, k, v = (packed(2, tokens, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
     leaves = [q, k, v, *(x for x in options.values() if isinstance(x, Tensor))]
-    return partial(splitkv.attention, q, k, v, causal=True, **options), leaves
+    return partial(splitkv.attention, q, k, v, **{"causal": True} | options), leaves
 
 
 def varlen() -> tuple[Callable[..., Any], list[Tensor]]:
@@ -55,6 +55,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]] = {
     "window": lambda: dense(window_size=(7, 0)),
     "sinks": lambda: dense(sink_logits=packed(HEADS)),
     "deterministic": lambda: dense(deterministic=True),
+    "turns": lambda: dense(causal=False, deterministic=True),
     "rows_split": lambda: dense(512, sink_logits=packed(HEADS)),
 }
 
@@ -214,6 +215,7 @@ def test_pieces_of_the_workspace_lie_apart() -> None:
     views = workspace.views(torch.zeros(workspace.numel))
     assert {name: x.numel() for name, x in views.items()} == sizes | {"turns": 100}
     turns = views.pop("turns")
+    assert turns.dtype == torch.int32
     for number, x in enumerate(views.values(), 1):
         x += number
         assert x.data_ptr() % 128 == views["clear"].data_ptr() % 128

@@ -231,7 +231,8 @@ def allocate_backward(call: GradientCall, workspace: Workspace) -> CallMemory:
 
 
 class Workspace:
-    """fp32 memory of a call beside its results: pieces of one allocation, by name.
+    """Memory of a call beside its results: pieces of one allocation in fp32, by name; turns, which
+    are counted, in int32.
 
     places   the offset of each piece, and its numbers
     numel    of all
@@ -252,7 +253,10 @@ class Workspace:
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The pieces of memory."""
-        return {name: memory[at : at + numel] for name, (at, numel) in self.places.items()}
+        made = {name: memory[at : at + numel] for name, (at, numel) in self.places.items()}
+        if "turns" in made:
+            made["turns"] = made["turns"].view(torch.int32)
+        return made
 
 
 class GradientStrides(NamedTuple):
@@ -364,7 +368,8 @@ def rows_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
     """The launch that finds the statistics of rows, and sets sums to 0."""
     p, statistics = bound.problem, sizes.statistics
     error = ERRORS_OF_P[bound.variant.consumers]
-    of_all = row_arguments(p.num_heads, 1, p.head_dim_v, call.saved.q.dtype, error)  # own rows
+    # every head is a group of its own
+    of_all = row_arguments(p.num_heads, 1, p.head_dim_v, call.saved.q.dtype, error)
     return KernelLaunch(
         backward_rows, statistics.grid, of_all | statistics.arguments, POINTERS, {}, {}
     )
