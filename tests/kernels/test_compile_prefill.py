@@ -229,7 +229,7 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
     names = {
         prefill: ("prefill",),
         backward_rows: ("backward_rows",),
-        backward: ("backward_keys", "backward_queries", "backward_sum"),
+        backward: ("backward_keys", "backward_queries", "backward_finish"),
     }
     recorders = {n: Recorder(getattr(m, n)) for m, held in names.items() for n in held}
     major, minor = device.capability
@@ -242,19 +242,21 @@ def compiled(problem: Problem, device: Device, row_gap: int = 0, number: int = 0
         prefill.PrefillLauncher(plan, x).forward(x, seed)
         out = Layout(torch.Size([*x.q.shape[:-1], problem.head_dim_v]), x.q.dtype)
         lse = Layout(sequence_sizes.lse_shape(x.q), torch.float32)
-        stats = statistics(problem, x, out, lse, out, lse, problem.score.alibi).stats
+        stats = statistics(problem, x, out, lse, out, lse, problem.score.alibi)
         tensors = GradientTensors(x.q, x.k, x.v, out, x.q, x.k, x.v)
-        run.launch_keys(x, seed, stats, tensors)
+        split = run.launch_keys(x, seed, stats, tensors)
         run.launch_queries(x, seed, stats, tensors)
+        run.launch_finish(x, stats, tensors, split)
     assert limits.shared_bytes(problem, config, device) <= device.smem_per_block
     (forward,) = recorders["prefill"].compiled
     assert forward.metadata.shared <= limits.shared_bytes(problem, config, device)
     made = {name: recorder.compiled for name, recorder in recorders.items()}
-    assert (len(made["backward_keys"]), len(made["backward_sum"])) == (1, splits.splits > 1)
+    left = splits.splits > 1 or problem.sink_logits
+    assert (len(made["backward_keys"]), len(made["backward_finish"])) == (1, left)
     for name, kernels in made.items():
         for kernel in kernels:
             assert kernel.metadata.shared <= device.smem_per_block, name
-            multiplies = name not in ("backward_rows", "backward_sum")
+            multiplies = name not in ("backward_rows", "backward_finish")
             exact = problem.dtype == "float32"
             assert bool(TENSOR_CORE.search(kernel.asm["ptx"])) == (multiplies and not exact), name
             if multiplies and row_gap == 0 and problem.head_dim % 8 == 0:

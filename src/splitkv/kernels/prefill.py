@@ -51,7 +51,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 import triton
@@ -62,8 +63,9 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
+from splitkv.kernels.backward.records import Saved
 from splitkv.kernels.combine import FINISHED, final_of, write_absent
-from splitkv.kernels.gradients import backward_for, backward_of
+from splitkv.kernels.gradients import Differentiable, backward_for, backward_of
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.partition import padded_dims
@@ -525,15 +527,17 @@ def compile_time_config(
     )
 
 
-def attention(launcher: SequenceLauncher, operands: Operands) -> tuple[Tensor, Tensor | None]:
+def attention(launcher: Differentiable, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a launcher, differentiable where its problem is."""
-    problem = launcher.problem
-    seed = draw_seed(operands.q) if problem.dropout else None
-    if problem.needs_grad:
-        leaves = (getattr(operands, name) for name in LEAVES)
-        out, lse = Attention.apply(launcher, operands, seed, *leaves)
+    problem, x = launcher.problem, operands
+    seed = draw_seed(x.q) if problem.dropout else None
+    if not problem.needs_grad:
+        out, lse = launcher.forward(x, seed)
+    elif x.sink_logits is None and x.alibi_slopes is None:  # each argument takes time
+        out, lse = Attention.apply((launcher, x, seed), x.q, x.k, x.v)
     else:
-        out, lse = launcher.forward(operands, seed)
+        leaves = x.q, x.k, x.v, x.sink_logits, x.alibi_slopes
+        out, lse = Attention.apply((launcher, x, seed), *leaves)
     return out, lse if problem.return_lse else None
 
 
@@ -544,32 +548,23 @@ def in_place_of(plan: Plan, other: Plan, operands: Operands) -> PrefillLauncher:
     return PrefillLauncher(other, operands)
 
 
-class Saved(NamedTuple):
-    """Tensors that the forward keeps for the backward, in this order."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink_logits: Tensor | None
-    alibi_slopes: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seed: Tensor | None
-    out: Tensor
-    lse: Tensor
+SCALARS = "softmax_scale", "softcap", "dropout_p", "seqlen_q", "seqlen_k"
+"""The fields of Operands that the backward takes beside tensors, the scale first."""
+scalars_of = attrgetter(*SCALARS)
 
 
 class Attention(torch.autograd.Function):
     """The forward of a launcher, and the gradients of `backward`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, launcher: PrefillLauncher, operands: Operands, seed: Any, *leaves: Any
-    ) -> Any:
-        out, lse = launcher.forward(operands, seed)
-        x = operands
-        ctx.save_for_backward(*leaves, x.cu_seqlens_q, x.cu_seqlens_k, seed, out, lse)
-        ctx.launcher, ctx.scalars = launcher, (x.softmax_scale, x.softcap, x.dropout_p)
+    def forward(ctx: Any, call: tuple[Any, Operands, Tensor | None], *leaves: Any) -> Any:
+        """call: a launcher, operands, and the seed of dropout; leaves: those that are given, in the
+        order of `LEAVES`."""
+        launcher, x, seed = call
+        out, lse = launcher.forward(x, seed)
+        others = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k
+        ctx.save_for_backward(x.q, x.k, x.v, *others, seed, out, lse)
+        ctx.launcher, ctx.scalars = launcher, scalars_of(x)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -578,12 +573,19 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
         kept = Saved(*ctx.saved_tensors)  # asked for once: checkpointing recomputes them only then
-        operands = Operands(kept.q, kept.k, kept.v)
-        operands.sink_logits, operands.alibi_slopes = kept.sink_logits, kept.alibi_slopes
-        operands.cu_seqlens_q, operands.cu_seqlens_k = kept.cu_seqlens_q, kept.cu_seqlens_k
-        operands.softmax_scale, operands.softcap, operands.dropout_p = ctx.scalars
-        run = backward_of(ctx.launcher, operands, backward_for)
-        saved = operands, kept.seed, kept.out, kept.lse
-        of_slopes = ctx.needs_input_grad[-1]
-        of_arguments = (None, None, None)  # launcher, operands and seed have no gradient
-        return of_arguments + tuple(run(*saved, grad_out, grad_lse, of_slopes))
+        launcher = ctx.launcher
+        found, again = None, launcher.backward_again.get(backward_for)
+        if again is not None and grad_out is not None:
+            found = again.call(kept, grad_out, grad_lse, ctx.scalars[0])
+        if found is None:
+            operands = Operands(kept.q, kept.k, kept.v)
+            operands.sink_logits, operands.alibi_slopes = kept.sink_logits, kept.alibi_slopes
+            operands.cu_seqlens_q, operands.cu_seqlens_k = kept.cu_seqlens_q, kept.cu_seqlens_k
+            for name, value in zip(SCALARS, ctx.scalars, strict=True):
+                setattr(operands, name, value)
+            run = backward_of(launcher, operands, backward_for)
+            rest = kept.out, kept.lse, grad_out, grad_lse
+            of_slopes = kept.alibi_slopes is not None and ctx.needs_input_grad[-1]
+            found = run(operands, kept.seed, *rest, of_slopes)
+            launcher.backward_again[backward_for] = run.again(operands, *rest)
+        return None, *found[: len(ctx.needs_input_grad) - 1]

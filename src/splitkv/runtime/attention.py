@@ -30,6 +30,7 @@ from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autoca
 from splitkv.runtime.autograd import NAMES, attention_op
 from splitkv.runtime.call_cache import BoundCall, Result, with_types
 from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad, within_64_bits
+from splitkv.runtime.growing_gradients import GrowingGradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -425,7 +426,10 @@ def _growing(
     packed    what the call is known by without its lengths; None: it is not packed
     options   what it is known by
     """
-    if plan is not None or not dispatch.on_a_gpu(tensors[0]) or needs_grad(*tensors):
+    if plan is not None or not dispatch.on_a_gpu(tensors[0]):
+        return None
+    grad = needs_grad(*tensors)
+    if grad and (given["page_table"] is not None or given["out"] is not None):
         return None
     is_packed = given["cu_seqlens_q"] is not None
     if (is_packed and packed is None) or given["dropout_p"]:
@@ -440,14 +444,15 @@ def _growing(
     if pattern is None:
         return None
     check = partial(growing_call.check_of_sequences, lengths=lengths)
-    new = partial(_bind_growing, tensors, given)
+    new = partial(_bind_growing, tensors, given, grad)
+    known = options if packed is None else packed
     return dispatch.calls.get_or_bind_alike(
-        options if packed is None else packed, tensors, pattern, check, new, any_first=is_packed
+        known, tensors, (pattern, grad), check, new, any_first=is_packed
     )
 
 
-def _bind_growing(tensors: list[Tensor], given: dict[str, Any]) -> BoundCall | None:
-    problem, operands = describe_attention(*tensors[:3], needs_grad=False, **given)
+def _bind_growing(tensors: list[Tensor], given: dict[str, Any], grad: bool) -> BoundCall | None:
+    problem, operands = describe_attention(*tensors[:3], needs_grad=grad, **given)
 
     def plan(problem: Problem, operands: Operands) -> Plan:
         return dispatch.plan_for(problem, operands, None)
@@ -457,7 +462,8 @@ def _bind_growing(tensors: list[Tensor], given: dict[str, Any]) -> BoundCall | N
         return None
     numbers = {name: given[name] for name in NUMBERS}
     mask = Mask.of(given["causal"], given["window_size"], **numbers)
-    call = growing_call.GrowingSequences(problem, operands, mask, plan)
+    kind = GrowingGradients if grad else growing_call.GrowingSequences
+    call = kind(problem, operands, mask, plan)
     return BoundCall.of(call, operands, None)
 
 

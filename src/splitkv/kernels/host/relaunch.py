@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
@@ -149,86 +149,134 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
     return in_a_tuple if as_tuple else one_by_one
 
 
-class Launched(NamedTuple):
-    """A launch that went through Triton: its kernel, what that compiled, and its arguments in the
-    order of the kernel's parameters."""
-
-    kernel: Any
-    compiled: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-
-
 def launch_by_name(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
-) -> Launched:
-    """Launches a kernel through Triton with named arguments."""
-    ordered = in_order(kernel, arguments)
-    compiled = kernel[grid](*ordered, enable_fp_fusion=True, **options)
-    return Launched(kernel, compiled, grid, ordered)
+) -> Any:
+    """Launches a kernel through Triton with named arguments; what that compiled."""
+    return kernel[grid](*in_order(kernel, arguments), enable_fp_fusion=True, **options)
 
 
 AddressLaunch = Callable[[int, Sequence[Any]], None]
-"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with."""
+"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with, None for
+a tensor that is not there."""
 
 
-def bind_to_addresses(
-    launched: Launched, per_call: Mapping[str, Any], names: Sequence[str]
-) -> AddressLaunch | None:
-    """Binds a launch to all its arguments but some addresses; None: no way is known.
+class KernelLaunch(NamedTuple):
+    """A launch of a kernel to which tensors are given by name.
 
-    per_call   the parameters that change from call to call: of a pointer or descriptor the name of
-               its address, of a record of pointers a tuple of such names
-    names      of the addresses
-
-    What was None stays so.
+    arguments   all but those of tensors, by the kernel's parameters
+    pointers    the parameters that are pointers or descriptors, and the names of tensors for them;
+                for a record of pointers one of names, of which the first is there if any is
+    layouts     of those that are descriptors: `shape` and `strides` of the tensor, and `descriptor`
+                to describe one
+    options     of Triton
     """
-    compiled = launched.compiled
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    pointers: Mapping[str, Any]
+    layouts: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    def through_triton(self, tensors: Mapping[str, Any]) -> Any:
+        """Launches it; what Triton compiled."""
+        arguments = dict(self.arguments)
+        for parameter, name in self.pointers.items():
+            if isinstance(name, tuple):
+                record: Any = type(name)
+                items = [tensors.get(item) for item in name]
+                arguments[parameter] = None if items[0] is None else record(*items)
+            else:
+                x, layout = tensors.get(name), self.layouts.get(parameter)
+                if x is not None and layout is not None:
+                    x = layout.descriptor(x)
+                arguments[parameter] = x
+        return launch_by_name(self.kernel, self.grid, arguments, **self.options)
+
+
+class AddressKernel:
+    """A compiled kernel, to be launched with addresses and with the arguments of other lengths.
+
+    launch    what it was compiled for
+    calling   how to call it, see `_calling`
+    names     of the addresses that a launch is given
+    present   those of tensors that there are
+    """
+
+    def __init__(
+        self,
+        launch: KernelLaunch,
+        compiled: Any,
+        calling: Any,
+        names: Sequence[str],
+        present: Container[str],
+    ) -> None:
+        self.compiled, self.calling = compiled, calling
+        number = {name: n for n, name in enumerate(names)}
+        self.template: list[Any] = []
+        self.place: dict[str, int] = {}  # of the arguments there
+        self.pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
+        self.records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
+        self.maps: list[tuple[str, Tile, int, int]] = []
+        for parameter in launch.kernel.arg_names:
+            name, layout = launch.pointers.get(parameter), launch.layouts.get(parameter)
+            at = len(self.template)
+            if name is None:
+                self.template.append(launch.arguments[parameter])
+                self.place[parameter] = at
+                continue
+            self.template.append(None)
+            if isinstance(name, tuple):
+                if name[0] in present:
+                    self.records.append((at, itemgetter(*(number[item] for item in name))))
+            elif name not in present:
+                continue
+            elif layout is None:
+                self.pointers.append((at, number[name]))
+            else:
+                tile = tile_of(compiled, len(self.maps))
+                self.maps.append((parameter, tile, at, number[name]))
+                self.template += [*layout.shape, *layout.strides]
+
+    def bind(self, launch: KernelLaunch) -> AddressLaunch:
+        """Binds it to the grid, arguments and layouts of a launch for which it would be compiled
+        alike."""
+        function, fixed, as_tuple = self.calling
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        template, place = self.template.copy(), self.place
+        for parameter, value in launch.arguments.items():
+            template[place[parameter]] = value
+        maps: list[tuple[int, int, TensorMaps]] = []
+        for parameter, tile, at, n in self.maps:
+            layout = launch.layouts[parameter]
+            shape, strides = layout.shape, layout.strides
+            template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
+            maps.append((at, n, MapsOfLength(tile, shape, strides)))
+        pointers, records = self.pointers, self.records
+
+        def launch_again(stream: int, addresses: Sequence[Any]) -> None:
+            args = template.copy()
+            for at, n in pointers:
+                args[at] = addresses[n]
+            for at, n, kept in maps:
+                args[at] = kept[addresses[n]][0]
+            for at, items in records:
+                args[at] = items(addresses)
+            if as_tuple:
+                function(x, y, z, stream, *fixed, tuple(args))
+            else:
+                function(x, y, z, stream, *fixed, *args)
+
+        return holding(self.compiled, launch_again)
+
+
+def address_kernel(
+    launch: KernelLaunch, compiled: Any, names: Sequence[str], present: Container[str]
+) -> AddressKernel | None:
+    """The AddressKernel of what Triton compiled for a launch; None: no way is known."""
     calling = None if compiled is None else _calling(compiled)
-    if calling is None:
-        return None
-    function, fixed, as_tuple = calling
-    x, y, z = (*launched.grid, 1, 1)[:3]
-    number = {name: n for n, name in enumerate(names)}
-    absent = len(names)  # a launch finds None there
-    template: list[Any] = []
-    pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
-    records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
-    maps: list[tuple[int, int, TensorMaps]] = []
-    for name, value in zip(launched.kernel.arg_names, launched.arguments, strict=True):
-        address = per_call.get(name)
-        if address is None or value is None:
-            template.append(value)
-        elif isinstance(address, tuple):
-            given = zip(address, value, strict=True)
-            places = [absent if v is None else number[a] for a, v in given]
-            assert len(places) > 1, f"{name}: expected a record of several pointers, got {value}"
-            records.append((len(template), itemgetter(*places)))
-            template.append(None)
-        elif hasattr(value, "block_shape"):
-            kept = TensorMaps(tile_of(compiled, len(maps)), value.shape, value.strides)
-            maps.append((len(template), number[address], kept))
-            template += [None, *value.shape, *value.strides]
-        else:
-            pointers.append((len(template), number[address]))
-            template.append(None)
-
-    def launch(stream: int, addresses: Sequence[Any]) -> None:
-        args = template.copy()
-        for at, n in pointers:
-            args[at] = addresses[n]
-        for at, kept, n in made_of_maps:
-            args[at] = kept[addresses[n]][0]
-        every = (*addresses, None)
-        for at, items in records:
-            args[at] = items(every)
-        if as_tuple:
-            function(x, y, z, stream, *fixed, tuple(args))
-        else:
-            function(x, y, z, stream, *fixed, *args)
-
-    made_of_maps = [(at, kept, n) for at, n, kept in maps]
-    return holding(compiled, launch)
+    return None if calling is None else AddressKernel(launch, compiled, calling, names, present)
 
 
 def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
@@ -398,7 +446,7 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
 class MapsOfLength(TensorMaps):
-    """Tensor maps of caches that have this length for a while: they are forgotten with it."""
+    """Tensor maps of tensors that have this length for a while: they are forgotten with it."""
 
     __slots__ = ()
 

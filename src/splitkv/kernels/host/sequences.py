@@ -252,6 +252,12 @@ class SequenceLauncher(ABC):
         """The launcher that makes the gradients of its calls: see kernels/gradients.py."""
         return {}
 
+    @cached_property
+    def backward_again(self) -> dict[Any, Any]:
+        """The launches of the last backward, by what bound its launcher: see
+        kernels/gradients.py."""
+        return {}
+
     @abstractmethod
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), whatever the problem says of a gradient or the LSE; seed: of dropout."""
