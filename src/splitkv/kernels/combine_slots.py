@@ -92,7 +92,8 @@ def combine_slots(
     TILE_R: tl.constexpr,  # rows of a program
     TILE_P: tl.constexpr,
     TILE_V: tl.constexpr,
-    AFTER: tl.constexpr,  # early: launched before decode_persistent has ended; or in_order
+    AFTER: tl.constexpr,  # early: launched before decode_persistent has ended; early_scheduled: and
+    # the schedule was there before that; or in_order
 ):
     rows: tl.constexpr = SEQLEN_Q * GROUP
     ROWS: tl.constexpr = min(TILE_M, rows)  # of a slot
@@ -101,8 +102,10 @@ def combine_slots(
     group = tl.program_id(0) // BLOCKS
     rows_of_slot = tl.program_id(0) % BLOCKS * TILE_R + tl.arange(0, TILE_R)
     program = tl.program_id(1)
-    start = load_start(starts_ptr, program)  # the schedule was there before decode_persistent
     if AFTER == "early":  # before any return: this grid must not end before decode_persistent does
+        tl.extra.cuda.gdc_wait()
+    start = load_start(starts_ptr, program)
+    if AFTER == "early_scheduled":
         tl.extra.cuda.gdc_wait()
     if start.merged == 0:
         return

@@ -14,6 +14,7 @@ SIZES = [
     "size",
     "programs",
     "head_tiles",
+    "splits",
     "capacity",
     "slabs",
     "rotary_rows",

@@ -157,6 +157,7 @@ def device_config(
         rotary_dim=tokens.rotary_dim,
         rotary_pair=tokens.pair,
         tile_t=tokens.tile_t,
+        find_share=step.rule_of(plan, operands).find if config.schedule in SCHEDULED else None,
         allocate=allocate_panels if wide else allocate,
         load_queries=load_wgmma_queries if wide else load_mma_queries,
         mainloop=wgmma_loop if wide else mma_loop,
