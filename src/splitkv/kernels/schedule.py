@@ -27,7 +27,7 @@ from splitkv.kernels.host.partition import packed_rows
 from splitkv.kernels.host.relaunch import Launch, launch_of, observed
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.step_share import RULES, SEQUENCES, share_of
-from splitkv.kernels.tile.walk import START_FIELDS, Step, store_start
+from splitkv.kernels.tile.walk import START_FIELDS, DecodeStep, store_start
 
 BOUNDS = "left", "right", "sink_tokens", "chunk"  # of a mask, as `Mask.bounds`
 WARPS = 1
@@ -54,7 +54,7 @@ def schedule_step(
     if DEPENDENTS == "early":  # it waits for this grid before it reads anything
         tl.extra.cuda.gdc_launch_dependents()
     bounds = Bounds(left, right, sink_tokens, chunk)
-    step = Step(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, splits)
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, splits)
     program = tl.program_id(0)
     start = share_of(None, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     store_start(starts_ptr, program, start, program < programs)

@@ -38,7 +38,7 @@ LONGER = tl.constexpr(16)
 
 @triton.jit
 def share_of(starts_ptr, step, program, lanes, FIND: tl.constexpr, TILE_N: tl.constexpr):
-    """The Start of a program of a Step, as a ShareRule says.
+    """The Start of a program of a DecodeStep, as a ShareRule says.
 
     starts_ptr   [programs, 8] int32 of a schedule; lanes: 0, 1, 2, ... [SEQUENCES]
     """

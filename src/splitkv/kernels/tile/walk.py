@@ -43,7 +43,7 @@ class Start(NamedTuple):
     merged: Any
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     """A decode step whose tiles are shared out over programs.
 
     lens_ptr    [batch] int32 keys of each sequence; bounds: of the mask
@@ -147,7 +147,7 @@ def tiles_of_split(walk, bounds, seqlen_q, TILE_N: tl.constexpr):
 
 @triton.jit
 def next_split(walk, step, TILE_N: tl.constexpr):
-    """The Walk behind a split of a Step; without meaning where `left` is 0."""
+    """The Walk behind a split of a DecodeStep; without meaning where `left` is 0."""
     left = walk.left - split_length(walk)
     head_tile = walk.head_tile + 1
     sequence = walk.sequence

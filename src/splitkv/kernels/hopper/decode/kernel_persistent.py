@@ -26,7 +26,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.visit import Strides
-from splitkv.kernels.tile.walk import Step
+from splitkv.kernels.tile.walk import DecodeStep
 
 
 @gluon.jit(
@@ -55,7 +55,7 @@ def decode_walk(
     sink_tokens,
     head_tiles,  # that a share goes through
     programs,
-    splits,  # as in Step
+    splits,  # as in DecodeStep
     q_strides,  # Strides, as out_strides
     out_strides,
     stride_table,
@@ -70,7 +70,7 @@ def decode_walk(
 ):
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
-    step = Step(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, splits)
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, splits)
     shares = StepShares(starts_ptr, step, group, program)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)

@@ -55,7 +55,7 @@ LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multipl
 
 
 class StepShares(NamedTuple):
-    """The shares of the programs of a Step.
+    """The shares of the programs of a DecodeStep.
 
     starts_ptr   [programs, 8] int32 of a schedule, or where programs leave what they find
     group        of programs; program: which of the group
