@@ -128,6 +128,7 @@ class Recording:
 
     def __init__(self, plan: Plan, operands: Any) -> None:
         self.plan, self.slow, self.fast = plan, [], []  # type: ignore[var-annotated]
+        self.bound_to = operands.starts
         self.repeat: Any = None
         LAUNCHERS.append(self)
 
@@ -177,12 +178,13 @@ def test_a_call_is_given_where_programs_start(
     assert torch.equal(splitkv.decode(**call, schedule=made), call["q"])
     (launcher,) = recorded
     assert launcher.plan is plan and launcher.slow[0].starts is made.starts
+    assert launcher.bound_to is made.starts, "kernels are others where none is given"
     splitkv.decode(**call, schedule=made)
     other = splitkv.make_schedule(plan, call["cache_seqlens"])
     splitkv.decode(**call, schedule=other, plan=plan)
     assert [more["starts"] for _, more in launcher.fast] == [made.starts, other.starts]
     splitkv.decode(**call, plan=plan)
-    assert len(recorded) == 2 and recorded[1].slow[0].starts is None
+    assert len(recorded) == 2 and recorded[1].slow[0].starts is recorded[1].bound_to is None
 
 
 def test_under_torch_compile(

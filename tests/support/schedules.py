@@ -33,28 +33,7 @@ def num_tiles(mask: Mask, keys: int, seqlen_q: int, tile_n: int) -> int:
 
 
 def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> list[Split]:
-    """The splits of all programs by contiguous ranges, or even splits where those are as good;
-    tiles [batch], one at least."""
-    splits = programs // (len(tiles) * head_tiles)
-    equal = -(-sum(tiles) * head_tiles // programs)
-    if splits and -(-max(tiles) // splits) - equal <= equal // 16:
-        return even(tiles, head_tiles, splits)
-    return cut(tiles, head_tiles, programs)
-
-
-def even(tiles: Sequence[int], head_tiles: int, splits: int) -> list[Split]:
-    """So many splits of every sequence and head tile, one a program."""
-    return [
-        Split((b * head_tiles + h) * splits + first, b, h, first, count, splits)
-        for b, n in enumerate(tiles)
-        for h in range(head_tiles)
-        for first in range(splits)
-        if (count := len(range(first, n, splits)))
-    ]
-
-
-def cut(tiles: Sequence[int], head_tiles: int, programs: int) -> list[Split]:
-    """The tiles of all sequences and head tiles, cut into ranges of as many each."""
+    """The splits of all programs by contiguous ranges; tiles [batch], one at least."""
     places = [
         (b, h, tile) for b, n in enumerate(tiles) for h in range(head_tiles) for tile in range(n)
     ]

@@ -84,7 +84,6 @@ def decode_persistent(
     chunk,
     head_tiles,  # that a share goes through
     programs,
-    splits,  # as in DecodeStep
     q_strides,  # Strides: of a sequence, a token, a head
     k_strides,  # of a sequence or a page, a key, a head
     v_strides,
@@ -120,7 +119,7 @@ def decode_persistent(
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
     rows_of_slot = tl.minimum(TILE_M, seqlen_q * GROUP)
     offs_v = tl.arange(0, DIM_V)
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, splits)
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     if RULE.find is not None:  # combine reads which splits are merged
         store_start(starts_ptr, program, start, group == 0)

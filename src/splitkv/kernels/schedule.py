@@ -31,7 +31,7 @@ from splitkv.kernels.tile.walk import START_FIELDS, DecodeStep, store_start
 
 BOUNDS = "left", "right", "sink_tokens", "chunk"  # of a mask, as `Mask.bounds`
 WARPS = 1
-INTEGERS = ("seqlen_q", "batch", *BOUNDS, "head_tiles", "programs", "splits")
+INTEGERS = ("seqlen_q", "batch", *BOUNDS, "head_tiles", "programs")
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -46,7 +46,6 @@ def schedule_step(
     chunk,
     head_tiles,
     programs,
-    splits,
     RULE: tl.constexpr,  # ShareRule
     TILE_N: tl.constexpr,  # of decode
     DEPENDENTS: tl.constexpr,  # early: decode is launched before this grid has ended; or in_order
@@ -54,7 +53,7 @@ def schedule_step(
     if DEPENDENTS == "early":  # it waits for this grid before it reads anything
         tl.extra.cuda.gdc_launch_dependents()
     bounds = Bounds(left, right, sink_tokens, chunk)
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, splits)
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
     program = tl.program_id(0)
     start = share_of(None, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     store_start(starts_ptr, program, start, program < programs)
@@ -70,7 +69,6 @@ def schedule_arguments(plan: Plan, early: bool) -> dict[str, Any]:
         **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
         "head_tiles": head_tiles_of_share(plan),
         "programs": config.programs,
-        "splits": even_splits(plan),
         "RULE": RULES[config.schedule],
         "TILE_N": config.tile_n,
         "DEPENDENTS": "early" if early else "in_order",
@@ -82,11 +80,6 @@ def head_tiles_of_share(plan: Plan) -> int:
     if plan.config.schedule != "ranges":
         return 1
     return plan.problem.num_kv_heads * packed_rows(plan.problem, plan.config)[0]
-
-
-def even_splits(plan: Plan) -> int:
-    """Splits of every head tile that there are programs for, where a share may be one of them."""
-    return plan.config.programs // (plan.problem.batch * head_tiles_of_share(plan))
 
 
 def buffer_shape(plan: Plan) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from splitkv.kernels.compile_time import CompileTimeRecord
 from splitkv.kernels.host import launcher
 from splitkv.kernels.host.arguments import in_order, specialised, tail_in_order
 from splitkv.kernels.host.launcher import (
+    BOUNDS,
     LaunchAtLength,
     SplitKernel,
     aligned,
@@ -31,7 +32,7 @@ from splitkv.kernels.host.launcher import (
 )
 from splitkv.kernels.host.partition import packed_rows
 from splitkv.kernels.host.relaunch import Allocations, Launch, launch_of, observed
-from splitkv.kernels.schedule import buffer_shape, even_splits, head_tiles_of_share
+from splitkv.kernels.schedule import buffer_shape, head_tiles_of_share
 from splitkv.kernels.tile.step_share import GIVEN, RULES
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 PER_CALL = (*launcher.PER_CALL, "starts_ptr")
 """The arguments of a decode kernel by a schedule that change from call to call."""
-COMBINE_PER_CALL = "partial", "final", "starts_ptr", "sink_ptr"
+COMBINE_PER_CALL = "partial", "final", "starts_ptr", "lens_ptr", "sink_ptr"
 """The arguments of `combine_slots` that change from call to call."""
 
 
@@ -72,13 +73,15 @@ def step_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
         del arguments[name]
     arguments["head_tiles"] = head_tiles_of_share(plan)
     arguments["programs"] = plan.config.programs
-    arguments["splits"] = even_splits(plan)
     return arguments
 
 
 def rule_of(plan: Plan, operands: Operands) -> CompileTimeRecord:
     """The ShareRule of programs: they find their shares where the call is given no schedule."""
     return RULES[plan.config.schedule] if operands.starts is None else GIVEN
+
+
+FOUND_BY_MERGE = True
 
 
 class SlotMerge(NamedTuple):
@@ -109,12 +112,15 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     out = out_strides(plan, operands)
     after = "in_order"
     if dependent_launches(plan, operands):
-        after = "early" if operands.starts is None else "early_scheduled"
+        after = "early" if operands.starts is None and not FOUND_BY_MERGE else "early_scheduled"
     columns = min(TILE_V, triton.next_power_of_2(problem.head_dim_v))
     rows = packed_rows(problem, config)[1]
     of_program = min(TILE_R, triton.next_power_of_2(rows))
     fixed = {
+        "seqlen_q": problem.seqlen_q,
+        "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
+        **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
         "head_tiles": head_tiles_of_share(plan),
         "programs": config.programs,
         "stride_ob": out.b,
@@ -124,6 +130,8 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "GROUP": problem.group,
         "HEAD_DIM_V": problem.head_dim_v,
         "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "RULE": rule_of(plan, operands) if FOUND_BY_MERGE else GIVEN,
         "TILE_R": of_program,
         "TILE_P": TILE_P,
         "TILE_V": columns,
@@ -345,7 +353,7 @@ class StepRepeat(Allocations):
         kv, row = (found.k, found.v, found.table), (found.sink, found.slopes, found.q_scale)
         rest = of_heads, of_keys, scale, softcap, at_starts
         self.split(stream, found.q, kv, found.lens, final, partial, row, *rest)
-        self.merge_slots(stream, partial, final, at_starts, found.sink)
+        self.merge_slots(stream, partial, final, at_starts, found.lens, found.sink)
         if not captured:
             self.buffers[stream] = buffer
         return out, lse

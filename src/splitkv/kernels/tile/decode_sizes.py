@@ -14,7 +14,6 @@ SIZES = [
     "size",
     "programs",
     "head_tiles",
-    "splits",
     "capacity",
     "slabs",
     "rotary_rows",

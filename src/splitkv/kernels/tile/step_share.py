@@ -5,15 +5,10 @@ least, and H the head tiles that a share goes through:
 
     range_share         the tiles of all sequences and head tiles, one behind the other, are
                         W = H * sum_b T[b]; program p has those from p * (W / P) on, in whole tiles:
-                        each as many as any other, or one more. Where cutting every head tile into
-                        as many splits as there are programs for is as good, which it is where
-                        lengths are about equal, that is done instead: one split a program, and
-                        nothing to merge where that is a whole head tile
-    proportional_share  sequence b has splits in proportion to T[b], rounded up; those of about the
-                        greatest size come first, then those of about half of it, and so on: one a
-                        program
-
-Split s of n has the tiles s, s + n, s + 2n, ...
+                        each as many as any other, or one more
+    proportional_share  sequence b has splits in proportion to T[b], rounded up; split s of n has
+                        the tiles s, s + n, s + 2n, ...; those of about the greatest size come
+                        first, then those of about half of it, and so on: one a program
 
 Every program can find its own share, so that decode needs no launch before it; all of them find it
 by the same functions, whoever asks. A program goes through the lengths twice, so many at a time as
@@ -32,8 +27,6 @@ from splitkv.kernels.tile.walk import Start, counted_tiles, load_start
 
 SEQUENCES = tl.constexpr(128)  # that a program looks at at a time
 CLASSES = tl.constexpr(4)  # of sizes of splits, each of half as many tiles as the one before
-# Even splits are taken where none has more than one in so many tiles beyond an equal share.
-LONGER = tl.constexpr(16)
 
 
 @triton.jit
@@ -59,14 +52,11 @@ def tiles_of_sequences(step, offs_b, TILE_N: tl.constexpr):
 
 @triton.jit
 def tiles_of_batch(step, lanes, TILE_N: tl.constexpr):
-    """(Tiles of all sequences, tiles of the longest)."""
+    """Tiles of all sequences."""
     total = step.batch * 0
-    longest = step.batch * 0
     for first in range(0, step.batch, lanes.shape[0]):
-        tiles_b = tiles_of_sequences(step, first + lanes, TILE_N)
-        total += tl.sum(tiles_b, 0)
-        longest = tl.maximum(longest, tl.max(tiles_b, 0))
-    return total, longest
+        total += tl.sum(tiles_of_sequences(step, first + lanes, TILE_N), 0)
+    return total
 
 
 @triton.jit
@@ -94,36 +84,8 @@ def program_of_tile(tile, each, more):
 
 @triton.jit
 def range_share(step, program, lanes, TILE_N: tl.constexpr):
-    """The Start of a program by ranges, or even splits where those are as good."""
-    total, longest = tiles_of_batch(step, lanes, TILE_N)
-    total *= step.head_tiles
-    splits = tl.maximum(step.splits, 1)
-    equal = (total + step.programs - 1) // step.programs
-    longer = (longest + splits - 1) // splits - equal
-    if (step.splits > 0) & (longer <= equal // LONGER):
-        start = even_share(step, program, splits, TILE_N)
-    else:
-        start = cut_share(step, program, total, lanes, TILE_N)
-    return start
-
-
-@triton.jit
-def even_share(step, program, splits, TILE_N: tl.constexpr):
-    """The Start of a program that has one of so many splits of every head tile."""
-    number = program // splits
-    tile = program % splits
-    sequence = tl.minimum(number // step.head_tiles, step.batch)
-    tiles, keys = tiles_of_sequence(step, sequence, sequence < step.batch, TILE_N)
-    here = (sequence < step.batch) & (tile < tiles)
-    count = tl.where(here, (tiles - tile + splits - 1) // splits, 0)
-    merged = tl.where(here & (tile == 1), tl.minimum(splits, tiles), 0)
-    sequence = tl.where(here, sequence, step.batch)
-    return Start(sequence, number % step.head_tiles, tile, splits, count, tiles, keys, merged)
-
-
-@triton.jit
-def cut_share(step, program, total, lanes, TILE_N: tl.constexpr):
-    """The Start of a program that has a range of `total` tiles, which all have as many of."""
+    """The Start of a program that has a range of all tiles."""
+    total = tiles_of_batch(step, lanes, TILE_N) * step.head_tiles
     each = total // step.programs
     more = total % step.programs
     first = first_of_range(program, each, more)
@@ -178,7 +140,7 @@ def size_class(size, greatest):
 @triton.jit
 def proportional_share(step, program, lanes, TILE_N: tl.constexpr):
     """The Start of a program that has one of the splits in proportion to tiles."""
-    total, longest = tiles_of_batch(step, lanes, TILE_N)
+    total = tiles_of_batch(step, lanes, TILE_N)
     spare = step.programs - step.batch
     greatest = (total + spare - 1) // spare
 

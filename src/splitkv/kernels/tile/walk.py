@@ -49,8 +49,6 @@ class DecodeStep(NamedTuple):
     lens_ptr    [batch] int32 keys of each sequence; bounds: of the mask
     head_tiles  that a share goes through
     programs    how many shares there are
-    splits      of every head tile where lengths are about equal: as many as there are programs for;
-                0: fewer programs than head tiles
     """
 
     lens_ptr: Any
@@ -59,7 +57,6 @@ class DecodeStep(NamedTuple):
     batch: Any
     head_tiles: Any
     programs: Any
-    splits: Any
 
 
 class Walk(NamedTuple):
