@@ -80,7 +80,7 @@ def merge_slots(partial, of_rows, offs_v, HEAD_DIM_V: tl.constexpr, TILE_P: tl.c
 def combine_slots(
     partial,  # Partial
     final,  # Final
-    starts_ptr,  # [programs, 8] int32 of the schedule, or where programs left their shares
+    starts_ptr,  # [programs, 8] int32 of the schedule; None: it finds the shares
     lens_ptr,  # [batch] int32
     sink_ptr,  # [num_heads], or None
     seqlen_q,
@@ -104,8 +104,7 @@ def combine_slots(
     TILE_R: tl.constexpr,  # rows of a program
     TILE_P: tl.constexpr,
     TILE_V: tl.constexpr,
-    AFTER: tl.constexpr,  # early: launched before decode_persistent has ended; early_scheduled: and
-    # the schedule was there before that; or in_order
+    AFTER: tl.constexpr,  # early: launched before decode_persistent has ended; or in_order
 ):
     rows: tl.constexpr = SEQLEN_Q * GROUP
     ROWS: tl.constexpr = min(TILE_M, rows)  # of a slot
@@ -114,12 +113,11 @@ def combine_slots(
     group = tl.program_id(0) // BLOCKS
     rows_of_slot = tl.program_id(0) % BLOCKS * TILE_R + tl.arange(0, TILE_R)
     program = tl.program_id(1)
-    if AFTER == "early":  # before any return: this grid must not end before decode_persistent does
-        tl.extra.cuda.gdc_wait()
     bounds = Bounds(left, right, sink_tokens, chunk)
     step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    # all that it reads was there before decode_persistent
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
-    if AFTER == "early_scheduled":
+    if AFTER == "early":  # before any return: this grid must not end before decode_persistent does
         tl.extra.cuda.gdc_wait()
     if start.merged == 0:
         return

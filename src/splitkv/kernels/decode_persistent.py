@@ -42,14 +42,13 @@ from splitkv.kernels.host.step import (
     StepLauncher,
     grid_of,
     launched_early,
-    rule_of,
     step_arguments,
 )
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
-from splitkv.kernels.tile.step_share import SEQUENCES, share_of
+from splitkv.kernels.tile.step_share import RULES, SEQUENCES, share_of
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
 from splitkv.kernels.tile.walk import (
     DecodeStep,
@@ -57,7 +56,6 @@ from splitkv.kernels.tile.walk import (
     next_split,
     slot_of_split,
     split_length,
-    store_start,
     tiles_of_split,
 )
 
@@ -74,7 +72,7 @@ def decode_persistent(
     key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
-    starts_ptr,  # [programs, 8] int32: the schedule of the step, or where programs leave theirs
+    starts_ptr,  # [programs, 8] int32: the schedule of the step; None: programs find their shares
     seqlen_q,
     batch,
     num_kv_heads,
@@ -121,8 +119,6 @@ def decode_persistent(
     offs_v = tl.arange(0, DIM_V)
     step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
-    if RULE.find is not None:  # combine reads which splits are merged
-        store_start(starts_ptr, program, start, group == 0)
     walk = first_walk(start)
     while walk.left > 0:
         b = walk.sequence
@@ -205,7 +201,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         "TILE_N": config.tile_n,
         # an indirect load takes Triton's pipeline two stages a tile in flight
         "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
-        "RULE": rule_of(plan, operands),
+        "RULE": RULES[config.schedule],
         "DEPENDENTS": "early" if dependent_launches(plan, operands) else "in_order",
     }
     programs = grid_of(plan)

@@ -26,7 +26,7 @@ from splitkv.kernels.host.launcher import compile_options
 from splitkv.kernels.host.partition import packed_rows
 from splitkv.kernels.host.relaunch import Launch, launch_of, observed
 from splitkv.kernels.tile.band import Bounds
-from splitkv.kernels.tile.step_share import RULES, SEQUENCES, share_of
+from splitkv.kernels.tile.step_share import RULES, SEQUENCES
 from splitkv.kernels.tile.walk import START_FIELDS, DecodeStep, store_start
 
 BOUNDS = "left", "right", "sink_tokens", "chunk"  # of a mask, as `Mask.bounds`
@@ -55,7 +55,7 @@ def schedule_step(
     bounds = Bounds(left, right, sink_tokens, chunk)
     step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
     program = tl.program_id(0)
-    start = share_of(None, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
+    start = RULE.find(step, program, tl.arange(0, SEQUENCES), TILE_N)
     store_start(starts_ptr, program, start, program < programs)
 
 

@@ -16,7 +16,6 @@ from splitkv.core.plan import Plan, shares_of
 from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial, final_of
 from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
-from splitkv.kernels.compile_time import CompileTimeRecord
 from splitkv.kernels.host import launcher
 from splitkv.kernels.host.arguments import in_order, specialised, tail_in_order
 from splitkv.kernels.host.launcher import (
@@ -32,8 +31,8 @@ from splitkv.kernels.host.launcher import (
 )
 from splitkv.kernels.host.partition import packed_rows
 from splitkv.kernels.host.relaunch import Allocations, Launch, launch_of, observed
-from splitkv.kernels.schedule import buffer_shape, head_tiles_of_share
-from splitkv.kernels.tile.step_share import GIVEN, RULES
+from splitkv.kernels.schedule import head_tiles_of_share
+from splitkv.kernels.tile.step_share import RULES
 
 if TYPE_CHECKING:
     import torch
@@ -76,14 +75,6 @@ def step_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
     return arguments
 
 
-def rule_of(plan: Plan, operands: Operands) -> CompileTimeRecord:
-    """The ShareRule of programs: they find their shares where the call is given no schedule."""
-    return RULES[plan.config.schedule] if operands.starts is None else GIVEN
-
-
-FOUND_BY_MERGE = True
-
-
 class SlotMerge(NamedTuple):
     """`combine_slots` bound to one plan: its grid, the arguments that never change, its options."""
 
@@ -109,10 +100,7 @@ class SlotMerge(NamedTuple):
 def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     """The SlotMerge of a plan."""
     problem, config = plan.problem, plan.config
-    out = out_strides(plan, operands)
-    after = "in_order"
-    if dependent_launches(plan, operands):
-        after = "early" if operands.starts is None and not FOUND_BY_MERGE else "early_scheduled"
+    early, out = dependent_launches(plan, operands), out_strides(plan, operands)
     columns = min(TILE_V, triton.next_power_of_2(problem.head_dim_v))
     rows = packed_rows(problem, config)[1]
     of_program = min(TILE_R, triton.next_power_of_2(rows))
@@ -131,11 +119,11 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "HEAD_DIM_V": problem.head_dim_v,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "RULE": rule_of(plan, operands) if FOUND_BY_MERGE else GIVEN,
+        "RULE": RULES[config.schedule],
         "TILE_R": of_program,
         "TILE_P": TILE_P,
         "TILE_V": columns,
-        "AFTER": after,
+        "AFTER": "early" if early else "in_order",
     }
     blocks = groups_of(plan) * triton.cdiv(rows, of_program)
     grid = blocks, config.programs, triton.cdiv(problem.head_dim_v, columns)
@@ -204,8 +192,6 @@ class StepLauncher:
         out = o.q.new_empty(self.out_shape, dtype=self.dtype) if o.out is None else o.out
         if self.lse_shape is not None:
             lse = o.q.new_empty(self.lse_shape, dtype=torch.float32)
-        if starts is None:
-            starts = o.q.new_empty(buffer_shape(self.plan), dtype=torch.int32)
         arguments = self.per_call(o, final_of(out, lse, o.out_scale), starts)
         compiled = self.split.launch(arguments)
         given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
@@ -257,7 +243,7 @@ class StepLauncher:
 
 class StepLaunches(NamedTuple):
     """The launches of a call: split as in `Repeat`, with at_starts behind; merge(stream, partial,
-    (at_out, at_lse), at_starts, at_sink)."""
+    (at_out, at_lse, at_scale), at_starts, at_lens, at_sink)."""
 
     split: Launch
     merge: Launch
@@ -291,8 +277,7 @@ class CallResults(NamedTuple):
 
 
 class StepRepeat(Allocations):
-    """A call of decode by a schedule, once its kernels are compiled: allocate, split, merge. Where
-    none is given, programs leave their shares behind the partials of the stream."""
+    """A call of decode by a schedule, once its kernels are compiled: allocate, split, merge."""
 
     def __init__(
         self,
@@ -304,10 +289,6 @@ class StepRepeat(Allocations):
         super().__init__(launches.merge, *results, rows * plan.problem.head_dim_v, rows)
         self.split, self.merge_slots = launches
         self.key_scales = plan.problem.codec.granularity == "token"
-        programs, fields = buffer_shape(plan)
-        self.numel = -(-self.numel // 4) * 4  # 16 bytes
-        self.starts_at = 4 * self.numel
-        self.numel += programs * fields
 
     def with_split(self, split: Launch) -> StepRepeat:
         """This call with another launch of its splits."""
@@ -330,7 +311,7 @@ class StepRepeat(Allocations):
             bits |= at or 0
         if bits & 15 or observed():
             return None
-        out, at_out, at_starts = tensors[3], found.out, found.starts
+        out, at_out = tensors[3], found.out
         if out is None:
             out = self.new_out()
             at_out = out.data_ptr()
@@ -348,12 +329,10 @@ class StepRepeat(Allocations):
         captured = stream and self.capturing()  # stream 0, the default, cannot be
         buffer, partial = self.take_buffer(stream, captured)
         final = at_out, at_lse, found.out_scale
-        if at_starts is None:
-            at_starts = buffer[0] + self.starts_at
         kv, row = (found.k, found.v, found.table), (found.sink, found.slopes, found.q_scale)
-        rest = of_heads, of_keys, scale, softcap, at_starts
+        rest = of_heads, of_keys, scale, softcap, found.starts
         self.split(stream, found.q, kv, found.lens, final, partial, row, *rest)
-        self.merge_slots(stream, partial, final, at_starts, found.lens, found.sink)
+        self.merge_slots(stream, partial, final, found.starts, found.lens, found.sink)
         if not captured:
             self.buffers[stream] = buffer
         return out, lse

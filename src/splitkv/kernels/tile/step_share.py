@@ -31,14 +31,14 @@ CLASSES = tl.constexpr(4)  # of sizes of splits, each of half as many tiles as t
 
 @triton.jit
 def share_of(starts_ptr, step, program, lanes, FIND: tl.constexpr, TILE_N: tl.constexpr):
-    """The Start of a program of a DecodeStep, as a ShareRule says.
+    """The Start of a program of a DecodeStep, as a schedule says it, or where there is none found.
 
-    starts_ptr   [programs, 8] int32 of a schedule; lanes: 0, 1, 2, ... [SEQUENCES]
+    starts_ptr   [programs, 8] int32, or None; lanes: 0, 1, 2, ... [SEQUENCES]; FIND: of a ShareRule
     """
-    if FIND is None:
-        start = load_start(starts_ptr, program)
-    else:
+    if starts_ptr is None:
         start = FIND(step, program, lanes, TILE_N)
+    else:
+        start = load_start(starts_ptr, program)
     return start
 
 
@@ -172,10 +172,7 @@ def proportional_share(step, program, lanes, TILE_N: tl.constexpr):
 
 
 class ShareRule(CompileTimeRecord):
-    """How a program comes to know its share.
-
-    find   the function that finds it; None: a schedule says it
-    """
+    """How programs share a step: `find` finds the Start of one of them."""
 
     find: Any
 
@@ -186,4 +183,3 @@ RULES = {
     "proportional": ShareRule(find=proportional_share),
 }
 """The rule of each value of `Config.schedule` that has a schedule of the step."""
-GIVEN = ShareRule(find=None)

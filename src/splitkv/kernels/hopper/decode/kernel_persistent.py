@@ -52,7 +52,7 @@ def decode_walk(
     key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
-    starts_ptr,  # [programs, 8] int32: the schedule of the step, or where programs leave theirs
+    starts_ptr,  # [programs, 8] int32: the schedule of the step; None: programs find their shares
     seqlen_q,
     batch,
     num_kv_heads,

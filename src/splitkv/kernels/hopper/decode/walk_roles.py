@@ -46,7 +46,6 @@ from splitkv.kernels.tile.walk import (
     next_split,
     slot_of_split,
     split_length,
-    store_start,
     tiles_of_split,
 )
 
@@ -57,7 +56,7 @@ LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multipl
 class StepShares(NamedTuple):
     """The shares of the programs of a DecodeStep.
 
-    starts_ptr   [programs, 8] int32 of a schedule, or where programs leave what they find
+    starts_ptr   [programs, 8] int32 of a schedule; None: programs find their shares
     group        of programs; program: which of the group
     """
 
@@ -153,8 +152,6 @@ def mma_walk(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
     """The mma role: attends to split after split, and writes what each leaves."""
     step = shares.step
     start = first_start(shares, gl.num_warps(), CONFIG)
-    if CONFIG.find_share is not None:  # combine reads which splits are merged
-        store_start(shares.starts_ptr, shares.program, start, shares.group == 0)
     walk = first_walk(start)
     before = walk.tile * 0
     while walk.left > 0:
