@@ -56,7 +56,7 @@ def schedule_step(
     step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
     program = tl.program_id(0)
     start = RULE.find(step, program, tl.arange(0, SEQUENCES), TILE_N)
-    store_start(starts_ptr, program, start, program < programs)
+    store_start(starts_ptr, program, start)
 
 
 def schedule_arguments(plan: Plan, early: bool) -> dict[str, Any]:

@@ -84,17 +84,17 @@ def counted_tiles(bounds, keys, seqlen_q, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def store_start(starts_ptr, program, start, ok):
-    """Stores the Start of a program, where ok."""
+def store_start(starts_ptr, program, start):
+    """Stores the Start of a program."""
     at = starts_ptr + program * START_FIELDS
-    tl.store(at, start.sequence, mask=ok)
-    tl.store(at + 1, start.head_tile, mask=ok)
-    tl.store(at + 2, start.tile, mask=ok)
-    tl.store(at + 3, start.by, mask=ok)
-    tl.store(at + 4, start.count, mask=ok)
-    tl.store(at + 5, start.tiles, mask=ok)
-    tl.store(at + 6, start.keys, mask=ok)
-    tl.store(at + 7, start.merged, mask=ok)
+    tl.store(at, start.sequence)
+    tl.store(at + 1, start.head_tile)
+    tl.store(at + 2, start.tile)
+    tl.store(at + 3, start.by)
+    tl.store(at + 4, start.count)
+    tl.store(at + 5, start.tiles)
+    tl.store(at + 6, start.keys)
+    tl.store(at + 7, start.merged)
 
 
 @triton.jit

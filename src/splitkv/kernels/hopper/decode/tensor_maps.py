@@ -48,10 +48,8 @@ def prefetch_code(rank):
     """PTX that prefetches the maps of K and V, the second and third argument of a kernel: of each
     the map is a parameter, and so is every length and stride."""
     maps = (f"prefetch.param.tensormap [{NAME}_param_{n}];" for n in (1, 2 + 2 * rank))
-    first = (
-        ".reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;"
-    )
-    return f"{{ {first} " + " ".join(f"@first {code}" for code in maps) + " }"
+    one = ".reg .pred one; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 one, thread, 0;"
+    return f"{{ {one} " + " ".join(f"@one {code}" for code in maps) + " }"
 
 
 @gluon.jit
