@@ -21,13 +21,7 @@ from splitkv.kernels.hopper.decode.records import (
     ScoreTerms,
 )
 from splitkv.kernels.hopper.decode.ring import allocate_boxes
-from splitkv.kernels.hopper.decode.tensor_maps import prefetch_maps
-from splitkv.kernels.hopper.decode.walk_roles import (
-    StepShares,
-    WalkInputs,
-    prefetch_lengths,
-    run_roles,
-)
+from splitkv.kernels.hopper.decode.walk_roles import StepShares, WalkInputs, run_roles
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.decode_sizes import SIZES
@@ -73,8 +67,6 @@ def decode_walk(
     stride_sh,
     CONFIG: gl.constexpr,  # DecodeConfig
 ):
-    prefetch_maps(k)
-    prefetch_lengths(lens_ptr, batch)
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
     step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from splitkv.kernels.hopper.decode.launch_name import NAME
-from splitkv.kernels.hopper.primitives.inline_asm import act_alone
 
 
 def layout_of(x: Any, panels: bool) -> tuple[Sequence[int], Sequence[int]]:
@@ -41,20 +37,3 @@ def boxes_of(x: Any, box: int, parts: bool, panels: bool) -> TensorDescriptor:
         swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=len(block)
     )
     return TensorDescriptor(x, list(shape), list(strides), block, layout)
-
-
-@gluon.constexpr_function
-def prefetch_code(rank):
-    """PTX that prefetches the maps of K and V, the second and third argument of a kernel: of each
-    the map is a parameter, and so is every length and stride."""
-    maps = (f"prefetch.param.tensormap [{NAME}_param_{n}];" for n in (1, 2 + 2 * rank))
-    one = ".reg .pred one; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 one, thread, 0;"
-    return f"{{ {one} " + " ".join(f"@one {code}" for code in maps) + " }"
-
-
-@gluon.jit
-def prefetch_maps(k):
-    """Prefetches the maps of K and V, whose first use would wait for them; in the first warps of a
-    kernel whose second and third argument they are."""
-    CODE: gl.constexpr = prefetch_code(len(k.block_type.shape))
-    act_alone(CODE)

@@ -106,14 +106,6 @@ def first_start(shares, WARPS: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_lengths(lens_ptr, batch):
-    """Prefetches the first lengths into the L2, where a kernel before may still write them."""
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    number = gl.arange(0, 32 * gl.num_warps(), layout=threads)
-    act("prefetch.global.L2 [$1];", "l", (lens_ptr + gl.minimum(number, batch - 1),))
-
-
-@gluon.jit
 def split_of_walk(walk, shares, CONFIG: gl.constexpr):
     """The Split that a program is at; its num_splits is 1 where it is all of a head tile."""
     step = shares.step
