@@ -133,7 +133,8 @@ class Constants:
                    registers for there
     walk           by a schedule of the step: finding the first split, and q after it; walk_split:
                    for each split of a program; merge_slots: merging what several programs have;
-                   share: finding shares in the call, for each `SHARE_STEP` sequences. All of the
+                   share: finding shares in the call, for each `SHARE_STEP` sequences; walk_whole:
+                   in the place of all but `walk_split` where splits are whole sequences. All of the
                    kernel for Hopper, the greatest that were measured, as they are to be a bound
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
@@ -187,6 +188,7 @@ class Constants:
     programs_apart: int = 0
     walk: float = 2.9e-6
     walk_split: float = 0.15e-6
+    walk_whole: float = 2.6e-6
     merge_slots: float = 1.7e-6
     share: float = 1.1e-6
     longest_part: float = 4.25 * MiB
@@ -378,12 +380,16 @@ class Shape:
 
     def longer_by_schedule(self, config: Config) -> float:
         """Seconds that equal lengths take longer by a schedule of the step than by splits that the
-        memory is as busy with: finding them, the merge, and SMs that have a program less."""
+        memory is as busy with: finding them, the merge, and SMs that have a program less; where no
+        sequence is cut, only what is beside the other splits of a program."""
+        c = self.constants
+        if config.schedule == "head_ranges" and self.batch % config.programs == 0:
+            return c.walk_whole + c.walk_split * (self.batch // config.programs)
         programs = self.scheduled_programs(config)
         on_one_sm = ceil_div(programs, self.num_sms)
         idle = self.uneven * (on_one_sm * self.num_sms - programs) / programs
         read = self.batch * self.tiles * self.head_tiles * self.read_bytes * self.shared_reads
-        return self.finding_splits(config) + self.constants.merge_slots + idle * read / self.peak
+        return self.finding_splits(config) + c.merge_slots + idle * read / self.peak
 
     def mixed(self, full_parts: int) -> Cost:
         """The cost with one sequence as long as it may be and the others `OTHERS` of that."""
