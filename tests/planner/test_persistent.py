@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import schedules
 
 import splitkv
 from splitkv.core.device import GPUS
@@ -166,7 +167,34 @@ def test_from_some_length_on_there_is_a_schedule(gpu: str) -> None:
     assert has == sorted(has) and 0 < sum(has) < len(has)
     first = plans[has.index(True)].problem
     seconds = first.kv_bytes / GPUS[gpu].bandwidth
-    assert 400e-6 < seconds < 700e-6
+    assert 100e-6 < seconds < 500e-6
+
+
+@pytest.mark.parametrize("batch", [16, 32, 48, 64, 128])
+def test_whole_sequences_where_a_schedule_that_cuts_them_costs_too_much(batch: int) -> None:
+    """One program an SM, and of equal lengths nothing is merged."""
+    problem = replace(LARGE, batch=batch, seqlen_k=64 * 4096 // batch)
+    plan = registry.make_plan(problem, GPUS["h200"])
+    assert plan.config.schedule == "head_ranges" and plan.config.programs == 16
+    tiles = [64] * batch
+    splits = schedules.ranges(tiles, 1, plan.config.programs)
+    assert all(split.count == 64 for split in splits)
+    expect_legal(plan)
+    best = registry.make_plan(problem, GPUS["h200"], policy="balanced").config
+    assert best.programs == 33
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"batch": 20}, {"batch": 14}, {"head_dim": 64}, {"codec": Codec("fp8", "head")}],
+    ids=str,
+)
+def test_where_whole_sequences_would_leave_sms_idle_or_were_not_timed(
+    changed: dict[str, Any],
+) -> None:
+    problem = replace(LARGE, **changed)
+    kernel = registry.kernel_named("hopper_decode_split")
+    assert persistent.of_whole_sequences(problem, GPUS["h200"], kernel) == []
 
 
 def test_the_model_agrees_that_it_costs_little() -> None:
