@@ -134,8 +134,9 @@ class Constants:
     walk           by a schedule of the step: finding the first split, and q after it; walk_split:
                    for each split of a program; merge_slots: merging what several programs have;
                    share: finding shares in the call, for each `SHARE_STEP` sequences; walk_whole:
-                   in the place of all but `walk_split` where splits are whole sequences. All of the
-                   kernel for Hopper, the greatest that were measured, as they are to be a bound
+                   in the place of all of it where splits are whole sequences, and whole_split for
+                   each of those. All of the kernel for Hopper, the greatest that were measured, as
+                   they are to be a bound
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
@@ -188,7 +189,8 @@ class Constants:
     programs_apart: int = 0
     walk: float = 2.9e-6
     walk_split: float = 0.15e-6
-    walk_whole: float = 2.6e-6
+    walk_whole: float = 1.9e-6
+    whole_split: float = 0.3e-6
     merge_slots: float = 1.7e-6
     share: float = 1.1e-6
     longest_part: float = 4.25 * MiB
@@ -384,7 +386,7 @@ class Shape:
         sequence is cut, only what is beside the other splits of a program."""
         c = self.constants
         if config.schedule == "head_ranges" and self.batch % config.programs == 0:
-            return c.walk_whole + c.walk_split * (self.batch // config.programs)
+            return c.walk_whole + c.whole_split * (self.batch // config.programs)
         programs = self.scheduled_programs(config)
         on_one_sm = ceil_div(programs, self.num_sms)
         idle = self.uneven * (on_one_sm * self.num_sms - programs) / programs
