@@ -90,7 +90,8 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         *("GptOssConfig", "GptOssForCausalLM"),
         {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}
         | {"hidden_size": 2880, "intermediate_size": 2880, "sliding_window": 128}
-        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+        | {"max_position_embeddings": 1 << 18},
     ),
     "tiny": (
         *("LlamaConfig", "LlamaForCausalLM"),

@@ -23,10 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-import splitkv.api  # before what it imports is replaced  # noqa: F401
+from splitkv import api
 from splitkv.core.device import Device
 from splitkv.kernels.host import workspace
-from splitkv.runtime import dispatch, growing_call
+from splitkv.runtime import dispatch, growing_call, schedule
 
 STREAM = 7
 _numbers = itertools.count()
@@ -126,7 +126,7 @@ def fake_gpu(name: str = "h200") -> Iterator[Recorded]:
             (guards, "_empty_strided_cuda", guards._empty_strided_cpu),
             (workspace, "make_buffer", buffer),
             (workspace, "_zeros", zeros),
-            (dispatch, "device_of", lambda tensor: gpu),
+            *((where, "device_of", lambda tensor: gpu) for where in (dispatch, api, schedule)),
             (driver, "_active", Driver(gpu, recorded)),
         ):
             patches.enter_context(mock.patch.object(target, attribute, value, create=True))

@@ -1,4 +1,5 @@
-"""What an engine's steps launch, compiled on all cores and loaded before its first request.
+"""`warm_layer`: compiles on all cores and loads what an engine's steps launch, before its first
+request.
 
     warm_layer(model, Sizes(batch_sizes=(1, 2, 4, 8), max_tokens=8192, max_seqlen_k=32768))
 
@@ -11,15 +12,16 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from splitkv.core.device import current
-from splitkv.integrations.serving import bound_of, bound_of_new
+from splitkv.integrations.serving import Pages, Plans, Step, attend, bound_of, bound_of_new
 from splitkv.runtime.compile_pool import Compiled, compile_calls
 from splitkv.runtime.serving_shapes import Shape, append_shapes
-from splitkv.runtime.warmup import Model
+from splitkv.runtime.warmup import Call, Model
 
 SWITCH = "SPLITKV_ENGINE_WARMUP"  # names an environment variable, as engines pass no options
 logger = logging.getLogger(__name__)
@@ -45,15 +47,43 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Layer(Model):
     """A layer whose keys and values lie side by side in one cache: [pages, keys, heads, 2 *
-    head_dim], or with `heads_first` [pages, heads, keys, 2 * head_dim]."""
+    head_dim], or with `heads_first` [pages, heads, keys, 2 * head_dim]; `policy` as of `Plans`."""
 
     heads_first: bool = False
+    policy: str = ""
 
     def caches(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
         lead = (self.num_kv_heads, keys) if self.heads_first else (keys, self.num_kv_heads)
         both = self.cache((rows, *lead, 2 * self.head_dim), self.stored)
         both = both.transpose(1, 2) if self.heads_first else both
         return both[..., : self.head_dim], both[..., self.head_dim :]
+
+    def call_of(self, shape: Shape) -> Call:
+        """Sequences that decode, the prompts of others, or new keys: as adapters make the call."""
+        if shape.kind == "slots":
+            return Model.call_of(self, shape)
+        assert self.page_size is not None
+        decodes = shape.batch if shape.kind == "step" else 0
+        tokens = shape.batch * shape.seqlen_q if decodes else shape.seqlen_q
+        step = Step.of(
+            self.index(shape.batch + 1),
+            self.index(shape.batch) + 1,
+            self.pages(shape.batch, shape.seqlen_k),
+            num_decodes=decodes,
+            decode_len=shape.seqlen_q,
+            num_tokens=tokens,
+            max_seqlen_q=shape.seqlen_q,
+            max_seqlen_k=shape.seqlen_k,
+        )
+        q, (k, v) = (
+            self.zeros(tokens, self.num_heads, self.head_dim),
+            self.caches(1, self.page_size),
+        )
+        pages = Pages(k, v, **self.scales(1, self.page_size))
+        options = self.arguments | dict.fromkeys(("sink_logits", "alibi_slopes")) | self.beside()
+        plans = Plans(self.policy, ["decode"])
+        run = partial(attend, q, pages, step, torch.empty_like(q), options, plans)
+        return Call(None, None, run)
 
 
 def is_wanted() -> bool:

@@ -299,11 +299,11 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
             num_splits=0,
             device=device,
             arguments={
-                "causal": True,
                 "window_size": impl.window_size(causal=True),
                 "softcap": impl.options["softcap"],
             },
             heads_first=get_kv_cache_layout() == "HND",
+            policy=impl.plans.policy,
         )
 
     @classmethod
@@ -535,7 +535,7 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             "sink_logits": given.sinks,
         }
         self.ranks = self.context_parallel() if self.dcp_world_size > 1 else None
-        self.plans = Plans(os.environ.get(DECODE_POLICY, ""), ["decode"])
+        self.plans = Plans(os.environ.get(DECODE_POLICY, "balanced"), ["decode"])
         if envs.VLLM_BATCH_INVARIANT:
             self.plans = Plans("batch_invariant")
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages

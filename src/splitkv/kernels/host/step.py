@@ -196,7 +196,7 @@ class StepLauncher:
         compiled = self.split.launch(arguments)
         given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
         merged = self.merge.launch(given | {"sink_ptr": o.sink_logits})
-        if compiled is not None and self.repeat is None and aligned(o):
+        if compiled is not None and self.repeat is None and aligned(o) and not observed():
             self.keep(compiled, merged, o)
         return out, lse
 
