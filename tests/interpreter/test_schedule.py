@@ -103,17 +103,10 @@ def test_every_tile_is_one_programs(
 @pytest.mark.parametrize("schedule", ["ranges", "head_ranges", "proportional"])
 @pytest.mark.parametrize("batch", [1, 600])
 def test_large_batches(schedule: str, batch: int) -> None:
-    """More programs than a step has, and lengths of all sizes."""
+    """More sequences than are looked at at a time, and lengths of all sizes."""
     lengths = torch.randint(0, 300, (batch,), generator=torch.Generator().manual_seed(3)).tolist()
     lengths[batch // 2] = 20_000
     hold(plan_of(schedule, batch, 132 + batch * (schedule == "proportional")), lengths)
-
-
-@pytest.mark.parametrize("schedule", ["ranges", "proportional"])
-def test_more_sequences_than_a_step(schedule: str) -> None:
-    """A batch that the kernel goes through in two steps."""
-    lengths = [17 * (n % 5) for n in range(1030)]
-    hold(plan_of(schedule, 1030, 40 + 1030 * (schedule == "proportional")), lengths)
 
 
 @pytest.mark.parametrize("schedule", ["ranges", "head_ranges"])

@@ -9,7 +9,7 @@ from typing import Any
 import cases
 import pytest
 from compiling import Compiled, variants
-from step_compiling import compile_step
+from step_compiling import compile_schedule, compile_step
 
 from splitkv.core.device import GPUS
 from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
@@ -36,6 +36,7 @@ AXES: cases.Axes = {
     "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
     "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token")),
     "schedule": SCHEDULED,
+    "given": (False, True),
     "extras": (False, True),
 }
 HOPPER_AXES: cases.Axes = {
@@ -46,15 +47,12 @@ HOPPER_AXES: cases.Axes = {
     "mask": (Mask(causal=True), Mask(True, 20, -1, 5)),
     "codec": (AS_IS, Codec("fp8", "head"), Codec("int8", "token"), Codec("fp8", "token")),
     "schedule": SCHEDULED,
+    "given": (False, True),
     "extras": (False, True),
     "programs_per_sm": (1, 2),
 }
-LAUNCHES = {
-    "schedule": ["launch_dependents"],
-    "decode": ["wait", "launch_dependents"],
-    "combine_slots": ["wait"],
-}
-MOST_REGISTERS = {"schedule": 255, "decode_persistent": 255, "combine_slots": 128}
+LAUNCHES = {"decode": ["wait", "launch_dependents"], "combine_slots": ["wait"]}
+MOST_REGISTERS = {"decode_persistent": 255, "combine_slots": 128}
 
 
 def valid(values: cases.Values) -> bool:
@@ -98,20 +96,23 @@ def hold_to_launches(kernels: dict[str, Compiled], plan: Plan) -> None:
     early = plan.device.capability >= (9, 0)
     for name, words in LAUNCHES.items():
         found = next(kernel for key, kernel in kernels.items() if name in key)
-        said = re.findall(r"griddepcontrol\.(\w+)", found.ptx)
-        assert said == words * early, name
+        assert said_of_grids(found) == words * early, name
+
+
+def said_of_grids(kernel: Compiled) -> list[str]:
+    """What a kernel says of grids before it and after it."""
+    return re.findall(r"griddepcontrol\.(\w+)", kernel.ptx)
 
 
 @variants(AXES, most=8, newest=3, valid=valid, ids=describe)
 def test_every_architecture(values: cases.Values) -> None:
     plan = plan_of(values)
-    kernels = compile_step(plan)
+    kernels = compile_step(plan, given=values["given"])
     assert kernels.keys() == MOST_REGISTERS.keys()
     hold_to_launches(kernels, plan)
     for name, kernel in kernels.items():
         assert kernel.shared_bytes <= plan.device.smem_per_block, name
         assert kernel.registers <= MOST_REGISTERS[name], name
-    assert kernels["schedule"].stack_bytes == 0
     assert kernels["combine_slots"].stack_bytes == 0
 
 
@@ -128,13 +129,12 @@ def test_everyday_decode_spills_nothing(place: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULED)
-def test_a_schedule_of_a_large_batch(schedule: str) -> None:
-    """1024 sequences a step: nothing spills."""
-    plan = plan_of({"schedule": schedule})
-    problem = replace(plan.problem, batch=2000)
-    plan = replace(plan, problem=problem, config=replace(plan.config, programs=2264))
-    kernel = compile_step(plan)["schedule"]
-    assert kernel.stack_bytes == 0 and kernel.registers <= 168
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_a_schedule_of_a_step(schedule: str, gpu: str) -> None:
+    """Decode is launched before it has ended, where the GPU can; nothing spills."""
+    kernel = compile_schedule(plan_of({"schedule": schedule, "gpu": gpu}))
+    assert kernel.stack_bytes == 0 and kernel.registers <= 128
+    assert said_of_grids(kernel) == ["launch_dependents"] * (gpu == "h200")
 
 
 def describe_hopper(values: cases.Values) -> str:
@@ -145,7 +145,7 @@ def describe_hopper(values: cases.Values) -> str:
 def test_programs_for_hopper(values: cases.Values) -> None:
     """A producer warp, TMA and mma as in today's kernel, and no register is spilled."""
     plan = plan_of(values, records.HOPPER_DECODE_SPLIT)
-    kernels = compile_step(plan)
+    kernels = compile_step(plan, given=values["given"])
     hold_to_launches(kernels, plan)
     kernel = kernels["hopper_decode_split"]
     assert kernel.stack_bytes == 0

@@ -94,16 +94,16 @@ def test_explain_says_it() -> None:
     assert len(both.mix_seconds) == 2
 
 
-def test_a_call_by_a_schedule_makes_it_and_walks() -> None:
+def test_a_call_by_a_schedule_finds_shares_and_walks() -> None:
     """What that takes is in the time of a mix, and in the model's of equal lengths."""
     plan = plan_of(persistent.with_schedule("head_ranges", 2))
     kernel = registry.kernel_named(plan.kernel)
     c = decode_cost.constants_of(kernel)
-    none = replace(c, walk=0.0, walk_split=0.0, merge_slots=0.0, schedule=0.0)
+    none = replace(c, walk=0.0, walk_split=0.0, merge_slots=0.0, share=0.0)
     told = [decode_cost.cost(DECODE, H200, plan.config, x).seconds for x in (c, none)]
-    fixed = c.walk + c.merge_slots + c.schedule
+    fixed = c.walk + c.merge_slots + c.share
     assert told[0] - told[1] == pytest.approx(fixed + 3 * c.walk_split)  # 64 sequences for 33
     assert seconds(plan, [0] * 64) > fixed
-    many = replace(DECODE, batch=1 + decode_cost.SCHEDULE_STEP)
+    many = replace(DECODE, batch=1 + decode_cost.SHARE_STEP)
     shape = decode_cost.Shape(many, H200, plan.config, replace(c, walk_split=0.0))
-    assert shape.finding_splits(plan.config) == pytest.approx(c.walk + 2 * c.schedule)
+    assert shape.finding_splits(plan.config) == pytest.approx(c.walk + 2 * c.share)

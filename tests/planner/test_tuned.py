@@ -563,7 +563,7 @@ def test_mixes_are_of_one_problem(changed: dict[str, object]) -> None:
 )
 def test_a_table_that_says_too_little_of_mixes(us: dict[str, dict[Config, float]]) -> None:
     choice = tuned.with_table(of_mixes(**us))(SEVERAL, H200, [HOPPER])
-    assert "mixes" not in choice.why and choice.config.schedule == "even"
+    assert "mixes" not in choice.why and "as lengths may differ" in choice.why
 
 
 def test_fewer_sms_have_no_room_for_as_many_programs() -> None:

@@ -128,6 +128,7 @@ class Recording:
 
     def __init__(self, plan: Plan, operands: Any) -> None:
         self.plan, self.slow, self.fast = plan, [], []  # type: ignore[var-annotated]
+        self.bound_to = operands.starts
         self.repeat: Any = None
         LAUNCHERS.append(self)
 
@@ -177,12 +178,13 @@ def test_a_call_is_given_where_programs_start(
     assert torch.equal(splitkv.decode(**call, schedule=made), call["q"])
     (launcher,) = recorded
     assert launcher.plan is plan and launcher.slow[0].starts is made.starts
+    assert launcher.bound_to is made.starts, "kernels are others where none is given"
     splitkv.decode(**call, schedule=made)
     other = splitkv.make_schedule(plan, call["cache_seqlens"])
     splitkv.decode(**call, schedule=other, plan=plan)
     assert [more["starts"] for _, more in launcher.fast] == [made.starts, other.starts]
     splitkv.decode(**call, plan=plan)
-    assert len(recorded) == 2 and recorded[1].slow[0].starts is None
+    assert len(recorded) == 2 and recorded[1].slow[0].starts is recorded[1].bound_to is None
 
 
 def test_under_torch_compile(
@@ -261,9 +263,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def repeat_of(launches: Launches, plan: Plan) -> StepRepeat:
-    three = StepLaunches(*(launches.record(name) for name in ("schedule", "split", "merge")))
+    two = StepLaunches(launches.record("split"), launches.record("merge"))
     results = CallResults(torch.device("cuda", 0), torch.bfloat16, (2, 1, 8, 64), (2, 8, 1))
-    return StepRepeat(three, plan, results, step_partial_rows(plan))
+    return StepRepeat(two, plan, results, step_partial_rows(plan))
 
 
 def tensors() -> list[Any]:
@@ -272,23 +274,20 @@ def tensors() -> list[Any]:
     return [q, k, v, None, torch.zeros(2, dtype=torch.int32), *[None] * 6]
 
 
-def test_a_call_makes_its_schedule_behind_the_partials(gpu: SimpleNamespace) -> None:
+def test_a_call_that_is_given_no_schedule_makes_none(gpu: SimpleNamespace) -> None:
+    """Programs find their shares from the lengths, and `combine_slots` does."""
     launches, plan, given = Launches(), plan_of(), tensors()
-    repeat = repeat_of(launches, plan)
-    out, lse = repeat.call(*given, 0.5, 0.0)  # type: ignore[misc]
+    out, lse = repeat_of(launches, plan).call(*given, 0.5, 0.0)  # type: ignore[misc]
     assert out.shape == (2, 1, 8, 64) and lse.shape == (2, 8, 1)  # type: ignore[union-attr]
-    schedule, split, merge = launches.calls
-    at, lens = schedule[2], given[4].data_ptr()
-    assert schedule == ("schedule", 5, at, lens)
-    assert split[:5] == ("split", 5, given[0].data_ptr(), split[3], lens)
-    assert split[12] == at and split[6] == merge[2] and merge[4:] == (at, None)
+    split, merge = launches.calls
+    lens = given[4].data_ptr()
+    assert split[:5] == ("split", 5, given[0].data_ptr(), split[3], lens) and split[12] is None
+    assert split[6] == merge[2] and merge[4:] == (None, lens, None)
     (first, numel, _), (acc, _, l) = workspace.buffers(0)[5], split[6]
-    rows = step_partial_rows(plan)
-    assert acc == first and l + 4 * rows <= at
-    assert at % 16 == 0 and at + 32 * plan.config.programs <= first + 4 * numel
+    assert acc == first and l + 4 * step_partial_rows(plan) <= first + 4 * numel
 
 
-def test_a_call_that_is_given_a_schedule_makes_none(gpu: SimpleNamespace) -> None:
+def test_a_call_that_is_given_a_schedule_reads_it(gpu: SimpleNamespace) -> None:
     launches, plan = Launches(), plan_of()
     starts = torch.zeros(buffer_shape(plan), dtype=torch.int32)
     repeat_of(launches, plan).call(*tensors(), 0.5, 3.0, starts=starts)
@@ -313,7 +312,7 @@ def test_a_graph_has_memory_of_its_own(gpu: SimpleNamespace) -> None:
     call()
     gpu.captured = False
     call()
-    places = [args[2] for name, *args in [(c[0], *c) for c in launches.calls] if name == "schedule"]
+    places = [merge[2] for merge in launches.calls[1::2]]
     assert places[0] == places[2] != places[1]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from compiling import ADDRESS, AnyGPU, Compiled, Recorder, layouts, measure
+from compiling import ADDRESS, AnyGPU, Compiled, Layout, Recorder, layouts, measure
 from triton.runtime.driver import driver
 
 from splitkv.core.plan import Plan
@@ -16,18 +16,23 @@ from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.host import step, workspace
 from splitkv.planner.registry import kernel_named
 
-KERNELS = "schedule", "decode", "combine_slots"
+KERNELS = "decode", "combine_slots"
 
 
-def compile_step(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[str, Compiled]:
-    """The kernels that a call of the plan launches, by name: `schedule`, that of decode,
-    `combine_slots`."""
+def compile_step(
+    plan: Plan, row_gap: int = 0, address: int = ADDRESS, given: bool = False
+) -> dict[str, Compiled]:
+    """The kernels that a call of the plan launches, by name: that of decode, `combine_slots`.
+
+    given   the call is given a schedule
+    """
     major, minor = plan.device.capability
     on_host, partials = torch.empty(0), workspace.partials  # slices of a buffer: theirs is real
-    rules = {name: Recorder(rule) for name, rule in schedule.RULES.items()}
     decodes = {"decode_persistent": Recorder(decode_persistent.decode_persistent)}
     merge = Recorder(step.combine_slots)
     operands = layouts(plan.problem, row_gap, address)
+    if given:
+        operands.starts = operands.q.new_empty(schedule.buffer_shape(plan), dtype=torch.int32)
     entries = {name: Recorder(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
     decodes["hopper_decode_split"] = entries["persistent"]
     with ExitStack() as patches:
@@ -35,7 +40,6 @@ def compile_step(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[s
             mock.patch.object(decode_persistent, "decode_persistent", decodes["decode_persistent"]),
             mock.patch.object(hopper_decode_split, "ENTRIES", entries),
             mock.patch.object(step, "combine_slots", merge),
-            mock.patch.object(schedule, "RULES", rules),
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
             mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", int, create=True),
@@ -44,5 +48,17 @@ def compile_step(plan: Plan, row_gap: int = 0, address: int = ADDRESS) -> dict[s
             patches.enter_context(patch)
         kernel_named(plan.kernel).bind(plan, operands)(operands)
     every: list[tuple[str, Any]] = [*decodes.items(), ("combine_slots", merge)]
-    every += [("schedule", rule) for rule in rules.values()]
     return {name: measure(made) for name, recorder in every for made in recorder.compiled}
+
+
+def compile_schedule(plan: Plan) -> Compiled:
+    """The kernel that makes schedules of a plan, once a step."""
+    major, minor = plan.device.capability
+    rule = Recorder(schedule.schedule_step)
+    starts = Layout(schedule.buffer_shape(plan), torch.int32)
+    lens = Layout((plan.problem.batch,), torch.int32)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(schedule, "schedule_step", rule))
+        patches.enter_context(mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)))
+        schedule.ScheduleLauncher(plan).kernel.launch(starts, lens)
+    return measure(rule.compiled[0])

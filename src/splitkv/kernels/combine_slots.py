@@ -19,9 +19,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from splitkv.kernels.tile.band import Bounds
+from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
-from splitkv.kernels.tile.walk import load_start, slots_to_merge
+from splitkv.kernels.tile.step_share import SEQUENCES, share_of
+from splitkv.kernels.tile.walk import DecodeStep, slots_to_merge
 
 TILE_R, TILE_P, TILE_V, WARPS = 2, 32, 32, 1  # rows, splits a step, columns, warps of a program
 FEW = tl.constexpr(4)  # splits that take one step of so many
@@ -73,13 +76,20 @@ def merge_slots(partial, of_rows, offs_v, HEAD_DIM_V: tl.constexpr, TILE_P: tl.c
     return m, l, acc
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "head_tiles", "programs"])
+@triton.jit(do_not_specialize=SIZES)
 def combine_slots(
     partial,  # Partial
     final,  # Final
-    starts_ptr,  # [programs, 8] int32 of the schedule
+    starts_ptr,  # [programs, 8] int32 of the schedule; None: it finds the shares
+    lens_ptr,  # [batch] int32
     sink_ptr,  # [num_heads], or None
+    seqlen_q,
+    batch,
     num_kv_heads,
+    left,  # the mask's bounds, or None
+    right,
+    sink_tokens,
+    chunk,
     head_tiles,  # that a share goes through
     programs,
     stride_ob,
@@ -89,6 +99,8 @@ def combine_slots(
     GROUP: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,  # of decode_persistent
+    TILE_N: tl.constexpr,
+    RULE: tl.constexpr,  # ShareRule
     TILE_R: tl.constexpr,  # rows of a program
     TILE_P: tl.constexpr,
     TILE_V: tl.constexpr,
@@ -101,7 +113,10 @@ def combine_slots(
     group = tl.program_id(0) // BLOCKS
     rows_of_slot = tl.program_id(0) % BLOCKS * TILE_R + tl.arange(0, TILE_R)
     program = tl.program_id(1)
-    start = load_start(starts_ptr, program)  # the schedule was there before decode_persistent
+    bounds = Bounds(left, right, sink_tokens, chunk)
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    # all that it reads was there before decode_persistent
+    start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     if AFTER == "early":  # before any return: this grid must not end before decode_persistent does
         tl.extra.cuda.gdc_wait()
     if start.merged == 0:

@@ -1,10 +1,10 @@
 """Persistent decode attention by a schedule of the step, for any NVIDIA GPU.
 
 Computes what kernels/decode_split.py computes. A program has a share of the tiles of the whole
-batch, which a schedule (kernels/schedule.py) says, and goes on with the next head tile or sequence
-where the last one ends: lengths may differ as they like, every program has as much to do. Head
-tiles that one program has all keys of are finished here; of others the programs store partials,
-which `combine_slots` merges.
+batch, which a schedule (kernels/schedule.py) says or the program finds by itself, and goes on with
+the next head tile or sequence where the last one ends: lengths may differ as they like, every
+program has as much to do. Head tiles that one program has all keys of are finished here; of others
+the programs store partials, which `combine_slots` merges.
 
 Shapes      as kernels/decode_split.py; starts [programs, 8] int32; partials
             [2 * groups * programs, rows, head_dim_v + 2] fp32
@@ -48,10 +48,11 @@ from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
+from splitkv.kernels.tile.step_share import RULES, SEQUENCES, share_of
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
 from splitkv.kernels.tile.walk import (
+    DecodeStep,
     first_walk,
-    load_start,
     next_split,
     slot_of_split,
     split_length,
@@ -71,7 +72,7 @@ def decode_persistent(
     key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
-    starts_ptr,  # [programs, 8] int32: the schedule of the step
+    starts_ptr,  # [programs, 8] int32: the schedule of the step; None: programs find their shares
     seqlen_q,
     batch,
     num_kv_heads,
@@ -102,6 +103,7 @@ def decode_persistent(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
+    RULE: tl.constexpr,  # ShareRule
     DEPENDENTS: tl.constexpr,  # early: grids are launched before the one before has ended; in_order
 ):
     if DEPENDENTS == "early":
@@ -115,7 +117,9 @@ def decode_persistent(
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
     rows_of_slot = tl.minimum(TILE_M, seqlen_q * GROUP)
     offs_v = tl.arange(0, DIM_V)
-    walk = first_walk(load_start(starts_ptr, program))
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
+    walk = first_walk(start)
     while walk.left > 0:
         b = walk.sequence
         keys = walk.keys
@@ -176,7 +180,7 @@ def decode_persistent(
             slot = slot_of_split(walk, program, programs, group)
             slot_rows = slot.to(tl.int64) * rows_of_slot + tl.arange(0, TILE_M)
             write_partial(partial, slot_rows, acc, m, l, rows.ok, offs_v, out_ok, HEAD_DIM_V)
-        walk = next_split(walk, lens_ptr, bounds, seqlen_q, batch, head_tiles, TILE_N)
+        walk = next_split(walk, step, TILE_N)
 
 
 def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
@@ -197,6 +201,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         "TILE_N": config.tile_n,
         # an indirect load takes Triton's pipeline two stages a tile in flight
         "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
+        "RULE": RULES[config.schedule],
         "DEPENDENTS": "early" if dependent_launches(plan, operands) else "in_order",
     }
     programs = grid_of(plan)

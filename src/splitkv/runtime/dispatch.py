@@ -388,6 +388,7 @@ def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decisio
         expect_tensor(name, x)
     grad = needs_grad(q, k_cache, v_cache, arguments["sink_logits"], arguments["alibi_slopes"])
     problem, operands = describe_decode(q, k_cache, v_cache, needs_grad=grad, **arguments)
+    operands.starts = made.starts
     if made.starts is not None:
         expect_device("schedule", made.starts, q.device)
     if made.plan is None and device_of(operands.q).kind == "cuda":

@@ -1,7 +1,6 @@
 """Launchers of decode by a schedule of the step.
 
-schedule    which program works on what; made by the call where it is given none
-decode      the kernel, whose programs follow the schedule
+decode      the kernel, whose programs follow a schedule that they are given, or find their shares
 combine     merges what several programs have of a head tile
 """
 
@@ -20,6 +19,7 @@ from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine
 from splitkv.kernels.host import launcher
 from splitkv.kernels.host.arguments import in_order, specialised, tail_in_order
 from splitkv.kernels.host.launcher import (
+    BOUNDS,
     LaunchAtLength,
     SplitKernel,
     aligned,
@@ -31,14 +31,15 @@ from splitkv.kernels.host.launcher import (
 )
 from splitkv.kernels.host.partition import packed_rows
 from splitkv.kernels.host.relaunch import Allocations, Launch, launch_of, observed
-from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
+from splitkv.kernels.schedule import head_tiles_of_share
+from splitkv.kernels.tile.step_share import RULES
 
 if TYPE_CHECKING:
     import torch
 
 PER_CALL = (*launcher.PER_CALL, "starts_ptr")
 """The arguments of a decode kernel by a schedule that change from call to call."""
-COMBINE_PER_CALL = "partial", "final", "starts_ptr", "sink_ptr"
+COMBINE_PER_CALL = "partial", "final", "starts_ptr", "lens_ptr", "sink_ptr"
 """The arguments of `combine_slots` that change from call to call."""
 
 
@@ -104,7 +105,10 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     rows = packed_rows(problem, config)[1]
     of_program = min(TILE_R, triton.next_power_of_2(rows))
     fixed = {
+        "seqlen_q": problem.seqlen_q,
+        "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
+        **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
         "head_tiles": head_tiles_of_share(plan),
         "programs": config.programs,
         "stride_ob": out.b,
@@ -114,6 +118,8 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "GROUP": problem.group,
         "HEAD_DIM_V": problem.head_dim_v,
         "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "RULE": RULES[config.schedule],
         "TILE_R": of_program,
         "TILE_P": TILE_P,
         "TILE_V": columns,
@@ -125,9 +131,10 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
 
 
 class StepLauncher:
-    """The schedule, a decode kernel and `combine_slots` bound to one plan and one memory layout.
+    """A decode kernel by a schedule and `combine_slots` bound to one plan and one memory layout.
 
-    As `Launcher`: the first call goes through Triton, later ones through `repeat`.
+    As `Launcher`: the first call goes through Triton, later ones through `repeat`. All calls are
+    given a schedule, as the first was, or none is.
 
     rebind   rebind(plan, operands): a launcher under another plan for tensors of this layout at
              other addresses that the plan does not fit; None where it does
@@ -147,7 +154,7 @@ class StepLauncher:
         problem = plan.problem
         self.plan, self.split, self.partials = plan, split, partials
         self.rebind, self.other = rebind, cast("StepLauncher | None", None)
-        self.schedule = ScheduleKernel(plan, dependent_launches(plan, operands))
+        self.given = operands.starts is not None
         self.merge = slot_merge_of(plan, operands)
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = None
@@ -156,7 +163,7 @@ class StepLauncher:
         self.dtype = getattr(torch, problem.out_dtype)
         self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
-        self.compiled: tuple[Any, Any, Any] | None = None
+        self.compiled: tuple[Any, Any] | None = None
         self.split_at_length: LaunchAtLength | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -181,19 +188,16 @@ class StepLauncher:
                 expect(ours == theirs, "schedule", f"one for {ours}", theirs)
             return other.dispatch(operands)
         o, lse, starts = operands, None, operands.starts
+        assert (starts is not None) == self.given
         out = o.q.new_empty(self.out_shape, dtype=self.dtype) if o.out is None else o.out
         if self.lse_shape is not None:
             lse = o.q.new_empty(self.lse_shape, dtype=torch.float32)
-        scheduled = None
-        if starts is None:
-            starts = o.q.new_empty(buffer_shape(self.plan), dtype=torch.int32)
-            scheduled = self.schedule.launch(starts, o.cache_seqlens)
         arguments = self.per_call(o, final_of(out, lse, o.out_scale), starts)
         compiled = self.split.launch(arguments)
         given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
         merged = self.merge.launch(given | {"sink_ptr": o.sink_logits})
         if compiled is not None and self.repeat is None and aligned(o) and not observed():
-            self.keep(compiled, merged, scheduled, o)
+            self.keep(compiled, merged, o)
         return out, lse
 
     def rebind_once(self, operands: Operands) -> StepLauncher | None:
@@ -212,18 +216,16 @@ class StepLauncher:
 
     def variant(self) -> Hashable:
         """A key of the kernels that Triton compiles, as `DecodeLauncher.variant`."""
-        kernels = self.schedule.variant(), self.split.variant(), self.merge.variant()
-        return kernels, (self.lse_shape is None, self.dtype)
+        return self.split.variant(), self.merge.variant(), (self.lse_shape is None, self.dtype)
 
-    def keep(self, compiled: Any, merged: Any, scheduled: Any, operands: Operands) -> None:
+    def keep(self, compiled: Any, merged: Any, operands: Operands) -> None:
         """Keeps what was compiled, for this launcher or another with the same `variant`, for later
-        calls; `scheduled` None: they are given schedules."""
+        calls."""
         split = self.split.relaunch(compiled)
         if split is None:
             return
-        schedule = None if scheduled is None else self.schedule.relaunch(scheduled)
-        launches = StepLaunches(schedule, split, self.merge.relaunch(merged))
-        self.compiled = compiled, merged, scheduled
+        launches = StepLaunches(split, self.merge.relaunch(merged))
+        self.compiled = compiled, merged
         self.split_at_length = self.split.at_lengths(compiled)
         device = operands.q.device
         results = CallResults(device, self.dtype, self.out_shape, self.lse_shape)
@@ -231,11 +233,9 @@ class StepLauncher:
 
 
 class StepLaunches(NamedTuple):
-    """The launches of a call: schedule(stream, at_starts, at_lens), None where each is given one;
-    split as in `Repeat`, with at_starts behind; merge(stream, partial, (at_out, at_lse), at_starts,
-    at_sink)."""
+    """The launches of a call: split as in `Repeat`, with at_starts behind; merge(stream, partial,
+    (at_out, at_lse, at_scale), at_starts, at_lens, at_sink)."""
 
-    schedule: Launch | None
     split: Launch
     merge: Launch
 
@@ -269,8 +269,7 @@ class CallResults(NamedTuple):
 
 
 class StepRepeat(Allocations):
-    """A call of decode by a schedule, once its kernels are compiled: allocate, schedule, split,
-    merge. A schedule that is made by the call lies behind the partials of the stream."""
+    """A call of decode by a schedule, once its kernels are compiled: allocate, split, merge."""
 
     def __init__(
         self,
@@ -280,12 +279,8 @@ class StepRepeat(Allocations):
         rows: int,
     ) -> None:
         super().__init__(launches.merge, *results, rows * plan.problem.head_dim_v, rows)
-        self.schedule, self.split, self.merge_slots = launches
+        self.split, self.merge_slots = launches
         self.key_scales = plan.problem.codec.granularity == "token"
-        programs, fields = buffer_shape(plan)
-        self.numel = -(-self.numel // 4) * 4  # 16 bytes
-        self.starts_at = 4 * self.numel
-        self.numel += programs * fields
 
     def call(
         self,
@@ -305,9 +300,9 @@ class StepRepeat(Allocations):
         bits = 0
         for at in found:
             bits |= at or 0
-        if bits & 15 or observed() or (starts is None and self.schedule is None):
+        if bits & 15 or observed():
             return None
-        out, at_out, at_starts = tensors[3], found.out, found.starts
+        out, at_out = tensors[3], found.out
         if out is None:
             out = self.new_out()
             at_out = out.data_ptr()
@@ -325,16 +320,12 @@ class StepRepeat(Allocations):
         captured = stream and self.capturing()  # stream 0, the default, cannot be
         buffer, partial = self.take_buffer(stream, captured)
         final = at_out, at_lse, found.out_scale
-        if at_starts is None:
-            at_starts = buffer[0] + self.starts_at
-            assert self.schedule is not None
-            self.schedule(stream, at_starts, found.lens)
         kv = found.k, found.v, found.table
         row = found.sink, found.slopes, found.q_scale, found.sink_tokens
-        rest = of_heads, of_keys, scale, softcap, at_starts
+        rest = of_heads, of_keys, scale, softcap, found.starts
         split = split or self.split
         split(stream, found.q, kv, found.lens, final, partial, row, *rest)
-        self.merge_slots(stream, partial, final, at_starts, found.sink)
+        self.merge_slots(stream, partial, final, found.starts, found.lens, found.sink)
         if not captured:
             self.buffers[stream] = buffer
         return out, lse

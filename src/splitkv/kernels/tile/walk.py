@@ -43,6 +43,22 @@ class Start(NamedTuple):
     merged: Any
 
 
+class DecodeStep(NamedTuple):
+    """A decode step whose tiles are shared out over programs.
+
+    lens_ptr    [batch] int32 keys of each sequence; bounds: of the mask
+    head_tiles  that a share goes through
+    programs    how many shares there are
+    """
+
+    lens_ptr: Any
+    bounds: Any
+    seqlen_q: Any
+    batch: Any
+    head_tiles: Any
+    programs: Any
+
+
 class Walk(NamedTuple):
     """The split that a program is at.
 
@@ -65,6 +81,20 @@ def counted_tiles(bounds, keys, seqlen_q, TILE_N: tl.constexpr):
     """Tiles of sequences of so many keys, one at least: those that some query token visits."""
     tiles, near, skip = visited_tiles(bounds, keys - seqlen_q, keys - 1, keys, TILE_N)
     return tl.maximum(tiles, 1)
+
+
+@triton.jit
+def store_start(starts_ptr, program, start):
+    """Stores the Start of a program."""
+    at = starts_ptr + program * START_FIELDS
+    tl.store(at, start.sequence)
+    tl.store(at + 1, start.head_tile)
+    tl.store(at + 2, start.tile)
+    tl.store(at + 3, start.by)
+    tl.store(at + 4, start.count)
+    tl.store(at + 5, start.tiles)
+    tl.store(at + 6, start.keys)
+    tl.store(at + 7, start.merged)
 
 
 @triton.jit
@@ -113,26 +143,18 @@ def tiles_of_split(walk, bounds, seqlen_q, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def next_split(
-    walk,
-    lens_ptr,  # [batch] int32
-    bounds,
-    seqlen_q,
-    batch,
-    head_tiles,  # that a share goes through
-    TILE_N: tl.constexpr,
-):
-    """The Walk behind a split; without meaning where `left` is 0."""
+def next_split(walk, step, TILE_N: tl.constexpr):
+    """The Walk behind a split of a DecodeStep; without meaning where `left` is 0."""
     left = walk.left - split_length(walk)
     head_tile = walk.head_tile + 1
     sequence = walk.sequence
     keys = walk.keys
     tiles = walk.tiles
-    if head_tile == head_tiles:
+    if head_tile == step.head_tiles:
         head_tile = head_tile * 0
         sequence += 1
-        keys = tl.load(lens_ptr + sequence, mask=sequence < batch, other=0)
-        tiles = counted_tiles(bounds, keys, seqlen_q, TILE_N)
+        keys = tl.load(step.lens_ptr + sequence, mask=sequence < step.batch, other=0)
+        tiles = counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N)
     return Walk(sequence, head_tile, walk.tile * 0, walk.by, left, tiles, keys)
 
 

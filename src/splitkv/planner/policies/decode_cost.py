@@ -46,7 +46,7 @@ HOPPER_DECODE = "hopper_decode_split"
 FEW_ROWS = 8  # of which the kernel for Hopper works out no more
 # Tiles of a part until what works on them and what brings them no longer wait for each other.
 BEGINNING = 8
-SCHEDULE_STEP = 1024  # sequences that a program that makes a schedule takes at a time
+SHARE_STEP = 256  # sequences in the time of `Constants.share`
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
 SMEM_RESERVED = 6 * KiB
 # Registers a thread of the Triton kernel: a base, the rows' accumulator and q, and so many an
@@ -134,8 +134,10 @@ class Constants:
                    registers for there
     walk           by a schedule of the step: finding the first split, and q after it; walk_split:
                    for each split of a program; merge_slots: merging what several programs have;
-                   schedule: making it in the call, for each `SCHEDULE_STEP` sequences. All of the
-                   kernel for Hopper, the greatest that were measured, as they are to be a bound
+                   share: finding shares in the call, for each `SHARE_STEP` sequences; walk_whole:
+                   in the place of all of it where splits are whole sequences, and whole_split for
+                   each of those. All of the kernel for Hopper, the greatest that were measured, as
+                   they are to be a bound
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
@@ -188,8 +190,10 @@ class Constants:
     programs_apart: int = 0
     walk: float = 2.9e-6
     walk_split: float = 0.15e-6
+    walk_whole: float = 1.9e-6
+    whole_split: float = 0.3e-6
     merge_slots: float = 1.7e-6
-    schedule: float = 3.5e-6
+    share: float = 1.1e-6
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
@@ -358,7 +362,7 @@ class Shape:
         return self.found(self.cost_of(self.batch * parts * self.head_tiles, per, parts, "combine"))
 
     def by_schedule(self, config: Config) -> Cost:
-        """With shares of all tiles for programs that stay, by a schedule that the call makes."""
+        """With shares of all tiles for programs that stay, which they find in the call."""
         programs = self.scheduled_programs(config)
         per = ceil_div(self.batch * self.head_tiles * self.tiles, programs)
         told = self.cost_of(programs, per, 1, None)
@@ -371,20 +375,23 @@ class Shape:
         return config.programs * (1 if config.schedule == "ranges" else self.head_tiles)
 
     def finding_splits(self, config: Config) -> float:
-        """Seconds to make a schedule of the step, and to find splits by it."""
+        """Seconds to find shares, and the splits of them."""
         c = self.constants
         splits = ceil_div(self.batch * self.head_tiles, self.scheduled_programs(config)) + 1
-        makes = c.schedule * ceil_div(self.batch, SCHEDULE_STEP)
-        return c.walk + c.walk_split * splits + makes
+        return c.walk + c.walk_split * splits + c.share * ceil_div(self.batch, SHARE_STEP)
 
     def longer_by_schedule(self, config: Config) -> float:
         """Seconds that equal lengths take longer by a schedule of the step than by splits that the
-        memory is as busy with: finding them, the merge, and SMs that have a program less."""
+        memory is as busy with: finding them, the merge, and SMs that have a program less; where no
+        sequence is cut, only what is beside the other splits of a program."""
+        c = self.constants
+        if config.schedule == "head_ranges" and self.batch % config.programs == 0:
+            return c.walk_whole + c.whole_split * (self.batch // config.programs)
         programs = self.scheduled_programs(config)
         on_one_sm = ceil_div(programs, self.num_sms)
         idle = self.uneven * (on_one_sm * self.num_sms - programs) / programs
         read = self.batch * self.tiles * self.head_tiles * self.read_bytes * self.shared_reads
-        return self.finding_splits(config) + self.constants.merge_slots + idle * read / self.peak
+        return self.finding_splits(config) + c.merge_slots + idle * read / self.peak
 
     def mixed(self, full_parts: int) -> Cost:
         """The cost with one sequence as long as it may be and the others `OTHERS` of that."""

@@ -4,8 +4,8 @@
 
 A place is room for one program on an SM. Programs take places in the order of the launch, each the
 one that is free first. A program is busy for every split that it has and every tile of those. The
-constants are those of `decode_cost`, which were fitted to equal lengths. A schedule of the step is
-made by the call.
+constants are those of `decode_cost`, which were fitted to equal lengths. By a schedule of the step
+programs find their shares in the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from splitkv.core.errors import expect, expect_in_range, expect_one_of
 from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.planner.policies.decode_cost import SCHEDULE_STEP, Shape, constants_of
+from splitkv.planner.policies.decode_cost import SHARE_STEP, Shape, constants_of
 from splitkv.planner.policies.shared import num_tiles, row_tiles, slowest
 
 Program = tuple[int, int]
@@ -52,7 +52,7 @@ def seconds_of_mix(
         merge = constants.merge + shape.merge_part * (len(programs) / (len(tiles) * head_tiles))
     elif config.schedule in SCHEDULED:
         merge = constants.merge_slots
-        merge += constants.walk + constants.schedule * ceil_div(len(lengths), SCHEDULE_STEP)
+        merge += constants.walk + constants.share * ceil_div(len(lengths), SHARE_STEP)
     return shape.start + slowest(max(places), read) + merge
 
 

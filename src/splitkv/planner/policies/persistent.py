@@ -14,7 +14,7 @@ from typing import Literal
 
 from splitkv.core.device import Device, KiB
 from splitkv.core.errors import UnsupportedProblem, expect_at_least, expect_one_of
-from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.kv import AS_IS
 from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE
@@ -37,9 +37,12 @@ PROPORTIONAL_WAVES = 2  # programs of proportional splits for each place on the 
 # reads keys and values of the greatest lengths: of what follows, too, see
 # measurements/thresholds.md#schedules.
 MOST_LONGER = 0.02
-# What schedules were timed on: the kernel, packed rows, head_dim; of 8 bits one scale a head.
-TIMED_KERNEL, TIMED_ROWS, TIMED_DIM, TIMED_CODECS = "hopper_decode_split", 16, 128, ("fp8",)
-WHOLE_TILE = 64  # keys of a page that is no smaller than a tile
+# What schedules were timed on: the kernel, packed rows, head_dim.
+TIMED_KERNEL, TIMED_ROWS, TIMED_DIM = "hopper_decode_split", 16, 256
+TIMED_WHOLE_DIM = 128  # and those of whole sequences
+# Programs for as many whole sequences each are taken where they are so many of those that an SM
+# has one of.
+LEAST_OF_SMS = 15 / 16
 
 
 def with_schedule(
@@ -101,6 +104,22 @@ def best_known(problem: Problem, device: Device, kernel: Kernel) -> Choice:
     return with_schedule("head_ranges", programs_per_sm)(problem, device, [kernel])
 
 
+def of_whole_sequences(problem: Problem, device: Device, kernel: Kernel) -> list[Choice]:
+    """A schedule by which programs have as many whole sequences each where lengths are equal, so
+    that nothing is merged: one program an SM, of 16 bits and head_dim 128, as it was timed. Nothing
+    where they would be too few, or of something else.
+    """
+    dims = {problem.head_dim, problem.head_dim_v}
+    if problem.codec != AS_IS or dims != {TIMED_WHOLE_DIM}:
+        return []
+    choice = with_schedule("head_ranges", 1)(problem, device, [kernel])
+    most, batch = choice.config.programs, problem.batch
+    programs = next(n for n in range(min(most, batch), 0, -1) if batch % n == 0)
+    if programs < LEAST_OF_SMS * most:
+        return []
+    return [replace(choice, config=replace(choice.config, programs=programs))]
+
+
 def where_it_costs_little(
     own: Choice, problem: Problem, device: Device, kernel: Kernel, constants: Constants
 ) -> Choice:
@@ -118,12 +137,14 @@ def where_it_costs_little(
         against.append(f"{own.kernel} is faster where lengths are equal")
     against += [] if against else not_timed(kernel, problem)
     if not against:
-        choice = best_known(problem, device, kernel)
-        shape = Shape(problem, device, choice.config, constants)
-        longer = shape.longer_by_schedule(choice.config)
-        reading = problem.kv_bytes / device.bandwidth
-        costs = f"{longer * 1e6:.1f} us more of {reading * 1e6:.0f} us that reading takes"
-        if longer <= MOST_LONGER * reading:
+        reading, costs = problem.kv_bytes / device.bandwidth, ""
+        known = best_known(problem, device, kernel), *of_whole_sequences(problem, device, kernel)
+        for choice in known:
+            shape = Shape(problem, device, choice.config, constants)
+            longer = shape.longer_by_schedule(choice.config)
+            costs = f"{longer * 1e6:.1f} us more of {reading * 1e6:.0f} us that reading takes"
+            if longer > MOST_LONGER * reading:
+                continue
             programs = f"{count(choice.config.programs, 'program')} for each of "
             programs += count(shape.head_tiles, "head tile")
             why = f"a schedule of the step, as lengths may differ: at equal ones {costs}"
@@ -186,12 +207,6 @@ def not_timed(kernel: Kernel, problem: Problem) -> list[str]:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > TIMED_DIM:
         reasons.append(f"head_dim {widest}: timed up to {TIMED_DIM}")
-    if problem.codec != AS_IS:
-        codec, place = problem.codec, problem.place
-        if codec.name not in TIMED_CODECS or codec.granularity == "token":
-            reasons.append(f"codec {codec}: timed of {', '.join(TIMED_CODECS)} with a scale a head")
-        elif isinstance(place, Paged) and place.page_size % WHOLE_TILE:
-            reasons.append(f"8 bits in {place}: timed in whole tiles")
     return reasons
 
 

@@ -92,6 +92,7 @@ from splitkv.kernels.limits.hopper_decode_split import (
     unfit,
     variant_of,
 )
+from splitkv.kernels.tile.step_share import RULES
 from splitkv.kernels.tile.visit import Strides
 
 DEQUANTIZE = {"as_is": None, "int8": from_int8, "fp8": from_e4m3, "fp8_e5m2": from_e5m2}
@@ -161,6 +162,7 @@ def device_config(
         rotary_dim=tokens.rotary_dim,
         rotary_pair=tokens.pair,
         tile_t=tokens.tile_t,
+        find_share=RULES[config.schedule].find if config.schedule in SCHEDULED else None,
         allocate=allocate_panels if wide else allocate,
         load_queries=load_wgmma_queries if wide else load_mma_queries,
         mainloop=wgmma_loop if wide else mma_loop,

@@ -1,8 +1,8 @@
 """`hopper_decode_split` by a schedule of the step: programs that stay, and walk over splits.
 
 A producer warp issues the copies of all splits of a program into one ring, and the other warps
-multiply, 16 or 32 packed rows: see walk_roles.py. What a program has is what kernels/schedule.py
-says; partials are merged by kernels/combine_slots.py.
+multiply, 16 or 32 packed rows: see walk_roles.py. What a program has is what a schedule says, or
+what it finds by itself: tile/step_share.py. Partials are merged by kernels/combine_slots.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from splitkv.kernels.hopper.decode.records import (
     ScoreTerms,
 )
 from splitkv.kernels.hopper.decode.ring import allocate_boxes
-from splitkv.kernels.hopper.decode.walk_roles import StepSchedule, WalkInputs, run_roles
+from splitkv.kernels.hopper.decode.walk_roles import StepShares, WalkInputs, run_roles
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.visit import Strides
+from splitkv.kernels.tile.walk import DecodeStep
 
 
 @gluon.jit(
@@ -45,7 +46,7 @@ def decode_walk(
     key_scales,  # Scales [batch or pages, keys, num_kv_heads], or None
     scale,  # see tile/score.py
     softcap,  # float or None
-    starts_ptr,  # [programs, 8] int32: the schedule of the step
+    starts_ptr,  # [programs, 8] int32: the schedule of the step; None: programs find their shares
     seqlen_q,
     batch,
     num_kv_heads,
@@ -68,9 +69,8 @@ def decode_walk(
 ):
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
-    step = StepSchedule(
-        starts_ptr, lens_ptr, bounds, seqlen_q, batch, head_tiles, group, program, programs
-    )
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    shares = StepShares(starts_ptr, step, group, program)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
     v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)
@@ -83,6 +83,6 @@ def decode_walk(
     terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
     output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
     tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
-    tl.extra.cuda.gdc_launch_dependents()  # combine, which reads the schedule at once
+    tl.extra.cuda.gdc_launch_dependents()  # combine, which reads a schedule that is given at once
     inputs = WalkInputs(q_ptr, q_strides, terms, output)
-    run_roles(kv, ring, scales, inputs, step, CONFIG)
+    run_roles(kv, ring, scales, inputs, shares, CONFIG)

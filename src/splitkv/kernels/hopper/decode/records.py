@@ -36,6 +36,7 @@ class DecodeConfig(CompileTimeRecord):
     rotary_dim    columns of q and of new keys that are rotated; 0: none
     rotary_pair   columns between the two of a rotated pair
     tile_t        new tokens that are written at once
+    find_share    as `find` of a ShareRule, of programs that stay; else None
     allocate, load_queries, mainloop   device functions of tiles of this height: mma or wgmma
     """
 
@@ -63,6 +64,7 @@ class DecodeConfig(CompileTimeRecord):
     rotary_dim: int
     rotary_pair: int
     tile_t: int
+    find_share: Any
     allocate: Any
     load_queries: Any
     mainloop: Any

@@ -1,9 +1,10 @@
 """The roles of persistent decode on Hopper: each walks over the splits of its program by itself.
 
-All go the same way, from what the schedule of the step says, so none tells another where it is. The
-load role runs ahead: what holds it up is only that no stage of the ring is empty, so the tiles of
-the next split are on their way before the epilogue of this one. Stages and phases go on from split
-to split: both sides count the tiles that have gone through the ring.
+All go the same way, from what the schedule of the step says or each of them finds from the lengths,
+so none tells another where it is. The load role runs ahead: what holds it up is only that no stage
+of the ring is empty, so the tiles of the next split are on their way before the epilogue of this
+one. Stages and phases go on from split to split: both sides count the tiles that have gone through
+the ring.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     tile_at_place,
 )
 from splitkv.kernels.tile.band import token_range
+from splitkv.kernels.tile.step_share import SEQUENCES, share_of
 from splitkv.kernels.tile.walk import (
     first_walk,
-    load_start,
     next_split,
     slot_of_split,
     split_length,
@@ -52,23 +53,17 @@ LINE_BYTES = gl.constexpr(128)  # of the L1
 LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
 
 
-class StepSchedule(NamedTuple):
-    """The schedule of the step, which says which splits a program has.
+class StepShares(NamedTuple):
+    """The shares of the programs of a DecodeStep.
 
-    starts_ptr   [programs, 8] int32 of the schedule; lens_ptr: [batch] int32
-    group        of programs; program: which of its `programs`
-    head_tiles   that a share goes through
+    starts_ptr   [programs, 8] int32 of a schedule; None: programs find their shares
+    group        of programs; program: which of the group
     """
 
     starts_ptr: Any
-    lens_ptr: Any
-    bounds: Any
-    seqlen_q: Any
-    batch: Any
-    head_tiles: Any
+    step: Any
     group: Any
     program: Any
-    programs: Any
 
 
 class WalkInputs(NamedTuple):
@@ -81,14 +76,14 @@ class WalkInputs(NamedTuple):
 
 
 @gluon.jit
-def run_roles(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
+def run_roles(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
     """Runs the roles from the start of the program to its end."""
     thread_barrier()  # the producer warps find the barriers ready
     gl.warp_specialize(
         [
-            (mma_walk, (kv, ring, scales, inputs, step, CONFIG)),
-            (load_walk, (kv, ring, step, CONFIG)),
-            (load_scales_walk, (kv, ring, scales, step, CONFIG)),
+            (mma_walk, (kv, ring, scales, inputs, shares, CONFIG)),
+            (load_walk, (kv, ring, shares, CONFIG)),
+            (load_scales_walk, (kv, ring, scales, shares, CONFIG)),
             (arrive_running, (0,)),  # two warps that Triton would add anyway
         ],
         [1, 1, 2],
@@ -100,23 +95,21 @@ def run_roles(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def walk_on(walk, step, CONFIG: gl.constexpr):
-    """Computes the Walk at the next split of a program's share."""
-    return next_split(
-        walk,
-        step.lens_ptr,
-        step.bounds,
-        step.seqlen_q,
-        step.batch,
-        step.head_tiles,
-        CONFIG.tile_n,
+def first_start(shares, WARPS: gl.constexpr, CONFIG: gl.constexpr):
+    """The Start of a program, in a role of so many warps: all of them have every length, so that no
+    sum waits for other warps."""
+    A_THREAD: gl.constexpr = SEQUENCES // 32
+    lanes = gl.arange(0, SEQUENCES, layout=gl.BlockedLayout([A_THREAD], [32], [WARPS], [0]))
+    return share_of(
+        shares.starts_ptr, shares.step, shares.program, lanes, CONFIG.find_share, CONFIG.tile_n
     )
 
 
 @gluon.jit
-def split_of_walk(walk, step, CONFIG: gl.constexpr):
+def split_of_walk(walk, shares, CONFIG: gl.constexpr):
     """The Split that a program is at; its num_splits is 1 where it is all of a head tile."""
-    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
+    step = shares.step
+    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
     tiles = tiles_of_split(walk, step.bounds, step.seqlen_q, CONFIG.tile_n)
     num_splits = gl.where(split_length(walk) == walk.tiles, 1, 2)
     return Split(walk.sequence, kv_head, tiles, walk.keys, num_splits)
@@ -129,9 +122,9 @@ def tiles_in(tiles):
 
 
 @gluon.jit
-def head_tile_of(walk, step):
+def head_tile_of(walk, shares):
     """The head tile of a split among all of a sequence."""
-    return step.group * step.head_tiles + walk.head_tile
+    return shares.group * shares.step.head_tiles + walk.head_tile
 
 
 @gluon.jit
@@ -147,14 +140,16 @@ def behind(ring, before):
 
 
 @gluon.jit
-def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
+def mma_walk(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
     """The mma role: attends to split after split, and writes what each leaves."""
-    walk = first_walk(load_start(step.starts_ptr, step.program))
+    step = shares.step
+    start = first_start(shares, gl.num_warps(), CONFIG)
+    walk = first_walk(start)
     before = walk.tile * 0
     while walk.left > 0:
-        split = split_of_walk(walk, step, CONFIG)
-        following = walk_on(walk, step, CONFIG)
-        kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
+        split = split_of_walk(walk, shares, CONFIG)
+        following = next_split(walk, step, CONFIG.tile_n)
+        kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
         first_token, last_token = token_range(row_tile, step.seqlen_q, CONFIG.group, CONFIG.tile_m)
         work = Work(
             step.lens_ptr,
@@ -174,26 +169,27 @@ def mma_walk(kv, ring, scales, inputs, step, CONFIG: gl.constexpr):
             q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, None
         )
         q = load_mma_queries(queries, CONFIG)
-        prefetch_queries(inputs, following, step, CONFIG)
+        prefetch_queries(inputs, following, shares, CONFIG)
         of_split = behind(ring, before)
         terms = inputs.terms
         softmax = attend_tiles(
             mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG
         )
-        slot = slot_of_split(walk, step.program, step.programs, step.group)
+        slot = slot_of_split(walk, shares.program, step.programs, shares.group)
         write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
         before += tiles_in(split.tiles)
         walk = following
 
 
 @gluon.jit
-def prefetch_queries(inputs, walk, step, CONFIG: gl.constexpr):
+def prefetch_queries(inputs, walk, shares, CONFIG: gl.constexpr):
     """Prefetches the rows of q of the next split; its keys are already being copied, q would be
     waited for."""
+    step = shares.step
     BYTES: gl.constexpr = inputs.q_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: gl.constexpr = max(1, CONFIG.head_dim * BYTES // LINE_BYTES)
     lines: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, step), step.seqlen_q, CONFIG)
+    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
     line = gl.arange(0, CONFIG.tile_m * LINES, layout=lines)
     row = row_tile * CONFIG.tile_m + line // LINES
     row = gl.minimum(row, step.seqlen_q * CONFIG.group - 1)
@@ -232,19 +228,20 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
 
 
 @gluon.jit
-def load_walk(kv, ring, step, CONFIG: gl.constexpr):
+def load_walk(kv, ring, shares, CONFIG: gl.constexpr):
     """The load role: issues the copies of split after split; one warp."""
     declare_page_id(0)
-    walk = first_walk(load_start(step.starts_ptr, step.program))
+    walk = first_walk(first_start(shares, 1, CONFIG))
     before = walk.tile * 0
     while walk.left > 0:
-        split = split_of_walk(walk, step, CONFIG)
-        following = walk_on(walk, step, CONFIG)  # its length comes while this split is issued
+        split = split_of_walk(walk, shares, CONFIG)
+        # its length comes while this split is issued
+        following = next_split(walk, shares.step, CONFIG.tile_n)
         if kv.table_ptr is None:
             issue_contiguous(behind(ring, before), kv, split, CONFIG)
         else:
             pages = load_round(kv, split, split.tiles.first, CONFIG)
-            prefetch_pages(kv, following, step, CONFIG)
+            prefetch_pages(kv, following, shares.step, CONFIG)
             issue_rounds(behind(ring, before), kv, split, pages, CONFIG)
         before += tiles_in(split.tiles)
         walk = following
@@ -283,15 +280,15 @@ def prefetch_pages(kv, walk, step, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_scales_walk(kv, ring, scales, step, CONFIG: gl.constexpr):
+def load_scales_walk(kv, ring, scales, shares, CONFIG: gl.constexpr):
     """The load role of scales of each key, where keys have any; one warp."""
     if scales.pointers is not None:
         declare_page_id(1)
-        walk = first_walk(load_start(step.starts_ptr, step.program))
+        walk = first_walk(first_start(shares, 1, CONFIG))
         before = walk.tile * 0
         while walk.left > 0:
-            split = split_of_walk(walk, step, CONFIG)
-            following = walk_on(walk, step, CONFIG)
+            split = split_of_walk(walk, shares, CONFIG)
+            following = next_split(walk, shares.step, CONFIG.tile_n)
             of_split = behind(ring, before)
             if kv.table_ptr is None:
                 copy_contiguous_scales(of_split, split, scales, CONFIG)
