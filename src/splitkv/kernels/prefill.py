@@ -457,7 +457,7 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
     ) -> None:
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
         written = stored, memory.final, memory.partial, memory.counter
-        launch(stream, at.q, at.k, at.v, *memory.lengths, *written, *row, None, scoring)
+        launch(stream, at.q, at.k, at.v, *memory.lengths[:4], *written, *row, None, scoring)
 
     return again
 

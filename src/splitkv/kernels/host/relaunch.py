@@ -579,12 +579,25 @@ class OperandAddresses(NamedTuple):
 
 class LaunchMemory(NamedTuple):
     """The addresses of (out, lse, None), of partials, of counters where the launch merges them, and
-    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table)."""
+    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, a schedule of items)."""
 
     final: tuple[int, int, None]
     partial: tuple[int, int, int] | None
     counter: int | None
     lengths: tuple[int | None, ...]
+
+
+class ItemLaunches(NamedTuple):
+    """Launches of a call by a schedule of items, which lies behind its partials.
+
+    schedule   schedule(stream, at_items, at_cu_seqlens_q, at_cache_seqlens)
+    merge      merge(stream, partial, (at_out, at_lse, None), at_items, at_sink)
+    numel      32-bit integers of the schedule
+    """
+
+    schedule: Launch
+    merge: Launch
+    numel: int
 
 
 class Sequences(Allocations):
@@ -593,16 +606,28 @@ class Sequences(Allocations):
     launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
              softcap); scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
+    items    ItemLaunches in the place of `merge`, or None
     """
 
-    def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
+    def __init__(
+        self, launch: Launch, merge: Launch | None, items: ItemLaunches | None, *rest: Any
+    ) -> None:
         super().__init__(merge, *rest)
         self.launch = launch
+        self.with_items(items)
+
+    def with_items(self, items: ItemLaunches | None) -> None:
+        """Makes room for a schedule behind the partials, where there is one."""
+        self.items, self.items_at = items, 0
+        if items is not None:
+            first = -(-self.numel // 4) * 4  # 16 bytes
+            self.items_at, self.numel = 4 * first, first + items.numel
 
     def resized(
         self,
         launch: Launch,
         merge: Launch | None,
+        items: ItemLaunches | None,
         out_shape: Sequence[int],
         lse_shape: Sequence[int],
         acc: int,
@@ -616,6 +641,7 @@ class Sequences(Allocations):
         made.new_lse = workspace.allocation(lse_shape, torch.float32, self.on)
         if rows:
             made.m_at, made.l_at, made.numel = workspace.layout(acc, rows)
+            made.with_items(items)
         return made
 
     def call(
@@ -675,14 +701,21 @@ class Sequences(Allocations):
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream, merge = self.current_stream(self.device), self.merge
         maps, final = OperandAddresses(at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse, None)
-        lengths = at_cu_q, at_cu_k, at_lens, at_table
+        lengths = at_cu_q, at_cu_k, at_lens, at_table, None
         rest = (at_sink, at_slopes), scales, scale, softcap
         if not self.numel:
             self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
             return out, lse
         captured = stream and self.capturing()
         buffer, partial = self.take_buffer(stream, captured)
-        if merge is None:
+        items = self.items
+        if items is not None:
+            at_items = buffer[0] + self.items_at
+            items.schedule(stream, at_items, at_cu_q, at_lens)
+            lengths = *lengths[:4], at_items
+            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
+            items.merge(stream, partial, final, at_items, at_sink)
+        elif merge is None:
             count = self.counter(self.device, stream, captured).data_ptr()
             self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
         else:
