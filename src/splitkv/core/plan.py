@@ -16,6 +16,7 @@ from splitkv.core.values import Value
 from splitkv.core.variants import Gradients, Plain, Variant
 
 SCHEDULED = "ranges", "head_ranges", "proportional"
+Rule = Literal["even", "batch", "fixed", "ranges", "head_ranges", "proportional", "items"]
 """The values of Config.schedule by which a schedule of the step says what programs work on."""
 
 
@@ -49,9 +50,7 @@ class Config(Value):
     tile_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    schedule: Literal["even", "batch", "fixed", "ranges", "head_ranges", "proportional", "items"] = (
-        "even"
-    )
+    schedule: Rule = "even"
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
@@ -67,7 +66,8 @@ class Config(Value):
 
 @lru_cache(maxsize=4096)  # policies ask for it of the same few configs with every cost they weigh
 def _shape_of(config: Config) -> Config:
-    return replace(config, num_splits=1, merge="combine", appends=False, variant=Plain())
+    whole = replace(config, num_splits=1, merge="combine", appends=False, variant=Plain())
+    return replace(whole, schedule="even", split_size=0) if config.schedule == "items" else whole
 
 
 def shares_of(config: Config) -> str:

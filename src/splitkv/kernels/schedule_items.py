@@ -1,9 +1,10 @@
 """The schedule of a step of whole sequences: row tiles of prompts, and pieces of the keys of few
 queries, in the order in which programs take them.
 
-An engine's step has prompts, or chunks of them, beside many sequences of one query or a few. Row
-tiles of prompts multiply all the time, and those of few queries wait for memory all the time. So
-they are mixed: with P programs at a time, H lanes a row tile, C the tiles of keys of all row tiles
+Computes the list of what the programs of attention work on, from lengths on the device. An engine's
+step has prompts, or chunks of them, beside many sequences of one query or a few. Row tiles of
+prompts multiply all the time, and those of few queries wait for memory all the time. So they are
+mixed: with P programs at a time, H lanes a row tile, C the tiles of keys of all row tiles
 of prompts and S those of sequences of at most `short` queries,
 
     a piece has max(least, S / further) tiles of keys or fewer, all those of a sequence alike
@@ -86,7 +87,7 @@ def load_item(items_ptr, entry):
 
 
 @triton.jit
-def store_item(items_ptr, entry, ok, row):
+def store_items_row(items_ptr, entry, ok, row):
     """Stores the ItemRow of entries [TILE_E], where ok."""
     at = items_ptr + entry * ITEM_FIELDS
     tl.store(at, row.sequence, mask=ok)
@@ -253,7 +254,7 @@ def schedule_items(
         len_q=len_q,
         len_k=len_k,
     )
-    store_item(items_ptr, entry, entry < entries, row)
+    store_items_row(items_ptr, entry, entry < entries, row)
 
 
 SHORT = 16  # queries of sequences whose keys are split, at most
@@ -261,7 +262,7 @@ PIECES_PER_SM = 6
 
 
 class ItemRule(NamedTuple):
-    """What a schedule of a plan goes by, besides lengths.
+    """The numbers that a schedule goes by, besides lengths.
 
     short      queries of the longest sequences whose keys are split
     least      tiles of keys of a piece, unless a sequence has fewer

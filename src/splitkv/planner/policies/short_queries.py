@@ -257,13 +257,14 @@ def choose(
         if few:
             whole, choice = fastest(problem, device, kernel, constants, hopper)
             shape = choice.config
-        by_items = mixed_steps.scheduled(problem, kernel, shape, whole.seconds)
+        by_items = mixed_steps.scheduled(problem, device, kernel, shape, whole.seconds)
         if by_items is not None:
             return by_items
         parts = min(_least_parts(problem, shape, rule), _most_parts(problem))
         if parts > 1 and isinstance(problem.place, Paged):
             why = f"waves: sequences of at most {count(problem.cut_tokens, 'token')} in up to "
-            why += f"{count(parts, 'part')} of their keys, prompts in one"
+            why += f"{count(parts, 'part')} of their keys, prompts in one; no schedule of items: "
+            why += mixed_steps.why_not(problem, kernel, whole.seconds)[0]
             return Choice(kernel.name, replace(shape, num_splits=parts), why)
     elif few:
         of_each = (fastest(problem, device, k, constants, hopper) for k in kernels)

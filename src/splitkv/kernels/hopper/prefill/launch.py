@@ -256,6 +256,7 @@ class HopperLauncher(SequenceLauncher):
         final, merge = self.results.allocate(x), None
         partial, count = self.splits.partials(x.q)
         items = scheduled = None
+        of_keys = x.cu_seqlens_k, x.cache_seqlens, x.page_table
         if self.bound.schedule is not None:
             items, scheduled = self.bound.schedule.make(x, self.first_sizes.total_q)
         arguments = {
@@ -263,7 +264,7 @@ class HopperLauncher(SequenceLauncher):
             "final": final,
             "partial": partial,
             "count_ptr": count,
-            "lengths": Lengths(x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, items),
+            "lengths": Lengths(x.cu_seqlens_q, *of_keys, items),
             "sink_ptr": x.sink_logits,
             "scale_ptrs": ScalePointers(x.q_scale, x.k_scale, x.v_scale),
             "scale": scale,
@@ -273,6 +274,7 @@ class HopperLauncher(SequenceLauncher):
         }
         made = self.start(arguments)
         if isinstance(self.combine, ItemMerge):
+            assert partial is not None
             merged = self.combine.launch(partial, final, items, x, self.first_sizes)
             merge = scheduled, merged
         elif self.combine is not None and partial is not None:
