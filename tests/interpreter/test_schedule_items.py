@@ -51,10 +51,11 @@ def items_of(step: Step, mask: Mask, behind: int, rule: ItemRule) -> list[ItemRo
     schedule = ItemSchedule(plan_of(len(step), mask), rule, early=False)
     cu = starts_of(step)
     total = cu[-1] + behind
-    items = torch.full((schedule.entries(total), ITEM_FIELDS.value), -7, dtype=torch.int32)
+    items = torch.full((schedule.numel(total),), -7, dtype=torch.int32)
     lens = torch.tensor([keys for _, keys in step], dtype=torch.int32)
     schedule.launch(items, torch.tensor(cu, dtype=torch.int32), lens, total)
-    return [ItemRow(*row) for row in items.tolist()]
+    assert items[-1] == 0, "what programs count items by"
+    return [ItemRow(*row) for row in items[:-1].view(-1, ITEM_FIELDS.value).tolist()]
 
 
 def tiles_of(step: Step, mask: Mask) -> list[int]:

@@ -27,7 +27,7 @@ from splitkv.kernels.combine_slots import FEW, MergedRows, merge_slots
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.relaunch import ItemLaunches, launch_of
 from splitkv.kernels.host.sequence_sizes import SequenceSizes
-from splitkv.kernels.schedule_items import ITEM_FIELDS, ItemSchedule, load_item
+from splitkv.kernels.schedule_items import ItemSchedule, load_item
 from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import finish
 
@@ -129,7 +129,7 @@ class ItemMerge(NamedTuple):
         scheduled, merged = compiled
         schedule = self.schedule.relaunch(scheduled, sizes.total_q)
         tail = self.tail.changed(self.arguments(sizes))
-        numel = self.schedule.entries(sizes.total_q) * ITEM_FIELDS.value
+        numel = self.schedule.numel(sizes.total_q)
         return ItemLaunches(schedule, launch_of(merged, self.grid(sizes), tail), numel)
 
     @property

@@ -87,6 +87,12 @@ def load_item(items_ptr, entry):
 
 
 @triton.jit
+def next_item_ptr(items_ptr, entries):
+    """Where programs that ask for items count them: behind the list."""
+    return items_ptr + entries * ITEM_FIELDS
+
+
+@triton.jit
 def store_items_row(items_ptr, entry, ok, row):
     """Stores the ItemRow of entries [TILE_E], where ok."""
     at = items_ptr + entry * ITEM_FIELDS
@@ -148,7 +154,7 @@ def pieces_of(tiles, piece):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def schedule_items(
-    items_ptr,  # [entries, 8] int32
+    items_ptr,  # [entries, 8] int32, and a number behind them that becomes 0
     cu_q_ptr,  # [batch + 1] int32
     lens_ptr,  # [batch] int32
     batch,
@@ -255,6 +261,7 @@ def schedule_items(
         len_k=len_k,
     )
     store_items_row(items_ptr, entry, entry < entries, row)
+    tl.store(next_item_ptr(items_ptr, entries), 0, mask=tl.program_id(0) == 0)
 
 
 SHORT = 16  # queries of sequences whose keys are split, at most
@@ -350,6 +357,10 @@ class ItemSchedule:
         """Entries of the list of a call with so many rows of q."""
         return entries_of(self.rule, self.batch, total_q, self.tile_m)
 
+    def numel(self, total_q: int) -> int:
+        """32-bit integers of the list, and one behind it."""
+        return self.entries(total_q) * ITEM_FIELDS.value + 1
+
     def arguments(self, total_q: int) -> dict[str, Any]:
         """Arguments that follow from the lengths of a call, by name."""
         return {"total_q": total_q, "entries": self.entries(total_q)}
@@ -360,7 +371,7 @@ class ItemSchedule:
     def launch(self, items: Any, cu_q: Any, lens: Any, total_q: int) -> Any:
         """Launches it through Triton; the compiled kernel.
 
-        items   [entries, 8] int32 that is written; cu_q [batch + 1], lens [batch] int32
+        items   [entries * 8 + 1] int32 that is written; cu_q [batch + 1], lens [batch] int32
         """
         given = {"items_ptr": items, "cu_q_ptr": cu_q, "lens_ptr": lens}
         given |= self.fixed | self.arguments(total_q)
@@ -369,7 +380,7 @@ class ItemSchedule:
     def make(self, operands: Operands, total_q: int) -> tuple[Any, Any]:
         """(a schedule in memory of its own, the compiled kernel), through Triton."""
         x = operands
-        items = x.q.new_empty((self.entries(total_q), ITEM_FIELDS.value), dtype=torch.int32)
+        items = x.q.new_empty(self.numel(total_q), dtype=torch.int32)
         return items, self.launch(items, x.cu_seqlens_q, x.cache_seqlens, total_q)
 
     def variant(self) -> Hashable:
