@@ -18,7 +18,7 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import Final, Partial
-from splitkv.kernels.combine_items import item_merge_of
+from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.host.sequence_sizes import SequenceSizes
 from splitkv.kernels.schedule_items import ITEM_FIELDS, ItemRow, ItemRule, ItemSchedule
 from splitkv.kernels.tile.visit import Strides
@@ -173,7 +173,7 @@ def test_merge(seed: int) -> None:
     before, lse_before = out.clone(), lse.clone()
     sizes = SequenceSizes((1, 1, 1), {}, total, RULE.short, Strides(0, 128, 16), ((), ()))
     operands = Operands(out, out, out, sink_logits=sink)
-    merge = item_merge_of(plan, schedule, early=False)
+    merge = ItemMerge(plan, schedule, early=False)
     merge.launch(Partial(acc, m, l), Final(out, lse), items, operands, sizes)
     expected, expected_lse = before.clone(), lse_before.clone()
     merged = [row for row in rows if row.len_q and row.splits > 1 and row.split == 0]

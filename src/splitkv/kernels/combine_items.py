@@ -15,7 +15,7 @@ Limits      those of the kernel before
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -88,16 +88,30 @@ def combine_items(
         tl.store(final.lse_ptr + lse_rows, lse, mask=ok & (tl.program_id(2) == 0))
 
 
-class ItemMerge(NamedTuple):
-    """`combine_items` bound to a schedule: as `CombineLaunch` of kernels/host/sequences.py.
+class ItemMerge:
+    """`combine_items` bound to a schedule of a plan: what `CombineLaunch` is to `combine`.
 
-    fixed   the arguments that never change, by name
+    early   it may be launched before attention has ended
     """
 
-    schedule: ItemSchedule
-    columns: int
-    fixed: tuple[tuple[str, Any], ...]
-    options: tuple[tuple[str, Any], ...]
+    def __init__(self, plan: Plan, schedule: ItemSchedule, early: bool) -> None:
+        rule, head_dim_v = schedule.rule, plan.problem.head_dim_v
+        columns = min(TILE_V, triton.next_power_of_2(head_dim_v))
+        self.schedule, self.columns = schedule, triton.cdiv(head_dim_v, columns)
+        self.options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": True}
+        if early:
+            self.options["launch_pdl"] = True
+        self.fixed = dict.fromkeys(OF_LENGTHS, 0) | {
+            "slots": rule.slots,
+            "slot_rows": rule.slot_rows,
+            "PACK": rule.pack,
+            "HEAD_DIM_V": head_dim_v,
+            "TILE_R": min(TILE_R, rule.pack),
+            "TILE_P": TILE_P,
+            "TILE_V": columns,
+            "AFTER": "early" if early else "in_order",
+        }
+        self.tail = Tail(combine_items, PER_CALL, self.fixed, OF_LENGTHS[1:])
 
     def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
         """Arguments that follow from the lengths of a call, by name."""
@@ -115,11 +129,11 @@ class ItemMerge(NamedTuple):
             "final": final,
             "items_ptr": items,
             "sink_ptr": operands.sink_logits,
-            **dict(self.fixed),
+            **self.fixed,
             **self.arguments(sizes),
         }
         ordered = in_order(combine_items, arguments)
-        return combine_items[self.grid(sizes)](*ordered, **dict(self.options))
+        return combine_items[self.grid(sizes)](*ordered, **self.options)
 
     def relaunch_all(self, compiled: tuple[Any, Any], sizes: SequenceSizes) -> ItemLaunches:
         """Functions that launch it, and the schedule before, again.
@@ -132,34 +146,6 @@ class ItemMerge(NamedTuple):
         numel = self.schedule.numel(sizes.total_q)
         return ItemLaunches(schedule, launch_of(merged, self.grid(sizes), tail), numel)
 
-    @property
-    def tail(self) -> Tail:
-        """Its last arguments, which do not change from call to call, at no length."""
-        fixed = dict.fromkeys(OF_LENGTHS, 0) | dict(self.fixed)
-        return Tail(combine_items, PER_CALL, fixed, OF_LENGTHS[1:])
-
     def variant(self) -> Hashable:
         """A key of both kernels that Triton compiles, where strides of the output are alike."""
-        return self.tail.variant(), self.options, self.schedule.variant()
-
-
-def item_merge_of(plan: Plan, schedule: ItemSchedule, early: bool) -> ItemMerge:
-    """The ItemMerge of a schedule of a plan; early: it may be launched before attention ended."""
-    rule, head_dim_v = schedule.rule, plan.problem.head_dim_v
-    columns = min(TILE_V, triton.next_power_of_2(head_dim_v))
-    fixed = {
-        "slots": rule.slots,
-        "slot_rows": rule.slot_rows,
-        "PACK": rule.pack,
-        "HEAD_DIM_V": head_dim_v,
-        "TILE_R": min(TILE_R, rule.pack),
-        "TILE_P": TILE_P,
-        "TILE_V": columns,
-        "AFTER": "early" if early else "in_order",
-    }
-    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": True}
-    if early:
-        options["launch_pdl"] = True
-    return ItemMerge(
-        schedule, triton.cdiv(head_dim_v, columns), tuple(fixed.items()), tuple(options.items())
-    )
+        return self.tail.variant(), *self.options.items(), self.schedule.variant()

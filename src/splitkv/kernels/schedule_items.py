@@ -19,7 +19,7 @@ Shapes      cu_q [batch + 1] int32, lens [batch] int32, 0 included; items [entri
 Grid        (entries / TILE_E,); each program goes through the whole batch, TILE_B sequences a step
 Traffic     the lengths, three times a program; 32 bytes an entry are written
 Numerics    integers: the same lengths give the same schedule, and the same splits
-Limits      tiles of the batch below 2^31; entries for all row tiles and pieces: `entries_of`
+Limits      tiles of the batch below 2^31; as many entries as `ItemSchedule.entries`
 """
 
 from __future__ import annotations
@@ -313,11 +313,6 @@ def rule_of(plan: Plan, pack: int, rows: int) -> ItemRule:
     )
 
 
-def entries_of(rule: ItemRule, batch: int, total_q: int, tile_m: int) -> int:
-    """Entries that a list has room for: of all row tiles, and of all pieces."""
-    return total_q * rule.pack // tile_m + batch + 1 + rule.further
-
-
 class ItemSchedule:
     """`schedule_items` bound to one plan.
 
@@ -354,8 +349,9 @@ class ItemSchedule:
         self.fixed = fixed
 
     def entries(self, total_q: int) -> int:
-        """Entries of the list of a call with so many rows of q."""
-        return entries_of(self.rule, self.batch, total_q, self.tile_m)
+        """Entries of the list of a call with so many rows of q: there is room for all row tiles,
+        and for all pieces."""
+        return total_q * self.rule.pack // self.tile_m + self.batch + 1 + self.rule.further
 
     def numel(self, total_q: int) -> int:
         """32-bit integers of the list, and one behind it."""

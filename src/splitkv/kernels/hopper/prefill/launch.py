@@ -16,7 +16,7 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import box_rows
 from splitkv.kernels import prefill
-from splitkv.kernels.combine_items import ItemMerge, item_merge_of
+from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
@@ -236,7 +236,7 @@ class HopperLauncher(SequenceLauncher):
         if bound.schedule is None:
             self.combine = combine_launch(plan, bound.splits, early)
         else:
-            self.combine = item_merge_of(plan, bound.schedule, early)
+            self.combine = ItemMerge(plan, bound.schedule, early)
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
