@@ -376,7 +376,7 @@ class ItemSchedule:
     def make(self, operands: Operands, total_q: int) -> tuple[Any, Any]:
         """(a schedule in memory of its own, the compiled kernel), through Triton."""
         x = operands
-        items = x.q.new_empty(self.numel(total_q), dtype=torch.int32)
+        items = x.q.new_empty((self.numel(total_q),), dtype=torch.int32)
         return items, self.launch(items, x.cu_seqlens_q, x.cache_seqlens, total_q)
 
     def variant(self) -> Hashable:
