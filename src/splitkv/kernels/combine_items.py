@@ -6,7 +6,7 @@ themselves.
 
 Shapes      partials: acc [lanes, slots, rows, head_dim_v], m and l [lanes, slots, rows], fp32; out,
             lse of packed sequences: as in Final
-Grid        (lanes, entries, head_dim_v / TILE_V); most end at once
+Grid        (entries, lanes, head_dim_v / TILE_V); most end at once
 Traffic     reads every partial once, writes out once; counted where they are written
 Numerics    fp32 throughout, base-2 exponentials; splits are merged in order, so bits do not vary
 Limits      those of the kernel before
@@ -55,10 +55,10 @@ def combine_items(
     TILE_V: tl.constexpr,
     AFTER: tl.constexpr,  # early: launched before attention has ended; or in_order
 ):
-    lane = tl.program_id(0)
+    lane = tl.program_id(1)
     if AFTER == "early":  # before any return: this grid must not end before attention does
         tl.extra.cuda.gdc_wait()
-    item = load_item(items_ptr, tl.program_id(1))
+    item = load_item(items_ptr, tl.program_id(0))
     if (item.splits == 1) | (item.split > 0):
         return
     offs_v = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
@@ -118,7 +118,7 @@ class ItemMerge:
         return {"total_q": sizes.total_q, "stride_ot": sizes.out.t, "stride_oh": sizes.out.h}
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
-        return self.schedule.rule.lanes, self.schedule.entries(sizes.total_q), self.columns
+        return self.schedule.entries(sizes.total_q), self.schedule.rule.lanes, self.columns
 
     def launch(
         self, partial: Partial, final: Final, items: Any, operands: Operands, sizes: SequenceSizes
