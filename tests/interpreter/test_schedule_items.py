@@ -54,8 +54,7 @@ def items_of(step: Step, mask: Mask, behind: int, rule: ItemRule) -> list[ItemRo
     items = torch.full((schedule.numel(total),), -7, dtype=torch.int32)
     lens = torch.tensor([keys for _, keys in step], dtype=torch.int32)
     schedule.launch(items, torch.tensor(cu, dtype=torch.int32), lens, total)
-    assert items[-1] == 0, "what programs count items by"
-    return [ItemRow(*row) for row in items[:-1].view(-1, ITEM_FIELDS.value).tolist()]
+    return [ItemRow(*row) for row in items.view(-1, ITEM_FIELDS.value).tolist()]
 
 
 def tiles_of(step: Step, mask: Mask) -> list[int]:

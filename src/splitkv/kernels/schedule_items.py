@@ -87,12 +87,6 @@ def load_item(items_ptr, entry):
 
 
 @triton.jit
-def next_item_ptr(items_ptr, entries):
-    """Where programs that ask for items count them: behind the list."""
-    return items_ptr + entries * ITEM_FIELDS
-
-
-@triton.jit
 def store_items_row(items_ptr, entry, ok, row):
     """Stores the ItemRow of entries [TILE_E], where ok."""
     at = items_ptr + entry * ITEM_FIELDS
@@ -154,7 +148,7 @@ def pieces_of(tiles, piece):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def schedule_items(
-    items_ptr,  # [entries, 8] int32, and a number behind them that becomes 0
+    items_ptr,  # [entries, 8] int32
     cu_q_ptr,  # [batch + 1] int32
     lens_ptr,  # [batch] int32
     batch,
@@ -261,7 +255,6 @@ def schedule_items(
         len_k=len_k,
     )
     store_items_row(items_ptr, entry, entry < entries, row)
-    tl.store(next_item_ptr(items_ptr, entries), 0, mask=tl.program_id(0) == 0)
 
 
 SHORT = 16  # queries of sequences whose keys are split, at most
@@ -354,8 +347,8 @@ class ItemSchedule:
         return total_q * self.rule.pack // self.tile_m + self.batch + 1 + self.rule.further
 
     def numel(self, total_q: int) -> int:
-        """32-bit integers of the list, and one behind it."""
-        return self.entries(total_q) * ITEM_FIELDS.value + 1
+        """32-bit integers of the list."""
+        return self.entries(total_q) * ITEM_FIELDS.value
 
     def arguments(self, total_q: int) -> dict[str, Any]:
         """Arguments that follow from the lengths of a call, by name."""
@@ -367,7 +360,7 @@ class ItemSchedule:
     def launch(self, items: Any, cu_q: Any, lens: Any, total_q: int) -> Any:
         """Launches it through Triton; the compiled kernel.
 
-        items   [entries * 8 + 1] int32 that is written; cu_q [batch + 1], lens [batch] int32
+        items   [entries * 8] int32 that is written; cu_q [batch + 1], lens [batch] int32
         """
         given = {"items_ptr": items, "cu_q_ptr": cu_q, "lens_ptr": lens}
         given |= self.fixed | self.arguments(total_q)

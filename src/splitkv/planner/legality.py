@@ -153,6 +153,7 @@ def _expect_items(problem: Problem, config: Config) -> None:
     paged = problem.kind == "varlen" and isinstance(problem.place, Paged)
     expect(paged, f"{name}.schedule", "'even' or 'fixed'", config.schedule, hint)
     expect(not problem.needs_grad, f"{name}.schedule", "'even' with gradients", config.schedule)
+    expect(config.programs == 0, f"{name}.programs", "0", config.programs, "one an item")
     expect(config.merge == "combine", f"{name}.merge", "'combine'", config.merge)
     expect_positive(f"{name}.split_size", config.split_size)
     expect_divides(f"{name}.split_size", config.split_size, tile_n=config.tile_n)

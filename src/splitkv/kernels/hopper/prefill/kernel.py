@@ -58,7 +58,6 @@ from splitkv.kernels.hopper.prefill.launch import (
     page_size,
 )
 from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate
-from splitkv.kernels.hopper.prefill.queue_roles import allocate_queue
 from splitkv.kernels.hopper.prefill.records import (
     InKernelMerge,
     KeySource,
@@ -85,7 +84,7 @@ from splitkv.kernels.host.sequence_sizes import (
 )
 from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
-from splitkv.kernels.schedule_items import ItemSchedule, next_item_ptr, rule_of
+from splitkv.kernels.schedule_items import ItemSchedule, rule_of
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
@@ -199,9 +198,6 @@ def hopper_prefill(
         stride_lse_b=stride_lse_b,
         stride_lse_h=stride_lse_h,
     )
-    queue = None
-    if CONFIG.program_items == "asked_for":
-        queue = allocate_queue(next_item_ptr(lengths.items_ptr, items // lane_heads), CONFIG)
     none = Strides(None, None, None)
     scales = OperandScales(None, None, None, none, none, none, None, None, None, None, None)
     program = PrefillProgram(
@@ -228,7 +224,6 @@ def hopper_prefill(
             named=None,
         ),
         results=results,
-        queue=queue,
     )
     announce_program(results)
     specialize_warpgroups(program, CONFIG)
@@ -326,7 +321,6 @@ def bind_warpgroups(
         merge_splits=merge_step,
         merge_rows=merge_rows,
         dependents="launched_first" if launches_early(splits, operands) else "launched_after",
-        program_items="asked_for" if schedule is not None and config.programs else "numbered",
     )
     narrow = own and variant.maxima == "lazy"
     panel_bytes = OUT_PANEL_BYTES if narrow else PANEL_BYTES

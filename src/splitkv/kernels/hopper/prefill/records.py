@@ -33,8 +33,6 @@ class PrefillConfig(CompileTimeRecord):
                    that makes partials merges them
     dependents     when `combine` is launched: launched_first, when this grid starts; launched_last,
                    when its copies are issued; launched_after, when it is done
-    program_items  numbered: programs find their items by number; asked_for: they take the next one
-                   of a schedule when they are free
     """
 
     group: int
@@ -54,7 +52,6 @@ class PrefillConfig(CompileTimeRecord):
     merge_splits: int
     merge_rows: int
     dependents: str
-    program_items: str
 
 
 class QuantisedConfig(CompileTimeRecord):
@@ -322,7 +319,6 @@ class Loads(NamedTuple):
     batch      SequenceBatch
     maps       PerOperand: TMA descriptors; boxes: shared memory as boxes; tiles: as tiles
     barriers   PipelineBarriers
-    queue      ItemQueue, or None
     """
 
     batch: Any
@@ -330,20 +326,6 @@ class Loads(NamedTuple):
     boxes: Any
     tiles: Any
     barriers: Any
-    queue: Any = None
-
-
-class ItemQueue(NamedTuple):
-    """Numbers of the items of a program, from its load role to its mma roles.
-
-    next_ptr      how many items all programs have asked for
-    numbers       [places, lanes] in shared memory; full, empty: barriers of places
-    """
-
-    next_ptr: Any
-    numbers: Any
-    full: Any
-    empty: Any
 
 
 class ConvertRing(NamedTuple):
@@ -420,7 +402,6 @@ class PrefillProgram(NamedTuple):
     scales     OperandScales
     barriers   PipelineBarriers
     results    Results
-    queue      ItemQueue, or None: programs find their items by themselves
     """
 
     batch: Any
@@ -430,7 +411,6 @@ class PrefillProgram(NamedTuple):
     scales: Any
     barriers: Any
     results: Any
-    queue: Any = None
 
 
 class Progress(NamedTuple):

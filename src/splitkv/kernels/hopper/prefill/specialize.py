@@ -22,7 +22,6 @@ from splitkv.kernels.hopper.prefill.items import item_at, tiles_of_item
 from splitkv.kernels.hopper.prefill.load import load_role
 from splitkv.kernels.hopper.prefill.mma import mma_role, row_scales_of, wait_last_product
 from splitkv.kernels.hopper.prefill.mma_scaled import mainloop_scaled, sums_layout
-from splitkv.kernels.hopper.prefill.queue_roles import load_role_of_queue, mma_role_of_queue
 from splitkv.kernels.hopper.prefill.records import Converts, Loads, Progress
 from splitkv.kernels.hopper.prefill.scales import rows_layout
 from splitkv.kernels.hopper.prefill.sums import declare_any
@@ -168,30 +167,11 @@ def specialize_convert(
 
 
 @gluon.jit
-def mma_role_of_program(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
-    """The mma role ROLE, of items that have numbers or are asked for."""
-    if program.queue is None:
-        mma_role(program, CONFIG, ROLE)
-    else:
-        mma_role_of_queue(program, CONFIG, ROLE)
-
-
-@gluon.jit
-def load_role_of_program(loads, CONFIG: gl.constexpr):
-    """The load role, of items that have numbers or are asked for."""
-    if loads.queue is None:
-        load_role(loads, CONFIG)
-    else:
-        load_role_of_queue(loads, CONFIG)
-
-
-@gluon.jit
 def specialize_warpgroups(program, CONFIG: gl.constexpr):
     """Runs the roles of a program whose warpgroups each multiply 64 rows of a row tile by
     themselves, with tiles as they are copied."""
     batch = program.batch
-    queue = program.queue
-    loads = Loads(batch, program.maps, program.boxes, program.tiles, program.barriers, queue)
+    loads = Loads(batch, program.maps, program.boxes, program.tiles, program.barriers)
     # the numbers of many pages take registers
     FEW: gl.constexpr = batch.keys.table_ptr is None or batch.lazy_maxima is not None
     LOAD: gl.constexpr = 24 if FEW else 40
@@ -199,16 +179,16 @@ def specialize_warpgroups(program, CONFIG: gl.constexpr):
     # registers: in all 504 and 512 for a thread of each warpgroup, of which the first gets the rest
     if CONFIG.mma_roles == 1:
         gl.warp_specialize(
-            [(mma_role_of_program, (program, CONFIG, 0)), (load_role_of_program, (loads, CONFIG))],
+            [(mma_role, (program, CONFIG, 0)), (load_role, (loads, CONFIG))],
             [1],
             [64],
         )
     elif CONFIG.mma_roles == 2:
         gl.warp_specialize(
             [
-                (mma_role_of_program, (program, CONFIG, 0)),
-                (mma_role_of_program, (program, CONFIG, 1)),
-                (load_role_of_program, (loads, CONFIG)),
+                (mma_role, (program, CONFIG, 0)),
+                (mma_role, (program, CONFIG, 1)),
+                (load_role, (loads, CONFIG)),
             ],
             [4, 1],
             [MMA, LOAD],
@@ -216,10 +196,10 @@ def specialize_warpgroups(program, CONFIG: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (mma_role_of_program, (program, CONFIG, 0)),
-                (mma_role_of_program, (program, CONFIG, 1)),
-                (mma_role_of_program, (program, CONFIG, 2)),
-                (load_role_of_program, (loads, CONFIG)),
+                (mma_role, (program, CONFIG, 0)),
+                (mma_role, (program, CONFIG, 1)),
+                (mma_role, (program, CONFIG, 2)),
+                (load_role, (loads, CONFIG)),
             ],
             [4, 4, 1],
             [160, 160, 32],
