@@ -19,7 +19,7 @@ from splitkv.planner.policies.shared import MAX_SPLITS, MAX_TILES, num_tiles, sh
 
 # What the schedule, its merge and programs without an item may take longer, and of what share of
 # the time of equal prompts that has to be: measurements/prefill.md#steps-of-an-engine.
-SCHEDULE_SECONDS = 8e-6
+SCHEDULE_SECONDS = 14e-6
 MOST_LONGER = 0.02
 LEAST_TILE = 64  # keys, of the kernels that have schedules
 LEAST_KEYS = 2048  # of a piece: a program's start and end cost little beside what it reads
