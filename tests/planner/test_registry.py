@@ -118,8 +118,9 @@ DECODE_SCHEDULES = ("even", "batch", "fixed", *SCHEDULED)
 
 @every_kernel
 def test_a_kernel_has_every_schedule_or_says_which(kernel: Kernel) -> None:
-    assert set(kernel.schedules) <= {"even", "batch", "fixed", *SCHEDULED}
+    assert set(kernel.schedules) <= {"even", "batch", "fixed", *SCHEDULED, "items"}
     splits = dict.fromkeys(WHOLE_SEQUENCES, ("even", "fixed"))
+    splits["hopper_prefill"] = ("even", "fixed", "items")
     splits |= dict.fromkeys(("hopper_decode_split", "decode_split"), DECODE_SCHEDULES)
     assert kernel.schedules == splits.get(kernel.name, ("even",))
 

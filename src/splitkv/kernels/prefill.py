@@ -91,6 +91,7 @@ from splitkv.kernels.host.sequence_sizes import (
     tiles_and_lanes,
 )
 from splitkv.kernels.host.sequences import (
+    CombineLaunch,
     SequenceLauncher,
     SequenceSplits,
     combine_launch,
@@ -404,7 +405,7 @@ class PrefillLauncher(SequenceLauncher):
         }
         grid = self.first_sizes.grid
         made = prefill[grid](*in_order(prefill, arguments), **self.options)
-        if self.combine is not None and partial is not None:
+        if isinstance(self.combine, CombineLaunch) and partial is not None:
             merge = self.combine.launch(partial, final, x, self.first_sizes)
         if made is not None and self.again is None and plain and aligned(x):
             self.keep(made, merge, x)
@@ -463,7 +464,7 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
     ) -> None:
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
         written = stored, memory.final, memory.partial, memory.counter
-        launch(stream, at.q, at.k, at.v, *memory.lengths, *written, *row, None, None, scoring)
+        launch(stream, at.q, at.k, at.v, *memory.lengths[:4], *written, *row, None, None, scoring)
 
     return again
 

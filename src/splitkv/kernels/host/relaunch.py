@@ -658,12 +658,25 @@ class OperandAddresses(NamedTuple):
 
 class LaunchMemory(NamedTuple):
     """The addresses of (out, lse, None), of partials, of counters where the launch merges them, and
-    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table)."""
+    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, a schedule of items)."""
 
     final: tuple[int, int, None]
     partial: tuple[int, int, int] | None
     counter: int | None
     lengths: tuple[int | None, ...]
+
+
+class ItemLaunches(NamedTuple):
+    """Launches of a call by a schedule of items, which lies behind its partials.
+
+    schedule   schedule(stream, at_items, at_cu_seqlens_q, at_cache_seqlens)
+    merge      merge(stream, partial, (at_out, at_lse, None), at_items, at_sink)
+    numel      32-bit integers of the schedule
+    """
+
+    schedule: Launch
+    merge: Launch
+    numel: int
 
 
 class Sequences:
@@ -672,22 +685,35 @@ class Sequences:
     launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
              softcap); scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
+    items    ItemLaunches in the place of `merge`, or None
 
     There may be one of each length, so each has little of its own.
     """
 
-    __slots__ = "launch", "layout", "memory", "merge", "new_lse", "new_out"
+    __slots__ = "items", "items_at", "launch", "layout", "memory", "merge", "new_lse", "new_out"
 
-    def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
+    def __init__(
+        self, launch: Launch, merge: Launch | None, items: ItemLaunches | None, *rest: Any
+    ) -> None:
         self.launch, self.merge = launch, merge
         self.memory = memory = Allocations(merge, *rest)
         self.new_out, self.new_lse = memory.new_out, memory.new_lse
         self.layout = memory.m_at, memory.l_at, memory.numel
+        self.with_items(items)
+
+    def with_items(self, items: ItemLaunches | None) -> None:
+        """Makes room for a schedule behind the partials, where there is one."""
+        self.items, self.items_at = items, 0
+        if items is not None:
+            m_at, l_at, numel = self.layout
+            first = -(-numel // 4) * 4  # 16 bytes
+            self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
 
     def resized(
         self,
         launch: Launch,
         merge: Launch | None,
+        items: ItemLaunches | None,
         results: tuple[Layout, Layout],
         acc: int,
         rows: int,
@@ -701,6 +727,7 @@ class Sequences:
         made.new_out = partial(self.memory.empty, *out, self.memory.dtype)
         made.new_lse = partial(self.memory.empty, *lse, torch.float32)
         made.layout = workspace.layout(acc, rows) if rows else NO_PARTIALS
+        made.with_items(items)
         return made
 
     def call(
@@ -761,14 +788,21 @@ class Sequences:
         memory, merge = self.memory, self.merge
         stream = memory.current_stream(memory.device)
         maps, final = OperandAddresses(at_q, at_k, at_v, at_out), (at_out, at_lse, None)
-        lengths = at_cu_q, at_cu_k, at_lens, at_table
+        lengths = at_cu_q, at_cu_k, at_lens, at_table, None
         rest = (at_sink, at_slopes), scales, scale, softcap
         if not self.layout[2]:
             self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
             return out, lse
         captured = stream and memory.capturing()
         buffer, partial = memory.take_buffer(stream, captured, self.layout)
-        if merge is None:
+        items = self.items
+        if items is not None:
+            at_items = buffer[0] + self.items_at
+            items.schedule(stream, at_items, at_cu_q, at_lens)
+            lengths = *lengths[:4], at_items
+            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
+            items.merge(stream, partial, final, at_items, at_sink)
+        elif merge is None:
             count = memory.counter(memory.device, stream, captured).data_ptr()
             self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
         else:

@@ -28,7 +28,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import box_rows, ceil_div
-from splitkv.planner.policies import widening
+from splitkv.planner.policies import mixed_steps, widening
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     QUANTISED,
@@ -276,10 +276,14 @@ def choose(
         if few:
             whole, choice = fastest(problem, device, kernel, constants, hopper)
             shape = choice.config
+        by_items = mixed_steps.scheduled(problem, device, kernel, shape, whole.seconds)
+        if by_items is not None:
+            return by_items
         parts = min(_least_parts(problem, shape, rule), _most_parts(problem))
         if parts > 1 and isinstance(problem.place, Paged):
             why = f"waves: sequences of at most {count(problem.cut_tokens, 'token')} in up to "
-            why += f"{count(parts, 'part')} of their keys, prompts in one"
+            why += f"{count(parts, 'part')} of their keys, prompts in one; no schedule of items: "
+            why += mixed_steps.why_not(problem, kernel, whole.seconds)[0]
             return Choice(kernel.name, replace(shape, num_splits=parts), why)
     elif few:
         of_each = (fastest(problem, device, k, constants, hopper) for k in kernels)

@@ -16,6 +16,7 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import box_rows
 from splitkv.kernels import prefill
+from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
@@ -37,12 +38,14 @@ from splitkv.kernels.host.sequence_sizes import (
     scale_and_softcap,
 )
 from splitkv.kernels.host.sequences import (
+    CombineLaunch,
     SequenceLauncher,
     SequenceSplits,
     combine_launch,
     relaunched,
     result_shapes,
 )
+from splitkv.kernels.schedule_items import ItemSchedule
 
 PANEL_BYTES = 128  # of the columns in TMA's widest swizzle
 DESCRIPTORS = ("q_desc", "q_rest_desc", "k_desc", "k_rest_desc", "v_desc", "out_desc")
@@ -64,6 +67,7 @@ class BoundKernel(NamedTuple):
     splits         SequenceSplits
     cluster_size   programs that are a cluster, 0: none are; exchange_bytes: of shared memory of
                    each, for what they exchange
+    schedule       ItemSchedule that the items follow, or None
     """
 
     kernel: Callable[[], Any]
@@ -74,6 +78,7 @@ class BoundKernel(NamedTuple):
     splits: SequenceSplits
     cluster_size: int = 0
     exchange_bytes: int = 0
+    schedule: ItemSchedule | None = None
 
 
 class Box(NamedTuple):
@@ -172,12 +177,15 @@ def hopper_sizes(
     lengths: SequenceLengths,
     tiling: ItemTiling,
     grid: tuple[int, int, int],
+    schedule: ItemSchedule | None = None,
 ) -> SequenceSizes:
     """The SequenceSizes of operands; the arguments are those that `hopper_size_arguments` leaves
     out."""
     results = result_layouts(problem, operands)
     out, lse = results.out_strides, results.lse_strides
     max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
+    if schedule is not None:
+        max_tokens = schedule.rule.short
     arguments = {
         "seqlen_q": lengths.seqlen_q,
         "seqlen_k": lengths.seqlen_k,
@@ -224,7 +232,12 @@ class HopperLauncher(SequenceLauncher):
         self.any_address: prefill.PrefillLauncher | None = None
         # what is compiled; of that: see `launches_of`
         self.launches: tuple[Any, LaunchAt | None, list[Any]] = (None, None, [])
-        self.combine = combine_launch(plan, bound.splits, launches_early(bound.splits, operands))
+        early = launches_early(bound.splits, operands)
+        self.combine: CombineLaunch | ItemMerge | None
+        if bound.schedule is None:
+            self.combine = combine_launch(plan, bound.splits, early)
+        else:
+            self.combine = ItemMerge(plan, bound.schedule, early)
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -243,12 +256,16 @@ class HopperLauncher(SequenceLauncher):
             return self.without_tma(operands).forward(operands, seed)
         final, merge = self.results.allocate(x), None
         partial, count = self.splits.partials(x.q)
+        items = scheduled = None
+        of_keys = x.cu_seqlens_k, x.cache_seqlens, x.page_table
+        if self.bound.schedule is not None:
+            items, scheduled = self.bound.schedule.make(x, self.first_sizes.total_q)
         arguments = {
             **self.descriptors(x, final.out_ptr),
             "final": final,
             "partial": partial,
             "count_ptr": count,
-            "lengths": Lengths(x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table),
+            "lengths": Lengths(x.cu_seqlens_q, *of_keys, items),
             "sink_ptr": x.sink_logits,
             "scale_ptrs": ScalePointers(x.q_scale, x.k_scale, x.v_scale),
             "scale": scale,
@@ -257,7 +274,11 @@ class HopperLauncher(SequenceLauncher):
             **self.first_sizes.arguments,
         }
         made = self.start(arguments)
-        if self.combine is not None and partial is not None:
+        if isinstance(self.combine, ItemMerge):
+            assert partial is not None
+            merged = self.combine.launch(partial, final, items, x, self.first_sizes)
+            merge = scheduled, merged
+        elif self.combine is not None and partial is not None:
             merge = self.combine.launch(partial, final, x, self.first_sizes)
         if made is not None and self.again is None and aligned(x):
             self.keep(made, merge, x)
@@ -275,6 +296,8 @@ class HopperLauncher(SequenceLauncher):
         """Launches the kernel through Triton; the compiled kernel."""
         bound, kernel, grid = self.bound, self.bound.kernel(), self.first_sizes.grid
         options = {"num_warps": bound.num_warps, "enable_fp_fusion": True}
+        if bound.schedule is not None and bound.schedule.early:
+            options["launch_pdl"] = True
         given = in_order(kernel, arguments)
         if not bound.cluster_size:
             return kernel[grid](*given, **options)
