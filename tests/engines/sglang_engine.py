@@ -48,6 +48,7 @@ def engine(o: argparse.Namespace, **more: Any) -> Any:
         options["mem_fraction_static"] = o.memory
     else:
         options |= {"device": "cpu", "disable_overlap_schedule": True}
+        options["moe_runner_backend"] = "triton"  # which has the layout of weights that is native
     if sizes:
         options["cuda_graph_bs_decode"] = sizes
     if o.draft:
@@ -197,7 +198,7 @@ def main() -> int:
     said = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=said)
     parser.add_argument("verb", choices=("check", "bench", "engine"))
-    parser.add_argument("--models", default="llama,qwen2,mistral,gemma2,gpt_oss")
+    parser.add_argument("--models", default="llama,qwen2,gemma2,gpt_oss")
     parser.add_argument("--backends", default=OURS)
     parser.add_argument("--backend", default=OURS)
     parser.add_argument("--model", default="")

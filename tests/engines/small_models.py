@@ -36,7 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
         {"head_dim": 32, "sliding_window": 48, "query_pre_attn_scalar": 32}
-        | {"tie_word_embeddings": True, "attn_logit_softcapping": 20.0},
+        | {"tie_word_embeddings": True, "attn_logit_softcapping": 20.0}
+        | {"hidden_act": "gelu_pytorch_tanh"},
     ),
     "bloom": ("BloomConfig", {"n_head": 4, "n_layer": 2, "tie_word_embeddings": True}),
     "gpt_oss": (
