@@ -155,7 +155,7 @@ def check(o: argparse.Namespace) -> int:
     """Compares every backend with transformers; how many are not as they should be."""
     wrong, folder = 0, Path(o.folder)
     for name in o.models.split(","):
-        model = save_model(name, folder)
+        model = save_model(name, folder, o.dtype)
         found: dict[str, float] = {}
         for backend in o.backends.split(","):
             save = folder / f"{name}-{backend}.json"

@@ -49,8 +49,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Of each model the class of its configuration and what it has beside COMMON."""
 
 
-def save_model(name: str, folder: Path) -> str:
-    """Writes a small model whose distributions are sharp; the folder."""
+def save_model(name: str, folder: Path, dtype: str = "float32") -> str:
+    """Writes a small model whose distributions are sharp, in this type; the folder."""
     torch.manual_seed(0)
     config_class, own = MODELS[name]
     config = getattr(transformers, config_class)(**COMMON | own)
@@ -58,7 +58,7 @@ def save_model(name: str, folder: Path) -> str:
     for key, x in model.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(x)
-    model.save_pretrained(folder / name)
+    model.to(getattr(torch, dtype)).save_pretrained(folder / name)
     return str(folder / name)
 
 

@@ -165,7 +165,7 @@ def soak(o: argparse.Namespace) -> int:
     """Compares two backends with each other, and the second with itself in other batches."""
     ours, theirs = o.backends.split(",")
     folder, name = Path(o.folder), o.models.split(",")[0]
-    model, most, runs = save_model(name, folder), o.most or 64, []
+    model, most, runs = save_model(name, folder, o.dtype), o.most or 64, []
     for number, (backend, seqs) in enumerate(((ours, most), (theirs, most), (theirs, most // 3))):
         save = folder / f"soak-{number}.json"
         save.unlink(missing_ok=True)
@@ -207,7 +207,7 @@ def check(o: argparse.Namespace) -> int:
     """Compares every backend with transformers; how many are not as they should be."""
     wrong, folder = 0, Path(o.folder)
     for name in o.models.split(","):
-        model = save_model(name, folder)
+        model = save_model(name, folder, o.dtype)
         found: dict[str, tuple[float, float]] = {}
         for backend in o.backends.split(","):
             save = folder / f"{name}-{backend}.json"
