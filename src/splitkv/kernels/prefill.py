@@ -441,7 +441,7 @@ class PrefillLauncher(SequenceLauncher):
     def variant(self) -> Hashable:
         merge = None if self.combine is None else self.combine.variant()
         parts = bool(self.splits.rows), self.splits.in_kernel
-        return self.tail.variant(), (self.options["num_warps"], parts), merge, self.of_scales
+        return self.tail.variant(), (self.options["num_warps"], parts, self.of_scales), merge
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]

@@ -127,7 +127,7 @@ def check_of_any_length(tensors: Sequence[Tensor]) -> Check | None:
     check = check_of(tensors, any_length=grow)
     if check is None:
         return None
-    _, _, *scales = grow
+    scales = [*grow][2:]
 
     def caches_fit(*tensors: Any) -> bool:
         return check(*tensors) and tensors[1].shape[1] == tensors[2].shape[1] > 0
@@ -268,7 +268,7 @@ class GrowingCall(Growing):
         layout, call, split = self.latest
         if layout == here:
             return call(q, k, v, *rest, split=split)
-        alignment, longest = alignment_of(here, k.element_size()), rounded_up(here[0])
+        alignment, longest = alignment_of(here, k.element_size()), rounded_up(here.length)
         bucket = alignment, longest
         launcher = self.buckets.get(bucket)
         if launcher is None:
@@ -278,7 +278,7 @@ class GrowingCall(Growing):
         split, call = launcher.split_at_length(here), launcher.repeat
         self.latest = here, call, split
         done: Result | None = call(q, k, v, *rest, split=split)
-        if done is not None and here[0] > longest - AHEAD:
+        if done is not None and here.length > longest - AHEAD:
             next_one = alignment, rounded_up(longest + 1)
             self.make_ready(next_one, of_layout(q, k, v, *rest))
         return done
@@ -293,14 +293,14 @@ class GrowingCall(Growing):
         if done is not None:
             return done
         here = self.layout_of(x.k, x.v, x.k_scale)
-        x.seqlen_k = here[0]
-        longest = rounded_up(here[0])
+        x.seqlen_k = here.length
+        longest = rounded_up(here.length)
         bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
 
     def layout_of(self, k: Tensor, v: Tensor, k_scale: Tensor | None) -> CacheLayout:
         scales = k_scale.stride() if self.by_token and k_scale is not None else None
-        return k.shape[1], k.stride(), v.stride(), scales
+        return CacheLayout(k.shape[1], k.stride(), v.stride(), scales)
 
     def problem_of(self, longest: int) -> Problem:
         return replace(self.problem, seqlen_k=longest)
@@ -457,17 +457,17 @@ def types_of(operands: Operands) -> Hashable:
 
 def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     """The alignment of strides that kernels are compiled and plans made for."""
-    length, (k_b, k_n, k_h, _), (v_b, v_n, v_h, _), scales = here
-    every = k_b | k_n | k_h | v_b | v_n | v_h
+    k, v, scales = here.k, here.v, here.scales
+    every = k[0] | k[1] | k[2] | v[0] | v[1] | v[2]
     if not every & 15 and every < 1 << 31:
         alignment = EVERY_ONE
     else:
-        strides = k_b, k_n, k_h, v_b, v_n, v_h  # TMA can describe multiples of 16 bytes
+        strides = *k[:3], *v[:3]  # TMA can describe multiples of 16 bytes
         alignment = (*((_alignment(x), x * element_size % 16 == 0) for x in strides),)
     if scales is None:
         return alignment
     # copied in bulk where they lie in one piece of multiples of 16 bytes
-    in_bulk = scales[0] % 4 == 0, length * scales[1] % 4 == 0
+    in_bulk = scales[0] % 4 == 0, here.length * scales[1] % 4 == 0
     return alignment, in_bulk, max(scales) >> 31 > 0
 
 

@@ -62,8 +62,16 @@ BOUNDS = "left", "right", "sink_tokens", "chunk"
 """The arguments of a mask, in the order of `Mask.bounds`."""
 
 
-CacheLayout = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
-"""The length of contiguous caches, the strides of keys, of values, and of scales of each token."""
+class CacheLayout(NamedTuple):
+    """The length of contiguous caches, the strides of keys, of values, and of scales of each
+    token."""
+
+    length: int
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    scales: tuple[int, ...] | None
+
+
 LaunchAtLength = Callable[[CacheLayout], Launch]
 """Gives a launch of a compiled kernel for caches of this layout."""
 
@@ -189,15 +197,14 @@ class CacheTail:
 
     def at_length(self, here: CacheLayout) -> list[Any]:
         """The arguments for caches of another length."""
-        length, k_strides, v_strides, scale_strides = here
         place, made = self.tail.place, [*self.arguments]
         if self.seqlen_k is not None:
-            made[self.seqlen_k] = length
+            made[self.seqlen_k] = here.length
         if self.strided:
-            made[place["k_strides"]] = Strides(*k_strides[:3])
-            made[place["v_strides"]] = Strides(*v_strides[:3])
-        if scale_strides is not None:
-            for name, step in zip(STRIDES_OF_SCALES, scale_strides, strict=True):
+            made[place["k_strides"]] = Strides(*here.k[:3])
+            made[place["v_strides"]] = Strides(*here.v[:3])
+        if here.scales is not None:
+            for name, step in zip(STRIDES_OF_SCALES, here.scales, strict=True):
                 if name in place:
                     made[place[name]] = step
         return made
@@ -230,7 +237,7 @@ class Merge(NamedTuple):
 
 
 class MergeLayout(NamedTuple):
-    """What `combine` takes of the layout of a call: arguments about new tokens, strides of the
+    """The layout of a call as far as `combine` takes it: arguments about new tokens, strides of the
     output, and whether it is launched before the kernel that makes partials has ended."""
 
     new: Mapping[str, Any]

@@ -125,23 +125,25 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
     function, fixed, as_tuple = calling
 
     def one_by_one(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
-        (x, y, z), (q, q_rest, k, k_rest, v, out) = grid, maps
+        x, y, z = grid
+        q, q_rest, k = maps[:3]
+        k_rest, v, out = maps[3:]
 
         def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            at_q, at_k, at_v, at_out = at
             function(
-                *(x, y, z, stream, *fixed, *q[at_q], *q_rest[at_q], *k[at_k], *k_rest[at_k]),
-                *(*v[at_v], *out[at_out], *memory, row[0], *args, *tail),
+                *(x, y, z, stream, *fixed, *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k]),
+                *(*v[at.v], *out[at.out], *memory, row[0], *args, *tail),
             )
 
         return launch
 
     def in_a_tuple(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
-        (x, y, z), (q, q_rest, k, k_rest, v, out) = grid, maps
+        x, y, z = grid
+        q, q_rest, k = maps[:3]
+        k_rest, v, out = maps[3:]
 
         def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            at_q, at_k, at_v, at_out = at
-            operands = *q[at_q], *q_rest[at_q], *k[at_k], *k_rest[at_k], *v[at_v], *out[at_out]
+            operands = *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k], *v[at.v], *out[at.out]
             function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
 
         return launch

@@ -322,7 +322,7 @@ class SequenceLauncher(ABC):
             items = self.combine.relaunch_all(merged, sizes)
         elif self.combine is not None and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        acc, (out, lse, *_) = rows * problem.head_dim_v, sizes.results
+        acc, out, lse = rows * problem.head_dim_v, sizes.results.out, sizes.results.lse
         if self.again is not None:
             return self.again.resized(launch, merge, items, (out, lse), acc, rows)
         shapes = out[0], lse[0]

@@ -148,9 +148,10 @@ class Rows(Sequence[Measured]):
         """The Sizes of each problem, without making any or reading its plans."""
         dims = [line[: line.index("[", 1)].rstrip(", ") for line in self._lines]
         for of_row in json.loads(f"[{'],'.join(dims)}]]" if dims else "[]"):
-            batch, heads, kv_heads, head_dim, seqlen_q, seqlen_k, page_size = of_row  # of `DIMS`
+            batch, heads, kv_heads = of_row[:3]  # the order of `DIMS`
+            head_dim, seqlen_q, seqlen_k = of_row[3:6]
             rows = seqlen_q * heads // kv_heads
-            yield Sizes(batch * kv_heads, seqlen_k, rows, page_size, head_dim, TUNED_BYTES)
+            yield Sizes(batch * kv_heads, seqlen_k, rows, of_row[6], head_dim, TUNED_BYTES)
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def _modelled_clusters(
     constants: Constants,
     worth: Collection[Config],
 ) -> list[tuple[Config, Shape]]:
-    """Those of `in_clusters` of these tile shapes, and the model of each."""
+    """The configs of `in_clusters` that have these tile shapes, and the model of each."""
     found, tiles = [], cache(partial(num_tiles, problem))
     for config in clusters(kernel, problem, device):
         parts, most = config.num_splits, tiles(config.tile_n)

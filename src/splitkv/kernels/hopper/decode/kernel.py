@@ -273,10 +273,9 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         alike = k_tile == v_tile and problem.head_dim == problem.head_dim_v
 
         def at_length(here: CacheLayout) -> Launch:
-            length, k_strides, v_strides, _ = here
-            k_maps = v_maps = MapsOfLength(k_tile, *k_layout(length, k_strides))
-            if not alike or k_strides != v_strides:
-                v_maps = MapsOfLength(v_tile, *v_layout(length, v_strides))
+            k_maps = v_maps = MapsOfLength(k_tile, *k_layout(here.length, here.k))
+            if not alike or here.k != here.v:
+                v_maps = MapsOfLength(v_tile, *v_layout(here.length, here.v))
             return launch_with(arguments_of(here), k_maps, v_maps)
 
         return at_length

@@ -19,7 +19,7 @@ def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequ
              of a key are a dimension, so that a box is one message
     pairs    two elements of 8 bits are one, as in what `pairs_of` makes of x
     """
-    outer, _, heads, dim = x.shape
+    outer, heads, dim = x.shape[0], x.shape[2], x.shape[3]
     size, together = x.element_size(), 1
     if pairs and size == 1:
         size = together = 2
@@ -27,12 +27,12 @@ def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequ
     width = min(dim, 128 // size)
 
     def in_panels(keys: int, strides: Sequence[int]) -> Layout:
-        b, t, h, _ = strides
+        b, t, h = strides[:3]
         shape = outer, heads, dim // width, keys, width
         return shape, (b // together, h // together, width, t // together, 1)
 
     def in_rows(keys: int, strides: Sequence[int]) -> Layout:
-        b, t, h, _ = strides
+        b, t, h = strides[:3]
         return (outer, keys, heads, dim), (b // together, t // together, h // together, 1)
 
     return in_panels if panels else in_rows

@@ -342,8 +342,8 @@ class HopperLauncher(SequenceLauncher):
     def launches_of(
         self, compiled: Any
     ) -> tuple[LaunchAt | None, list[tuple[Box | None, Any, int]]]:
-        """What binds launches of the compiled kernel; and of each descriptor its box and tile and
-        the number of the first that has the same."""
+        """Finds what binds launches of the compiled kernel; and of each descriptor its box and tile
+        and the number of the first that has the same."""
         known, launch_at, boxes = self.launches
         if known is not compiled:
             number, launch_at = itertools.count(), bind_to_descriptors(compiled)
