@@ -79,6 +79,15 @@ class Dropout(NamedTuple):
     generator: torch.Generator | None = None
 
 
+class Masking(NamedTuple):
+    """The mask of all sequences, and what each has of its own: sink tokens [B], ranges of keys
+    [B, ranges, 2]; None: nothing."""
+
+    mask: Mask
+    sink_tokens: Tensor | None = None
+    bidirectional_ranges: Tensor | None = None
+
+
 AS_THEY_ARE, NONE_DROPPED = Scoring(), Dropout()
 
 
@@ -277,8 +286,7 @@ def decode(
         v,
         seqlens_q=None,
         seqlens_k=cache_seqlens,
-        mask=mask,
-        sink_tokens=sink_tokens,
+        masking=Masking(mask, sink_tokens),
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -296,9 +304,7 @@ def attend_padded(
     *,
     seqlens_q: Tensor | None,
     seqlens_k: Tensor | None,
-    mask: Mask,
-    sink_tokens: Tensor | None = None,
-    bidirectional_ranges: Tensor | None = None,
+    masking: Masking,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
@@ -309,8 +315,7 @@ def attend_padded(
     options   softmax_scale and softcap, and those of `attend`
     """
     scale, softcap = options.pop("softmax_scale", None), options.pop("softcap", 0.0)
-    of_mask = mask, sink_tokens, bidirectional_ranges
-    pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, *of_mask)
+    pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, masking)
     unread = ~visible.any(-2)[:, :, None, None]  # [B, S_k, 1, 1]
     return attend(
         q,
@@ -430,9 +435,7 @@ def padded_mask(
     k: Tensor,
     seqlens_q: Tensor | None,
     seqlens_k: Tensor | None,
-    mask: Mask,
-    sink_tokens: Tensor | None = None,
-    bidirectional_ranges: Tensor | None = None,
+    masking: Masking,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns positions of queries [B or 1, S_q, 1] and keys [S_k], and what is visible
     [B, S_q, S_k]."""
@@ -442,9 +445,9 @@ def padded_mask(
     i = torch.arange(max_seqlen_q, device=q.device)[None, :, None]
     key = torch.arange(max_seqlen_k, device=q.device)
     pos = len_k - len_q + i
-    visible = mask.visible(pos, key, of_each(sink_tokens))
-    if bidirectional_ranges is not None:
-        visible = visible | in_one_range(pos, key, bidirectional_ranges)
+    visible = masking.mask.visible(pos, key, of_each(masking.sink_tokens))
+    if masking.bidirectional_ranges is not None:
+        visible = visible | in_one_range(pos, key, masking.bidirectional_ranges)
     visible = visible & (key < len_k) & (i < len_q)
     return pos, key, visible.expand(batch, -1, -1)
 

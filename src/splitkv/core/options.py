@@ -49,8 +49,8 @@ class Option:
 
     @property
     def inside(self) -> tuple[Option, ...]:
-        """What it is behind the public functions: itself, or two arguments of what may be a number
-        or a tensor, one for each; see `runtime.dispatch.apart`."""
+        """Itself, or where it may be a number or a tensor an argument for each: how what is behind
+        the public functions takes it, see `runtime.dispatch.apart`."""
         if self.type != "int | Tensor":
             return (self,)
         of_sequences = Option(f"sequence_{self.name}", "Tensor | None", None, self.functions)
@@ -121,7 +121,7 @@ def options_of(function: Function) -> dict[str, Option]:
 
 
 def inside_of(function: Function) -> dict[str, Option]:
-    """The same as they are behind the public functions, by name."""
+    """The arguments as what is behind the public functions takes them, by name."""
     return {o.name: o for option in options_of(function).values() for o in option.inside}
 
 

@@ -139,8 +139,8 @@ def _attend(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         seqlens_k = torch.zeros(problem.batch, dtype=torch.int32, device=k.device)
-    of_mask = problem.mask, x.sequence_sink_tokens, x.bidirectional_ranges
-    visible = reference.padded_mask(q, k, padded.seqlens_q, seqlens_k, *of_mask)[2]
+    masking = reference.Masking(problem.mask, x.sequence_sink_tokens, x.bidirectional_ranges)
+    visible = reference.padded_mask(q, k, padded.seqlens_q, seqlens_k, masking)[2]
     if problem.kind == "dense":
         visible = visible if problem.sequence_sink_tokens else visible[:1]
     else:  # cache entries that no query sees may hold anything
