@@ -13,6 +13,7 @@ from splitkv.core.kv import Codec, Paged, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
+from splitkv.core.scores import Score
 from splitkv.kernels import records
 from splitkv.planner.legality import expect_config
 from splitkv.planner.policies import mixed_steps
@@ -62,6 +63,7 @@ def test_steps(changes: dict[str, Any]) -> None:
         ({"place": Ragged()}, "keys ragged: expected pages of packed sequences"),
         ({"batch": 2, "seqlen_q": 512, "seqlen_k": 512}, "us that equal prompts take: expected"),
         ({"codec": Codec("fp8", "head")}, "expected one that has them"),
+        ({"head_dim": 64, "head_dim_v": 64, "score": Score(True, False)}, "registers would spill"),
     ],
     ids=str,
 )
