@@ -534,6 +534,7 @@ def sequences_of(launched: Launched, merge: str | None = "combine") -> relaunch.
     return relaunch.Sequences(
         launched.split,
         launched.merge if merge == "combine" else None,
+        None,
         torch.device("cuda", 0),
         torch.bfloat16,
         (9, 4, 32),
@@ -562,7 +563,7 @@ def test_a_call_of_sequences_again(
     final = out.data_ptr(), lse.data_ptr(), None
     stream, maps, memory, *rest = split
     assert (stream, maps, memory.final) == (STREAM, (q, k, v, final[0]), final)
-    assert memory.lengths == tuple(others[:4])
+    assert memory.lengths == (*others[:4], None)
     assert rest == [tuple(others[4:6]), tuple(others[6:]), 0.5, None]
     if merge is None:
         assert memory.partial is memory.counter is None and not merges
