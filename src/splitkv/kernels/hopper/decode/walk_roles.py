@@ -50,7 +50,7 @@ from splitkv.kernels.tile.walk import (
 )
 
 LINE_BYTES = gl.constexpr(128)  # of the L1
-LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
+LOAD_REGISTERS = gl.constexpr(48)  # of a thread of a warp that does not multiply
 
 
 class StepShares(NamedTuple):
