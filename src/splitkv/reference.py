@@ -12,7 +12,8 @@ keys, standing at key position pos = L_k - L_q + i:
 A row that sees no key has out = 0, lse = -inf and gradients of exactly 0. Everything is
 differentiable, and nothing waits for the device: lengths and page tables are only indexed with.
 
-A query sees beside these all keys of the `bidirectional_ranges` that it stands in.
+`sink_tokens` [B], where given, are those of each sequence in the place of the mask's; below 0 they
+are as 0. A query sees beside all these keys those of the `bidirectional_ranges` that it stands in.
 
 With an `out_scale` of one element the output is out / out_scale in e4m3, nearest, and past the
 largest number that: `scaled`.
@@ -78,6 +79,15 @@ class Dropout(NamedTuple):
     generator: torch.Generator | None = None
 
 
+class Masking(NamedTuple):
+    """The mask of all sequences, and what each has of its own: sink tokens [B], ranges of keys
+    [B, ranges, 2]; None: nothing."""
+
+    mask: Mask
+    sink_tokens: Tensor | None = None
+    bidirectional_ranges: Tensor | None = None
+
+
 AS_THEY_ARE, NONE_DROPPED = Scoring(), Dropout()
 
 
@@ -87,6 +97,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask = FULL,
+    sink_tokens: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -113,11 +124,12 @@ def attention(
     k, v = dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
     key = torch.arange(k.shape[1], device=q.device)
     pos = k.shape[1] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
+    visible = None if mask.is_full else mask.visible(pos, key, of_each(sink_tokens))
     return attend(
         q,
         k,
         v,
-        None if mask.is_full else mask.visible(pos, key)[None],
+        visible if visible is None or visible.dim() == 3 else visible[None],
         scoring=Scoring(
             softmax_scale,
             softcap,
@@ -142,6 +154,7 @@ def attention_varlen(
     page_table: Tensor | None = None,
     cache_seqlens: Tensor | None = None,
     mask: Mask = FULL,
+    sink_tokens: Tensor | None = None,
     bidirectional_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -204,7 +217,8 @@ def attention_varlen(
     if alibi_slopes is not None:
         per_token = alibi_slopes[clamped] if alibi_slopes.dim() == 2 else alibi_slopes[None]
         slopes = per_token.transpose(0, 1)[None]  # [1, H, total_q or 1]
-    visible = mask.visible(pos, key)
+    own = None if sink_tokens is None else sink_tokens[clamped][:, None]
+    visible = mask.visible(pos, key, own)
     if bidirectional_ranges is not None:
         visible = visible | in_one_range(pos, key, bidirectional_ranges[clamped])
     out, lse = attend(
@@ -236,6 +250,7 @@ def decode(
     page_table: Tensor | None = None,
     max_seqlen_k: int | None = None,
     mask: Mask = CAUSAL,
+    sink_tokens: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -271,7 +286,7 @@ def decode(
         v,
         seqlens_q=None,
         seqlens_k=cache_seqlens,
-        mask=mask,
+        masking=Masking(mask, sink_tokens),
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -289,8 +304,7 @@ def attend_padded(
     *,
     seqlens_q: Tensor | None,
     seqlens_k: Tensor | None,
-    mask: Mask,
-    bidirectional_ranges: Tensor | None = None,
+    masking: Masking,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
@@ -301,7 +315,7 @@ def attend_padded(
     options   softmax_scale and softcap, and those of `attend`
     """
     scale, softcap = options.pop("softmax_scale", None), options.pop("softcap", 0.0)
-    pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, mask, bidirectional_ranges)
+    pos, key, visible = padded_mask(q, k, seqlens_q, seqlens_k, masking)
     unread = ~visible.any(-2)[:, :, None, None]  # [B, S_k, 1, 1]
     return attend(
         q,
@@ -411,13 +425,17 @@ def in_one_range(pos: Tensor, key: Tensor, ranges: Tensor) -> Tensor:
     return seen
 
 
+def of_each(sink_tokens: Tensor | None) -> Tensor | None:
+    """The sink tokens [B] beside positions [B, S_q, 1]; None: those of the mask."""
+    return None if sink_tokens is None else sink_tokens[:, None, None]
+
+
 def padded_mask(
     q: Tensor,
     k: Tensor,
     seqlens_q: Tensor | None,
     seqlens_k: Tensor | None,
-    mask: Mask,
-    bidirectional_ranges: Tensor | None = None,
+    masking: Masking,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns positions of queries [B or 1, S_q, 1] and keys [S_k], and what is visible
     [B, S_q, S_k]."""
@@ -427,9 +445,9 @@ def padded_mask(
     i = torch.arange(max_seqlen_q, device=q.device)[None, :, None]
     key = torch.arange(max_seqlen_k, device=q.device)
     pos = len_k - len_q + i
-    visible = mask.visible(pos, key)
-    if bidirectional_ranges is not None:
-        visible = visible | in_one_range(pos, key, bidirectional_ranges)
+    visible = masking.mask.visible(pos, key, of_each(masking.sink_tokens))
+    if masking.bidirectional_ranges is not None:
+        visible = visible | in_one_range(pos, key, masking.bidirectional_ranges)
     visible = visible & (key < len_k) & (i < len_q)
     return pos, key, visible.expand(batch, -1, -1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitkv import reference, rounding
 from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged, Ragged
-from splitkv.core.masks import Mask
+from splitkv.core.masks import FAR, Mask
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.scores import PLAIN, Score
 
@@ -94,6 +94,8 @@ def make_operands(
         call["deterministic"] = problem.deterministic
     if problem.out_scale:
         call["out_scale"] = torch.tensor([OUT_SCALE])
+    if problem.sequence_sink_tokens:
+        call |= _sink_tokens(problem, g)
     call |= {"q_scale": None, "products": None}
     if problem.codec != AS_IS:
         call["products"] = problem.products
@@ -201,6 +203,17 @@ def _dense_operands(problem: Problem, g: torch.Generator, keys: Tensor) -> Call:
     return call
 
 
+def _sink_tokens(problem: Problem, g: torch.Generator) -> Call:
+    """Draws those of each sequence, up to the mask's bound or past all keys; the last has none, the
+    one before as many as there may be."""
+    bound = problem.mask.sink_tokens
+    most = min(bound, problem.seqlen_k + 9)
+    drawn = torch.randint(0, most + 1, (problem.batch,), generator=g, dtype=torch.int32)
+    drawn[1:][-2:-1] = min(bound, 2**31 - 1)
+    drawn[1:][-1:] = 0
+    return {"sink_tokens": drawn, "max_sink_tokens": bound if bound < FAR else None}
+
+
 def _ranges(problem: Problem, g: torch.Generator) -> Tensor:
     """Draws ranges that may overlap, be empty or go on past the keys; the last sequence sees all of
     its keys, the one before none."""
@@ -295,9 +308,11 @@ def expected(
     names["varlen"] = "cu_seqlens_q", "cu_seqlens_k"
     scales = ("q_scale", "k_scale", "v_scale")
     kv = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
-    common = ("softmax_scale", "softcap", "alibi_slopes", "sink_logits")
+    common = ["softmax_scale", "softcap", "alibi_slopes", "sink_logits"]
     if problem.bidirectional_ranges:
         names["varlen"] += ("bidirectional_ranges",)
+    if problem.sequence_sink_tokens:
+        common.append("sink_tokens")
     kwargs = {n: call[n] for n in ("q", *kv, *names[problem.kind], *scales, *common)}
     if draw:
         g = torch.Generator().manual_seed(draw)
@@ -322,6 +337,8 @@ def bind(problem: Problem, call: Call) -> Operands:
     """Makes the operands that a kernel is launched with for a call."""
     names = Operands.__dataclass_fields__.keys() & call.keys()
     tensors = {n: call[n] for n in names - {"softmax_scale", "q", "k", "v"}}
+    if problem.sequence_sink_tokens:
+        tensors["sequence_sink_tokens"] = call["sink_tokens"]
     k, v = ("k_cache", "v_cache") if problem.kind == "decode" else ("k", "v")
     scale = call["softmax_scale"] or problem.head_dim**-0.5
     return Operands(q=call["q"], k=call[k], v=call[v], softmax_scale=scale, **tensors)

@@ -17,6 +17,7 @@ from splitkv.core.options import (
     REQUIRED,
     Function,
     defaults_of,
+    inside_of,
     options_of,
     required_of,
     scalars_of,
@@ -28,6 +29,7 @@ from splitkv.runtime.arguments import AttentionOptions, DecodeOptions, VarlenOpt
 from splitkv.runtime.autograd import attention_op
 from splitkv.runtime.call_cache import Relaunch
 from splitkv.runtime.decode import decode_op
+from splitkv.runtime.dispatch import apart, together
 
 PUBLIC: dict[Function, tuple[Callable[..., Any], Any]] = {
     "attention": (splitkv.attention, AttentionOptions),
@@ -71,7 +73,7 @@ def test_what_type_checkers_read(function: Function) -> None:
 def test_what_is_described() -> None:
     """Every argument but those about the plan; what some function lacks may be left out."""
     functions: tuple[Function, ...] = (*DESCRIBED, "append_and_decode")
-    described = [{*defaults_of(function), *required_of(function)} for function in functions]
+    described = [{*tensors_of(function), *scalars_of(function)} for function in functions]
     assert set().union(*described) == {*Options._fields}
     assert set.intersection(*described) == {*Options._fields} - Options._field_defaults.keys()
 
@@ -89,8 +91,8 @@ def test_what_is_not_described_is_refused(function: Function, foreign: str) -> N
 @pytest.mark.parametrize("function", [*PUBLIC, "append_and_decode"])
 def test_every_argument_is_a_tensor_a_scalar_or_about_the_plan(function: Function) -> None:
     tensors, scalars = tensors_of(function), scalars_of(function)
-    deciding = [name for name, option in options_of(function).items() if option.decides]
-    assert sorted((*tensors, *scalars, *deciding)) == sorted(options_of(function))
+    deciding = [name for name, option in inside_of(function).items() if option.decides]
+    assert sorted((*tensors, *scalars, *deciding)) == sorted(inside_of(function))
     assert set(tensors) <= {field.name for field in fields(Operands)}
 
 
@@ -122,6 +124,21 @@ def test_how_an_operator_takes_an_argument() -> None:
     assert "SymInt max_seqlen_q" in options.schema_of("attention_varlen")
     assert "float? softmax_scale" in schema and "float softcap" in schema
     assert options.names_of(schema)[:2] == ("cu_seqlens_q", "cu_seqlens_k")
+
+
+def test_what_may_be_a_number_or_a_tensor_is_two_arguments_inside() -> None:
+    given = defaults_of("decode")
+    of_all, of_each = given | {"sink_tokens": 4}, given | {"sink_tokens": torch.tensor([3, 4])}
+    for arguments, number, tensor in (
+        (of_all, 4, None),
+        (of_each, 0, of_each["sink_tokens"]),
+    ):
+        inside = apart(arguments)
+        assert inside["sink_tokens"] == number and inside["sequence_sink_tokens"] is tensor
+        assert set(inside) - {"sequence_sink_tokens"} == set(arguments)
+        assert together(inside) == arguments
+    assert set(inside_of("decode")) - set(options_of("decode")) == {"sequence_sink_tokens"}
+    assert inside_of("append_and_decode") == options_of("append_and_decode")
 
 
 def test_rows_of_the_table_do_not_overlap() -> None:

@@ -683,9 +683,9 @@ def test_warmup(options: dict[str, Any]) -> None:
 
 def test_signatures_are_the_published_ones() -> None:
     common = (
-        "causal window_size sink_tokens attention_chunk sink_logits softmax_scale softcap "
-        "alibi_slopes q_scale k_scale v_scale products dropout_p deterministic out out_scale "
-        "return_lse plan"
+        "causal window_size sink_tokens max_sink_tokens attention_chunk sink_logits softmax_scale "
+        "softcap alibi_slopes q_scale k_scale v_scale products dropout_p deterministic out "
+        "out_scale return_lse plan"
     )
     published = {
         "attention": "q k v " + common,
@@ -693,8 +693,8 @@ def test_signatures_are_the_published_ones() -> None:
         "page_table cache_seqlens "
         + common.replace("sink_logits", "bidirectional_ranges sink_logits"),
         "decode": "q k_cache v_cache cache_seqlens page_table max_seqlen_k causal window_size "
-        "sink_tokens attention_chunk sink_logits softmax_scale softcap alibi_slopes "
-        "q_scale k_scale v_scale "
+        "sink_tokens max_sink_tokens attention_chunk sink_logits softmax_scale softcap "
+        "alibi_slopes q_scale k_scale v_scale "
         "products num_splits out out_scale return_lse early_kv plan schedule",
         "merge_states": "out_a lse_a out_b lse_b more sink_logits out lse",
     }

@@ -353,6 +353,33 @@ MASKS_AND_SCORES: list[tuple[dict[str, Any], str]] = [
     ({"sink_tokens": -1}, "sink_tokens: expected at least 0, got -1"),
     ({"sink_tokens": 1.5}, "sink_tokens: expected an integer, got 1.5"),
     ({"sink_tokens": None}, "sink_tokens: expected an integer, got None"),
+    ({"sink_tokens": ints(3)}, "sink_tokens: expected [batch=2], got [3]"),
+    ({"sink_tokens": ints()}, "sink_tokens: expected [batch=2], got []"),
+    ({"sink_tokens": ints(2, 1)}, "sink_tokens: expected [batch=2], got [2, 1]"),
+    (
+        {"sink_tokens": ints(2, dtype=torch.int64)},
+        "sink_tokens: expected dtype int32, got int64; pass sink_tokens.int()",
+    ),
+    ({"sink_tokens": ints(2, device="meta")}, "sink_tokens: expected device cpu, got meta"),
+    (
+        {"sink_tokens": ints(4)[::2]},
+        "sink_tokens: expected stride 1 in the last dimension, got [2]; "
+        "pass sink_tokens.contiguous()",
+    ),
+    ({"sink_tokens": [1, 2]}, "sink_tokens: expected an integer, got [1, 2]"),
+    (
+        {"max_sink_tokens": 4},
+        "max_sink_tokens: expected None beside sink_tokens of one number, got 4; "
+        "it bounds sink_tokens that are a tensor",
+    ),
+    (
+        {"sink_tokens": ints(2), "max_sink_tokens": -1},
+        "max_sink_tokens: expected at least 0, got -1",
+    ),
+    (
+        {"sink_tokens": ints(2), "max_sink_tokens": 1.5},
+        "max_sink_tokens: expected an integer, got 1.5",
+    ),
     ({"attention_chunk": -1}, "attention_chunk: expected at least 0, got -1"),
     ({"attention_chunk": 2.5}, "attention_chunk: expected an integer, got 2.5"),
     ({"softmax_scale": -0.5}, "softmax_scale: expected more than 0, got -0.5"),
@@ -1054,13 +1081,13 @@ PROBLEM = Problem("decode", 1, 8, 2, 64, 64, 1, 600)
 H200 = Device.named("h200")
 DECODE_ARGUMENTS = (
     "'cache_seqlens', 'page_table', 'max_seqlen_k', 'causal', 'window_size', 'sink_tokens', "
-    "'attention_chunk', "
+    "'max_sink_tokens', 'attention_chunk', "
     "'sink_logits', 'softmax_scale', 'softcap', 'alibi_slopes', 'return_lse', 'q_scale', "
     "'k_scale', 'v_scale', 'products', 'out', 'out_scale' or 'early_kv'"
 )
 DENSE_ARGUMENTS = (
-    "'causal', 'window_size', 'sink_tokens', 'attention_chunk', 'sink_logits', 'softmax_scale', "
-    "'softcap', "
+    "'causal', 'window_size', 'sink_tokens', 'max_sink_tokens', 'attention_chunk', "
+    "'sink_logits', 'softmax_scale', 'softcap', "
     "'alibi_slopes', 'return_lse', 'q_scale', 'k_scale', 'v_scale', 'products', 'dropout_p', "
     "'deterministic', 'out' or 'out_scale'"
 )

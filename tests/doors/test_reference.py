@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splitkv import reference
-from splitkv.core.masks import Mask
+from splitkv.core.masks import FAR, Mask
 from splitkv.testing import (
     Codec,
     Paged,
@@ -95,7 +95,10 @@ def by_loops(problem: Problem, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
             k, v = (call[n][cu_k[b] : cu_k[b + 1]] for n in "kv")
         slopes = call["alibi_slopes"]
         slopes = slopes[b] if slopes is not None and slopes.dim() == 2 else slopes
-        results.append(loops(q, k, v, problem.mask, alibi_slopes=slopes, **options))
+        mask = problem.mask
+        if problem.sequence_sink_tokens:
+            mask = replace(mask, sink_tokens=int(call["sink_tokens"][b].clamp(min=0)))
+        results.append(loops(q, k, v, mask, alibi_slopes=slopes, **options))
     outs, lses = zip(*results, strict=True)
     if problem.kind == "dense":
         return torch.stack(outs), torch.stack(lses)
@@ -130,6 +133,28 @@ def test_varlen_is_every_sequence_alone(mask: str, feature: str) -> None:
     assert 0 < call["q"].shape[0] < 16
     if feature == "alibi":
         call["alibi_slopes"] = torch.rand(problem.batch, problem.num_heads)
+    same(expected(problem, call), by_loops(problem, call))
+
+
+OWN_SINKS = [
+    *(
+        Mask(True, 1, -1, FAR),
+        Mask(window_left=0, sink_tokens=3),
+        Mask(True, chunk=2, sink_tokens=FAR),
+    ),
+    Mask(True, 0, -1, 2, 3),
+]
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("mask", OWN_SINKS, ids=str)
+def test_sink_tokens_of_each_sequence(mask: Mask, kind: Any) -> None:
+    """Of none to more than there are keys; fewer than none are none."""
+    problem = replace(DENSE, kind=kind, batch=4, mask=mask, sequence_sink_tokens=True)
+    call = make_operands(problem, seed=5)
+    assert call["sink_tokens"].unique().numel() > 1
+    same(expected(problem, call), by_loops(problem, call))
+    call["sink_tokens"][0] = -3
     same(expected(problem, call), by_loops(problem, call))
 
 

@@ -42,64 +42,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from small_models import (
+    LENGTHS,
+    MODELS,
+    SHAPES,
+    VOCABULARY,
+    compare,
+    prompts,
+    save_model,
+    save_shape,
+)
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-VOCABULARY = 512
-LENGTHS = 5, 33, 120, 300, 17, 64
-COMMON: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"head_dim": 32}),
-    "qwen2": ("Qwen2Config", {}),
-    "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": 48}),
-    "gemma2": (
-        "Gemma2Config",
-        {"head_dim": 32, "sliding_window": 48, "query_pre_attn_scalar": 32}
-        | {"tie_word_embeddings": True, "attn_logit_softcapping": 20.0},
-    ),
-    "bloom": ("BloomConfig", {"n_head": 4, "n_layer": 2, "tie_word_embeddings": True}),
-    "gpt_oss": (
-        "GptOssConfig",
-        {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-}
-"""Of each model the class of its configuration and what it has beside COMMON."""
-
-SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama8b": (
-        *("LlamaConfig", "LlamaForCausalLM"),
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-        | {"max_position_embeddings": 1 << 18, "rms_norm_eps": 1e-5},
-    ),
-    "gpt_oss_20b": (
-        *("GptOssConfig", "GptOssForCausalLM"),
-        {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}
-        | {"hidden_size": 2880, "intermediate_size": 2880, "sliding_window": 128}
-        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
-        | {"max_position_embeddings": 1 << 18},
-    ),
-    "tiny": (
-        *("LlamaConfig", "LlamaForCausalLM"),
-        {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
-        | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16},
-    ),
-}
-"""Of each shape the class of its configuration, that of its model, and its sizes."""
 
 
 def lognormal(requests: int, median: float, longest: int, seed: int) -> list[int]:
@@ -126,46 +83,6 @@ ATTENDS = re.compile(
     "|reduce_segments|prepare_varlen"
 )
 """Finds the names of kernels that attend, merge, plan or write the cache, of all backends."""
-
-
-def save_model(name: str, folder: Path) -> str:
-    """Writes a small model whose distributions are sharp; the folder."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config_class, own = MODELS[name]
-    config = getattr(transformers, config_class)(**COMMON | own)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32)
-    for key, x in model.named_parameters():
-        if key.endswith("sinks"):
-            torch.nn.init.normal_(x)
-    model.save_pretrained(folder / name)
-    return str(folder / name)
-
-
-def save_shape(o: argparse.Namespace) -> str:
-    """Writes the configuration of a model of the shape that is asked for; the folder."""
-    import transformers
-
-    config_class, architecture, own = SHAPES[o.shape]
-    own = own | ({"num_hidden_layers": o.layers} if o.layers else {})
-    config = getattr(transformers, config_class)(**own, bos_token_id=1, eos_token_id=2)
-    config.architectures, config.dtype = [architecture], o.dtype
-    path = Path(o.folder) / f"{o.shape}-{o.layers}"
-    config.save_pretrained(path)
-    return str(path)
-
-
-def prompts(lengths: list[int], shared: int = 0) -> list[dict[str, list[int]]]:
-    """Random tokens; the first `shared` of all prompts are the same."""
-    draw = random.Random(1)
-    prefix = [draw.randrange(3, VOCABULARY) for _ in range(shared)]
-    made = []
-    for length in lengths:
-        own = [draw.randrange(3, VOCABULARY) for _ in range(length)]
-        made.append({"prompt_token_ids": prefix + own})
-    return made
 
 
 def engine(o: argparse.Namespace, **more: Any) -> Any:
@@ -215,7 +132,7 @@ def run_engine(o: argparse.Namespace) -> None:
     fixed = {"temperature": 0, "detokenize": False, "ignore_eos": True}
     if o.save and not o.requests:
         llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
-        asked = prompts(list(LENGTHS), o.shared)
+        asked = given(prompts(list(LENGTHS), o.shared))
         told = SamplingParams(max_tokens=o.tokens, logprobs=1, **fixed)
         if o.shared:  # so that the others find its blocks
             llm.generate(asked[:1], told, use_tqdm=False)
@@ -226,7 +143,8 @@ def run_engine(o: argparse.Namespace) -> None:
             for x, chosen in zip(done, ids, strict=True)
         ]
         impl = impl_of(llm)
-        Path(o.save).write_text(json.dumps([asked, ids, logprobs, impl]))
+        told_of = [x["prompt_token_ids"] for x in asked]
+        Path(o.save).write_text(json.dumps([told_of, ids, logprobs, impl]))
         return
     if o.requests:
         more = {"num_gpu_blocks_override": o.blocks} if o.blocks else {}
@@ -266,7 +184,7 @@ class Serving:
             output_kind=RequestOutputKind.DELTA,
         )
         names = []
-        for number, prompt in enumerate(prompts(lengths), len(self.served)):
+        for number, prompt in enumerate(given(prompts(lengths)), len(self.served)):
             name = f"{self.case}-{number}"
             self.engine.add_request(name, prompt, told)
             names.append(name)
@@ -331,6 +249,11 @@ def lengths_of(case: str) -> list[int]:
     return [keys] * batch
 
 
+def given(asked: list[list[int]]) -> list[dict[str, list[int]]]:
+    """Prompts as vLLM takes them."""
+    return [{"prompt_token_ids": tokens} for tokens in asked]
+
+
 def impl_of(llm: Any) -> str:
     """The class that attends in the engine's layers."""
 
@@ -362,7 +285,7 @@ def soak(o: argparse.Namespace) -> int:
     """Compares backends with the second, and that with itself in other batches."""
     backends, folder = o.backends.split(","), Path(o.folder)
     name, most = o.models.split(",")[0], o.most or 64
-    model, reference = save_model(name, folder), backends[1]
+    model, reference = save_model(name, folder, o.dtype), backends[1]
     runs: dict[str, list[list[int]]] = {}
     again = f"{reference} in other batches"
     for backend, as_name in (*zip(backends, backends, strict=True), (reference, again)):
@@ -396,42 +319,11 @@ def start(o: argparse.Namespace, **changed: Any) -> int:
     return subprocess.run([sys.executable, __file__, verb, *arguments]).returncode
 
 
-def stored_in(kv: str) -> Any:
-    """A cache of transformers that gives back keys and values as one of these bits does, or None:
-    as they are."""
-    import torch
-    from transformers import DynamicCache
-
-    from splitkv.rounding import quantize, scale_of
-
-    if kv == "auto":
-        return None
-    dtype = torch.int8 if kv.startswith("int8") else torch.float8_e4m3fn
-    dtype = torch.float8_e5m2 if kv == "fp8_e5m2" else dtype
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        """x [batch, heads, keys, dim], by scales of 1 or of a token and head."""
-        by = scale_of(x, (3,), dtype) if kv.endswith("per_token_head") else torch.ones(1)
-        return quantize(x, by, dtype).float() * by
-
-    class Rounding(DynamicCache):
-        def update(self, k: Any, v: Any, *where: Any, **more: Any) -> tuple[Any, Any]:
-            return super().update(rounded(k), rounded(v), *where, **more)
-
-    return Rounding()
-
-
 def check(o: argparse.Namespace) -> int:
     """Compares every backend with transformers; how many are not as they should be."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     wrong, folder = 0, Path(o.folder)
     for name in o.models.split(","):
-        model = save_model(name, folder)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="eager"
-        )
+        model = save_model(name, folder, o.dtype)
         found: dict[str, tuple[float, float]] = {}
         for backend in o.backends.split(","):
             save = folder / f"{name}-{backend}.json"
@@ -441,17 +333,7 @@ def check(o: argparse.Namespace) -> int:
                 wrong += backend == "CUSTOM"
                 continue
             asked, ids, logprobs, impl = json.loads(save.read_text())
-            worst, right, tokens = 0.0, 0, 0
-            for x, chosen, own in zip(asked, ids, logprobs, strict=True):
-                prompt = x["prompt_token_ids"]
-                with torch.no_grad():
-                    given = torch.tensor([prompt + chosen])
-                    logits = loaded(given, past_key_values=stored_in(o.kv)).logits[0]
-                of_chosen = logits[len(prompt) - 1 : -1].log_softmax(-1)
-                wanted = of_chosen.gather(1, torch.tensor(chosen)[:, None])[:, 0]
-                worst = max(worst, (wanted - torch.tensor(own)).abs().max().item())
-                right += int((of_chosen.argmax(-1) == torch.tensor(chosen)).sum())
-                tokens += len(chosen)
+            right, tokens, worst = compare(model, o.kv, asked, ids, logprobs)
             found[backend] = right / tokens, worst
             print(
                 f"{name} {backend} ({impl}): {right} of {tokens} tokens as transformers in fp32, "
@@ -510,7 +392,7 @@ def main() -> int:
     if "beside" in o.cases:
         length = max(length, BESIDE + HEADROOM)
     changed = {
-        "model": save_shape(o),
+        "model": save_shape(o.shape, Path(o.folder), o.layers, o.dtype),
         "most": max(sizes) + (o.repeats + 1) * ("beside" in o.cases),
         "max_model_len": length,
         "graphs": ",".join(map(str, sizes)),

@@ -19,14 +19,16 @@ from fuzz.draw import (
     Stored,
     bytes_of,
     modifiers,
+    out_scale_of,
     poison,
     quantised,
+    ranges_of,
     same_bits,
     shape,
     slopes_of,
     strided,
 )
-from fuzz.judging import Leaves, Question, packed, stacked
+from fuzz.judging import E4M3, Leaves, Question, packed, stacked
 from fuzz.oracle import Asked, Sequence, Wrong
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.kernels import records
@@ -37,6 +39,7 @@ from splitkv.planner.registry import KERNELS
 
 PRODUCTS = ("widened", "half", "full")
 DEFAULT_PRODUCTS = {"int8": "half", "fp8": "widened"}
+IN_8_BITS, RANGED = 0.12, 0.15  # of calls: with an out_scale, with bidirectional ranges
 TYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,14 +55,14 @@ def codec(d: Draw, granularities: tuple[str, ...], chance: float) -> tuple[Any, 
 def dense(d: Draw) -> Drawn:
     """attention."""
     grad_drawn, lse = d.variant.random() < 0.6, d.variant.random() < 0.5
-    deterministic = d.variant.random() < 0.15
+    deterministic, in_8_bits = d.variant.random() < 0.15, d.variant.random() < IN_8_BITS
     kind, granularity, products, of_q = codec(d, GRANULARITIES, 0.2)
     of = shape(d, TYPES)
     batch = d.rng.choice((1, d.rng.randint(0 if d.chance(0.1) else 1, d.sizes.batch)))
     seqlen_k = d.length()
     most_q = min(d.sizes.seqlen_q, max(1, d.sizes.rows // (of.heads * max(batch, 1))))
     seqlen_q = d.rng.choice((d.length(most_q), min(seqlen_k, most_q)))
-    extra = modifiers(d, of, batch)
+    extra = modifiers(d, of, batch, own_sinks=True)
     tensors: dict[str, Tensor] = {"q": d.randn(batch, seqlen_q, of.heads, of.dim, dtype=of.dtype)}
     stored: dict[str, Stored] = {}
     kwargs: dict[str, Any] = {}
@@ -80,7 +83,9 @@ def dense(d: Draw) -> Drawn:
     if deterministic:
         kwargs["deterministic"] = True
     gradients: tuple[str, ...] = ()
-    if grad_drawn and (kind is None or asked.products == "widened"):
+    if in_8_bits:
+        kwargs["out_scale"] = out_scale_of(d)
+    elif grad_drawn and (kind is None or asked.products == "widened"):
         names = [n for n in ("q", "k", "v", "sink_logits") if n in kwargs]
         names = [n for n in names if kwargs[n].is_floating_point() and kwargs[n].itemsize > 1]
         if d.chance(0.2):
@@ -98,6 +103,7 @@ def dense(d: Draw) -> Drawn:
                 slopes_of(x, b),
                 x.get("sink_logits"),
                 v_scale_of(stored, b),
+                extra.sinks_of(b),
             )
             for b in range(batch)
         ]
@@ -113,6 +119,7 @@ def dense(d: Draw) -> Drawn:
         stacked,
         dtype,
         return_lse=lse,
+        out_scale=kwargs.get("out_scale"),
         gradients=gradients if batch else (),
         seed=d.index,
         empty=nothing,
@@ -157,6 +164,17 @@ def with_codec(
 # Packed sequences
 
 
+def with_ranges(
+    d: Draw, ranged: bool, keys: list[int], kwargs: dict[str, Any]
+) -> list[tuple[tuple[int, int], ...]]:
+    """The bidirectional ranges of each sequence, which the call is given, too."""
+    if not ranged:
+        return [()] * len(keys)
+    ranges = ranges_of(d, keys)
+    kwargs["bidirectional_ranges"] = d.index_of(ranges).view(len(keys), -1, 2)
+    return ranges
+
+
 def bounds(lengths: list[int]) -> list[int]:
     total = [0]
     for n in lengths:
@@ -168,6 +186,7 @@ def ragged(d: Draw) -> Drawn:
     """attention_varlen of packed keys."""
     v = d.variant
     grad_drawn, lse, deterministic = v.random() < 0.6, v.random() < 0.5, v.random() < 0.15
+    in_8_bits, ranged = v.random() < IN_8_BITS, v.random() < RANGED
     granularities = ("tensor", "head", "token")
     kind, granularity, products, of_q = codec(d, granularities, 0.2)
     of = shape(d, TYPES)
@@ -179,7 +198,7 @@ def ragged(d: Draw) -> Drawn:
     starts_q, starts_k = bounds(queries), bounds(keys)
     spare = d.rng.choice((0, 0, 0, d.rng.randint(1, 5)))
     total_q, total_k = starts_q[-1] + spare, starts_k[-1] + spare
-    extra = modifiers(d, of, batch)
+    extra = modifiers(d, of, batch, own_sinks=True)
     tensors = {"q": d.randn(total_q, of.heads, of.dim, dtype=of.dtype)}
     stored: dict[str, Stored] = {}
     kwargs: dict[str, Any] = {}
@@ -202,12 +221,15 @@ def ragged(d: Draw) -> Drawn:
         "max_seqlen_q": max(queries) + over,
         "max_seqlen_k": max(keys) + over,
     }
+    ranges = with_ranges(d, ranged, keys, kwargs)
     if lse:
         kwargs["return_lse"] = True
     if deterministic:
         kwargs["deterministic"] = True
     gradients: tuple[str, ...] = ()
-    if grad_drawn and (kind is None or asked.products == "widened"):
+    if in_8_bits:
+        kwargs["out_scale"] = out_scale_of(d)
+    elif grad_drawn and (kind is None or asked.products == "widened"):
         names = [n for n in ("q", "k", "v", "sink_logits") if n in kwargs]
         gradients = tuple(
             n for n in names if kwargs[n].is_floating_point() and kwargs[n].itemsize > 1
@@ -225,6 +247,8 @@ def ragged(d: Draw) -> Drawn:
                 slopes_of(x, b),
                 x.get("sink_logits"),
                 v_scale_of(stored, slice(starts_k[b], starts_k[b + 1])),
+                extra.sinks_of(b),
+                ranges[b],
             )
             for b in range(batch)
         ]
@@ -236,6 +260,7 @@ def ragged(d: Draw) -> Drawn:
         packed(total_q, starts_q[:-1]),
         dtype,
         return_lse=lse,
+        out_scale=kwargs.get("out_scale"),
         gradients=gradients,
         seed=d.index,
     )
@@ -351,6 +376,7 @@ def decode(d: Draw) -> Drawn:
     kind, granularity, products, of_q = codec(d, GRANULARITIES, 0.35)
     tokens_of = v.choice(((1,), (1,), (1, 2), (3, 4), (v.randint(1, 16),)))
     lse, host, with_out = v.random() < 0.5, v.random() < 0.25, v.random() < 0.25
+    in_8_bits = v.random() < IN_8_BITS
     of = shape(d, TYPES)
     tokens = d.rng.choice(tokens_of)
     most = max(1, d.sizes.rows // (of.heads * tokens))
@@ -360,7 +386,7 @@ def decode(d: Draw) -> Drawn:
     if page_size is not None:
         capacity = -(-capacity // page_size) * page_size
     lengths = [bound] * batch if host else [d.length(bound) for _ in range(batch)]
-    extra = modifiers(d, of, batch, decode=True)
+    extra = modifiers(d, of, batch, own_sinks=True)
     cache = Cache(d, of, lengths, capacity, page_size, kind, granularity)
     if d.chance(0.2):
         cache.lay(d)
@@ -387,11 +413,13 @@ def decode(d: Draw) -> Drawn:
         kwargs["return_lse"] = True
     if d.chance(0.1):
         kwargs["early_kv"] = True
+    if in_8_bits:
+        kwargs["out_scale"] = out_scale_of(d)
     writes: tuple[str, ...] = ()
     checks = []
     if with_out:
         whole = torch.full((batch, tokens + 1, of.heads, of.dim_v + 8), 7.0, device=d.device)
-        whole = whole.to(dtype)
+        whole = whole.to(E4M3 if in_8_bits else dtype)
         kwargs["out"] = whole[:, :tokens, :, : of.dim_v]
         writes = ("out",)
 
@@ -401,12 +429,12 @@ def decode(d: Draw) -> Drawn:
                 raise Wrong("out: expected the result in the tensor that was given")
             rest = whole.clone()
             rest[:, :tokens, :, : of.dim_v] = 7.0
-            if not (rest == 7.0).all():
+            if not same_bits(rest, torch.full_like(rest, 7.0)):
                 raise Wrong("out: something beside it was written")
 
         checks.append(beside)
     gradients: tuple[str, ...] = ()
-    if d.chance(0.05) and not with_out and kind is None:
+    if d.chance(0.05) and not with_out and kind is None and not in_8_bits:
         gradients = ("q",)
         kwargs["q"].requires_grad_()
 
@@ -419,6 +447,7 @@ def decode(d: Draw) -> Drawn:
                 slopes_of(x, b),
                 x.get("sink_logits"),
                 cache.v_scales(b),
+                extra.sinks_of(b),
             )
             for b in range(batch)
         ]
@@ -430,6 +459,7 @@ def decode(d: Draw) -> Drawn:
         stacked,
         dtype,
         return_lse=lse,
+        out_scale=kwargs.get("out_scale"),
         gradients=gradients,
         seed=d.index,
         checks=checks,
@@ -444,6 +474,7 @@ def paged(d: Draw) -> Drawn:
     page_size = page_size_of(d) or 16
     kind, granularity, products, of_q = codec(d, GRANULARITIES, 0.3)
     lse, grad_drawn = v.random() < 0.5, v.random() < 0.1
+    in_8_bits, ranged = v.random() < IN_8_BITS, v.random() < RANGED
     of_q = of_q if of_q != "sequence" else "head"
     of = shape(d, TYPES)
     batch = d.rng.randint(1, d.sizes.batch)
@@ -452,7 +483,7 @@ def paged(d: Draw) -> Drawn:
     queries = [d.rng.choice((min(1, most_q), d.length(most_q))) for _ in keys]
     capacity = -(-max(1, *keys) // page_size) * page_size
     starts = bounds(queries)
-    extra = modifiers(d, of, batch)
+    extra = modifiers(d, of, batch, own_sinks=True)
     cache = Cache(d, of, keys, capacity, page_size, kind, granularity)
     if d.chance(0.2):
         cache.lay(d)
@@ -474,10 +505,13 @@ def paged(d: Draw) -> Drawn:
         "page_table": cache.table,
         "cache_seqlens": d.index_of(keys),
     }
+    ranges = with_ranges(d, ranged, keys, kwargs)
     if lse:
         kwargs["return_lse"] = True
     gradients: tuple[str, ...] = ()
-    if grad_drawn and kind is None:
+    if in_8_bits:
+        kwargs["out_scale"] = out_scale_of(d)
+    elif grad_drawn and kind is None:
         gradients = ("q",)
         kwargs["q"].requires_grad_()
 
@@ -490,6 +524,8 @@ def paged(d: Draw) -> Drawn:
                 slopes_of(x, b),
                 x.get("sink_logits"),
                 cache.v_scales(b),
+                extra.sinks_of(b),
+                ranges[b],
             )
             for b in range(batch)
         ]
@@ -501,6 +537,7 @@ def paged(d: Draw) -> Drawn:
         packed(starts[-1], starts[:-1]),
         dtype,
         return_lse=lse,
+        out_scale=kwargs.get("out_scale"),
         gradients=gradients,
         seed=d.index,
     )

@@ -138,19 +138,29 @@ def shape(d: Draw, dtypes: Sequence[torch.dtype] | None = None) -> Shape:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Arguments that all functions of attention have, and what they ask for."""
+    """Arguments that all functions of attention have, and what they ask for.
+
+    own_sinks   sink tokens of each sequence; none: as many for all
+    """
 
     asked: Asked
     kwargs: dict[str, Any]
+    own_sinks: tuple[int, ...] = ()
+
+    def sinks_of(self, sequence: int) -> int | None:
+        return self.own_sinks[sequence] if self.own_sinks else None
 
 
+SINKS = (-3, 2**31 - 1)  # of a sequence, none and all
 MASKS = ("full", "causal", "causal", "window", "both", "right", "sink_tokens", "chunk")
 
 
-def modifiers(d: Draw, of: Shape, batch: int, *, decode: bool = False) -> Modifiers:
-    """The mask, the scores and the sink. ALiBi slopes may be of sequences."""
+def modifiers(d: Draw, of: Shape, batch: int, *, own_sinks: bool = False) -> Modifiers:
+    """The mask, the scores and the sink. ALiBi slopes may be of sequences; with `own_sinks` so may
+    sink tokens."""
     v, r = d.variant, d.rng
     kind = v.choice(MASKS)
+    of_each = own_sinks and v.random() < (0.5 if kind in ("sink_tokens", "chunk") else 0.1)
     softcap, alibi, sink, scaled = (v.random() < p for p in (0.2, 0.2, 0.25, 0.2))
     of_sequences, default_causal = v.random() < 0.5, v.random() < 0.5
     left = r.choice((0, r.randint(0, 20), r.randint(0, 300)))
@@ -167,6 +177,12 @@ def modifiers(d: Draw, of: Shape, batch: int, *, decode: bool = False) -> Modifi
         kwargs["window_size"] = window
     if tokens or d.chance(0.1):
         kwargs["sink_tokens"] = tokens
+    own: tuple[int, ...] = ()
+    if of_each:
+        own = tuple(r.choice((0, tokens, *SINKS, r.randint(1, 60))) for _ in range(batch))
+        kwargs["sink_tokens"] = d.index_of(own)
+        if d.chance(0.4):
+            kwargs["max_sink_tokens"] = max(0, *own, 0) + r.choice((0, r.randint(1, 9)))
     if chunk or d.chance(0.1):
         kwargs["attention_chunk"] = chunk
     scale = None
@@ -181,12 +197,30 @@ def modifiers(d: Draw, of: Shape, batch: int, *, decode: bool = False) -> Modifi
         logits = d.randn(of.heads) * r.choice((1.0, 2.0, 8.0))
         kwargs["sink_logits"] = logits.to(r.choice((torch.float32, of.dtype)))
     asked = Asked(causal, window, tokens, chunk, scale, float(kwargs.get("softcap", 0.0)))
-    return Modifiers(asked, kwargs)
+    return Modifiers(asked, kwargs, own)
 
 
 def slopes_of(kwargs: dict[str, Any], sequence: int) -> Tensor | None:
     slopes = kwargs.get("alibi_slopes")
     return slopes if slopes is None or slopes.dim() == 1 else slopes[sequence]
+
+
+def ranges_of(d: Draw, keys: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    """For each sequence as many ranges of keys, in any order, which may be empty, overlap, begin
+    before the first key and go on past the last."""
+    number = d.rng.randint(0, 3)
+
+    def one(n: int) -> tuple[int, int]:
+        edges = d.rng.randint(-2, n + 3), d.rng.randint(0, n + 3)
+        return d.rng.choice((edges, (min(edges), max(edges)), (0, 1 << 30), (0, 0)))
+
+    return [tuple(one(n) for _ in range(number)) for n in keys]
+
+
+def out_scale_of(d: Draw) -> Tensor:
+    """By which the largest results are past the range, or none."""
+    scale = d.rand(1) * d.rng.choice((0.002, 0.05)) + 0.001
+    return scale.reshape(()) if d.chance(0.3) else scale
 
 
 # Memory

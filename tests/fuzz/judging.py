@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.oracle import DRAWS, Asked, Sequence, Wrong, attend, expect_close, expect_lse
+from fuzz.oracle import (
+    DRAWS,
+    LARGEST,
+    Asked,
+    Sequence,
+    Wrong,
+    attend,
+    expect_close,
+    expect_lse,
+    in_e4m3,
+    numbers,
+)
 
+E4M3 = torch.float8_e4m3fn
 Leaves = dict[str, Tensor]
 Parts = list[tuple[Tensor, Tensor]]  # out [L_q, H, D_v] and lse [H, L_q] of each sequence
 
@@ -50,6 +62,7 @@ class Question:
     with_sink the LSE of the call includes the sink, and is its logit in a row that sees no key
     no_key    the LSE of a row that sees no key
     rounds_q  q is rounded once more before it is multiplied, which the LSE shows
+    out_scale of an output in e4m3, or None
     """
 
     asked: Asked
@@ -61,6 +74,7 @@ class Question:
     with_sink: bool = False
     no_key: float = float("-inf")
     rounds_q: bool = False
+    out_scale: Tensor | None = None
     gradients: tuple[str, ...] = ()
     seed: int = 0
     empty: tuple[Tensor, Tensor] | None = None  # the result where there are no sequences
@@ -101,9 +115,17 @@ class Question:
             raise Wrong(f"out: expected a tensor, got {type(out)}")
         ref, ref_lse, ref_leaves = self.run(torch.float64)
         runs = [self.run(self.dtype, draw) for draw in range(DRAWS)]
-        if out.dtype != self.dtype:
-            raise Wrong(f"out: expected {self.dtype}, got {out.dtype}")
-        expect_close("out", out, ref, [x for x, _, _ in runs])
+        stored = self.dtype if self.out_scale is None else E4M3
+        if out.dtype != stored:
+            raise Wrong(f"out: expected {stored}, got {out.dtype}")
+        outs = [x for x, _, _ in runs]
+        if self.out_scale is None:
+            expect_close("out", out, ref, outs)
+        else:
+            scale = self.out_scale
+            most = LARGEST[E4M3] * scale.double().reshape(())
+            outs = [in_e4m3(x, scale) for x in outs]
+            expect_close("out", numbers(out, scale), ref.clamp(-most, most), outs)
         if self.return_lse:
             if lse is None or lse.dtype != torch.float32 and self.dtype != torch.float64:
                 raise Wrong(f"lse: expected float32, got {None if lse is None else lse.dtype}")

@@ -46,7 +46,11 @@ class Asked:
 
 @dataclass
 class Sequence:
-    """Tensors of one sequence; slopes and sink are [H], the scale of values [L_k, H_kv] or None."""
+    """Tensors of one sequence; slopes and sink are [H], the scale of values [L_k, H_kv] or None.
+
+    sink_tokens  in the place of those that are asked for of all
+    ranges       (first, end) of keys that see each other, whatever is asked for
+    """
 
     q: Tensor
     k: Tensor
@@ -54,10 +58,19 @@ class Sequence:
     slopes: Tensor | None = None
     sink: Tensor | None = None
     v_scale: Tensor | None = None
+    sink_tokens: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
 
 
-def visible(asked: Asked, seqlen_q: int, seqlen_k: int, device: Any) -> Tensor:
-    """[L_q, L_k] booleans."""
+def visible(
+    asked: Asked,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: Any,
+    sink_tokens: int | None = None,
+    ranges: tuple[tuple[int, int], ...] = (),
+) -> Tensor:
+    """[L_q, L_k] booleans; sink_tokens and ranges of the sequence."""
     pos = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     key = torch.arange(seqlen_k, device=device)[None]
     left, right = asked.window
@@ -74,7 +87,10 @@ def visible(asked: Asked, seqlen_q: int, seqlen_k: int, device: Any) -> Tensor:
         first = number * asked.chunk
         seen &= key < first + asked.chunk
         near &= key >= first
-    return seen & (near | (key < asked.sink_tokens))
+    seen &= near | (key < (asked.sink_tokens if sink_tokens is None else sink_tokens))
+    for first, end in ranges:
+        seen |= (pos >= max(first, 0)) & (pos < end) & (key >= first) & (key < end)
+    return seen
 
 
 def attend(x: Sequence, asked: Asked, dtype: torch.dtype, draw: int = 0) -> tuple[Tensor, Tensor]:
@@ -113,7 +129,7 @@ def attend(x: Sequence, asked: Asked, dtype: torch.dtype, draw: int = 0) -> tupl
         pos = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
         distance = (pos - torch.arange(seqlen_k, device=q.device)).abs()
         s = s - x.slopes.to(stat)[:, None, None] * distance
-    seen = visible(asked, seqlen_q, seqlen_k, q.device)
+    seen = visible(asked, seqlen_q, seqlen_k, q.device, x.sink_tokens, x.ranges)
     sees_any = seen.any(-1)  # [L_q]
     s = s.masked_fill(~seen, float("-inf"))
     finite = torch.where(sees_any[None, :, None], s, 0.0)  # rows that see nothing: cleared below
@@ -153,6 +169,16 @@ def to_stored(x: Tensor, scale: Tensor, stored: torch.dtype | None) -> Tensor:
     y = (x / scale).clamp(-LARGEST[stored], LARGEST[stored])
     y = y.round() if stored == torch.int8 else y.to(torch.float32).to(stored)
     return y.to(scale.dtype) * scale
+
+
+def numbers(out: Tensor, scale: Tensor) -> Tensor:
+    """What an output in e4m3 with a scale stands for."""
+    return out.float() * scale.float().reshape(())
+
+
+def in_e4m3(out: Tensor, scale: Tensor) -> Tensor:
+    """Rounded to what such an output can stand for."""
+    return to_stored(out.float(), scale.float().reshape(()), torch.float8_e4m3fn)
 
 
 def rounded_rows(q: Tensor, stored: torch.dtype | None) -> Tensor:

@@ -149,7 +149,7 @@ def test_gradient_of_sink_logits_by_row_tiles(kind: Any) -> None:
     (wanted,) = torch.autograd.grad(expected(problem, call)[0].sum(), call["sink_logits"])
     rounded = (out * (1 + 0.1 * torch.randn(out.shape))).to(out.dtype)
     given = rounded, lse, torch.ones_like(out)
-    stats = statistics(problem, bind(problem, call), *given, None, False, sink_columns=7).stats
+    stats = statistics(problem, bind(problem, call), *given, None, False, sink_columns=7)
     assert stats.sink is None and stats.sink_sums.shape[0] == 6
     rows = stats.sink_sums[:, :-7].sum(1)
     total, delta = stats.total.squeeze(3), stats.delta.squeeze(3)  # [sequences, 6, tokens]
@@ -191,7 +191,7 @@ def test_all_of_dsink_by_row_tiles_beside_a_gradient_of_the_lse(of_lse: bool, ki
         rounded = [torch.autograd.grad(x.sum(), call["sink_logits"])[0] for x in working]
         worst = max(rounded, key=lambda x: (x - wanted).abs().max())
         given = out, lse, torch.ones_like(out), torch.ones_like(lse) if of_lse else None
-        stats = statistics(problem, bind(problem, call), *given, False, sink_columns=7).stats
+        stats = statistics(problem, bind(problem, call), *given, False, sink_columns=7)
         found = stats.sink_sums[:, :-7].double().sum(1)
         weight, delta = stats.weight.squeeze(3).double(), stats.delta.squeeze(3).double()
         # the sums of ds, as a kernel makes them

@@ -24,10 +24,14 @@ from splitkv.core.kv import Contiguous, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import HopperBackward
-from splitkv.kernels.backward import launcher as any_backward
-from splitkv.kernels.backward.records import GradientTensors, Stats
-from splitkv.kernels.hopper.backward import launcher as backward
-from splitkv.kernels.hopper.backward.launcher import lane_tiling
+from splitkv.kernels.backward.records import Saved
+from splitkv.kernels.hopper.backward.launcher import HopperBackwardLauncher
+from splitkv.kernels.hopper.backward.launches import (
+    GradientCall,
+    lane_tiling,
+    launches_of,
+    sizes_of,
+)
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.limits import hopper_backward as limits
 from splitkv.kernels.limits.hopper_backward import shared_bytes
@@ -114,38 +118,22 @@ def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, l
     """The kernels of a backward after `backward_rows`, by name and in order of their launch."""
     x = operands_of(problem, row_gap)
     variant = variant_of(problem, number)
-    run = backward.HopperBackwardLauncher(problem, H200, variant)
-    owners = {
-        "hopper_backward": backward,
-        "hopper_backward_round": backward,
-        "hopper_backward_queries": backward,
-        "backward_sum": any_backward,
-    }
-    recorders = {n: Recorder(getattr(owner, n), listens=True) for n, owner in owners.items()}
-    rows = Layout(torch.Size([3 * 4096 * problem.num_heads]), torch.float32)
-    sinks = Layout(torch.Size([problem.num_heads, 1 << 20]), torch.float32)
-    weight = rows if problem.sink_logits else None
-    stats = Stats(rows, rows, None, None, weight, sinks if weight else None)
-    tensors = GradientTensors(x.q, x.k, x.v, x.out, x.q, x.k, x.v)
-    patches = [mock.patch.object(driver, "_active", AnyGPU(90))]
-    patches += [mock.patch.object(owners[n], n, recorder) for n, recorder in recorders.items()]
-    for patch in patches:
-        patch.start()
-    try:
-        if variant.dq == "recomputed":
-            run.launch_keys(x, stats, tensors, backward.DqSums(None, None, None))
-            run.launch_queries(x, stats, tensors)
-        else:
-            shape = run.sums_shape(x)
-            sums = Layout(torch.Size((*shape, variant.tile_m * problem.head_dim)), torch.float32)
-            turns = Layout(torch.Size(shape), torch.int32) if problem.deterministic else None
-            dq_sums = backward.DqSums(sums, sums, turns)
-            run.launch_keys(x, stats, tensors, dq_sums)
-            run.launch_round(x, dq_sums, x.q)
-    finally:
-        for patch in patches:
-            patch.stop()
-    made = {name: recorder.compiled for name, recorder in recorders.items() if recorder.compiled}
+    run = HopperBackwardLauncher(problem, H200, variant)
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k
+    lse = Layout(torch.Size([*x.q.shape[:-3], problem.num_heads, x.q.shape[-3]]), torch.float32)
+    saved = Saved(x.q, x.k, x.v, x.sink_logits, None, *lengths, None, x.out, lse)
+    call = GradientCall(saved, x.out, None, x)
+    sizes = sizes_of(run, call)
+    tensors = call.given | {"dq": x.q, "dk": x.k, "dv": x.v, "dsink": x.sink_logits}
+    for name, (_, numel) in sizes.workspace.places.items():
+        dtype = torch.int32 if name == "turns" else torch.float32
+        tensors[name] = Layout(torch.Size([numel]), dtype)
+    made: dict[str, list[Any]] = {}
+    with mock.patch.object(driver, "_active", AnyGPU(90)):
+        for launch in launches_of(run, call, sizes)[1:]:
+            recorder = Recorder(launch.kernel, listens=True)
+            launch._replace(kernel=recorder).through_triton(tensors)
+            made[launch.kernel.__name__] = recorder.compiled
     for kernel in made["hopper_backward"]:
         assert kernel.metadata.shared <= shared_bytes(problem, variant)
     return made
@@ -183,10 +171,11 @@ def held_to_everything(values: cases.Values) -> None:
     narrow = problem.head_dim <= 128
     assert turns == (problem.deterministic and problem.mask == Mask() and narrow)
     apart = problem.deterministic and not turns
-    makes_dq = "hopper_backward_queries" if apart else "hopper_backward_round"
+    makes_dq = "hopper_backward_queries" if apart else "hopper_backward_finish"
     assert apart == (variant.dq == "recomputed")
     split = variant.row_splits.splits > 1
-    names = {"hopper_backward", makes_dq} | ({"backward_sum"} if split else set())
+    left = split or problem.sink_logits
+    names = {"hopper_backward", makes_dq} | ({"backward_finish"} if apart and left else set())
     assert made.keys() == names
     assert len(made["hopper_backward"]) == 1
     for name, kernels in made.items():

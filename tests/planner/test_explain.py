@@ -8,6 +8,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -201,15 +202,19 @@ def test_as_dict_is_json_and_holds_every_fact() -> None:
     [
         ({"out_scale": True}, "out_scale: expected None, as TMA stores the working type"),
         ({"bidirectional_ranges": True}, "bidirectional_ranges: expected None"),
+        (
+            {"sequence_sink_tokens": True, "mask": Mask(True, 99, -1, 4)},
+            "sink_tokens: expected one number, got one a sequence",
+        ),
     ],
-    ids=["out_scale", "bidirectional_ranges"],
+    ids=["out_scale", "bidirectional_ranges", "sink_tokens"],
 )
-def test_what_kernels_for_hopper_leave_to_others(changes: dict[str, bool], reason: str) -> None:
+def test_what_kernels_for_hopper_leave_to_others(changes: dict[str, Any], reason: str) -> None:
     """The plan says why, and the problem what it is."""
     packed = Problem("varlen", 2, 8, 2, 128, 128, 300, 700, mask=Mask(True), lengths="device")
     packed = replace(packed, place=Ragged())
     problem = replace(packed, **changes)
-    (name,) = changes
+    name = next(iter(changes))
     for gpu in ("a100", "h200", "b200"):
         made = registry.make_plan(problem, GPUS[gpu])
         assert made.kernel == "prefill" and Plan.from_dict(made.as_dict()) == made

@@ -12,9 +12,9 @@ import pytest
 from compiling import layouts_in_8_bits
 
 from splitkv.core.device import CPU, GPUS
-from splitkv.core.kv import Codec
-from splitkv.core.masks import Mask
-from splitkv.core.plan import Kernel, Plan
+from splitkv.core.kv import Codec, Ragged
+from splitkv.core.masks import FAR, Mask
+from splitkv.core.plan import SCHEDULED, Kernel, Plan
 from splitkv.core.problem import Problem
 from splitkv.flash_attn import scheduler
 from splitkv.kernels import prefill
@@ -156,6 +156,44 @@ def test_programs_that_share_a_batch(kernel: str) -> None:
     said = "schedule: expected 'even' or 'fixed', got 'batch'"
     refused(said, ON_HOST, kernel, schedule="batch", programs=9)
     refused("programs: expected 0, got 9", DECODE, kernel, programs=9)
+
+
+OWN_SINKS = replace(DECODE, batch=64, mask=Mask(True, 500, -1, FAR), sequence_sink_tokens=True)
+
+
+@pytest.mark.parametrize("kernel", ["decode_split", HOPPER])
+@pytest.mark.parametrize("schedule", ["batch", *SCHEDULED])
+def test_what_shares_a_batch_has_one_number_of_sink_tokens(kernel: str, schedule: Any) -> None:
+    said = f"schedule: expected 'even' or 'fixed', got '{schedule}'"
+    refused(said, OWN_SINKS, kernel, schedule=schedule, programs=132)
+    alike = replace(OWN_SINKS, sequence_sink_tokens=False)
+    fit_plan(plan_of(alike, kernel, schedule=schedule, programs=132), alike, H200)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_policies_share_no_batch_out_beside_sink_tokens_of_each_sequence(
+    gpu: str, policy: str
+) -> None:
+    device, bounds = GPUS[gpu], (4, 700, FAR)
+    for bound, batch, seqlen_k in product(bounds, (2, 64), (512, 1 << 17)):
+        mask = replace(OWN_SINKS.mask, sink_tokens=bound)
+        problem = replace(OWN_SINKS, mask=mask, batch=batch, seqlen_k=seqlen_k)
+        made = make_plan(problem, device, policy=policy)
+        assert made.config.schedule in ("even", "fixed")
+        assert fit_plan(made, problem, device) == made
+
+
+def test_a_plan_is_for_one_number_of_sink_tokens_or_for_one_of_each_sequence() -> None:
+    plan = make_plan(OWN_SINKS, H200)
+    alike = replace(OWN_SINKS, sequence_sink_tokens=False)
+    for made, problem in ((plan, alike), (make_plan(alike, H200), OWN_SINKS)):
+        with pytest.raises(ValueError, match="^plan: expected one for "):
+            fit_plan(made, problem, H200)
+    # of whole sequences that the window reaches across, neither matters
+    varlen = replace(OWN_SINKS, kind="varlen", place=Ragged(), seqlen_q=900, seqlen_k=900)
+    short = replace(varlen, seqlen_k=400, mask=Mask(True), sequence_sink_tokens=False)
+    assert fit_plan(make_plan(varlen, H200), short, H200).problem == short
 
 
 @pytest.mark.parametrize("schedule", ["even", "batch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +11,7 @@ import cases
 import pytest
 import torch
 import training
+from fake_gpu import functions_called
 
 from splitkv.core.device import CPU, GPUS
 from splitkv.core.errors import UnsupportedProblem
@@ -23,8 +25,9 @@ from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.limits import decode_split
 from splitkv.kernels.limits import hopper_decode_split as hopper_decode_split_limits
 from splitkv.kernels.limits.hopper_decode_split import CLUSTERS
+from splitkv.planner import registry
 from splitkv.planner.policies import fixed
-from splitkv.planner.policies.shared import WHOLE_SEQUENCES
+from splitkv.planner.policies.shared import WHOLE_SEQUENCES, all_configs
 from splitkv.planner.registry import (
     DEFAULT,
     KERNELS,
@@ -36,6 +39,7 @@ from splitkv.planner.registry import (
 )
 
 H200 = GPUS["h200"]
+MOST_CALLS = 9500  # functions that Python calls for a plan, C functions counted
 DEVICES = {**GPUS, "cpu": CPU}
 DECODE = Problem("decode", 2, 8, 2, 64, 64, 1, 130, mask=Mask(causal=True), lengths="device")
 UNSPLIT = ("torch_sdpa", "torch_math")  # kernels with a single config
@@ -114,8 +118,9 @@ DECODE_SCHEDULES = ("even", "batch", "fixed", *SCHEDULED)
 
 @every_kernel
 def test_a_kernel_has_every_schedule_or_says_which(kernel: Kernel) -> None:
-    assert set(kernel.schedules) <= {"even", "batch", "fixed", *SCHEDULED}
+    assert set(kernel.schedules) <= {"even", "batch", "fixed", *SCHEDULED, "items"}
     splits = dict.fromkeys(WHOLE_SEQUENCES, ("even", "fixed"))
+    splits["hopper_prefill"] = ("even", "fixed", "items")
     splits |= dict.fromkeys(("hopper_decode_split", "decode_split"), DECODE_SCHEDULES)
     assert kernel.schedules == splits.get(kernel.name, ("even",))
 
@@ -370,6 +375,17 @@ def test_all_limits_are_said_at_once_in_order() -> None:
         *("kind", "device", "dtype", "head_dim", "head_dim_v", "seqlen_q"),
         *("batch", "KV", "dropout_p:", "gradient:"),
     ]
+
+
+def test_a_new_plan_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, as times depend on the machine: of a cache with one sequence, where several kernels
+    and many numbers of splits are weighed."""
+    monkeypatch.setattr(registry, "_choices", {})
+    problem = Problem("decode", 1, 32, 8, 128, 128, 1, 1000, mask=Mask(causal=True))
+    made = partial(make_plan, problem, GPUS["h100"])
+    all_configs.cache_clear()
+    first, again = functions_called(made), functions_called(made)
+    assert again < first // 5 and first <= MOST_CALLS
 
 
 def test_the_plan_keeps_the_reasons_against_each_kernel() -> None:

@@ -26,6 +26,7 @@ LAYERS = (
     "planner.legality planner.explanation testing",
     "runtime.autocast runtime.call_cache",
     "runtime.growing_call",
+    "runtime.growing_gradients",
     "runtime.dispatch",
     "runtime.schedule",
     "runtime.arguments",

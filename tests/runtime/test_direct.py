@@ -194,8 +194,7 @@ def test_what_is_not_known_goes_through_triton(launcher: Callable[[Any], Any]) -
     function = CFunction()
     compiled = compiled_with(launcher(function))
     assert relaunch.bind(compiled, GRID, (1, 2)) is None
-    maps: Any = {}
-    assert relaunch.bind_to_maps(compiled, GRID, (1, 2), maps, maps) is None
+    assert relaunch.bind_to_maps(compiled, GRID) is None
     assert function.calls == []
 
 
@@ -303,8 +302,9 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
         for i in range(2)
     ]
     by_hand = relaunch.bind(compiled, GRID, (64,))
-    bound = relaunch.bind_to_maps(compiled, GRID, (64,), *maps)
-    assert by_hand is not None and bound is not None
+    launch_with = relaunch.bind_to_maps(compiled, GRID)
+    assert by_hand is not None and launch_with is not None
+    bound = launch_with((64,), *maps)
     by_hand(3, 0x10, *maps[0][0x20], *maps[1][0x30], None, "lens")
     bound(3, 0x10, (0x20, 0x30, None), "lens")
     last = function.calls[1][-1]
@@ -325,12 +325,17 @@ def test_a_launch_with_descriptors_first(
         for i in range(2)
     ]
     compiled = compiled_with(launcher(function), [META, META])
-    bound = relaunch.bind_to_descriptors(compiled, GRID, (64,), [maps[0], None, maps[1]])
-    assert bound is not None
+    launch_at = relaunch.bind_to_descriptors(compiled)
+    assert launch_at is not None
+    none = relaunch.NO_MAPS
+    operand_maps = relaunch.OperandMaps(maps[0], none, maps[1], none, none, maps[0])
+    bound = launch_at(GRID, (64,), operand_maps)
     for _ in range(2):
         memory = relaunch.LaunchMemory((0x40, 0x41), None, 0x42, (0x43, None))
-        bound(3, (0x20, 0x20, 0x30), memory, (0x50, None), (None, 0x60), 0.5)
-    of_maps = "map 1", 512, 128, 128, 1, None, "map 2", 256, 128, 128, 1
+        addresses = relaunch.OperandAddresses(0x20, 0x30, 0x30, 0x20)
+        bound(3, addresses, memory, (0x50, None), (None, 0x60), 0.5)
+    q, k = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
+    of_maps = *q, None, *k, None, None, *q
     given = (*of_maps, (0x40, 0x41), None, 0x42, (0x43, None), 0x50, (None, 0x60), 0.5)
     for call in function.calls:
         last = call[-1]
@@ -338,7 +343,7 @@ def test_a_launch_with_descriptors_first(
         assert call[:4] == (*GRID, 3) and args == (*given, 64)
     assert len(filled) == 2
     instrumented = compiled_with(Instrumented(function), [META])
-    assert relaunch.bind_to_descriptors(instrumented, GRID, (64,), maps) is None
+    assert relaunch.bind_to_descriptors(instrumented) is None
 
 
 # --- a call again ------------------------------------------------------------------------------
@@ -427,7 +432,7 @@ def test_a_call_again(gpu: SimpleNamespace, names: tuple[str, ...], merged: bool
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr(), None
     assert split[:5] == (STREAM, q, (k, v, table), lens, final)
-    assert split[6:9] == ((sink, slopes, None), None, None)
+    assert split[6:9] == ((sink, slopes, None, None), None, None)
     assert split[9] == pytest.approx(0.5 / torch.log(torch.tensor(2.0)).item())
     assert split[10] is None
     if not merged:
@@ -453,7 +458,7 @@ def test_a_call_again_with_scales(gpu: SimpleNamespace, a_key: bool, quantised_q
     given |= {"q_scale": torch.ones(4, 4)} if quantised_q else {}
     repeat_of(launched, key_scales=a_key).call(*given.values(), 0.5, 0.0)
     row, head_scales, key_scales = launched.calls[0][6:9]
-    assert row == (None, None, at(given["q_scale"]))
+    assert row == (None, None, at(given["q_scale"]), None)
     assert (key_scales if a_key else head_scales) == (at(given["k_scale"]), at(given["v_scale"]))
     assert (head_scales if a_key else key_scales) is None
 
@@ -468,6 +473,16 @@ def test_a_call_again_with_a_scale_of_the_output(gpu: SimpleNamespace, merged: b
     assert split[4] == final and [merge[2] for merge in merges] == [final] * merged
     odd = torch.ones(8)[1:2]
     assert repeat.call(*tensors().values(), 0.5, 0.0, out_scale=odd) is None
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_call_again_with_sink_tokens_of_each_sequence(gpu: SimpleNamespace, merged: bool) -> None:
+    launched, numbers = Launched(), torch.zeros(2, dtype=torch.int32)
+    repeat = repeat_of(launched, merged=merged)
+    repeat.call(*tensors().values(), 0.5, 0.0, sequence_sink_tokens=numbers)
+    assert launched.calls[0][6] == (None, None, None, numbers.data_ptr())
+    odd = torch.zeros(8, dtype=torch.int32)[1:3]
+    assert repeat.call(*tensors().values(), 0.5, 0.0, sequence_sink_tokens=odd) is None
 
 
 def test_a_call_again_without_lse(gpu: SimpleNamespace) -> None:
@@ -546,7 +561,7 @@ def test_a_call_of_sequences_again(
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr(), None
     stream, maps, memory, *rest = split
-    assert (stream, maps, memory.final) == (STREAM, (q, q, k, k, v, final[0]), final)
+    assert (stream, maps, memory.final) == (STREAM, (q, k, v, final[0]), final)
     assert memory.lengths == tuple(others[:4])
     assert rest == [tuple(others[4:6]), tuple(others[6:]), 0.5, None]
     if merge is None:

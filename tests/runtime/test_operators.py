@@ -16,10 +16,12 @@ from torch.library import opcheck
 from training import paged
 
 import splitkv
+from splitkv.core.masks import FAR
 from splitkv.kernels import torch_math, torch_sdpa
 from splitkv.reference import WORKING
 from splitkv.runtime.autograd import attention_op
 from splitkv.runtime.decode import decode_op
+from splitkv.runtime.dispatch import apart
 from splitkv.testing import Call, Codec, Mask, Paged, Problem, Ragged, Score, make_operands
 
 DECODE = Problem("decode", 2, 8, 2, 32, 32, 2, 24, "float32", mask=Mask(True), lengths="device")
@@ -35,6 +37,7 @@ DECODE_PROBLEMS = {
     "everything": replace(
         DECODE, mask=WINDOW, score=EVERY_SCORE, sink_logits=True, return_lse=True, head_dim_v=16
     ),
+    "own_sinks": replace(DECODE, mask=WINDOW, sequence_sink_tokens=True),
     "paged": replace(DECODE, place=Paged(5), dtype="bfloat16", return_lse=True),
     "int8": replace(DECODE, place=Paged(8), codec=Codec("int8", "token"), dtype="float16"),
     "fp8": replace(DECODE, codec=Codec("fp8", "head"), dtype="bfloat16"),
@@ -47,6 +50,7 @@ ATTENTION_PROBLEMS = {
     "everything": replace(
         DENSE, mask=WINDOW, score=EVERY_SCORE, sink_logits=True, return_lse=True, head_dim_v=24
     ),
+    "own_sinks": replace(DENSE, mask=replace(WINDOW, sink_tokens=FAR), sequence_sink_tokens=True),
     "sink_logits": replace(DENSE, sink_logits=True),
     "bf16": replace(DENSE, dtype="bfloat16", sink_logits=True),
     "int8": replace(DENSE, codec=Codec("int8", "token"), products="half", return_lse=True),
@@ -69,7 +73,7 @@ def decode_arguments(call: Call) -> tuple[Any, ...]:
     """A call of `decode` as the arguments of the operator."""
     defaults = {"cache_seqlens": None, "page_table": None, "q_scale": None, "num_splits": 0}
     defaults |= {"early_kv": False, "schedule": None, "out_scale": None}
-    given = {**defaults, "plan": "", **call}
+    given = apart({**defaults, "max_sink_tokens": None, "plan": "", **call})
     given["window_left"], given["window_right"] = given["window_size"]
     return tuple(given[argument.name] for argument in decode_op._opoverload._schema.arguments)
 
@@ -77,7 +81,8 @@ def decode_arguments(call: Call) -> tuple[Any, ...]:
 def attention_arguments(call: Call, **changes: Any) -> tuple[Any, ...]:
     """A call of `attention` or `attention_varlen` as the arguments of the operator."""
     schema = attention_op._opoverload._schema
-    given = {**dict.fromkeys(a.name for a in schema.arguments), "plan": "", **call, **changes}
+    names = dict.fromkeys(a.name for a in schema.arguments)
+    given = {**names, "plan": "", **apart(call), **changes}
     given["window_left"], given["window_right"] = given["window_size"]
     return tuple(given[argument.name] for argument in schema.arguments)
 
@@ -312,7 +317,12 @@ class Subclass(Tensor):
 @pytest.mark.parametrize("problem", [DECODE, DENSE], ids=["decode", "dense"])
 @pytest.mark.parametrize(
     "far",
-    [{"window_size": (PAST, PAST)}, {"sink_tokens": PAST}, {"attention_chunk": PAST}],
+    [
+        {"window_size": (PAST, PAST)},
+        {"sink_tokens": PAST},
+        {"attention_chunk": PAST},
+        {"sink_tokens": torch.tensor([1, 4], dtype=torch.int32), "max_sink_tokens": PAST},
+    ],
     ids=str,
 )
 def test_edges_past_64_bits_are_as_good_as_all_keys(problem: Problem, far: dict[str, Any]) -> None:

@@ -195,11 +195,8 @@ def test_threads_that_parse_at_once() -> None:
 def test_maps_of_addresses_are_bounded_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch, "MAX_MAPS", 7)
     monkeypatch.setattr(relaunch, "_made", [])
-    made = relaunch.TensorMaps.__new__(relaunch.TensorMaps)
-    made.tile, made.layout = (0, 2, 1, [1]), ((8,), (1,))
-    fill = type("U", (), {"fill_tma_descriptor": staticmethod(lambda at, *rest: ("map", at))})
-    active = type("D", (), {"utils": fill})
-    monkeypatch.setattr("triton.runtime.driver._active", active)
+    tile = relaunch.Tile(lambda at, *rest: ("map", at), (0, 2, 1, [1]))
+    made = relaunch.TensorMaps(tile, (8,), (1,))
 
     def look(r: random.Random) -> None:
         for _ in range(20):

@@ -52,8 +52,7 @@ MOST = {
     "append_kv": 2,
     "backward_rows": 3,
     "hopper_backward": 4,
-    "hopper_backward_round": 2,
-    "backward_sum": 2,
+    "hopper_backward_finish": 4,
 }
 
 

@@ -80,6 +80,10 @@ class Layout:
     def dim(self) -> int:
         return len(self.shape)
 
+    def is_contiguous(self) -> bool:
+        """Asked for the strides of a gradient, which are to be these, gaps and all."""
+        return True
+
     def element_size(self) -> int:
         return self.dtype.itemsize
 
@@ -307,6 +311,7 @@ def layouts(problem: Problem, row_gap: int = 0, address: int = ADDRESS) -> Opera
         out=Layout((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), getattr(torch, p.out_dtype)),
         page_table=table,
         cache_seqlens=Layout((p.batch,), torch.int32) if p.lengths == "device" else None,
+        sequence_sink_tokens=Layout((p.batch,), torch.int32) if p.sequence_sink_tokens else None,
         sink_logits=Layout((p.num_heads,), dtype) if p.sink_logits else None,
         alibi_slopes=Layout((p.num_heads,), torch.float32) if p.score.alibi else None,
         q_scale=q_scale,

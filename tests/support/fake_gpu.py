@@ -25,6 +25,7 @@ from triton.runtime.driver import driver
 
 from splitkv import api
 from splitkv.core.device import Device
+from splitkv.kernels.hopper.backward import launcher as hopper_backward
 from splitkv.kernels.host import workspace
 from splitkv.runtime import dispatch, growing_call, schedule
 
@@ -132,7 +133,8 @@ def fake_gpu(name: str = "h200") -> Iterator[Recorded]:
             patches.enter_context(mock.patch.object(target, attribute, value, create=True))
         for table in ("_buffers", "_counters", "_of_streams"):
             patches.enter_context(mock.patch.dict(getattr(workspace, table), clear=True))
-        patches.enter_context(mock.patch.dict(growing_call.compiled, clear=True))
+        for compiled in (growing_call.compiled, hopper_backward.compiled):
+            patches.enter_context(mock.patch.dict(compiled, clear=True))
         dispatch.calls.clear()
         yield recorded
         dispatch.calls.clear()

@@ -21,6 +21,7 @@ from torch import Tensor
 REAL = find_spec("sglang") is not None
 ADAPTER = "splitkv.integrations.sglang"
 CHOICES: list[str] = ["triton"]
+HOOKS: list[tuple[str, Any, str]] = []
 DETERMINISTIC: list[str] = []
 BACKENDS: dict[str, Any] = {}
 
@@ -36,10 +37,24 @@ class AttentionType(Enum):
     ENCODER_ONLY = "encoder_only"
 
 
+class HookType(Enum):
+    AROUND = "around"
+
+
+class HookRegistry:
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: HookType) -> None:
+        HOOKS.append((target, hook, hook_type.value))
+
+
 @dataclass
 class KVWriteLoc:
     loc: Tensor
     swa_loc: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.swa_loc is not None:
+            self.swa_loc = self.swa_loc[: self.loc.shape[0]]
 
 
 def register_attention_backend(name: str) -> Callable[[Any], Any]:
@@ -60,6 +75,7 @@ def stand_in() -> None:
         f"{layers}.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
         f"{layers}.radix_attention": {"AttentionType": AttentionType},
         "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.server_args": {
             "ATTENTION_BACKEND_CHOICES": CHOICES,
             "add_attention_backend_choices": CHOICES.extend,
@@ -106,6 +122,9 @@ class ForwardMode(IntEnum):
     def is_idle(self) -> bool:
         return self == ForwardMode.IDLE
 
+    def is_target_verify(self) -> bool:
+        return self == ForwardMode.TARGET_VERIFY
+
 
 class Pool:
     """Slots of keys and values, of which the first page is padding."""
@@ -132,10 +151,37 @@ class Pool:
                 buffer[where.loc] = stored
 
 
-def runner(pool: Pool, requests: int, context: int, page_size: int, **more: Any) -> Any:
+class TwoPools:
+    """Slots of layers without a window, and fewer of those with one, whose slots are others."""
+
+    swa_layer_nums = 1
+
+    def __init__(self, full: Pool, window: Pool, windowed: tuple[int, ...]) -> None:
+        self.dtype, self.full, self.window, self.windowed = full.dtype, full, window, windowed
+        self.layers_mapping = {n: (0, n in windowed) for n in range(2)}
+        self.mapping = torch.zeros(full.k.shape[0], dtype=torch.int64)
+
+    def translate_loc_from_full_to_swa(self, slots: Tensor) -> Tensor:
+        return self.mapping[slots]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        return (self.window if layer_id in self.windowed else self.full).get_kv_buffer(0)
+
+    def set_kv_buffer(self, layer: Any, where: Any, *tensors: Any) -> None:
+        if layer.layer_id in self.windowed:
+            self.window.set_kv_buffer(layer, KVWriteLoc(where.swa_loc), *tensors)
+        else:
+            self.full.set_kv_buffer(layer, where, *tensors)
+
+
+def runner(pool: Pool | TwoPools, requests: int, context: int, page_size: int, **more: Any) -> Any:
     """A model runner, as far as a backend reads it."""
     arguments = {
         "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
+        "enable_unified_memory": False,
+        "dcp_size": 1,
         "enable_deterministic_inference": False,
         "disable_radix_cache": True,
         "chunked_prefill_size": -1,

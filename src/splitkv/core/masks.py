@@ -192,17 +192,21 @@ class Mask(Value):
             seen += clamped_sum(first - self.left, count, near)
         return seen + min(self.sink_tokens, start) * count
 
-    def visible(self, pos: Any, key: Any) -> Any:
-        """The mask as a predicate, on integers or on broadcastable integer tensors."""
+    def visible(self, pos: Any, key: Any, sink_tokens: Any = None) -> Any:
+        """The mask as a predicate, on integers or on broadcastable integer tensors.
+
+        sink_tokens   in the place of the mask's own, which are then no more than a bound of these
+        """
+        near = self.sink_tokens if sink_tokens is None else sink_tokens
         seen: Any = key >= 0
         if self.right is not None:
             seen = seen & (key <= pos + self.right)
         if self.left is not None:
-            seen = seen & ((key >= pos - self.left) | (key < self.sink_tokens))
+            seen = seen & ((key >= pos - self.left) | (key < near))
         if self.chunk:
             start = pos - pos % self.chunk
             seen = seen & (key < start + self.chunk)
-            seen = seen & ((key >= start) | (key < self.sink_tokens))
+            seen = seen & ((key >= start) | (key < near))
         return seen
 
     def materialize(self, seqlen_q: int, seqlen_k: int) -> list[list[bool]]:
@@ -219,7 +223,8 @@ class Mask(Value):
         if self.chunk:
             parts.append(f"chunk({self.chunk})")
         if self.num_bands == 2:
-            parts.append(f"sink_tokens({self.sink_tokens})")
+            most = "any" if self.sink_tokens >= FAR else self.sink_tokens
+            parts.append(f"sink_tokens({most})")
         return " ".join(parts) or "full"
 
 

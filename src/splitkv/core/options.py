@@ -8,7 +8,7 @@ the schemas of operators come from here. The signatures themselves and the Typed
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any, Literal, get_args
 
@@ -48,6 +48,15 @@ class Option:
         return self.type.startswith("Tensor")
 
     @property
+    def inside(self) -> tuple[Option, ...]:
+        """Itself, or where it may be a number or a tensor an argument for each: how what is behind
+        the public functions takes it, see `runtime.dispatch.apart`."""
+        if self.type != "int | Tensor":
+            return (self,)
+        of_sequences = Option(f"sequence_{self.name}", "Tensor | None", None, self.functions)
+        return replace(self, type="int"), of_sequences
+
+    @property
     def decides(self) -> bool:
         """Whether it is about the plan, and not about the problem."""
         return self.name in ("num_splits", "plan", "schedule")
@@ -65,6 +74,7 @@ _VARLEN: tuple[Function, ...] = ("attention_varlen",)
 _SEQUENCES: tuple[Function, ...] = ("attention", "attention_varlen")
 _CACHE: tuple[Function, ...] = ("decode", "append_and_decode")
 _EVERY: tuple[Function, ...] = get_args(Function)
+_PUBLIC: tuple[Function, ...] = ("attention", "attention_varlen", "decode")
 
 # An argument has a row for each type and default, and where signatures differ in its place; the
 # order is that in which messages list them.
@@ -80,7 +90,9 @@ OPTIONS = (
     Option("causal", "bool", False, _SEQUENCES),
     Option("causal", "bool", True, _CACHE),
     Option("window_size", "tuple[int, int]", (-1, -1), _EVERY),
-    Option("sink_tokens", "int", 0, _EVERY),
+    Option("sink_tokens", "int | Tensor", 0, _PUBLIC),
+    Option("sink_tokens", "int", 0, ("append_and_decode",)),
+    Option("max_sink_tokens", "int | None", None, _PUBLIC),
     Option("attention_chunk", "int", 0, _EVERY),
     Option("bidirectional_ranges", "Tensor | None", None, _VARLEN),
     Option("sink_logits", "Tensor | None", None, _EVERY),
@@ -94,8 +106,8 @@ OPTIONS = (
     Option("products", "str | None", None, _EVERY),
     Option("dropout_p", "float", 0.0, _SEQUENCES),
     Option("deterministic", "bool", False, _SEQUENCES),
-    Option("out", "Tensor | None", None, ("attention", "attention_varlen", "decode")),
-    Option("out_scale", "Tensor | None", None, ("attention", "attention_varlen", "decode")),
+    Option("out", "Tensor | None", None, _PUBLIC),
+    Option("out_scale", "Tensor | None", None, _PUBLIC),
     Option("early_kv", "bool", False, ("decode",)),
     Option("num_splits", "int", 0, _CACHE),
     Option("plan", "Plan | None", None, _EVERY),
@@ -106,6 +118,11 @@ OPTIONS = (
 def options_of(function: Function) -> dict[str, Option]:
     """The arguments of a function behind its queries, keys and values, by name."""
     return {option.name: option for option in OPTIONS if function in option.functions}
+
+
+def inside_of(function: Function) -> dict[str, Option]:
+    """The arguments as what is behind the public functions takes them, by name."""
+    return {o.name: o for option in options_of(function).values() for o in option.inside}
 
 
 def defaults_of(function: Function) -> dict[str, Any]:
@@ -125,12 +142,12 @@ def required_of(function: Function) -> tuple[str, ...]:
 
 def tensors_of(function: Function) -> tuple[str, ...]:
     """The arguments that are tensors."""
-    return tuple(name for name, option in options_of(function).items() if option.is_tensor)
+    return tuple(name for name, option in inside_of(function).items() if option.is_tensor)
 
 
 def scalars_of(function: Function) -> tuple[str, ...]:
     """The arguments that are no tensors and describe the problem."""
-    options = options_of(function).items()
+    options = inside_of(function).items()
     return tuple(name for name, o in options if not o.is_tensor and not o.decides)
 
 
@@ -140,12 +157,12 @@ def schema_of(*functions: Function, without: Collection[str] = ()) -> tuple[str,
     What one of the functions does not have may be None.
     """
     found: dict[str, Option] = {}
-    for option in OPTIONS:
+    for option in (inside for row in OPTIONS for inside in row.inside):
         if option.name not in without and set(functions) & set(option.functions):
             found.setdefault(option.name, option)
     arguments: list[str] = []
     for name, option in found.items():
-        everywhere = all(name in options_of(function) for function in functions)
+        everywhere = all(name in inside_of(function) for function in functions)
         arguments += option.schema(optional=not everywhere)
     return tuple(arguments)
 

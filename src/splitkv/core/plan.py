@@ -16,6 +16,7 @@ from splitkv.core.values import Value
 from splitkv.core.variants import Gradients, Plain, Variant
 
 SCHEDULED = "ranges", "head_ranges", "proportional"
+Rule = Literal["even", "batch", "fixed", "ranges", "head_ranges", "proportional", "items"]
 """The values of Config.schedule by which a schedule of the step says what programs work on."""
 
 
@@ -31,7 +32,9 @@ class Config(Value):
                  fixed: parts of `split_size` keys whatever else is in the batch, so that the bits
                  of a row do not depend on its neighbours;
                  ranges, head_ranges, proportional: a schedule of the step, made on the device,
-                 says where each of `programs` programs starts; see kernels/schedule.py
+                 says where each of `programs` programs starts; see kernels/schedule.py;
+                 items: a schedule of row tiles of prompts and of splits of few queries, these of
+                 `split_size` keys or more, each a program: see kernels/schedule_items.py
     tile_m       packed query rows a program; tile_n: keys a step
     num_stages   tiles of keys and values that a program has in flight
     pack_gqa     the query heads of a KV head share one program
@@ -47,7 +50,7 @@ class Config(Value):
     tile_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    schedule: Literal["even", "batch", "fixed", "ranges", "head_ranges", "proportional"] = "even"
+    schedule: Rule = "even"
     programs: int = 0
     split_size: int = 0
     pack_gqa: bool = True
@@ -63,7 +66,8 @@ class Config(Value):
 
 @lru_cache(maxsize=4096)  # policies ask for it of the same few configs with every cost they weigh
 def _shape_of(config: Config) -> Config:
-    return replace(config, num_splits=1, merge="combine", appends=False, variant=Plain())
+    whole = replace(config, num_splits=1, merge="combine", appends=False, variant=Plain())
+    return replace(whole, schedule="even", split_size=0) if config.schedule == "items" else whole
 
 
 def shares_of(config: Config) -> str:

@@ -32,8 +32,8 @@ from splitkv.core.errors import (
     expect_size,
 )
 from splitkv.core.kv import AS_IS, Codec, Contiguous, Granularity, Paged, Place, Products, Ragged
-from splitkv.core.masks import NUMBERS, Mask
-from splitkv.core.options import options_of
+from splitkv.core.masks import FAR, NUMBERS, Mask
+from splitkv.core.options import inside_of
 from splitkv.core.scales import DTYPE_BYTES, QUANTISED, describe_types
 from splitkv.core.scores import PLAIN, Score
 from splitkv.core.values import Value
@@ -42,11 +42,11 @@ Kind = Literal["decode", "dense", "varlen"]
 OUT_DTYPE = "float8_e4m3fn"  # of an output with a scale
 MAX_CUT_TOKENS = 256  # of packed sequences all of which may be cut into parts
 FEW_ROWS = 16  # of those that are, beside longer ones
-OF_DECODE = frozenset(options_of("decode"))
-OF_SEQUENCES = frozenset(options_of("attention")) | frozenset(options_of("attention_varlen"))
+OF_DECODE = frozenset(inside_of("decode"))
+OF_SEQUENCES = frozenset(inside_of("attention")) | frozenset(inside_of("attention_varlen"))
 FLAGS = (
     *("sink_logits", "return_lse", "dropout", "deterministic", "needs_grad", "early_kv"),
-    *("out_scale", "bidirectional_ranges"),
+    *("out_scale", "bidirectional_ranges", "sequence_sink_tokens"),
 )
 
 
@@ -71,6 +71,8 @@ class Problem(Value):
     out_scale        the output is divided by a scale and stored in e4m3
     bidirectional_ranges   varlen: queries see all of the ranges of keys that they stand in, which
                      are read on the device, whatever the mask says
+    sequence_sink_tokens   each sequence has sink tokens of its own, whose number is read on the
+                     device; the mask has the most of them
     """
 
     kind: Kind
@@ -100,6 +102,7 @@ class Problem(Value):
     rotary: bool = False
     out_scale: bool = False
     bidirectional_ranges: bool = False
+    sequence_sink_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Where a tensor has one head, a scale of the tensor is one of the head, and called so."""
@@ -237,6 +240,7 @@ class Operands:
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     bidirectional_ranges: Any = None
+    sequence_sink_tokens: Any = None
     sink_logits: Any = None
     alibi_slopes: Any = None
     q_scale: Any = None
@@ -278,6 +282,8 @@ class Options(NamedTuple):
     out: Any = None
     out_scale: Any = None
     bidirectional_ranges: Any = None
+    max_sink_tokens: Any = None
+    sequence_sink_tokens: Any = None
     dropout_p: Any = 0.0
     deterministic: Any = False
     early_kv: Any = False
@@ -423,7 +429,7 @@ def _described(
     operands = q, k, v, given.q_scale, given.k_scale, given.v_scale
     types = describe_types(names, *operands, given.products, sizes.place, sizes.batch)
     expect_heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim_v)
-    mask = Mask.of(given.causal, given.window_size, **{n: getattr(given, n) for n in NUMBERS})
+    mask = _describe_mask(sizes, given, device)
     if not decodes:
         mask = mask.within(sizes.seqlen_q, sizes.seqlen_k)
     score, scale = _describe_scores(sizes, given, device)
@@ -460,6 +466,7 @@ def _described(
         early_kv=given.early_kv,
         out_scale=given.out_scale is not None,
         bidirectional_ranges=given.bidirectional_ranges is not None,
+        sequence_sink_tokens=given.sequence_sink_tokens is not None and mask.num_bands == 2,
     )
     return problem, Operands(
         q=q,
@@ -471,6 +478,7 @@ def _described(
         cu_seqlens_q=given.cu_seqlens_q,
         cu_seqlens_k=given.cu_seqlens_k,
         bidirectional_ranges=given.bidirectional_ranges,
+        sequence_sink_tokens=given.sequence_sink_tokens,
         sink_logits=given.sink_logits,
         alibi_slopes=given.alibi_slopes,
         q_scale=given.q_scale,
@@ -547,6 +555,23 @@ def expect_heads(num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: i
     expect_positive("num_kv_heads", num_kv_heads)
     expect_divides("num_heads", num_heads, num_kv_heads=num_kv_heads)
     expect_positive("num_heads", num_heads)
+
+
+def _describe_mask(sizes: _Sizes, given: Options, device: Any) -> Mask:
+    """The mask; of sequences with sink tokens of their own with the most that one may have."""
+    numbers = {name: getattr(given, name) for name in NUMBERS}
+    own, most = given.sequence_sink_tokens, given.max_sink_tokens
+    if own is None:
+        hint = "it bounds sink_tokens that are a tensor"
+        expect(most is None, "max_sink_tokens", "None beside sink_tokens of one number", most, hint)
+    else:
+        expect_shape("sink_tokens", own, batch=sizes.batch)
+        _expect_index("sink_tokens", own, device)
+        if most is not None:
+            expect_int("max_sink_tokens", most)
+            expect_at_least("max_sink_tokens", most, 0)
+        numbers["sink_tokens"] = FAR if most is None else most
+    return Mask.of(given.causal, given.window_size, **numbers)
 
 
 def _expect_ranges(ranges: Any, batch: int, device: Any) -> None:

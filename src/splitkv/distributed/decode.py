@@ -17,6 +17,7 @@ from splitkv.core.errors import (
     expect_divides,
     expect_dtype,
     expect_given_with,
+    expect_int,
     expect_one_of,
     expect_shape,
     expect_tensor,
@@ -187,8 +188,8 @@ def decode(
                    is page p // ranks of rank p % ranks; needs a page table
     heads          "all" or "own", as that of `combine`
     options        page_table [batch, max_pages] int32, of this rank's pages; causal, window_size,
-                   sink_tokens, sink_logits, softmax_scale, softcap, alibi_slopes, k_scale, v_scale,
-                   products and return_lse as those of `splitkv.decode`
+                   sink_tokens (one number), sink_logits, softmax_scale, softcap, alibi_slopes,
+                   k_scale, v_scale, products and return_lse as those of `splitkv.decode`
 
     Each rank attends to its own keys, and `combine` merges. Without a window and for one query a
     sequence nothing else runs. Where a window, or causality between several queries, hides some
@@ -361,6 +362,7 @@ def _expect_cache(tensors: dict[str, Any], given: dict[str, Any], keys: Any) -> 
     expect_shape("cache_seqlens", tensors["cache_seqlens"], batch=batch)
     expect_dtype("cache_seqlens", tensors["cache_seqlens"], "int32")
     expect_window(given["window_size"])
+    expect_int("sink_tokens", given["sink_tokens"])
     expect_bool("causal", given["causal"])
     expect_bool("return_lse", given["return_lse"])
     expect_dtype("q", q, "float32", "bfloat16", "float16")

@@ -5,17 +5,18 @@
 SGLang finds `register` by the entry point `splitkv` of the group `sglang.srt.plugins`. Written for
 the releases in READ, against the classes that these have; not run in the engine yet.
 
-A layer's keys and values are written by SGLang's own pool, before it attends. Batches that decode
-go to `splitkv.decode`, all others, prompts behind a cached prefix and mixed ones, to
-`splitkv.attention_varlen`. Batches that decode can be captured in a CUDA graph.
+A layer's keys and values are written by SGLang's own pool, before it attends. Batches that decode,
+and those in which the target model verifies a chain of drafted tokens, go to `splitkv.decode`, all
+others, prompts behind a cached prefix and mixed ones, to `splitkv.attention_varlen`. Both of the
+former can be captured in a CUDA graph. Layers with a window may have a pool of their own.
 
 Not served, and refused when the backend is made or a layer attends: MLA, encoder-decoder models,
-speculative decoding, pools of their own for layers with a window (`--disable-hybrid-swa-memory` has
-one pool for all), attention in chunks, caches in 4 bits or with heads before keys.
+drafts that are trees, attention in chunks, caches in 4 bits or with heads before keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import (
     ATTENTION_BACKEND_CHOICES,
     add_attention_backend_choices,
@@ -31,14 +33,17 @@ from sglang.srt.server_args import (
 )
 from torch import Tensor
 
-from splitkv.integrations.serving import Pages, Plans, Step, attend, bound_of
+from splitkv.integrations.serving import MAX_DECODE_LEN, Pages, Plans, Step, attend, bound_of
 
 READ = ("0.5.17",)
 """Releases of SGLang whose classes this was written for."""
 
 NAME = "splitkv"
+ADJUSTMENTS = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
+SINKS = "GptOssForCausalLM"
 SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
 STORED = (torch.float16, torch.bfloat16, torch.float32, *SCALED)
+CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 def register() -> None:
@@ -46,7 +51,22 @@ def register() -> None:
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
         add_deterministic_attention_backend_choices([NAME])
+        HookRegistry.register(ADJUSTMENTS, admit_for_sinks, HookType.AROUND)
     register_attention_backend(NAME)(SplitKVAttnBackend)
+
+
+def admit_for_sinks(adjust: Callable[[Any], None], arguments: Any) -> None:
+    """SGLang's adjustments for a model, around which this is hooked. For gpt-oss they look for the
+    backend in a list of those that have sinks, which nothing extends: this one is `triton` there.
+    """
+    named = arguments._resolved_attention_backends
+    if SINKS in arguments.get_model_config().hf_config.architectures:
+        names = tuple("triton" if name == NAME else name for name in named())
+        arguments._resolved_attention_backends = lambda: names
+    try:
+        adjust(arguments)
+    finally:
+        vars(arguments).pop("_resolved_attention_backends", None)
 
 
 def refused(runner: Any) -> str:
@@ -56,14 +76,18 @@ def refused(runner: Any) -> str:
         "use_mla_backend": getattr(runner, "use_mla_backend", False),
         "is_encoder_decoder": config.is_encoder_decoder,
         "is_local_attention_model": getattr(config, "is_local_attention_model", False),
-        "hybrid SWA memory": getattr(pool, "swa_layer_nums", 0) > 0,
+        "prefill_aware_swa": getattr(runner, "prefill_aware_swa", False),
+        "enable_unified_memory": arguments.enable_unified_memory,
         "use_hnd": getattr(pool, "use_hnd", False),
     }
     for name, on in checks.items():
         if on:
             return f"{name}: expected False, got True"
-    if arguments.speculative_algorithm is not None:
-        return f"speculative_algorithm: expected None, got {arguments.speculative_algorithm}"
+    if arguments.dcp_size > 1:
+        return f"dcp_size: expected 1, got {arguments.dcp_size}"
+    drafted = refused_drafts(arguments)
+    if drafted:
+        return drafted
     if arguments.enable_deterministic_inference:
         # where a prompt is cut would follow from what else is served, or was before
         if not arguments.disable_radix_cache:
@@ -73,6 +97,22 @@ def refused(runner: Any) -> str:
             return f"chunked_prefill_size: expected -1 with deterministic inference, got {size}"
     if pool.dtype not in STORED:
         return f"kv_cache_dtype: expected auto, fp8_e4m3 or fp8_e5m2, got {pool.dtype}"
+    return ""
+
+
+def refused_drafts(arguments: Any) -> str:
+    """Why drafted tokens cannot be verified; empty: they can. A chain is causal; the nodes of a
+    tree see their ancestors alone, as do those that NGRAM pads its drafts with."""
+    name = arguments.speculative_algorithm
+    if name is None:
+        return ""
+    if name not in CHAINS:
+        return f"speculative_algorithm: expected None, {', '.join(CHAINS)}, got {name}"
+    if arguments.speculative_eagle_topk != 1:
+        return f"speculative_eagle_topk: expected 1, got {arguments.speculative_eagle_topk}"
+    tokens = arguments.speculative_num_draft_tokens
+    if tokens > MAX_DECODE_LEN:
+        return f"speculative_num_draft_tokens: expected at most {MAX_DECODE_LEN}, got {tokens}"
     return ""
 
 
@@ -90,15 +130,23 @@ class SplitKVAttnBackend(AttentionBackend):
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.device = runner.device
         self.page_size = runner.page_size
-        self.max_context_len = runner.model_config.context_len
+        drafted = runner.server_args.speculative_num_draft_tokens or 0
+        longest = runner.model_config.context_len + drafted
+        self.max_context_len = min(longest, self.req_to_token.shape[1])
         self.max_pages = -(-self.max_context_len // self.page_size)
         same_bits = runner.server_args.enable_deterministic_inference
         self.plans: dict[Any, Plans] = {}
         self.policy = "batch_invariant" if same_bits else ""
         self.step: Step | None = None
+        # of layers whose pool is their own: the step over its pages, and where new keys go
+        self.two_pools = getattr(runner.token_to_kv_pool, "swa_layer_nums", 0) > 0
+        self.window_step: Step | None = None
+        self.window_slots: Tensor | None = None
         self._ones = torch.ones(1, dtype=torch.float32, device=runner.device)
         self._graph_lens: Tensor | None = None
         self._graph_table: Tensor | None = None
+        self._graph_window_table: Tensor | None = None
+        self._graph_window_slots: Tensor | None = None
 
     # The metadata of a batch
 
@@ -106,20 +154,35 @@ class SplitKVAttnBackend(AttentionBackend):
         """The step of a batch that no graph runs."""
         x, bs = forward_batch, forward_batch.batch_size
         if x.forward_mode.is_idle():
-            self.step = None
+            self.step = self.window_step = None
             return
-        longest = self.max_context_len if x.seq_lens_cpu is None else int(x.seq_lens_cpu.max())
-        bound = self.max_context_len if self.policy else bound_of(longest, self.max_context_len)
-        lengths = x.seq_lens[:bs].int()
-        table = self.table_of(x.req_pool_indices[:bs], -(-bound // self.page_size))
-        if x.forward_mode.is_decode():
-            self.step = self.decode_step(lengths, table, bound)
-            return
-        counts = x.extend_seq_lens[:bs]
-        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-        tokens = [int(n) for n in x.extend_seq_lens_cpu[:bs]]
-        self.step = Step.of(
-            starts,
+        new = new_tokens(x)
+        most = self.max_context_len
+        longest = most if x.seq_lens_cpu is None else int(x.seq_lens_cpu.max()) + drafts_of(x)
+        bound = most if self.policy else bound_of(longest, most)
+        slots = self.first_slots(x.req_pool_indices[:bs], -(-bound // self.page_size))
+        lengths = (x.seq_lens[:bs] + drafts_of(x)).int()
+        table = self.pages_at(slots)
+        if new:
+            self.step = self.decode_step(lengths, table, bound, new)
+        else:
+            self.step = self.extend_step(x, lengths, table, bound)
+        if self.two_pools:
+            self.window_step = self.step.with_pages(self.pages_at(self.in_window_pool(slots)))
+            self.window_slots = self.in_window_pool(x.out_cache_loc)
+
+    def decode_step(self, lengths: Tensor, table: Tensor, bound: int, new: int) -> Step:
+        """A step of `new` tokens a sequence."""
+        bs = lengths.shape[0]
+        most = min(bound, table.shape[1] * self.page_size)
+        return Step(bs, new, bs * new, new, most, True, lengths, table, None)
+
+    def extend_step(self, x: Any, lengths: Tensor, table: Tensor, bound: int) -> Step:
+        """A step of any tokens of each sequence."""
+        counts = x.extend_seq_lens[: x.batch_size]
+        tokens = [int(n) for n in x.extend_seq_lens_cpu[: x.batch_size]]
+        return Step.of(
+            torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
             lengths,
             table,
             num_decodes=0,
@@ -129,36 +192,56 @@ class SplitKVAttnBackend(AttentionBackend):
             max_seqlen_k=min(bound, table.shape[1] * self.page_size),
         )
 
-    def decode_step(self, lengths: Tensor, table: Tensor, bound: int) -> Step:
-        """A step of one token a sequence."""
-        bs = lengths.shape[0]
-        most = min(bound, table.shape[1] * self.page_size)
-        return Step(bs, 1, bs, 1, most, True, lengths, table, None)
+    def first_slots(self, requests: Tensor, pages: int) -> Tensor:
+        """[batch, pages]: the first slot of each page of these requests, in the order of keys."""
+        return self.req_to_token[requests, : pages * self.page_size : self.page_size]
 
-    def table_of(self, requests: Tensor, pages: int) -> Tensor:
-        """[batch, pages] int32: the pages of these requests, in the order of their keys."""
-        first = self.req_to_token[requests, : pages * self.page_size : self.page_size]
-        return (first // self.page_size).int()
+    def pages_at(self, slots: Tensor) -> Tensor:
+        """int32: the pages of these slots."""
+        return (slots // self.page_size).int()
+
+    def in_window_pool(self, slots: Tensor) -> Tensor:
+        """The slots of the same tokens in the pool of layers with a window; of tokens that have
+        left all windows, any."""
+        found: Tensor = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+        return found
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Lengths and tables at addresses that graphs keep."""
         self._graph_lens = torch.ones(max_bs, dtype=torch.int32, device=self.device)
         shape = max_bs, self.max_pages
         self._graph_table = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        if self.two_pools:
+            self._graph_window_table = torch.zeros_like(self._graph_table)
+            slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=self.device)
+            self._graph_window_slots = slots
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """The step of a batch that a graph runs: its numbers are those of the longest."""
         x, bs = forward_batch, forward_batch.batch_size
-        if not x.forward_mode.is_decode():
-            raise NotImplementedError(f"forward_mode: expected DECODE, got {x.forward_mode.name}")
+        new = new_tokens(x)
+        if not new:
+            name = x.forward_mode.name
+            raise NotImplementedError(f"forward_mode: expected DECODE or TARGET_VERIFY, got {name}")
         assert self._graph_lens is not None and self._graph_table is not None
         lengths, table = self._graph_lens[:bs], self._graph_table[:bs]
-        lengths.copy_(x.seq_lens[:bs])
+        lengths.copy_(x.seq_lens[:bs] + drafts_of(x))
         pages = self.max_pages
         if not in_capture and x.seq_lens_cpu is not None:
-            pages = -(-int(x.seq_lens_cpu[:bs].max()) // self.page_size)
-        table[:, :pages].copy_(self.table_of(x.req_pool_indices[:bs], pages))
-        self.step = self.decode_step(lengths, table, self.max_context_len)
+            longest = int(x.seq_lens_cpu[:bs].max()) + drafts_of(x)
+            pages = -(-longest // self.page_size)
+        slots = self.first_slots(x.req_pool_indices[:bs], pages)
+        table[:, :pages].copy_(self.pages_at(slots))
+        self.step = self.decode_step(lengths, table, self.max_context_len, new)
+        if not self.two_pools:
+            return
+        assert self._graph_window_table is not None and self._graph_window_slots is not None
+        window_table, n = self._graph_window_table[:bs], x.out_cache_loc.shape[0]
+        window_table[:, :pages].copy_(self.pages_at(self.in_window_pool(slots)))
+        self.window_step = self.step.with_pages(window_table)
+        self.window_slots = self._graph_window_slots[:n]
+        self.window_slots.copy_(self.in_window_pool(x.out_cache_loc))
+        self._graph_window_slots[n:].zero_()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of a padded sequence."""
@@ -198,20 +281,25 @@ class SplitKVAttnBackend(AttentionBackend):
             if value is not None:
                 raise NotImplementedError(f"{name}: expected None, got {type(value).__name__}")
         if save_kv_cache and k is not None:
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            where = KVWriteLoc(forward_batch.out_cache_loc, self.window_slots)
             scales = layer.k_scale, layer.v_scale
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        if self.step is None:
+        step = self.window_step if self.has_window_pool(layer) else self.step
+        if step is None:
             return out
         causal = layer.attn_type == AttentionType.DECODER
-        step = self.step if causal else replace(self.step, causal=False)
+        step = step if causal else replace(step, causal=False)
         options = self.options_of(layer, causal) | {"sink_logits": sinks}
         rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         into = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         plans = self.plans.setdefault(layer.layer_id, Plans(self.policy))
         attend(rows, self.pages_of(layer), step, into, options, plans)
         return out
+
+    def has_window_pool(self, layer: Any) -> bool:
+        """Whether the keys of a layer are in the pool of those with a window."""
+        return self.two_pools and bool(self.token_to_kv_pool.layers_mapping[layer.layer_id][1])
 
     def options_of(self, layer: Any, causal: bool) -> dict[str, Any]:
         """The arguments of a call that a layer adds."""
@@ -238,3 +326,14 @@ class SplitKVAttnBackend(AttentionBackend):
             return Pages(k, v)
         scales = (self._ones if x is None else x.view(-1) for x in (layer.k_scale, layer.v_scale))
         return Pages(k, v, *scales)
+
+
+def drafts_of(x: Any) -> int:
+    """Tokens of a sequence that a batch verifies, which its lengths are without; 0: none."""
+    return int(x.spec_info.draft_token_num) if x.forward_mode.is_target_verify() else 0
+
+
+def new_tokens(x: Any) -> int:
+    """Tokens of each sequence of a batch, where all have as many as kernels of decode take; else
+    0."""
+    return 1 if x.forward_mode.is_decode() else drafts_of(x)

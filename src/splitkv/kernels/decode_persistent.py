@@ -14,7 +14,7 @@ Traffic     keys, values as kernels/decode_split.py; partials at most two a prog
             are not all keys of a head tile
 Numerics    as kernels/decode_split.py; the same lengths give the same bits
 Limits      as kernels/decode_split.py; lengths on the device; head tiles * tiles of the batch below
-            2^31; no new tokens
+            2^31; no new tokens; as many sink tokens for every sequence
 """
 
 from __future__ import annotations

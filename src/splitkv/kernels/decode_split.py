@@ -37,6 +37,7 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache, partial
 from typing import Any
 
 import triton
@@ -60,6 +61,7 @@ from splitkv.kernels.host.launcher import (
     PER_CALL_OF_APPEND,
     CacheTail,
     DecodeLauncher,
+    LaunchAtLength,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -70,7 +72,7 @@ from splitkv.kernels.host.launcher import (
 from splitkv.kernels.host.partition import grid, padded_dims
 from splitkv.kernels.host.relaunch import Launch, launch_of
 from splitkv.kernels.host.step import StepLauncher
-from splitkv.kernels.tile.band import Bounds, token_range, visited_tiles
+from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import (
@@ -186,6 +188,8 @@ def decode_split(
         keys = length.keys
     elif lens_ptr is not None:
         keys = tl.load(lens_ptr + b)
+    if row.sink_tokens_ptr is not None:
+        bounds = Bounds(left, right, load_sink_tokens(row.sink_tokens_ptr, b), chunk)
     first_pos = keys - seqlen_q
     tiles, near, skip = visited_tiles(bounds, first_pos + t_first, first_pos + t_last, keys, TILE_N)
     if share.programs is None:
@@ -326,19 +330,19 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         "DEPENDENTS": "early" if early else "in_order",
     }
     programs, options = grid(problem, config), compile_options(config.num_warps)
-    tail = CacheTail(decode_split, per_call, fixed)
+    tail = cache(partial(CacheTail, decode_split, per_call, fixed))  # when it is asked for
 
     def launch(arguments: dict[str, Any]) -> Any:
         return decode_split[programs](*in_order(decode_split, arguments | fixed), **options)
 
     def relaunch(compiled: Any) -> Launch:
-        return launch_of(compiled, programs, tail.arguments)
+        return launch_of(compiled, programs, tail().arguments)
 
-    def at_lengths(compiled: Any) -> Any:
-        return lambda operands: launch_of(compiled, programs, tail.at_length(operands))
+    def at_lengths(compiled: Any) -> LaunchAtLength:
+        return lambda here: launch_of(compiled, programs, tail().at_length(here))
 
     def variant() -> Hashable:
-        return tail.variant(), config.num_warps, partial_rows(plan) > 0
+        return tail().variant(), config.num_warps, partial_rows(plan) > 0
 
     return SplitKernel(launch, relaunch, at_lengths, variant)
 

@@ -6,16 +6,40 @@ This is above the kernels of the backward and below those of the forward, whose 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from splitkv.core.plan import Plan
-from splitkv.core.problem import Operands
+from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import Backward, HopperBackward
 from splitkv.kernels.backward.launcher import BackwardLauncher
 from splitkv.kernels.hopper.backward.launcher import HopperBackwardLauncher
-from splitkv.kernels.host.sequences import SequenceLauncher
 from splitkv.kernels.limits.prefill import refit
 
 Bound = BackwardLauncher | HopperBackwardLauncher
+
+
+class Differentiable(Protocol):
+    """A forward that is differentiated: a SequenceLauncher, or one length of many.
+
+    plan                 says what makes the gradients; problem: of the calls
+    backward_launchers   those that were bound, see `backward_of`
+    backward_again       what launches the last backward again, by what bound its launcher; None:
+                         there is no way
+    """
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def backward_launchers(self) -> dict[Any, Any]: ...
+    @property
+    def backward_again(self) -> dict[Any, Any]: ...
+
+    def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(out, lse); seed: of dropout."""
 
 
 def backward_for(plan: Plan, operands: Operands) -> Bound:
@@ -28,7 +52,7 @@ def backward_for(plan: Plan, operands: Operands) -> Bound:
 
 
 def backward_of(
-    launcher: SequenceLauncher,
+    launcher: Differentiable,
     operands: Operands,
     make: Callable[[Plan, Operands], Bound] = backward_for,
 ) -> Bound:

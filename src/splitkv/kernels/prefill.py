@@ -10,7 +10,7 @@ of keys and values as they are, or in 8 bits times scales: one that the keys of 
 the softmax scale, of values the end; those of each key multiply the scores, and the weights.
 
 Beside its bands a row sees the ranges of keys that it stands in, which are read on the device: they
-widen the band (`Reach` in tile/band.py).
+widen the band (`Reach` in tile/band.py). The sink tokens of each sequence may be read there, too.
 
 A band of keys is three ranges of tiles: only in the outer two a row may see a part of a tile. So
 there are two loops, one over those tiles and the tiles of the sink tokens, which asks the mask, and
@@ -43,7 +43,7 @@ Numerics    scores and sums in fp32, base-2 exponentials; p, times the scale of 
             scale is rounded to e4m3 from fp32
 Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_dim_v multiples of 8
             from 16 to 256; a first derivative only, and of a cache, beside quantised keys,
-            ranges of keys and out_scale none
+            ranges of keys, sink tokens of each sequence and out_scale none
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 import triton
@@ -62,8 +63,9 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
+from splitkv.kernels.backward.records import Saved
 from splitkv.kernels.combine import FINISHED, final_of, write_absent
-from splitkv.kernels.gradients import backward_for, backward_of
+from splitkv.kernels.gradients import Differentiable, backward_for, backward_of
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.partition import padded_dims
@@ -79,18 +81,17 @@ from splitkv.kernels.host.sequence_sizes import (
     SequenceSizes,
     bytes_of_keys,
     draw_seed,
-    layout_of_out,
     lengths_of,
-    lse_strides,
     offset_type,
+    result_layouts,
     scale_and_softcap,
     scoring_of,
     stride_slope,
     strides_of,
-    strides_of_layout,
     tiles_and_lanes,
 )
 from splitkv.kernels.host.sequences import (
+    CombineLaunch,
     SequenceLauncher,
     SequenceSplits,
     combine_launch,
@@ -106,7 +107,7 @@ from splitkv.kernels.tile.attend import (
     attend,
     write_rows,
 )
-from splitkv.kernels.tile.band import Bounds, Reach, reach_of, token_range
+from splitkv.kernels.tile.band import Bounds, Reach, load_sink_tokens, reach_of, token_range
 from splitkv.kernels.tile.codec import widen, working_type
 from splitkv.kernels.tile.dequantize import (
     RowTileScales,
@@ -167,6 +168,7 @@ def prefill(
     sink_ptr,  # [num_heads], or None
     slope_ptr,  # [(batch,) num_heads], or None
     ranges_ptr,  # [batch, num_ranges, 2] int32, or None
+    sink_tokens_ptr,  # [batch] int32, or None: sink_tokens each
     scoring,  # Scoring
     left,  # the mask's bounds, or None
     right,
@@ -202,7 +204,6 @@ def prefill(
     HEAD_DIM_V: tl.constexpr = CONFIG.head_dim_v
     DIM_V: tl.constexpr = CONFIG.dim_v
     UNITS: tl.constexpr = CONFIG.units
-    bounds = Bounds(left, right, sink_tokens, chunk)
     meeting = Meeting(count_ptr, tl.num_programs(0))
     lse_strides = Strides(stride_lse_b, 1, stride_lse_h)
     merged = Merged(
@@ -242,6 +243,9 @@ def prefill(
 
     # the keys that they see, and the split of them
     t_first, t_last = token_range(own.tile, len_q, GROUP, TILE_M)
+    if sink_tokens_ptr is not None:
+        sink_tokens = load_sink_tokens(sink_tokens_ptr, tl.minimum(b, batch - 1))
+    bounds = Bounds(left, right, sink_tokens, chunk)
     reach = None
     reach_of_tile = None
     if ranges_ptr is not None:
@@ -329,7 +333,8 @@ def prefill(
 
 PER_CALL = (
     *("q_ptr", "k_ptr", "v_ptr", "cu_q_ptr", "cu_k_ptr", "lens_ptr", "table_ptr", "stored"),
-    *("final", "partial", "count_ptr", "sink_ptr", "slope_ptr", "ranges_ptr", "scoring"),
+    *("final", "partial", "count_ptr", "sink_ptr", "slope_ptr", "ranges_ptr", "sink_tokens_ptr"),
+    "scoring",
 )
 """The arguments that change from call to call."""
 STRIDES = "q_strides", "k_strides", "v_strides", "out_strides"
@@ -358,6 +363,7 @@ class PrefillLauncher(SequenceLauncher):
         # multiply and add in one rounding: Triton's default, which from 3.9 on it wants said
         self.options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
         self.combine = combine_launch(plan, self.splits, early)
+        self.of_scales = stored_of(operands)[3:]  # compiled for by value
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -367,7 +373,8 @@ class PrefillLauncher(SequenceLauncher):
         """(out, lse), through Triton or with what it compiled before."""
         x = operands
         # `Sequences` has no address of these
-        plain = seed is None and x.out_scale is None and x.bidirectional_ranges is None
+        own = x.bidirectional_ranges is not None or x.sequence_sink_tokens is not None
+        plain = seed is None and x.out_scale is None and not own
         if self.again is not None and plain:
             done = relaunched(self.again, x, *scale_and_softcap(x))
             if done is not None:
@@ -391,13 +398,14 @@ class PrefillLauncher(SequenceLauncher):
             "sink_ptr": x.sink_logits,
             "slope_ptr": x.alibi_slopes,
             "ranges_ptr": x.bidirectional_ranges,
+            "sink_tokens_ptr": x.sequence_sink_tokens,
             "scoring": scoring_of(x, seed),
             **self.fixed,
             **self.first_sizes.arguments,
         }
         grid = self.first_sizes.grid
         made = prefill[grid](*in_order(prefill, arguments), **self.options)
-        if self.combine is not None and partial is not None:
+        if isinstance(self.combine, CombineLaunch) and partial is not None:
             merge = self.combine.launch(partial, final, x, self.first_sizes)
         if made is not None and self.again is None and plain and aligned(x):
             self.keep(made, merge, x)
@@ -405,9 +413,8 @@ class PrefillLauncher(SequenceLauncher):
 
     def sizes(self, operands: Operands) -> SequenceSizes:
         problem, x = self.problem, operands
-        lengths, lse = lengths_of(problem, x), lse_strides(x.q)
-        max_tokens, layout = problem.cut_tokens_of(lengths.seqlen_q), layout_of_out(problem, x)
-        out = strides_of_layout(*layout)
+        lengths, results = lengths_of(problem, x), result_layouts(problem, x)
+        max_tokens, lse = problem.cut_tokens_of(lengths.seqlen_q), results.lse_strides
         tiles, lanes, width = tiling(self.plan, lengths)
         programs = tiles * lanes + split_programs(self.plan, max_tokens)
         arguments = {
@@ -417,7 +424,7 @@ class PrefillLauncher(SequenceLauncher):
             "q_strides": strides_of(x.q),
             "k_strides": strides_of(x.k),
             "v_strides": strides_of(x.v),
-            "out_strides": out,
+            "out_strides": results.out_strides,
             "stride_lse_b": lse.b,
             "stride_lse_h": lse.h,
             "tiles": tiles,
@@ -425,7 +432,7 @@ class PrefillLauncher(SequenceLauncher):
             "width": width,
             "max_tokens": max_tokens,
         }
-        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, out, layout)
+        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, results)
 
     @cached_property
     def tail(self) -> Tail:
@@ -434,7 +441,7 @@ class PrefillLauncher(SequenceLauncher):
     def variant(self) -> Hashable:
         merge = None if self.combine is None else self.combine.variant()
         parts = bool(self.splits.rows), self.splits.in_kernel
-        return self.tail.variant(), (self.options["num_warps"], parts), merge
+        return self.tail.variant(), (self.options["num_warps"], parts, self.of_scales), merge
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
@@ -457,7 +464,7 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
     ) -> None:
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
         written = stored, memory.final, memory.partial, memory.counter
-        launch(stream, at.q, at.k, at.v, *memory.lengths, *written, *row, None, scoring)
+        launch(stream, at.q, at.k, at.v, *memory.lengths[:4], *written, *row, None, None, scoring)
 
     return again
 
@@ -521,15 +528,17 @@ def compile_time_config(
     )
 
 
-def attention(launcher: SequenceLauncher, operands: Operands) -> tuple[Tensor, Tensor | None]:
+def attention(launcher: Differentiable, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a launcher, differentiable where its problem is."""
-    problem = launcher.problem
-    seed = draw_seed(operands.q) if problem.dropout else None
-    if problem.needs_grad:
-        leaves = (getattr(operands, name) for name in LEAVES)
-        out, lse = Attention.apply(launcher, operands, seed, *leaves)
+    problem, x = launcher.problem, operands
+    seed = draw_seed(x.q) if problem.dropout else None
+    if not problem.needs_grad:
+        out, lse = launcher.forward(x, seed)
+    elif x.sink_logits is None and x.alibi_slopes is None:  # each argument takes time
+        out, lse = Attention.apply((launcher, x, seed), x.q, x.k, x.v)
     else:
-        out, lse = launcher.forward(operands, seed)
+        leaves = x.q, x.k, x.v, x.sink_logits, x.alibi_slopes
+        out, lse = Attention.apply((launcher, x, seed), *leaves)
     return out, lse if problem.return_lse else None
 
 
@@ -540,32 +549,23 @@ def in_place_of(plan: Plan, other: Plan, operands: Operands) -> PrefillLauncher:
     return PrefillLauncher(other, operands)
 
 
-class Saved(NamedTuple):
-    """Tensors that the forward keeps for the backward, in this order."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink_logits: Tensor | None
-    alibi_slopes: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seed: Tensor | None
-    out: Tensor
-    lse: Tensor
+SCALARS = "softmax_scale", "softcap", "dropout_p", "seqlen_q", "seqlen_k"
+"""The fields of Operands that the backward takes beside tensors, the scale first."""
+scalars_of = attrgetter(*SCALARS)
 
 
 class Attention(torch.autograd.Function):
     """The forward of a launcher, and the gradients of `backward`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, launcher: PrefillLauncher, operands: Operands, seed: Any, *leaves: Any
-    ) -> Any:
-        out, lse = launcher.forward(operands, seed)
-        x = operands
-        ctx.save_for_backward(*leaves, x.cu_seqlens_q, x.cu_seqlens_k, seed, out, lse)
-        ctx.launcher, ctx.scalars = launcher, (x.softmax_scale, x.softcap, x.dropout_p)
+    def forward(ctx: Any, call: tuple[Any, Operands, Tensor | None], *leaves: Any) -> Any:
+        """call: a launcher, operands, and the seed of dropout; leaves: those that are given, in the
+        order of `LEAVES`."""
+        launcher, x, seed = call
+        out, lse = launcher.forward(x, seed)
+        others = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k
+        ctx.save_for_backward(x.q, x.k, x.v, *others, seed, out, lse)
+        ctx.launcher, ctx.scalars = launcher, scalars_of(x)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -574,12 +574,19 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
         kept = Saved(*ctx.saved_tensors)  # asked for once: checkpointing recomputes them only then
-        operands = Operands(kept.q, kept.k, kept.v)
-        operands.sink_logits, operands.alibi_slopes = kept.sink_logits, kept.alibi_slopes
-        operands.cu_seqlens_q, operands.cu_seqlens_k = kept.cu_seqlens_q, kept.cu_seqlens_k
-        operands.softmax_scale, operands.softcap, operands.dropout_p = ctx.scalars
-        run = backward_of(ctx.launcher, operands, backward_for)
-        saved = operands, kept.seed, kept.out, kept.lse
-        of_slopes = ctx.needs_input_grad[-1]
-        of_arguments = (None, None, None)  # launcher, operands and seed have no gradient
-        return of_arguments + tuple(run(*saved, grad_out, grad_lse, of_slopes))
+        launcher = ctx.launcher
+        found, again = None, launcher.backward_again.get(backward_for)
+        if again is not None and grad_out is not None:
+            found = again.call(kept, grad_out, grad_lse, ctx.scalars[0])
+        if found is None:
+            operands = Operands(kept.q, kept.k, kept.v)
+            operands.sink_logits, operands.alibi_slopes = kept.sink_logits, kept.alibi_slopes
+            operands.cu_seqlens_q, operands.cu_seqlens_k = kept.cu_seqlens_q, kept.cu_seqlens_k
+            for name, value in zip(SCALARS, ctx.scalars, strict=True):
+                setattr(operands, name, value)
+            run = backward_of(launcher, operands, backward_for)
+            rest = kept.out, kept.lse, grad_out, grad_lse
+            of_slopes = kept.alibi_slopes is not None and ctx.needs_input_grad[-1]
+            found = run(operands, kept.seed, *rest, of_slopes)
+            launcher.backward_again[backward_for] = run.again(operands, *rest)
+        return None, *found[: len(ctx.needs_input_grad) - 1]

@@ -25,6 +25,7 @@ from splitkv.kernels.limits import (
 )
 
 HOST_RULES = ("even", "fixed")  # values of Config.schedule that whole sequences have
+ITEM_RULES = (*HOST_RULES, "items")  # those of the ones that have a schedule of packed sequences
 EVERY_RULE = ("even", "batch", "fixed", *SCHEDULED)  # those of decode
 
 
@@ -103,7 +104,7 @@ HOPPER_PREFILL = Kernel(
     bind=_hopper_prefill,
     unfit=tma_limits.unfit,
     refit=hopper_prefill.refit,
-    schedules=HOST_RULES,
+    schedules=ITEM_RULES,
     merges=("combine", "last"),
 )
 HOPPER_PREFILL_QUANTISED = Kernel(

@@ -10,7 +10,8 @@ Shapes      lens [batch] int32, 0 included; starts [programs, 8] int32
 Grid        (programs,); each goes through the whole batch, `SEQUENCES` at a time
 Traffic     the lengths, twice a program; 32 bytes a program of decode are written
 Numerics    integers: the same lengths give the same schedule
-Limits      head tiles * tiles of the batch below 2^31; proportional: programs above the batch
+Limits      head tiles * tiles of the batch below 2^31; proportional: programs above the batch; as
+            many sink tokens for every sequence
 """
 
 from __future__ import annotations

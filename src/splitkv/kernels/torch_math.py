@@ -97,23 +97,24 @@ def launch(
         "softcap": x.softcap,
         "sink_logits": x.sink_logits,
         "alibi_slopes": x.alibi_slopes,
-        "mask": problem.mask,
         "return_lse": problem.return_lse,
         "dropout_p": x.dropout_p,
         "generator": generator,
     }
     if problem.kind == "dense":
         scales = {"q_scale": x.q_scale, "k_scale": x.k_scale, "v_scale": x.v_scale}
-        out, lse = reference.attention(x.q, x.k, x.v, **scales, **options, upcast=dtype)
+        of_mask = {"mask": problem.mask, "sink_tokens": x.sequence_sink_tokens}
+        out, lse = reference.attention(x.q, x.k, x.v, **scales, **of_mask, **options, upcast=dtype)
     else:
         padded = padded_inputs(operands, problem, dtype)
+        own = x.sequence_sink_tokens, x.bidirectional_ranges
         out, lse = reference.attend_padded(
             padded.q,
             padded.k,
             padded.v,
             seqlens_q=padded.seqlens_q,
             seqlens_k=padded.seqlens_k,
-            bidirectional_ranges=x.bidirectional_ranges,
+            masking=reference.Masking(problem.mask, *own),
             **options,
         )
     if not problem.out_scale:

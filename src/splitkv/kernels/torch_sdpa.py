@@ -75,7 +75,8 @@ def mask_form(problem: Problem) -> str:
 def traffic(problem: Problem, config: Config) -> Traffic:
     mask_bytes = 0
     if mask_form(problem) == "tensor":
-        per_head = problem.batch if problem.kind != "dense" else 1
+        alike = problem.kind == "dense" and not problem.sequence_sink_tokens
+        per_head = 1 if alike else problem.batch
         entries = per_head * problem.group * problem.seqlen_q
         mask_bytes = 2 * entries * problem.seqlen_k
         if problem.sink_logits:
@@ -138,10 +139,10 @@ def _attend(problem: Problem, operands: Operands, dtype: Any) -> Tensor:
     if k.shape[1] == 0:  # one key that nobody sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         seqlens_k = torch.zeros(problem.batch, dtype=torch.int32, device=k.device)
-    ranges = x.bidirectional_ranges
-    visible = reference.padded_mask(q, k, padded.seqlens_q, seqlens_k, problem.mask, ranges)[2]
+    masking = reference.Masking(problem.mask, x.sequence_sink_tokens, x.bidirectional_ranges)
+    visible = reference.padded_mask(q, k, padded.seqlens_q, seqlens_k, masking)[2]
     if problem.kind == "dense":
-        visible = visible[:1]
+        visible = visible if problem.sequence_sink_tokens else visible[:1]
     else:  # cache entries that no query sees may hold anything
         unread = ~visible.any(-2)[:, :, None, None]
         k, v = k.masked_fill(unread, 0), v.masked_fill(unread, 0)

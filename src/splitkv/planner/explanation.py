@@ -219,7 +219,10 @@ def _grid(problem: Problem, device: Device, config: Config) -> Grid:
     programs = parts * row_tiles
     if problem.cut_tokens < problem.seqlen_q:  # of the first row tiles alone
         cut = problem.num_kv_heads * ceil_div(problem.cut_tokens * problem.group, config.tile_m)
-        programs = problem.batch * (row_tiles + (config.num_splits - 1) * cut)
+        further = (
+            0 if config.schedule == "items" else config.num_splits - 1
+        )  # where all are prompts
+        programs = problem.batch * (row_tiles + further * cut)
     return Grid(
         key_tiles=key_tiles,
         tiles_a_split=tiles_a_split,
@@ -306,6 +309,8 @@ def _arrival(plan: Plan, variant: HopperDecode) -> dict[str, str]:
 
 
 def _splits(config: Config) -> str:
+    if config.schedule == "items":
+        return f"pieces of {config.split_size} keys or more, by a schedule of items"
     if config.schedule in SCHEDULED:
         return f"{config.schedule} of a schedule"
     if config.schedule == "batch":

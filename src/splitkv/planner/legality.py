@@ -18,6 +18,7 @@ from splitkv.core.errors import (
     expect_one_of,
     expect_positive,
 )
+from splitkv.core.kv import Paged
 from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
@@ -52,12 +53,17 @@ def _expect_config(kernel: Kernel, problem: Problem, device: Device, config: Con
         hint = "lengths on the host leave nothing to share out"
         shared = problem.lengths == "device"
         expect(shared, "plan.config.schedule", "'even' or 'fixed'", config.schedule, hint)
+        hint = "what is shared out has as many sink tokens for every sequence"
+        alike = not problem.sequence_sink_tokens
+        expect(alike, "plan.config.schedule", "'even' or 'fixed'", config.schedule, hint)
         least = {"ranges": 1, "head_ranges": 1, "proportional": problem.batch + 1}
         least_programs = least.get(config.schedule, problem.batch)
         expect_in_range("plan.config.programs", config.programs, least_programs, MAX_GRID)
     if config.schedule in SCHEDULED:
         _expect_scheduled(problem, config)
-    if config.schedule == "fixed":
+    if config.schedule == "items":
+        _expect_items(problem, config)
+    elif config.schedule == "fixed":
         _expect_every_key(problem, config)
     else:
         hint = "schedule 'fixed' has parts of a size"
@@ -142,6 +148,20 @@ def _expect_scheduled(problem: Problem, config: Config) -> None:
     expect(tiles < MAX_TILES, f"{name}.schedule", f"fewer than {MAX_TILES} tiles", tiles)
     early = problem.early_kv
     expect(not early, f"{name}.schedule", "'even' or 'batch' with early_kv", config.schedule)
+
+
+def _expect_items(problem: Problem, config: Config) -> None:
+    """A schedule of packed sequences whose keys are in pages, one item a program."""
+    name, hint = "plan.config", "a schedule of items is made from lengths of pages on the device"
+    paged = problem.kind == "varlen" and isinstance(problem.place, Paged)
+    expect(paged, f"{name}.schedule", "'even' or 'fixed'", config.schedule, hint)
+    expect(not problem.needs_grad, f"{name}.schedule", "'even' with gradients", config.schedule)
+    expect(config.programs == 0, f"{name}.programs", "0", config.programs, "one an item")
+    expect(config.merge == "combine", f"{name}.merge", "'combine'", config.merge)
+    expect_positive(f"{name}.split_size", config.split_size)
+    expect_divides(f"{name}.split_size", config.split_size, tile_n=config.tile_n)
+    tiles = problem.batch * num_tiles(problem, config.tile_n)
+    expect(tiles < MAX_TILES, f"{name}.schedule", f"fewer than {MAX_TILES} tiles", tiles)
 
 
 def _expect_every_key(problem: Problem, config: Config) -> None:

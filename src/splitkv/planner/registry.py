@@ -152,7 +152,7 @@ def _decided(
         why += f"; decided as for {queries}{asked.seqlen_k} keys"
     kernel = kernel_named(choice.kernel)
     config = _with_variant(problem, device, kernel, choice.config)
-    gradients = backward.choose(problem, device, kernel)
+    gradients = backward.choose(asked, device, kernel)  # of every length in the bucket, the same
     return Plan(problem, device, name, kernel.name, config, why, rejected, gradients)
 
 

@@ -17,7 +17,8 @@ class Options(TypedDict, total=False):
     """Arguments of all of them: mask, scores, quantised tensors, the plan."""
 
     window_size: tuple[int, int]
-    sink_tokens: int
+    sink_tokens: int | Tensor
+    max_sink_tokens: int | None
     attention_chunk: int
     sink_logits: Tensor | None
     softmax_scale: float | None

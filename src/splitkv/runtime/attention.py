@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitkv.core.errors import MAX_SIZE, dtype_name, expect_number, expect_tensor
 from splitkv.core.masks import NUMBERS, Mask
-from splitkv.core.options import options_of, scalars_of, tensors_of
+from splitkv.core.options import inside_of, options_of, scalars_of, tensors_of
 from splitkv.core.plan import Plan
 from splitkv.core.problem import (
     Operands,
@@ -30,15 +30,17 @@ from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autoca
 from splitkv.runtime.autograd import NAMES, attention_op
 from splitkv.runtime.call_cache import BoundCall, Result, with_types
 from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad, within_64_bits
+from splitkv.runtime.growing_gradients import GrowingGradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from splitkv.runtime.arguments import AttentionOptions, VarlenOptions
 
-_VARLEN = options_of("attention_varlen")
+_VARLEN = inside_of("attention_varlen")
 _NOT_OF_ATTENTION = dict.fromkeys(name for name in _VARLEN if name not in options_of("attention"))
-"""The arguments of `attention_varlen` that `attention` has not, as None."""
+"""The arguments that `attention_varlen`, or what is behind it, has and `attention` has not, as
+None."""
 _operands = (field.name for field in fields(Operands))
 _tensors = itemgetter(*(name for name in _operands if name in tensors_of("attention_varlen")))
 _LENGTHS = "max_seqlen_q", "max_seqlen_k"
@@ -80,7 +82,8 @@ def attention(
     *,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    sink_tokens: int = 0,
+    sink_tokens: int | Tensor = 0,
+    max_sink_tokens: int | None = None,
     attention_chunk: int = 0,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -107,7 +110,10 @@ def attention(
     window_size    (left, right) keys around that position, inclusive; -1: unbounded. 2**30 or more
                    of these, of sink_tokens and of attention_chunk are as good as all
     sink_tokens    the first keys stay visible whatever the window's left edge says (StreamingLLM);
-                   its right edge, and causality, hide them as any others
+                   its right edge, and causality, hide them as any others. Or the number of each
+                   sequence, [batch] int32 on the device, never read by the host; below 0 as 0
+    max_sink_tokens  beside a tensor of sink_tokens an upper bound of them, which the plan is made
+                   for; greater ones are undefined. None: there may be as many as keys
     attention_chunk  above 0: positions go in chunks of this many keys, and a query sees keys of its
                    own chunk only, and sink tokens (Llama 4)
     sink_logits    [num_heads], a logit a head that joins the softmax denominator and adds nothing
@@ -150,29 +156,28 @@ def attention(
         lse = s.logsumexp(-1)
         out = (s - logaddexp(lse, sink_logit)[:, None]).exp() @ v
     """
-    return _attention(
-        q,
-        k,
-        v,
-        plan,
-        causal=causal,
-        window_size=window_size,
-        sink_tokens=sink_tokens,
-        attention_chunk=attention_chunk,
-        sink_logits=sink_logits,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        products=products,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        out=out,
-        out_scale=out_scale,
-        return_lse=return_lse,
-    )
+    given = {
+        **_NOT_OF_ATTENTION,
+        "causal": causal,
+        "window_size": window_size,
+        "sink_tokens": sink_tokens,
+        "max_sink_tokens": max_sink_tokens,
+        "attention_chunk": attention_chunk,
+        "sink_logits": sink_logits,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "products": products,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic,
+        "out": out,
+        "out_scale": out_scale,
+        "return_lse": return_lse,
+    }
+    return _attention(q, k, v, plan, given)
 
 
 @overload
@@ -227,7 +232,8 @@ def attention_varlen(
     cache_seqlens: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    sink_tokens: int = 0,
+    sink_tokens: int | Tensor = 0,
+    max_sink_tokens: int | None = None,
     attention_chunk: int = 0,
     bidirectional_ranges: Tensor | None = None,
     sink_logits: Tensor | None = None,
@@ -269,50 +275,52 @@ def attention_varlen(
 
     Everything else as `attention`; the mask of each sequence is aligned by its own lengths; scales
     of packed tensors are not a sequence's: one, one a head, or one a token and head; those of pages
-    may be, [batch, num_kv_heads]. Pages, quantised keys and bidirectional ranges beside which a
-    gradient is needed are served by plain torch; on a GPU a warning says so. Returns out
-    [total_q, num_heads, head_dim_v], and with `return_lse` lse [num_heads, total_q] fp32.
+    may be, [batch, num_kv_heads]. Pages, quantised keys, bidirectional ranges and sink tokens of
+    each sequence beside which a gradient is needed are served by plain torch; on a GPU a warning
+    says so. Returns out [total_q, num_heads, head_dim_v], and with `return_lse` lse
+    [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated. Raises as that.
     """
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
     if page_table is None:
         expect_tensor("cu_seqlens_k", cu_seqlens_k)
-    return _attention(
-        q,
-        k,
-        v,
-        plan,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        page_table=page_table,
-        cache_seqlens=cache_seqlens,
-        causal=causal,
-        window_size=window_size,
-        sink_tokens=sink_tokens,
-        attention_chunk=attention_chunk,
-        bidirectional_ranges=bidirectional_ranges,
-        sink_logits=sink_logits,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        products=products,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        out=out,
-        out_scale=out_scale,
-        return_lse=return_lse,
-    )
+    given = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "page_table": page_table,
+        "cache_seqlens": cache_seqlens,
+        "causal": causal,
+        "window_size": window_size,
+        "sink_tokens": sink_tokens,
+        "max_sink_tokens": max_sink_tokens,
+        "attention_chunk": attention_chunk,
+        "sequence_sink_tokens": None,
+        "bidirectional_ranges": bidirectional_ranges,
+        "sink_logits": sink_logits,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "products": products,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic,
+        "out": out,
+        "out_scale": out_scale,
+        "return_lse": return_lse,
+    }
+    return _attention(q, k, v, plan, given)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, **given: Any
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    given = _NOT_OF_ATTENTION | given
+    """A call; given: every other argument of `attention_varlen`, by name."""
+    if isinstance(given["sink_tokens"], Tensor):  # as `apart`
+        given["sequence_sink_tokens"], given["sink_tokens"] = given["sink_tokens"], 0
     scales = given["q_scale"], given["k_scale"], given["v_scale"], given["out_scale"]
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
@@ -418,12 +426,17 @@ def _growing(
     packed    what the call is known by without its lengths; None: it is not packed
     options   what it is known by
     """
-    if plan is not None or not dispatch.on_a_gpu(tensors[0]) or needs_grad(*tensors):
+    if plan is not None or not dispatch.on_a_gpu(tensors[0]):
+        return None
+    grad = needs_grad(*tensors)
+    if grad and (given["page_table"] is not None or given["out"] is not None):
         return None
     is_packed = given["cu_seqlens_q"] is not None
-    if (is_packed and packed is None) or given["k_scale"] is not None or given["dropout_p"]:
+    if (is_packed and packed is None) or given["dropout_p"]:
         return None
     if given["out_scale"] is not None or given["bidirectional_ranges"] is not None:
+        return None
+    if given["sequence_sink_tokens"] is not None:
         return None
     paged, out = given["page_table"] is not None, given["out"] is not None
     lengths = growing_call.lengths_of_tensors(is_packed, paged, out)
@@ -431,23 +444,26 @@ def _growing(
     if pattern is None:
         return None
     check = partial(growing_call.check_of_sequences, lengths=lengths)
-    new = partial(_bind_growing, tensors, given)
+    new = partial(_bind_growing, tensors, given, grad)
+    known = options if packed is None else packed
     return dispatch.calls.get_or_bind_alike(
-        options if packed is None else packed, tensors, pattern, check, new, any_first=is_packed
+        known, tensors, (pattern, grad), check, new, any_first=is_packed
     )
 
 
-def _bind_growing(tensors: list[Tensor], given: dict[str, Any]) -> BoundCall | None:
-    problem, operands = describe_attention(*tensors[:3], needs_grad=False, **given)
+def _bind_growing(tensors: list[Tensor], given: dict[str, Any], grad: bool) -> BoundCall | None:
+    problem, operands = describe_attention(*tensors[:3], needs_grad=grad, **given)
 
     def plan(problem: Problem, operands: Operands) -> Plan:
         return dispatch.plan_for(problem, operands, None)
 
-    if plan(problem, operands).kernel not in growing_call.SEQUENCES_GROW:
+    kernel = plan(problem, operands).kernel
+    if kernel not in (*growing_call.SEQUENCES_GROW, *growing_call.SEQUENCES_STAY):
         return None
     numbers = {name: given[name] for name in NUMBERS}
     mask = Mask.of(given["causal"], given["window_size"], **numbers)
-    call = growing_call.GrowingSequences(problem, operands, mask, plan)
+    kind = GrowingGradients if grad else growing_call.GrowingSequences
+    call = kind(problem, operands, mask, plan)
     return BoundCall.of(call, operands, None)
 
 

@@ -22,7 +22,10 @@ from splitkv.runtime.dispatch import bind
 
 FIXED = {"return_lse": True, "dropout_p": 0.0}
 """The options that the forward of a partial result is called with."""
-_FORWARD_ONLY = ("q_scale", "k_scale", "v_scale", "products", "page_table", "cache_seqlens")
+_FORWARD_ONLY = (
+    *("q_scale", "k_scale", "v_scale", "products", "page_table", "cache_seqlens"),
+    "max_sink_tokens",
+)
 
 
 class AttentionGradients(NamedTuple):

@@ -77,6 +77,7 @@ class Relaunch(Protocol):
         softcap: float,
         new: Any = None,
         out_scale: Tensor | None = None,
+        sequence_sink_tokens: Tensor | None = None,
     ) -> Result | None: ...
 
 

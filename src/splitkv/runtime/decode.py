@@ -23,11 +23,13 @@ from splitkv.runtime.autocast import as_autocast
 from splitkv.runtime.call_cache import Result
 from splitkv.runtime.dispatch import (
     Decision,
+    apart,
     expect_unrecorded,
     handle_of,
     operator_outputs,
     result_dtype,
     run_decode,
+    together,
     within_64_bits,
 )
 from splitkv.runtime.schedule import Schedule, plan_of
@@ -78,7 +80,8 @@ def decode(
     max_seqlen_k: int | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = _UNBOUNDED,
-    sink_tokens: int = _ZERO,
+    sink_tokens: int | Tensor = _ZERO,
+    max_sink_tokens: int | None = None,
     attention_chunk: int = _ZERO,
     sink_logits: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -116,10 +119,10 @@ def decode(
                    element in memory of its own; not part of autograd's graph
     out_scale      the scale of a result in float8_e4m3fn, as in `attention`
     early_kv       a promise: the kernel before this one on the stream writes nothing of
-                   cache_seqlens, page_table and the keys and values of all but the last seqlen_q
-                   tokens of each sequence (it may write q and those of the last tokens). Then
-                   `hopper_decode_split` starts to read before that kernel has ended; the other
-                   kernels have no use for it
+                   cache_seqlens, page_table, sink_tokens and the keys and values of all but the
+                   last seqlen_q tokens of each sequence (it may write q and those of the last
+                   tokens). Then `hopper_decode_split` starts to read before that kernel has ended;
+                   the other kernels have no use for it
     plan           a Plan of `splitkv.plan`, to skip deciding
     schedule       a Schedule of `splitkv.make_schedule` for these lengths, whose plan the call
                    runs under; without one, programs find their shares from the lengths
@@ -168,6 +171,7 @@ def decode(
         if out_scale is not None:
             tensors.append(out_scale)
             given |= 512
+        of_sequences = None
         made_with = None if plan is None else id(plan)
         try:
             # types: 1 and 1.0 equal True, but are not what it may be
@@ -175,6 +179,7 @@ def decode(
                 sink_tokens is attention_chunk is _ZERO
                 and window_size is _UNBOUNDED
                 and max_seqlen_k is None
+                and max_sink_tokens is None
                 and early_kv is False
             ):
                 options: tuple[Any, ...] = (
@@ -194,6 +199,11 @@ def decode(
                 )
             else:
                 left, right = window_size
+                of_all = sink_tokens
+                if isinstance(sink_tokens, Tensor):
+                    tensors.append(sink_tokens)
+                    given |= 1024
+                    of_sequences, of_all = sink_tokens, 0
                 options = (  # max_seqlen_k first: see `with_longest`
                     max_seqlen_k,
                     type(max_seqlen_k),
@@ -204,8 +214,10 @@ def decode(
                     type(right),
                     causal,
                     type(causal),
-                    sink_tokens,
-                    type(sink_tokens),
+                    of_all,
+                    type(of_all),
+                    max_sink_tokens,
+                    type(max_sink_tokens),
                     attention_chunk,
                     type(attention_chunk),
                     softmax_scale,
@@ -243,6 +255,8 @@ def decode(
                 more = {} if schedule is None else {"starts": schedule.starts}
                 if out_scale is not None:
                     more["out_scale"] = out_scale
+                if of_sequences is not None:
+                    more["sequence_sink_tokens"] = of_sequences
                 done = repeat(
                     q,
                     k_cache,
@@ -269,6 +283,7 @@ def decode(
         "causal": causal,
         "window_size": window_size,
         "sink_tokens": sink_tokens,
+        "max_sink_tokens": max_sink_tokens,
         "attention_chunk": attention_chunk,
         "sink_logits": sink_logits,
         "softmax_scale": softmax_scale,
@@ -283,6 +298,7 @@ def decode(
         "return_lse": return_lse,
         "early_kv": early_kv,
     }
+    arguments = apart(arguments)
     result: Result | None = None
     if not is_dynamo_compiling():
         made = Decision(num_splits, plan, None if schedule is None else schedule.starts)
@@ -340,7 +356,7 @@ _NAMES = names_of(_SCHEMA)
     schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {', '.join(_SCHEMA)}) -> (Tensor, Tensor)",
 )
 def decode_op(q, k_cache, v_cache, *rest):
-    given = dict(zip(_NAMES, rest, strict=True))
+    given = together(dict(zip(_NAMES, rest, strict=True)))
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
     handle, starts = given.pop("plan"), given.pop("schedule")
     plan = plan_with_handle(handle) if handle else None

@@ -11,7 +11,7 @@ or `splitkv::attention` (in `runtime/autograd.py`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,7 +135,9 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
     made_for = plan.problem
     longest = replace(problem, seqlen_k=made_for.seqlen_k, needs_grad=made_for.needs_grad)
     if made_for.mask.within(problem.seqlen_q, problem.seqlen_k) == problem.mask:
-        longest = replace(longest, mask=made_for.mask)
+        own = made_for if problem.mask.num_bands < 2 else problem  # which it may not matter of
+        of_sequences = own.sequence_sink_tokens
+        longest = replace(longest, mask=made_for.mask, sequence_sink_tokens=of_sequences)
     if longest != made_for or problem.seqlen_k > made_for.seqlen_k:
         raise ValueError(f"plan: expected one for ({problem}), got one for ({made_for})")
     expect(plan.device.arch == device.arch, "plan", f"one for {device.arch}", plan.device.arch)
@@ -150,14 +152,14 @@ def fit_plan(plan: Plan, problem: Problem, device: Device) -> Plan:
 
 
 def _warn_of_fall_back(plan: Plan) -> None:
-    """Say once for each reason that a GPU reads a cache, quantised keys or ranges of keys by
-    kernels that are not made for it."""
+    """Say once for each reason that a GPU reads a cache, quantised keys, or from its memory what is
+    visible, by kernels that are not made for it."""
     kind, device = plan.problem.kind, plan.device.kind
     of_cache = kind == "decode" or isinstance(plan.problem.place, Paged)
     quantised = plan.problem.codec != AS_IS
     fell_back = device == "cuda" and plan.kernel in ("torch_math", "torch_sdpa")
-    ranges = plan.problem.bidirectional_ranges
-    if not fell_back or not (of_cache or quantised or ranges):
+    on_device = plan.problem.bidirectional_ranges or plan.problem.sequence_sink_tokens
+    if not fell_back or not (of_cache or quantised or on_device):
         return
     name = {"decode": "decode", "dense": "attention", "varlen": "attention_varlen"}[kind]
     against = dict(plan.rejected).get("prefill", ())
@@ -183,6 +185,22 @@ def _handle_at(identity: int) -> str:
 _handle_at._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def apart(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a public function as what describes and runs a call takes them: sink tokens
+    that are a tensor, one number a sequence, have a name of their own."""
+    sink_tokens = arguments["sink_tokens"]
+    if not isinstance(sink_tokens, Tensor):
+        return {**arguments, "sequence_sink_tokens": None}
+    return {**arguments, "sink_tokens": 0, "sequence_sink_tokens": sink_tokens}
+
+
+def together(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that `apart` was given."""
+    given = dict(arguments)
+    of_sequences = given.pop("sequence_sink_tokens")
+    return given if of_sequences is None else given | {"sink_tokens": of_sequences}
+
+
 def within_64_bits(
     arguments: dict[str, Any], num_splits: int, describe: Callable[[], Any]
 ) -> dict[str, Any]:
@@ -201,7 +219,8 @@ def within_64_bits(
         return arguments
     describe()
     expect_in_range("num_splits", num_splits, 0, MAX_SPLITS)
-    edges = {name: min(arguments[name], FAR) for name in NUMBERS}
+    numbers = *NUMBERS, "max_sink_tokens"
+    edges = {n: min(arguments[n], FAR) for n in numbers if arguments.get(n) is not None}
     return arguments | edges | {"window_size": (min(left, FAR), min(right, FAR))}
 
 
@@ -237,7 +256,7 @@ def describe(q: Any, *tensors: Any, dense: bool = False, **arguments: Any) -> Pr
     grad = needs_grad(q, *tensors[:2], given["sink_logits"], given["alibi_slopes"])
     described = describe_decode if name == "decode" else describe_attention
     q, k, v = as_autocast(q, *tensors[:2])
-    return described(q, k, v, needs_grad=grad, **given)[0]
+    return described(q, k, v, needs_grad=grad, **apart(given))[0]
 
 
 class Decision(NamedTuple):
@@ -337,7 +356,8 @@ def _growing(
 ) -> BoundCall | None:
     """Finds what serves contiguous caches of every length; None where they are none, the first time
     that they come and where no kernel takes every length."""
-    absent = made.plan, *(arguments[n] for n in ("page_table", "max_seqlen_k", "out_scale"))
+    unknown = "page_table", "max_seqlen_k", "out_scale", "sequence_sink_tokens"
+    absent = made.plan, *(arguments[n] for n in unknown)
     if any(x is not None for x in absent) or needs_grad(*tensors):
         return None
     pattern = growing_call.pattern_of(tensors)

@@ -12,13 +12,15 @@ What Triton compiles for strides by value is part of what a bucket is known by: 
 multiples of 16, or more than 32 bits hold. So are edges of a mask that no query meets.
 
 What a bucket takes on the host, ten times a new length, is done in the last steps of the bucket
-before: its plan in one of them, the binding in another, the launches in a third, each behind the
-launches of the step itself. A bucket that is entered in another way takes all of it at once.
+before: its plan in one of them, the binding of a kernel in another, that of `combine` in a third,
+the launches in a fourth, each behind the launches of the step itself. A bucket that is entered in
+another way takes all of it at once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,30 +30,25 @@ from torch import Tensor
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.host.sequence_sizes import scale_and_softcap, strides_of, strides_of_out
+from splitkv.kernels.host.launcher import CacheLayout
+from splitkv.kernels.host.sequence_sizes import result_layouts, scale_and_softcap, strides_of
 from splitkv.kernels.host.sequences import relaunched
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
 from splitkv.runtime.call_cache import NO_TENSOR, Check, Launcher, Result, check_of, layout
 
 if TYPE_CHECKING:
-    from splitkv.kernels.host.relaunch import Repeat
+    pass
 
 GROWS = "decode_split", "hopper_decode_split"
 """The kernels that take every length of a cache up to that of their plan."""
-SEQUENCES_GROW = "hopper_prefill", "prefill"
+SEQUENCES_GROW = "hopper_prefill", "hopper_prefill_quantised", "prefill"
 """Those that take every length of whole sequences."""
+SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
+"""Those that are bound to one length of them; at others of the same call another may be the best.
+"""
 
 
-class CacheLayout(NamedTuple):
-    """The length of contiguous caches and their strides, and those of scales of each token."""
-
-    length: int
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    scales: tuple[int, ...] | None
-
-
-MAX_KNOWN = 256  # layouts that launches of sequences are kept for; past it, they start afresh
+MAX_KNOWN = 256  # layouts that launches are kept for; past it, the first are forgotten
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
@@ -59,6 +56,13 @@ Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
 """What a plan and its kernels are for: an alignment, and the longest sequences."""
+
+
+class Ready(NamedTuple):
+    """A launcher that only lacks its kernels, and their key in `compiled`."""
+
+    launcher: Any
+    key: Hashable
 
 
 compiled: dict[Hashable, tuple[Any, Any]] = {}
@@ -101,9 +105,10 @@ def pattern_of(tensors: Sequence[Tensor]) -> Any:
 
 
 def pattern_with(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
-    """The layouts of tensors but for lengths, which some have in a dimension."""
+    """The layouts of tensors but for lengths, which some have in a dimension; and whether they
+    require a gradient, which a check sees, too."""
     return tuple(
-        (_with_free_length(layout(x), lengths[n]), x.requires_grad) if n in lengths else layout(x)
+        (_with_free_length(layout(x), lengths[n]) if n in lengths else layout(x), x.requires_grad)
         for n, x in enumerate(tensors)
     )
 
@@ -122,21 +127,22 @@ def check_of_any_length(tensors: Sequence[Tensor]) -> Check | None:
     check = check_of(tensors, any_length=grow)
     if check is None:
         return None
-    k, *others = grow
-    scales, least = others[1:], 2 if others[1:] else 1
+    scales = [*grow][2:]
 
-    def fits(*tensors: Any) -> bool:
-        if not check(*tensors):
+    def caches_fit(*tensors: Any) -> bool:
+        return check(*tensors) and tensors[1].shape[1] == tensors[2].shape[1] > 0
+
+    def scales_fit(*tensors: Any) -> bool:
+        if not caches_fit(*tensors):
             return False
-        length: int = tensors[k].shape[1]
-        for n in others:
-            if tensors[n].shape[1] != length:
-                return False
+        length: int = tensors[1].shape[1]
         for n in scales:  # kernels have one set of strides for scales of keys and of values
-            if tensors[n].stride() != tensors[scales[0]].stride():
+            same = tensors[n].stride() == tensors[scales[0]].stride()
+            if tensors[n].shape[1] != length or not same:
                 return False
-        return length >= least
+        return length > 1
 
+    fits = scales_fit if scales else caches_fit
     return fits if fits(*tensors) else None
 
 
@@ -161,9 +167,8 @@ class Growing(ABC):
         self.kernels, self.types = kernels, types_of(operands)
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
         self.buckets: dict[Bucket, Any] = {}  # launchers
-        self.ahead: dict[Bucket, Any] = {}  # planned; bound
-        self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
-        self.bound: tuple[Any, Launcher | None] = (None, None)  # to one layout in its bucket
+        self.ahead: dict[Bucket, Any] = {}  # plans; launchers; launchers that are Ready
+        self.bound: OrderedDict[Any, Launcher] = OrderedDict()  # to one layout in its bucket
 
     @abstractmethod
     def problem_of(self, longest: Any) -> Problem:
@@ -178,15 +183,15 @@ class Growing(ABC):
         problem   that the launcher is bound to
         """
         x = operands
-        known, launcher = self.bound
-        if launcher is not None and known == (here, bucket):
+        launcher = self.bound.get((here, bucket))
+        if launcher is not None:
             return launcher(x)
         if bucket is None:
             plan = self.plan_for(problem, x)
         else:
             plan = replace(self.planned(bucket, x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
-        self.bound = (here, bucket), made
+        keep(self.bound, (here, bucket), made)
         result: Result = made(x)
         if bucket is not None and plan.kernel in self.kernels and made.compiled is not None:
             compiled[self.types, bucket[0], made.variant()] = made.compiled
@@ -194,24 +199,20 @@ class Growing(ABC):
             self.ahead.pop(bucket, None)
         return result
 
-    def at_length(self, here: Any, bucket: Bucket, operands: Operands) -> Any:
-        """A launch of compiled kernels for sequences of this length; None where there are none."""
+    def launcher_of(self, bucket: Bucket, operands: Operands) -> Any:
+        """A launcher for a bucket that has compiled kernels; None where there are none."""
         while bucket not in self.buckets and self.make_ready(bucket, operands):
             pass
-        launcher = self.buckets.get(bucket)
-        if launcher is None:
-            return None
-        again = launcher.at_length(operands)
-        self.latest = here, again
-        return again
+        return self.buckets.get(bucket)
 
     def make_ready(self, bucket: Bucket, operands: Operands) -> bool:
-        """Takes one of three steps to a launcher for a bucket: plans it, binds it, has it keep
-        kernels that were compiled for others and are its own, too. Whether another can follow.
+        """Takes one of four steps to a launcher for a bucket: plans it, binds it, has it say which
+        kernels it needs, and keep them where they were compiled for others. Whether another can
+        follow.
 
         Of the operands it takes the layout, so that each step may have those of another call.
         """
-        alignment = bucket[0]
+        alignment, more = bucket[0], True
         made: Any = self.ahead.pop(bucket, None)  # no other thread takes this step meanwhile
         if made is None:
             if alignment not in self.plans or bucket in self.buckets:
@@ -221,12 +222,13 @@ class Growing(ABC):
         elif isinstance(made, Plan):
             more = made.kernel in self.kernels
             made = kernel_named(made.kernel).bind(made, operands) if more else made
+        elif not isinstance(made, Ready):
+            made = Ready(made, (self.types, alignment, made.variant()))
         else:
-            more = False
-            kernels = compiled.get((self.types, alignment, made.variant()))
+            more, kernels = False, compiled.get(made.key)
             if kernels is not None:
-                made.keep(*kernels, operands)
-                self.buckets[bucket] = made
+                made.launcher.keep(*kernels, operands)
+                self.buckets[bucket] = made.launcher
                 return False
         self.ahead[bucket] = made
         return more
@@ -256,24 +258,29 @@ class GrowingCall(Growing):
     ) -> None:
         super().__init__(problem, operands, num_splits, plan_for, GROWS)
         self.by_token = problem.codec.granularity == "token"
+        # the layout, what repeats a call, and the launch of its splits
+        self.latest: tuple[Any, Callable[..., Result | None], Any] = (None, absent, None)
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
         here = self.layout_of(k, v, rest[K_SCALE])
-        again: Repeat | None
-        layout, again = self.latest
-        if again is not None and layout == here:
-            return again.call(q, k, v, *rest)
-        operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
-        operands.seqlen_k = here.length
-        alignment, longest = alignment_of(here, operands), rounded_up(here.length)
-        again = self.at_length(here, (alignment, longest), operands)
-        if again is None:
+        layout, call, split = self.latest
+        if layout == here:
+            return call(q, k, v, *rest, split=split)
+        alignment, longest = alignment_of(here, k.element_size()), rounded_up(here.length)
+        bucket = alignment, longest
+        launcher = self.buckets.get(bucket)
+        if launcher is None:
+            launcher = self.launcher_of(bucket, of_layout(q, k, v, *rest))
+        if launcher is None or launcher.split_at_length is None:
             return None
-        done = again.call(q, k, v, *rest)
+        split, call = launcher.split_at_length(here), launcher.repeat
+        self.latest = here, call, split
+        done: Result | None = call(q, k, v, *rest, split=split)
         if done is not None and here.length > longest - AHEAD:
-            self.make_ready((alignment, rounded_up(longest + 1)), operands)
+            next_one = alignment, rounded_up(longest + 1)
+            self.make_ready(next_one, of_layout(q, k, v, *rest))
         return done
 
     def __call__(self, operands: Operands) -> Result:
@@ -288,7 +295,7 @@ class GrowingCall(Growing):
         here = self.layout_of(x.k, x.v, x.k_scale)
         x.seqlen_k = here.length
         longest = rounded_up(here.length)
-        bucket = alignment_of(here, x), longest
+        bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
 
     def layout_of(self, k: Tensor, v: Tensor, k_scale: Tensor | None) -> CacheLayout:
@@ -315,8 +322,10 @@ class GrowingSequences(Growing):
         plan_for: Callable[[Problem, Operands], Plan],
     ) -> None:
         super().__init__(problem, operands, 0, plan_for, SEQUENCES_GROW)
-        self.mask, self.known = mask, dict[Any, Any]()  # layouts, and what launches them
+        self.mask = mask
+        self.known: OrderedDict[Any, Any] = OrderedDict()  # layouts, and what launches them
         self.packed, self.return_lse = problem.kind == "varlen", problem.return_lse
+        self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
 
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream, through Triton where nothing is compiled for
@@ -335,11 +344,11 @@ class GrowingSequences(Growing):
                 self.latest = here, again
             else:
                 bucket = self.bucket_of(x)
-                again = None if bucket is None else self.at_length(here, bucket, x)
-                if len(self.known) >= MAX_KNOWN:
-                    self.known.clear()
+                launcher = None if bucket is None else self.launcher_of(bucket, x)
+                again = None if launcher is None else launcher.at_length(x)
+                self.latest = here, again
                 if again is not None:
-                    self.known[here] = again
+                    keep(self.known, here, again)
         if again is not None:
             done = relaunched(again, x, *scale_and_softcap(x))
             if done is not None:
@@ -429,6 +438,14 @@ def check_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) ->
     return fits if fits(*tensors) else None
 
 
+def keep(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps a value in the place of the first where there are many: to forget all of them at once
+    takes as long as a hundred calls."""
+    while len(known) >= MAX_KNOWN:
+        known.popitem(last=False)
+    known[key] = value
+
+
 def types_of(operands: Operands) -> Hashable:
     """The types of a call that kernels are compiled for, and the device that they are loaded on."""
     x = operands
@@ -438,18 +455,32 @@ def types_of(operands: Operands) -> Hashable:
     return x.q.device, (*types, *present), bool(x.softcap)
 
 
-def alignment_of(here: CacheLayout, operands: Operands) -> Alignment:
+def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     """The alignment of strides that kernels are compiled and plans made for."""
-    size = operands.k.element_size()
-    found = []
-    for x in (*here.k[:3], *here.v[:3]):
-        found.append(_alignment(x))
-        found.append(x * size % 16 == 0)  # TMA can describe it
-    if here.scales is not None:
-        # copied in bulk where they lie in one piece of multiples of 16 bytes
-        found += [here.scales[0] % 4 == 0, here.length * here.scales[1] % 4 == 0]
-        found.append(max(here.scales) >> 31 > 0)
-    return tuple(found)
+    k, v, scales = here.k, here.v, here.scales
+    every = k[0] | k[1] | k[2] | v[0] | v[1] | v[2]
+    if not every & 15 and every < 1 << 31:
+        alignment = EVERY_ONE
+    else:
+        strides = *k[:3], *v[:3]  # TMA can describe multiples of 16 bytes
+        alignment = (*((_alignment(x), x * element_size % 16 == 0) for x in strides),)
+    if scales is None:
+        return alignment
+    # copied in bulk where they lie in one piece of multiples of 16 bytes
+    in_bulk = scales[0] % 4 == 0, here.length * scales[1] % 4 == 0
+    return alignment, in_bulk, max(scales) >> 31 > 0
+
+
+def of_layout(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Operands:
+    """Operands of the length of these caches to plan for and to bind, without the other tensors,
+    which change no layout; rest: as of `GrowingCall.repeat`."""
+    operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
+    operands.seqlen_k = k.shape[1]
+    return operands
+
+
+def absent(*_: Any, **__: Any) -> None:
+    """Repeats no call: the first length is yet to come."""
 
 
 def _alignment(stride: int) -> int:
@@ -491,5 +522,5 @@ def _alignment_by_stride(problem: Problem, operands: Operands) -> Alignment | No
     for tensor in (x.k, x.v):
         if MOST_KEYS * tensor.stride(-3) + tensor.stride(-2) >= 1 << 31:
             return None
-    found += [_alignment(stride) for stride in strides_of_out(problem, x)]
+    found += [_alignment(stride) for stride in result_layouts(problem, x).out_strides]
     return tuple(found)

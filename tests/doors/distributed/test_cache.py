@@ -111,6 +111,10 @@ def test_a_malformed_cache(ranks: Ranks) -> None:
         ({"num_splits": 2}, "argument of decode: expected 'page_table'"),
         ({"q": torch.randn(2, 1, 3, DIM), "heads": "own"}, "num_heads: expected a multiple of "),
         ({"cache_seqlens": torch.tensor([3, 4])}, "cache_seqlens: expected dtype int32, got int64"),
+        (
+            {"sink_tokens": torch.tensor([3, 4], dtype=torch.int32), "window_size": (2, 0)},
+            "sink_tokens: expected an integer, got a tensor",
+        ),
     ):
         found = ranks.each(called, 2, "decode", [call | change] * 2)
         assert all(isinstance(x, Raised) and x.kind == "ValueError" for x in found), found

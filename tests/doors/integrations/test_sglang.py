@@ -19,6 +19,12 @@ from splitkv.core.masks import Mask
 from splitkv.testing import assert_close
 
 HEADS, KV_HEADS, DIM, CONTEXT, REQUESTS = 4, 2, 16, 160, 6
+WINDOWED = 96  # keys of a request that the pool of layers with a window has, on average
+DRAFTS: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 5,
+}
 DTYPE = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -37,6 +43,10 @@ class Engine:
         self.sinks = more.pop("sinks", None)
         self.layer = contract.layer(HEADS, KV_HEADS, DIM, **more.pop("layer", {}))
         pool = contract.Pool(REQUESTS * CONTEXT, page_size, KV_HEADS, DIM, dtype)
+        windowed = more.pop("windowed", None)
+        if windowed is not None:
+            own = contract.Pool(REQUESTS * WINDOWED, page_size, KV_HEADS, DIM, dtype)
+            pool = contract.TwoPools(pool, own, windowed)
         self.runner = contract.runner(pool, REQUESTS, CONTEXT, page_size, **more)
         self.backend = adapter.SplitKVAttnBackend(self.runner)
         pages = list(range(1, 1 + REQUESTS * CONTEXT // page_size))
@@ -44,6 +54,7 @@ class Engine:
         slots = torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)
         self.slots = slots.view(REQUESTS, CONTEXT)
         self.runner.req_to_token_pool.req_to_token.copy_(self.slots)
+        self.pool, self.window_pages = pool, list(range(1, 1 + REQUESTS * WINDOWED // page_size))
         self.k = [tokens(0, KV_HEADS) for _ in range(REQUESTS)]
         self.v = [tokens(0, KV_HEADS) for _ in range(REQUESTS)]
 
@@ -52,7 +63,10 @@ class Engine:
         for request, n in new.items():
             self.k[request] = torch.cat([self.k[request], tokens(n, KV_HEADS)])
             self.v[request] = torch.cat([self.v[request], tokens(n, KV_HEADS)])
-        lengths = torch.tensor([len(self.k[request]) for request in new])
+        self.map_window(new)
+        verified = mode == ForwardMode.TARGET_VERIFY
+        drafts = max(new.values()) if verified else 0
+        lengths = torch.tensor([len(self.k[request]) - drafts for request in new])
         counts = torch.tensor(list(new.values()))
         where = [
             self.slots[request, len(self.k[request]) - n : len(self.k[request])]
@@ -67,7 +81,27 @@ class Engine:
             extend_seq_lens=counts,
             extend_seq_lens_cpu=counts.tolist(),
             out_cache_loc=torch.cat(where),
+            spec_info=SimpleNamespace(draft_token_num=drafts) if verified else None,
         )
+
+    def map_window(self, new: dict[int, int]) -> None:
+        """As SGLang's allocator: pages of the other pool for those with new tokens, and none any
+        more for those that have left the window of all of them."""
+        if not isinstance(self.pool, contract.TwoPools):
+            return
+        size, window = self.page_size, self.layer.sliding_window_size
+        for request, n in new.items():
+            length = len(self.k[request])
+            seen = max(length - n - window, 0) // size if self.layer.layer_id else 0
+            pages = self.pool.mapping[self.slots[request, ::size]]
+            for page in range(-(-length // size)):
+                slots, held = self.slots[request, page * size : (page + 1) * size], pages[page]
+                if page < seen and held:
+                    self.window_pages.append(int(held) // size)
+                    self.pool.mapping[slots] = 0
+                elif page >= seen and not held:
+                    first = self.window_pages.pop(0) * size
+                    self.pool.mapping[slots] = torch.arange(first, first + size)
 
     def run(self, x: Any, new: dict[int, int], padded: int = 0) -> Tensor:
         """A layer of the batch, compared with the definition."""
@@ -145,6 +179,57 @@ def test_batches(layer: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("layer_id", [0, 1])
+def test_a_pool_of_layers_with_a_window(layer_id: int, page_size: int) -> None:
+    """Layer 1 has a window and a pool of its own, whose pages are taken from tokens that left it;
+    layer 0 has the slots of the requests."""
+    own = {"layer_id": layer_id} | ({"sliding_window_size": 19} if layer_id else {})
+    engine = Engine(page_size, layer=own, windowed=(1,))
+    engine.step(ForwardMode.EXTEND, {0: 5, 3: 40, 1: 90})
+    engine.step(ForwardMode.DECODE, {3: 1, 0: 1}, padded=2)
+    engine.step(ForwardMode.EXTEND, {3: 50, 2: 17, 1: 2}, padded=3)
+    engine.step(ForwardMode.MIXED, {4: 90, 3: 1, 0: 1}, host=False)
+    for _ in range(20):
+        engine.step(ForwardMode.DECODE, dict.fromkeys(range(5), 1))
+    engine.backend.init_cuda_graph_state(8, 8)
+    x = engine.batch(ForwardMode.DECODE, {0: 1, 1: 1})
+    engine.backend.init_forward_metadata_out_graph(x, in_capture=True)
+    kept = engine.backend.step, engine.backend.window_step, engine.backend.window_slots
+    engine.run(x, {0: 1, 1: 1})
+    for requests in ((0, 1), (3, 0)):
+        new = dict.fromkeys(requests, 1)
+        x = engine.batch(ForwardMode.DECODE, new)
+        engine.backend.init_forward_metadata_out_graph(x)
+        backend = engine.backend
+        backend.step, backend.window_step, backend.window_slots = kept
+        engine.run(x, new)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("layer", ["plain", "window", "sinks", "fp8", "the same bits"])
+def test_chains_of_drafts(layer: str, page_size: int) -> None:
+    """Lengths are those before the drafts; of these the next batch keeps some."""
+    engine = Engine(page_size, **LAYERS[layer], **DRAFTS)
+    engine.step(ForwardMode.EXTEND, {0: 5, 3: 40, 1: 70})
+    drafted = {0: 5, 3: 5, 1: 5}
+    for host in (True, False):
+        engine.step(ForwardMode.TARGET_VERIFY, drafted, host=host, padded=2)
+        for request, kept in ((0, 1), (3, 4), (1, 5)):
+            length = len(engine.k[request]) - 5 + kept
+            engine.k[request] = engine.k[request][:length]
+            engine.v[request] = engine.v[request][:length]
+    engine.backend.init_cuda_graph_state(4, 20)
+    x = engine.batch(ForwardMode.TARGET_VERIFY, {1: 5, 0: 5})
+    engine.backend.init_forward_metadata_out_graph(x, in_capture=True)
+    captured = engine.backend.step
+    engine.run(x, {1: 5, 0: 5})
+    x = engine.batch(ForwardMode.TARGET_VERIFY, {3: 5, 0: 5})
+    engine.backend.init_forward_metadata_out_graph(x)
+    engine.backend.step = captured
+    engine.run(x, {3: 5, 0: 5})
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_graphs(page_size: int) -> None:
     """Every replay reads the addresses of the capture, which have its own lengths and pages."""
     engine = Engine(page_size)
@@ -169,7 +254,7 @@ def test_graphs_of_other_batches_are_refused() -> None:
     engine = Engine()
     engine.backend.init_cuda_graph_state(4, 4)
     x = engine.batch(ForwardMode.EXTEND, {0: 3})
-    with pytest.raises(NotImplementedError, match="forward_mode: expected DECODE, got EXTEND"):
+    with pytest.raises(NotImplementedError, match="expected DECODE or TARGET_VERIFY, got EXTEND"):
         engine.backend.init_forward_metadata_out_graph(x)
 
 
@@ -199,7 +284,15 @@ def test_the_same_bits_have_plans() -> None:
     [
         ({"use_mla_backend": True}, "use_mla_backend: expected False, got True"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder: expected False, got True"),
-        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: expected None, got EAGLE"),
+        ({"prefill_aware_swa": True}, "prefill_aware_swa: expected False, got True"),
+        ({"enable_unified_memory": True}, "enable_unified_memory: expected False, got True"),
+        ({"dcp_size": 2}, "dcp_size: expected 1, got 2"),
+        (DRAFTS | {"speculative_algorithm": "NGRAM"}, "speculative_algorithm: .*, got NGRAM"),
+        (DRAFTS | {"speculative_eagle_topk": 4}, "speculative_eagle_topk: expected 1, got 4"),
+        (
+            DRAFTS | {"speculative_num_draft_tokens": 17},
+            "speculative_num_draft_tokens: expected at most 16, got 17",
+        ),
         (
             {"enable_deterministic_inference": True, "disable_radix_cache": False},
             "disable_radix_cache: expected True with deterministic inference, got False",
@@ -238,6 +331,30 @@ def test_register() -> None:
     assert adapter.ATTENTION_BACKEND_CHOICES.count("splitkv") == 1
     if not contract.REAL:
         assert {"splitkv": adapter.SplitKVAttnBackend} == contract.BACKENDS
+        assert [(adapter.ADJUSTMENTS, adapter.admit_for_sinks, "around")] == contract.HOOKS
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     (entry,) = re.findall(r'entry-points."sglang.srt.plugins"]\nsplitkv = "([^"]+)"', project)
     assert entry == f"{adapter.__name__}:register"
+
+
+@pytest.mark.parametrize("model", ["GptOssForCausalLM", "LlamaForCausalLM"])
+def test_the_list_of_backends_that_have_sinks(model: str) -> None:
+    """It has `triton`; the names are as they were before and afterwards, also where it raises."""
+
+    class Arguments:
+        def get_model_config(self) -> Any:
+            return SimpleNamespace(hf_config=SimpleNamespace(architectures=[model]))
+
+        def _resolved_attention_backends(self) -> tuple[str, str]:
+            return "splitkv", "fa3"
+
+    seen, arguments = [], Arguments()
+
+    def adjust(x: Any) -> None:
+        seen.append(x._resolved_attention_backends())
+        raise AssertionError("as SGLang does")
+
+    with pytest.raises(AssertionError, match="as SGLang does"):
+        adapter.admit_for_sinks(adjust, arguments)
+    assert seen == [("triton" if model == adapter.SINKS else "splitkv", "fa3")]
+    assert arguments._resolved_attention_backends() == ("splitkv", "fa3")

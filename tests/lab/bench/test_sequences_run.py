@@ -111,7 +111,9 @@ def test_a_process_compiles_forward_and_backward_and_launches_none(
     problem = replace(whole.problem, head_dim=64, head_dim_v=64, **sizes)  # type: ignore[arg-type]
     config = next(kernel_named("prefill").configs(problem, H200))
     compiler.compile_plan(problem, H200, "prefill", config)
-    assert {"prefill", "backward_rows", "hopper_backward", "hopper_backward_round"} <= set(compiled)
+    assert {"prefill", "backward_rows", "hopper_backward", "hopper_backward_finish"} <= set(
+        compiled
+    )
 
 
 # records and tables

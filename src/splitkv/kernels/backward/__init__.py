@@ -18,9 +18,9 @@ bits every time.
 With sink tokens the first keys are seen by far more rows than a window of keys is: their tiles come
 before all others. Where a program would be the last to end for all that, and where there are fewer
 tiles of keys than fill the GPU, the rows that see a tile are split among programs, whose sums
-`backward_sum` adds up: see row_splits.py.
+`backward_finish` adds up: see row_splits.py. It adds up what rows leave of dsink, too.
 
-To be read in this order: rows.py, keys.py, sum.py, queries.py; what is launched, launcher.py.
+To be read in this order: rows.py, keys.py, queries.py, finish.py; what is launched, launcher.py.
 
 Shapes      as in `prefill`; rows of statistics: see Stats
 Grid        backward_rows, backward_queries  row tiles x lanes, as in `prefill`

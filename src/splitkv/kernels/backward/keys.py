@@ -19,6 +19,7 @@ from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.gradient import KeyGradients, OwnKeys, SequenceRows, sum_over_rows
 from splitkv.kernels.tile.product import empty_sum
 from splitkv.kernels.tile.visit import (
+    Strides,
     TiledTokens,
     load_tile,
     own_tile,
@@ -39,7 +40,8 @@ def backward_keys(
     split_ptr,  # [batch, num_kv_heads, split_tiles, row_splits, TILE_N, head_dim + head_dim_v]
     # fp32, or None: rows are not split
     stats,  # Stats
-    stat_strides,  # Strides
+    stride_stat_b,  # a token has an element for each head of its group
+    stride_stat_h,
     cu_q_ptr,  # [batch + 1] int32, or None: dense
     cu_k_ptr,
     slope_ptr,  # [(batch,) num_heads], or None
@@ -66,6 +68,7 @@ def backward_keys(
     TILE_M: tl.constexpr = CONFIG.tile_m
     TILE_N: tl.constexpr = CONFIG.tile_n
     bounds = Bounds(left, right, sink_tokens, chunk)
+    stat_strides = Strides(stride_stat_b, 0, stride_stat_h)
     pid = tl.program_id(0)
 
     # whose keys, and which  [TILE_N]

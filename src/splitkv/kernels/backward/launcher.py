@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from splitkv import reference
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import Backward, BackwardTiles, RowSplits
+from splitkv.kernels.backward.finish import SinkSums, SplitSums, backward_finish
 from splitkv.kernels.backward.keys import backward_keys
 from splitkv.kernels.backward.queries import backward_queries
 from splitkv.kernels.backward.records import BackwardConfig, Gradients, GradientTensors, Stats
-from splitkv.kernels.backward.rows import statistics, strides_of_stats
-from splitkv.kernels.backward.sum import backward_sum
+from splitkv.kernels.backward.rows import statistics
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.partition import padded_dims
-from splitkv.kernels.host.relaunch import Launched, launch_by_name
+from splitkv.kernels.host.relaunch import launch_by_name
 from splitkv.kernels.host.sequence_sizes import (
+    lengths_of,
     offset_type,
     scoring_of,
     stride_slope,
@@ -29,7 +29,8 @@ from splitkv.kernels.host.sequence_sizes import (
 )
 from splitkv.kernels.tile.band import Bounds
 
-SUM_TILE, SUM_SPLITS = 4, 8  # keys a program of backward_sum, and splits that it reads at once
+# Of `backward_finish`: keys a program, and splits and parts of dsink that it reads at once.
+SUM_TILE, SUM_SPLITS, SINKS_TOGETHER = 4, 8, 4096
 
 
 def allocate_gradients(x: Operands, grad: Tensor) -> GradientTensors:
@@ -58,51 +59,30 @@ def strides_of_tensors(tensors: GradientTensors) -> GradientTensors:
     )
 
 
-def launch_sum(
-    problem: Problem,
-    x: Operands,
-    tensors: GradientTensors,
-    splits: Tensor,
-    tile_n: int,
-    **options: Any,
-) -> Launched:
-    """Launches what adds up dk and dv of splits of rows.
+def programs_of_splits(problem: Problem, splits: RowSplits, tile_n: int) -> int:
+    """Programs that add up dk and dv of split rows."""
+    if splits.splits == 1:
+        return 0
+    return problem.batch * problem.num_kv_heads * splits.tiles * (tile_n // SUM_TILE)
 
-    splits    [batch * num_kv_heads * tiles, splits, tile_n, head_dim + head_dim_v] fp32
-    options   launch_pdl: it begins while the kernel before still runs
-    """
-    p = problem
-    programs, count = splits.shape[:2]
-    arguments = {
-        "ptrs": tensors,
-        "strides": strides_of_tensors(tensors),
-        "split_ptr": splits,
-        "cu_k_ptr": x.cu_seqlens_k,
-        "seqlen_k": p.seqlen_k,
-        "num_kv_heads": p.num_kv_heads,
-        "split_tiles": programs // (p.batch * p.num_kv_heads),
-        "row_splits": count,
-        "HEAD_DIM": p.head_dim,
-        "HEAD_DIM_V": p.head_dim_v,
+
+def finish_arguments(problem: Problem, splits: RowSplits, tile_n: int) -> dict[str, Any]:
+    """The arguments of `backward_finish` for its splits, by name."""
+    return {
+        "num_kv_heads": problem.num_kv_heads,
+        "split_tiles": splits.tiles,
+        "row_splits": splits.splits,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
         "TILE_N": tile_n,
         "ROWS": SUM_TILE,
         "TOGETHER": SUM_SPLITS,
-        "PREDECESSOR": "running" if options else "done",
+        "SINKS_TOGETHER": SINKS_TOGETHER,
     }
-    grid = programs, triton.cdiv(tile_n, SUM_TILE)
-    return launch_by_name(backward_sum, grid, arguments, **options)
-
-
-PER_CALL_OF_SUM = {
-    "ptrs": GradientTensors("q", "k", "v", "grad", "dq", "dk", "dv"),
-    "split_ptr": "split",
-    "cu_k_ptr": "cu_k",
-}
-"""The arguments of `backward_sum` that change from call to call: see `bind_to_addresses`."""
 
 
 def allocate_splits(problem: Problem, x: Operands, splits: RowSplits, tile_n: int) -> Tensor | None:
-    """Memory for dk and dv of splits of rows, see `launch_sum`; None: no rows are split."""
+    """Memory for dk and dv of splits of rows, see finish.py; None: no rows are split."""
     p = problem
     if splits.splits == 1:
         return None
@@ -135,28 +115,40 @@ class BackwardLauncher:
             grad_out = torch.zeros_like(out)
         elif grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        stats = statistics(self.problem, x, out, lse, grad_out, grad_lse, of_slopes).stats
+        if grad_lse is not None:
+            grad_lse = grad_lse.contiguous()
+        stats = statistics(self.problem, x, out, lse, grad_out, grad_lse, of_slopes)
         tensors = allocate_gradients(x, grad_out)
-        self.launch_keys(x, seed, stats, tensors)
+        splits = self.launch_keys(x, seed, stats, tensors)
         self.launch_queries(x, seed, stats, tensors)
-        dsink = dslopes = None
-        if x.sink_logits is not None:
-            dsink = stats.sink.sum((0, 2)).flatten().to(x.sink_logits.dtype)
+        dsink = self.launch_finish(x, stats, tensors, splits)
+        dslopes = None
         if stats.slope is not None:
             dslopes = self.of_slopes(x, stats.slope).to(x.alibi_slopes.dtype)
         return Gradients(tensors.dq, tensors.dk, tensors.dv, dsink, dslopes)
+
+    def again(
+        self,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+    ) -> None:
+        """Nothing: Triton launches these kernels, every time."""
 
     def shared_arguments(
         self, x: Operands, seed: Tensor | None, stats: Stats, tensors: GradientTensors
     ) -> dict[str, Any]:
         """The arguments that both kernels take, by name."""
-        p = self.problem
+        p, lengths = self.problem, lengths_of(self.problem, x)
         bounds = Bounds(*p.mask.bounds)
         return {
             "ptrs": tensors,
             "strides": strides_of_tensors(tensors),
             "stats": stats,
-            "stat_strides": strides_of_stats(p, stats),
+            "stride_stat_b": stats.total.stride(0) if p.kind == "dense" else 0,
+            "stride_stat_h": stats.total.stride(1),
             "cu_q_ptr": x.cu_seqlens_q,
             "cu_k_ptr": x.cu_seqlens_k,
             "slope_ptr": x.alibi_slopes,
@@ -166,8 +158,8 @@ class BackwardLauncher:
             "right": bounds.right,
             "sink_tokens": bounds.sink_tokens,
             "chunk": bounds.chunk,
-            "seqlen_q": p.seqlen_q,
-            "seqlen_k": p.seqlen_k,
+            "seqlen_q": lengths.seqlen_q,
+            "seqlen_k": lengths.seqlen_k,
             "batch": p.batch,
             "num_kv_heads": p.num_kv_heads,
             "stride_slope": stride_slope(x.alibi_slopes),
@@ -175,8 +167,8 @@ class BackwardLauncher:
 
     def launch_keys(
         self, x: Operands, seed: Tensor | None, stats: Stats, tensors: GradientTensors
-    ) -> None:
-        """Launches what makes dk and dv."""
+    ) -> Tensor | None:
+        """Launches what makes dk and dv; the sums of splits of rows, or None."""
         p, c, splits = self.problem, self.variant.keys, self.variant.row_splits
         total = x.k.shape[:-2].numel()
         row_bytes = p.seqlen_q * p.group * (p.head_dim + p.head_dim_v) * p.element_bytes
@@ -199,8 +191,7 @@ class BackwardLauncher:
             backward_keys[(programs,)](
                 *in_order(backward_keys, arguments), num_warps=c.num_warps, enable_fp_fusion=True
             )
-        if split is not None:
-            launch_sum(p, x, tensors, split, c.tile_n)
+        return split
 
     def config_of(self, tiles: BackwardTiles, own: int, offset_type: Any) -> BackwardConfig:
         """The BackwardConfig of a kernel; own: rows or keys that a program keeps."""
@@ -237,11 +228,46 @@ class BackwardLauncher:
             *in_order(backward_queries, arguments), num_warps=c.num_warps, enable_fp_fusion=True
         )
 
+    def launch_finish(
+        self, x: Operands, stats: Stats, tensors: GradientTensors, splits: Tensor | None
+    ) -> Tensor | None:
+        """Launches what adds up what is left; the gradient of sink logits, or None."""
+        p, c, sinks, dsink = self.problem, self.variant.keys, None, None
+        heads = sequences = numbers = 0
+        if stats.sink is not None:
+            dsink = x.q.new_empty(x.sink_logits.shape, dtype=x.sink_logits.dtype)
+            sinks, heads = SinkSums(stats.sink, dsink), p.num_heads
+            sequences, numbers = stats.sink.shape[0], stats.sink.shape[2]
+        added = None
+        if splits is not None:
+            added = SplitSums(splits, tensors.dk, tensors.dv)
+        programs = heads + programs_of_splits(p, self.variant.row_splits, c.tile_n)
+        arguments = {
+            "sinks": sinks,
+            "split_sums": added,
+            "cu_k_ptr": x.cu_seqlens_k,
+            "dk_strides": strides_of(tensors.dk),
+            "dv_strides": strides_of(tensors.dv),
+            "sink_programs": heads,
+            "sink_sequences": sequences,
+            "sink_lanes": p.num_kv_heads,
+            "sink_numbers": numbers,
+            "seqlen_k": lengths_of(p, x).seqlen_k,
+            "SINK_GROUP": p.group,
+            "PREDECESSOR": "done",
+            **finish_arguments(p, self.variant.row_splits, c.tile_n),
+        }
+        if programs:
+            launch_by_name(backward_finish, (programs,), arguments)
+        return dsink
+
     def of_slopes(self, x: Operands, rows: Tensor) -> Tensor:
         """The gradient of ALiBi slopes [num_heads] or [batch, num_heads] from rows as in Stats."""
         if x.alibi_slopes.dim() == 1:
             return rows.sum((0, 2)).flatten()
         rows = rows.transpose(1, 2).flatten(2)  # [sequences, tokens, num_heads]
         if self.problem.kind == "varlen":
-            rows = reference.pad_sequences(rows[0], x.cu_seqlens_q, self.problem.seqlen_q)
+            rows = reference.pad_sequences(
+                rows[0], x.cu_seqlens_q, lengths_of(self.problem, x).seqlen_q
+            )
         return rows.sum(1)

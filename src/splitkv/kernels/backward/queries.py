@@ -22,6 +22,7 @@ from splitkv.kernels.tile.gradient import OwnRows, sum_over_keys, zero_sums
 from splitkv.kernels.tile.product import empty_sum
 from splitkv.kernels.tile.visit import (
     Keys,
+    Strides,
     TiledTokens,
     load_tile,
     own_tile,
@@ -39,7 +40,8 @@ def backward_queries(
     ptrs,  # GradientTensors
     strides,  # GradientTensors
     stats,  # Stats
-    stat_strides,  # Strides
+    stride_stat_b,  # a token has an element for each head of its group
+    stride_stat_h,
     cu_q_ptr,  # [batch + 1] int32, or None: dense
     cu_k_ptr,
     slope_ptr,  # [(batch,) num_heads], or None
@@ -64,6 +66,7 @@ def backward_queries(
     TILE_M: tl.constexpr = CONFIG.tile_m
     TILE_N: tl.constexpr = CONFIG.tile_n
     bounds = Bounds(left, right, sink_tokens, chunk)
+    stat_strides = Strides(stride_stat_b, 0, stride_stat_h)
 
     # whose rows, and which  [TILE_M]
     tile, lane = tile_and_lane(tl.program_id(0), tiles, lanes, width)

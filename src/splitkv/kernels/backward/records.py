@@ -9,7 +9,9 @@ from splitkv.kernels.compile_time import CompileTimeRecord
 SIZES = (  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "chunk", "seqlen_q", "seqlen_k", "batch", "num_kv_heads"),
     *("total_q", "total_k", "stride_slope", "tiles", "lanes", "width", "split_tiles"),
-    *("row_splits", "clear_blocks", "sink_columns"),
+    *("row_splits", "clear_blocks", "sink_columns", "stride_lse_b", "stride_lse_h"),
+    *("stride_stat_b", "stride_stat_h", "sink_programs", "sink_sequences", "sink_lanes"),
+    *("sink_numbers", "split_programs", "num_heads"),
 )
 
 
@@ -23,6 +25,21 @@ class GradientTensors(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+
+
+class Saved(NamedTuple):
+    """Tensors that a forward keeps for its backward, in this order; seed: of dropout."""
+
+    q: Any
+    k: Any
+    v: Any
+    sink_logits: Any
+    alibi_slopes: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seed: Any
+    out: Any
+    lse: Any
 
 
 class Gradients(NamedTuple):

@@ -31,7 +31,7 @@ Limits      those of `prefill`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,8 +39,9 @@ import triton.language as tl
 from torch import Tensor
 
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.tiles import ceil_div
 from splitkv.kernels.backward.records import SIZES, Stats
-from splitkv.kernels.host.relaunch import Launched, launch_by_name
+from splitkv.kernels.host.relaunch import launch_by_name
 from splitkv.kernels.host.sequence_sizes import lse_strides, strides_of
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
@@ -55,15 +56,15 @@ def backward_rows(
     out_ptr,
     grad_ptr,  # as out
     lse_ptr,
-    grad_lse_ptr,  # as lse, or None
+    grad_lse_ptr,  # as lse, with its strides; or None
     sink_ptr,  # [num_heads], or None
     stats,  # Stats
     seqlen_q,  # of a sequence; packed ones are as good as one
     num_kv_heads,
     out_strides,  # Strides
     grad_strides,
-    lse_strides,
-    grad_lse_strides,
+    stride_lse_b,  # its tokens are contiguous
+    stride_lse_h,
     sink_columns,  # of stats.sink_sums
     tiles,  # row tiles of a lane
     clear_ptr,  # fp32 to set to 0, or None
@@ -93,6 +94,7 @@ def backward_rows(
     grad = load_tile(place(grad_ptr, grad_strides, b, t, head), ok, HEAD_DIM_V, DIM_V)
     products = out.to(tl.float32) * grad.to(tl.float32)  # [TILE_M, DIM_V]
     product = tl.sum(products, 1)  # [TILE_M]
+    lse_strides = Strides(stride_lse_b, 1, stride_lse_h)
     lse = tl.load(place(lse_ptr, lse_strides, b, t, head), mask=ok, other=0.0)
     lse *= 1.4426950408889634
     empty = lse == float("-inf")
@@ -101,7 +103,7 @@ def backward_rows(
     delta = product
     of_ds = product * 0.0  # what ds add up to: p_sink dout . out + dlse
     if grad_lse_ptr is not None:
-        grad_lse = tl.load(place(grad_lse_ptr, grad_lse_strides, b, t, head), mask=ok, other=0.0)
+        grad_lse = tl.load(place(grad_lse_ptr, lse_strides, b, t, head), mask=ok, other=0.0)
         of_ds = tl.where(empty, 0.0, grad_lse.to(tl.float32))
     stat = lane.to(tl.int64) * seqlen_q * GROUP + offs_m
     if sink_ptr is not None:
@@ -128,7 +130,7 @@ def backward_rows(
     tl.store(stats.delta + stat, tl.where(empty, 0.0, delta), mask=ok)
 
 
-PER_CALL = {
+POINTERS = {
     "out_ptr": "out",
     "grad_ptr": "grad",
     "lse_ptr": "lse",
@@ -137,29 +139,71 @@ PER_CALL = {
     "stats": Stats("total", "delta", "sink_rows", "slope_rows", "weight", "sink_sums"),
     "clear_ptr": "clear",
 }
-"""The arguments of `backward_rows` that change from call to call: see `bind_to_addresses`."""
+"""The arguments of `backward_rows` that change from call to call: see `AddressKernel`."""
 
 
-def strides_of_stats(problem: Problem, stats: Stats) -> Strides:
-    """The strides of sequences and KV heads; a token has an element for each head of its group."""
-    return Strides(
-        b=stats.total.stride(0) if problem.kind == "dense" else 0, t=0, h=stats.total.stride(1)
-    )
+class RowSizes(NamedTuple):
+    """The sizes of a launch of `backward_rows` that follow from the lengths of its call.
+
+    shape       of rows of statistics, see Stats
+    columns     of Stats.sink_sums
+    grid        programs
+    arguments   of the kernel, by name
+    """
+
+    shape: tuple[int, int, int, int]
+    columns: int
+    grid: tuple[int]
+    arguments: dict[str, Any]
 
 
-def strides_of_lse_gradient(grad_lse: Tensor | None) -> Strides | None:
-    """The Strides of a gradient [(batch,) num_heads, tokens]; None where there is none."""
-    if grad_lse is None:
-        return None
-    n = grad_lse.stride()
-    return Strides(n[0], n[2], n[1]) if len(n) == 3 else Strides(0, n[1], n[0])
+def row_sizes(
+    num_kv_heads: int,
+    group: int,
+    q: Tensor,
+    out: Tensor,
+    grad: Tensor,
+    sink_columns: int = 0,
+    cleared: int = 0,
+) -> RowSizes:
+    """The RowSizes of queries, their output and its gradient.
+
+    sink_columns   of Stats.sink_sums, beside those of row tiles
+    cleared        numbers to set to 0, a multiple of CLEARED
+    """
+    batch, tokens = (1, q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[1])
+    tiles, lse = ceil_div(tokens * group, TILE), lse_strides(q)
+    columns = batch * tiles + sink_columns
+    arguments = {
+        "seqlen_q": tokens,
+        "out_strides": strides_of(out),
+        "grad_strides": strides_of(grad),
+        "stride_lse_b": lse.b,
+        "stride_lse_h": lse.h,
+        "sink_columns": columns,
+        "tiles": tiles,
+        "clear_blocks": cleared // CLEARED,
+    }
+    shape = batch, num_kv_heads, tokens, group
+    return RowSizes(shape, columns, (tiles * num_kv_heads * batch,), arguments)
 
 
-class LaunchedStats(NamedTuple):
-    """The Stats of a call, and the launch that makes them."""
+def row_arguments(
+    num_kv_heads: int, group: int, head_dim_v: int, dtype: torch.dtype, p_error: float = P_ERROR
+) -> dict[str, Any]:
+    """The arguments of `backward_rows` that no length changes, by name.
 
-    stats: Stats
-    launched: Launched
+    dtype     of out
+    p_error   how far off the p are of which ds are made, relatively
+    """
+    return {
+        "num_kv_heads": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM_V": head_dim_v,
+        "TILE_M": TILE,
+        "CLEARED": CLEARED,
+        "ERRORS": 2 * p_error / torch.finfo(dtype).eps,
+    }
 
 
 def statistics(
@@ -171,40 +215,28 @@ def statistics(
     grad_lse: Tensor | None,
     of_slopes: bool,
     sink_columns: int | None = None,
-    clear: Tensor | None = None,
-    p_error: float = P_ERROR,
-) -> LaunchedStats:
-    """Launches `backward_rows`; the Stats of a call, and its launch.
+) -> Stats:
+    """Launches `backward_rows`; the Stats of a call.
 
     of_slopes      whether the gradient of ALiBi slopes is wanted
     sink_columns   sums of the gradient of sink logits take the place of room for its rows, so many
                    beside those of row tiles; every head is a group
-    clear          fp32, a multiple of CLEARED numbers, to set to 0
-    p_error        how far off the p are of which ds are made, relatively
     """
-    p = problem
-    batch, length = (1, x.q.shape[0]) if p.kind == "varlen" else (p.batch, p.seqlen_q)
-    tiles = triton.cdiv(length * p.group, TILE)
-    sinks = x.sink_logits is not None
+    p, sinks = problem, x.sink_logits is not None
     summed = sinks and sink_columns is not None
+    assert not summed or p.group == 1, f"group: expected 1, got {p.group}"
+    sizes = row_sizes(p.num_kv_heads, p.group, x.q, out, grad, sink_columns or 0)
 
-    def rows(wanted: bool) -> Tensor | None:
-        shape = batch, p.num_kv_heads, length, p.group
+    def memory(wanted: bool, shape: tuple[int, ...] = sizes.shape) -> Tensor | None:
         return x.q.new_empty(shape, dtype=torch.float32) if wanted else None
 
-    sums, columns = None, 0
-    if summed:
-        assert p.group == 1, f"group: expected 1, got {p.group}"
-        assert sink_columns is not None
-        columns = batch * tiles + sink_columns
-        sums = x.q.new_empty((p.num_heads, columns), dtype=torch.float32)
     stats = Stats(
-        total=rows(True),
-        delta=rows(True),
-        sink=rows(sinks and not summed),
-        slope=rows(of_slopes),
-        weight=rows(summed),
-        sink_sums=sums,
+        total=memory(True),
+        delta=memory(True),
+        sink=memory(sinks and not summed),
+        slope=memory(of_slopes),
+        weight=memory(summed),
+        sink_sums=memory(summed, (p.num_heads, sizes.columns)),
     )
     arguments = {
         "out_ptr": out,
@@ -213,21 +245,9 @@ def statistics(
         "grad_lse_ptr": grad_lse,
         "sink_ptr": x.sink_logits,
         "stats": stats,
-        "seqlen_q": length,
-        "num_kv_heads": p.num_kv_heads,
-        "out_strides": strides_of(out),
-        "grad_strides": strides_of(grad),
-        "lse_strides": lse_strides(x.q),
-        "grad_lse_strides": strides_of_lse_gradient(grad_lse),
-        "sink_columns": columns,
-        "tiles": tiles,
-        "clear_ptr": clear,
-        "clear_blocks": 0 if clear is None else clear.numel() // CLEARED,
-        "GROUP": p.group,
-        "HEAD_DIM_V": p.head_dim_v,
-        "TILE_M": TILE,
-        "CLEARED": CLEARED,
-        "ERRORS": 2 * p_error / torch.finfo(out.dtype).eps,
+        "clear_ptr": None,
+        **row_arguments(p.num_kv_heads, p.group, p.head_dim_v, out.dtype),
+        **sizes.arguments,
     }
-    grid = (tiles * p.num_kv_heads * batch,)
-    return LaunchedStats(stats, launch_by_name(backward_rows, grid, arguments))
+    launch_by_name(backward_rows, sizes.grid, arguments)
+    return stats

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,12 +40,13 @@ class KV(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads] and the scale of
-    its quantised q, or None."""
+    """Pointers to a row's sink logit [num_heads], ALiBi slope [(batch,) num_heads], the scale of
+    its quantised q and the sink tokens of its sequence [batch], or None."""
 
     sink_ptr: Any
     slope_ptr: Any
     scale_ptr: Any
+    sink_tokens_ptr: Any
 
 
 PER_CALL = (
@@ -60,8 +62,18 @@ BOUNDS = "left", "right", "sink_tokens", "chunk"
 """The arguments of a mask, in the order of `Mask.bounds`."""
 
 
-LaunchAtLength = Callable[[Operands], Launch | None]
-"""Gives a launch of a compiled kernel for contiguous caches of the length of these operands."""
+class CacheLayout(NamedTuple):
+    """The length of contiguous caches, the strides of keys, of values, and of scales of each
+    token."""
+
+    length: int
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    scales: tuple[int, ...] | None
+
+
+LaunchAtLength = Callable[[CacheLayout], Launch]
+"""Gives a launch of a compiled kernel for caches of this layout."""
 
 
 class SplitKernel(NamedTuple):
@@ -168,6 +180,7 @@ def split_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
 
 
 STRIDES_OF_CACHES = "k_strides", "v_strides"
+STRIDES_OF_SCALES = "stride_sb", "stride_sn", "stride_sh"
 
 
 class CacheTail:
@@ -180,22 +193,21 @@ class CacheTail:
         self.tail = Tail(kernel, per_call, fixed, STRIDES_OF_CACHES)
         self.arguments, self.variant = self.tail.arguments, self.tail.variant
         self.strided = fixed.get("k_strides") is not None
+        self.seqlen_k = self.tail.place.get("seqlen_k")
 
-    def at_length(self, operands: Operands) -> list[Any]:
+    def at_length(self, here: CacheLayout) -> list[Any]:
         """The arguments for caches of another length."""
-        k, v = operands.k, operands.v
-        changed: dict[str, Any] = {}
-        if "seqlen_k" in self.tail.place:
-            changed["seqlen_k"] = operands.seqlen_k
+        place, made = self.tail.place, [*self.arguments]
+        if self.seqlen_k is not None:
+            made[self.seqlen_k] = here.length
         if self.strided:
-            changed["k_strides"] = Strides(*k.stride()[:3])
-            changed["v_strides"] = Strides(*v.stride()[:3])
-        if operands.k_scale is not None:
-            steps = scale_strides(operands.k_scale, k)
-            for name, step in zip(("stride_sb", "stride_sn", "stride_sh"), steps, strict=True):
-                if name in self.tail.place:
-                    changed[name] = step
-        return self.tail.changed(changed)
+            made[place["k_strides"]] = Strides(*here.k[:3])
+            made[place["v_strides"]] = Strides(*here.v[:3])
+        if here.scales is not None:
+            for name, step in zip(STRIDES_OF_SCALES, here.scales, strict=True):
+                if name in place:
+                    made[place[name]] = step
+        return made
 
 
 COMBINE_PER_CALL = ("partial", "final", "lens_ptr", "sink_ptr", "growth")
@@ -224,15 +236,29 @@ class Merge(NamedTuple):
         return launch_of(compiled, self.grid, tail)
 
 
-def merge_of(plan: Plan, operands: Operands) -> Merge:
+class MergeLayout(NamedTuple):
+    """The layout of a call as far as `combine` takes it: arguments about new tokens, strides of the
+    output, and whether it is launched before the kernel that makes partials has ended."""
+
+    new: Mapping[str, Any]
+    out: Strides
+    early: bool
+
+
+def merge_layout_of(plan: Plan, operands: Operands) -> MergeLayout:
+    """The MergeLayout of operands."""
+    new = fixed_arguments(operands) if plan.config.appends else NO_NEW_TOKENS
+    return MergeLayout(new, out_strides(plan, operands), dependent_launches(plan, operands))
+
+
+def merge_of(plan: Plan, layout: MergeLayout) -> Merge:
     """The Merge of a plan that has partials."""
+    new, out, early = layout
     problem, config, splits = plan.problem, plan.config, splits_of(plan)
     tile_p, tile_v, num_warps = merge_tiles(splits.most, problem.head_dim_v)
     few = 0
     if splits.programs:
         few, (tile_p, tile_v, num_warps) = SHARED_TILES[0], SHARED_TILES[1:]
-    new = fixed_arguments(operands) if config.appends else NO_NEW_TOKENS
-    pdl, out = dependent_launches(plan, operands), out_strides(plan, operands)
     fixed = {
         "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
@@ -256,10 +282,10 @@ def merge_of(plan: Plan, operands: Operands) -> Merge:
         "FEW": few,
         "TILE_V": tile_v,
         "LAST_STEP": "short" if splits.programs or splits.most % tile_p else "full",
-        "PREDECESSOR": "running" if pdl else "done",
+        "PREDECESSOR": "running" if early else "done",
     }
     columns = ceil_div(problem.head_dim_v, tile_v)
-    overlapping = {"launch_pdl": True} if pdl else {}
+    overlapping = {"launch_pdl": True} if early else {}
     return Merge(
         (problem.num_kv_heads * problem.rows, problem.batch, columns),
         fixed,
@@ -295,11 +321,16 @@ class DecodeLauncher:
         self.dtype = getattr(torch, problem.out_dtype)
         self.partial_rows = partial_rows(plan)
         self.acc_numel = self.partial_rows * problem.head_dim_v
-        self.merge = merge_of(plan, operands) if self.partial_rows else None
+        self.merge_layout = merge_layout_of(plan, operands)
         self.repeat: Callable[..., Any] | None = None
         self.compiled: tuple[Any, Any] | None = None
-        self.again: Repeat | None = None
         self.split_at_length: LaunchAtLength | None = None
+
+    @cached_property
+    def merge(self) -> Merge | None:
+        """`combine`; None: there are no partials. Bound when it is asked for, as a step of its own
+        where a launcher is made ready (`runtime/growing_call.py`)."""
+        return merge_of(self.plan, self.merge_layout) if self.partial_rows else None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -307,7 +338,7 @@ class DecodeLauncher:
         per_call = o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes
         tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
         if self.repeat is not None:
-            more = {} if o.out_scale is None else {"out_scale": o.out_scale}
+            more = {"out_scale": o.out_scale, "sequence_sink_tokens": o.sequence_sink_tokens}
             done = self.repeat(*tensors, o.softmax_scale, o.softcap, o.new, **more)
         return done or self.dispatch(operands)
 
@@ -352,14 +383,6 @@ class DecodeLauncher:
             partial = self.partials(o.q, self.acc_numel, self.partial_rows)
         return arguments_of(self.plan, o, final, partial) | appended
 
-    def at_length(self, operands: Operands) -> Repeat | None:
-        """A launch of the compiled kernels for contiguous caches of another length, for whose
-        strides Triton would compile the same; None where none is known."""
-        if self.again is None or self.split_at_length is None:
-            return None
-        split = self.split_at_length(operands)
-        return None if split is None else self.again.with_split(split)
-
     def variant(self) -> Hashable:
         """A key of the two kernels that Triton compiles, among launchers bound to operands with
         types, strides and addresses alike."""
@@ -378,7 +401,7 @@ class DecodeLauncher:
             merge = self.merge.relaunch(merged, named)
         self.compiled = compiled, merged
         self.split_at_length = self.split.at_lengths(compiled)
-        self.again = Repeat(
+        again = Repeat(
             later,
             merge,
             operands.q.device,
@@ -389,7 +412,7 @@ class DecodeLauncher:
             self.partial_rows,
             key_scales=self.key_scales,
         )
-        self.repeat = self.again.call
+        self.repeat = again.call
 
 
 def arguments_of(
@@ -410,7 +433,7 @@ def arguments_of(
         "lens_ptr": o.cache_seqlens,
         "final": final,
         "partial": partial,
-        "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale),
+        "row": Row(o.sink_logits, o.alibi_slopes, o.q_scale, o.sequence_sink_tokens),
         "head_scales": None if of_keys else scales,
         "key_scales": scales if of_keys else None,
         "scale": scale,
@@ -423,6 +446,7 @@ def aligned(operands: Operands) -> bool:
     o = operands
     tensors = [o.q, o.k, o.v, o.out, o.cache_seqlens, o.page_table, o.sink_logits, o.alibi_slopes]
     tensors += [o.q_scale, o.k_scale, o.v_scale, o.out_scale, o.cu_seqlens_q, o.cu_seqlens_k]
+    tensors.append(o.sequence_sink_tokens)
     if o.new is not None:
         tensors += o.new.tensors
     return not any(x is not None and x.data_ptr() & 15 for x in tensors)

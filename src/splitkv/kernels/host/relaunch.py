@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from triton.compiler.compiler import make_backend
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order
 
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides of a tensor."""
 Launch = Callable[..., None]
 """`launch(stream, *args)`: args as the kernel's parameters up to the bound tail, addresses for
 tensors, and for a tensor descriptor the items of its `TensorMaps`, unpacked."""
@@ -69,159 +72,213 @@ def bind(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) ->
     def in_a_tuple(stream: int, *args: Any) -> None:
         function(x, y, z, stream, *fixed, (*args, *tail))
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
-def bind_to_maps(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    tail: Sequence[Any],
-    k_maps: Mapping[int, tuple[Any, ...]],
-    v_maps: Mapping[int, tuple[Any, ...]],
-) -> Launch | None:
-    """Binds a launch of a kernel that takes q, k and v, these as descriptors, and a page table:
-    `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split.
+LaunchWith = Callable[[Sequence[Any], Any, Any], Launch]
+"""`launch_with(tail, k_maps, v_maps)`: a launch whose last arguments are always `tail`, and which
+takes K and V as the items of these maps of their addresses."""
+
+
+def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None:
+    """Binds launches of a kernel that takes q, k and v, these as descriptors, and a page table:
+    `launch(stream, at_q, (at_k, at_v, at_table), *args)`, as `Repeat` launches a split. None: no
+    way is known. Whoever keeps one holds the kernel, see `holding`.
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
     x, y, z = grid
-    tail = tuple(tail)
 
-    def one_by_one(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-        at_k, at_v, at_table = kv
-        k, v = k_maps[at_k], v_maps[at_v]
-        function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
+    def one_by_one(tail: Sequence[Any], k_maps: Any, v_maps: Any) -> Launch:
+        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+            at_k, at_v, at_table = kv
+            k, v = k_maps[at_k], v_maps[at_v]
+            function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
 
-    def in_a_tuple(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-        at_k, at_v, at_table = kv
-        k, v = k_maps[at_k], v_maps[at_v]
-        function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+        return launch
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    def in_a_tuple(tail: Sequence[Any], k_maps: Any, v_maps: Any) -> Launch:
+        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+            at_k, at_v, at_table = kv
+            k, v = k_maps[at_k], v_maps[at_v]
+            function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+
+        return launch
+
+    return in_a_tuple if as_tuple else one_by_one
 
 
-def bind_to_descriptors(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    tail: Sequence[Any],
-    maps: Sequence[TensorMaps | None],
-) -> Launch | None:
-    """Binds a launch, as `Sequences` has it, of a kernel whose first arguments are descriptors, or
-    None, and which knows no ALiBi.
+LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], "OperandMaps"], Launch]
+"""`launch_at(grid, tail, maps)`: a launch, as `Sequences` has it, on a grid, whose last arguments
+are always `tail`, and which takes operands and out as the items of these maps."""
+
+
+def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
+    """Binds launches of a kernel whose first arguments are descriptors, or None, and which knows no
+    ALiBi. None: no way is known. Whoever keeps one holds the kernel, see `holding`.
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
-    x, y, z = grid
-    tail = tuple(tail)
 
-    def unpacked(addresses: Sequence[int]) -> list[Any]:
-        found: list[Any] = []
-        for kept, address in zip(maps, addresses, strict=True):
-            if kept is None:
-                found.append(None)
-            else:
-                found += kept[address]
-        return found
+    def one_by_one(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
+        x, y, z = grid
+        q, q_rest, k = maps[:3]
+        k_rest, v, out = maps[3:]
 
-    def one_by_one(
-        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
-    ) -> None:
-        maps = unpacked(addresses)
-        function(x, y, z, stream, *fixed, *maps, *memory, row[0], *args, *tail)
+        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            function(
+                *(x, y, z, stream, *fixed, *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k]),
+                *(*v[at.v], *out[at.out], *memory, row[0], *args, *tail),
+            )
 
-    def in_a_tuple(
-        stream: int, addresses: Sequence[int], memory: Sequence[Any], row: Any, *args: Any
-    ) -> None:
-        maps = unpacked(addresses)
-        function(x, y, z, stream, *fixed, (*maps, *memory, row[0], *args, *tail))
+        return launch
 
-    return _holding(compiled, in_a_tuple if as_tuple else one_by_one)
+    def in_a_tuple(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
+        x, y, z = grid
+        q, q_rest, k = maps[:3]
+        k_rest, v, out = maps[3:]
 
+        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            operands = *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k], *v[at.v], *out[at.out]
+            function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
 
-class Launched(NamedTuple):
-    """A launch that went through Triton: its kernel, what that compiled, and its arguments in the
-    order of the kernel's parameters."""
+        return launch
 
-    kernel: Any
-    compiled: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
+    return in_a_tuple if as_tuple else one_by_one
 
 
 def launch_by_name(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
-) -> Launched:
-    """Launches a kernel through Triton with named arguments."""
-    ordered = in_order(kernel, arguments)
-    compiled = kernel[grid](*ordered, enable_fp_fusion=True, **options)
-    return Launched(kernel, compiled, grid, ordered)
+) -> Any:
+    """Launches a kernel through Triton with named arguments; what that compiled."""
+    return kernel[grid](*in_order(kernel, arguments), enable_fp_fusion=True, **options)
 
 
 AddressLaunch = Callable[[int, Sequence[Any]], None]
-"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with."""
+"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with, None for
+a tensor that is not there."""
 
 
-def bind_to_addresses(
-    launched: Launched, per_call: Mapping[str, Any], names: Sequence[str]
-) -> AddressLaunch | None:
-    """Binds a launch to all its arguments but some addresses; None: no way is known.
+class KernelLaunch(NamedTuple):
+    """A launch of a kernel to which tensors are given by name.
 
-    per_call   the parameters that change from call to call: of a pointer or descriptor the name of
-               its address, of a record of pointers a tuple of such names
-    names      of the addresses
-
-    What was None stays so.
+    arguments   all but those of tensors, by the kernel's parameters
+    pointers    the parameters that are pointers or descriptors, and the names of tensors for them;
+                for a record of pointers one of names, of which the first is there if any is
+    layouts     of those that are descriptors: `shape` and `strides` of the tensor, and `descriptor`
+                to describe one
+    options     of Triton
     """
-    compiled = launched.compiled
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    pointers: Mapping[str, Any]
+    layouts: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    def through_triton(self, tensors: Mapping[str, Any]) -> Any:
+        """Launches it; what Triton compiled."""
+        arguments = dict(self.arguments)
+        for parameter, name in self.pointers.items():
+            if isinstance(name, tuple):
+                record: Any = type(name)
+                items = [tensors.get(item) for item in name]
+                arguments[parameter] = None if items[0] is None else record(*items)
+            else:
+                x, layout = tensors.get(name), self.layouts.get(parameter)
+                if x is not None and layout is not None:
+                    x = layout.descriptor(x)
+                arguments[parameter] = x
+        return launch_by_name(self.kernel, self.grid, arguments, **self.options)
+
+
+class AddressKernel:
+    """A compiled kernel, to be launched with addresses and with the arguments of other lengths.
+
+    launch    what it was compiled for
+    calling   how to call it, see `_calling`
+    names     of the addresses that a launch is given
+    present   those of tensors that there are
+    """
+
+    def __init__(
+        self,
+        launch: KernelLaunch,
+        compiled: Any,
+        calling: Any,
+        names: Sequence[str],
+        present: Container[str],
+    ) -> None:
+        self.compiled, self.calling = compiled, calling
+        number = {name: n for n, name in enumerate(names)}
+        self.template: list[Any] = []
+        self.place: dict[str, int] = {}  # of the arguments there
+        self.pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
+        self.records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
+        self.maps: list[tuple[str, Tile, int, int]] = []
+        for parameter in launch.kernel.arg_names:
+            name, layout = launch.pointers.get(parameter), launch.layouts.get(parameter)
+            at = len(self.template)
+            if name is None:
+                self.template.append(launch.arguments[parameter])
+                self.place[parameter] = at
+                continue
+            self.template.append(None)
+            if isinstance(name, tuple):
+                if name[0] in present:
+                    self.records.append((at, itemgetter(*(number[item] for item in name))))
+            elif name not in present:
+                continue
+            elif layout is None:
+                self.pointers.append((at, number[name]))
+            else:
+                tile = tile_of(compiled, len(self.maps))
+                self.maps.append((parameter, tile, at, number[name]))
+                self.template += [*layout.shape, *layout.strides]
+
+    def bind(self, launch: KernelLaunch) -> AddressLaunch:
+        """Binds it to the grid, arguments and layouts of a launch for which it would be compiled
+        alike."""
+        function, fixed, as_tuple = self.calling
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        template, place = self.template.copy(), self.place
+        for parameter, value in launch.arguments.items():
+            template[place[parameter]] = value
+        maps: list[tuple[int, int, TensorMaps]] = []
+        for parameter, tile, at, n in self.maps:
+            layout = launch.layouts[parameter]
+            shape, strides = layout.shape, layout.strides
+            template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
+            maps.append((at, n, MapsOfLength(tile, shape, strides)))
+        pointers, records = self.pointers, self.records
+
+        def launch_again(stream: int, addresses: Sequence[Any]) -> None:
+            args = template.copy()
+            for at, n in pointers:
+                args[at] = addresses[n]
+            for at, n, kept in maps:
+                args[at] = kept[addresses[n]][0]
+            for at, items in records:
+                args[at] = items(addresses)
+            if as_tuple:
+                function(x, y, z, stream, *fixed, tuple(args))
+            else:
+                function(x, y, z, stream, *fixed, *args)
+
+        return holding(self.compiled, launch_again)
+
+
+def address_kernel(
+    launch: KernelLaunch, compiled: Any, names: Sequence[str], present: Container[str]
+) -> AddressKernel | None:
+    """The AddressKernel of what Triton compiled for a launch; None: no way is known."""
     calling = None if compiled is None else _calling(compiled)
-    if calling is None:
-        return None
-    function, fixed, as_tuple = calling
-    x, y, z = (*launched.grid, 1, 1)[:3]
-    number = {name: n for n, name in enumerate(names)}
-    absent = len(names)  # a launch finds None there
-    template: list[Any] = []
-    pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
-    records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
-    maps: list[tuple[int, int, TensorMaps]] = []
-    for name, value in zip(launched.kernel.arg_names, launched.arguments, strict=True):
-        address = per_call.get(name)
-        if address is None or value is None:
-            template.append(value)
-        elif isinstance(address, tuple):
-            given = zip(address, value, strict=True)
-            places = [absent if v is None else number[a] for a, v in given]
-            assert len(places) > 1, f"{name}: expected a record of several pointers, got {value}"
-            records.append((len(template), itemgetter(*places)))
-            template.append(None)
-        elif hasattr(value, "block_shape"):
-            kept = TensorMaps(tile_of(compiled, len(maps)), value.shape, value.strides)
-            maps.append((len(template), number[address], kept))
-            template += [None, *value.shape, *value.strides]
-        else:
-            pointers.append((len(template), number[address]))
-            template.append(None)
-
-    def launch(stream: int, addresses: Sequence[Any]) -> None:
-        args = template.copy()
-        for at, n in pointers:
-            args[at] = addresses[n]
-        for at, kept, n in made_of_maps:
-            args[at] = kept[addresses[n]][0]
-        every = (*addresses, None)
-        for at, items in records:
-            args[at] = items(every)
-        if as_tuple:
-            function(x, y, z, stream, *fixed, tuple(args))
-        else:
-            function(x, y, z, stream, *fixed, *args)
-
-    made_of_maps = [(at, kept, n) for at, n, kept in maps]
-    return _holding(compiled, launch)
+    return None if calling is None else AddressKernel(launch, compiled, calling, names, present)
 
 
 def in_clusters(compiled: Any, size: int, more_shared: int) -> Any:
@@ -253,7 +310,7 @@ def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = (
     return through_triton
 
 
-def _holding(compiled: Any, launch: Launch) -> Launch:
+def holding(compiled: Any, launch: Launch) -> Launch:
     """The launch, and with it the kernel: Triton 3.9 unloads one that nobody holds."""
     launch.__dict__["kernel"] = compiled
     return launch
@@ -314,16 +371,37 @@ class JustAddresses(dict[int, tuple[Any, ...]]):
         return (address,)
 
 
-JUST_ADDRESSES = JustAddresses()
+class NoMaps(dict[int, tuple[Any, ...]]):
+    """In the place of `TensorMaps`, for a kernel that takes None there."""
+
+    def __missing__(self, address: int) -> tuple[None]:
+        return (None,)
+
+
+JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
+
+
+class OperandMaps(NamedTuple):
+    """The maps of a kernel for whole sequences, in the order of its descriptors; the rests are the
+    columns of q and k behind those that v has, too."""
+
+    q: Any
+    q_rest: Any
+    k: Any
+    k_rest: Any
+    v: Any
+    out: Any
 
 
 class Tile(NamedTuple):
-    """The tile of a tensor descriptor that a kernel is compiled for, in the terms of the driver."""
+    """The tile of a tensor descriptor that a kernel is compiled for.
 
-    swizzle: Any
-    element_bytes: int
-    element_type: int
-    block: Any
+    fill    the driver's function that makes a map
+    box     in its terms: swizzle, bytes of an element, its type, elements along each dimension
+    """
+
+    fill: Callable[..., Any]
+    box: tuple[Any, int, int, Any]
 
 
 def tile_of(compiled: Any, index: int) -> Tile:
@@ -332,7 +410,10 @@ def tile_of(compiled: Any, index: int) -> Tile:
     assert not meta["fp4_padded"] and not meta.get("is_im2col"), f"plain tiles only, got {meta}"
     driver = sys.modules[type(compiled.run).__module__]
     element_type = driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return Tile(meta["swizzle"], meta["elem_size"], element_type, meta["block_size"])
+    utils = triton.runtime.driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None)  # from Triton 3.7 on
+    box = meta["swizzle"], meta["elem_size"], element_type, meta["block_size"]
+    return Tile(fill or utils.fill_tma_descriptor, box)
 
 
 class TensorMaps(dict[int, tuple[Any, ...]]):
@@ -344,23 +425,15 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
     memory, so it stays right when the memory is freed and taken again. Out of bounds reads 0.
     """
 
+    __slots__ = "shape", "strides", "tile"
+
     def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.tile, self.layout = tile, (shape, strides)
-
-    __call__ = dict.__getitem__
-
-    def made_of(self, address: int) -> tuple[Any, ...]:
-        """Asks the driver for a map."""
-        utils = triton.runtime.driver.active.utils
-        try:
-            fill = utils.fill_tma_descriptor_tiled
-        except AttributeError:  # before Triton 3.7
-            fill = utils.fill_tma_descriptor
-        shape, strides = self.layout
-        return fill(address, *self.tile, shape, strides, 0), *shape, *strides
+        self.tile, self.shape, self.strides = tile, shape, strides
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
-        made = self.made_of(address)
+        """Asks the driver for a map, and keeps it among all."""
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
+        made = fill(address, *box, shape, strides, 0), *shape, *strides
         if len(_made) >= MAX_MAPS:
             kept = _made[:]  # another thread may add to it
             del _made[: len(kept)]
@@ -375,12 +448,15 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
 class MapsOfLength(TensorMaps):
-    """Tensor maps of caches that have this length for a while: they are forgotten with it."""
+    """Tensor maps of tensors that have this length for a while: they are forgotten with it."""
+
+    __slots__ = ()
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
         if len(self) >= MAX_MAPS:
             self.clear()
-        made = self[address] = self.made_of(address)
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
+        made = self[address] = fill(address, *box, shape, strides, 0), *shape, *strides
         return made
 
 
@@ -406,7 +482,8 @@ class Allocations:
         acc: int,
         rows: int,
     ) -> None:
-        self.merge, self.dtype, self.on = merge, dtype, device
+        self.merge, self.dtype = merge, dtype
+        self.empty = workspace.empty_strided(device)
         self.new_out = workspace.allocation(out_shape, dtype, device)
         self.new_lse: Any = None
         if lse_shape is not None:
@@ -418,24 +495,30 @@ class Allocations:
         self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
 
-    def take_buffer(self, stream: int, captured: Any) -> tuple[Any, tuple[int, int, int]]:
+    def take_buffer(
+        self, stream: int, captured: Any, layout: tuple[int, int, int] | None = None
+    ) -> tuple[Any, tuple[int, int, int]]:
         """A buffer for the partials, the stream's own where no graph is captured, which gets it
-        back in `buffers` after the call; and the addresses of acc, m and l in it."""
+        back in `buffers` after the call; and the addresses of acc, m and l in it.
+
+        layout   of `workspace.layout`; None: that of this call
+        """
+        m_at, l_at, numel = layout or (self.m_at, self.l_at, self.numel)
         buffer: Any = None if captured else self.buffers.pop(stream, None)
-        if buffer is None or buffer[1] < self.numel:
-            buffer = self.make_buffer(self.device, self.numel, captured)
+        if buffer is None or buffer[1] < numel:
+            buffer = self.make_buffer(self.device, numel, captured)
         at = buffer[0]
-        return buffer, (at, at + self.m_at, at + self.l_at)
+        return buffer, (at, at + m_at, at + l_at)
 
 
 class Repeat(Allocations):
     """A split-KV decode call: allocate, split, merge.
 
     split       split(stream, at_q, (at_k, at_v, at_table), at_lens, final, partial,
-                (at_sink, at_slopes, at_q_scale), head_scales, key_scales, scale, softcap), all of
-                them addresses or None; final is (at_out, at_lse, at_out_scale); partial is (at_acc,
-                at_m, at_l), or None without a merge;
-                scales are (at_k_scale, at_v_scale); scale and softcap as in tile/score.py
+                (at_sink, at_slopes, at_q_scale, at_sink_tokens), head_scales, key_scales, scale,
+                softcap), all of them addresses or None; final is (at_out, at_lse, at_out_scale);
+                partial is (at_acc, at_m, at_l), or None without a merge; scales are (at_k_scale,
+                at_v_scale); scale and softcap as in tile/score.py
     merge       merge(stream, partial, final, at_lens, at_sink)
     key_scales  scales of K and V are one a key, not one a head
     """
@@ -446,13 +529,6 @@ class Repeat(Allocations):
         super().__init__(merge, *rest)
         self.split, self.key_scales = split, key_scales
         self.partial: tuple[int, int, int] = (0, 0, 0)  # of the last call
-
-    def with_split(self, split: Launch) -> Repeat:
-        """This call with another launch of its splits."""
-        made = object.__new__(Repeat)
-        made.__dict__.update(self.__dict__)
-        made.split = split
-        return made
 
     def call(
         self,
@@ -471,10 +547,15 @@ class Repeat(Allocations):
         softcap,
         new=None,
         out_scale=None,
+        split=None,
+        sequence_sink_tokens=None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """(out, lse or None), or None; split: another launch of the splits, for a length of its
+        own."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = at_out_scale = None
+        at_sink_tokens = None
         of_heads = of_keys = None
         if out is not None:
             at_out = out.data_ptr()
@@ -501,6 +582,9 @@ class Repeat(Allocations):
         if out_scale is not None:
             at_out_scale = out_scale.data_ptr()
             given |= at_out_scale
+        if sequence_sink_tokens is not None:
+            at_sink_tokens = sequence_sink_tokens.data_ptr()
+            given |= at_sink_tokens
         if new is not None:
             appended, bits = addresses_of(new, at_k, at_v)
             given |= bits
@@ -517,8 +601,8 @@ class Repeat(Allocations):
             scale /= softcap
         else:
             scale, softcap = scale * 1.4426950408889634, None
-        stream, split, merge = self.current_stream(self.device), self.split, self.merge
-        kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale)
+        stream, split, merge = self.current_stream(self.device), split or self.split, self.merge
+        kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale, at_sink_tokens)
         final = at_out, at_lse, at_out_scale
         partial: tuple[int, int, int] | None = None
         if merge is not None:
@@ -566,20 +650,17 @@ def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]
 
 
 class OperandAddresses(NamedTuple):
-    """The addresses of operands and out in the order of descriptors; those of the rest are those of
-    the whole."""
+    """The addresses of operands and out."""
 
     q: int
-    q_rest: int
     k: int
-    k_rest: int
     v: int
     out: int
 
 
 class LaunchMemory(NamedTuple):
     """The addresses of (out, lse, None), of partials, of counters where the launch merges them, and
-    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table)."""
+    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, a schedule of items)."""
 
     final: tuple[int, int, None]
     partial: tuple[int, int, int] | None
@@ -587,35 +668,68 @@ class LaunchMemory(NamedTuple):
     lengths: tuple[int | None, ...]
 
 
-class Sequences(Allocations):
+class ItemLaunches(NamedTuple):
+    """Launches of a call by a schedule of items, which lies behind its partials.
+
+    schedule   schedule(stream, at_items, at_cu_seqlens_q, at_cache_seqlens)
+    merge      merge(stream, partial, (at_out, at_lse, None), at_items, at_sink)
+    numel      32-bit integers of the schedule
+    """
+
+    schedule: Launch
+    merge: Launch
+    numel: int
+
+
+class Sequences:
     """Attention of whole sequences: allocate, launch, merge.
 
     launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
              softcap); scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
+    items    ItemLaunches in the place of `merge`, or None
+
+    There may be one of each length, so each has little of its own.
     """
 
-    def __init__(self, launch: Launch, merge: Launch | None, *rest: Any) -> None:
-        super().__init__(merge, *rest)
-        self.launch = launch
+    __slots__ = "items", "items_at", "launch", "layout", "memory", "merge", "new_lse", "new_out"
+
+    def __init__(
+        self, launch: Launch, merge: Launch | None, items: ItemLaunches | None, *rest: Any
+    ) -> None:
+        self.launch, self.merge = launch, merge
+        self.memory = memory = Allocations(merge, *rest)
+        self.new_out, self.new_lse = memory.new_out, memory.new_lse
+        self.layout = memory.m_at, memory.l_at, memory.numel
+        self.with_items(items)
+
+    def with_items(self, items: ItemLaunches | None) -> None:
+        """Makes room for a schedule behind the partials, where there is one."""
+        self.items, self.items_at = items, 0
+        if items is not None:
+            m_at, l_at, numel = self.layout
+            first = -(-numel // 4) * 4  # 16 bytes
+            self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
 
     def resized(
         self,
         launch: Launch,
         merge: Launch | None,
-        out_shape: Sequence[int],
-        lse_shape: Sequence[int],
+        items: ItemLaunches | None,
+        results: tuple[Layout, Layout],
         acc: int,
         rows: int,
     ) -> Sequences:
-        """This call at other lengths: with other launches, results and partials."""
-        made = object.__new__(Sequences)
-        made.__dict__.update(self.__dict__)
-        made.launch, made.merge = launch, merge
-        made.new_out = workspace.allocation(out_shape, self.dtype, self.on)
-        made.new_lse = workspace.allocation(lse_shape, torch.float32, self.on)
-        if rows:
-            made.m_at, made.l_at, made.numel = workspace.layout(acc, rows)
+        """This call at other lengths: with other launches, results and partials.
+
+        results   of out and lse
+        """
+        made, (out, lse) = object.__new__(Sequences), results
+        made.launch, made.merge, made.memory = launch, merge, self.memory
+        made.new_out = partial(self.memory.empty, *out, self.memory.dtype)
+        made.new_lse = partial(self.memory.empty, *lse, torch.float32)
+        made.layout = workspace.layout(acc, rows) if rows else NO_PARTIALS
+        made.with_items(items)
         return made
 
     def call(
@@ -673,24 +787,33 @@ class Sequences(Allocations):
         out = self.new_out() if out is None else out
         lse = self.new_lse()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
-        stream, merge = self.current_stream(self.device), self.merge
-        maps, final = OperandAddresses(at_q, at_q, at_k, at_k, at_v, at_out), (at_out, at_lse, None)
-        lengths = at_cu_q, at_cu_k, at_lens, at_table
+        memory, merge = self.memory, self.merge
+        stream = memory.current_stream(memory.device)
+        maps, final = OperandAddresses(at_q, at_k, at_v, at_out), (at_out, at_lse, None)
+        lengths = at_cu_q, at_cu_k, at_lens, at_table, None
         rest = (at_sink, at_slopes), scales, scale, softcap
-        if not self.numel:
+        if not self.layout[2]:
             self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
             return out, lse
-        captured = stream and self.capturing()
-        buffer, partial = self.take_buffer(stream, captured)
-        if merge is None:
-            count = self.counter(self.device, stream, captured).data_ptr()
+        captured = stream and memory.capturing()
+        buffer, partial = memory.take_buffer(stream, captured, self.layout)
+        items = self.items
+        if items is not None:
+            at_items = buffer[0] + self.items_at
+            items.schedule(stream, at_items, at_cu_q, at_lens)
+            lengths = *lengths[:4], at_items
+            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
+            items.merge(stream, partial, final, at_items, at_sink)
+        elif merge is None:
+            count = memory.counter(memory.device, stream, captured).data_ptr()
             self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
         else:
             self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
             merge(stream, partial, final, at_cu_q, at_sink)
         if not captured:
-            self.buffers[stream] = buffer
+            memory.buffers[stream] = buffer
         return out, lse
 
 
 NO_SCALES = None, None, None
+NO_PARTIALS = 0, 0, 0

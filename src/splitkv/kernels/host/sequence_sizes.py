@@ -13,7 +13,7 @@ from torch import Tensor
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.kernels.host.workspace import contiguous
+from splitkv.kernels.host.relaunch import Layout
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
 
@@ -59,21 +59,36 @@ def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
     )
 
 
-Layout = tuple[Sequence[int], Sequence[int]]
-"""Shape and strides of a tensor."""
+class ResultLayouts(NamedTuple):
+    """Layouts of out, as given or as it will be made, and of lse; their Strides, as kernels take
+    them."""
+
+    out: Layout
+    lse: Layout
+    out_strides: Strides
+    lse_strides: Strides
 
 
-def layout_of_out(problem: Problem, operands: Operands) -> Layout:
-    """Shape and strides of the output, as given or as it will be made."""
-    if operands.out is not None:
-        return operands.out.shape, operands.out.stride()
-    shape = *operands.q.shape[:-1], problem.head_dim_v
-    return shape, contiguous(shape)
-
-
-def strides_of_out(problem: Problem, operands: Operands) -> Strides:
-    """Its Strides."""
-    return strides_of_layout(*layout_of_out(problem, operands))
+def result_layouts(problem: Problem, operands: Operands) -> ResultLayouts:
+    """The ResultLayouts of a call that has queries."""
+    shape, given, dim = operands.q.shape, operands.out, problem.head_dim_v
+    tokens, heads = shape[-3], shape[-2]
+    step, by_head = heads * dim, dim if heads > 1 else 0
+    out: Layout
+    lse: Layout
+    if len(shape) == 3:
+        out, lse = ((tokens, heads, dim), (step, dim, 1)), ((heads, tokens), (tokens, 1))
+        strides, lse_strides = Strides(0, step, by_head), Strides(0, 1, tokens)
+    else:
+        batch, slab, rows = shape[0], tokens * step, heads * tokens
+        out = (batch, tokens, heads, dim), (slab, step, dim, 1)
+        lse = (batch, heads, tokens), (rows, tokens, 1)
+        strides = Strides(slab if batch > 1 else 0, step, by_head)
+        lse_strides = Strides(rows, 1, tokens)
+    if given is not None:
+        out = given.shape, given.stride()
+        strides = strides_of_layout(*out)
+    return ResultLayouts(out, lse, strides, lse_strides)
 
 
 class SequenceLengths(NamedTuple):
@@ -106,15 +121,14 @@ class SequenceSizes(NamedTuple):
     arguments    of the kernel, by name
     total_q      tokens of q in all
     max_tokens   tokens of the longest sequences whose keys are split
-    out          strides of the output; layout_of_out: its shape, and the strides that torch says
+    results      ResultLayouts
     """
 
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
     total_q: int
     max_tokens: int
-    out: Strides
-    layout_of_out: Layout
+    results: ResultLayouts
 
 
 def lse_shape(x: Tensor) -> tuple[int, ...]:

@@ -17,9 +17,11 @@ from splitkv.core.device import Device
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import UNUSED, Final, Partial, combine, merge_tiles
+from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.relaunch import (
+    ItemLaunches,
     Launch,
     MapsOfLength,
     Sequences,
@@ -28,6 +30,7 @@ from splitkv.kernels.host.relaunch import (
     observed,
 )
 from splitkv.kernels.host.sequence_sizes import SequenceSizes, lse_shape
+from splitkv.kernels.schedule_items import ItemRule
 from splitkv.kernels.tile.merge import MOST_ARRIVALS, parts_a_step, rows_a_step
 
 
@@ -60,8 +63,9 @@ class SequenceSplits:
     max_tokens    tokens of the longest sequences whose keys are split
     rows          rows of all partials; 0: there are none
     head_dim_v    columns of a row
-    merge         combine: by a second launch; last: by the programs that come last; none: there
-                  are no partials
+    merge         combine: by a second launch; last: by the programs that come last; items: by a
+                  launch that follows a schedule of items, num_splits being the partials that a
+                  lane has room for; none: there are no partials
     """
 
     num_splits: int | None
@@ -73,8 +77,8 @@ class SequenceSplits:
 
     def rows_of(self, problem: Problem, max_tokens: int) -> int:
         """Rows of all partials where these are the longest sequences whose keys are split."""
-        if not self.rows:
-            return 0
+        if not self.rows or self.merge == "items":
+            return self.rows
         return problem.batch * max_tokens * problem.num_heads * (self.num_splits or 1)
 
     @property
@@ -119,6 +123,18 @@ def sequence_splits(plan: Plan) -> SequenceSplits:
     )
 
 
+def scheduled_splits(problem: Problem, rule: ItemRule) -> SequenceSplits:
+    """The SequenceSplits of a schedule of items."""
+    return SequenceSplits(
+        num_splits=rule.slots,
+        split_tiles=None,
+        max_tokens=rule.short,
+        rows=rule.lanes * rule.slots * rule.slot_rows,
+        head_dim_v=problem.head_dim_v,
+        merge="items",
+    )
+
+
 PER_CALL_OF_COMBINE = "partial", "final", "lens_ptr", "sink_ptr"
 STRIDES_OF_OUT = "stride_ob", "stride_ot", "stride_oh"
 AT_NO_LENGTH = dict.fromkeys(("batch", "tokens", "total_q", *STRIDES_OF_OUT), 0)
@@ -140,13 +156,14 @@ class CombineLaunch(NamedTuple):
 
     def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
         """Arguments that follow from the lengths of a call, by name."""
+        out = sizes.results.out_strides
         return {
             "batch": self.batch * sizes.max_tokens,
             "tokens": sizes.max_tokens,
             "total_q": sizes.total_q,
-            "stride_ob": sizes.out.b,
-            "stride_ot": sizes.out.t,
-            "stride_oh": sizes.out.h,
+            "stride_ob": out.b,
+            "stride_ot": out.t,
+            "stride_oh": out.h,
         }
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
@@ -242,13 +259,19 @@ class SequenceLauncher(ABC):
     device: Device
     splits: SequenceSplits
     results: ResultShapes
-    combine: CombineLaunch | None
+    combine: CombineLaunch | ItemMerge | None
     compiled: tuple[Any, Any] | None = None  # the kernel and `combine`
     again: Sequences | None = None
 
     @cached_property
     def backward_launchers(self) -> dict[Any, Any]:
         """The launcher that makes the gradients of its calls: see kernels/gradients.py."""
+        return {}
+
+    @cached_property
+    def backward_again(self) -> dict[Any, Any]:
+        """The launches of the last backward, by what bound its launcher: see
+        kernels/gradients.py."""
         return {}
 
     @abstractmethod
@@ -291,16 +314,19 @@ class SequenceLauncher(ABC):
         if launch is None:
             return None
         problem, q, merge, rows = self.problem, operands.q, None, 0
+        items: ItemLaunches | None = None
         if self.splits.rows:
             rows = self.splits.rows_of(problem, sizes.max_tokens)
             self.splits.expect_arrivals(sizes.grid[0])
-        if self.combine is not None and merged is not None:
+        if isinstance(self.combine, ItemMerge):
+            items = self.combine.relaunch_all(merged, sizes)
+        elif self.combine is not None and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        out, acc = sizes.layout_of_out[0], rows * problem.head_dim_v
+        acc, out, lse = rows * problem.head_dim_v, sizes.results.out, sizes.results.lse
         if self.again is not None:
-            return self.again.resized(launch, merge, out, lse_shape(q), acc, rows)
-        dtype = self.results.dtype
-        return Sequences(launch, merge, q.device, dtype, out, lse_shape(q), acc, rows)
+            return self.again.resized(launch, merge, items, (out, lse), acc, rows)
+        shapes = out[0], lse[0]
+        return Sequences(launch, merge, items, q.device, self.results.dtype, *shapes, acc, rows)
 
 
 def relaunched(

@@ -164,7 +164,6 @@ class StepLauncher:
         self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
         self.compiled: tuple[Any, Any] | None = None
-        self.again: StepRepeat | None = None
         self.split_at_length: LaunchAtLength | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -174,6 +173,7 @@ class StepLauncher:
         tensors = o.q, o.k, o.v, o.out, *per_call, o.q_scale, o.k_scale, o.v_scale
         if self.repeat is not None:
             more = {"starts": o.starts, "out_scale": o.out_scale}
+            more["sequence_sink_tokens"] = o.sequence_sink_tokens
             done = self.repeat(*tensors, o.softmax_scale, o.softcap, **more)
         return done or self.dispatch(operands)
 
@@ -214,14 +214,6 @@ class StepLauncher:
         partial: Partial = self.partials(operands.q, acc, self.partial_rows)
         return arguments_of(self.plan, operands, final, partial) | {"starts_ptr": starts}
 
-    def at_length(self, operands: Operands) -> StepRepeat | None:
-        """A launch of the compiled kernels for contiguous caches of another length, as
-        `DecodeLauncher.at_length`."""
-        if self.again is None or self.split_at_length is None:
-            return None
-        split = self.split_at_length(operands)
-        return None if split is None else self.again.with_split(split)
-
     def variant(self) -> Hashable:
         """A key of the kernels that Triton compiles, as `DecodeLauncher.variant`."""
         return self.split.variant(), self.merge.variant(), (self.lse_shape is None, self.dtype)
@@ -237,8 +229,7 @@ class StepLauncher:
         self.split_at_length = self.split.at_lengths(compiled)
         device = operands.q.device
         results = CallResults(device, self.dtype, self.out_shape, self.lse_shape)
-        self.again = StepRepeat(launches, self.plan, results, self.partial_rows)
-        self.repeat = self.again.call
+        self.repeat = StepRepeat(launches, self.plan, results, self.partial_rows).call
 
 
 class StepLaunches(NamedTuple):
@@ -265,6 +256,7 @@ class Addresses(NamedTuple):
     v_scale: int | None
     starts: int | None
     out_scale: int | None
+    sink_tokens: int | None
 
 
 class CallResults(NamedTuple):
@@ -290,20 +282,19 @@ class StepRepeat(Allocations):
         self.split, self.merge_slots = launches
         self.key_scales = plan.problem.codec.granularity == "token"
 
-    def with_split(self, split: Launch) -> StepRepeat:
-        """This call with another launch of its splits."""
-        made = object.__new__(StepRepeat)
-        made.__dict__.update(self.__dict__)
-        made.split = split
-        return made
-
     def call(
-        self, *given: Any, starts: Any = None, out_scale: Any = None
+        self,
+        *given: Any,
+        starts: Any = None,
+        out_scale: Any = None,
+        sequence_sink_tokens: Any = None,
+        split: Launch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(out, lse or None), or None where the call has to go through Triton; given: the eleven
-        tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule."""
+        tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule; split: as
+        in `Repeat`."""
         tensors, (scale, softcap) = given[:11], given[11:]
-        addressed = *tensors, starts, out_scale
+        addressed = *tensors, starts, out_scale, sequence_sink_tokens
         every: Any = [None if x is None else x.data_ptr() for x in addressed]
         found = Addresses(*every)
         bits = 0
@@ -329,9 +320,11 @@ class StepRepeat(Allocations):
         captured = stream and self.capturing()  # stream 0, the default, cannot be
         buffer, partial = self.take_buffer(stream, captured)
         final = at_out, at_lse, found.out_scale
-        kv, row = (found.k, found.v, found.table), (found.sink, found.slopes, found.q_scale)
+        kv = found.k, found.v, found.table
+        row = found.sink, found.slopes, found.q_scale, found.sink_tokens
         rest = of_heads, of_keys, scale, softcap, found.starts
-        self.split(stream, found.q, kv, found.lens, final, partial, row, *rest)
+        split = split or self.split
+        split(stream, found.q, kv, found.lens, final, partial, row, *rest)
         self.merge_slots(stream, partial, final, found.starts, found.lens, found.sink)
         if not captured:
             self.buffers[stream] = buffer

@@ -114,4 +114,6 @@ def apart(problem: Problem) -> list[str]:
         reasons.append("scales of the cache: expected none a token")
     if problem.early_kv:
         reasons.append("early_kv: expected False")
+    if problem.sequence_sink_tokens:
+        reasons.append("sink_tokens: expected one number, got one a sequence")
     return reasons

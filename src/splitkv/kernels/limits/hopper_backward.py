@@ -59,6 +59,9 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons.expect(not problem.score.alibi, "alibi: expected none")
     reasons.expect(not problem.dropout, "dropout: expected none")
     reasons.expect(not problem.bidirectional_ranges, "bidirectional_ranges: expected None")
+    reasons.expect(
+        not problem.sequence_sink_tokens, "sink_tokens: expected one number, got one a sequence"
+    )
     reasons += problem.mask.beyond("sink_tokens")
     return reasons
 

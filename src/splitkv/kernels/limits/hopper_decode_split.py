@@ -92,13 +92,14 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     a_key = problem.head_dim + problem.head_dim_v
     tile = config.tile_n * a_key * problem.kv_element_bytes
     total = 1024
-    variant = config.variant
-    if not isinstance(variant, HopperDecode):
-        variant = hopper_decode(problem, config)
-    if variant.key_scales == "bulk":
-        total += bulk_bytes(config.num_stages, config.tile_n, problem.num_kv_heads)
-    elif problem.codec.granularity == "token":
-        tile += 8 * config.tile_n
+    if problem.codec.granularity == "token":
+        variant = config.variant
+        if not isinstance(variant, HopperDecode):
+            variant = hopper_decode(problem, config)
+        if variant.key_scales == "bulk":
+            total += bulk_bytes(config.num_stages, config.tile_n, problem.num_kv_heads)
+        else:
+            tile += 8 * config.tile_n
     total += config.num_stages * (tile + BARRIER_BYTES)
     if config.merge == "cluster":
         rows = min(config.tile_m, problem.rows)
@@ -169,7 +170,8 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
                 yield config
     for config in found:
         for parts in CLUSTERS:
-            clustered = replace(config, num_splits=parts, merge="cluster")
+            ring = config.tile_m, config.tile_n, config.num_warps, config.num_stages
+            clustered = Config(parts, *ring, merge="cluster")
             if shared_bytes(problem, clustered) <= device.smem_per_block:
                 yield clustered
 

@@ -48,6 +48,9 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons.expect(not problem.dropout, "dropout: expected none")
     reasons.expect(not problem.bidirectional_ranges, "bidirectional_ranges: expected None")
     reasons.expect(
+        not problem.sequence_sink_tokens, "sink_tokens: expected one number, got one a sequence"
+    )
+    reasons.expect(
         not problem.out_scale, "out_scale: expected None, as TMA stores the working type"
     )
     reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]

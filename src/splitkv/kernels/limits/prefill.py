@@ -64,7 +64,8 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
             f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
         )
     forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
-    forward_only |= problem.codec != AS_IS or problem.bidirectional_ranges
+    forward_only |= problem.codec != AS_IS
+    forward_only |= problem.bidirectional_ranges or problem.sequence_sink_tokens
     reasons.expect(
         not (forward_only and problem.needs_grad), "gradient: expected inputs that require none"
     )
@@ -108,7 +109,10 @@ def shared_bytes(problem: Problem, config: Config, device: Device) -> int:
     Of what is widened a copy, and scales of keys. After the loop the output goes through it.
     """
     dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
-    loop = config.tile_m * (dim * problem.element_bytes + 8) + 64
+    sums = 8 * config.tile_m + 64
+    if device.capability[0] == 10 and config.tile_m >= 64:  # tcgen05: of four warps
+        sums = max(sums, 1024)
+    loop = config.tile_m * dim * problem.element_bytes + sums
     loop += config.num_stages * config.tile_n * (dim + dim_v) * problem.kv_element_bytes
     if problem.codec != AS_IS:
         a_key = max(dim, dim_v) * problem.element_bytes + 8 * (config.num_stages + 1)

@@ -61,6 +61,15 @@ def band_end(bounds, pos, keys):
     return hi
 
 
+@triton.jit
+def load_sink_tokens(sink_tokens_ptr, b):
+    """The sink tokens of sequence b, whose number may be below 0 for none.
+
+    sink_tokens_ptr   [batch] int32
+    """
+    return tl.maximum(tl.load(sink_tokens_ptr + b), 0)
+
+
 class Reach(NamedTuple):
     """Keys `first <= n < end` that a row sees whatever its band: numbers, or vectors of rows."""
 

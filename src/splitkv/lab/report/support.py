@@ -14,7 +14,7 @@ from typing import Any
 
 from splitkv.core.device import GPUS, Device
 from splitkv.core.kv import Codec, Paged, Ragged
-from splitkv.core.masks import Mask
+from splitkv.core.masks import FAR, Mask
 from splitkv.core.problem import Problem
 from splitkv.core.scores import Score
 from splitkv.kernels.limits import (
@@ -40,6 +40,10 @@ SHARED: Features = {
     "no mask": {"mask": Mask()},
     "window": {"mask": Mask(True, 1023)},
     "window and sink tokens": {"mask": Mask(True, 1023, -1, 4)},
+    "window and sink tokens of each sequence": {
+        "mask": Mask(True, 1023, -1, FAR),
+        "sequence_sink_tokens": True,
+    },
     "attention_chunk": {"mask": Mask(True, chunk=2048)},
     "softcap": {"score": Score(softcap=True)},
     "ALiBi": {"score": Score(alibi=True)},

@@ -25,7 +25,8 @@ def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, st
     merged = config.num_splits > 1 and not cluster
     if "last" in kernel.merges and not cluster:
         packed_pages = problem.kind == "varlen" and isinstance(problem.place, Paged)
-        after = merged and (problem.appends or packed_pages)
+        by_items = config.schedule == "items"  # it says what is merged
+        after = merged and not by_items and (problem.appends or packed_pages)
         config = replace(config, merge="last" if after else "combine")
     if not problem.appends:
         return (replace(config, appends=False) if config.appends else config), ""

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, KiB, MiB
 from splitkv.core.kv import AS_IS, Paged
@@ -254,8 +255,7 @@ H200_HOPPER = Constants(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost that the model expects of one config."""
 
     num_ctas: int
@@ -368,7 +368,7 @@ class Shape:
         told = self.cost_of(programs, per, 1, None)
         seconds = told.split_seconds + self.program * self.batch * self.head_tiles
         seconds += self.finding_splits(config)
-        return replace(told, split_seconds=seconds, merge_seconds=self.constants.merge_slots)
+        return told._replace(split_seconds=seconds, merge_seconds=self.constants.merge_slots)
 
     def scheduled_programs(self, config: Config) -> int:
         """The programs of a schedule of the step."""
@@ -403,7 +403,7 @@ class Shape:
 
     def found(self, cost: Cost) -> Cost:
         """And what merging takes longer where every row finds its parts from the lengths."""
-        return replace(cost, merge_seconds=cost.merge_seconds + self.merge_shared)
+        return cost._replace(merge_seconds=cost.merge_seconds + self.merge_shared)
 
     def cost_of(self, num_ctas: int, per: int, parts: int, merge: str | None) -> Cost:
         """The cost of programs of `per` tiles, and of merging so many parts a row, by `merge`."""
@@ -412,7 +412,8 @@ class Shape:
         seconds += self.program * num_ctas + self.asking * (min(per, self.num_stages) - 1)
         each = self.program_most + self.tile_most * min(per, BEGINNING)
         seconds += each * ceil_div(num_ctas, self.num_sms)
-        seconds += full * self.wave(self.slots, per) + (self.wave(rest, per) if rest else 0.0)
+        waves = full * self.wave(self.slots, per) if full else 0.0
+        seconds += waves + (self.wave(rest, per) if rest else 0.0)
         merging = 0.0
         if merge == "cluster":
             merging = c.cluster + self.cluster_part * parts

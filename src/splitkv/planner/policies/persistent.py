@@ -176,6 +176,8 @@ def why_not(kernel: Kernel, problem: Problem, device: Device) -> list[str]:
         reasons.append(f"{count(problem.seqlen_new, 'new key')}: expected none")
     if problem.early_kv:
         reasons.append("early_kv: expected False")
+    if problem.sequence_sink_tokens:
+        reasons.append("sink_tokens: expected one number, got one a sequence")
     tile_m = min(config.tile_m for config in shapes(kernel, problem, device))
     if kernel.name == "hopper_decode_split" and tile_m >= WIDE:
         reasons.append(f"packed rows {problem.rows}: expected at most {WIDE // 2}")

@@ -45,7 +45,7 @@ def count(number: int, noun: str) -> str:
 def slowest(*seconds: float) -> float:
     """The time of things that go on side by side: their soft maximum."""
     most = max(seconds)
-    return most * sum((s / most) ** SHARP for s in seconds) ** (1 / SHARP) if most else 0.0
+    return most * sum([(s / most) ** SHARP for s in seconds]) ** (1 / SHARP) if most else 0.0
 
 
 def num_tiles(problem: Problem, tile_n: int) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, MiB
 from splitkv.core.errors import expect
@@ -27,7 +28,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import box_rows, ceil_div
-from splitkv.planner.policies import widening
+from splitkv.planner.policies import mixed_steps, widening
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     QUANTISED,
@@ -166,8 +167,7 @@ HOPPER_PROMPTS = replace(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost that the model expects of a config."""
 
     programs: int
@@ -185,48 +185,67 @@ def units(problem: Problem, config: Config, constants: Constants = H200) -> int:
     return problem.batch * problem.num_heads // packed * tiles
 
 
+class RowsModel:
+    """A tile shape on a device: what does not depend on the number of parts."""
+
+    def __init__(
+        self, problem: Problem, device: Device, config: Config, constants: Constants = H200
+    ) -> None:
+        c, dims = constants, problem.head_dim + problem.head_dim_v
+        self.constants, self.num_sms = c, device.num_sms
+        begun = c.before(problem, device) + c.start
+        problem = c.attended(problem)
+        self.tiles = num_tiles(problem, config.tile_n)
+        self.whole = units(problem, config, c)
+        self.slots = device.num_sms * c.occupancy(problem, device, config)
+        self.num_stages = config.num_stages
+        tile_bytes = config.tile_n * dims * c.element_bytes(problem)
+        half = problem.element_bytes == 2
+        flops = 2 * config.tile_m * config.tile_n * dims
+        self.products = flops / (c.sm_flops if half else c.sm_flops_fp32)
+        load, score = config.tile_n * dims / config.num_warps, config.tile_m * config.tile_n
+        chain = c.step * config.num_warps / 4 + c.step_load * load
+        chain += c.step_score * score / config.num_warps
+        if isinstance(problem.place, Paged) and problem.place.page_size % config.tile_n:
+            chain *= 1 + c.paged
+        self.chain, self.turn = chain, (chain + c.latency) / config.num_stages
+        # the row tiles of a KV head read the same keys: the memory gives them once
+        self.shared = tile_bytes * problem.batch * problem.num_kv_heads / max(1, self.whole)
+        self.bandwidth = c.bandwidth_share * device.bandwidth
+        rows = problem.batch * problem.seqlen_q * problem.num_heads
+        self.begun, self.ended = begun, rows * dims * problem.element_bytes / self.bandwidth
+        self.row = c.program_row * config.tile_m * dims
+        self.part_bytes = 2 * rows * (problem.head_dim_v + 2) * 4  # written and read
+
+    def cost(self, num_splits: int, merge: str) -> Cost:
+        """The cost in so many parts, every sequence at its upper bound."""
+        c = self.constants
+        per = ceil_div(self.tiles, num_splits)
+        parts = ceil_div(self.tiles, per)
+        programs = self.whole * parts
+        full, rest = divmod(programs, self.slots)
+        seconds = self.begun + c.program * programs / self.num_sms
+        seconds += self.row * ceil_div(programs, self.num_sms)
+        seconds += self.ended  # q and the result
+        waves = full * self.wave(self.slots, per) if full else 0.0
+        seconds += waves + (self.wave(rest, per) if rest else 0.0)
+        merging = 0.0
+        if parts > 1 and merge == "cluster":
+            merging = c.cluster
+        elif parts > 1:
+            merging = c.merge + c.merge_part * parts + parts * self.part_bytes / self.bandwidth
+        return Cost(programs, self.slots, parts, per, seconds + merging, merging)
+
+    def wave(self, running: int, per: int) -> float:
+        """Seconds of a wave of so many programs of `per` tiles."""
+        turn = self.turn if per > self.num_stages else 0.0
+        products = ceil_div(running, self.num_sms) * self.products
+        return per * slowest(self.chain, turn, products, running * self.shared / self.bandwidth)
+
+
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
     """The model's answer for a config, every sequence at its upper bound."""
-    c, dims = constants, problem.head_dim + problem.head_dim_v
-    before = c.before(problem, device)
-    problem = c.attended(problem)
-    tiles = num_tiles(problem, config.tile_n)
-    per = ceil_div(tiles, config.num_splits)
-    parts = ceil_div(tiles, per)
-    whole = units(problem, config, c)
-    programs = whole * parts
-    tile_bytes = config.tile_n * dims * c.element_bytes(problem)
-    half = problem.element_bytes == 2
-    flops = 2 * config.tile_m * config.tile_n * dims / (c.sm_flops if half else c.sm_flops_fp32)
-    load, score = config.tile_n * dims / config.num_warps, config.tile_m * config.tile_n
-    chain = (
-        c.step * config.num_warps / 4 + c.step_load * load + c.step_score * score / config.num_warps
-    )
-    if isinstance(problem.place, Paged) and problem.place.page_size % config.tile_n:
-        chain *= 1 + c.paged
-    turn = (chain + c.latency) / config.num_stages if per > config.num_stages else 0.0
-    slots = device.num_sms * c.occupancy(problem, device, config)
-    # the row tiles of a KV head read the same keys: the memory gives them once
-    shared = tile_bytes * problem.batch * problem.num_kv_heads / max(1, whole)
-    bandwidth = c.bandwidth_share * device.bandwidth
-
-    def wave(running: int) -> float:
-        products = ceil_div(running, device.num_sms) * flops
-        return per * slowest(chain, turn, products, running * shared / bandwidth)
-
-    full, rest = divmod(programs, slots)
-    rows = problem.batch * problem.seqlen_q * problem.num_heads
-    seconds = before + c.start + c.program * programs / device.num_sms
-    seconds += c.program_row * config.tile_m * dims * ceil_div(programs, device.num_sms)
-    seconds += rows * dims * problem.element_bytes / bandwidth  # q and the result
-    seconds += full * wave(slots) + (wave(rest) if rest else 0.0)
-    merge = 0.0
-    if parts > 1 and config.merge == "cluster":
-        merge = c.cluster
-    elif parts > 1:
-        partial_bytes = 2 * parts * rows * (problem.head_dim_v + 2) * 4  # written and read
-        merge = c.merge + c.merge_part * parts + partial_bytes / bandwidth
-    return Cost(programs, slots, parts, per, seconds + merge, merge)
+    return RowsModel(problem, device, config, constants).cost(config.num_splits, config.merge)
 
 
 def choose(
@@ -257,10 +276,14 @@ def choose(
         if few:
             whole, choice = fastest(problem, device, kernel, constants, hopper)
             shape = choice.config
+        by_items = mixed_steps.scheduled(problem, device, kernel, shape, whole.seconds)
+        if by_items is not None:
+            return by_items
         parts = min(_least_parts(problem, shape, rule), _most_parts(problem))
         if parts > 1 and isinstance(problem.place, Paged):
             why = f"waves: sequences of at most {count(problem.cut_tokens, 'token')} in up to "
-            why += f"{count(parts, 'part')} of their keys, prompts in one"
+            why += f"{count(parts, 'part')} of their keys, prompts in one; no schedule of items: "
+            why += mixed_steps.why_not(problem, kernel, whole.seconds)[0]
             return Choice(kernel.name, replace(shape, num_splits=parts), why)
     elif few:
         of_each = (fastest(problem, device, k, constants, hopper) for k in kernels)
@@ -293,22 +316,23 @@ def fastest(
     prompts = problem.cut_tokens < problem.seqlen_q  # whose keys stay whole
     most = 1 if prompts else _most_parts(problem)
     found = _worth_weighing(kernel, problem, device)
-    weighed = [
-        (cost(problem, device, config, rule), config)
-        for shape in found
-        for config in _cut(problem, device, shape, most, rule)
-    ]
+    weighed: list[tuple[Cost, Config, int]] = []  # each with its number of parts
+    for shape in found:
+        model = RowsModel(problem, device, shape, rule)
+        for parts in _parts_worth(problem, model, shape, most):
+            weighed.append((model.cost(parts, shape.merge), shape, parts))
     if most > 1:
-        together = _in_clusters(problem, device, kernel, rule)
-        weighed += [(cost(problem, device, config, rule), config) for config in together]
+        for config in _in_clusters(problem, device, kernel, rule):
+            parts = config.num_splits
+            weighed.append((cost(problem, device, config, rule), config, parts))
 
-    def rank(one: tuple[Cost, Config]) -> list[float]:
-        spent, cut = one
-        return [cut.tile_m, -cut.tile_n, spent.seconds, cut.num_splits]
+    def rank(one: tuple[Cost, Config, int]) -> list[float]:
+        spent, shape, parts = one
+        return [shape.tile_m, -shape.tile_n, spent.seconds, parts]
 
-    least = min(one.seconds for one, _ in weighed)
-    close = (pair for pair in weighed if pair[0].seconds <= CLOSE * least)
-    best, config = min(close, key=rank)
+    least = min(one.seconds for one, *_ in weighed)
+    best, shape, parts = min((x for x in weighed if x[0].seconds <= CLOSE * least), key=rank)
+    config = replace(shape, num_splits=parts)
     whole = cost(problem, device, found[0], rule)
     return best, Choice(kernel.name, config, _why(problem, device, config, best, whole))
 
@@ -373,18 +397,13 @@ def _least_parts(problem: Problem, shape: Config, constants: Constants) -> int:
     return min(MAX_SPLITS, ceil_div(num_tiles(problem, shape.tile_n), tiles))
 
 
-def _cut(
-    problem: Problem, device: Device, shape: Config, most: int, constants: Constants
-) -> list[Config]:
-    """A shape with numbers of parts to weigh: few, what fills up to four waves, the fewest."""
-    tiles = num_tiles(problem, shape.tile_n)
-    slots = device.num_sms * constants.occupancy(problem, device, shape)
-    a_wave = slots / max(1, units(problem, shape, constants))
+def _parts_worth(problem: Problem, model: RowsModel, shape: Config, most: int) -> list[int]:
+    """Numbers of parts to weigh: few, what fills up to four waves, the fewest."""
+    a_wave = model.slots / max(1, model.whole)
     some = (int(a_wave * eighths / 8) for eighths in (2, 4, 6, 7, 8, 10, 12, 16, 24, 32))
-    most = min(most, tiles, MAX_SPLITS)
-    least = min(_least_parts(problem, shape, constants), most)
-    parts = sorted({least, *range(1, 9), *some})
-    return [replace(shape, num_splits=n) for n in parts if least <= n <= most]
+    most = min(most, model.tiles, MAX_SPLITS)
+    least = min(_least_parts(problem, shape, model.constants), most)
+    return [n for n in sorted({least, *range(1, 9), *some}) if least <= n <= most]
 
 
 def _in_clusters(
@@ -396,13 +415,14 @@ def _in_clusters(
     longest = max((config.tile_n for config in found), default=0)
     if box_rows(problem, longest) < longest < LONG_TILE:
         return []
+    tiles = num_tiles(problem, longest) if found else 0
     return [
         config
         for config in found
         if config.tile_n == longest
+        and config.num_splits <= tiles
         and units(problem, config, constants) * config.num_splits <= device.num_sms
         and _least_parts(problem, config, constants) <= config.num_splits
-        and config.num_splits <= num_tiles(problem, config.tile_n)
     ]
 
 

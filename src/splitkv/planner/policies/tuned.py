@@ -148,11 +148,10 @@ class Rows(Sequence[Measured]):
         """The Sizes of each problem, without making any or reading its plans."""
         dims = [line[: line.index("[", 1)].rstrip(", ") for line in self._lines]
         for of_row in json.loads(f"[{'],'.join(dims)}]]" if dims else "[]"):
-            sizes = dict(zip(DIMS, of_row, strict=True))
-            batch, kv_heads = sizes["batch"], sizes["num_kv_heads"]
-            rows = sizes["seqlen_q"] * sizes["num_heads"] // kv_heads
-            where = batch * kv_heads, sizes["seqlen_k"], rows, sizes["page_size"]
-            yield Sizes(*where, sizes["head_dim"], TUNED_BYTES)
+            batch, heads, kv_heads = of_row[:3]  # the order of `DIMS`
+            head_dim, seqlen_q, seqlen_k = of_row[3:6]
+            rows = seqlen_q * heads // kv_heads
+            yield Sizes(batch * kv_heads, seqlen_k, rows, of_row[6], head_dim, TUNED_BYTES)
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class Table:
         sizes = measured.sizes() if isinstance(measured, Rows) else map(_sizes_of, measured)
         found: dict[_Class, list[tuple[Sizes, int]]] = {}
         for number, of in enumerate(sizes):
-            found.setdefault(_class(of), []).append((of, number))
+            found.setdefault(_class_of(*of[2:]), []).append((of, number))
         return found
 
     @cached_property

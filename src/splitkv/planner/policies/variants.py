@@ -63,11 +63,12 @@ def has_producer_warp(problem: Problem, config: Config) -> bool:
     large caches, where splits are even. Clusters of more than two do not all find room at once."""
     boxes = config.tile_n // box_rows(problem, config.tile_n)
     narrow = config.tile_m == 16 and config.num_stages > 1
-    large = problem.kv_bytes >= large_cache(problem) * problem.kv_element_bytes
     even = config.schedule == "even" and (config.merge == "combine" or config.num_splits == 2)
     alone = even and not problem.early_kv and not config.appends
-    long = visited(problem, config.tile_n) >= long_split(problem) * config.num_splits
-    return boxes > 1 and narrow and large and alone and long
+    if boxes == 1 or not narrow or not alone:
+        return False
+    large = problem.kv_bytes >= large_cache(problem) * problem.kv_element_bytes
+    return large and visited(problem, config.tile_n) >= long_split(problem) * config.num_splits
 
 
 def gathers(problem: Problem, config: Config) -> bool:

@@ -15,8 +15,9 @@ keys, it is taken in the place of either: `persistent.where_it_costs_little`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 from splitkv.core.device import Device, MiB
 from splitkv.core.kv import AS_IS, Paged
@@ -140,11 +141,12 @@ def fastest(
 ) -> tuple[float, Choice]:
     """The shape and number of splits of least seconds of a kernel for decode."""
     found = of_rows(problem, kernel, shapes(kernel, problem, device))
-    together = in_clusters(kernel, problem, device, constants)
+    worth = _worth(problem, device, found, constants)
+    together = _modelled_clusters(kernel, problem, device, constants, worth)
     weighed = []
-    for shape in _worth(problem, device, found, constants):
+    for shape in worth:
         of_shape = [_cheapest(problem, device, found, shape, constants)]
-        of_shape += [(cost(problem, device, c, constants), c) for c in together if c.shape == shape]
+        of_shape += [(model.cut(c), c) for c, model in together if c.shape == shape]
         weighed.append(min(of_shape, key=lambda pair: pair[0].seconds))
     least = min(cost.seconds for cost, _ in weighed)
     weighed.sort(key=lambda pair: pair[1].schedule == "batch")
@@ -202,18 +204,32 @@ def in_clusters(
     kernel: Kernel, problem: Problem, device: Device, constants: Constants | None = None
 ) -> list[Config]:
     """The configs whose parts are clusters that can all run at once, none of them too long."""
-    found, constants = [], constants or constants_of(kernel)
+    constants, every = constants or constants_of(kernel), shapes(kernel, problem, device)
+    return [c for c, _ in _modelled_clusters(kernel, problem, device, constants, every)]
+
+
+def _modelled_clusters(
+    kernel: Kernel,
+    problem: Problem,
+    device: Device,
+    constants: Constants,
+    worth: Collection[Config],
+) -> list[tuple[Config, Shape]]:
+    """The configs of `in_clusters` that have these tile shapes, and the model of each."""
+    found, tiles = [], cache(partial(num_tiles, problem))
     for config in clusters(kernel, problem, device):
-        model, parts = Shape(problem, device, config, constants), config.num_splits
+        parts, most = config.num_splits, tiles(config.tile_n)
+        in_time = parts == most or (parts < most and config.num_stages > 1)
+        few = parts <= WIDE_CLUSTER or config.tile_m < WIDE
+        if not in_time or not few or config.shape not in worth:
+            continue
+        model = Shape(problem, device, config, constants)
         units = problem.batch * model.head_tiles
         room: float = model.slots
         if parts > 2:
             room = min(model.slots, 2 * device.num_sms) * ROOM_FOR_CLUSTERS
-        short = parts >= least_splits(problem, model, constants)
-        in_time = parts == model.tiles or (parts < model.tiles and config.num_stages > 1)
-        few = parts <= WIDE_CLUSTER or config.tile_m < WIDE
-        if short and in_time and few and units * parts <= room:
-            found.append(config)
+        if parts >= least_splits(problem, model, constants) and units * parts <= room:
+            found.append((config, model))
     return found
 
 
@@ -258,7 +274,8 @@ def _cheapest(
         ),
         key=lambda pair: (pair[0].seconds, pair[1]),
     )
-    if least == 1 or least <= a_wave or shape.batch > MOST_SHARED:
+    alone = shape.batch > MOST_SHARED or problem.sequence_sink_tokens
+    if least == 1 or least <= a_wave or alone:
         return best, replace(config, num_splits=splits)
     # equal lengths and one long sequence among short ones count alike
     alike = [

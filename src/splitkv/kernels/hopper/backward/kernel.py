@@ -9,7 +9,7 @@ the rows that see them, the heads of the group one after another:
 
 Scores are transposed, so that p and ds come out of the products in the registers from which dv and
 dk take them. dq is summed up over programs: TMA adds their tiles to fp32 sums in memory, in the
-order of a warpgroup's registers, and `hopper_backward_round` brings these into the order and type
+order of a warpgroup's registers, and `hopper_backward_finish` brings these into the order and type
 of dq. Such sums differ from run to run in their last bits. With `deterministic` programs of 128
 keys add to a tile of rows in turns, in the order of their keys, where every row sees every key: all
 come to it at about the same time. Elsewhere they would wait for each other, and
@@ -19,7 +19,7 @@ Tiles of sink tokens come before all others, and the rows that see a tile are sp
 where it would be the last to end or there are few tiles: see kernels/backward/row_splits.py. What
 there is to choose is chosen in variant.py. To be read in this order: this file, load.py,
 mma_half_keys.py (head_dim up to 128) or mma_one_gradient.py, dq_sums.py, sinks.py, epilogue.py,
-round.py; and queries.py for dq by itself.
+finish.py; and queries.py for dq by itself. On the host: launches.py, launcher.py, relaunch.py.
 
 Shapes      as kernels/prefill.py; rows of statistics: see Stats, every head a group of its own
 Grid        row splits x KV heads x sequences x tiles that come first; then
@@ -27,7 +27,7 @@ Grid        row splits x KV heads x sequences x tiles that come first; then
             one sequence: as many lanes together as have a tile for every SM
 Traffic     reads k, v, and for each tile of keys q, dout and 8 bytes of statistics of the rows that
             see it; writes dk, dv; dq: `backward_rows` sets the fp32 sums to 0, each tile of keys
-            adds to them, `hopper_backward_round` reads them and writes dq; flops 5 products of
+            adds to them, `hopper_backward_finish` reads them and writes dq; flops 5 products of
             2 * pairs * head_dim where the forward has 2
 Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of q before a product,
             p with 64 keys also before it becomes ds, with sink logits to fp16.

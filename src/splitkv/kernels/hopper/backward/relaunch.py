@@ -1,163 +1,115 @@
-"""The backward again, by the kernels that its first call compiled: one workspace, and launches with
-addresses."""
+"""The backward by kernels that were compiled before: one workspace, and launches with addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitkv.core.problem import Operands
-from splitkv.kernels.backward import rows
-from splitkv.kernels.backward.launcher import PER_CALL_OF_SUM
-from splitkv.kernels.backward.records import Gradients, GradientTensors, Stats
-from splitkv.kernels.host.relaunch import AddressLaunch, Launched, bind_to_addresses, observed
+from splitkv.kernels.backward.records import Gradients, Saved
+from splitkv.kernels.hopper.backward.launches import GradientCall, Sizes, Workspace
+from splitkv.kernels.host.relaunch import (
+    AddressKernel,
+    AddressLaunch,
+    KernelLaunch,
+    address_kernel,
+    observed,
+)
 from splitkv.kernels.host.workspace import allocation
 
-GIVEN = ("q", "k", "v", "grad", "out", "lse", "grad_lse", "sink", "cu_q", "cu_k", "dq", "dk", "dv")
-MADE = ("clear", "sums", "turns", "total", "delta", "weight", "sink_sums", "split")
-UNUSED = ("sink_rows", "slope_rows")  # by these kernels
-NAMES = (*GIVEN, *MADE, *UNUSED)
+GIVEN = ("q", "k", "v", "grad", "out", "lse", "grad_lse", "sink", "cu_q", "cu_k")
+RESULTS = ("dq", "dk", "dv", "dsink")
+PIECES = (
+    *("clear", "sums", "turns", "total", "delta", "weight", "sink_sums", "split"),
+    *("sink_rows", "slope_rows"),  # of which these kernels have none
+)
+NAMES = (*GIVEN, *RESULTS, *PIECES)
 """Names of the addresses of a call, in the order in which launches take them."""
-
-SINK_SUMS = NAMES.index("sink_sums")
-
-ALIGNED = 32  # fp32 numbers of a piece of the workspace
-OPERANDS_AND_STATS = {
-    "q_desc": "q",
-    "grad_desc": "grad",
-    "k_desc": "k",
-    "v_desc": "v",
-    "total_ptr": "total",
-    "delta_ptr": "delta",
-    "cu_q_ptr": "cu_q",
-    "cu_k_ptr": "cu_k",
-}
-PER_CALL: dict[str, dict[str, Any]] = {
-    "backward_rows": rows.PER_CALL,
-    "backward_sum": PER_CALL_OF_SUM,
-    "hopper_backward": {
-        **OPERANDS_AND_STATS,
-        "weight_ptr": "weight",
-        "sink_sums_ptr": "sink_sums",
-        "dk_ptr": "dk",
-        "dv_ptr": "dv",
-        "split_ptr": "split",
-        "sums_desc": "sums",
-        "turn_ptr": "turns",
-    },
-    "hopper_backward_queries": {**OPERANDS_AND_STATS, "dq_ptr": "dq"},
-    "hopper_backward_round": {"sums_ptr": "sums", "dq_ptr": "dq", "cu_q_ptr": "cu_q"},
-}
-"""The arguments that change from call to call, by the kernel: see `bind_to_addresses`."""
-
-
-class Workspace(NamedTuple):
-    """The tensors of a first call that a later one has in one piece of memory, but for the sums of
-    dsink, which are a tensor; None: not needed.
-
-    clear   see `DqSums`, as sums and turns, which are in it; split: of `allocate_splits`
-    """
-
-    clear: Tensor | None
-    sums: Tensor | None
-    turns: Tensor | None
-    stats: Stats
-    split: Tensor | None
-
-    @property
-    def pieces(self) -> dict[str, Tensor]:
-        """Memory of its own, by name."""
-        of_stats = {name: getattr(self.stats, name) for name in ("total", "delta", "weight")}
-        every = {"clear": self.clear, **of_stats, "split": self.split}
-        return {name: x for name, x in every.items() if x is not None}
 
 
 class BackwardRelaunch:
-    """The kernels of one backward, launched again for calls of the same layouts.
+    """The kernels of one backward, launched for calls of the same layouts.
 
-    launches    in their order, as `bind_to_addresses` gives them
-    tensors     of the first call, and its workspace
+    launches    in their order, with addresses of NAMES
+    call        one of these calls
     """
 
-    def __init__(
-        self,
-        launches: Sequence[AddressLaunch],
-        x: Operands,
-        tensors: GradientTensors,
-        workspace: Workspace,
-    ) -> None:
+    def __init__(self, launches: Sequence[AddressLaunch], call: GradientCall, sizes: Sizes) -> None:
+        x, device = call.saved, call.saved.q.device
         self.launches = tuple(launches)
-        device, self.offsets = x.q.device, dict[str, int]()
-        numel = 0
-        for name, piece in workspace.pieces.items():
-            self.offsets[name] = numel
-            numel += -(-piece.numel() // ALIGNED) * ALIGNED
-        if workspace.sums is not None:
-            self.offsets["sums"] = self.offsets["clear"]
-            if workspace.turns is not None:
-                self.offsets["turns"] = self.offsets["clear"] + workspace.sums.numel()
-        self.new_memory = allocation((numel,), torch.float32, device)
-        grads = tensors.dq, tensors.dk, tensors.dv
-        self.new_grads = [allocation(g.shape, g.dtype, device, g.stride()) for g in grads]
-        made = (self.offsets.get(name) for name in (*MADE, *UNUSED))
-        self.places = [None if offset is None else 4 * offset for offset in made]
-        self.new_sink_sums = None
-        sums = workspace.stats.sink_sums
-        if sums is not None:
-            self.new_sink_sums = allocation(sums.shape, sums.dtype, device)
-            self.sink_dtype = x.sink_logits.dtype
+        self.scale, self.grad_strides = call.operands.softmax_scale, call.grad.stride()
+        self.of_lse = call.grad_lse is not None
+        workspace, strides = sizes.workspace, sizes.gradients.of_tensors
+        self.new_memory = allocation((workspace.numel,), torch.float32, device, (1,))
+        layouts = zip((x.q, x.k, x.v), strides, strict=True)
+        self.new_grads = tuple([allocation(t.shape, t.dtype, device, n) for t, n in layouts])
+        sinks, self.new_dsink = x.sink_logits, None
+        if sinks is not None:
+            self.new_dsink = allocation(sinks.shape, sinks.dtype, device)
+        places = (workspace.places.get(name) for name in PIECES)
+        self.offsets = [None if place is None else 4 * place[0] for place in places]
         self.device = device.index
         self.current_stream = torch._C._cuda_getCurrentRawStream
 
     def call(
-        self, x: Operands, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None
+        self, saved: Saved, grad: Tensor, grad_lse: Tensor | None, scale: float
     ) -> Gradients | None:
-        """The gradients; None: the call has to go through Triton, as an address is not a multiple
-        of 16 or a launch hook is set."""
-        rest = grad_lse, x.sink_logits, x.cu_seqlens_q, x.cu_seqlens_k
-        tensors = x.q, x.k, x.v, grad, out, lse, *rest
-        addresses: list[int | None] = []
-        bits = 0
-        for t in tensors:
-            if t is None:
-                addresses.append(None)
-            else:
-                address = t.data_ptr()
-                addresses.append(address)
-                bits |= address
+        """The gradients; None: it is a call of another kind, or has to go through Triton, as an
+        address is not a multiple of 16 or a launch hook is set."""
+        x = saved
+        if grad.stride() != self.grad_strides or scale != self.scale:
+            return None
+        at_q, at_k, at_v, at_grad = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), grad.data_ptr()
+        at_out, at_lse = x.out.data_ptr(), x.lse.data_ptr()
+        bits = at_q | at_k | at_v | at_grad | at_out | at_lse
+        at_grad_lse = at_sink = at_cu_q = at_cu_k = at_dsink = dsink = None
+        if (grad_lse is not None) is not self.of_lse:
+            return None
+        if grad_lse is not None:
+            if not grad_lse.is_contiguous():
+                return None
+            at_grad_lse = grad_lse.data_ptr()
+            bits |= at_grad_lse
+        if x.cu_seqlens_q is not None:
+            at_cu_q, at_cu_k = x.cu_seqlens_q.data_ptr(), x.cu_seqlens_k.data_ptr()
+            bits |= at_cu_q | at_cu_k
+        if x.sink_logits is not None:
+            at_sink = x.sink_logits.data_ptr()
+            bits |= at_sink
         if bits & 15 or observed():
             return None
+        if self.new_dsink is not None:
+            dsink = self.new_dsink()
+            at_dsink = dsink.data_ptr()
         new_dq, new_dk, new_dv = self.new_grads
         dq, dk, dv, memory = new_dq(), new_dk(), new_dv(), self.new_memory()
-        addresses += dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
         first = memory.data_ptr()
-        addresses += [None if place is None else first + place for place in self.places]
-        sink_sums = None
-        if self.new_sink_sums is not None:  # a tensor of its own, as a view of one takes longer
-            sink_sums = self.new_sink_sums()
-            addresses[SINK_SUMS] = sink_sums.data_ptr()
+        addresses = [
+            *(at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k),
+            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink),
+            *[None if offset is None else first + offset for offset in self.offsets],
+        ]
         stream = self.current_stream(self.device)
         for launch in self.launches:
             launch(stream, addresses)
-        dsink = None
-        if sink_sums is not None:
-            dsink = sink_sums.sum(1).to(self.sink_dtype)
         return Gradients(dq, dk, dv, dsink, None)
 
 
-def relaunch_of(
-    launched: Sequence[Launched], x: Operands, tensors: GradientTensors, workspace: Workspace
-) -> BackwardRelaunch | None:
-    """A function that launches the kernels of a first call again; None: Triton has to, every
-    time."""
-    if observed():
-        return None
-    launches: list[Any] = [
-        bind_to_addresses(one, PER_CALL[one.kernel.__name__], NAMES) for one in launched
-    ]
-    if None in launches:
-        return None
-    return BackwardRelaunch(launches, x, tensors, workspace)
+def address_kernels(
+    launches: Sequence[KernelLaunch], made: Sequence[Any], call: GradientCall, workspace: Workspace
+) -> tuple[AddressKernel, ...] | None:
+    """The kernels that Triton compiled for the launches of a call; None: no way is known to launch
+    them with addresses."""
+    present = {name for name, x in call.given.items() if x is not None}
+    present |= {"dq", "dk", "dv", *workspace.places}
+    if call.saved.sink_logits is not None:
+        present.add("dsink")
+    found: list[AddressKernel] = []
+    for launch, compiled in zip(launches, made, strict=True):
+        kernel = address_kernel(launch, compiled, NAMES, present)
+        if kernel is None:
+            return None
+        found.append(kernel)
+    return tuple(found)

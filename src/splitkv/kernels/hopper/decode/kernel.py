@@ -29,7 +29,8 @@ Limits      sm_90; bf16 or fp16; head_dim and head_dim_v 64, 128 or 256; at most
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from functools import cache, partial
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -50,7 +51,7 @@ from splitkv.kernels.hopper.decode.mma_loop import mma_loop
 from splitkv.kernels.hopper.decode.queries import load_mma_queries, load_wgmma_queries
 from splitkv.kernels.hopper.decode.records import DecodeConfig
 from splitkv.kernels.hopper.decode.ring import allocate_boxes, allocate_panels, allocate_rows
-from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layout_of
+from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layouts_of
 from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
 from splitkv.kernels.host import step
 from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
@@ -58,6 +59,7 @@ from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.launcher import (
     PER_CALL,
     PER_CALL_OF_APPEND,
+    CacheLayout,
     CacheTail,
     DecodeLauncher,
     LaunchAtLength,
@@ -73,7 +75,9 @@ from splitkv.kernels.host.relaunch import (
     Launch,
     MapsOfLength,
     TensorMaps,
+    Tile,
     bind_to_maps,
+    holding,
     in_clusters,
     tile_of,
 )
@@ -205,7 +209,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     """The entry point of a plan, bound to it and to a memory layout."""
     problem, config = plan.problem, plan.config
     variant = variant_of(plan)
-    entry = entry_of(config, variant)
+    entry, wide = entry_of(config, variant), config.tile_m == WIDE
     kernel, producer = ENTRIES[entry], variant.load == "producer_warp"
     fixed = fixed_arguments_of(entry, plan, variant, operands)
     per_call: tuple[str, ...] = PER_CALL_OF_APPEND if config.appends else PER_CALL
@@ -213,7 +217,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     if entry == "persistent":
         per_call, programs = step.PER_CALL, step.grid_of(plan)
     names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
-    tail = CacheTail(kernel, names, fixed)
+    tail = cache(partial(CacheTail, kernel, names, fixed))  # when it is asked for, as `combine`
     options = compile_options(config.num_warps)
     if producer:
         options["maxnreg"] = most_registers(problem, config, plan.device)
@@ -223,7 +227,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     clusters = (1, *programs[1:]) if config.merge == "cluster" else programs
     behind = shared_behind(problem, config, variant)
     box = box_rows(problem, config.tile_n)
-    halves = config.tile_m == WIDE and box < config.tile_n
+    halves = wide and box < config.tile_n
 
     def read_by(x: Any) -> Any:
         x = as_stored(x, config)
@@ -243,32 +247,42 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         clustered[clusters](*ordered)
         return clustered
 
-    def layouts(x: Operands) -> list[tuple[Sequence[int], Sequence[int]]]:
-        return [layout_of(as_stored(of_cache, config), producer) for of_cache in (x.k, x.v)]
+    k_layout, v_layout = (layouts_of(x, producer, pairs=not wide) for x in (operands.k, operands.v))
+    of_k, of_v = ((x.shape[1], x.stride()) for x in (operands.k, operands.v))
 
-    shapes = layouts(operands)
+    @cache
+    def tiles_of(compiled: Any) -> list[Tile]:
+        return [tile_of(compiled, n) for n in (0, 1)]
 
     def relaunch(compiled: Any) -> Launch | None:
+        launch_with = bind_to_maps(compiled, clusters)
+        if launch_with is None:
+            return None
         maps: list[Any] = [JUST_ADDRESSES, JUST_ADDRESSES]
         if variant.load != "gather":
-            maps = [TensorMaps(tile_of(compiled, n), *shape) for n, shape in enumerate(shapes)]
-        return bind_to_maps(compiled, clusters, tail.arguments, *maps)
+            layouts = k_layout(*of_k), v_layout(*of_v)
+            maps = [TensorMaps(t, *x) for t, x in zip(tiles_of(compiled), layouts, strict=True)]
+        return holding(compiled, launch_with(tail().arguments, *maps))
 
     def at_lengths(compiled: Any) -> LaunchAtLength | None:
-        if variant.load == "gather":
+        launch_with = bind_to_maps(compiled, clusters)
+        if variant.load == "gather" or launch_with is None:
             return None
-        k_tile, v_tile = (tile_of(compiled, n) for n in (0, 1))
+        k_tile, v_tile = tiles_of(compiled)
+        arguments_of = tail().at_length
+        alike = k_tile == v_tile and problem.head_dim == problem.head_dim_v
 
-        def at_length(operands: Operands) -> Launch | None:
-            k_shape, v_shape = layouts(operands)
-            maps = MapsOfLength(k_tile, *k_shape), MapsOfLength(v_tile, *v_shape)
-            return bind_to_maps(compiled, clusters, tail.at_length(operands), *maps)
+        def at_length(here: CacheLayout) -> Launch:
+            k_maps = v_maps = MapsOfLength(k_tile, *k_layout(here.length, here.k))
+            if not alike or here.k != here.v:
+                v_maps = MapsOfLength(v_tile, *v_layout(here.length, here.v))
+            return launch_with(arguments_of(here), k_maps, v_maps)
 
         return at_length
 
     def told_apart() -> Hashable:
         merged = partial_rows(plan) > 0, cluster_size, behind, box, halves
-        return tail.variant(), *sorted(options.items()), *merged
+        return tail().variant(), *sorted(options.items()), *merged
 
     return SplitKernel(launch, relaunch, at_lengths, told_apart)
 

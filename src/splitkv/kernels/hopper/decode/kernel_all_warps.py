@@ -47,7 +47,7 @@ from splitkv.kernels.hopper.decode.split_range import (
 )
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
-from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
 from splitkv.kernels.tile.visit import Strides
@@ -105,6 +105,8 @@ def decode_all_warps(
     CONFIG: gl.constexpr,  # DecodeConfig
 ):
     program = locate_program(programs)
+    if row.sink_tokens_ptr is not None:
+        sink_tokens = load_sink_tokens(row.sink_tokens_ptr, program.sequence)
     bounds = Bounds(left, right, sink_tokens)
     share = Share(parts, size, programs)
     k_steps = gather_steps(k_strides, CONFIG)

@@ -32,7 +32,7 @@ from splitkv.kernels.hopper.decode.split_range import (
 )
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
-from splitkv.kernels.tile.band import Bounds, token_range
+from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
 from splitkv.kernels.tile.visit import Strides
@@ -75,6 +75,8 @@ def decode_producer(
     CONFIG: gl.constexpr,  # DecodeConfig
 ):
     program = locate_program(None)
+    if row.sink_tokens_ptr is not None:
+        sink_tokens = load_sink_tokens(row.sink_tokens_ptr, program.sequence)
     bounds = Bounds(left, right, sink_tokens)
     share = Share(parts, None, None)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)

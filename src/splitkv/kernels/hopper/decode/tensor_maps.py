@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
 
-def layout_of(x: Any, panels: bool) -> tuple[Sequence[int], Sequence[int]]:
-    """Computes shape and strides of K or V as TMA sees them.
+
+def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequence[int]], Layout]:
+    """Gives what computes, for so many keys and such strides of K or V, how TMA sees them.
 
     panels   one thread issues the copies of a box: the panels of 128 bytes that TMA's swizzle makes
              of a key are a dimension, so that a box is one message
+    pairs    two elements of 8 bits are one, as in what `pairs_of` makes of x
     """
-    shape, strides = x.shape, x.stride()
-    if panels:
-        width = min(x.shape[3], 128 // x.element_size())
-        shape = shape[0], shape[2], shape[3] // width, shape[1], width
-        strides = strides[0], strides[2], width, strides[1], 1
-    return shape, strides
+    outer, heads, dim = x.shape[0], x.shape[2], x.shape[3]
+    size, together = x.element_size(), 1
+    if pairs and size == 1:
+        size = together = 2
+        dim //= 2
+    width = min(dim, 128 // size)
+
+    def in_panels(keys: int, strides: Sequence[int]) -> Layout:
+        b, t, h = strides[:3]
+        shape = outer, heads, dim // width, keys, width
+        return shape, (b // together, h // together, width, t // together, 1)
+
+    def in_rows(keys: int, strides: Sequence[int]) -> Layout:
+        b, t, h = strides[:3]
+        return (outer, keys, heads, dim), (b // together, t // together, h // together, 1)
+
+    return in_panels if panels else in_rows
 
 
 def boxes_of(x: Any, box: int, parts: bool, panels: bool) -> TensorDescriptor:
     """Makes the descriptor of K or V [outer, inner, num_kv_heads, dim], `box` keys of one head at a
-    time; `panels` as in `layout_of`; parts: boxes of 128 bytes a key, as wide tiles have several.
+    time; `panels` as in `layouts_of`; parts: boxes of 128 bytes a key, as wide tiles have several.
     """
-    shape, strides = layout_of(x, panels)
+    shape, strides = layouts_of(x, panels)(x.shape[1], x.stride())
     size, columns = x.element_size(), shape[-1]
     if parts:
         columns = min(columns, 128 // size)

@@ -11,6 +11,7 @@ from splitkv.kernels.combine import FINISHED, Final, write_absent
 from splitkv.kernels.hopper.prefill.sums import along_rows
 from splitkv.kernels.hopper.primitives.scheduling_fences import again
 from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
+from splitkv.kernels.schedule_items import load_item
 from splitkv.kernels.tile.merge import (
     Meeting,
     Merged,
@@ -150,6 +151,17 @@ def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def rows_of_slot(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
+    """(rows of the partials [ROWS], which of them exist), as in kernels/combine_items.py."""
+    rows = rows_of_role(like, batch, item, CONFIG, ROLE)
+    slots = again(batch.splitting.num_splits, batch.lazy_maxima)
+    slot_rows = again(batch.splitting.max_tokens, batch.lazy_maxima) * CONFIG.packed_heads
+    slot = load_item(batch.splitting.items_ptr, item.split).slot
+    slot += item.head // CONFIG.packed_heads * slots
+    return slot.to(gl.int64) * slot_rows + rows, rows < item.len_q * CONFIG.packed_heads
+
+
+@gluon.jit
 def rows_of_partials(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """(rows of the partials [ROWS], which of them exist), as in kernels/prefill.py."""
     GROUP: gl.constexpr = CONFIG.group
@@ -186,7 +198,10 @@ def store_split(
     """Stores the partial of one of several splits."""
     DIM_V: gl.constexpr = acc.shape[1]
     partial = program.results.partial
-    at, ok = rows_of_partials(m, item, program.batch, CONFIG, ROLE)
+    if program.batch.splitting.items_ptr is None:
+        at, ok = rows_of_partials(m, item, program.batch, CONFIG, ROLE)
+    else:
+        at, ok = rows_of_slot(m, item, program.batch, CONFIG, ROLE)
     gl.store(partial.m_ptr + at, m, mask=ok)
     gl.store(partial.l_ptr + at, l, mask=ok)
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
@@ -209,7 +224,8 @@ def store_split_or_results(
     if is_whole:
         factor = finish_rows(l, m, item, program, CONFIG, ROLE)
         store_results(acc, l, factor, item, program, CONFIG, ROLE)
-        mark_split(m, FINISHED, item, program, CONFIG, ROLE)
+        if program.batch.splitting.items_ptr is None:  # else a schedule says what is merged
+            mark_split(m, FINISHED, item, program, CONFIG, ROLE)
     else:
         store_split(acc, l, m, item, program, CONFIG, ROLE)
 

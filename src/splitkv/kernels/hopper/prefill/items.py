@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.prefill.records import Item, ItemTiles
 from splitkv.kernels.hopper.primitives.scheduling_fences import again, programs
+from splitkv.kernels.schedule_items import load_item
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share
 from splitkv.kernels.tile.visit import cut, tile_and_lane, tile_at, tiles_seen
@@ -68,11 +69,34 @@ def item_at_grid(batch, r, CONFIG: gl.constexpr):
 def item_at(batch, index, CONFIG: gl.constexpr):
     """Computes an Item: number `index` among all, or the one of this program where the grid says
     which."""
-    if batch.by_grid is None:
+    if batch.splitting.items_ptr is not None:
+        item = item_of_schedule(batch, index, CONFIG)
+    elif batch.by_grid is None:
         item = item_of_number(batch, index, CONFIG)
     else:
         item = item_at_grid(batch, index, CONFIG)
     return item
+
+
+@gluon.jit
+def item_of_schedule(batch, index, CONFIG: gl.constexpr):
+    """The Item of number `index` of those that a schedule lists: all heads of an entry, then those
+    of the next."""
+    entry = index // batch.lane_heads
+    row = load_item(batch.splitting.items_ptr, entry)
+    head = index % batch.lane_heads * CONFIG.packed_heads
+    first_k = index * 0
+    return Item(
+        b=index * 0,
+        sequence=row.sequence,
+        split=entry,
+        head=head,
+        tile=row.tile,
+        first_q=row.first_q,
+        len_q=row.len_q,
+        first_k=first_k,
+        len_k=row.len_k,
+    )
 
 
 @gluon.jit
@@ -152,7 +176,12 @@ def tiles_of_item(batch, item, CONFIG: gl.constexpr):
     visit = tiles_seen(bounds, shift + t_first, shift + t_last, item.len_k, CONFIG.tile_n)
     is_whole = item.split == item.split
     steps = gl.maximum(visit.count, 1)
-    if batch.splitting.num_splits is not None:
+    if batch.splitting.items_ptr is not None:
+        row = load_item(batch.splitting.items_ptr, item.split)
+        is_whole = row.splits == 1
+        visit = cut(visit, row.split, (visit.count + row.splits - 1) // row.splits)
+        steps = gl.maximum(visit.count, 1)
+    elif batch.splitting.num_splits is not None:
         split_tiles = batch.splitting.split_tiles
         if split_tiles is not None:
             split_tiles = again(split_tiles, batch.lazy_maxima)

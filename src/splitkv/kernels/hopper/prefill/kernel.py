@@ -82,8 +82,9 @@ from splitkv.kernels.host.sequence_sizes import (
     bytes_of_keys,
     lengths_of,
 )
-from splitkv.kernels.host.sequences import sequence_splits
+from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
+from splitkv.kernels.schedule_items import ItemSchedule, rule_of
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.weight import Scoring
@@ -140,6 +141,8 @@ def hopper_prefill(
 ):
     if CONFIG.dependents == "launched_first":  # combine waits for this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
+    if lengths.items_ptr is not None:  # the schedule is made by the grid before
+        tl.extra.cuda.gdc_wait()
     maps = PerOperand(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc)
     memory = allocate_operands(maps, CONFIG)
     q_rest_boxes = None
@@ -174,7 +177,7 @@ def hopper_prefill(
         ),
         bounds=Bounds(left, right, sink_tokens),
         scoring=Scoring(scale, softcap, None, None, None),
-        splitting=Splitting(num_splits, split_tiles, max_tokens),
+        splitting=Splitting(num_splits, split_tiles, max_tokens, lengths.items_ptr),
         seqlen_q=seqlen_q,
         batch=batch,
         total_q=total_q,
@@ -281,13 +284,20 @@ def bind_warpgroups(
     problem, config, variant = plan.problem, plan.config, plan.config.variant
     assert isinstance(variant, HopperPrefill), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
-    by_lane = problem.kind != "varlen"
+    by_lane, schedule = problem.kind != "varlen", None
+    if config.schedule == "items":
+        schedule = ItemSchedule(plan, rule_of(plan, pack, ROWS.value), operands.q.is_cuda)
+        splits = scheduled_splits(problem, schedule.rule)
 
     def sizes(x: Operands) -> SequenceSizes:
         lengths = lengths_of(problem, x)
-        tiled = tiling_of(plan, lengths, kv_bytes(problem, lengths) if by_lane else 0)
+        if schedule is None:
+            tiled = tiling_of(plan, lengths, kv_bytes(problem, lengths) if by_lane else 0)
+        else:
+            entries, lanes = schedule.entries(lengths.total_q), schedule.rule.lanes
+            tiled = ItemTiling(entries, lanes, lanes, entries * lanes)
         programs = min(tiled.items, config.programs or tiled.items)
-        return hopper_sizes(problem, x, lengths, tiled, (programs, 1, 1))
+        return hopper_sizes(problem, x, lengths, tiled, (programs, 1, 1), schedule)
 
     splits.expect_arrivals(sizes(operands).grid[0])
     num_warps = ROWS.value // ROWS_OF_WARP.value
@@ -324,6 +334,7 @@ def bind_warpgroups(
         num_warps=num_warps,
         boxes=boxes_of_plan(plan, operands, rows, out_box, ordered_values=ordered_values),
         splits=splits,
+        schedule=schedule,
     )
 
 

@@ -16,13 +16,16 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import box_rows
 from splitkv.kernels import prefill
+from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.relaunch import (
+    NO_MAPS,
     Launch,
+    LaunchAt,
+    OperandMaps,
     TensorMaps,
-    Tile,
     bind_to_descriptors,
     in_clusters,
     tile_of,
@@ -31,18 +34,18 @@ from splitkv.kernels.host.sequence_sizes import (
     SequenceLengths,
     SequenceSizes,
     bounds_of,
-    layout_of_out,
-    lse_strides,
+    result_layouts,
     scale_and_softcap,
-    strides_of_layout,
 )
 from splitkv.kernels.host.sequences import (
+    CombineLaunch,
     SequenceLauncher,
     SequenceSplits,
     combine_launch,
     relaunched,
     result_shapes,
 )
+from splitkv.kernels.schedule_items import ItemSchedule
 
 PANEL_BYTES = 128  # of the columns in TMA's widest swizzle
 DESCRIPTORS = ("q_desc", "q_rest_desc", "k_desc", "k_rest_desc", "v_desc", "out_desc")
@@ -64,6 +67,7 @@ class BoundKernel(NamedTuple):
     splits         SequenceSplits
     cluster_size   programs that are a cluster, 0: none are; exchange_bytes: of shared memory of
                    each, for what they exchange
+    schedule       ItemSchedule that the items follow, or None
     """
 
     kernel: Callable[[], Any]
@@ -74,6 +78,7 @@ class BoundKernel(NamedTuple):
     splits: SequenceSplits
     cluster_size: int = 0
     exchange_bytes: int = 0
+    schedule: ItemSchedule | None = None
 
 
 class Box(NamedTuple):
@@ -172,12 +177,15 @@ def hopper_sizes(
     lengths: SequenceLengths,
     tiling: ItemTiling,
     grid: tuple[int, int, int],
+    schedule: ItemSchedule | None = None,
 ) -> SequenceSizes:
     """The SequenceSizes of operands; the arguments are those that `hopper_size_arguments` leaves
     out."""
-    lse, layout = lse_strides(operands.q), layout_of_out(problem, operands)
-    out = strides_of_layout(*layout)
+    results = result_layouts(problem, operands)
+    out, lse = results.out_strides, results.lse_strides
     max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
+    if schedule is not None:
+        max_tokens = schedule.rule.short
     arguments = {
         "seqlen_q": lengths.seqlen_q,
         "seqlen_k": lengths.seqlen_k,
@@ -193,7 +201,7 @@ def hopper_sizes(
         "stride_ot": out.t,
         "stride_oh": out.h,
     }
-    return SequenceSizes(grid, arguments, lengths.total_q, max_tokens, out, layout)
+    return SequenceSizes(grid, arguments, lengths.total_q, max_tokens, results)
 
 
 def page_size(problem: Problem) -> int:
@@ -222,8 +230,14 @@ class HopperLauncher(SequenceLauncher):
         self.first_sizes = bound.sizes(operands)
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.PrefillLauncher | None = None
-        self.tiles: tuple[Any, list[Tile | None]] = (None, [])
-        self.combine = combine_launch(plan, bound.splits, launches_early(bound.splits, operands))
+        # what is compiled; of that: see `launches_of`
+        self.launches: tuple[Any, LaunchAt | None, list[Any]] = (None, None, [])
+        early = launches_early(bound.splits, operands)
+        self.combine: CombineLaunch | ItemMerge | None
+        if bound.schedule is None:
+            self.combine = combine_launch(plan, bound.splits, early)
+        else:
+            self.combine = ItemMerge(plan, bound.schedule, early)
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -242,12 +256,16 @@ class HopperLauncher(SequenceLauncher):
             return self.without_tma(operands).forward(operands, seed)
         final, merge = self.results.allocate(x), None
         partial, count = self.splits.partials(x.q)
+        items = scheduled = None
+        of_keys = x.cu_seqlens_k, x.cache_seqlens, x.page_table
+        if self.bound.schedule is not None:
+            items, scheduled = self.bound.schedule.make(x, self.first_sizes.total_q)
         arguments = {
             **self.descriptors(x, final.out_ptr),
             "final": final,
             "partial": partial,
             "count_ptr": count,
-            "lengths": Lengths(x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table),
+            "lengths": Lengths(x.cu_seqlens_q, *of_keys, items),
             "sink_ptr": x.sink_logits,
             "scale_ptrs": ScalePointers(x.q_scale, x.k_scale, x.v_scale),
             "scale": scale,
@@ -256,7 +274,11 @@ class HopperLauncher(SequenceLauncher):
             **self.first_sizes.arguments,
         }
         made = self.start(arguments)
-        if self.combine is not None and partial is not None:
+        if isinstance(self.combine, ItemMerge):
+            assert partial is not None
+            merged = self.combine.launch(partial, final, items, x, self.first_sizes)
+            merge = scheduled, merged
+        elif self.combine is not None and partial is not None:
             merge = self.combine.launch(partial, final, x, self.first_sizes)
         if made is not None and self.again is None and aligned(x):
             self.keep(made, merge, x)
@@ -274,6 +296,8 @@ class HopperLauncher(SequenceLauncher):
         """Launches the kernel through Triton; the compiled kernel."""
         bound, kernel, grid = self.bound, self.bound.kernel(), self.first_sizes.grid
         options = {"num_warps": bound.num_warps, "enable_fp_fusion": True}
+        if bound.schedule is not None and bound.schedule.early:
+            options["launch_pdl"] = True
         given = in_order(kernel, arguments)
         if not bound.cluster_size:
             return kernel[grid](*given, **options)
@@ -300,27 +324,34 @@ class HopperLauncher(SequenceLauncher):
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
     ) -> Launch | None:
-        x, tiles = operands, self.tiles_of(compiled)
+        launch_at, boxes = self.launches_of(compiled)
+        if launch_at is None:
+            return None
+        x = operands
         q, k, v = (x.q.shape, x.q.stride()), (x.k.shape, x.k.stride()), (x.v.shape, x.v.stride())
-        out = sizes.layout_of_out
-        made: list[TensorMaps | None] = []
-        layouts, boxes = (q, q, k, k, v, out), self.bound.boxes.values()
-        for box, tile, layout in zip(boxes, tiles, layouts, strict=True):
-            if box is None or tile is None:
-                made.append(None)
+        layouts, made = (q, q, k, k, v, sizes.results.out), list[Any]()
+        for (box, tile, alike), layout in zip(boxes, layouts, strict=True):
+            if box is None:
+                made.append(NO_MAPS)
+            elif alike < len(made) and layouts[alike] == layout:
+                made.append(made[alike])
             else:
                 made.append(maps(tile, *box.layout(*layout)))
-        tail = self.tail.changed(sizes.arguments)
-        return bind_to_descriptors(compiled, sizes.grid, tail, made)
+        return launch_at(sizes.grid, self.tail.changed(sizes.arguments), OperandMaps(*made))
 
-    def tiles_of(self, compiled: Any) -> list[Tile | None]:
-        """The tiles of the descriptors of the compiled kernel, None for those that are none."""
-        known, tiles = self.tiles
+    def launches_of(
+        self, compiled: Any
+    ) -> tuple[LaunchAt | None, list[tuple[Box | None, Any, int]]]:
+        """Finds what binds launches of the compiled kernel; and of each descriptor its box and tile
+        and the number of the first that has the same."""
+        known, launch_at, boxes = self.launches
         if known is not compiled:
-            number = itertools.count()
-            tiles = [box and tile_of(compiled, next(number)) for box in self.bound.boxes.values()]
-            self.tiles = compiled, tiles
-        return tiles
+            number, launch_at = itertools.count(), bind_to_descriptors(compiled)
+            given = self.bound.boxes.values()
+            tiled = [(box, box and tile_of(compiled, next(number))) for box in given]
+            boxes = [(*each, tiled.index(each)) for each in tiled]
+            self.launches = compiled, launch_at, boxes
+        return launch_at, boxes
 
     def without_tma(self, operands: Operands) -> prefill.PrefillLauncher:
         """The kernel for any GPU, by the plan for addresses that this one does not fit."""

@@ -366,6 +366,51 @@ def wait_last_product(last, n, program):
 
 
 @gluon.jit
+def first_row(item, CONFIG: gl.constexpr, ROLE: gl.constexpr):
+    """The first packed row that a role multiplies."""
+    ROWS: gl.constexpr = CONFIG.tile_m // CONFIG.mma_roles
+    return item.tile * CONFIG.tile_m + ROLE * ROWS
+
+
+@gluon.jit
+def num_rows(item, CONFIG: gl.constexpr):
+    """The packed rows of a sequence."""
+    return item.len_q * CONFIG.packed_heads
+
+
+@gluon.jit
+def sit_out_steps(
+    program,  # PrefillProgram
+    item,  # Item
+    item_tiles,  # ItemTiles
+    done,  # Progress
+    CONFIG: gl.constexpr,
+    ROLE: gl.constexpr,
+):
+    """Takes all turns of an item of which the role has no rows, and gives its tiles back: the other
+    roles then have the tensor cores for themselves."""
+    tiles, barriers = program.tiles, program.barriers
+    K_STAGES: gl.constexpr = tiles.k.shape[0]
+    V_STAGES: gl.constexpr = tiles.v.shape[0]
+    Q_STAGES: gl.constexpr = barriers.q_full.shape[0]
+    for i in range(0, item_tiles.steps):
+        n = done.steps + i
+        if barriers.mma_turns is not None:
+            wait_turn(ROLE)
+            pass_turn((ROLE + 1) % CONFIG.mma_roles)
+        mbarrier.arrive(barriers.k_empty.index(n % K_STAGES), count=1)
+        if program.batch.keys.undefined_tail is not None:
+            if (i == 0) | (i < item_tiles.masked_steps):
+                at = Step(n, tile_of_step(item_tiles, i), True)
+                clear_tail(program, item, at, CONFIG, ROLE)
+        if i > 0:
+            mbarrier.arrive(barriers.v_empty.index((n - 1) % V_STAGES), count=1)
+    last = done.steps + item_tiles.steps - 1
+    mbarrier.arrive(barriers.v_empty.index(last % V_STAGES), count=1)
+    mbarrier.arrive(barriers.q_empty.index(done.items % Q_STAGES), count=1)
+
+
+@gluon.jit
 def mainloop_of_item(
     program, item, item_tiles, done, row_scales, CONFIG: gl.constexpr, ROLE: gl.constexpr
 ):
@@ -397,7 +442,14 @@ def mma_role(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     while r < round_count(batch):
         item_tiles = tiles_of_item(batch, item, CONFIG)
         ours = has_number(batch, index_in_round(batch, r)) & has_rows(item, CONFIG)
-        if ours & (item_tiles.steps > 0):
+        multiplies = ours & (item_tiles.steps > 0)
+        if batch.splitting.items_ptr is not None:
+            if ROLE > 0:
+                sits_out = multiplies & (first_row(item, CONFIG, ROLE) >= num_rows(item, CONFIG))
+                if sits_out:
+                    sit_out_steps(program, item, item_tiles, Progress(n, items), CONFIG, ROLE)
+                multiplies = multiplies & (not sits_out)
+        if multiplies:
             done = Progress(n, items)
             last = mainloop_of_item(program, item, item_tiles, done, row_scales, CONFIG, ROLE)
             n += item_tiles.steps
@@ -420,8 +472,9 @@ def mma_role(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
             if results.partial is None:
                 after = next_item(batch, r + 1, CONFIG)
                 after_scales = row_scales_of(after, program, CONFIG, ROLE)
-            elif ours:
-                store_absent_split(ROWS, item, program, CONFIG, ROLE)
+            elif batch.splitting.items_ptr is None:  # else there are no others
+                if ours:
+                    store_absent_split(ROWS, item, program, CONFIG, ROLE)
         r += 1
         if results.partial is None:
             item = after

@@ -85,7 +85,7 @@ from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
-from splitkv.kernels.host.sequence_sizes import lengths_of
+from splitkv.kernels.host.sequence_sizes import SequenceSizes, bytes_of_keys, lengths_of
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads
 from splitkv.kernels.limits.hopper_prefill_quantised import (
@@ -376,17 +376,21 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     problem, config, variant = plan.problem, plan.config, plan.config.variant
     assert isinstance(variant, HopperPrefillQuantised), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
-    lengths = lengths_of(problem, operands)
-    tiled = tiling_of(plan, lengths, problem.kv_bytes)
-    items: int | None = tiled.items
-    programs = min(tiled.items, config.programs or tiled.items)
-    grid = programs, 1, 1
     by_grid = variant.items == "by_grid"
     cluster = config.merge == "cluster"
     assert by_grid or not cluster, "a cluster has the splits of one row tile"
-    if by_grid:
-        grid, items = grid_of_places(plan)
-    splits.expect_arrivals(grid[0])
+    places = grid_of_places(plan) if by_grid else None
+
+    def sizes(x: Operands) -> SequenceSizes:
+        lengths = lengths_of(problem, x)
+        tiled = tiling_of(plan, lengths, bytes_of_keys(problem, lengths))
+        programs = min(tiled.items, config.programs or tiled.items)
+        grid, items = places or ((programs, 1, 1), tiled.items)
+        found = hopper_sizes(problem, x, lengths, tiled, grid)
+        found.arguments["items"] = items
+        return found
+
+    splits.expect_arrivals(sizes(operands).grid[0])
     num_warps = config.tile_m // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
     cluster_size = PAIR.value if cluster else 0
@@ -416,12 +420,10 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     )
     fixed = hopper_size_arguments(plan, operands, splits, pack)
     fixed |= {**scale_arguments(operands), "CONFIG": compiled}
-    sizes = hopper_sizes(problem, operands, lengths, tiled, grid)
-    sizes.arguments["items"] = items
     rows = Box(config.tile_m // pack, pack, problem.head_dim_v)
     bound = BoundKernel(
         kernel=lambda: hopper_prefill_quantised,
-        sizes=lambda operands: sizes,  # of one length
+        sizes=sizes,
         fixed=fixed,
         num_warps=num_warps,
         boxes=boxes_of_plan(plan, operands, rows, rows),

@@ -95,12 +95,14 @@ class Lengths(NamedTuple):
     cu_q_ptr, cu_k_ptr   [batch + 1] int32 of packed queries and keys
     lens_ptr             [batch] int32: keys of each sequence
     table_ptr            [batch, max_pages] int32
+    items_ptr            [entries, 8] int32: a schedule of kernels/schedule_items.py
     """
 
     cu_q_ptr: Any
     cu_k_ptr: Any
     lens_ptr: Any
     table_ptr: Any
+    items_ptr: Any
 
 
 class ScalePointers(NamedTuple):
@@ -136,11 +138,14 @@ class Splitting(NamedTuple):
     num_splits   most splits of a row tile; None: its keys are one split
     split_tiles  tiles of keys a split; None: those of a row tile over num_splits
     max_tokens   tokens of the longest sequences whose keys are split
+    items_ptr    not None: a schedule of kernels/schedule_items.py says what the items are, and how
+                 many splits each row tile has; num_splits: partials that a lane has room for
     """
 
     num_splits: Any
     split_tiles: Any
     max_tokens: Any
+    items_ptr: Any = None
 
 
 class SequenceBatch(NamedTuple):
@@ -184,7 +189,7 @@ class Item(NamedTuple):
 
     b         first coordinate of its rows: the sequence, 0 where packed
     sequence  index in the batch
-    split     which split of the keys
+    split     which split of the keys; by a schedule: its entry, which says so
     head      of q, the first of those packed into rows
     tile      row tile of the sequence
     first_q, len_q   first token in memory, and tokens, of the sequence; first_k, len_k: keys

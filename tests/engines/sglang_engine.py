@@ -1,0 +1,236 @@
+"""A model of random weights in a real SGLang: its tokens beside transformers, and its time a step.
+
+    python tests/engines/sglang_engine.py check --models llama,gpt_oss --backends splitkv,triton
+    python tests/engines/sglang_engine.py bench --shapes 8x2048,1x32768+15x1024 --backends ...
+    python tests/engines/sglang_engine.py engine ...      what these start, each in its process
+
+`check` needs an SGLang of any device, `bench` one with a GPU. On a CPU (SGLANG_USE_CPU_ENGINE=1)
+SGLang's own Triton kernels have to run in the interpreter (TRITON_INTERPRET=1), and `torch_native`
+is the backend to compare with.
+
+`check` prints of each backend and model how many of its greedy tokens are those that transformers
+in fp32 would choose, and the largest difference of their log-probabilities; it exits with 1 where
+splitkv is further off than --tolerance, or has fewer tokens right than another backend less 2 %.
+With a cache in 8 bits, transformers' keys and values are rounded to it as they are stored. With
+--draft a model of the same weights drafts that many tokens, which are then verified.
+
+`bench` prints of each backend and shape, as 8x2048 for eight prompts of 2048 tokens, milliseconds
+until all prompts have their first token, and a step of those that follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from small_models import LENGTHS, MODELS, SHAPES, compare, prompts, save_model, save_shape
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+OURS = "splitkv"
+FIXED: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+def engine(o: argparse.Namespace, **more: Any) -> Any:
+    """SGLang with the backend that is asked for."""
+    import torch
+    from sglang import Engine
+
+    options: dict[str, Any] = {}
+    sizes = numbers(o.graphs) if torch.cuda.is_available() else []
+    if torch.cuda.is_available():
+        options["mem_fraction_static"] = o.memory
+    else:
+        options |= {"device": "cpu", "disable_overlap_schedule": True}
+        options["moe_runner_backend"] = "triton"  # which has the layout of weights that is native
+    if sizes:
+        options["cuda_graph_bs_decode"] = sizes
+    if o.draft:
+        options |= {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": o.model,
+            "speculative_draft_attention_backend": o.draft_backend,
+            "speculative_eagle_topk": 1,
+            "speculative_num_steps": o.draft,
+            "speculative_num_draft_tokens": o.draft + 1,
+        }
+    made = Engine(
+        model_path=o.model,
+        skip_tokenizer_init=True,
+        attention_backend=o.backend,
+        page_size=o.page,
+        kv_cache_dtype=o.kv,
+        dtype=o.dtype,
+        context_length=o.context,
+        chunked_prefill_size=o.chunk,
+        max_running_requests=o.most,
+        disable_radix_cache=not o.shared,
+        disable_cuda_graph=not sizes,
+        disable_prefill_cuda_graph=True,
+        disable_hybrid_swa_memory=not o.window_pool,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        log_level=o.log,
+        random_seed=0,
+        **options | more,
+    )
+    backend = made.server_args.attention_backend
+    assert backend == o.backend, f"attention_backend: expected {o.backend}, got {backend}"
+    return made
+
+
+def run_engine(o: argparse.Namespace) -> None:
+    """One engine: its tokens and log-probabilities into a file, or its times printed."""
+    if o.save:
+        made = engine(o, max_total_tokens=8192)
+        asked = prompts(list(LENGTHS), o.shared)
+        told = FIXED | {"max_new_tokens": o.tokens}
+        if o.shared:  # so that the others find its pages
+            made.generate(input_ids=asked[:1], sampling_params=told)
+        done = made.generate(input_ids=asked, sampling_params=told, return_logprob=True)
+        found = [x["meta_info"]["output_token_logprobs"] for x in done]
+        ids = [[token for _, token, _ in x] for x in found]
+        logprobs = [[logprob for logprob, _, _ in x] for x in found]
+        Path(o.save).write_text(json.dumps([asked, ids, logprobs]))
+    else:
+        made = engine(o, load_format="dummy")
+        for shape in o.shapes.split(","):
+            print(json.dumps(times(made, o, shape)), flush=True)
+    made.shutdown()
+
+
+def times(made: Any, o: argparse.Namespace, shape: str) -> dict[str, Any]:
+    """The times of a shape: of new prompts until the first token, and of a step after them, whose
+    keys are then cached."""
+
+    def seconds(tokens: int, asked: list[list[int]]) -> float:
+        told = FIXED | {"max_new_tokens": tokens}
+        start = time.perf_counter()
+        made.generate(input_ids=asked, sampling_params=told)
+        return time.perf_counter() - start
+
+    lengths = lengths_of(shape)
+    first = []
+    for number in range(1 + o.repeats):  # the first compiles
+        made.flush_cache()
+        asked = prompts(lengths, seed=number)
+        first.append(seconds(1, asked))
+    seconds(8, asked)
+    few, many = (min(seconds(n, asked) for _ in range(o.repeats)) for n in (8, 8 + o.tokens))
+    row: dict[str, Any] = {"backend": o.backend, "shape": shape, "kv": o.kv, "page": o.page}
+    row |= {"ms_to_first_token": round(min(first[1:]) * 1e3, 3)}
+    return row | {"ms_a_step": round((many - few) / o.tokens * 1e3, 4)}
+
+
+def lengths_of(shape: str) -> list[int]:
+    """Keys of each prompt: 2x100+1x7 are 100, 100 and 7."""
+    parts = [[int(n) for n in part.split("x")] for part in shape.split("+")]
+    return [keys for count, keys in parts for _ in range(count)]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def start(o: argparse.Namespace, **changed: Any) -> int:
+    """Starts an engine with these options, in a process of its own."""
+    given = vars(o) | changed
+    given.pop("verb")
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    command = [sys.executable, __file__, "engine", *arguments]
+    try:
+        return subprocess.run(command, timeout=o.limit).returncode
+    except subprocess.TimeoutExpired:
+        print(f"no end after {o.limit} s", flush=True)
+        return 1
+
+
+def check(o: argparse.Namespace) -> int:
+    """Compares every backend with transformers; how many are not as they should be."""
+    wrong, folder = 0, Path(o.folder)
+    for name in o.models.split(","):
+        model = save_model(name, folder, o.dtype)
+        found: dict[str, float] = {}
+        for backend in o.backends.split(","):
+            save = folder / f"{name}-{backend}.json"
+            save.unlink(missing_ok=True)
+            if start(o, backend=backend, model=model, save=str(save)) or not save.exists():
+                print(f"{name} {backend}: did not run", flush=True)
+                wrong += backend == OURS
+                continue
+            right, tokens, worst = compare(model, o.kv, *json.loads(save.read_text()))
+            found[backend] = right / tokens
+            print(
+                f"{name} {backend}: {right} of {tokens} tokens as transformers in fp32, "
+                f"log-probabilities within {worst:.2g}",
+                flush=True,
+            )
+            wrong += backend == OURS and worst > o.tolerance
+        ours = found.pop(OURS, 1.0)
+        wrong += any(ours < other - 0.02 for other in found.values())
+    return wrong
+
+
+def bench(o: argparse.Namespace) -> int:
+    """Times every backend; whether one did not run."""
+    model = save_shape(o.shape, Path(o.folder), o.layers, o.dtype)
+    shapes = [lengths_of(shape) for shape in o.shapes.split(",")]
+    changed = {
+        "model": model,
+        "save": "",
+        "most": max(map(len, shapes)),
+        "graphs": ",".join(map(str, sorted({len(lengths) for lengths in shapes}))),
+        "context": max(map(max, shapes)) + o.tokens + 64,
+        "shared": 1,  # so that a step is timed behind keys that are cached
+    }
+    codes = [start(o, backend=backend, **changed) for backend in o.backends.split(",")]
+    return int(any(codes))
+
+
+def main() -> int:
+    said = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=said)
+    parser.add_argument("verb", choices=("check", "bench", "engine"))
+    parser.add_argument("--models", default="llama,qwen2,gemma2,gpt_oss")
+    parser.add_argument("--backends", default=OURS)
+    parser.add_argument("--backend", default=OURS)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--save", default="")
+    parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "sglang_engine"))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv", default="auto")
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--graphs", default="1,2,4,8")
+    parser.add_argument("--memory", type=float, default=0.5)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--most", type=int, default=8)
+    parser.add_argument("--shared", type=int, default=0)
+    parser.add_argument("--window-pool", type=int, default=1)
+    parser.add_argument("--draft", type=int, default=0)
+    parser.add_argument("--draft-backend", default="triton")
+    parser.add_argument("--tolerance", type=float, default=1e-2)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--shapes", default="1x8192,8x8192,32x2048,1x32768+15x1024")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=600)
+    parser.add_argument("--log", default="error")
+    o = parser.parse_args()
+    assert set(o.models.split(",")) <= set(MODELS), f"models: expected {', '.join(MODELS)}"
+    Path(o.folder).mkdir(parents=True, exist_ok=True)
+    if o.verb == "engine":
+        run_engine(o)
+        return 0
+    return min(check(o), 1) if o.verb == "check" else bench(o)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

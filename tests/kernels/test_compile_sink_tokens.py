@@ -1,0 +1,76 @@
+"""Kernels that read the sink tokens of each sequence on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from compiling import compile_plan
+from kernels.test_compile_prefill import forward
+
+from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged, Ragged
+from splitkv.core.masks import FAR, Mask
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Problem
+from splitkv.core.variants import HopperDecode
+from splitkv.kernels.limits import decode_split, hopper_decode_split, prefill
+
+DECODE = Problem(
+    *("decode", 4, 32, 8, 128, 128, 1, 4096),
+    mask=Mask(True, 1000, -1, FAR),
+    lengths="device",
+    sequence_sink_tokens=True,
+)
+VARLEN = Problem(
+    *("varlen", 2, 8, 2, 128, 128, 300, 700),
+    mask=Mask(True, 200, -1, FAR),
+    place=Ragged(),
+    lengths="device",
+    sequence_sink_tokens=True,
+)
+EVERY = ("a100", "a10", "l4", "h200", "b200", "rtx5090")
+# Packed rows of 16, 32 and 64, and pages that a producer warp copies or threads gather.
+ON_HOPPER: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows_16": ("tma", {"place": Contiguous()}),
+    "rows_16_of_pages": ("producer_warp", {"place": Paged(16)}),
+    "rows_16_gathered": ("gather", {"place": Paged(16), "codec": Codec("int8", "token")}),
+    "rows_32": ("tma", {"num_heads": 64, "seqlen_q": 4}),
+    "rows_64": ("tma", {"num_heads": 128, "seqlen_q": 4, "codec": Codec("fp8", "head")}),
+}
+
+
+@pytest.mark.parametrize("mask", [DECODE.mask, Mask(True, chunk=512, sink_tokens=8)], ids=str)
+@pytest.mark.parametrize("gpu", EVERY)
+def test_decode(gpu: str, mask: Mask) -> None:
+    problem, config = replace(DECODE, mask=mask), Config(4, 16, 64, 4, 2)
+    plan = Plan(problem, GPUS[gpu], "fixed", "decode_split", config, "a test")
+    assert config.shape in list(decode_split.configs(problem, GPUS[gpu]))
+    assert compile_plan(plan)["decode_split"].stack_bytes <= 8
+
+
+@pytest.mark.parametrize("merge", ["combine", "cluster"])
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_decode_on_hopper(name: str, merge: Any) -> None:
+    load, changes = ON_HOPPER[name]
+    problem, device = replace(DECODE, **changes), GPUS["h200"]
+    rows = hopper_decode_split.rows_of_tile(problem)[-1]
+    config = Config(4, rows, 64, 4, 2, merge=merge)
+    fitting = [
+        x
+        for x in hopper_decode_split.variants(problem, device, config)
+        if isinstance(x, HopperDecode) and x.load == load
+    ]
+    config = replace(config, variant=fitting[0])
+    plan = Plan(problem, device, "fixed", "hopper_decode_split", config, "a test")
+    assert compile_plan(plan)["hopper_decode_split"].stack_bytes == 0
+
+
+@pytest.mark.parametrize("codec", [AS_IS, Codec("int8", "token")], ids=str)
+@pytest.mark.parametrize("gpu", EVERY)
+def test_prefill(gpu: str, codec: Codec) -> None:
+    place = Ragged() if codec == AS_IS else Paged(16)
+    problem, config = replace(VARLEN, codec=codec, place=place), Config(2, 64, 32, 4, 2)
+    assert config.shape in list(prefill.configs(problem, GPUS[gpu]))
+    assert forward(problem, GPUS[gpu], 0, config)
