@@ -25,7 +25,7 @@ import triton.language as tl
 from splitkv.kernels.compile_time import CompileTimeRecord
 from splitkv.kernels.tile.walk import Start, counted_tiles, load_start
 
-SEQUENCES = tl.constexpr(64)  # that a program looks at at a time
+SEQUENCES = tl.constexpr(128)  # that a program looks at at a time
 CLASSES = tl.constexpr(4)  # of sizes of splits, each of half as many tiles as the one before
 
 
