@@ -76,13 +76,13 @@ RESERVED_BYTES = 1024  # of each program, by CUDA
 def most_registers(problem: Problem, config: Config, device: Device) -> int:
     """Registers of a thread, on average, where there is a producer warp: what as many programs as
     an SM has shared memory for leave each. Triton fills its warps up to four. Beside 8 bits a
-    fourth program would have threads spill. By a schedule no more programs run than it has."""
+    fourth program would have threads spill, by a schedule a third, and no more run than it has."""
     held = device.smem_per_sm // (shared_bytes(problem, config) + RESERVED_BYTES)
     most = 4 if problem.codec == AS_IS else 3
     if config.schedule in SCHEDULED:
         groups = problem.num_kv_heads * ceil_div(problem.rows, config.tile_m)
         groups = 1 if config.schedule == "ranges" else groups
-        most = min(most, ceil_div(groups * config.programs, device.num_sms))
+        most = min(2, ceil_div(groups * config.programs, device.num_sms))
     return REGISTERS_PER_SM // (256 * max(1, min(held, most))) // 8 * 8
 
 

@@ -50,7 +50,12 @@ from splitkv.kernels.tile.walk import (
 )
 
 LINE_BYTES = gl.constexpr(128)  # of the L1
-LOAD_REGISTERS = gl.constexpr(40)  # of a thread of a warp that does not multiply
+
+
+@gluon.constexpr_function
+def load_registers(config):
+    """The registers of a thread of the load roles; with wide heads the mma role needs more."""
+    return 48 if max(config.head_dim, config.head_dim_v) > 128 else 56
 
 
 class StepShares(NamedTuple):
@@ -79,6 +84,7 @@ class WalkInputs(NamedTuple):
 def run_roles(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
     """Runs the roles from the start of the program to its end."""
     thread_barrier()  # the producer warps find the barriers ready
+    REGISTERS: gl.constexpr = load_registers(CONFIG)
     gl.warp_specialize(
         [
             (mma_walk, (kv, ring, scales, inputs, shares, CONFIG)),
@@ -87,7 +93,7 @@ def run_roles(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
             (arrive_running, (0,)),  # two warps that Triton would add anyway
         ],
         [1, 1, 2],
-        [LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+        [REGISTERS, REGISTERS, REGISTERS],
     )
 
 
