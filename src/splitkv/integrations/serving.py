@@ -6,7 +6,8 @@ What the adapters of engines share, in terms of tensors alone:
     attend(q, pages, step, out, options)
 
 `Step` is made once a step, by the host from what the host knows; `attend` is called by every layer
-and launches one kernel for the sequences that decode and one for the others. Neither reads a length
+and makes one call for the sequences that decode and one for the others, or one for both where that
+is balanced in itself. Neither reads a length
 from the device, and with the same numbers and addresses a step can be captured in a CUDA graph.
 """
 
@@ -27,6 +28,9 @@ from splitkv.runtime.schedule import Schedule, make_schedule
 
 MAX_DECODE_LEN = 16  # new tokens of a sequence that the kernels of decode take
 LEAST_BOUND = 256
+# New tokens of a step's prompts from which on one call for all sequences is considered: with fewer,
+# two calls took less (measurements/prefill.md#steps-of-an-engine).
+LEAST_PROMPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class Step:
     causal         whether a query sees no later key
     cache_seqlens  [num_decodes] int32; page_table [num_decodes, max_pages] int32
     rest           None: every sequence decodes
+    every          all sequences, where some decode and others do not, and these have so many tokens
+                   that one call for both may take less; else None
     schedules      those that layers have made, by the handles of their plans
     """
 
@@ -81,6 +87,7 @@ class Step:
     cache_seqlens: Tensor
     page_table: Tensor
     rest: Rest | None
+    every: Rest | None = None
     schedules: dict[str, Schedule] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -104,9 +111,11 @@ class Step:
         page_table     [batch, max_pages] int32 on the device
         """
         decodes = decode_len * num_decodes
-        rest = None
+        rest = every = None
         if decodes < num_tokens:
             rest = Rest(*rest_of(cu_seqlens_q, cache_seqlens, page_table, num_decodes, decodes))
+            if decodes and num_tokens - decodes >= LEAST_PROMPT:
+                every = Rest(cu_seqlens_q, cache_seqlens, page_table)
         return cls(
             num_decodes=num_decodes,
             decode_len=decode_len,
@@ -117,6 +126,7 @@ class Step:
             cache_seqlens=cache_seqlens[:num_decodes],
             page_table=page_table[:num_decodes],
             rest=rest,
+            every=every,
         )
 
     @property
@@ -143,14 +153,16 @@ class Step:
         if self.rest is None:
             return self
         own = aligned(ranges[self.num_decodes :])
-        return replace(self, rest=replace(self.rest, bidirectional_ranges=own))
+        return replace(self, rest=replace(self.rest, bidirectional_ranges=own), every=None)
 
     def with_pages(self, page_table: Tensor) -> Step:
         """This step over the pages of other layers: page_table [batch, max_pages]."""
-        own, rest = page_table[: self.num_decodes], self.rest
+        own, rest, every = page_table[: self.num_decodes], self.rest, self.every
         if rest is not None:
             rest = replace(rest, page_table=aligned(page_table[self.num_decodes :]))
-        return replace(self, page_table=own, rest=rest)
+        if every is not None:
+            every = replace(every, page_table=page_table)
+        return replace(self, page_table=own, rest=rest, every=every)
 
 
 def rest_of(
@@ -194,6 +206,10 @@ class Plans:
         self.policy, self.calls = policy, calls
         self._made: dict[Any, Plan | None] = {}
 
+    def policy_of(self, call: str) -> str:
+        """The policy of one of `calls` by name; "": the default."""
+        return self.policy if call in self.calls else ""
+
     def of(self, kind: tuple[Any, ...], *tensors: Any, **arguments: Any) -> Plan | None:
         """The plan for a call with these arguments.
 
@@ -228,6 +244,12 @@ def attend(
     """
     options = {**options, **pages.scales, "causal": step.causal}
     n = step.decode_tokens
+    if step.every is not None and not plans.policy_of("rest"):
+        tokens, every = step.num_tokens, step.every
+        tensors, by_name = of_sequences(every, q[:tokens], pages, step, options)
+        if is_one_launch(step, every, tensors, by_name):
+            attention_varlen(*tensors, **by_name, out=out[:tokens])
+            return
     if step.num_decodes:
         shape = step.num_decodes, step.decode_len
         rows = q[:n].unflatten(0, shape)
@@ -252,17 +274,43 @@ def of_rest(
     """The sequences of a step that do not decode: q and out are theirs."""
     rest = step.rest
     assert rest is not None
-    bounds = step.max_seqlen_q, step.max_seqlen_k
-    arguments: dict[str, Any] = {
-        **options,
-        "page_table": rest.page_table,
-        "cache_seqlens": rest.cache_seqlens,
-        "bidirectional_ranges": rest.bidirectional_ranges,
-    }
-    tensors = q, pages.k, pages.v, rest.cu_seqlens_q, None, *bounds
+    tensors, arguments = of_sequences(rest, q, pages, step, options)
     ranged = rest.bidirectional_ranges is not None
     kind = "rest", q.shape[0], rest.cache_seqlens.shape[0], step.causal, ranged
     attention_varlen(*tensors, **arguments, out=out, plan=plans.of(kind, *tensors, **arguments))
+
+
+def of_sequences(
+    sequences: Rest, q: Tensor, pages: Pages, step: Step, options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `attention_varlen` for sequences of a step whose tokens are q: (those by
+    place, those by name)."""
+    arguments: dict[str, Any] = {
+        **options,
+        "page_table": sequences.page_table,
+        "cache_seqlens": sequences.cache_seqlens,
+        "bidirectional_ranges": sequences.bidirectional_ranges,
+    }
+    bounds = step.max_seqlen_q, step.max_seqlen_k
+    return (q, pages.k, pages.v, sequences.cu_seqlens_q, None, *bounds), arguments
+
+
+def is_one_launch(
+    step: Step, every: Rest, tensors: tuple[Any, ...], arguments: dict[str, Any]
+) -> bool:
+    """Whether `attention_varlen` balances a whole step by a schedule of items: planned once for
+    layers alike and about as many sequences."""
+    q, k = tensors[:2]
+    told = (x if isinstance(x, (int, float, tuple)) else x is None for x in arguments.values())
+    batch = every.cache_seqlens.shape[0].bit_length()
+    layer = q.shape[1:], q.dtype, k.shape[1:], k.dtype, q.device
+    key = step.max_seqlen_q, step.max_seqlen_k, batch, *layer, *told
+    if key not in _one_launch:
+        _one_launch[key] = plan(*tensors, **arguments).config.schedule == "items"
+    return _one_launch[key]
+
+
+_one_launch: dict[Any, bool] = {}
 
 
 def attend_packed(

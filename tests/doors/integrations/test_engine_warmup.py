@@ -93,6 +93,42 @@ def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.Monke
         assert compiled == []
 
 
+def launches_of(decodes: int, chunk: int, dtype: torch.dtype) -> list[str]:
+    """The kernels that a step of Llama-8B's heads launches for a layer."""
+    both = torch.zeros(4, PAGE, 8, 2 * 128).to(dtype)
+    k, v = both.split(128, dim=-1)
+    scales = () if dtype == torch.bfloat16 else (torch.ones(1), torch.ones(1))
+    new = [1] * decodes + [chunk]
+    q = torch.zeros(sum(new), 32, 128).bfloat16()
+    step = Step.of(
+        torch.tensor([0, *new]).cumsum(0).int(),
+        torch.full((len(new),), 5000).int(),
+        torch.zeros(len(new), 1024, dtype=torch.int32),
+        num_decodes=decodes,
+        decode_len=1,
+        num_tokens=sum(new),
+        max_seqlen_q=bound_of_new(chunk, 8192),
+        max_seqlen_k=8192,
+    )
+    options = {"softmax_scale": 0.125, "window_size": (-1, -1)}
+    with fake_gpu("h200") as recorded, torch.no_grad():
+        attend(
+            q, Pages(k, v, *scales), step, torch.empty_like(q), options, Plans(POLICY, ["decode"])
+        )
+        return [name for name, _ in recorded.calls]
+
+
+def test_a_step_with_a_prompt_is_one_call_where_that_is_balanced() -> None:
+    in_one = ["schedule_items", "hopper_prefill", "combine_items"]
+    assert launches_of(30, 2000, torch.bfloat16) == in_one
+    for decodes, chunk, dtype in (
+        (0, 2000, torch.bfloat16),
+        (30, 200, torch.bfloat16),
+        (30, 2000, torch.float8_e4m3fn),
+    ):
+        assert "schedule_items" not in launches_of(decodes, chunk, dtype)
+
+
 def test_bounds_are_those_of_steps() -> None:
     found = bounds(5000)
     assert found[0] == LEAST_BOUND
