@@ -53,7 +53,7 @@ LINE_BYTES = gl.constexpr(128)  # of the L1
 
 
 @gluon.constexpr_function
-def load_registers(config):
+def registers_of_load_roles(config):
     """The registers of a thread of the load roles; with wide heads the mma role needs more."""
     return 48 if max(config.head_dim, config.head_dim_v) > 128 else 56
 
@@ -84,7 +84,7 @@ class WalkInputs(NamedTuple):
 def run_roles(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
     """Runs the roles from the start of the program to its end."""
     thread_barrier()  # the producer warps find the barriers ready
-    REGISTERS: gl.constexpr = load_registers(CONFIG)
+    REGISTERS: gl.constexpr = registers_of_load_roles(CONFIG)
     gl.warp_specialize(
         [
             (mma_walk, (kv, ring, scales, inputs, shares, CONFIG)),
