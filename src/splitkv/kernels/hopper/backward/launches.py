@@ -388,7 +388,7 @@ OPERANDS_AND_STATS = {
 """The pointers and descriptors of the two kernels that compute p and ds."""
 
 
-def layouts_of(call: GradientCall, tile_m: int, tile_n: int) -> dict[str, Layout]:
+def gradient_layouts(call: GradientCall, tile_m: int, tile_n: int) -> dict[str, Layout]:
     """The layouts of their descriptors."""
     x = call.saved
     return {
@@ -448,7 +448,7 @@ def keys_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
         "sums_desc": "sums",
         "turn_ptr": "turns",
     }
-    layouts = layouts_of(call, c.tile_m, c.tile_n)
+    layouts = gradient_layouts(call, c.tile_m, c.tile_n)
     if c.dq != "recomputed":
         tile = c.tile_m * p.head_dim
         layouts["sums_desc"] = layout_of_sums(sizes.workspace.places["sums"][1], tile, c.dq_pieces)
@@ -471,7 +471,7 @@ def queries_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaun
         "KEY_DIM": p.head_dim,
     }
     pointers = {**OPERANDS_AND_STATS, "dq_ptr": "dq"}
-    layouts = layouts_of(call, c.tile_m, c.tile_n)
+    layouts = gradient_layouts(call, c.tile_m, c.tile_n)
     grid = (rows.tiles * rows.lanes,)
     return KernelLaunch(
         hopper_backward_queries, grid, arguments, pointers, layouts, {"num_warps": 4}
