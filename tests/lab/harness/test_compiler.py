@@ -7,6 +7,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,8 @@ def test_a_process_compiles_the_kernels_of_a_plan_and_launches_none(
     compiled: list[str] = []
 
     class Driver(AnyGPU):
+        utils = SimpleNamespace(fill_tma_descriptor=None)
+
         def launcher_cls(self, src: Any, metadata: Any) -> Loaded:
             compiled.append(metadata.name)
             return Loaded()
