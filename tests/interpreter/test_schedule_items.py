@@ -19,7 +19,7 @@ from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import Final, Partial
 from splitkv.kernels.combine_items import ItemMerge
-from splitkv.kernels.host.sequence_sizes import SequenceSizes
+from splitkv.kernels.host.sequence_sizes import ResultLayouts, SequenceSizes
 from splitkv.kernels.schedule_items import ITEM_FIELDS, ItemRow, ItemRule, ItemSchedule
 from splitkv.kernels.tile.visit import Strides
 
@@ -170,7 +170,8 @@ def test_merge(seed: int) -> None:
     acc, m, l = draw(*shape, 16), draw(*shape), draw(*shape).exp()
     out, lse, sink = draw(total, 8, 16), draw(8, total), draw(8)
     before, lse_before = out.clone(), lse.clone()
-    sizes = SequenceSizes((1, 1, 1), {}, total, RULE.short, Strides(0, 128, 16), ((), ()))
+    results = ResultLayouts(((), ()), ((), ()), Strides(0, 128, 16), Strides(0, 1, total))
+    sizes = SequenceSizes((1, 1, 1), {}, total, RULE.short, results)
     operands = Operands(out, out, out, sink_logits=sink)
     merge = ItemMerge(plan, schedule, early=False)
     merge.launch(Partial(acc, m, l), Final(out, lse), items, operands, sizes)
