@@ -24,6 +24,7 @@ from splitkv.runtime.serving_shapes import Shape, append_shapes
 from splitkv.runtime.warmup import Call, Model
 
 SWITCH = "SPLITKV_ENGINE_WARMUP"  # names an environment variable, as engines pass no options
+MOST_PROCESSES = 16  # each imports torch, and there are some 40 kernels
 logger = logging.getLogger(__name__)
 
 
@@ -91,16 +92,22 @@ def is_wanted() -> bool:
     return os.environ.get(SWITCH, "1") != "0"
 
 
-def warm_layer(model: Model, sizes: Sizes, processes: int | None = None) -> Compiled:
+def warm_layer(model: Model, sizes: Sizes, processes: int | None = None) -> Compiled | None:
     """Compiles and loads the kernels that steps of these sizes launch for a layer.
 
     model      the layer, on the device that serves
-    processes  that compile; None: one a core
+    processes  that compile; None: one a core, MOST_PROCESSES at most
 
-    What cannot be compiled is logged, and is compiled where it is needed.
+    What cannot be compiled is logged, and is compiled where it is needed. None: processes that
+    compile could not be started, or ended.
     """
-    there = replace(model, gpu=current())
-    made = compile_calls([(there, list(shapes_of(sizes)))], processes=processes)
+    there, processes = replace(model, gpu=current()), processes or os.cpu_count() or 1
+    shapes = list(shapes_of(sizes))
+    try:
+        made = compile_calls([(there, shapes)], processes=min(processes, MOST_PROCESSES))
+    except (OSError, RuntimeError) as error:
+        logger.warning("splitkv: nothing is compiled ahead: %s", error)
+        return None
     for failure in made.failures:
         logger.warning("splitkv: not compiled ahead: %s", failure)
     with torch.no_grad():

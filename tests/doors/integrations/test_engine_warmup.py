@@ -85,12 +85,25 @@ def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(engine_warmup, "current", lambda: gpu)
     with fake_gpu("h200"), torch.no_grad():
         made = engine_warmup.warm_layer(layer(), SIZES, processes=2)
-        assert not made.failures
+        assert made is not None and not made.failures
         assert {"append_kv", "decode_walk"} < set(made.kernels.values())
         with compilations() as compiled:
             for _ in range(150):
                 attend_a_step(draw)
         assert compiled == []
+
+
+def test_processes_that_end_stop_no_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ended(*_: object, processes: int) -> None:
+        assert processes == engine_warmup.MOST_PROCESSES
+        raise RuntimeError("a process that compiles ended with -9")
+
+    monkeypatch.setattr(engine_warmup, "current", lambda: Device.named("h200"))
+    monkeypatch.setattr(engine_warmup, "compile_calls", ended)
+    assert engine_warmup.warm_layer(layer(), SIZES, processes=100) is None
+    assert "ended with -9" in caplog.text
 
 
 def launches_of(decodes: int, chunk: int, dtype: torch.dtype) -> list[str]:
