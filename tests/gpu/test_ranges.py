@@ -15,6 +15,7 @@ from splitkv.core.kv import Codec, Ragged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
+from splitkv.runtime import dispatch
 from splitkv.testing import Call, captured, check, make_operands
 
 RANGED = Problem(
@@ -86,5 +87,6 @@ def test_in_a_graph() -> None:
 
 def test_gradients_are_those_of_torch() -> None:
     problem = replace(RANGED, needs_grad=True, seqlen_q=60, seqlen_k=90, dtype="float32")
+    dispatch._warned.clear()
     with pytest.warns(UserWarning, match="attention_varlen runs on torch"):
         check(problem, device=DEVICE)

@@ -14,7 +14,7 @@ from fake_gpu import compilations, fake_gpu
 
 from splitkv.core.device import Device
 from splitkv.core.kv import AS_IS
-from splitkv.integrations import engine_warmup
+from splitkv.integrations import engine_warmup, serving
 from splitkv.integrations.engine_warmup import Layer, Sizes, bounds, powers, shapes_of
 from splitkv.integrations.serving import (
     LEAST_BOUND,
@@ -106,8 +106,8 @@ def test_processes_that_end_stop_no_engine(
     assert "ended with -9" in caplog.text
 
 
-def launches_of(decodes: int, chunk: int, dtype: torch.dtype) -> list[str]:
-    """The kernels that a step of Llama-8B's heads launches for a layer."""
+def calls_of(decodes: int, chunk: int, dtype: torch.dtype) -> list[str]:
+    """What a step of Llama-8B's heads calls for a layer on an H200."""
     both = torch.zeros(4, PAGE, 8, 2 * 128).to(dtype)
     k, v = both.split(128, dim=-1)
     scales = () if dtype == torch.bfloat16 else (torch.ones(1), torch.ones(1))
@@ -123,23 +123,23 @@ def launches_of(decodes: int, chunk: int, dtype: torch.dtype) -> list[str]:
         max_seqlen_q=bound_of_new(chunk, 8192),
         max_seqlen_k=8192,
     )
-    options = {"softmax_scale": 0.125, "window_size": (-1, -1)}
-    with fake_gpu("h200") as recorded, torch.no_grad():
+    options, called = {"softmax_scale": 0.125, "window_size": (-1, -1)}, list[str]()
+    with fake_gpu("h200"), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for name in ("decode", "attention_varlen"):
+            patch.setattr(serving, name, lambda *_, name=name, **__: called.append(name))
+        serving._one_launch.clear()
         attend(
-            q, Pages(k, v, *scales), step, torch.empty_like(q), options, Plans(POLICY, ["decode"])
+            q, Pages(k, v, *scales), step, torch.empty_like(q), options, Plans("tuned", ["decode"])
         )
-        return [name for name, _ in recorded.calls]
+    return called
 
 
 def test_a_step_with_a_prompt_is_one_call_where_that_is_balanced() -> None:
-    in_one = ["schedule_items", "hopper_prefill", "combine_items"]
-    assert launches_of(30, 2000, torch.bfloat16) == in_one
-    for decodes, chunk, dtype in (
-        (0, 2000, torch.bfloat16),
-        (30, 200, torch.bfloat16),
-        (30, 2000, torch.float8_e4m3fn),
-    ):
-        assert "schedule_items" not in launches_of(decodes, chunk, dtype)
+    both = ["decode", "attention_varlen"]
+    assert calls_of(30, 2000, torch.bfloat16) == ["attention_varlen"]
+    assert calls_of(0, 2000, torch.bfloat16) == ["attention_varlen"]
+    assert calls_of(30, 200, torch.bfloat16) == both
+    assert calls_of(30, 2000, torch.float8_e4m3fn) == both
 
 
 def test_bounds_are_those_of_steps() -> None:
