@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ VARLEN = Problem(
     sequence_sink_tokens=True,
 )
 EVERY = ("a100", "a10", "l4", "h200", "b200", "rtx5090")
+# These take turns.
+MASKS = DECODE.mask, Mask(True, chunk=512, sink_tokens=8)
+MERGES = "combine", "cluster"
+CODECS = AS_IS, Codec("int8", "token")
 # Packed rows of 16, 32 and 64, and pages that a producer warp copies or threads gather.
 ON_HOPPER: dict[str, tuple[str, dict[str, Any]]] = {
     "rows_16": ("tma", {"place": Contiguous()}),
@@ -41,8 +46,7 @@ ON_HOPPER: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mask", [DECODE.mask, Mask(True, chunk=512, sink_tokens=8)], ids=str)
-@pytest.mark.parametrize("gpu", EVERY)
+@pytest.mark.parametrize(("gpu", "mask"), list(zip(EVERY, cycle(MASKS), strict=False)), ids=str)
 def test_decode(gpu: str, mask: Mask) -> None:
     problem, config = replace(DECODE, mask=mask), Config(4, 16, 64, 4, 2)
     plan = Plan(problem, GPUS[gpu], "fixed", "decode_split", config, "a test")
@@ -50,8 +54,7 @@ def test_decode(gpu: str, mask: Mask) -> None:
     assert compile_plan(plan)["decode_split"].stack_bytes <= 8
 
 
-@pytest.mark.parametrize("merge", ["combine", "cluster"])
-@pytest.mark.parametrize("name", ON_HOPPER)
+@pytest.mark.parametrize(("name", "merge"), list(zip(ON_HOPPER, cycle(MERGES), strict=False)))
 def test_decode_on_hopper(name: str, merge: Any) -> None:
     load, changes = ON_HOPPER[name]
     problem, device = replace(DECODE, **changes), GPUS["h200"]
@@ -67,8 +70,7 @@ def test_decode_on_hopper(name: str, merge: Any) -> None:
     assert compile_plan(plan)["hopper_decode_split"].stack_bytes == 0
 
 
-@pytest.mark.parametrize("codec", [AS_IS, Codec("int8", "token")], ids=str)
-@pytest.mark.parametrize("gpu", EVERY)
+@pytest.mark.parametrize(("gpu", "codec"), list(zip(EVERY, cycle(CODECS), strict=False)), ids=str)
 def test_prefill(gpu: str, codec: Codec) -> None:
     place = Ragged() if codec == AS_IS else Paged(16)
     problem, config = replace(VARLEN, codec=codec, place=place), Config(2, 64, 32, 4, 2)
