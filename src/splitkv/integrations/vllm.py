@@ -337,9 +337,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
             seq_lens = self.keys_of_rank(x, num_decodes)
         numbers = {
             "num_tokens": min(x.num_actual_tokens, sum(lengths)),
-            "max_seqlen_q": self.max_tokens
-            if self.batch_invariant
-            else bound_of_new(x.max_query_len, self.max_tokens),
+            "max_seqlen_q": self.bound_of_new(int(x.max_query_len)),
             "max_seqlen_k": self.bound_of_step(most, x.block_table_tensor),
         }
         requests = x.query_start_loc, seq_lens, x.block_table_tensor
@@ -381,6 +379,10 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         """An upper bound of the keys that a rank holds of so many."""
         return -(-length // (self.ranks * self.interleave)) * self.interleave
 
+    def bound_of_new(self, tokens: int) -> int:
+        """The max_seqlen_q of a step; the most there is where bits may not follow the batch."""
+        return self.max_tokens if self.batch_invariant else bound_of_new(tokens, self.max_tokens)
+
     def bound_of_step(self, length: int, table: Tensor) -> int:
         """The max_seqlen_k of a step with a block table."""
         return self.bound(length, table.shape[1] * self.block_size)
@@ -389,7 +391,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         """The max_seqlen_k of a step; the most there is where bits may not follow the batch."""
         if self.batch_invariant:
             return min(self.max_model_len, most)
-        return bound_of(max(length, 1), most)
+        return bound_of(max(int(length), 1), most)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SplitKVMetadata:
         """A step for a graph that is replayed with requests of any length; keys of cross attention
