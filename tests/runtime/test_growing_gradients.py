@@ -181,7 +181,7 @@ def test_a_day_of_lengths_compiles_few_variants(compiled: list[str]) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitkv.runtime.growing_gradients.MAX_KNOWN", 4)
+    monkeypatch.setattr("splitkv.runtime.growing_call.MAX_KNOWN", 4)
     with fake_gpu() as recorded:
         for n in range(200, 220):
             launches(recorded, packed(n), False)

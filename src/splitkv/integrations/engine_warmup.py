@@ -76,10 +76,8 @@ class Layer(Model):
             max_seqlen_q=shape.seqlen_q,
             max_seqlen_k=shape.seqlen_k,
         )
-        q, (k, v) = (
-            self.zeros(tokens, self.num_heads, self.head_dim),
-            self.caches(1, self.page_size),
-        )
+        q = self.zeros(tokens, self.num_heads, self.head_dim)
+        k, v = self.caches(1, self.page_size)
         pages = Pages(k, v, **self.scales(1, self.page_size))
         options = self.arguments | dict.fromkeys(("sink_logits", "alibi_slopes")) | self.beside()
         plans = Plans(self.policy, ["decode"])

@@ -7,8 +7,8 @@ What the adapters of engines share, in terms of tensors alone:
 
 `Step` is made once a step, by the host from what the host knows; `attend` is called by every layer
 and makes one call for the sequences that decode and one for the others, or one for both where that
-is balanced in itself. Neither reads a length
-from the device, and with the same numbers and addresses a step can be captured in a CUDA graph.
+is balanced in itself. Neither reads a length from the device, and with the same numbers and
+addresses a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

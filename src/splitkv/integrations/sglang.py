@@ -3,7 +3,7 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend splitkv
 
 SGLang finds `register` by the entry point `splitkv` of the group `sglang.srt.plugins`. Written for
-the releases in READ, against the classes that these have; not run in the engine yet.
+the releases in READ, against the classes that these have, and run in their engine.
 
 A layer's keys and values are written by SGLang's own pool, before it attends. Batches that decode,
 and those in which the target model verifies a chain of drafted tokens, go to `splitkv.decode`, all

@@ -54,6 +54,7 @@ from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
 from splitkv.api import append
 from splitkv.core.device import current
 from splitkv.core.kv import AS_IS, Codec
+from splitkv.core.scales import QUANTISED
 from splitkv.integrations import engine_warmup
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
@@ -81,12 +82,6 @@ SCALED = {
 }
 SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-CODECS = {
-    **dict.fromkeys(("fp8", "fp8_e4m3"), Codec("fp8", "tensor")),
-    "fp8_e5m2": Codec("fp8_e5m2", "tensor"),
-    "int8_per_token_head": Codec("int8", "token"),
-    "fp8_per_token_head": Codec("fp8", "token"),
-}
 SCALE_BYTES = 4
 DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names the environment variable, as vLLM passes no options
 WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
@@ -288,7 +283,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
             head_dim=impl.head_size,
             head_dim_v=impl.head_size,
             dtype=dtype,
-            codec=CODECS.get(impl.kv_cache_dtype, AS_IS),
+            codec=codec_of(impl.kv_cache_dtype),
             page_size=self.block_size,
             longest=self.max_model_len,
             cache_seqlens=True,
@@ -428,6 +423,15 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         positions = use_alibi or use_sliding_window or use_local_attention
         enough = common_prefix_len >= self.block_size and len(query_lens) >= LEAST_SHARERS
         return enough and not positions and dcp_world_size == 1 and not self.batch_invariant
+
+
+def codec_of(kv_cache_dtype: str) -> Codec:
+    """How keys and values are stored, and what has a scale of its own."""
+    stored = (SCALED | SCALED_BY_TOKEN).get(kv_cache_dtype)
+    if stored is None:
+        return AS_IS
+    name = QUANTISED[str(stored).removeprefix("torch.")]
+    return Codec(name, "token" if kv_cache_dtype in SCALED_BY_TOKEN else "tensor")
 
 
 def expect_whole_prompts(vllm_config: Any) -> None:

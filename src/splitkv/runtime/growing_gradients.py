@@ -8,6 +8,7 @@ keeps in it how its kernels are launched again.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.prefill import attention
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime.call_cache import Launcher, Result
-from splitkv.runtime.growing_call import MAX_KNOWN, SEQUENCES_GROW, Bucket, GrowingSequences
+from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep
 
 
 class AtLength:
@@ -65,7 +66,7 @@ class GrowingGradients:
         self.problem, self.plan_for = problem, plan_for
         self.growing = GrowingSequences(with_lse, operands, mask, plan_for)
         self.plans: dict[Bucket, tuple[Plan, dict[Any, Any]]] = {}  # and backward launchers
-        self.known: dict[Hashable, Launcher | AtLength] = {}
+        self.known: OrderedDict[Hashable, Launcher | AtLength] = OrderedDict()
         self.latest: tuple[Hashable, Launcher | AtLength | None] = (None, None)
 
     def __call__(self, operands: Operands) -> Result:
@@ -79,9 +80,8 @@ class GrowingGradients:
         if at is None or layout != here:
             at = self.known.get(here)
             if at is None:
-                if len(self.known) >= MAX_KNOWN:
-                    self.known.clear()
-                at = self.known[here] = self.at_length(x)
+                at = self.at_length(x)
+                keep(self.known, here, at)
             self.latest = here, at
         return attention(at, x) if isinstance(at, AtLength) else at(x)
 

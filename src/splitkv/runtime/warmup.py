@@ -29,11 +29,11 @@ from splitkv.core.errors import (
     expect_shape,
     expect_size,
 )
-from splitkv.core.kv import AS_IS, Codec, CodecName, Granularity
+from splitkv.core.kv import AS_IS, CODECS, Codec, CodecName, Granularity
 from splitkv.core.options import defaults_of, options_of, tensors_of
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem, describe_attention, describe_decode
-from splitkv.core.scales import DTYPE_BYTES, QUANTISED
+from splitkv.core.scales import DTYPE_BYTES
 from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.kernels.host.stand_in import stand_in
 from splitkv.planner.registry import decided_lengths
@@ -102,9 +102,10 @@ class Model:
     @property
     def stored(self) -> torch.dtype:
         """The type of keys and values."""
-        names = {codec: name for name, codec in QUANTISED.items()}
-        name = names.get(self.codec.name)
-        return self.dtype if name is None else getattr(torch, name)
+        if self.codec == AS_IS:
+            return self.dtype
+        stored: torch.dtype = getattr(torch, CODECS[self.codec.name].dtype)
+        return stored
 
     def caches(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
         """k and v [rows, keys, num_kv_heads, ..]."""

@@ -7,6 +7,7 @@ support/fake_gpu.py.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,9 +162,6 @@ def test_calls_are_within_what_an_engine_serves() -> None:
 
 def test_a_layer_reads_keys_and_values_of_one_cache() -> None:
     for heads_first in (False, True):
-        made = Layer(
-            **{f: getattr(layer(), f) for f in Layer.__match_args__} | {"heads_first": heads_first}
-        )
-        k, v = made.caches(1, PAGE)
+        k, v = replace(layer(), heads_first=heads_first).caches(1, PAGE)
         assert k.shape == v.shape == (1, PAGE, KV_HEADS, DIM)
         assert v.data_ptr() - k.data_ptr() == DIM * k.element_size()
