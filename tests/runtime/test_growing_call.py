@@ -33,7 +33,8 @@ HEADS, KV_HEADS, DIM = 8, 2, 128
 FIRST, STEPS = 500, 80  # three buckets
 # Functions that Python calls for a new length, C functions counted; and where it makes ready a part
 # of what the next bucket needs.
-MOST_CALLS, MOST_CALLS_READY = 60, 250
+MOST_CALLS, MOST_CALLS_READY = 52, 230
+STEPS_TO_A_BUCKET = 6
 Caches = dict[str, Any]
 
 
@@ -298,7 +299,7 @@ def test_few_functions_are_called_for_a_new_length(gpu: Recorded) -> None:
     for n in range(FIRST + 1, bucket + 4):
         counts[n] = functions_called(partial(splitkv.decode, q, **of_heads(n)))
     first = bucket - growing_call.AHEAD + 1
-    ready = [counts.pop(n) for n in range(first, first + 4)]
+    ready = [counts.pop(n) for n in range(first, first + STEPS_TO_A_BUCKET)]
     assert max(counts.values()) <= MOST_CALLS
     assert min(ready) > MOST_CALLS and max(ready) <= MOST_CALLS_READY
 
@@ -330,7 +331,12 @@ def test_what_a_bucket_takes_is_done_once_and_in_steps(gpu: Recorded, steps: lis
     assert done == 3 * ["plan", "bind", "keep"], "of buckets up to 544, 576 and 608 keys"
 
 
-@pytest.mark.parametrize("begun", [0, 1, 2])
+# What is left of these after so many of six steps: the first describes the problem, the fourth and
+# fifth find which kernels there are to keep.
+LEFT = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3}
+
+
+@pytest.mark.parametrize("begun", LEFT)
 def test_a_bucket_that_nobody_was_near_takes_all_at_once(
     begun: int, gpu: Recorded, steps: list[str]
 ) -> None:
@@ -340,12 +346,13 @@ def test_a_bucket_that_nobody_was_near_takes_all_at_once(
         splitkv.decode(q, **of_heads(n))
     steps.clear()
     splitkv.decode(q, **of_heads(last + 1))
-    assert steps == ["plan", "bind", "keep"][begun:]
+    assert steps == ["plan", "bind", "keep"][LEFT[begun] :]
 
 
 def test_no_cache_is_held_for_a_bucket_to_come(gpu: Recorded) -> None:
     q, last = grown_again(), registry.rounded_up(FIRST)
-    for n in range(last - growing_call.AHEAD + 1, last - growing_call.AHEAD + 5):
+    first = last - growing_call.AHEAD + 1
+    for n in range(first, first + STEPS_TO_A_BUCKET):
         caches = of_heads(n)
         held = [weakref.ref(x) for x in caches.values()]
         splitkv.decode(q, **caches)

@@ -49,7 +49,7 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -349,6 +349,7 @@ class PrefillLauncher(SequenceLauncher):
         self.plan, self.problem, self.device = plan, problem, plan.device
         self.results = result_shapes(problem, q)
         self.splits = sequence_splits(plan)
+        self.tiling = tilings_of(plan)
         self.first_sizes = self.sizes(operands)
         self.splits.expect_arrivals(self.first_sizes.grid[0])
         self.bits = plan.device.capability < (8, 9)
@@ -415,7 +416,7 @@ class PrefillLauncher(SequenceLauncher):
         problem, x = self.problem, operands
         lengths, results = lengths_of(problem, x), result_layouts(problem, x)
         max_tokens, lse = problem.cut_tokens_of(lengths.seqlen_q), results.lse_strides
-        tiles, lanes, width = tiling(self.plan, lengths)
+        tiles, lanes, width = self.tiling(lengths)
         programs = tiles * lanes + split_programs(self.plan, max_tokens)
         arguments = {
             "seqlen_q": lengths.seqlen_q,
@@ -469,14 +470,18 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
     return again
 
 
-def tiling(plan: Plan, lengths: SequenceLengths) -> tuple[int, int, int]:
-    """(row tiles of a lane, lanes, lanes together) for queries of such lengths."""
-    problem, lane_bytes = plan.problem, 0
-    if problem.kind != "varlen":
-        kv_lanes = max(problem.batch * problem.num_kv_heads, 1)
-        lane_bytes = bytes_of_keys(problem, lengths) // kv_lanes
-    rows, tile = problem.group, plan.config.tile_m
-    return tiles_and_lanes(problem, plan.device, lengths.total_q, rows, tile, lane_bytes)
+def tilings_of(plan: Plan) -> Callable[[SequenceLengths], tuple[int, int, int]]:
+    """Gives what computes (row tiles of a lane, lanes, lanes together) for queries of such
+    lengths."""
+    problem, device, tile = plan.problem, plan.device, plan.config.tile_m
+    packed, kv_lanes = problem.kind == "varlen", max(problem.batch * problem.num_kv_heads, 1)
+    rows, kv_bytes = problem.group, bytes_of_keys(problem)
+
+    def tiling(lengths: SequenceLengths) -> tuple[int, int, int]:
+        lane_bytes = 0 if packed else kv_bytes(lengths) // kv_lanes
+        return tiles_and_lanes(problem, device, lengths.total_q, rows, tile, lane_bytes)
+
+    return tiling
 
 
 def split_programs(plan: Plan, max_tokens: int) -> int:

@@ -12,9 +12,9 @@ What Triton compiles for strides by value is part of what a bucket is known by: 
 multiples of 16, or more than 32 bits hold. So are edges of a mask that no query meets.
 
 What a bucket takes on the host, ten times a new length, is done in the last steps of the bucket
-before: its plan in one of them, the binding of a kernel in another, that of `combine` in a third,
-the launches in a fourth, each behind the launches of the step itself. A bucket that is entered in
-another way takes all of it at once.
+before, a part in each of them, behind the launches of the step itself: its problem, the plan, the
+binding of a kernel, the arguments in the order of that, `combine` and what both are compiled for,
+the launches. A bucket that is entered in another way takes all of it at once.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
 """What a plan and its kernels are for: an alignment, and the longest sequences."""
+
+
+class InOrder(NamedTuple):
+    """A launcher of which the arguments of the first kernel are in order."""
+
+    launcher: Any
 
 
 class Ready(NamedTuple):
@@ -167,7 +173,7 @@ class Growing(ABC):
         self.kernels, self.types = kernels, types_of(operands)
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
         self.buckets: dict[Bucket, Any] = {}  # launchers
-        self.ahead: dict[Bucket, Any] = {}  # plans; launchers; launchers that are Ready
+        self.ahead: dict[Bucket, Any] = {}  # what `make_ready` has got to
         self.bound: OrderedDict[Any, Launcher] = OrderedDict()  # to one layout in its bucket
 
     @abstractmethod
@@ -189,7 +195,7 @@ class Growing(ABC):
         if bucket is None:
             plan = self.plan_for(problem, x)
         else:
-            plan = replace(self.planned(bucket, x), problem=problem)
+            plan = replace(self.planned(bucket[0], self.problem_of(bucket[1]), x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
         keep(self.bound, (here, bucket), made)
         result: Result = made(x)
@@ -206,9 +212,9 @@ class Growing(ABC):
         return self.buckets.get(bucket)
 
     def make_ready(self, bucket: Bucket, operands: Operands) -> bool:
-        """Takes one of four steps to a launcher for a bucket: plans it, binds it, has it say which
-        kernels it needs, and keep them where they were compiled for others. Whether another can
-        follow.
+        """Takes one of six steps to a launcher for a bucket: describes its problem, plans it, binds
+        that, puts its arguments in order, has it say which kernels it needs, and keep them where
+        they were compiled for others. Whether another can follow.
 
         Of the operands it takes the layout, so that each step may have those of another call.
         """
@@ -217,13 +223,18 @@ class Growing(ABC):
         if made is None:
             if alignment not in self.plans or bucket in self.buckets:
                 return False
-            made = self.planned(bucket, operands)
+            made = self.problem_of(bucket[1])
+        elif isinstance(made, Problem):
+            made = self.planned(alignment, made, operands)
             more = made.kernel in self.kernels
         elif isinstance(made, Plan):
             more = made.kernel in self.kernels
             made = kernel_named(made.kernel).bind(made, operands) if more else made
+        elif isinstance(made, InOrder):
+            made = Ready(made.launcher, (self.types, alignment, made.launcher.variant()))
         elif not isinstance(made, Ready):
-            made = Ready(made, (self.types, alignment, made.variant()))
+            made.put_in_order()
+            made = InOrder(made)
         else:
             more, kernels = False, compiled.get(made.key)
             if kernels is not None:
@@ -233,10 +244,9 @@ class Growing(ABC):
         self.ahead[bucket] = made
         return more
 
-    def planned(self, bucket: Bucket, operands: Operands) -> Plan:
-        """The plan of the longest sequences of a bucket."""
-        (alignment, longest), x = bucket, operands
-        known, problem = self.plans.get(alignment), self.problem_of(longest)
+    def planned(self, alignment: Alignment, problem: Problem, operands: Operands) -> Plan:
+        """The plan of the longest sequences of a bucket, whose problem it is given."""
+        known, x = self.plans.get(alignment), operands
         if known is not None and not (x.k.data_ptr() | x.v.data_ptr()) & 15:
             plan = plan_at_length(known, problem, self.num_splits)
             return kernel_named(plan.kernel).refit(plan, x) if x.q.is_cuda else plan
@@ -260,28 +270,49 @@ class GrowingCall(Growing):
         self.by_token = problem.codec.granularity == "token"
         # the layout, what repeats a call, and the launch of its splits
         self.latest: tuple[Any, Callable[..., Result | None], Any] = (None, absent, None)
+        self.current = NO_BUCKET
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
-        here = self.layout_of(k, v, rest[K_SCALE])
+        length, k_strides, v_strides = k.shape[1], k.stride(), v.stride()
+        here = length, k_strides, v_strides, rest[K_SCALE].stride() if self.by_token else None
         layout, call, split = self.latest
         if layout == here:
             return call(q, k, v, *rest, split=split)
-        alignment, longest = alignment_of(here, k.element_size()), rounded_up(here.length)
-        bucket = alignment, longest
+        first, longest, split_at, call = self.current
+        every = k_strides[0] | k_strides[1] | k_strides[2]
+        every |= v_strides[0] | v_strides[1] | v_strides[2]
+        if not first <= length <= longest or every & 15 or every >> 31 or self.by_token:
+            found = self.in_bucket(here, q, k, v, *rest)
+            if found is None:
+                return None
+            longest, split_at, call = found
+        split = split_at(here)
+        self.latest = here, call, split
+        done: Result | None = call(q, k, v, *rest, split=split)
+        if done is not None and length > longest - AHEAD:
+            alignment = alignment_of(here, k.element_size())
+            self.make_ready((alignment, rounded_up(longest + 1)), of_layout(q, k, v, *rest))
+        return done
+
+    def in_bucket(self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        """Finds the bucket of a layout: its longest caches, what launches its splits at a length,
+        and what repeats a call. None: nothing is compiled for it.
+
+        A bucket of strides that are multiples of 16 is the current one from then on.
+        """
+        length = here[0]
+        bucket = alignment, longest = alignment_of(here, k.element_size()), rounded_up(length)
         launcher = self.buckets.get(bucket)
         if launcher is None:
             launcher = self.launcher_of(bucket, of_layout(q, k, v, *rest))
         if launcher is None or launcher.split_at_length is None:
             return None
-        split, call = launcher.split_at_length(here), launcher.repeat
-        self.latest = here, call, split
-        done: Result | None = call(q, k, v, *rest, split=split)
-        if done is not None and here.length > longest - AHEAD:
-            next_one = alignment, rounded_up(longest + 1)
-            self.make_ready(next_one, of_layout(q, k, v, *rest))
-        return done
+        found = longest, launcher.split_at_length, launcher.repeat
+        if alignment is EVERY_ONE:
+            self.current = length, *found
+        return found
 
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream, through Triton where nothing is compiled for
@@ -292,15 +323,12 @@ class GrowingCall(Growing):
         done = self.repeat(*tensors, x.softmax_scale, x.softcap)
         if done is not None:
             return done
-        here = self.layout_of(x.k, x.v, x.k_scale)
-        x.seqlen_k = here.length
-        longest = rounded_up(here.length)
+        x.seqlen_k = length = x.k.shape[1]
+        scales = x.k_scale.stride() if self.by_token and x.k_scale is not None else None
+        here = length, x.k.stride(), x.v.stride(), scales
+        longest = rounded_up(length)
         bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
-
-    def layout_of(self, k: Tensor, v: Tensor, k_scale: Tensor | None) -> CacheLayout:
-        scales = k_scale.stride() if self.by_token and k_scale is not None else None
-        return CacheLayout(k.shape[1], k.stride(), v.stride(), scales)
 
     def problem_of(self, longest: int) -> Problem:
         return replace(self.problem, seqlen_k=longest)
@@ -457,7 +485,7 @@ def types_of(operands: Operands) -> Hashable:
 
 def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     """The alignment of strides that kernels are compiled and plans made for."""
-    k, v, scales = here.k, here.v, here.scales
+    length, k, v, scales = here
     every = k[0] | k[1] | k[2] | v[0] | v[1] | v[2]
     if not every & 15 and every < 1 << 31:
         alignment = EVERY_ONE
@@ -467,7 +495,7 @@ def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     if scales is None:
         return alignment
     # copied in bulk where they lie in one piece of multiples of 16 bytes
-    in_bulk = scales[0] % 4 == 0, here.length * scales[1] % 4 == 0
+    in_bulk = scales[0] % 4 == 0, length * scales[1] % 4 == 0
     return alignment, in_bulk, max(scales) >> 31 > 0
 
 
@@ -481,6 +509,10 @@ def of_layout(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Operands:
 
 def absent(*_: Any, **__: Any) -> None:
     """Repeats no call: the first length is yet to come."""
+
+
+NO_BUCKET: tuple[int, int, Any, Any] = (1, 0, absent, absent)
+"""The first length that came, the longest, and what `GrowingCall.in_bucket` finds behind: none."""
 
 
 def _alignment(stride: int) -> int:

@@ -93,7 +93,9 @@ class GrowingGradients:
         bucket = growing.bucket_of(x)
         if bucket is not None:
             if bucket not in self.plans:
-                self.plans[bucket] = growing.planned(bucket, x), {}
+                alignment, longest = bucket
+                plan = growing.planned(alignment, growing.problem_of(longest), x)
+                self.plans[bucket] = plan, {}
             plan, launchers = self.plans[bucket]
             if plan.kernel in SEQUENCES_GROW:
                 return AtLength(self.problem, growing, plan, launchers)

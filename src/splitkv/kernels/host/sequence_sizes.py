@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,9 +109,10 @@ def lengths_of(problem: Problem, operands: Operands) -> SequenceLengths:
     )
 
 
-def bytes_of_keys(problem: Problem, lengths: SequenceLengths) -> int:
-    """`Problem.kv_bytes` at other lengths, where these are on the host."""
-    return problem.bytes_of_keys(problem.mask.num_keys(lengths.seqlen_q, lengths.seqlen_k))
+def bytes_of_keys(problem: Problem) -> Callable[[SequenceLengths], int]:
+    """Gives what computes `Problem.kv_bytes` at other lengths, where these are on the host."""
+    of_one, num_keys = problem.bytes_of_keys(1), problem.mask.num_keys
+    return lambda lengths: of_one * num_keys(lengths.seqlen_q, lengths.seqlen_k)
 
 
 class SequenceSizes(NamedTuple):

@@ -289,6 +289,16 @@ class SequenceLauncher(ABC):
         """A function that launches a compiled kernel again, as `Sequences` has it, for operands of
         these sizes; None: Triton has to, every time. maps: what keeps those of TMA."""
 
+    @property
+    @abstractmethod
+    def tail(self) -> Tail:
+        """The last arguments of the first kernel, at the lengths that it was bound for; put in
+        order when they are asked for."""
+
+    def put_in_order(self) -> None:
+        """Puts the arguments of the first kernel in order, as `variant` else does."""
+        assert self.tail is not None
+
     @abstractmethod
     def variant(self) -> Hashable:
         """A key of the two kernels that Triton compiles, among launchers bound to operands with

@@ -214,6 +214,10 @@ class StepLauncher:
         partial: Partial = self.partials(operands.q, acc, self.partial_rows)
         return arguments_of(self.plan, operands, final, partial) | {"starts_ptr": starts}
 
+    def put_in_order(self) -> None:
+        """Puts the arguments of the first kernel in order, as `variant` else does."""
+        self.split.variant()
+
     def variant(self) -> Hashable:
         """A key of the kernels that Triton compiles, as `DecodeLauncher.variant`."""
         return self.split.variant(), self.merge.variant(), (self.lse_shape is None, self.dtype)
