@@ -417,11 +417,12 @@ class PrefillLauncher(SequenceLauncher):
         lengths, results = lengths_of(problem, x), result_layouts(problem, x)
         max_tokens, lse = problem.cut_tokens_of(lengths.seqlen_q), results.lse_strides
         tiles, lanes, width = self.tiling(lengths)
-        programs = tiles * lanes + split_programs(self.plan, max_tokens)
+        programs = tiles * lanes + split_programs(self.plan, lengths.batch, max_tokens)
         arguments = {
             "seqlen_q": lengths.seqlen_q,
             "seqlen_k": lengths.seqlen_k,
             "total_q": lengths.total_q,
+            "batch": lengths.batch,
             "q_strides": strides_of(x.q),
             "k_strides": strides_of(x.k),
             "v_strides": strides_of(x.v),
@@ -433,7 +434,8 @@ class PrefillLauncher(SequenceLauncher):
             "width": width,
             "max_tokens": max_tokens,
         }
-        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, results)
+        numbers = lengths.total_q, lengths.batch, max_tokens
+        return SequenceSizes((programs, 1, 1), arguments, *numbers, results)
 
     @cached_property
     def tail(self) -> Tail:
@@ -479,16 +481,18 @@ def tilings_of(plan: Plan) -> Callable[[SequenceLengths], tuple[int, int, int]]:
 
     def tiling(lengths: SequenceLengths) -> tuple[int, int, int]:
         lane_bytes = 0 if packed else kv_bytes(lengths) // kv_lanes
-        return tiles_and_lanes(problem, device, lengths.total_q, rows, tile, lane_bytes)
+        tokens = lengths.total_q, lengths.batch
+        return tiles_and_lanes(problem, device, *tokens, rows, tile, lane_bytes)
 
     return tiling
 
 
-def split_programs(plan: Plan, max_tokens: int) -> int:
-    """Programs of the further splits of all row tiles of sequences of at most so many tokens."""
+def split_programs(plan: Plan, batch: int, max_tokens: int) -> int:
+    """Programs of the further splits of all row tiles of so many sequences, of at most so many
+    tokens."""
     problem, config = plan.problem, plan.config
     row_tiles = ceil_div(max_tokens * problem.group, config.tile_m)
-    return (config.num_splits - 1) * row_tiles * problem.batch * problem.num_kv_heads
+    return (config.num_splits - 1) * row_tiles * batch * problem.num_kv_heads
 
 
 def size_arguments(problem: Problem, operands: Operands) -> dict[str, Any]:
@@ -501,7 +505,6 @@ def size_arguments(problem: Problem, operands: Operands) -> dict[str, Any]:
         "sink_tokens": bounds.sink_tokens,
         "chunk": bounds.chunk,
         "num_ranges": None if ranges is None else ranges.shape[1],
-        "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
         "stride_table": table.stride(0) if table is not None else 0,
         "stride_slope": stride_slope(operands.alibi_slopes),

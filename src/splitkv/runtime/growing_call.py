@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +34,15 @@ from splitkv.kernels.host.launcher import CacheLayout
 from splitkv.kernels.host.sequence_sizes import result_layouts, scale_and_softcap, strides_of
 from splitkv.kernels.host.sequences import relaunched
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
-from splitkv.runtime.call_cache import NO_TENSOR, Check, Launcher, Result, check_of, layout
+from splitkv.runtime.call_cache import (
+    NO_LENGTHS,
+    NO_TENSOR,
+    Check,
+    Launcher,
+    Result,
+    check_of,
+    layout,
+)
 
 if TYPE_CHECKING:
     pass
@@ -110,13 +118,19 @@ def pattern_of(tensors: Sequence[Tensor]) -> Any:
         return None
 
 
-def pattern_with(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
-    """The layouts of tensors but for lengths, which some have in a dimension; and whether they
-    require a gradient, which a check sees, too."""
-    return tuple(
-        (_with_free_length(layout(x), lengths[n]) if n in lengths else layout(x), x.requires_grad)
-        for n, x in enumerate(tensors)
-    )
+def pattern_with(
+    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Collection[int] = ()
+) -> Any:
+    """The layouts of tensors but for lengths, which some have in a dimension, and for the first
+    dimension of `rows`; and whether they require a gradient, which a check sees, too."""
+
+    def of(n: int, x: Tensor) -> Any:
+        whole = layout(x)
+        if n in lengths:
+            return _with_free_length(whole, lengths[n])
+        return (whole[0][1:], *whole[1:]) if n in rows else whole
+
+    return tuple((of(n, x), x.requires_grad) for n, x in enumerate(tensors))
 
 
 def _with_free_length(of: Any, dim: int) -> Any:
@@ -364,6 +378,8 @@ class GrowingSequences(Growing):
             x.seqlen_q, x.seqlen_k = q.shape[1], k.shape[1]
         assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
         here = x.seqlen_q, x.seqlen_k, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
+        if x.cu_seqlens_q is not None:
+            here = *here, x.cu_seqlens_q.shape
         layout, again = self.latest
         bucket = None
         if again is None or layout != here:
@@ -383,15 +399,15 @@ class GrowingSequences(Growing):
                 if bucket is not None:
                     self.look_ahead(layout, bucket, x)
                 return done if self.return_lse else (done[0], None)
-        exact = x.seqlen_q, x.seqlen_k, self.edges(x.seqlen_q, x.seqlen_k)
+        exact = self.batch_of(x), x.seqlen_q, x.seqlen_k, self.edges(x.seqlen_q, x.seqlen_k)
         return self.through_triton(here, self.bucket_of(x), self.problem_of(exact), x)
 
     def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
         """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
-        length, (alignment, (queries, keys, edges)) = operands.seqlen_k or 0, bucket
+        length, (alignment, (batch, queries, keys, edges)) = operands.seqlen_k or 0, bucket
         grown = before is not None and before[:2] == (operands.seqlen_q, length - 1)
         if grown and length > keys - AHEAD:
-            self.make_ready((alignment, (queries, rounded_up(keys + 1), edges)), operands)
+            self.make_ready((alignment, (batch, queries, rounded_up(keys + 1), edges)), operands)
 
     def bucket_of(self, operands: Operands) -> Bucket | None:
         """The bucket of a call; None where its layout is in none, or its addresses are no multiples
@@ -404,16 +420,25 @@ class GrowingSequences(Growing):
         if alignment is None:
             return None
         queries, keys = x.seqlen_q or 0, x.seqlen_k or 0
-        return alignment, (rounded_up(queries), rounded_up(keys), self.edges(queries, keys))
+        longest = rounded_up(queries), rounded_up(keys), self.edges(queries, keys)
+        return alignment, (
+            rounded_up(self.batch_of(x)) if self.packed else self.batch_of(x),
+            *longest,
+        )
+
+    def batch_of(self, operands: Operands) -> int:
+        """The sequences of a call."""
+        starts = operands.cu_seqlens_q
+        return self.problem.batch if starts is None else starts.shape[0] - 1
 
     def edges(self, queries: int, keys: int) -> tuple[bool, bool]:
         """Which edges of the mask no query meets, left and right: see `Mask.within`."""
         return self.mask.window_left >= keys - 1, self.mask.window_right >= queries - 1
 
-    def problem_of(self, longest: tuple[int, int, tuple[bool, bool]]) -> Problem:
-        queries, keys, (left, right) = longest
+    def problem_of(self, longest: tuple[int, int, int, tuple[bool, bool]]) -> Problem:
+        batch, queries, keys, (left, right) = longest
         mask = self.mask.without(left=left, right=right)
-        return replace(self.problem, seqlen_q=queries, seqlen_k=keys, mask=mask)
+        return replace(self.problem, batch=batch, seqlen_q=queries, seqlen_k=keys, mask=mask)
 
 
 def lengths_of_tensors(packed: bool, paged: bool, out: bool) -> dict[int, int]:
@@ -423,30 +448,62 @@ def lengths_of_tensors(packed: bool, paged: bool, out: bool) -> dict[int, int]:
     return dict.fromkeys(grow, 0 if packed else 1)
 
 
-def pattern_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
-    """The pattern of calls of attention that differ in lengths alone; None: there is none.
+def rows_of_sequences(
+    tensors: Sequence[Tensor], by_name: Mapping[str, Tensor | None]
+) -> dict[int, int]:
+    """Which of the tensors of a packed call have a row for each sequence, and how many more than
+    there are sequences; none where a tensor has such rows that no kernel takes another number of.
 
-    lengths   of `lengths_of_tensors`
+    by_name   the optional tensors
+    """
+    try:
+        for name in OWN_ROWS:
+            x = by_name.get(name)
+            if x is not None and x.dim() == 2:
+                return {}
+        starts = [x for x in map(by_name.get, ROWS_OF_STARTS) if x is not None]
+        others = [x for x in map(by_name.get, ROWS_OF_SEQUENCES) if x is not None]
+        rows = {id(x): 1 for x in starts} | {id(x): 0 for x in others}
+        return {n: rows[id(x)] for n, x in enumerate(tensors) if id(x) in rows}
+    except NO_TENSOR:  # describing says what is not right
+        return {}
+
+
+ROWS_OF_STARTS = "cu_seqlens_q", "cu_seqlens_k"
+ROWS_OF_SEQUENCES = "cache_seqlens", "page_table"
+OWN_ROWS = "alibi_slopes", "q_scale", "k_scale", "v_scale"
+
+
+def pattern_of_sequences(
+    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Collection[int] = ()
+) -> Any:
+    """The pattern of calls of attention that differ in lengths alone, and in how many sequences
+    there are; None: there is none.
+
+    lengths   of `lengths_of_tensors`; rows: of `rows_of_sequences`
     """
     try:
         dims = 3 if lengths[0] == 0 else 4
         if any(len(tensors[n].shape) != dims for n in lengths):
             return None
-        return pattern_with(tensors, lengths)
+        return pattern_with(tensors, lengths, rows)
     except NO_TENSOR:  # describing says what is not right
         return None
 
 
-def check_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Check | None:
-    """A check for tensors like these, but for lengths and the strides that follow from them; None
-    where torch has none.
+def check_of_sequences(
+    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Mapping[int, int] = NO_LENGTHS
+) -> Check | None:
+    """A check for tensors like these, but for lengths and the strides that follow from them, and
+    for the number of sequences; None where torch has none.
 
-    lengths   of `lengths_of_tensors`; the output has to be contiguous
+    lengths   of `lengths_of_tensors`; the output has to be contiguous; rows: of `rows_of_sequences`
     """
-    check = check_of(tensors, any_length=lengths)
+    check = check_of(tensors, any_length=lengths, any_rows=rows)
     if check is None:
         return None
     dim, of_keys, of_out = lengths[0], 1 in lengths, 3 in lengths
+    counted = [*rows.items()]
 
     def fits(*tensors: Any) -> bool:
         if not check(*tensors):
@@ -458,6 +515,13 @@ def check_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) ->
             keys = tensors[1].shape[dim]
             if not keys or tensors[2].shape[dim] != keys:
                 return False
+        if counted:
+            batch = tensors[counted[0][0]].shape[0] - counted[0][1]
+            if batch < 1:
+                return False
+            for n, more in counted:
+                if tensors[n].shape[0] != batch + more:
+                    return False
         if not of_out:
             return True
         out = tensors[3]

@@ -99,7 +99,8 @@ class GrowingGradients:
             plan, launchers = self.plans[bucket]
             if plan.kernel in SEQUENCES_GROW:
                 return AtLength(self.problem, growing, plan, launchers)
-        lengths = x.seqlen_q, x.seqlen_k, growing.edges(x.seqlen_q, x.seqlen_k)
+        edges = growing.edges(x.seqlen_q, x.seqlen_k)
+        lengths = self.problem.batch, x.seqlen_q, x.seqlen_k, edges
         exact = replace(growing.problem_of(lengths), return_lse=self.problem.return_lse)
         plan = self.plan_for(exact, x)
         made: Launcher = kernel_named(plan.kernel).bind(plan, x)

@@ -246,14 +246,14 @@ def tilings_of(plan: Plan) -> Callable[[SequenceLengths, int], ItemTiling]:
 
     def tiling(lengths: SequenceLengths, kv_bytes: int) -> ItemTiling:
         if packed:
-            tiles, width = lengths.total_q * pack // tile_m + batch + 1, lanes
+            tiles, width = lengths.total_q * pack // tile_m + lengths.batch + 1, lanes
         else:
             tiles = ceil_div(lengths.seqlen_q * pack, tile_m)
             width = max(1, min(room // max(kv_bytes, 1) * lanes_of_group, lanes))
         items = tiles * lanes
         if further_splits:  # of the row tiles whose keys are split
             row_tiles = ceil_div(cut_tokens_of(lengths.seqlen_q) * pack, tile_m)
-            items += further_splits * row_tiles * batch * heads
+            items += further_splits * row_tiles * lengths.batch * heads
         return ItemTiling(tiles, lanes, width, items)
 
     return tiling
@@ -286,7 +286,7 @@ def bind_warpgroups(
         if schedule is None:
             tiled = tiling(lengths, kv_bytes(lengths) if by_lane else 0)
         else:
-            entries, lanes = schedule.entries(lengths.total_q), schedule.rule.lanes
+            entries, lanes = schedule.entries(lengths), schedule.rule.lanes
             tiled = ItemTiling(entries, lanes, lanes, entries * lanes)
         programs = min(tiled.items, config.programs or tiled.items)
         return hopper_sizes(problem, x, lengths, tiled, (programs, 1, 1), schedule)

@@ -181,7 +181,6 @@ def hopper_size_arguments(
         "left": left,
         "right": right,
         "sink_tokens": sink_tokens,
-        "batch": problem.batch,
         "lane_heads": problem.num_heads // packed_heads,
         "stride_table": table.stride(0) if table is not None else 0,
         "num_splits": splits.num_splits,
@@ -208,6 +207,7 @@ def hopper_sizes(
         "seqlen_q": lengths.seqlen_q,
         "seqlen_k": lengths.seqlen_k,
         "total_q": lengths.total_q,
+        "batch": lengths.batch,
         "stride_lse_b": lse.b,
         "stride_lse_h": lse.h,
         "tiles": tiling.tiles,
@@ -219,7 +219,7 @@ def hopper_sizes(
         "stride_ot": out.t,
         "stride_oh": out.h,
     }
-    return SequenceSizes(grid, arguments, lengths.total_q, max_tokens, results)
+    return SequenceSizes(grid, arguments, lengths.total_q, lengths.batch, max_tokens, results)
 
 
 def page_size(problem: Problem) -> int:
@@ -277,7 +277,7 @@ class HopperLauncher(SequenceLauncher):
         items = scheduled = None
         of_keys = x.cu_seqlens_k, x.cache_seqlens, x.page_table
         if self.bound.schedule is not None:
-            items, scheduled = self.bound.schedule.make(x, self.first_sizes.total_q)
+            items, scheduled = self.bound.schedule.make(x, self.first_sizes)
         arguments = {
             **self.descriptors(x, final.out_ptr),
             "final": final,
