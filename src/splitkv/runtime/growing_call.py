@@ -377,9 +377,8 @@ class GrowingSequences(Growing):
         if not self.packed:
             x.seqlen_q, x.seqlen_k = q.shape[1], k.shape[1]
         assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
-        here = x.seqlen_q, x.seqlen_k, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
-        if x.cu_seqlens_q is not None:
-            here = *here, x.cu_seqlens_q.shape
+        lengths = x.seqlen_q, x.seqlen_k, self.batch_of(x)
+        here = lengths, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
         layout, again = self.latest
         bucket = None
         if again is None or layout != here:
@@ -405,8 +404,8 @@ class GrowingSequences(Growing):
     def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
         """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
         length, (alignment, (batch, queries, keys, edges)) = operands.seqlen_k or 0, bucket
-        grown = before is not None and before[:2] == (operands.seqlen_q, length - 1)
-        if grown and length > keys - AHEAD:
+        here = operands.seqlen_q, length - 1, self.batch_of(operands)
+        if before is not None and before[0] == here and length > keys - AHEAD:
             self.make_ready((alignment, (batch, queries, rounded_up(keys + 1), edges)), operands)
 
     def bucket_of(self, operands: Operands) -> Bucket | None:

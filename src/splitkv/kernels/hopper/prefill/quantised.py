@@ -385,9 +385,8 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
         lengths = lengths_of(problem, x)
         tiled = tiling(lengths, kv_bytes(lengths))
         programs = min(tiled.items, config.programs or tiled.items)
-        grid, items = (programs, 1, 1), tiled.items
-        if by_grid:
-            grid, items = grid_of_places(plan, lengths.batch)
+        places = grid_of_places(plan, lengths.batch) if by_grid else None
+        grid, items = places or ((programs, 1, 1), tiled.items)
         found = hopper_sizes(problem, x, lengths, tiled, grid)
         found.arguments["items"] = items
         return found
