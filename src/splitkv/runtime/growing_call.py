@@ -1,12 +1,13 @@
 """Calls whose lengths change: of decode on a cache with a key more in every step, of attention on
-one prompt after the other.
+one prompt after the other, of an engine's steps, in which packed sequences are others every time.
 
 A call is known by the layouts of its tensors, so that each length of tensors without a page table
 is another kind of call. What a length changes is little: plans are made for buckets of lengths,
 kernels take the exact one as a run-time integer, as they do strides, and only the maps of TMA hold
 both. So the second time that a call differs from an earlier one in nothing but lengths, it is bound
 as a `GrowingCall`, or as `GrowingSequences`, which serves every length from then on. It is found by
-a check in which lengths, and the strides that follow from them, are free.
+a check in which lengths, and the strides that follow from them, are free; so is the number of
+packed sequences, unless something is asked of each of them or gradients are.
 
 What Triton compiles for strides by value is part of what a bucket is known by: whether they are 1,
 multiples of 16, or more than 32 bits hold. So are edges of a mask that no query meets.
@@ -418,12 +419,10 @@ class GrowingSequences(Growing):
         alignment = alignment_of_sequences(self.problem, x)
         if alignment is None:
             return None
-        queries, keys = x.seqlen_q or 0, x.seqlen_k or 0
+        batch, queries, keys = self.batch_of(x), x.seqlen_q or 0, x.seqlen_k or 0
+        batch = rounded_up(batch) if self.packed else batch
         longest = rounded_up(queries), rounded_up(keys), self.edges(queries, keys)
-        return alignment, (
-            rounded_up(self.batch_of(x)) if self.packed else self.batch_of(x),
-            *longest,
-        )
+        return alignment, (batch, *longest)
 
     def batch_of(self, operands: Operands) -> int:
         """The sequences of a call."""
