@@ -371,7 +371,7 @@ class GrowingSequences(Growing):
             if again is not None:
                 self.latest = here, again
             else:
-                bucket = self.bucket_of(x)
+                bucket = self.bucket_of(x, here[4:])
                 launcher = None if bucket is None else self.launcher_of(bucket, x)
                 again = None if launcher is None else launcher.at_length(x)
                 self.latest = here, again
@@ -384,7 +384,7 @@ class GrowingSequences(Growing):
                     self.look_ahead(layout, bucket, x)
                 return done if self.return_lse else (done[0], None)
         exact = x.seqlen_q, x.seqlen_k, self.edges(x.seqlen_q, x.seqlen_k)
-        return self.through_triton(here, self.bucket_of(x), self.problem_of(exact), x)
+        return self.through_triton(here, self.bucket_of(x, here[4:]), self.problem_of(exact), x)
 
     def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
         """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
@@ -393,14 +393,17 @@ class GrowingSequences(Growing):
         if grown and length > keys - AHEAD:
             self.make_ready((alignment, (queries, rounded_up(keys + 1), edges)), operands)
 
-    def bucket_of(self, operands: Operands) -> Bucket | None:
+    def bucket_of(self, operands: Operands, strides: Sequence[Any]) -> Bucket | None:
         """The bucket of a call; None where its layout is in none, or its addresses are no multiples
-        of 16: another kernel may be for these, of which later calls are to know nothing."""
+        of 16: another kernel may be for these, of which later calls are to know nothing.
+
+        strides   of q, k and v
+        """
         x = operands
         out = 0 if x.out is None else x.out.data_ptr()
         if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr() | out) & 15:
             return None
-        alignment = alignment_of_sequences(self.problem, x)
+        alignment = alignment_of_sequences(self.problem, x, strides)
         if alignment is None:
             return None
         queries, keys = x.seqlen_q or 0, x.seqlen_k or 0
@@ -520,16 +523,18 @@ def _alignment(stride: int) -> int:
     return 3 * (stride >> 31 > 0) + (stride == 1) + 2 * (stride % 16 == 0)
 
 
-def alignment_of_sequences(problem: Problem, operands: Operands) -> Alignment | None:
-    """Finds the alignment of strides of a call of attention and its output; None where offsets
-    inside a tile of keys may need more than 32 bits."""
+def alignment_of_sequences(
+    problem: Problem, operands: Operands, strides: Sequence[Any]
+) -> Alignment | None:
+    """Finds the alignment of strides of a call of attention, those of q, k and v, and of its
+    output; None where offsets inside a tile of keys may need more than 32 bits."""
     x = operands
     outer = inner = 0
-    for strides in (x.q.stride(), x.k.stride(), x.v.stride()):
-        if len(strides) == 4:
-            outer |= strides[0]
-        inner |= strides[-3]
-        outer |= strides[-2]
+    for of_one in strides:
+        if len(of_one) == 4:
+            outer |= of_one[0]
+        inner |= of_one[-3]
+        outer |= of_one[-2]
     row = problem.num_heads * problem.head_dim_v
     if not (outer | inner | row | problem.head_dim_v) & 15:
         out = row * x.q.shape[-3]  # of a sequence, or of all
