@@ -12,6 +12,10 @@ packed sequences, unless something is asked of each of them or gradients are.
 What Triton compiles for strides by value is part of what a bucket is known by: whether they are 1,
 multiples of 16, or more than 32 bits hold. So are edges of a mask that no query meets.
 
+Slices of a larger cache have one map of TMA for all lengths of a bucket, with the bound of the
+longest of them: what is behind a length is memory of the same cache, which kernels mask as they do
+where lengths are on the device.
+
 What a bucket takes on the host, ten times a new length, is done in the last steps of the bucket
 before, a part in each of them, behind the launches of the step itself: its problem, the plan, the
 binding of a kernel, the arguments in the order of that, `combine` and what both are compiled for,
@@ -65,6 +69,10 @@ Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
 """What a plan and its kernels are for: an alignment, and the longest sequences."""
+
+
+Ends = tuple[int, int]
+"""Bytes from the first of K, and of V, to the last of the longest caches of a bucket."""
 
 
 class InOrder(NamedTuple):
@@ -283,37 +291,54 @@ class GrowingCall(Growing):
     ) -> None:
         super().__init__(problem, operands, num_splits, plan_for, GROWS)
         self.by_token = problem.codec.granularity == "token"
-        # the layout, what repeats a call, and the launch of its splits
-        self.latest: tuple[Any, Callable[..., Result | None], Any] = (None, absent, None)
+        # the layout, the ends that the memory of the caches has to reach or None, and what repeats
+        # a call, with the launch of its splits
+        self.latest: tuple[Any, Ends | None, tuple[Any, Any]] = (None, None, (absent, None))
+        # strides, with the longest caches of their bucket, and the ends of these, where the strides
+        # have come again
+        self.ends: tuple[Any, Ends | None] = (None, None)
         self.current = NO_BUCKET
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
-        length, k_strides, v_strides = k.shape[1], k.stride(), v.stride()
-        here = length, k_strides, v_strides, rest[K_SCALE].stride() if self.by_token else None
-        layout, call, split = self.latest
-        if layout == here:
-            return call(q, k, v, *rest, split=split)
-        first, longest, split_at, call = self.current
-        every = k_strides[0] | k_strides[1] | k_strides[2]
-        every |= v_strides[0] | v_strides[1] | v_strides[2]
+        length, strides = k.shape[1], (k.stride(), v.stride())
+        here = length, strides, rest[K_SCALE].stride() if self.by_token else None
+        layout, ends, launch = self.latest
+        done: Result | None
+        if layout == here and (ends is None or both_reach(k, v, ends)):
+            call, split = launch
+            done = call(q, k, v, *rest, split=split)
+            return done
+        first, longest, found = self.current
+        of_k, of_v = strides
+        every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
         if not first <= length <= longest or every & 15 or every >> 31 or self.by_token:
-            found = self.in_bucket(here, q, k, v, *rest)
-            if found is None:
-                return None
-            longest, split_at, call = found
-        split = split_at(here)
-        self.latest = here, call, split
-        done: Result | None = call(q, k, v, *rest, split=split)
+            longest, found = rounded_up(length), self.in_bucket(here, q, k, v, *rest)
+        if found is None:
+            return None
+        split_at, call = found
+        room, at = 0, (longest, strides)
+        known, ends = self.ends
+        if known != at:  # as in every step of caches that are made anew
+            self.ends = at, None
+        else:
+            if ends is None:
+                ends = end_of(k, longest), end_of(v, longest)
+                self.ends = at, ends
+            if both_reach(k, v, ends):
+                room = longest
+        split = split_at(here, room)
+        self.latest = here, ends if room else None, (call, split)
+        done = call(q, k, v, *rest, split=split)
         if done is not None and length > longest - AHEAD:
             alignment = alignment_of(here, k.element_size())
             self.make_ready((alignment, rounded_up(longest + 1)), of_layout(q, k, v, *rest))
         return done
 
     def in_bucket(self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        """Finds the bucket of a layout: its longest caches, what launches its splits at a length,
-        and what repeats a call. None: nothing is compiled for it.
+        """Finds what launches the splits of a layout at a length, and what repeats a call, in its
+        bucket. None: nothing is compiled for that.
 
         A bucket of strides that are multiples of 16 is the current one from then on.
         """
@@ -324,9 +349,9 @@ class GrowingCall(Growing):
             launcher = self.launcher_of(bucket, of_layout(q, k, v, *rest))
         if launcher is None or launcher.split_at_length is None:
             return None
-        found = longest, launcher.split_at_length, launcher.repeat
+        found = launcher.split_at_length, launcher.repeat
         if alignment is EVERY_ONE:
-            self.current = length, *found
+            self.current = length, longest, found
         return found
 
     def __call__(self, operands: Operands) -> Result:
@@ -340,7 +365,7 @@ class GrowingCall(Growing):
             return done
         x.seqlen_k = length = x.k.shape[1]
         scales = x.k_scale.stride() if self.by_token and x.k_scale is not None else None
-        here = length, x.k.stride(), x.v.stride(), scales
+        here = length, (x.k.stride(), x.v.stride()), scales
         longest = rounded_up(length)
         bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
@@ -387,7 +412,7 @@ class GrowingSequences(Growing):
             if again is not None:
                 self.latest = here, again
             else:
-                bucket = self.bucket_of(x)
+                bucket = self.bucket_of(x, here[3:])
                 launcher = None if bucket is None else self.launcher_of(bucket, x)
                 again = None if launcher is None else launcher.at_length(x)
                 self.latest = here, again
@@ -400,7 +425,7 @@ class GrowingSequences(Growing):
                     self.look_ahead(layout, bucket, x)
                 return done if self.return_lse else (done[0], None)
         exact = self.batch_of(x), x.seqlen_q, x.seqlen_k, self.edges(x.seqlen_q, x.seqlen_k)
-        return self.through_triton(here, self.bucket_of(x), self.problem_of(exact), x)
+        return self.through_triton(here, self.bucket_of(x, here[3:]), self.problem_of(exact), x)
 
     def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
         """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
@@ -409,14 +434,17 @@ class GrowingSequences(Growing):
         if before is not None and before[0] == here and length > keys - AHEAD:
             self.make_ready((alignment, (batch, queries, rounded_up(keys + 1), edges)), operands)
 
-    def bucket_of(self, operands: Operands) -> Bucket | None:
+    def bucket_of(self, operands: Operands, strides: Sequence[Any]) -> Bucket | None:
         """The bucket of a call; None where its layout is in none, or its addresses are no multiples
-        of 16: another kernel may be for these, of which later calls are to know nothing."""
+        of 16: another kernel may be for these, of which later calls are to know nothing.
+
+        strides   of q, k and v
+        """
         x = operands
         out = 0 if x.out is None else x.out.data_ptr()
         if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr() | out) & 15:
             return None
-        alignment = alignment_of_sequences(self.problem, x)
+        alignment = alignment_of_sequences(self.problem, x, strides)
         if alignment is None:
             return None
         batch, queries, keys = self.batch_of(x), x.seqlen_q or 0, x.seqlen_k or 0
@@ -547,18 +575,37 @@ def types_of(operands: Operands) -> Hashable:
 
 def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     """The alignment of strides that kernels are compiled and plans made for."""
-    length, k, v, scales = here
+    length, strides, scales = here
+    k, v = strides
     every = k[0] | k[1] | k[2] | v[0] | v[1] | v[2]
     if not every & 15 and every < 1 << 31:
         alignment = EVERY_ONE
     else:
-        strides = *k[:3], *v[:3]  # TMA can describe multiples of 16 bytes
-        alignment = (*((_alignment(x), x * element_size % 16 == 0) for x in strides),)
+        every_one = *k[:3], *v[:3]  # TMA can describe multiples of 16 bytes
+        alignment = (*((_alignment(x), x * element_size % 16 == 0) for x in every_one),)
     if scales is None:
         return alignment
     # copied in bulk where they lie in one piece of multiples of 16 bytes
     in_bulk = scales[0] % 4 == 0, length * scales[1] % 4 == 0
     return alignment, in_bulk, max(scales) >> 31 > 0
+
+
+def end_of(x: Tensor, keys: int) -> int:
+    """The bytes behind the first of a contiguous cache that so many keys of each sequence take."""
+    sizes = x.shape[0], keys, *x.shape[2:]
+    last = sum((n - 1) * step for n, step in zip(sizes, x.stride(), strict=True))
+    taken: int = (last + 1) * x.element_size()
+    return taken
+
+
+def both_reach(k: Tensor, v: Tensor, ends: Ends) -> bool:
+    """Whether the memory of contiguous caches goes on to these ends, as that of slices does. Asked
+    in every call, as caches with one layout may be in different memory."""
+    k_end, v_end = ends
+    k_end += k.storage_offset() * k.element_size()
+    v_end += v.storage_offset() * v.element_size()
+    reach: bool = k_end <= k.untyped_storage().nbytes() and v_end <= v.untyped_storage().nbytes()
+    return reach
 
 
 def of_layout(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Operands:
@@ -573,8 +620,8 @@ def absent(*_: Any, **__: Any) -> None:
     """Repeats no call: the first length is yet to come."""
 
 
-NO_BUCKET: tuple[int, int, Any, Any] = (1, 0, absent, absent)
-"""The first length that came, the longest, and what `GrowingCall.in_bucket` finds behind: none."""
+NO_BUCKET: tuple[int, int, Any] = (1, 0, None)
+"""The first length that came, the longest, and what `GrowingCall.in_bucket` finds: none."""
 
 
 def _alignment(stride: int) -> int:
@@ -582,16 +629,18 @@ def _alignment(stride: int) -> int:
     return 3 * (stride >> 31 > 0) + (stride == 1) + 2 * (stride % 16 == 0)
 
 
-def alignment_of_sequences(problem: Problem, operands: Operands) -> Alignment | None:
-    """Finds the alignment of strides of a call of attention and its output; None where offsets
-    inside a tile of keys may need more than 32 bits."""
+def alignment_of_sequences(
+    problem: Problem, operands: Operands, strides: Sequence[Any]
+) -> Alignment | None:
+    """Finds the alignment of strides of a call of attention, those of q, k and v, and of its
+    output; None where offsets inside a tile of keys may need more than 32 bits."""
     x = operands
     outer = inner = 0
-    for strides in (x.q.stride(), x.k.stride(), x.v.stride()):
-        if len(strides) == 4:
-            outer |= strides[0]
-        inner |= strides[-3]
-        outer |= strides[-2]
+    for of_one in strides:
+        if len(of_one) == 4:
+            outer |= of_one[0]
+        inner |= of_one[-3]
+        outer |= of_one[-2]
     row = problem.num_heads * problem.head_dim_v
     if not (outer | inner | row | problem.head_dim_v) & 15:
         out = row * x.q.shape[-3]  # of a sequence, or of all

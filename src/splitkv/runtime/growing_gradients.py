@@ -9,7 +9,7 @@ keeps in it how its kernels are launched again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,17 +80,20 @@ class GrowingGradients:
         if at is None or layout != here:
             at = self.known.get(here)
             if at is None:
-                at = self.at_length(x)
+                at = self.at_length(x, here[4:])
                 keep(self.known, here, at)
             self.latest = here, at
         return attention(at, x) if isinstance(at, AtLength) else at(x)
 
-    def at_length(self, operands: Operands) -> Launcher | AtLength:
+    def at_length(self, operands: Operands, strides: Sequence[Any]) -> Launcher | AtLength:
         """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
-        or where a kernel is chosen that does not take every length."""
+        or where a kernel is chosen that does not take every length.
+
+        strides   of q, k and v
+        """
         x, growing = operands, self.growing
         assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
-        bucket = growing.bucket_of(x)
+        bucket = growing.bucket_of(x, strides)
         if bucket is not None:
             if bucket not in self.plans:
                 alignment, longest = bucket

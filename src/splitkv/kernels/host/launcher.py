@@ -62,13 +62,15 @@ BOUNDS = "left", "right", "sink_tokens", "chunk"
 """The arguments of a mask, in the order of `Mask.bounds`."""
 
 
-CacheLayout = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
-"""The length of contiguous caches, the strides of keys, of values, and of scales of each token. A
-plain tuple, as every call on a cache that grows makes one."""
+CacheLayout = tuple[int, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None]
+"""The length of contiguous caches, the strides of keys and of values, and of scales of each token.
+A plain tuple, as every call on a cache that grows makes one."""
 
 
-LaunchAtLength = Callable[[CacheLayout], Launch]
-"""Gives a launch of a compiled kernel for caches of this layout."""
+LaunchAtLength = Callable[[CacheLayout, int], Launch]
+"""`launch_at_length(layout, room)`: gives a launch of a compiled kernel for caches of this layout.
+Their memory goes on to `room` keys of each sequence, which may be read and are seen by no query; 0:
+to those that there are."""
 
 
 class SplitKernel(NamedTuple):
@@ -192,13 +194,12 @@ class CacheTail:
 
     def at_length(self, here: CacheLayout) -> list[Any]:
         """The arguments for caches of another length."""
-        made, (length, k, v, scales) = [*self.arguments], here
+        made, (length, strides, scales) = [*self.arguments], here
         if self.seqlen_k is not None:
             made[self.seqlen_k] = length
         if self.strided:
             place = self.tail.place
-            made[place["k_strides"]] = Strides(*k[:3])
-            made[place["v_strides"]] = Strides(*v[:3])
+            made[place["k_strides"]], made[place["v_strides"]] = (Strides(*x[:3]) for x in strides)
         if scales is not None:
             place = self.tail.place
             for name, step in zip(STRIDES_OF_SCALES, scales, strict=True):

@@ -176,10 +176,12 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
         x, y, z = grid
         q, q_rest, k = maps[:3]
         k_rest, v, out = maps[3:]
+        whole = q_rest is k_rest is NO_MAPS
 
         def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
             function(
-                *(x, y, z, stream, *fixed, *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k]),
+                *(x, y, z, stream, *fixed, *q[at.q], *of_q, *k[at.k], *of_k),
                 *(*v[at.v], *out[at.out], *memory, row[0], *args, *tail),
             )
 
@@ -189,9 +191,11 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
         x, y, z = grid
         q, q_rest, k = maps[:3]
         k_rest, v, out = maps[3:]
+        whole = q_rest is k_rest is NO_MAPS
 
         def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            operands = *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k], *v[at.v], *out[at.out]
+            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
+            operands = *q[at.q], *of_q, *k[at.k], *of_k, *v[at.v], *out[at.out]
             function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
 
         return launch
@@ -423,9 +427,10 @@ class NoMaps(dict[int, tuple[Any, ...]]):
     """In the place of `TensorMaps`, for a kernel that takes None there."""
 
     def __missing__(self, address: int) -> tuple[None]:
-        return (None,)
+        return NO_MAP
 
 
+NO_MAP = (None,)
 JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
 
 

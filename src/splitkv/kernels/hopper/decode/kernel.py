@@ -276,14 +276,20 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     def at_lengths(compiled: Any) -> LaunchAtLength | None:
         if variant.load == "gather":
             return None
-        launch_of_layout = bind_to_layouts(compiled, clusters, *tiles_of(compiled))
-        if launch_of_layout is None:
+        k_tile, v_tile = tiles_of(compiled)
+        launch_with = bind_to_maps(compiled, clusters)
+        launch_of_layout = bind_to_layouts(compiled, clusters, k_tile, v_tile)
+        if launch_with is None or launch_of_layout is None:
             return None
         arguments_of = tail().at_length
         alike = problem.head_dim == problem.head_dim_v
+        rooms = RoomMaps((k_tile, v_tile), (k_layout, v_layout))
 
-        def at_length(here: CacheLayout) -> Launch:
-            length, k, v, _ = here
+        def at_length(here: CacheLayout, room: int) -> Launch:
+            length, strides = here[:2]
+            if room:
+                return launch_with(arguments_of(here), *rooms[room, strides])
+            k, v = strides
             of_k = of_v = k_layout(length, k)
             if not alike or k != v:
                 of_v = v_layout(length, v)
@@ -299,6 +305,31 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
 
 
 KV_NAMES = "k", "v", "table_ptr"
+MAX_ROOMS = 64  # of a bucket of lengths; past it they start afresh
+
+
+class RoomMaps(dict[Any, tuple[TensorMaps, TensorMaps]]):
+    """Maps of K and V by the keys that their memory has room for, and their strides: of all lengths
+    in a room, as what is behind a length is masked.
+
+    tiles     Tiles of K and V
+    layouts   what computes how TMA sees them, see `layouts_of`
+    """
+
+    def __init__(self, tiles: tuple[Tile, Tile], layouts: tuple[Any, Any]) -> None:
+        self.tiles, self.layouts = tiles, layouts
+
+    def __missing__(self, key: tuple[int, Any]) -> tuple[TensorMaps, TensorMaps]:
+        room, (k, v) = key
+        (k_tile, v_tile), (k_layout, v_layout) = self.tiles, self.layouts
+        k_maps, v_maps = (
+            TensorMaps(k_tile, *k_layout(room, k)),
+            TensorMaps(v_tile, *v_layout(room, v)),
+        )
+        if len(self) >= MAX_ROOMS:
+            self.clear()
+        self[key] = k_maps, v_maps
+        return k_maps, v_maps
 
 
 def bind(plan: Plan, operands: Operands) -> DecodeLauncher | step.StepLauncher:

@@ -27,12 +27,12 @@ def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequ
     width = min(dim, 128 // size)
 
     def in_panels(keys: int, strides: Sequence[int]) -> Layout:
-        b, t, h, _ = strides
+        b, t, h = strides[:3]
         shape = outer, heads, dim // width, keys, width
         return shape, (b // together, h // together, width, t // together, 1)
 
     def in_rows(keys: int, strides: Sequence[int]) -> Layout:
-        b, t, h, _ = strides
+        b, t, h = strides[:3]
         return (outer, keys, heads, dim), (b // together, t // together, h // together, 1)
 
     return in_panels if panels else in_rows

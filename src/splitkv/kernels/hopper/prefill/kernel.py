@@ -230,7 +230,7 @@ def hopper_prefill(
         merge_splits(work, results, CONFIG)
 
 
-def tilings_of(plan: Plan) -> Callable[[SequenceLengths, int], ItemTiling]:
+def item_tilings_of(plan: Plan) -> Callable[[SequenceLengths, int], ItemTiling]:
     """Gives what computes the ItemTiling of a plan for queries of such lengths, and for so many
     bytes of keys and values as they are multiplied.
 
@@ -276,7 +276,7 @@ def bind_warpgroups(
     problem, config, variant = plan.problem, plan.config, plan.config.variant
     assert isinstance(variant, HopperPrefill), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
-    by_lane, schedule, tiling = problem.kind != "varlen", None, tilings_of(plan)
+    by_lane, schedule, tiling = problem.kind != "varlen", None, item_tilings_of(plan)
     if config.schedule == "items":
         schedule = ItemSchedule(plan, rule_of(plan, pack, ROWS.value), operands.q.is_cuda)
         splits = scheduled_splits(problem, schedule.rule)

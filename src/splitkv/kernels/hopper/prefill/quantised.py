@@ -54,7 +54,7 @@ from splitkv.kernels.hopper.prefill.cluster_merge import PAIR, open_exchange
 from splitkv.kernels.hopper.prefill.convert import ready_pieces, stored_pieces
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
 from splitkv.kernels.hopper.prefill.items import item_at_grid
-from splitkv.kernels.hopper.prefill.kernel import tilings_of
+from splitkv.kernels.hopper.prefill.kernel import item_tilings_of
 from splitkv.kernels.hopper.prefill.launch import (
     BoundKernel,
     Box,
@@ -379,7 +379,7 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     by_grid = variant.items == "by_grid"
     cluster = config.merge == "cluster"
     assert by_grid or not cluster, "a cluster has the splits of one row tile"
-    tiling, kv_bytes = tilings_of(plan), bytes_of_keys(problem)
+    tiling, kv_bytes = item_tilings_of(plan), bytes_of_keys(problem)
 
     def sizes(x: Operands) -> SequenceSizes:
         lengths = lengths_of(problem, x)
