@@ -10,6 +10,7 @@ from torch import Tensor
 
 from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.hopper.backward.launches import GradientCall, Sizes, Workspace
+from splitkv.kernels.host import workspace
 from splitkv.kernels.host.relaunch import (
     AddressKernel,
     AddressLaunch,
@@ -27,6 +28,9 @@ PIECES = (
 )
 NAMES = (*GIVEN, *RESULTS, *PIECES)
 """Names of the addresses of a call, in the order in which launches take them."""
+MOST_KEPT = 1 << 23
+"""Numbers of a workspace that its stream keeps for the next call: 32 MiB of fp32. Whoever needs
+more computes for longer than an allocation takes."""
 
 
 class BackwardRelaunch:
@@ -41,17 +45,24 @@ class BackwardRelaunch:
         self.launches = tuple(launches)
         self.scale, self.grad_strides = call.operands.softmax_scale, call.grad.stride()
         self.of_lse = call.grad_lse is not None
-        workspace, strides = sizes.workspace, sizes.gradients.of_tensors
-        self.new_memory = allocation((workspace.numel,), torch.float32, device, (1,))
+        self.numel, strides = sizes.workspace.numel, sizes.gradients.of_tensors
+        self.new_memory = allocation((self.numel,), torch.float32, device, (1,))
         layouts = zip((x.q, x.k, x.v), strides, strict=True)
-        self.new_grads = tuple([allocation(t.shape, t.dtype, device, n) for t, n in layouts])
+        self.new_dq, self.new_dk, self.new_dv = (
+            allocation(t.shape, t.dtype, device, n) for t, n in layouts
+        )
         sinks, self.new_dsink = x.sink_logits, None
         if sinks is not None:
             self.new_dsink = allocation(sinks.shape, sinks.dtype, device)
-        places = (workspace.places.get(name) for name in PIECES)
+        places = (sizes.workspace.places.get(name) for name in PIECES)
         self.offsets = [None if place is None else 4 * place[0] for place in places]
+        self.pieces: tuple[int, tuple[int | None, ...]] = (0, ())  # of the last workspace
         self.device = device.index
         self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.capturing = torch._C._cuda_isCurrentStreamCapturing
+        self.buffers: dict[int, workspace.Buffer] | None = None
+        if self.numel <= MOST_KEPT:
+            self.buffers = workspace.buffers(device.index)
 
     def call(
         self, saved: Saved, grad: Tensor, grad_lse: Tensor | None, scale: float
@@ -83,17 +94,28 @@ class BackwardRelaunch:
         if self.new_dsink is not None:
             dsink = self.new_dsink()
             at_dsink = dsink.data_ptr()
-        new_dq, new_dk, new_dv = self.new_grads
-        dq, dk, dv, memory = new_dq(), new_dk(), new_dv(), self.new_memory()
-        first = memory.data_ptr()
-        addresses = [
-            *(at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k),
-            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink),
-            *[None if offset is None else first + offset for offset in self.offsets],
-        ]
-        stream = self.current_stream(self.device)
+        dq, dk, dv = self.new_dq(), self.new_dk(), self.new_dv()
+        stream, buffers, buffer = self.current_stream(self.device), self.buffers, None
+        if buffers is None:
+            memory = self.new_memory()
+            first = memory.data_ptr()
+        else:
+            captured = stream and self.capturing()  # stream 0, the default, cannot be
+            buffer = None if captured else buffers.pop(stream, None)
+            if buffer is None or buffer[1] < self.numel:
+                buffer = workspace.make_buffer(self.device, self.numel, captured)
+            first = buffer[0]
+        pieces = self.pieces
+        if pieces[0] != first:
+            every = (None if offset is None else first + offset for offset in self.offsets)
+            pieces = self.pieces = first, tuple(every)
+        given = at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k
+        made = dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink
+        per_call = (stream,) + given + made + pieces[1]
         for launch in self.launches:
-            launch(stream, addresses)
+            launch(per_call)
+        if buffers is not None and buffer is not None and not captured:
+            buffers[stream] = buffer
         return Gradients(dq, dk, dv, dsink, None)
 
 
