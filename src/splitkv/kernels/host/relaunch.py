@@ -18,7 +18,7 @@ import copy
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from operator import getitem, itemgetter
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -161,8 +161,6 @@ def launch_by_name(
 AddressLaunch = Callable[[tuple[Any, ...]], None]
 """`launch(per_call)`: the stream, and addresses in the order of the names that it was bound with,
 None for a tensor that is not there."""
-Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
-"""Takes some items of a sequence."""
 
 
 class KernelLaunch(NamedTuple):
@@ -199,12 +197,12 @@ class KernelLaunch(NamedTuple):
         return launch_by_name(self.kernel, self.grid, arguments, **self.options)
 
 
+GRID_AND_STREAM, STREAM_AT = (0, 0, 0, 0), 3
+"""The first arguments of the C function where it takes them one by one, to be filled in."""
+
+
 class AddressKernel:
     """A compiled kernel, to be launched with addresses and with the arguments of other lengths.
-
-    Whatever the C function takes is picked at once from four groups of values, one behind the
-    other: what each call gives, tensor maps and records of pointers made of that, and what calls of
-    one layout have in common.
 
     launch    what it was compiled for
     calling   how to call it, see `_calling`
@@ -222,80 +220,67 @@ class AddressKernel:
     ) -> None:
         self.compiled, self.calling = compiled, calling
         _, fixed, as_tuple = calling
-        parameters, pointers = launch.kernel.arg_names, launch.pointers
-        given = {name: n for n, name in enumerate(("stream", *names))}
-
-        def there(parameter: str) -> bool:
-            name = pointers.get(parameter)
-            return (name[0] if isinstance(name, tuple) else name) in present
-
-        self.scalars = [x for x in parameters if pointers.get(x) is None]
-        described = [x for x in parameters if x in launch.layouts and there(x)]
-        together = [x for x in parameters if isinstance(pointers.get(x), tuple) and there(x)]
-        self.tiles = [(x, tile_of(compiled, n)) for n, x in enumerate(described)]
-        self.addresses_of_maps = items_at([given[pointers[x]] for x in described])
-        self.records = [items_at([given[name] for name in pointers[x]]) for x in together]
-
-        lengths = {x: len(_numbers_of(launch.layouts[x])) for x in described}
-        numbers = {x: [(x, n) for n in range(length)] for x, length in lengths.items()}
-        head = [("grid", n) for n in range(3)], [("fixed", n) for n in range(len(fixed))]
-        of_call = [("given", name) for name in given]
-        order: list[Any] = [*of_call, *described, *together, *head[0], *head[1], None, *self.scalars]
-        order += [key for x in described for key in numbers[x]]
-
-        args: list[Any] = [] if as_tuple else [*head[0], ("given", "stream"), *head[1]]
-        for parameter in parameters:
-            name = pointers.get(parameter)
-            if name is None or parameter in together:
-                args.append(parameter)
-            elif not there(parameter):
-                args.append(None)
-            elif parameter in numbers:
-                args += [parameter, *numbers[parameter]]
+        number = {name: n for n, name in enumerate(names, 1)}  # behind the stream
+        # the grid, the stream and what follows it come first, or where these are one tuple are none
+        # of the arguments
+        self.template: list[Any] = [] if as_tuple else [*GRID_AND_STREAM, *fixed]
+        self.place: dict[str, int] = {}  # of the arguments there
+        # of the template, and of what is given in each call
+        self.pointers: list[tuple[int, int]] = [] if as_tuple else [(STREAM_AT, 0)]
+        self.records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
+        self.maps: list[tuple[str, Tile, int, int]] = []
+        for parameter in launch.kernel.arg_names:
+            name, layout = launch.pointers.get(parameter), launch.layouts.get(parameter)
+            at = len(self.template)
+            if name is None:
+                self.template.append(launch.arguments[parameter])
+                self.place[parameter] = at
+                continue
+            self.template.append(None)
+            if isinstance(name, tuple):
+                if name[0] in present:
+                    self.records.append((at, itemgetter(*(number[item] for item in name))))
+            elif name not in present:
+                continue
+            elif layout is None:
+                self.pointers.append((at, number[name]))
             else:
-                args.append(("given", name))
-        place = {key: n for n, key in enumerate(order)}
-        self.pick = items_at([place[key] for key in args])
+                tile = tile_of(compiled, len(self.maps))
+                self.maps.append((parameter, tile, at, number[name]))
+                self.template += [*layout.shape, *layout.strides]
 
     def bind(self, launch: KernelLaunch) -> AddressLaunch:
         """Binds it to the grid, arguments and layouts of a launch for which it would be compiled
         alike."""
         function, fixed, as_tuple = self.calling
-        pick, records, addresses_of_maps = self.pick, self.records, self.addresses_of_maps
         x, y, z = (*launch.grid, 1, 1)[:3]
-        alike = [x, y, z, *fixed, None, *(launch.arguments[name] for name in self.scalars)]
-        maps: list[MapsAlone] = []
-        for parameter, tile in self.tiles:
+        template, place = self.template.copy(), self.place
+        if not as_tuple:
+            template[:STREAM_AT] = x, y, z
+        for parameter, value in launch.arguments.items():
+            template[place[parameter]] = value
+        maps: list[tuple[int, int, JustMaps]] = []
+        for parameter, tile, at, n in self.maps:
             layout = launch.layouts[parameter]
-            maps.append(MapsAlone(tile, layout.shape, layout.strides))
-            alike += _numbers_of(layout)
-        in_common = tuple(alike)
+            shape, strides = layout.shape, layout.strides
+            template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
+            maps.append((at, n, JustMaps(tile, shape, strides)))
+        pointers, records = self.pointers, self.records
 
-        def launch_again(per_call: tuple[Any, ...]) -> None:
-            values = per_call
-            if maps:
-                values += (*map(getitem, maps, addresses_of_maps(per_call)),)
-            if records:
-                values += tuple([items_of(per_call) for items_of in records])
-            picked = pick(values + in_common)
+        def launch_again(per_call: Sequence[Any]) -> None:
+            args = template.copy()
+            for at, n in pointers:
+                args[at] = per_call[n]
+            for at, n, kept in maps:
+                args[at] = kept[per_call[n]]
+            for at, items in records:
+                args[at] = items(per_call)
             if as_tuple:
-                function(x, y, z, per_call[0], *fixed, picked)
+                function(x, y, z, per_call[0], *fixed, tuple(args))
             else:
-                function(*picked)
+                function(*args)
 
         return holding(self.compiled, launch_again)
-
-
-def items_at(places: Sequence[int]) -> Pick:
-    """A function that gives the items at these places of a sequence."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple([values[n] for n in places])
-
-
-def _numbers_of(layout: Any) -> tuple[int, ...]:
-    """The arguments behind a tensor map."""
-    return *layout.shape, *layout.strides
 
 
 def address_kernel(
@@ -472,8 +457,8 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
-class MapsAlone(dict[int, Any]):
-    """As `TensorMaps`, but for what is put behind a map: `maps[address]` is the CUtensorMap."""
+class JustMaps(dict[int, Any]):
+    """As `MapsOfLength` without what is put behind a map: `maps[address]` is the CUtensorMap."""
 
     __slots__ = "shape", "strides", "tile"
 
