@@ -158,9 +158,16 @@ def launch_by_name(
     return kernel[grid](*in_order(kernel, arguments), enable_fp_fusion=True, **options)
 
 
-AddressLaunch = Callable[[tuple[Any, ...]], None]
-"""`launch(per_call)`: the stream, and addresses in the order of the names that it was bound with,
-None for a tensor that is not there."""
+class AddressLaunch(NamedTuple):
+    """A launch of a compiled kernel with addresses: `function(*pack(per_call))`.
+
+    pack       the arguments of the function, of which nothing else is part than per_call: the
+               stream, and addresses in the order of the names that the launch was bound with, None
+               for a tensor that is not there. Whoever launches with the same again may keep them
+    """
+
+    function: Callable[..., Any]
+    pack: Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 class KernelLaunch(NamedTuple):
@@ -267,7 +274,7 @@ class AddressKernel:
             maps.append((at, n, JustMaps(tile, shape, strides)))
         pointers, records = self.pointers, self.records
 
-        def launch_again(per_call: Sequence[Any]) -> None:
+        def pack(per_call: Sequence[Any]) -> tuple[Any, ...]:
             args = template.copy()
             for at, n in pointers:
                 args[at] = per_call[n]
@@ -276,11 +283,10 @@ class AddressKernel:
             for at, items in records:
                 args[at] = items(per_call)
             if as_tuple:
-                function(x, y, z, per_call[0], *fixed, tuple(args))
-            else:
-                function(*args)
+                return x, y, z, per_call[0], *fixed, tuple(args)
+            return tuple(args)
 
-        return holding(self.compiled, launch_again)
+        return AddressLaunch(function, holding(self.compiled, pack))
 
 
 def address_kernel(

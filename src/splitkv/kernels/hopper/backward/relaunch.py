@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ NAMES = (*GIVEN, *RESULTS, *PIECES)
 MOST_KEPT = 1 << 23
 """Numbers of a workspace that its stream keeps for the next call: 32 MiB of fp32. Whoever needs
 more computes for longer than an allocation takes."""
+MOST_PACKED = 64  # calls of one layout whose arguments are kept; past it, they start afresh
 
 
 class BackwardRelaunch:
@@ -43,6 +44,8 @@ class BackwardRelaunch:
     def __init__(self, launches: Sequence[AddressLaunch], call: GradientCall, sizes: Sizes) -> None:
         x, device = call.saved, call.saved.q.device
         self.launches = tuple(launches)
+        # what launches are given, by all addresses: those of a layer come again in every step
+        self.packed: dict[Hashable, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
         self.scale, self.grad_strides = call.operands.softmax_scale, call.grad.stride()
         self.of_lse = call.grad_lse is not None
         self.numel, strides = sizes.workspace.numel, sizes.gradients.of_tensors
@@ -54,9 +57,7 @@ class BackwardRelaunch:
         sinks, self.new_dsink = x.sink_logits, None
         if sinks is not None:
             self.new_dsink = allocation(sinks.shape, sinks.dtype, device)
-        places = (sizes.workspace.places.get(name) for name in PIECES)
-        self.offsets = [None if place is None else 4 * place[0] for place in places]
-        self.pieces: tuple[int, tuple[int | None, ...]] = (0, ())  # of the last workspace
+        self.places = [sizes.workspace.places.get(name) for name in PIECES]
         self.device = device.index
         self.current_stream = torch._C._cuda_getCurrentRawStream
         self.capturing = torch._C._cuda_isCurrentStreamCapturing
@@ -95,7 +96,7 @@ class BackwardRelaunch:
             dsink = self.new_dsink()
             at_dsink = dsink.data_ptr()
         dq, dk, dv = self.new_dq(), self.new_dk(), self.new_dv()
-        stream, buffers, buffer = self.current_stream(self.device), self.buffers, None
+        stream, buffers = self.current_stream(self.device), self.buffers
         if buffers is None:
             memory = self.new_memory()
             first = memory.data_ptr()
@@ -105,18 +106,32 @@ class BackwardRelaunch:
             if buffer is None or buffer[1] < self.numel:
                 buffer = workspace.make_buffer(self.device, self.numel, captured)
             first = buffer[0]
-        pieces = self.pieces
-        if pieces[0] != first:
-            every = (None if offset is None else first + offset for offset in self.offsets)
-            pieces = self.pieces = first, tuple(every)
         given = at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k
-        made = dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink
-        per_call = (stream,) + given + made + pieces[1]
-        for launch in self.launches:
-            launch(per_call)
-        if buffers is not None and buffer is not None and not captured:
+        results = dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink
+        key = given + results, stream, first
+        packed = self.packed.get(key)
+        if packed is None:
+            packed = self.pack(*key)
+        for function, args in packed:
+            function(*args)
+        if buffers is not None and not captured:
             buffers[stream] = buffer
         return Gradients(dq, dk, dv, dsink, None)
+
+    def pack(
+        self, addresses: tuple[int | None, ...], stream: int, first: int
+    ) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """What the launches of a call are given, kept for later ones.
+
+        addresses   of GIVEN and RESULTS; first: of the workspace
+        """
+        pieces = [None if place is None else first + 4 * place[0] for place in self.places]
+        per_call = stream, *addresses, *pieces
+        made = [(launch.function, launch.pack(per_call)) for launch in self.launches]
+        if len(self.packed) >= MOST_PACKED:
+            self.packed.clear()
+        self.packed[addresses, stream, first] = made
+        return made
 
 
 def address_kernels(
