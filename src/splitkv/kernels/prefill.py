@@ -535,14 +535,15 @@ def attention(launcher: Differentiable, operands: Operands) -> tuple[Tensor, Ten
     if not problem.needs_grad:
         out, lse = launcher.forward(x, seed)
         return out, lse if problem.return_lse else None
-    # of what `apply` of Attention does, only the rest matters where no transform is active
-    apply = Attention.apply if functorch_is_active() else apply_directly
+    # of functorch's transforms torch has to say that this function is none of theirs
+    apply = Attention.apply if functorch_is_active() else apply_in_no_transform
     made: Any
-    if x.sink_logits is None and x.alibi_slopes is None:  # each argument takes time
-        made = apply((launcher, x, seed), x.q, x.k, x.v)
+    if x.alibi_slopes is not None:
+        made = apply((launcher, x, seed), x.q, x.k, x.v, x.sink_logits, x.alibi_slopes)
+    elif x.sink_logits is not None:  # each argument takes time
+        made = apply((launcher, x, seed), x.q, x.k, x.v, x.sink_logits)
     else:
-        leaves = x.q, x.k, x.v, x.sink_logits, x.alibi_slopes
-        made = apply((launcher, x, seed), *leaves)
+        made = apply((launcher, x, seed), x.q, x.k, x.v)
     return made if problem.return_lse else (made, None)
 
 
@@ -565,8 +566,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Any, Operands, Tensor | None], *leaves: Any) -> Any:
         """(out, lse), or where the problem of the launcher does not ask for the LSE, out.
 
-        call: a launcher, operands, and the seed of dropout; leaves: those that are given, in the
-        order of `LEAVES`."""
+        call: a launcher, operands, and the seed of dropout; leaves: in the order of `LEAVES`, up to
+        the last one that is given."""
         launcher, x, seed = call
         out, lse = launcher.forward(x, seed)
         sinks, slopes, cu_q, cu_k = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k
@@ -598,8 +599,9 @@ class Attention(torch.autograd.Function):
             of_slopes = kept.alibi_slopes is not None and ctx.needs_input_grad[-1]
             found = run(operands, kept.seed, *rest, of_slopes)
             launcher.backward_again[backward_for] = run.again(operands, *rest)
-        return None, *found  # the last are None where there is no such leaf
+        return None, *found  # past the leaves there are Nones, which autograd drops
 
 
-apply_directly = super(torch.autograd.Function, Attention).apply
+apply_in_no_transform = super(torch.autograd.Function, Attention).apply
+"""`Attention.apply` without what that asks in Python on every call for the sake of functorch."""
 functorch_is_active = torch._C._are_functorch_transforms_active

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -326,7 +326,10 @@ def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = (
     return through_triton
 
 
-def holding(compiled: Any, launch: Launch) -> Launch:
+Held = TypeVar("Held", bound=Callable[..., Any])
+
+
+def holding(compiled: Any, launch: Held) -> Held:
     """The launch, and with it the kernel: Triton 3.9 unloads one that nobody holds."""
     launch.__dict__["kernel"] = compiled
     return launch

@@ -102,7 +102,7 @@ class BackwardRelaunch:
             first = memory.data_ptr()
         else:
             captured = stream and self.capturing()  # stream 0, the default, cannot be
-            buffer = None if captured else buffers.pop(stream, None)
+            buffer: Any = None if captured else buffers.pop(stream, None)
             if buffer is None or buffer[1] < self.numel:
                 buffer = workspace.make_buffer(self.device, self.numel, captured)
             first = buffer[0]
