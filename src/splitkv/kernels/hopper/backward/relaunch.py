@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -31,7 +32,11 @@ NAMES = (*GIVEN, *RESULTS, *PIECES)
 MOST_KEPT = 1 << 23
 """Numbers of a workspace that its stream keeps for the next call: 32 MiB of fp32. Whoever needs
 more computes for longer than an allocation takes."""
-MOST_PACKED = 64  # calls of one layout whose arguments are kept; past it, they start afresh
+Packed = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+"""The functions that launch the kernels of a call, and what each of them is given."""
+MOST_PACKED = 4096  # calls whose Packed is kept, of about 2 KiB each; past it, they start afresh
+_packed: dict[Hashable, Packed] = {}  # by layout and addresses: a layer's come again in every step
+_numbers = itertools.count()
 
 
 class BackwardRelaunch:
@@ -44,8 +49,7 @@ class BackwardRelaunch:
     def __init__(self, launches: Sequence[AddressLaunch], call: GradientCall, sizes: Sizes) -> None:
         x, device = call.saved, call.saved.q.device
         self.launches = tuple(launches)
-        # what launches are given, by all addresses: those of a layer come again in every step
-        self.packed: dict[Hashable, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
+        self.packed, self.number = _packed, next(_numbers)
         self.scale, self.grad_strides = call.operands.softmax_scale, call.grad.stride()
         self.of_lse = call.grad_lse is not None
         self.numel, strides = sizes.workspace.numel, sizes.gradients.of_tensors
@@ -108,30 +112,26 @@ class BackwardRelaunch:
             first = buffer[0]
         given = at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k
         results = dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink
-        key = given + results, stream, first
+        key = self.number, given + results, stream, first
         packed = self.packed.get(key)
         if packed is None:
-            packed = self.pack(*key)
+            packed = self.packed[key] = self.pack(given + results, stream, first)
         for function, args in packed:
             function(*args)
         if buffers is not None and not captured:
             buffers[stream] = buffer
         return Gradients(dq, dk, dv, dsink, None)
 
-    def pack(
-        self, addresses: tuple[int | None, ...], stream: int, first: int
-    ) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-        """What the launches of a call are given, kept for later ones.
+    def pack(self, addresses: Sequence[int | None], stream: int, first: int) -> Packed:
+        """Makes the Packed of a call, and room to keep it.
 
         addresses   of GIVEN and RESULTS; first: of the workspace
         """
-        pieces = [None if place is None else first + 4 * place[0] for place in self.places]
-        per_call = stream, *addresses, *pieces
-        made = [(launch.function, launch.pack(per_call)) for launch in self.launches]
         if len(self.packed) >= MOST_PACKED:
             self.packed.clear()
-        self.packed[addresses, stream, first] = made
-        return made
+        pieces = [None if place is None else first + 4 * place[0] for place in self.places]
+        per_call = stream, *addresses, *pieces
+        return [(launch.function, launch.pack(per_call)) for launch in self.launches]
 
 
 def address_kernels(
