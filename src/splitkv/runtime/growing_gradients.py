@@ -32,7 +32,7 @@ class AtLength:
     of a SequenceLauncher.
 
     forward_call         of every length; gives the LSE, too
-    layout               by which that knows this length
+    layout               of this length, with which begins what that knows it by
     plan                 of the bucket that this length is in
     backward_launchers   of the bucket: see kernels/gradients.py
     """
@@ -41,7 +41,7 @@ class AtLength:
         self,
         problem: Problem,
         forward_call: GrowingSequences,
-        layout: Hashable,
+        layout: tuple[Any, ...],
         plan: Plan,
         backward_launchers: Any,
     ) -> None:
@@ -59,8 +59,8 @@ class AtLength:
             if done is not None:
                 return done
         result = self.forward_call(operands)
-        layout, again = self.forward_call.latest
-        if layout == self.layout:
+        latest, again = self.forward_call.latest
+        if latest is not None and latest[: len(self.layout)] == self.layout:
             self.forward_again = again
         return result
 
@@ -104,7 +104,7 @@ class GrowingGradients:
             self.latest = here, at
         return attention(at, x) if isinstance(at, AtLength) else at(x)
 
-    def at_length(self, operands: Operands, here: Hashable) -> Launcher | AtLength:
+    def at_length(self, operands: Operands, here: tuple[Any, ...]) -> Launcher | AtLength:
         """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
         or where a kernel is chosen that does not take every length."""
         x, growing = operands, self.growing
