@@ -226,7 +226,7 @@ class AddressKernel:
         present: Container[str],
     ) -> None:
         self.compiled, self.calling = compiled, calling
-        _, fixed, as_tuple = calling
+        fixed, as_tuple = calling[1:]
         number = {name: n for n, name in enumerate(names, 1)}  # behind the stream
         # the grid, the stream and what follows it come first, or where these are one tuple are none
         # of the arguments
@@ -283,7 +283,7 @@ class AddressKernel:
             for at, items in records:
                 args[at] = items(per_call)
             if as_tuple:
-                return x, y, z, per_call[0], *fixed, tuple(args)
+                args = [x, y, z, per_call[0], *fixed, tuple(args)]
             return tuple(args)
 
         return AddressLaunch(function, holding(self.compiled, pack))
@@ -467,7 +467,8 @@ _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
 class JustMaps(dict[int, Any]):
-    """As `MapsOfLength` without what is put behind a map: `maps[address]` is the CUtensorMap."""
+    """Tensor maps without their shapes and strides behind them: `maps[address]` is the CUtensorMap.
+    They are forgotten with the layout, as those of `MapsOfLength`."""
 
     __slots__ = "shape", "strides", "tile"
 
