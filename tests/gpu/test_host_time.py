@@ -375,9 +375,9 @@ def test_training(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Forward with gradients, and its backward, once both are known.
 
     The limit of a backward is one of what runs in its caller's thread. Autograd has a thread of its
-    own for each GPU unless it is told otherwise, and to wake that takes as long on some hosts as a
-    backward may take whole, of a function that does nothing, too. So what it takes there is printed
-    beside that of such a function, and is nobody's limit.
+    own for each GPU unless it is told otherwise, and to hand a backward over to that takes longer
+    than all else that it does for a function that does nothing. Nobody can change that here, so
+    what a backward takes there is printed beside such a function, and has no limit.
     """
     forward, leaves = training_call(name)
     grad = torch.randn_like(forward().detach())
