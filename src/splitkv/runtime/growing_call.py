@@ -392,19 +392,16 @@ class GrowingSequences(Growing):
         super().__init__(problem, operands, 0, plan_for, SEQUENCES_GROW)
         self.mask = mask
         self.known: OrderedDict[Any, Any] = OrderedDict()  # layouts, and what launches them
-        self.packed, self.return_lse = problem.kind == "varlen", problem.return_lse
+        self.return_lse = problem.return_lse
+        # kernels of gradients are bound to a number of sequences
+        self.any_batch = problem.kind == "varlen" and not problem.needs_grad
         self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
 
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream, through Triton where nothing is compiled for
         these operands or somebody observes launches; of packed ones with the greatest lengths."""
         x = operands
-        q, k = x.q, x.k
-        if not self.packed:
-            x.seqlen_q, x.seqlen_k = q.shape[1], k.shape[1]
-        assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
-        lengths = x.seqlen_q, x.seqlen_k, self.batch_of(x)
-        here = lengths, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
+        here = self.layout_of(x)
         layout, again = self.latest
         bucket = None
         if again is None or layout != here:
@@ -412,7 +409,7 @@ class GrowingSequences(Growing):
             if again is not None:
                 self.latest = here, again
             else:
-                bucket = self.bucket_of(x, here[3:])
+                bucket = self.bucket_of(x, here)
                 launcher = None if bucket is None else self.launcher_of(bucket, x)
                 again = None if launcher is None else launcher.at_length(x)
                 self.latest = here, again
@@ -424,38 +421,49 @@ class GrowingSequences(Growing):
                 if bucket is not None:
                     self.look_ahead(layout, bucket, x)
                 return done if self.return_lse else (done[0], None)
-        exact = self.batch_of(x), x.seqlen_q, x.seqlen_k, self.edges(x.seqlen_q, x.seqlen_k)
-        return self.through_triton(here, self.bucket_of(x, here[3:]), self.problem_of(exact), x)
+        queries, keys, batch = here[0]
+        exact = batch, queries, keys, self.edges(queries, keys)
+        return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
+
+    def layout_of(self, operands: Operands) -> tuple[Any, ...]:
+        """The layout of a call, by which what launches it is known: ((greatest lengths of queries
+        and keys, sequences), shapes of q and k, strides of q, k and v). Notes the lengths of
+        sequences that are not packed in the operands."""
+        x = operands
+        q, k, starts = x.q, x.k, x.cu_seqlens_q
+        if starts is None:
+            batch, x.seqlen_q, *_ = q.shape
+            x.seqlen_k = k.shape[1]
+        else:
+            batch = starts.shape[0] - 1
+        lengths = x.seqlen_q, x.seqlen_k, batch
+        return lengths, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
 
     def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
         """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
-        length, (alignment, (batch, queries, keys, edges)) = operands.seqlen_k or 0, bucket
-        here = operands.seqlen_q, length - 1, self.batch_of(operands)
-        if before is not None and before[0] == here and length > keys - AHEAD:
+        alignment, (batch, queries, keys, edges) = bucket
+        now, length, sequences = self.layout_of(operands)[0]
+        grown = before is not None and before[0] == (now, length - 1, sequences)
+        if grown and length > keys - AHEAD:
             self.make_ready((alignment, (batch, queries, rounded_up(keys + 1), edges)), operands)
 
-    def bucket_of(self, operands: Operands, strides: Sequence[Any]) -> Bucket | None:
+    def bucket_of(self, operands: Operands, here: tuple[Any, ...]) -> Bucket | None:
         """The bucket of a call; None where its layout is in none, or its addresses are no multiples
         of 16: another kernel may be for these, of which later calls are to know nothing.
 
-        strides   of q, k and v
+        here   of `layout_of`
         """
         x = operands
         out = 0 if x.out is None else x.out.data_ptr()
         if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr() | out) & 15:
             return None
-        alignment = alignment_of_sequences(self.problem, x, strides)
+        alignment = alignment_of_sequences(self.problem, x, here[3:])
         if alignment is None:
             return None
-        batch, queries, keys = self.batch_of(x), x.seqlen_q or 0, x.seqlen_k or 0
-        batch = rounded_up(batch) if self.packed else batch
+        queries, keys, batch = here[0]
+        batch = rounded_up(batch) if self.any_batch else batch
         longest = rounded_up(queries), rounded_up(keys), self.edges(queries, keys)
         return alignment, (batch, *longest)
-
-    def batch_of(self, operands: Operands) -> int:
-        """The sequences of a call."""
-        starts = operands.cu_seqlens_q
-        return self.problem.batch if starts is None else starts.shape[0] - 1
 
     def edges(self, queries: int, keys: int) -> tuple[bool, bool]:
         """Which edges of the mask no query meets, left and right: see `Mask.within`."""
