@@ -50,7 +50,9 @@ def turn(o: argparse.Namespace, alone: bool) -> Iterator[None]:
         yield
         return
     with open(o.turns, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        with open(f"{o.turns}.next", "w") as following:  # who waits is not overtaken
+            fcntl.flock(following, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
@@ -127,8 +129,9 @@ def run_engine(o: argparse.Namespace) -> None:
         Path(o.save).write_text(json.dumps([asked, ids, logprobs]))
     else:
         shapes = o.shapes.split(",")
-        most = max(sum(n + o.tokens + o.page + 64 for n in lengths_of(x)) for x in shapes)
-        made = engine(o, load_format="dummy", max_total_tokens=-(-most // o.page) * o.page)
+        # with room for what the scheduler keeps free, and for engines beside this one
+        most = max(sum(n + o.tokens + 64 for n in lengths_of(x)) for x in shapes) * 5 // 4
+        made = engine(o, load_format="dummy", max_total_tokens=most // o.page * o.page)
         for shape in shapes:
             with turn(o, alone=True):
                 row = times(made, o, shape)
