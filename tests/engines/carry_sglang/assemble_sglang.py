@@ -117,7 +117,7 @@ def containers(data: bytes, start: int, size: int) -> Iterator[list[Code]]:
 
 
 def flash_is_wanted(code: bytes, heads: tuple[int, ...]) -> bool:
-    """Whether kernels are those of FlashAttention-3 over pages of any size, for bf16 and e4m3 and
+    """Whether kernels are those of FlashAttention-3 over small pages, for bf16 and e4m3 and
     these dimensions of heads, or the few that it launches beside any."""
     found = re.search(rb"CollectiveMainloopFwdSm90\w+", code)
     if not found:
