@@ -44,7 +44,7 @@ else:
 @pytest.fixture(autouse=True)
 def keys_before_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout by default, which vLLM asks of its configuration."""
-    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "NHD")
+    contract.use_layout(monkeypatch, "NHD")
 
 
 def tokens(count: int, heads: int) -> Tensor:
@@ -79,7 +79,7 @@ class Engine:
         )
         assert not options
         self.options = self.impl.options
-        self.cache = empty_cache(kv)
+        self.cache = contract.empty_cache(BLOCKS, BLOCK, KV_HEADS, DIM, kv, DTYPE)
         self.free = list(range(BLOCKS))
         self.draw.shuffle(self.free)
 
@@ -173,20 +173,6 @@ class Engine:
         assert_close(out, *results)
 
 
-def empty_cache(kv: str, layout: str = "NHD", dtype: torch.dtype = DTYPE) -> Tensor:
-    """As vLLM makes it, of garbage: by the shape and order that the backend says."""
-    backend = adapter.SplitKVBackend
-    shape = backend.get_kv_cache_shape(BLOCKS, BLOCK, KV_HEADS, DIM, kv)
-    order = backend.get_kv_cache_stride_order()
-    physical = [shape[i] for i in order]
-    if kv == "auto":
-        made = torch.full(physical, torch.nan, dtype=dtype)
-    else:
-        made = torch.full(physical, 127, dtype=torch.uint8)
-        made = made.view(torch.int8) if kv == "int8_per_token_head" else made
-    return made.permute([order.index(i) for i in range(4)])
-
-
 def stored(x: Tensor, kv: str, scale: Any) -> Tensor:
     """What comes back of keys or values that a cache holds."""
     if kv == "auto":
@@ -241,13 +227,40 @@ def test_mixed_steps(layer: str) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", contract.LAYOUTS)
 def test_caches(cache: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: layout)
+    contract.use_layout(monkeypatch, layout)
     kv, scales = CACHES[cache]
+    if kv.endswith("per_token_head") and layout in ("LHBNC", "BHLNC"):
+        with pytest.raises(NotImplementedError, match="kv_cache: expected a block of a layer in"):
+            Engine(kv, scales=scales).request(9)
+        return
     engine = Engine(kv, scales=scales)
-    assert (engine.cache.stride(1) < engine.cache.stride(2)) == (layout == "NHD")
+    heads_first = layout.index("H") < layout.index("N")
+    assert (engine.cache.stride(1) > engine.cache.stride(2)) == heads_first
+    assert adapter.contract.heads_first(engine.builder.vllm_config) == heads_first
     assert len(list(mixed_steps(engine, 3))) == 3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """As much of vLLM's specification of a layer's cache as a backend may adjust."""
+
+    head_size: int
+    dtype: torch.dtype
+    kv_quant_mode: Any
+    head_size_v: int = 48
+    state_content_bytes: int | None = None
+
+
+def test_room_for_scales() -> None:
+    """What a specification of a cache says from vLLM 0.28 on."""
+    adjust = adapter.SplitKVBackend.customize_spec
+    plain, scaled = (SimpleNamespace(is_per_token_head=on) for on in (False, True))
+    spec = Spec(64, torch.int8, scaled)
+    assert adjust(spec).state_content_bytes == 64 + 48 + 2 * 4
+    for same in (replace(spec, kv_quant_mode=plain), replace(spec, state_content_bytes=7)):
+        assert adjust(same) is same
 
 
 @pytest.mark.parametrize("cache", [name for name in CACHES if name != "as it is"])
@@ -559,7 +572,7 @@ class RankedEngine:
         self.kv, self.ranks, self.interleave = kv, ranks, interleave
         self.scales = (1.0, 1.0) if kv == "auto" else (0.02, 0.03)
         self.layer, meeting = contract.layer(*self.scales), Meeting(ranks)
-        patch.setattr(adapter, "cp_lse_ag_out_rs", merged)
+        patch.setattr(adapter.contract, "cp_lse_ag_out_rs", merged)
         device, spec = torch.device("cpu"), SimpleNamespace(block_size=BLOCK)
         settings = contract.config(LONGEST, 256, ranks=ranks, interleave=interleave)
         self.sinks = torch.randn(ranks * HEADS) if impl.pop("sinks", False) else None
@@ -574,9 +587,7 @@ class RankedEngine:
             self.impls.append(made)
             builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
             self.builders.append(builder)
-            shape = adapter.SplitKVBackend.get_kv_cache_shape(BLOCKS, BLOCK, 1, DIM, kv)
-            cache = torch.full(shape, torch.nan, dtype=DTYPE)
-            self.caches.append(cache if kv == "auto" else torch.full(shape, 127, dtype=torch.uint8))
+            self.caches.append(contract.empty_cache(BLOCKS, BLOCK, 1, DIM, kv, DTYPE))
         self.sequences: list[Request] = []
 
     def slots(self, rank: int, request: Request, first: int) -> list[int]:
@@ -666,7 +677,7 @@ def test_ranks_that_share_keys(
     layer: dict[str, Any], ranks: int, interleave: int, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = RankedEngine(ranks, interleave, kv, monkeypatch, **layer)
-    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "HND")
+    contract.use_layout(monkeypatch, "HND")
     places = iter(torch.randperm(BLOCKS).tolist())
     a, b, c = (Request([next(places) for _ in range(LONGEST // BLOCK)], *nothing()) for _ in "abc")
     made = engine.step([(a, 33), (b, 5)])
@@ -942,8 +953,8 @@ def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPat
 
     orders = {}
     for layout in ("NHD", "HND"):
-        monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda layout=layout: layout)
-        orders[adapter.SplitKVBackend.get_kv_cache_stride_order()] = layout
+        contract.use_layout(monkeypatch, layout)
+        orders[Engine().cache.stride()] = layout
     known = {
         **{name: getattr(adapter, name) for name in ("SplitKVBackend", "SplitKVImpl")},
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")},
@@ -957,6 +968,16 @@ def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPat
 
 def test_guide_has_a_table() -> None:
     assert len(rows_of_guide()) > 20
+
+
+def test_contracts_have_the_same_names() -> None:
+    """One of them is imported, by what vLLM has."""
+    folder = Path(adapter.__file__).parent
+    files = [folder / f"vllm_contract_{release}.py" for release in ("0_26", "0_29")]
+    assert Path(adapter.contract.__file__) in files
+    lists = [re.findall(r"^__all__ = .*", file.read_text(), re.M) for file in files]
+    assert lists[0] == lists[1] != []
+    assert all(hasattr(adapter.contract, name) for name in adapter.contract.__all__)
 
 
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
