@@ -4,7 +4,7 @@
     vllm serve MODEL --attention-backend CUSTOM
 
 vLLM finds `register` by the entry point `splitkv` of the group `vllm.general_plugins`, in each of
-its processes. Written for and tested with the releases in TESTED.
+its processes. Tested with the releases in TESTED.
 
 A step's keys and values are written before the layer attends (`do_kv_cache_update`), as with prefix
 caching a request may read a page that another one writes in the same step. Its requests come sorted
@@ -12,17 +12,21 @@ by the number of their new tokens: those that decode go to `splitkv.decode`, the
 launch, to `splitkv.attention_varlen`. A step of requests that all decode can be captured in a full
 CUDA graph, speculative tokens included.
 
-The cache is vLLM's own, [blocks, heads, keys, 2 * head_dim] with the heads before the keys or after
-them, read through strides. Caches with a scale a token and head (`int8_per_token_head`,
-`fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so
-that rows begin at multiples of 16 bytes.
+The cache is vLLM's own, [blocks, heads, keys, 2 * head_dim] in any layout, read through strides.
+Caches with a scale a token and head (`int8_per_token_head`, `fp8_per_token_head`) are laid out
+within a block as all keys, all values, then their scales, so that rows begin at multiples of 16
+bytes.
+
+What releases of vLLM do not share is in `vllm_contract_0_26` and `vllm_contract_0_29`, named by the
+first release that has it.
 
 Images whose tokens see each other (`mm_req_doc_ranges`) and a causal flag a request become
 `bidirectional_ranges` of `attention_varlen`.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, prefill context parallelism,
 windows, ALiBi and ranges beside decode context parallelism, a causal flag a request beside windows,
-ranges that a window cuts (Gemma 4), 4-bit caches, output with scales of blocks.
+ranges that a window cuts (Gemma 4), R-SWA, 4-bit caches, output with scales of blocks, drafts that
+are trimmed on the device.
 """
 
 from __future__ import annotations
@@ -105,6 +109,7 @@ class SplitKVBackend(contract.CachesOfBackend):
         *("auto", *AS_THEY_ARE, *SCALED, *SCALED_BY_TOKEN)
     ]
     forward_includes_kv_cache_update: bool = False
+    supports_kv_cache_update_bypass: bool = False  # `append` alone writes caches
 
     @staticmethod
     def get_name() -> str:
@@ -167,6 +172,10 @@ class SplitKVBackend(contract.CachesOfBackend):
         return True
 
     @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """No: which requests decode, and how many tokens each, is read on the host."""
         return False
@@ -219,6 +228,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
     """Makes a step's SplitKVMetadata, once for all layers that share a block table."""
 
     supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = False  # a step's schedule is made once, for it
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -416,7 +426,8 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether a shared prefix is read apart; vLLM asks where `disable_cascade_attn` is off."""
+        """Whether a shared prefix is read apart; vLLM up to 0.31 asks where `disable_cascade_attn`
+        is off."""
         positions = use_alibi or use_sliding_window or use_local_attention
         enough = common_prefix_len >= self.block_size and len(query_lens) >= LEAST_SHARERS
         return enough and not positions and dcp_world_size == 1 and not self.batch_invariant

@@ -696,6 +696,14 @@ def nothing() -> tuple[Tensor, Tensor]:
     return tokens(0, 1), tokens(0, 1)
 
 
+def test_a_draft_whose_keys_every_rank_has() -> None:
+    """Its cache is not shared out, as vLLM says from 0.29 on in its specification."""
+    settings, device = contract.config(ranks=2), torch.device("cpu")
+    spec = SimpleNamespace(block_size=BLOCK, dcp_sharded=False)
+    builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
+    assert (builder.ranks, builder.rank) == (1, 0)
+
+
 def test_graphs_of_ranks() -> None:
     """Of single tokens: drafts are read with the step's own keys, in as many launches as it has."""
     of = adapter.SplitKVMetadataBuilder.get_cudagraph_support
@@ -931,6 +939,9 @@ def test_prompts_in_part_are_refused() -> None:
         Engine(settings={"kv_sharing_fast_prefill": True})
 
 
+ASKED = "Backend", "Impl", "MetadataBuilder"
+
+
 def rows_of_guide() -> list[tuple[str, str, str]]:
     """(what, whether, how to ask) of the table in docs/serving.md."""
     page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
@@ -956,7 +967,7 @@ def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPat
         contract.use_layout(monkeypatch, layout)
         orders[Engine().cache.stride()] = layout
     known = {
-        **{name: getattr(adapter, name) for name in ("SplitKVBackend", "SplitKVImpl")},
+        **{f"SplitKV{x}": getattr(adapter, f"SplitKV{x}") for x in ASKED},
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")},
         "capability": lambda major, minor: SimpleNamespace(major=major, minor=minor),
         "cudagraph_support": cudagraph_support,
