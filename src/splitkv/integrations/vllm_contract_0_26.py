@@ -19,7 +19,7 @@ __all__ = ["CachesOfBackend", "cp_lse_ag_out_rs", "dcp_a2a_lse_reduce", "heads_f
 
 
 class CachesOfBackend(AttentionBackend):
-    """What vLLM asks a backend about its caches."""
+    """The shape and the order of caches, which vLLM asks a backend."""
 
     @staticmethod
     def get_kv_cache_shape(

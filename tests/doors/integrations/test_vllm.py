@@ -254,7 +254,7 @@ class Spec:
 
 
 def test_room_for_scales() -> None:
-    """What a specification of a cache says from vLLM 0.28 on."""
+    """A specification of a cache says how wide its rows are, from vLLM 0.28 on."""
     adjust = adapter.SplitKVBackend.customize_spec
     plain, scaled = (SimpleNamespace(is_per_token_head=on) for on in (False, True))
     spec = Spec(64, torch.int8, scaled)
@@ -697,7 +697,7 @@ def nothing() -> tuple[Tensor, Tensor]:
 
 
 def test_a_draft_whose_keys_every_rank_has() -> None:
-    """Its cache is not shared out, as vLLM says from 0.29 on in its specification."""
+    """Its cache is not shared out, as vLLM says from 0.31 on in its specification."""
     settings, device = contract.config(ranks=2), torch.device("cpu")
     spec = SimpleNamespace(block_size=BLOCK, dcp_sharded=False)
     builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
