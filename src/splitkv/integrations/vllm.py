@@ -228,7 +228,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
     """Makes a step's SplitKVMetadata, once for all layers that share a block table."""
 
     supports_update_block_table: bool = True
-    supports_draft_decode_metadata_update: bool = False  # a step's schedule is made once, for it
+    supports_draft_decode_metadata_update: bool = True
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -244,6 +244,8 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self.ranks: int = parallel.decode_context_parallel_size if apart else 1
         self.rank = get_dcp_group().rank_in_group if self.ranks > 1 else 0
         self.interleave: int = parallel.cp_kv_cache_interleave_size
+        if self.ranks > 1 or type(self) is not SplitKVMetadataBuilder:  # whose lengths are derived
+            self.supports_draft_decode_metadata_update = False
         self.rswa = getattr(vllm_config.model_config, "rswa_window", None) is not None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
@@ -404,6 +406,14 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         made.step = replace(made.step, max_seqlen_k=max(made.step.max_seqlen_k, longest))
         made.whole = False
         return made
+
+    def update_draft_decode_metadata(self, metadata: SplitKVMetadata) -> None:
+        """Lets a step be attended again after its lengths have grown where they lie, as those of a
+        draft model do, also within a CUDA graph: its schedule is made anew."""
+        step = metadata.step
+        if step.num_decodes and step.rest is not None:
+            raise NotImplementedError("draft step: expected as many new tokens of every request")
+        step.schedules.clear()
 
     def update_block_table(
         self, metadata: SplitKVMetadata, blk_table: Tensor, slot_mapping: Tensor

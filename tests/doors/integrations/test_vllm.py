@@ -362,6 +362,48 @@ def test_speculative_tokens_decode(drafted: int) -> None:
     assert made.step.rest is not None
 
 
+def test_steps_of_a_draft_model() -> None:
+    """One description serves them all: lengths grow where they lie, and schedules are made anew."""
+    engine = Engine()
+    assert engine.builder.supports_draft_decode_metadata_update
+    requests = [engine.request(n) for n in (9, 50)]
+    x = engine.described([(request, 1) for request in requests])
+    x.max_seq_len = LONGEST
+    made = engine.builder.build(0, x, fast_build=True)
+    for _ in range(3):
+        for request in requests:
+            request.k = torch.cat([request.k, tokens(1, KV_HEADS)])
+            request.v = torch.cat([request.v, tokens(1, KV_HEADS)])
+        now = engine.described([(request, 1) for request in requests])
+        x.seq_lens.copy_(now.seq_lens)
+        made.step.schedules["of the step before"] = None
+        engine.builder.update_draft_decode_metadata(made)
+        assert made.step.schedules == {}
+        q = tokens(2, HEADS)
+        k, v = (torch.cat([getattr(request, name)[-1:] for request in requests]) for name in "kv")
+        out = torch.full_like(q, torch.nan)
+        engine.impl.do_kv_cache_update(engine.layer, k, v, engine.cache, now.slot_mapping)
+        engine.impl.forward(engine.layer, q, k, v, engine.cache, made, out)
+        for n, request in enumerate(requests):
+            engine.compare(request, q[n : n + 1], out[n : n + 1], causal=True)
+    mixed = engine.builder.build(0, engine.described([(requests[0], 1), (requests[1], 7)]))
+    with pytest.raises(NotImplementedError, match="draft step: expected as many new tokens"):
+        engine.builder.update_draft_decode_metadata(mixed)
+
+
+def test_builders_that_derive_lengths_update_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(world_size=2, rank_in_group=1)
+    monkeypatch.setattr(adapter, "get_dcp_group", lambda: group)
+
+    class Derived(adapter.SplitKVMetadataBuilder):  # type: ignore[name-defined, misc]
+        pass
+
+    spec, device = SimpleNamespace(block_size=BLOCK), torch.device("cpu")
+    for kind, ranks in ((Derived, 1), (adapter.SplitKVMetadataBuilder, 2)):
+        builder = kind(spec, ["layer"], contract.config(ranks=ranks), device)
+        assert not builder.supports_draft_decode_metadata_update
+
+
 @pytest.mark.parametrize(
     ("lengths", "threshold", "found"),
     [
