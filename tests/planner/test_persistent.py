@@ -70,7 +70,6 @@ def test_packed_rows_that_the_kernel_for_hopper_has_no_narrow_tile_for() -> None
     [
         ({"batch": 1}, "one sequence: expected several"),
         ({"lengths": "host"}, "lengths host: expected device"),
-        ({"seqlen_new": 2}, "2 new keys: expected none"),
         ({"num_heads": 512}, "packed rows 64: expected at most 32"),
     ],
     ids=str,
@@ -84,6 +83,7 @@ def test_balanced_problems_that_have_no_schedule(changed: dict[str, Any], reason
 
 # Batches that take long enough to read that a schedule is the default, and as they are served.
 LARGE = replace(DECODE, batch=64, seqlen_k=32768)
+BOUNDS = range(1 << 11, 1 << 15, 1 << 8)  # of lengths: with each a schedule costs less beside them
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,8 @@ LARGE = replace(DECODE, batch=64, seqlen_k=32768)
         {"num_heads": 128, "return_lse": True, "sink_logits": True},
         {"num_heads": 16, "num_kv_heads": 1, "batch": 256},
         {"batch": 2, "seqlen_k": 1 << 19},
+        {"seqlen_new": 1, "rotary": True},
+        {"seqlen_new": 3, "place": Paged(16), "codec": Codec("int8", "token")},
     ],
     ids=str,
 )
@@ -129,7 +131,6 @@ def test_the_default_where_a_schedule_costs_little(
         ),
         ({"batch": 8192, "seqlen_k": 128}, "at equal lengths"),  # as many splits
         ({"mask": Mask(True, 1023)}, "at equal lengths"),
-        ({"seqlen_new": 1}, "1 new key: expected none"),
         ({"early_kv": True}, "early_kv: expected False"),
         ({"num_heads": 256}, "packed rows 32: timed up to 16"),
         ({"num_heads": 512}, "packed rows 64: expected at most 32"),
@@ -143,6 +144,41 @@ def test_the_default_says_why_it_has_no_schedule(changed: dict[str, Any], reason
     assert plan.config.schedule not in SCHEDULED
     assert f"; no schedule of the step: {reason}" in plan.why
     assert reason in str(splitkv.explain(plan))
+    expect_legal(plan)
+
+
+def test_new_tokens_are_a_launch_more_by_a_schedule() -> None:
+    """Of what would write them itself; kernels that would not have that launch anyway."""
+    constants = decode_cost.H200_HOPPER
+
+    def by_schedule(problem: Problem) -> bool:
+        plan = registry.make_plan(problem, GPUS["h200"])
+        return plan.config.schedule in SCHEDULED
+
+    few, many, scales = {"seqlen_new": 1}, {"seqlen_new": 9}, Codec("fp8", "token")
+    for changed, launches in ((few, 1), (many, 0), (few | {"codec": scales}, 0)):
+        last: dict[bool, int] = {}  # the greatest bound without a schedule
+        for new in (False, True):
+            appending = changed if new else {n: x for n, x in changed.items() if n == "codec"}
+            problem = replace(LARGE, **appending)
+            last[new] = max(n for n in BOUNDS if not by_schedule(replace(problem, seqlen_k=n)))
+        read = {new: replace(problem, seqlen_k=n).kv_bytes for new, n in last.items()}
+        longer = persistent.MOST_LONGER * (read[True] - read[False]) / GPUS["h200"].bandwidth
+        assert longer == pytest.approx(launches * constants.append, rel=0.15), changed
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("changed", [{"rotary": True}, {"place": Paged(16)}], ids=str)
+def test_balanced_new_tokens(gpu: str, changed: dict[str, Any]) -> None:
+    """The schedule that there is without them, after `append`."""
+    problem = replace(DECODE, seqlen_new=2, **changed)
+    plan = registry.make_plan(problem, GPUS[gpu], policy="balanced")
+    alone = replace(problem, seqlen_new=0, rotary=False)
+    assert plan.config == registry.make_plan(alone, GPUS[gpu], policy="balanced").config
+    assert plan.config.schedule == "head_ranges" and not plan.config.appends
+    said = "append runs before it: programs of a schedule write no new tokens"
+    assert plan.why.endswith(f"; {said}")
+    assert "new tokens         append runs before" in str(splitkv.explain(plan))
     expect_legal(plan)
 
 
@@ -226,7 +262,6 @@ def test_balanced(gpu: str, num_kv_heads: int, programs_per_sm: int) -> None:
     [
         ({"lengths": "host"}, "lengths host: expected device"),
         ({"early_kv": True}, "early_kv: expected False"),
-        ({"seqlen_new": 2}, "2 new keys: expected none"),
     ],
     ids=str,
 )

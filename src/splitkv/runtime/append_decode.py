@@ -1,5 +1,6 @@
 """`append` and then `decode` as one call: a launch less where the plan has it that the kernel of
-decode writes the new tokens itself.
+decode writes the new tokens itself. By a schedule of the step it is two, and `append` lets decode
+be launched before it has ended.
 
 A call is described, planned and bound once for each layout of its tensors, in a `CallCache`.
 Under torch.compile, torch.export, FakeTensorMode and for tensor subclasses the same runs as the
@@ -21,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from splitkv.core.options import defaults_of, names_of, scalars_of, schema_of, tensors_of
 from splitkv.core.plan import Plan, plan_with_handle
 from splitkv.core.problem import Operands, Problem, describe_decode
+from splitkv.core.variants import Plain
 from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime.append import append
@@ -34,11 +36,13 @@ from splitkv.runtime.dispatch import (
     within_64_bits,
     working_dtype,
 )
+from splitkv.runtime.schedule import Schedule, plan_of
 
 
 class Step(NamedTuple):
     """A call of `append_and_decode`.
 
+    starts  where programs start by a schedule of the step, or None
     given   every argument of decode that is no field here, by name
     """
 
@@ -48,6 +52,7 @@ class Step(NamedTuple):
     v_cache: Tensor
     num_splits: int
     plan: Plan | None
+    starts: Tensor | None
     given: dict[str, Any]
 
 
@@ -72,11 +77,15 @@ def step_of(
     *,
     num_splits: int = 0,
     plan: Plan | None = None,
+    schedule: Schedule | None = None,
     **arguments: Any,
 ) -> Step:
     """Makes a Step of the arguments of `append_and_decode`."""
     assert call.before is not None and call.slots is None and call.k_mean is None
-    return Step(call, q, k_cache, v_cache, num_splits, plan, _DEFAULTS | arguments)
+    starts = None
+    if schedule is not None:
+        plan, starts = plan_of(schedule, plan), schedule.starts
+    return Step(call, q, k_cache, v_cache, num_splits, plan, starts, _DEFAULTS | arguments)
 
 
 def append_and_decode(
@@ -88,7 +97,7 @@ def append_and_decode(
     q          [batch, seqlen_q, num_heads, head_dim], not rotated yet
     k_cache    as decode reads it: a sequence begins at its first key; v_cache likewise
     arguments  others of decode: no `out`, no `early_kv`, no `cache_seqlens`; a plan is for the
-               problem as `appending` says it
+               problem as `appending` says it, and a schedule for the lengths after the call
     """
     step = step_of(call, q, k_cache, v_cache, **arguments)
     bound = bound_call_of(step)
@@ -96,8 +105,10 @@ def append_and_decode(
         return _run(bound, step)
     if call.leftpad is None:
         return _through_operator(step)
-    of_plan = {"num_splits": step.num_splits, "plan": step.plan}
-    return _in_turn(call, q, k_cache, v_cache, step.given | of_plan)
+    arguments = step.given | {"num_splits": step.num_splits}
+    if step.plan is not None:
+        arguments |= _decided(_without_new_tokens(step.plan), step.starts)
+    return _in_turn(call, q, k_cache, v_cache, arguments)
 
 
 def _run(bound: BoundCall, step: Step) -> Result:
@@ -106,6 +117,7 @@ def _run(bound: BoundCall, step: Step) -> Result:
     for name in _TENSORS:
         setattr(operands, name, given[name])
     operands.softmax_scale, operands.softcap = bound.softmax_scale, float(given["softcap"])
+    operands.starts = step.starts
     return bound(operands)
 
 
@@ -122,7 +134,7 @@ def bound_call_of(step: Step, *, in_operator: bool = False) -> BoundCall | None:
     of_append = call.cu_seqlens_new, call.leftpad, call.k_scale, call.v_scale, *rotary[:3]
     assert call.before is not None
     tensors, present = [step.q, step.k_cache, step.v_cache, call.before, call.k, call.v], 0
-    for t in (*(given[name] for name in _TENSORS), *of_append):
+    for t in (*(given[name] for name in _TENSORS), *of_append, step.starts):
         present += present
         if t is not None:
             tensors.append(t)
@@ -148,9 +160,8 @@ def _bind(step: Step) -> BoundCall:
         operands.new = call
         launcher = kernel_named(made.kernel).bind(made, operands)
     else:
-        alone = replace(made, problem=replace(made.problem, seqlen_new=0, rotary=False))
         scalars = {name: given[name] for name in _SCALARS}
-        launcher = partial(_append_then_decode, scalars | {"plan": alone})
+        launcher = partial(_append_then_decode, scalars, _without_new_tokens(made))
     return BoundCall.of(launcher, operands, plan)
 
 
@@ -161,10 +172,24 @@ def _described(step: Step) -> tuple[Problem, Operands]:
     return describe_decode(step.q, step.k_cache, step.v_cache, needs_grad=False, **arguments)
 
 
-def _append_then_decode(scalars: dict[str, Any], operands: Operands) -> Result:
+def _without_new_tokens(plan: Plan) -> Plan:
+    """The plan of decode after `append`."""
+    problem, config = replace(plan.problem, seqlen_new=0, rotary=False), plan.config
+    if config.appends:
+        config = replace(config, appends=False, variant=Plain())
+    return replace(plan, problem=problem, config=config)
+
+
+def _append_then_decode(scalars: dict[str, Any], plan: Plan, operands: Operands) -> Result:
     """Launches two calls, for a plan whose kernel of decode writes no new tokens."""
-    tensors = {name: getattr(operands, name) for name in _TENSORS}
-    return _in_turn(operands.new, operands.q, operands.k, operands.v, scalars | tensors)
+    arguments = scalars | {name: getattr(operands, name) for name in _TENSORS}
+    arguments |= _decided(plan, operands.starts)
+    return _in_turn(operands.new, operands.q, operands.k, operands.v, arguments)
+
+
+def _decided(plan: Plan, starts: Tensor | None) -> dict[str, Any]:
+    """The arguments of decode that say what it runs under."""
+    return {"plan": plan, "schedule": None if starts is None else Schedule(plan, starts)}
 
 
 def _in_turn(
@@ -189,6 +214,7 @@ def _through_operator(step: Step) -> Result:
     given |= {"k_divisor": step.append.k_scale, "v_divisor": step.append.v_scale}
     given |= {"window_left": left, "window_right": right}
     given |= {"num_splits": step.num_splits, "plan": handle_of(step.plan)}
+    given["schedule"] = step.starts
     arguments = (given[name] for name in _NAMES)
     out, lse = append_decode_op(*(x.detach() if isinstance(x, Tensor) else x for x in arguments))
     return out, lse if step.given["return_lse"] else None
@@ -215,7 +241,7 @@ def append_decode_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Pages are where decode reads them, so `append` needs no rows of a cache or table."""
     given = dict(zip(_NAMES, arguments, strict=True))
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
-    plan = given.pop("plan")
+    handle, starts = given.pop("plan"), given.pop("schedule")
     rotary = Rotary(*(given.pop(name) for name in Rotary._fields))
     q, k_cache, v_cache = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
     k, caches = given.pop("k"), (k_cache, v_cache)
@@ -233,8 +259,9 @@ def append_decode_op(*arguments: Any) -> tuple[Tensor, Tensor]:
         v_scale=given.pop("v_divisor"),
         rotary=None if rotary.cos is None else rotary,
     )
-    made = plan_with_handle(plan) if plan else None
-    step = step_of(call, q, k_cache, v_cache, plan=made, **given)
+    plan = plan_with_handle(handle) if handle else None
+    schedule = None if starts is None or plan is None else Schedule(plan, starts)
+    step = step_of(call, q, k_cache, v_cache, plan=plan, schedule=schedule, **given)
     bound = bound_call_of(step, in_operator=True)
     assert bound is not None
     return operator_outputs(*_run(bound, step))
