@@ -287,15 +287,24 @@ def test_what_is_decided_of_the_whole_call_holds_for_decode_after_append(
         asked.append(problem)
         return replace(on_gpu, problem=problem)
 
-    given: dict[str, Any] = {}
+    given: list[Appending] = []
+
+    def bind(problem: Problem, operands: Operands, plan: Plan) -> Appending:
+        assert plan.problem == problem
+        given.append(Appending(plan, operands))
+        return given[-1]
+
     monkeypatch.setattr(append_decode, "calls", CallCache())
     monkeypatch.setattr(append_decode, "plan_for", plan_for)
-    monkeypatch.setattr(append_decode, "decode", lambda *tensors, **how: given.update(how))
+    monkeypatch.setattr(append_decode, "bind", bind)
     made = step(prompt, {**PLAIN, "new": "several"})
     q, k, v = (made.call[name] for name in ("q", "k_cache", "v_cache"))
     append_and_decode(made.new, q, k, v, num_splits=3, **arguments(made))
-    assert asked[0].appends and not given["plan"].problem.appends
-    assert given["plan"].config == on_gpu.config and "num_splits" not in given
+    (launcher,), (operands,) = given, given[0].calls
+    assert asked[0].appends and not launcher.plan.problem.appends
+    assert launcher.plan.config == on_gpu.config
+    assert made.new.before is not None and operands.new is None
+    assert torch.equal(operands.cache_seqlens, made.new.before + 6)
 
 
 # --- a call again ------------------------------------------------------------------------------

@@ -244,11 +244,11 @@ def test_new_tokens_are_appended_before_programs_follow_a_schedule(
         assert torch.equal(out, call["q"]) and lse is None
         assert torch.equal(new.k_cache[1, 2], new.k[1, 0])
     (launcher,) = recorded
-    (operands,), ((again, more),) = launcher.slow, launcher.fast
-    assert not launcher.plan.problem.appends and operands.new is None
-    assert launcher.plan.config == made.plan.config
-    assert operands.starts is made.starts and more["starts"] is other.starts
-    assert operands.cache_seqlens.tolist() == again[4].tolist() == [256, 3]
+    assert not launcher.plan.problem.appends and launcher.plan.config == made.plan.config
+    assert launcher.bound_to is made.starts
+    for operands, schedule in zip(launcher.slow, (made, other), strict=True):
+        assert operands.starts is schedule.starts and operands.new is None
+        assert operands.cache_seqlens.tolist() == [256, 3]
     append_decode.append_and_decode(new, **call, plan=made.plan)
     assert len(recorded) == 2 and recorded[1].slow[0].starts is None
 

@@ -10,6 +10,7 @@ operator `splitkv::append_decode`; where sequences are padded on the left, as `s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -29,6 +30,8 @@ from splitkv.runtime.append import append
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result, with_types
 from splitkv.runtime.decode import decode
 from splitkv.runtime.dispatch import (
+    bind,
+    expect_same_shares,
     handle_of,
     is_plain,
     operator_outputs,
@@ -56,8 +59,8 @@ class Step(NamedTuple):
     given: dict[str, Any]
 
 
-_TENSORS, _SCALARS = tensors_of("append_and_decode"), scalars_of("append_and_decode")
-_scalars_of = itemgetter(*(name for name in _SCALARS if name != "window_size"))
+_TENSORS = tensors_of("append_and_decode")
+_scalars_of = itemgetter(*(n for n in scalars_of("append_and_decode") if n != "window_size"))
 _DEFAULTS = defaults_of("decode")
 _UNROTATED = Rotary(*(None,) * 2)
 calls: CallCache[BoundCall] = CallCache()
@@ -152,16 +155,20 @@ def bound_call_of(step: Step, *, in_operator: bool = False) -> BoundCall | None:
 
 def _bind(step: Step) -> BoundCall:
     """Binds the kernel that appends too, or `append` and decode under the same decision."""
-    call, given, plan = step.append, step.given, step.plan
+    call, plan = step.append, step.plan
     problem, operands = _described(step)
+    operands.starts = step.starts
     made = plan_for(appending(problem, call), operands, plan, step.num_splits)
     launcher: Launcher
     if made.config.appends:
         operands.new = call
         launcher = kernel_named(made.kernel).bind(made, operands)
     else:
-        scalars = {name: given[name] for name in _SCALARS}
-        launcher = partial(_append_then_decode, scalars, _without_new_tokens(made))
+        if call.q is not None:  # the rotated q is contiguous
+            operands.q = operands.q.new_empty(operands.q.shape)
+        launcher = AppendThenDecode(bind(problem, operands, _without_new_tokens(made)))
+    if step.starts is not None and plan is not None:
+        expect_same_shares(plan, getattr(launcher, "plan", made))
     return BoundCall.of(launcher, operands, plan)
 
 
@@ -180,11 +187,38 @@ def _without_new_tokens(plan: Plan) -> Plan:
     return replace(plan, problem=problem, config=config)
 
 
-def _append_then_decode(scalars: dict[str, Any], plan: Plan, operands: Operands) -> Result:
-    """Launches two calls, for a plan whose kernel of decode writes no new tokens."""
-    arguments = scalars | {name: getattr(operands, name) for name in _TENSORS}
-    arguments |= _decided(plan, operands.starts)
-    return _in_turn(operands.new, operands.q, operands.k, operands.v, arguments)
+class AppendThenDecode:
+    """`append`, and a launcher of decode for the lengths after it, by a plan whose kernel writes no
+    new tokens."""
+
+    def __init__(self, decode: Any) -> None:
+        self.decode = decode
+        self.plan = getattr(decode, "plan", None)
+
+    def __call__(self, operands: Operands) -> Result:
+        rotated, after = append(operands.new)
+        if rotated is not None:
+            operands.q = rotated.view(operands.q.shape)
+        operands.cache_seqlens, operands.new = after, None
+        result: Result = self.decode(operands)
+        return result
+
+    @property
+    def repeat(self) -> Callable[..., Result | None] | None:
+        """A `Relaunch` that is given what is appended, with q and the places of tokens; None where
+        decode has none yet. If decode has to go through its launcher, the new tokens are written by
+        then, and will be once more."""
+        again = getattr(self.decode, "repeat", None)
+        return None if again is None else partial(self._repeat, again)
+
+    @staticmethod
+    def _repeat(again: Any, q: Tensor, *given: Any, **more: Any) -> Result | None:
+        k, v, out, _, *rest, new = given
+        rotated, after = append(new)
+        if rotated is not None:
+            q = rotated.view(q.shape)
+        result: Result | None = again(q, k, v, out, after, *rest, **more)
+        return result
 
 
 def _decided(plan: Plan, starts: Tensor | None) -> dict[str, Any]:
