@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import cases
@@ -28,6 +29,7 @@ from splitkv.flash_attn import (
 )
 from splitkv.kernels import decode_persistent
 from splitkv.planner.policies import persistent
+from splitkv.planner.policies.appending import FEW
 from splitkv.runtime import append_decode, dispatch
 from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import assert_close
@@ -105,7 +107,8 @@ def test_append_rotate_and_attend(number: int) -> None:
         metadata = schedule if values["made"] else schedule.plan
         result = flash_attn_with_kvcache(**example.call, scheduler_metadata=metadata)
     (plan,) = followed
-    assert plan.config == schedule.plan.config and not plan.problem.appends
+    assert replace(plan.config, appends=False) == replace(schedule.plan.config, appends=False)
+    assert plan.config.appends == plan.problem.appends
     out = result[0] if values["lse"] else result
     for name, wanted in caches.items():
         eps = torch.finfo(values["dtype"]).eps
@@ -164,6 +167,7 @@ def test_random_mixes(seed: int) -> None:
     """The caches of a call without a schedule, bit for bit, and the definition's results."""
     draw = random.Random(seed)
     call, quantised = random_call(draw)
+    new = call["k"].shape[1]
     schedule, programs_per_sm = draw.choice(SCHEDULED), draw.choice([1, 3])
     exact = cloned(call)
     if quantised:  # the same bits are stored of wider new tokens, and nothing is rotated
@@ -185,3 +189,4 @@ def test_random_mixes(seed: int) -> None:
             for name in ("k_cache", "v_cache"):
                 assert torch.equal(bits(own[name]), bits(alone[name])), name
         assert [plan.config for plan in followed] == [made.plan.config] * 2
+        assert all(plan.config.appends == (new <= FEW) for plan in followed)

@@ -2,7 +2,7 @@
 
 A launch costs more than writing a few tokens, so a kernel that can writes them, whichever policy
 chose it; with many tokens that is slower. More than `FEW` are therefore written by the kernel only
-where there would be three launches else. Programs that follow a schedule of the step write none.
+where there would be three launches else.
 
 Kernels that write none merge their parts themselves after `append`: two launches at most. Elsewhere
 `combine` is sooner done, and merges. Figures: measurements/thresholds.md#new-tokens.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from splitkv.core.kv import Paged
-from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
+from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 
 FEW = 4  # tokens a sequence
@@ -31,8 +31,6 @@ def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, st
     if not problem.appends:
         return (replace(config, appends=False) if config.appends else config), ""
     against = kernel.apart(problem)
-    if config.schedule in SCHEDULED:
-        against = ["programs of a schedule write no new tokens"]
     if not against and problem.seqlen_new > FEW and not merged:
         against = [f"new keys {problem.seqlen_new}: more than {FEW} take a launch less time"]
     if against:

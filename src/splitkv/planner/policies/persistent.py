@@ -130,7 +130,7 @@ def where_it_costs_little(
 
     kernel   the first that can run the problem; constants: those that its cost goes by
 
-    New tokens that the choice would write by itself are a launch more by a schedule.
+    New tokens that the choice would write by itself and a schedule not are a launch more.
     """
     alone = problem.lengths == "host" or problem.batch < 2
     if problem.kind != "decode" or alone:
@@ -145,8 +145,10 @@ def where_it_costs_little(
         for choice in known:
             shape = Shape(problem, device, choice.config, constants)
             longer = shape.longer_by_schedule(choice.config)
-            if appending.decide(problem, kernel, own.config)[0].appends:
-                longer += constants.append
+            appends, by_schedule = (
+                appending.decide(problem, kernel, x.config)[0].appends for x in (own, choice)
+            )
+            longer += constants.append * (appends and not by_schedule)
             costs = f"{longer * 1e6:.1f} us more of {reading * 1e6:.0f} us that reading takes"
             if longer > MOST_LONGER * reading:
                 continue
