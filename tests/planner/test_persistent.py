@@ -12,11 +12,11 @@ import splitkv
 from splitkv.core.device import GPUS
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.core.kv import Codec, Contiguous, Paged
-from splitkv.core.plan import SCHEDULED, Plan
+from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
 from splitkv.planner.legality import expect_config
-from splitkv.planner.policies import decode_cost, persistent, waves
+from splitkv.planner.policies import appending, decode_cost, persistent, waves
 from splitkv.testing import Mask, Problem
 
 DECODE = Problem("decode", 3, 64, 8, 128, 128, 1, 8192, mask=Mask(causal=True), lengths="device")
@@ -116,6 +116,7 @@ def test_the_default_where_a_schedule_costs_little(
     plan = registry.make_plan(problem, GPUS[gpu], policy=policy)
     balanced = registry.make_plan(problem, GPUS[gpu], policy="balanced")
     assert plan.config == balanced.config and plan.config.schedule == "head_ranges"
+    assert plan.config.appends == (problem.appends and problem.codec.granularity != "token")
     assert plan.why.startswith(f"{policy}: a schedule of the step, as lengths may differ: at equal")
     assert "a schedule of the step, as lengths may differ" in str(splitkv.explain(plan))
     expect_legal(plan)
@@ -147,8 +148,9 @@ def test_the_default_says_why_it_has_no_schedule(changed: dict[str, Any], reason
     expect_legal(plan)
 
 
-def test_new_tokens_are_a_launch_more_by_a_schedule() -> None:
-    """Of what would write them itself; kernels that would not have that launch anyway."""
+def test_new_tokens_that_a_schedule_has_a_launch_more_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where programs of one write none, of what would write them itself."""
+    monkeypatch.setattr(appending, "decide", decide_apart)
     constants = decode_cost.H200_HOPPER
 
     def by_schedule(problem: Problem) -> bool:
@@ -159,26 +161,50 @@ def test_new_tokens_are_a_launch_more_by_a_schedule() -> None:
     for changed, launches in ((few, 1), (many, 0), (few | {"codec": scales}, 0)):
         last: dict[bool, int] = {}  # the greatest bound without a schedule
         for new in (False, True):
-            appending = changed if new else {n: x for n, x in changed.items() if n == "codec"}
-            problem = replace(LARGE, **appending)
+            given = changed if new else {n: x for n, x in changed.items() if n == "codec"}
+            problem = replace(LARGE, **given)
             last[new] = max(n for n in BOUNDS if not by_schedule(replace(problem, seqlen_k=n)))
         read = {new: replace(problem, seqlen_k=n).kv_bytes for new, n in last.items()}
         longer = persistent.MOST_LONGER * (read[True] - read[False]) / GPUS["h200"].bandwidth
         assert longer == pytest.approx(launches * constants.append, rel=0.15), changed
 
 
+def decide_apart(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:
+    config, why = DECIDE(problem, kernel, config)
+    return replace(config, appends=config.appends and config.schedule not in SCHEDULED), why
+
+
+DECIDE = appending.decide
+
+
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
-@pytest.mark.parametrize("changed", [{"rotary": True}, {"place": Paged(16)}], ids=str)
-def test_balanced_new_tokens(gpu: str, changed: dict[str, Any]) -> None:
-    """The schedule that there is without them, after `append`."""
-    problem = replace(DECODE, seqlen_new=2, **changed)
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rotary": True}, "it writes the new tokens itself"),
+        ({"place": Paged(16), "seqlen_new": 4}, "it writes the new tokens itself"),
+        (
+            {"seqlen_new": 5},
+            "append runs before it: new keys 5: more than 4 take a launch less time",
+        ),
+        (
+            {"codec": Codec("int8", "token")},
+            "append runs before it: scales of the cache: expected none a token",
+        ),
+    ],
+    ids=str,
+)
+def test_balanced_new_tokens(gpu: str, changed: dict[str, Any], said: str) -> None:
+    """The schedule that there is without them, with a few in the same launch."""
+    problem = replace(DECODE, **{"seqlen_new": 2, **changed})
     plan = registry.make_plan(problem, GPUS[gpu], policy="balanced")
     alone = replace(problem, seqlen_new=0, rotary=False)
-    assert plan.config == registry.make_plan(alone, GPUS[gpu], policy="balanced").config
-    assert plan.config.schedule == "head_ranges" and not plan.config.appends
-    said = "append runs before it: programs of a schedule write no new tokens"
-    assert plan.why.endswith(f"; {said}")
-    assert "new tokens         append runs before" in str(splitkv.explain(plan))
+    without = registry.make_plan(alone, GPUS[gpu], policy="balanced").config
+    assert replace(plan.config, appends=False) == without
+    assert plan.config.schedule == "head_ranges"
+    assert f"; {said}" in plan.why
+    told = {True: "written by the kernel", False: "append runs before"}[plan.config.appends]
+    assert f"new tokens         {told}" in str(splitkv.explain(plan))
     expect_legal(plan)
 
 

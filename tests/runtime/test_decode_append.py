@@ -45,7 +45,7 @@ DECODE = Problem(
 # --- the decision ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "balanced"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
 @pytest.mark.parametrize("num_splits", [0, 1, 5])
 def test_a_kernel_that_can_writes_them_itself(policy: str, device: Any, num_splits: int) -> None:

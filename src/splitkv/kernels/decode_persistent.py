@@ -187,6 +187,18 @@ def decode_persistent(
         table = None
         if kv.table_ptr is not None:
             table = kv.table_ptr + b.to(tl.int64) * stride_table
+        of_head = CachedHead(
+            kv.k_ptr + h.to(tl.int64) * k_strides.h,
+            kv.v_ptr + h.to(tl.int64) * v_strides.h,
+            table,
+            b,
+            h,
+            k_strides,
+            v_strides,
+            key_scales,
+            scale_strides,
+        )
+        scored = ScoredRows(bounds, pos, keys, scale * k_scale * of_rows, softcap, slope)
         own_tiles = tiles_of_split(walk, bounds, seqlen_q, TILE_N)
         if seqlen_new is not None:
             length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
@@ -212,18 +224,8 @@ def decode_persistent(
                 tl.debug_barrier()  # all warps have written before one reads
         m, l, acc = attend_split(
             q,
-            CachedHead(
-                kv.k_ptr + h.to(tl.int64) * k_strides.h,
-                kv.v_ptr + h.to(tl.int64) * v_strides.h,
-                table,
-                b,
-                h,
-                k_strides,
-                v_strides,
-                key_scales,
-                scale_strides,
-            ),
-            ScoredRows(bounds, pos, keys, scale * k_scale * of_rows, softcap, slope),
+            of_head,
+            scored,
             own_tiles,
             HEAD_DIM=HEAD_DIM,
             HEAD_DIM_V=HEAD_DIM_V,

@@ -119,10 +119,10 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     columns = min(TILE_V, triton.next_power_of_2(problem.head_dim_v))
     rows = packed_rows(problem, config)[1]
     of_program = min(TILE_R, triton.next_power_of_2(rows))
-    new, per_call = new_arguments(plan, operands), COMBINE_PER_CALL
+    new, per_call = new_arguments(plan, operands), tuple[str, ...](COMBINE_PER_CALL)
     if config.appends:
-        per_call = (*per_call, "growth")
-    fixed = {} if config.appends else {"growth": None}
+        per_call += ("growth",)
+    fixed: dict[str, Any] = {} if config.appends else {"growth": None}
     fixed |= {
         "seqlen_q": problem.seqlen_q,
         "batch": problem.batch,

@@ -256,17 +256,17 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
         split = split_of_walk(walk, shares, CONFIG)
         # its length comes while this split is issued
         following = next_split(walk, shares.step, CONFIG.tile_n)
-        of_split = behind(ring, before)
-        before += tiles_in(split.tiles)
-        if shares.step.seqlen_new is not None:
+        if shares.step.seqlen_new is None:
+            issue_split(behind(ring, before), kv, split, following, shares, CONFIG)
+        else:
             step = shares.step
             _, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
-            ahead, whole = tiles_before_new(split, step, CONFIG), split
-            issue_split(of_split, kv, ahead[0], following, shares, CONFIG)
-            turn = wait_for_new_tokens(whole, row_tile, tokens, step, turn, CONFIG)
-            split = ahead[1]
-            of_split = behind(of_split, of_split.before + tiles_in(ahead[0].tiles))
-        issue_split(of_split, kv, split, following, shares, CONFIG)
+            ahead, with_new = tiles_before_new(split, step, CONFIG)
+            issue_split(behind(ring, before), kv, ahead, following, shares, CONFIG)
+            turn = wait_for_new_tokens(split, row_tile, tokens, step, turn, CONFIG)
+            rest = behind(ring, before + tiles_in(ahead.tiles))
+            issue_split(rest, kv, with_new, following, shares, CONFIG)
+        before += tiles_in(split.tiles)
         walk = following
 
 
