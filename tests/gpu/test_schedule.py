@@ -262,7 +262,8 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("seed", range(NEW_TOKENS))
 def test_new_tokens_in_random_mixes(kernel: str, seed: int) -> None:
-    """The bits of `append` and then decode by the same schedule, in the caches, too."""
+    """In one launch and in two the bits of `append` and then decode by the same schedule, in the
+    caches, too."""
     draw = random.Random(seed)
     found = [x for x in COMPILED[kernel] if x["codec"].granularity != "token"]
     made = random_step(draw, found[seed % len(found)])
@@ -274,14 +275,18 @@ def test_new_tokens_in_random_mixes(kernel: str, seed: int) -> None:
     wanted = splitkv.decode(**call, plan=apart)
     ref, pt = (testing.expected(problem, call, upcast=upcast)[0] for upcast in (True, False))
     testing.assert_close(wanted[0], ref, pt)
-    plan = scheduled(made.problem, kernel, schedule, programs_per_sm=programs_per_sm)
-    assert plan.config == apart.config and after is not None
-    starts = splitkv.make_schedule(plan, after)
+    assert after is not None
+    plan = replace(apart, problem=made.problem)
+    in_one = replace(plan, config=replace(plan.config, appends=True))
+    starts, of_one = (splitkv.make_schedule(x, after) for x in (plan, in_one))
     names = options_of("append_and_decode")
     arguments = {name: x for name, x in made.call.items() if name in names}
     tensors = [made.call[name] for name in ("q", "k_cache", "v_cache")]
     before = [x.clone() for x in tensors[1:]]
-    for how in ({"schedule": starts}, {"plan": plan}, {"schedule": starts}):
+    for how in (
+        *({"schedule": starts}, {"plan": plan}),
+        *({"schedule": of_one}, {"plan": in_one}, {"schedule": of_one}),
+    ):
         for x, there in zip(tensors[1:], before, strict=True):
             bits(x).copy_(bits(there))
         result = append_and_decode(made.new, *tensors, **arguments, **how)

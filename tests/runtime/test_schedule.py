@@ -20,7 +20,7 @@ from splitkv.core.options import options_of
 from splitkv.core.plan import SCHEDULED, Plain, Plan
 from splitkv.flash_attn import scheduler
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.append_call import Append
+from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.kernels.host.step import CallResults, StepLaunches, StepRepeat, step_partial_rows
 from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
 from splitkv.planner import registry
@@ -362,6 +362,28 @@ def test_a_call_that_is_given_a_schedule_reads_it(gpu: SimpleNamespace) -> None:
     repeat_of(launches, plan).call(*tensors(), 0.5, 3.0, starts=starts)
     split, merge = launches.calls
     assert split[10:] == (0.5 / 3.0, 3.0, starts.data_ptr()) and merge[4] == starts.data_ptr()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_that_appends_says_where_new_tokens_are(gpu: SimpleNamespace, packed: bool) -> None:
+    """Behind the schedule; `combine_slots` has what lengths grow by."""
+    launches, plan, given = Launches(), plan_of(), tensors()
+    k, v, table = torch.zeros(2, 1, 2, 64), torch.zeros(2, 1, 2, 64), torch.zeros(300, 32)
+    ends = torch.zeros(3, dtype=torch.int32) if packed else None
+    rotary = Rotary(table, table.clone(), torch.zeros(2, dtype=torch.int32))
+    new = Append(k, v, *given[1:3], given[4], cu_seqlens_new=ends, q=given[0], rotary=rotary)
+    starts = torch.zeros(buffer_shape(plan), dtype=torch.int32)
+    done = repeat_of(launches, plan).call(*given, 0.5, 0.0, new, starts=starts)
+    assert done is not None
+    split, merge = launches.calls
+    growth = None if ends is None else ends.data_ptr(), None
+    k_new, v_new, cos, sin, start = (x.data_ptr() for x in (k, v, *rotary[:3]))  # type: ignore[union-attr]
+    caches = given[1].data_ptr(), given[2].data_ptr()
+    of_new = (k_new, v_new, *caches, None, None)
+    assert split[12:] == (starts.data_ptr(), growth, of_new, (cos, sin, start))
+    assert merge[4:] == (starts.data_ptr(), given[4].data_ptr(), None, growth)
+    moved = new._replace(k=torch.zeros(257)[1:].view(2, 1, 2, 64))
+    assert repeat_of(launches, plan).call(*given, 0.5, 0.0, moved, starts=starts) is None
 
 
 @pytest.mark.parametrize("index", [0, 4])

@@ -115,8 +115,8 @@ def flash_attn_with_kvcache(
                       leave it to the policy
     scheduler_metadata  a Plan or Schedule of get_scheduler_metadata for as many queries, which
                       settled num_splits, pack_gqa and sm_margin; a Schedule is for as many new
-                      tokens, too, which are appended before programs follow it. Of packed queries
-                      of several tokens nothing is settled, and it is not looked at
+                      tokens, too. Of packed queries of several tokens nothing is settled, and it
+                      is not looked at
     q_descale, k_descale, v_descale
                       scales of an int8 or e4m3 cache (and q), fp32 [batch, num_kv_heads] or one;
                       None: 1. New k and v are divided by them as they are written, or written as

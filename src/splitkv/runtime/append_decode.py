@@ -1,6 +1,6 @@
 """`append` and then `decode` as one call: a launch less where the plan has it that the kernel of
-decode writes the new tokens itself. By a schedule of the step it is two, and `append` lets decode
-be launched before it has ended.
+decode writes the new tokens itself. Else `append` lets a kernel that asks for it be launched before
+it has ended.
 
 A call is described, planned and bound once for each layout of its tensors, in a `CallCache`.
 Under torch.compile, torch.export, FakeTensorMode and for tensor subclasses the same runs as the

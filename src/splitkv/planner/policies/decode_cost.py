@@ -195,7 +195,7 @@ class Constants:
     whole_split: float = 0.3e-6
     merge_slots: float = 1.7e-6
     share: float = 1.1e-6
-    append: float = 2.5e-6
+    append: float = 2.0e-6
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
