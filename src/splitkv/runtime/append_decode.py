@@ -62,6 +62,7 @@ class Step(NamedTuple):
 _TENSORS = tensors_of("append_and_decode")
 _scalars_of = itemgetter(*(n for n in scalars_of("append_and_decode") if n != "window_size"))
 _DEFAULTS = defaults_of("decode")
+LENGTHS = 4  # the place of cache_seqlens among the arguments of a `Relaunch`
 _UNROTATED = Rotary(*(None,) * 2)
 calls: CallCache[BoundCall] = CallCache()
 
@@ -212,12 +213,13 @@ class AppendThenDecode:
         return None if again is None else partial(self._repeat, again)
 
     @staticmethod
-    def _repeat(again: Any, q: Tensor, *given: Any, **more: Any) -> Result | None:
-        k, v, out, _, *rest, new = given
-        rotated, after = append(new)
+    def _repeat(again: Any, *given: Any, **more: Any) -> Result | None:
+        arguments = [*given]
+        rotated, after = append(arguments.pop())
         if rotated is not None:
-            q = rotated.view(q.shape)
-        result: Result | None = again(q, k, v, out, after, *rest, **more)
+            arguments[0] = rotated.view(given[0].shape)
+        arguments[LENGTHS] = after
+        result: Result | None = again(*arguments, **more)
         return result
 
 

@@ -141,6 +141,14 @@ def head_tile_of(walk, shares):
 
 
 @gluon.jit
+def row_tile_of(walk, shares, CONFIG: gl.constexpr):
+    """The row tile of a split among those of its KV head."""
+    head_tile = head_tile_of(walk, shares)
+    kv_head, row_tile = locate_rows_of_head(head_tile, shares.step.seqlen_q, CONFIG)
+    return row_tile
+
+
+@gluon.jit
 def behind(ring, before):
     """The Ring after so many more tiles have gone through it, so that stages and phases go on from
     split to split."""
@@ -260,7 +268,7 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
             issue_split(behind(ring, before), kv, split, following, shares, CONFIG)
         else:
             step = shares.step
-            _, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
+            row_tile = row_tile_of(walk, shares, CONFIG)
             ahead, with_new = tiles_before_new(split, step, CONFIG)
             issue_split(behind(ring, before), kv, ahead, following, shares, CONFIG)
             turn = wait_for_new_tokens(split, row_tile, tokens, step, turn, CONFIG)
@@ -292,7 +300,7 @@ def write_walk(kv, shares, tokens, CONFIG: gl.constexpr):
         while walk.left > 0:
             split = split_of_walk(walk, shares, CONFIG)
             following = next_split(walk, step, CONFIG.tile_n)
-            _, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
+            row_tile = row_tile_of(walk, shares, CONFIG)
             turn = write_if_any(kv, split, row_tile, tokens, step, turn, CONFIG)
             walk = following
 
