@@ -114,3 +114,37 @@ def test_the_workspace_is_bounded_and_kept() -> None:
     results = [splitkv.decode(**call, num_splits=64) for _ in range(5)]
     after = torch.cuda.memory_stats()["allocation.all.allocated"]
     assert after - before == 2 * len(results)  # out and lse
+
+
+def test_backwards_on_streams_and_in_a_graph() -> None:
+    """The sums of a backward are in its stream's buffer, or in the graph's own memory."""
+
+    def call(length: int, heads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        like: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+        leaves = [torch.randn(1, length, n, 128, **like).requires_grad_() for n in (heads, 2, 2)]
+        return leaves, torch.randn_like(leaves[0])
+
+    def step(made: tuple[list[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaves, grad = made
+        out = splitkv.attention(*leaves, causal=True, deterministic=True)
+        return torch.autograd.grad(out, leaves, grad)
+
+    calls = [call(n, heads) for n, heads in ((300, 8), (512, 32), (77, 2), (700, 8))]
+    wanted = [step(made) for made in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    with torch.cuda.stream(streams[0]):
+        step(calls[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        in_graph = [step(made) for made in calls]
+    found: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+    for _ in range(10):
+        graph.replay()
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found += [(i, step(calls[i])) for i in (n, (n + 1) % len(calls))]
+    torch.cuda.synchronize()
+    for i, grads in [*found, *enumerate(in_graph)]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, wanted[i], strict=True))

@@ -121,7 +121,7 @@ def compiled(problem: Problem, row_gap: int = 0, number: int = 0) -> dict[str, l
     run = HopperBackwardLauncher(problem, H200, variant)
     lengths = x.cu_seqlens_q, x.cu_seqlens_k
     lse = Layout(torch.Size([*x.q.shape[:-3], problem.num_heads, x.q.shape[-3]]), torch.float32)
-    saved = Saved(x.q, x.k, x.v, x.sink_logits, None, *lengths, None, x.out, lse)
+    saved = Saved(x.q, x.k, x.v, x.out, lse, x.sink_logits, None, *lengths)
     call = GradientCall(saved, x.out, None, x)
     sizes = sizes_of(run, call)
     tensors = call.given | {"dq": x.q, "dk": x.k, "dv": x.v, "dsink": x.sink_logits}

@@ -188,3 +188,15 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         (launcher,) = launchers()
         assert len(launcher.known) <= 4
         assert all(isinstance(x, AtLength) for x in launcher.known.values())
+
+
+@pytest.mark.parametrize("name", ["dense", "packed"])
+def test_a_length_that_came_before_is_looked_up_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward is launched by what the length is known by for its gradients."""
+    with fake_gpu() as recorded:
+        calls = [GROWTHS[name](n) for n in (200, 201, 202)]
+        made = [launches(recorded, call, False) for _ in range(3) for call in calls]
+        monkeypatch.setattr("splitkv.runtime.growing_call.GrowingSequences.__call__", pytest.fail)
+        assert [launches(recorded, call, False) for call in calls[1:]] == made[-2:]

@@ -16,14 +16,16 @@ from fake_gpu import Recorded, fake_gpu, functions_called
 from torch import Tensor
 
 import splitkv
+from splitkv.kernels.backward.records import Saved
 from splitkv.kernels.hopper.backward import launcher as hopper_backward
 from splitkv.kernels.hopper.backward.launches import Workspace
-from splitkv.kernels.host import relaunch
+from splitkv.kernels.hopper.backward.relaunch import BackwardRelaunch
+from splitkv.kernels.host import relaunch, workspace
 
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 128, 16
 LEAST_ADDRESS = 1 << 24
 # Functions that Python calls for one step in which everything is known: C functions counted, too.
-MOST_CALLS = 260
+MOST_CALLS = 240
 
 
 @pytest.fixture
@@ -191,6 +193,106 @@ def test_nothing_is_bound_twice(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) 
     torch.autograd.grad(forward(), leaves, grad)
 
 
+def relaunch_of(name: str, gpu: Recorded) -> tuple[BackwardRelaunch, Callable[[], list[Any]]]:
+    """What launches the backward of a call again, and a function that has it do so on the same
+    tensors and says what was launched."""
+    forward, leaves = CALLS[name]()
+    for _ in range(2):
+        out = forward()
+        torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    ctx: Any = out.grad_fn
+    (again,) = ctx.launcher.backward_again.values()
+    kept, scale, grad = Saved(*ctx.saved_tensors), ctx.scalars[0], torch.ones_like(out)
+
+    def call() -> list[Any]:
+        gpu.calls.clear()
+        found = again.call(kept, grad, None, scale)
+        return named(gpu.calls, [*leaves, grad, out, *(x for x in found if x is not None)])
+
+    return again, call
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_launched_follows_the_addresses(
+    name: str, gpu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was kept from a call with the same, or not."""
+    again, call = relaunch_of(name, gpu)
+    fresh = call()
+    addresses = iter(range(1 << 30, 1 << 40, 1 << 12))
+    monkeypatch.setattr(Tensor, "data_ptr", lambda x: next(addresses))
+    monkeypatch.setattr("splitkv.kernels.hopper.backward.relaunch.MOST_PACKED", 2)
+    for _ in range(5):
+        launched = call()
+        assert [kernel for kernel, _ in launched] == [kernel for kernel, _ in fresh]
+        assert len(again.packed) <= 2
+    first = 1 << 30
+    monkeypatch.setattr(Tensor, "data_ptr", lambda x: first)
+    assert call() == call()
+    monkeypatch.setattr(again, "pack", pytest.fail)
+    assert call() == call()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "too large to keep"])
+def test_a_workspace_stays_with_its_stream_where_it_is_small(
+    kept: bool, gpu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kept:
+        monkeypatch.setattr("splitkv.kernels.hopper.backward.relaunch.MOST_KEPT", 1000)
+    again, call = relaunch_of("dense", gpu)
+    workspace.release()
+    call()
+    if not kept:
+        assert workspace.held_bytes() == 0
+        return
+    (buffer,) = again.buffers.values()
+    at, numel, _ = buffer
+    assert at == list(again.packed)[-1][-1] and again.numel <= numel < 2 * again.numel
+    call()
+    assert [*again.buffers.values()] == [buffer]
+    in_graph = []
+
+    def made(device: Any, numel: int, captured: bool) -> workspace.Buffer:
+        in_graph.append((numel, captured))
+        memory = torch.empty(numel)
+        return memory.data_ptr(), numel, memory
+
+    monkeypatch.setattr(again, "capturing", lambda: True)
+    monkeypatch.setattr(workspace, "make_buffer", made)
+    call()
+    assert in_graph == [(again.numel, True)] and [*again.buffers.values()] == [buffer]
+
+
+def test_tensors_that_were_changed_in_place_are_refused(gpu: Recorded) -> None:
+    for changed in range(4):
+        forward, leaves = CALLS["sinks"]()
+        out = forward()
+        with torch.no_grad():
+            leaves[changed].add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def test_the_lse_is_a_result_of_autograd_where_it_is_asked_for(gpu: Recorded) -> None:
+    forward, leaves = dense()
+    for _ in range(2):
+        out, lse = forward(return_lse=True)
+        assert lse.requires_grad and lse.grad_fn is out.grad_fn
+        grads = torch.autograd.grad(lse, leaves, torch.ones_like(lse))
+        assert [x.shape for x in grads] == [x.shape for x in leaves]
+
+
+def test_a_transform_of_functorch_is_refused_by_torch(gpu: Recorded) -> None:
+    """Which says what it needs."""
+    forward, _ = dense()
+    for _ in range(2):
+        forward()
+    gpu.calls.clear()
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: x * forward().float().sum())(torch.ones(()))
+    assert gpu.calls == []
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_takes_few_function_calls(name: str, gpu: Recorded) -> None:
     """Counted, as times depend on the machine."""
@@ -207,12 +309,12 @@ def test_a_step_takes_few_function_calls(name: str, gpu: Recorded) -> None:
 
 
 def test_pieces_of_the_workspace_lie_apart() -> None:
-    workspace = Workspace()
+    pieces = Workspace()
     sizes = {"clear": 8192, "total": 33, "delta": 33, "sink_sums": 70, "split": 5}
     for name, numel in sizes.items():
-        workspace.add(name, numel)
-    workspace.add_inside("turns", "clear", 8000, 100)
-    views = workspace.views(torch.zeros(workspace.numel))
+        pieces.add(name, numel)
+    pieces.add_inside("turns", "clear", 8000, 100)
+    views = pieces.views(torch.zeros(pieces.numel))
     assert {name: x.numel() for name, x in views.items()} == sizes | {"turns": 100}
     turns = views.pop("turns")
     assert turns.dtype == torch.int32

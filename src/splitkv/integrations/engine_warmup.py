@@ -53,6 +53,10 @@ class Layer(Model):
     heads_first: bool = False
     policy: str = ""
 
+    @property
+    def slot_type(self) -> torch.dtype:
+        return torch.int64  # of vLLM's slot mappings
+
     def caches(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
         lead = (self.num_kv_heads, keys) if self.heads_first else (keys, self.num_kv_heads)
         both = self.cache((rows, *lead, 2 * self.head_dim), self.stored)

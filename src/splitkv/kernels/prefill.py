@@ -534,12 +534,17 @@ def attention(launcher: Differentiable, operands: Operands) -> tuple[Tensor, Ten
     seed = draw_seed(x.q) if problem.dropout else None
     if not problem.needs_grad:
         out, lse = launcher.forward(x, seed)
-    elif x.sink_logits is None and x.alibi_slopes is None:  # each argument takes time
-        out, lse = Attention.apply((launcher, x, seed), x.q, x.k, x.v)
+        return out, lse if problem.return_lse else None
+    # of functorch's transforms torch has to say that this function is none of theirs
+    apply = Attention.apply if functorch_is_active() else apply_in_no_transform
+    made: Any
+    if x.alibi_slopes is not None:
+        made = apply((launcher, x, seed), x.q, x.k, x.v, x.sink_logits, x.alibi_slopes)
+    elif x.sink_logits is not None:  # each argument takes time
+        made = apply((launcher, x, seed), x.q, x.k, x.v, x.sink_logits)
     else:
-        leaves = x.q, x.k, x.v, x.sink_logits, x.alibi_slopes
-        out, lse = Attention.apply((launcher, x, seed), *leaves)
-    return out, lse if problem.return_lse else None
+        made = apply((launcher, x, seed), x.q, x.k, x.v)
+    return made if problem.return_lse else (made, None)
 
 
 def in_place_of(plan: Plan, other: Plan, operands: Operands) -> PrefillLauncher:
@@ -559,18 +564,23 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, Operands, Tensor | None], *leaves: Any) -> Any:
-        """call: a launcher, operands, and the seed of dropout; leaves: those that are given, in the
-        order of `LEAVES`."""
+        """(out, lse), or where the problem of the launcher does not ask for the LSE, out.
+
+        call: a launcher, operands, and the seed of dropout; leaves: in the order of `LEAVES`, up to
+        the last one that is given."""
         launcher, x, seed = call
         out, lse = launcher.forward(x, seed)
-        others = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k
-        ctx.save_for_backward(x.q, x.k, x.v, *others, seed, out, lse)
+        sinks, slopes, cu_q, cu_k = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k
+        if sinks is None and slopes is None and cu_q is None and seed is None:
+            ctx.save_for_backward(x.q, x.k, x.v, out, lse)
+        else:
+            ctx.save_for_backward(x.q, x.k, x.v, out, lse, sinks, slopes, cu_q, cu_k, seed)
         ctx.launcher, ctx.scalars = launcher, scalars_of(x)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if launcher.problem.return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph: expected False, as kernels differentiate once")
         kept = Saved(*ctx.saved_tensors)  # asked for once: checkpointing recomputes them only then
@@ -589,4 +599,9 @@ class Attention(torch.autograd.Function):
             of_slopes = kept.alibi_slopes is not None and ctx.needs_input_grad[-1]
             found = run(operands, kept.seed, *rest, of_slopes)
             launcher.backward_again[backward_for] = run.again(operands, *rest)
-        return None, *found[: len(ctx.needs_input_grad) - 1]
+        return None, *found  # past the leaves there are Nones, which autograd drops
+
+
+apply_in_no_transform = super(torch.autograd.Function, Attention).apply
+"""`Attention.apply` without what that asks in Python on every call for the sake of functorch."""
+functorch_is_active = torch._C._are_functorch_transforms_active

@@ -18,6 +18,9 @@ from torch import Tensor
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
+from splitkv.kernels.host.relaunch import Sequences
+from splitkv.kernels.host.sequence_sizes import scale_and_softcap
+from splitkv.kernels.host.sequences import relaunched
 from splitkv.kernels.prefill import attention
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime.call_cache import Launcher, Result
@@ -29,21 +32,37 @@ class AtLength:
     of a SequenceLauncher.
 
     forward_call         of every length; gives the LSE, too
+    layout               of this length, with which begins what that knows it by
     plan                 of the bucket that this length is in
     backward_launchers   of the bucket: see kernels/gradients.py
     """
 
     def __init__(
-        self, problem: Problem, forward_call: Launcher, plan: Plan, backward_launchers: Any
+        self,
+        problem: Problem,
+        forward_call: GrowingSequences,
+        layout: tuple[Any, ...],
+        plan: Plan,
+        backward_launchers: Any,
     ) -> None:
-        self.problem, self.forward_call, self.plan = problem, forward_call, plan
-        self.backward_launchers = backward_launchers
+        self.problem, self.forward_call, self.layout = problem, forward_call, layout
+        self.plan, self.backward_launchers = plan, backward_launchers
         self.backward_again: dict[Any, Any] = {}
+        self.forward_again: Sequences | None = None
 
     def forward(self, operands: Operands, seed: Tensor | None) -> Result:
         """(out, lse), without a graph."""
         assert seed is None, "dropout: expected none"
-        return self.forward_call(operands)
+        again = self.forward_again
+        if again is not None:
+            done = relaunched(again, operands, *scale_and_softcap(operands))
+            if done is not None:
+                return done
+        result = self.forward_call(operands)
+        latest, again = self.forward_call.latest
+        if latest is not None and latest[: len(self.layout)] == self.layout:
+            self.forward_again = again
+        return result
 
 
 class GrowingGradients:
@@ -80,12 +99,12 @@ class GrowingGradients:
         if at is None or layout != here:
             at = self.known.get(here)
             if at is None:
-                at = self.at_length(x)
+                at = self.at_length(x, here)
                 keep(self.known, here, at)
             self.latest = here, at
         return attention(at, x) if isinstance(at, AtLength) else at(x)
 
-    def at_length(self, operands: Operands) -> Launcher | AtLength:
+    def at_length(self, operands: Operands, here: tuple[Any, ...]) -> Launcher | AtLength:
         """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
         or where a kernel is chosen that does not take every length."""
         x, growing = operands, self.growing
@@ -96,7 +115,7 @@ class GrowingGradients:
                 self.plans[bucket] = growing.planned(bucket, x), {}
             plan, launchers = self.plans[bucket]
             if plan.kernel in SEQUENCES_GROW:
-                return AtLength(self.problem, growing, plan, launchers)
+                return AtLength(self.problem, growing, here, plan, launchers)
         lengths = x.seqlen_q, x.seqlen_k, growing.edges(x.seqlen_q, x.seqlen_k)
         exact = replace(growing.problem_of(lengths), return_lse=self.problem.return_lse)
         plan = self.plan_for(exact, x)

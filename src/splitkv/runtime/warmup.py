@@ -100,6 +100,11 @@ class Model:
         return self.zeros(*shape, dtype=torch.int32)
 
     @property
+    def slot_type(self) -> torch.dtype:
+        """The type of the slots that new tokens are written into."""
+        return torch.int32
+
+    @property
     def stored(self) -> torch.dtype:
         """The type of keys and values."""
         if self.codec == AS_IS:
@@ -238,7 +243,7 @@ class Model:
             self.zeros(tokens, self.num_kv_heads, self.head_dim_v),
             k,
             v,
-            slots=self.index(tokens),
+            slots=self.zeros(tokens, dtype=self.slot_type),
             **self.scales(1, size),
         )
         return Call(None, None, partial(append_tokens, call))

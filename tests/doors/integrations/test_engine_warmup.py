@@ -94,6 +94,11 @@ def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.Monke
         assert compiled == []
 
 
+def test_slots_are_of_the_type_that_engines_give() -> None:
+    (call,) = layer().slots(16).run.args  # type: ignore[attr-defined]
+    assert call.slots.dtype == torch.int64
+
+
 def test_processes_that_end_stop_no_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

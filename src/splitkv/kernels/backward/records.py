@@ -28,18 +28,19 @@ class GradientTensors(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors that a forward keeps for its backward, in this order; seed: of dropout."""
+    """Tensors that a forward keeps for its backward, in this order; seed: of dropout. The last five
+    are left out together where none of them is there."""
 
     q: Any
     k: Any
     v: Any
-    sink_logits: Any
-    alibi_slopes: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seed: Any
     out: Any
     lse: Any
+    sink_logits: Any = None
+    alibi_slopes: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seed: Any = None
 
 
 class Gradients(NamedTuple):

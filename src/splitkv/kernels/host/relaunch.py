@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -158,9 +158,16 @@ def launch_by_name(
     return kernel[grid](*in_order(kernel, arguments), enable_fp_fusion=True, **options)
 
 
-AddressLaunch = Callable[[int, Sequence[Any]], None]
-"""`launch(stream, addresses)`: addresses in the order of the names that it was bound with, None for
-a tensor that is not there."""
+class AddressLaunch(NamedTuple):
+    """A launch of a compiled kernel with addresses: `function(*pack(per_call))`.
+
+    pack       the arguments of the function, of which nothing else is part than per_call: the
+               stream, and addresses in the order of the names that the launch was bound with, None
+               for a tensor that is not there. Whoever launches with the same again may keep them
+    """
+
+    function: Callable[..., Any]
+    pack: Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 class KernelLaunch(NamedTuple):
@@ -197,6 +204,10 @@ class KernelLaunch(NamedTuple):
         return launch_by_name(self.kernel, self.grid, arguments, **self.options)
 
 
+GRID_AND_STREAM, STREAM_AT = (0, 0, 0, 0), 3
+"""The first arguments of the C function where it takes them one by one, to be filled in."""
+
+
 class AddressKernel:
     """A compiled kernel, to be launched with addresses and with the arguments of other lengths.
 
@@ -215,10 +226,14 @@ class AddressKernel:
         present: Container[str],
     ) -> None:
         self.compiled, self.calling = compiled, calling
-        number = {name: n for n, name in enumerate(names)}
-        self.template: list[Any] = []
+        fixed, as_tuple = calling[1:]
+        number = {name: n for n, name in enumerate(names, 1)}  # behind the stream
+        # the grid, the stream and what follows it come first, or where these are one tuple are none
+        # of the arguments
+        self.template: list[Any] = [] if as_tuple else [*GRID_AND_STREAM, *fixed]
         self.place: dict[str, int] = {}  # of the arguments there
-        self.pointers: list[tuple[int, int]] = []  # of the template, and of the addresses
+        # of the template, and of what is given in each call
+        self.pointers: list[tuple[int, int]] = [] if as_tuple else [(STREAM_AT, 0)]
         self.records: list[tuple[int, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
         self.maps: list[tuple[str, Tile, int, int]] = []
         for parameter in launch.kernel.arg_names:
@@ -247,30 +262,31 @@ class AddressKernel:
         function, fixed, as_tuple = self.calling
         x, y, z = (*launch.grid, 1, 1)[:3]
         template, place = self.template.copy(), self.place
+        if not as_tuple:
+            template[:STREAM_AT] = x, y, z
         for parameter, value in launch.arguments.items():
             template[place[parameter]] = value
-        maps: list[tuple[int, int, TensorMaps]] = []
+        maps: list[tuple[int, int, JustMaps]] = []
         for parameter, tile, at, n in self.maps:
             layout = launch.layouts[parameter]
             shape, strides = layout.shape, layout.strides
             template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
-            maps.append((at, n, MapsOfLength(tile, shape, strides)))
+            maps.append((at, n, JustMaps(tile, shape, strides)))
         pointers, records = self.pointers, self.records
 
-        def launch_again(stream: int, addresses: Sequence[Any]) -> None:
+        def pack(per_call: Sequence[Any]) -> tuple[Any, ...]:
             args = template.copy()
             for at, n in pointers:
-                args[at] = addresses[n]
+                args[at] = per_call[n]
             for at, n, kept in maps:
-                args[at] = kept[addresses[n]][0]
+                args[at] = kept[per_call[n]]
             for at, items in records:
-                args[at] = items(addresses)
+                args[at] = items(per_call)
             if as_tuple:
-                function(x, y, z, stream, *fixed, tuple(args))
-            else:
-                function(x, y, z, stream, *fixed, *args)
+                args = [x, y, z, per_call[0], *fixed, tuple(args)]
+            return tuple(args)
 
-        return holding(self.compiled, launch_again)
+        return AddressLaunch(function, holding(self.compiled, pack))
 
 
 def address_kernel(
@@ -310,7 +326,10 @@ def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = (
     return through_triton
 
 
-def holding(compiled: Any, launch: Launch) -> Launch:
+Held = TypeVar("Held", bound=Callable[..., Any])
+
+
+def holding(compiled: Any, launch: Held) -> Held:
     """The launch, and with it the kernel: Triton 3.9 unloads one that nobody holds."""
     launch.__dict__["kernel"] = compiled
     return launch
@@ -445,6 +464,23 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 
 
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
+
+
+class JustMaps(dict[int, Any]):
+    """Tensor maps without their shapes and strides behind them: `maps[address]` is the CUtensorMap.
+    They are forgotten with the layout, as those of `MapsOfLength`."""
+
+    __slots__ = "shape", "strides", "tile"
+
+    def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.tile, self.shape, self.strides = tile, shape, strides
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAX_MAPS:
+            self.clear()
+        fill, box = self.tile
+        made = self[address] = fill(address, *box, self.shape, self.strides, 0)
+        return made
 
 
 class MapsOfLength(TensorMaps):

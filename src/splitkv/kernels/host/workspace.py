@@ -1,9 +1,10 @@
-"""Memory for partials: one buffer a device and stream, kept from call to call; for counters; and
-for results.
+"""Memory for partials and for the sums of a small backward: one buffer a device and stream, kept
+from call to call; for counters; and for results.
 
 Bound: a plan needs `programs * rows * (head_dim_v + 2) * 4` bytes, a buffer is the next power of
 two, and a stream keeps only the largest that it has needed: at most twice the largest plan. A later
-call allocates nothing, and calls on different streams never share a buffer.
+call allocates nothing, and calls on different streams never share a buffer. A backward takes one
+where its sums are few; more of them are allocated anew and given back.
 
 A call takes the buffer of its stream out of the table, launches its kernels and puts it back. Two
 threads on one stream are therefore never in one buffer, whenever the interpreter changes between

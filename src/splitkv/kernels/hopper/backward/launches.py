@@ -144,7 +144,7 @@ def call_of(
     """The GradientCall of a forward's operands and results."""
     x = operands
     lengths = x.cu_seqlens_q, x.cu_seqlens_k
-    saved = Saved(x.q, x.k, x.v, x.sink_logits, None, *lengths, None, out, lse)
+    saved = Saved(x.q, x.k, x.v, out, lse, x.sink_logits, None, *lengths)
     return GradientCall(saved, grad, grad_lse, x)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.hopper.backward.launches import GradientCall, Sizes, Workspace
+from splitkv.kernels.host import workspace
 from splitkv.kernels.host.relaunch import (
     AddressKernel,
     AddressLaunch,
@@ -27,6 +29,14 @@ PIECES = (
 )
 NAMES = (*GIVEN, *RESULTS, *PIECES)
 """Names of the addresses of a call, in the order in which launches take them."""
+MOST_KEPT = 1 << 23
+"""Numbers of a workspace that its stream keeps for the next call: 32 MiB of fp32. Whoever needs
+more computes for longer than an allocation takes."""
+Packed = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+"""The functions that launch the kernels of a call, and what each of them is given."""
+MOST_PACKED = 4096  # calls whose Packed is kept, of about 2 KiB each; past it, they start afresh
+_packed: dict[Hashable, Packed] = {}  # by layout and addresses: a layer's come again in every step
+_numbers = itertools.count()
 
 
 class BackwardRelaunch:
@@ -39,19 +49,25 @@ class BackwardRelaunch:
     def __init__(self, launches: Sequence[AddressLaunch], call: GradientCall, sizes: Sizes) -> None:
         x, device = call.saved, call.saved.q.device
         self.launches = tuple(launches)
+        self.packed, self.number = _packed, next(_numbers)
         self.scale, self.grad_strides = call.operands.softmax_scale, call.grad.stride()
         self.of_lse = call.grad_lse is not None
-        workspace, strides = sizes.workspace, sizes.gradients.of_tensors
-        self.new_memory = allocation((workspace.numel,), torch.float32, device, (1,))
+        self.numel, strides = sizes.workspace.numel, sizes.gradients.of_tensors
+        self.new_memory = allocation((self.numel,), torch.float32, device, (1,))
         layouts = zip((x.q, x.k, x.v), strides, strict=True)
-        self.new_grads = tuple([allocation(t.shape, t.dtype, device, n) for t, n in layouts])
+        self.new_dq, self.new_dk, self.new_dv = (
+            allocation(t.shape, t.dtype, device, n) for t, n in layouts
+        )
         sinks, self.new_dsink = x.sink_logits, None
         if sinks is not None:
             self.new_dsink = allocation(sinks.shape, sinks.dtype, device)
-        places = (workspace.places.get(name) for name in PIECES)
-        self.offsets = [None if place is None else 4 * place[0] for place in places]
+        self.places = [sizes.workspace.places.get(name) for name in PIECES]
         self.device = device.index
         self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.capturing = torch._C._cuda_isCurrentStreamCapturing
+        self.buffers: dict[int, workspace.Buffer] | None = None
+        if self.numel <= MOST_KEPT:
+            self.buffers = workspace.buffers(device.index)
 
     def call(
         self, saved: Saved, grad: Tensor, grad_lse: Tensor | None, scale: float
@@ -83,18 +99,39 @@ class BackwardRelaunch:
         if self.new_dsink is not None:
             dsink = self.new_dsink()
             at_dsink = dsink.data_ptr()
-        new_dq, new_dk, new_dv = self.new_grads
-        dq, dk, dv, memory = new_dq(), new_dk(), new_dv(), self.new_memory()
-        first = memory.data_ptr()
-        addresses = [
-            *(at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k),
-            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink),
-            *[None if offset is None else first + offset for offset in self.offsets],
-        ]
-        stream = self.current_stream(self.device)
-        for launch in self.launches:
-            launch(stream, addresses)
+        dq, dk, dv = self.new_dq(), self.new_dk(), self.new_dv()
+        stream, buffers = self.current_stream(self.device), self.buffers
+        if buffers is None:
+            memory = self.new_memory()
+            first = memory.data_ptr()
+        else:
+            captured = stream and self.capturing()  # stream 0, the default, cannot be
+            buffer: Any = None if captured else buffers.pop(stream, None)
+            if buffer is None or buffer[1] < self.numel:
+                buffer = workspace.make_buffer(self.device, self.numel, captured)
+            first = buffer[0]
+        given = at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k
+        results = dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink
+        key = self.number, given + results, stream, first
+        packed = self.packed.get(key)
+        if packed is None:
+            packed = self.packed[key] = self.pack(given + results, stream, first)
+        for function, args in packed:
+            function(*args)
+        if buffers is not None and not captured:
+            buffers[stream] = buffer
         return Gradients(dq, dk, dv, dsink, None)
+
+    def pack(self, addresses: Sequence[int | None], stream: int, first: int) -> Packed:
+        """Makes the Packed of a call, and room to keep it.
+
+        addresses   of GIVEN and RESULTS; first: of the workspace
+        """
+        if len(self.packed) >= MOST_PACKED:
+            self.packed.clear()
+        pieces = [None if place is None else first + 4 * place[0] for place in self.places]
+        per_call = stream, *addresses, *pieces
+        return [(launch.function, launch.pack(per_call)) for launch in self.launches]
 
 
 def address_kernels(
