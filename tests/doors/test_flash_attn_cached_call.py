@@ -10,12 +10,15 @@ from doors.test_flash_attn_kv_cache import PLAIN, Example
 from runtime.test_decode_append import Appending, bound
 from torch import Tensor
 
+from splitkv.core.device import GPUS
 from splitkv.core.masks import Mask
-from splitkv.core.plan import Plan
-from splitkv.core.problem import Operands
+from splitkv.core.plan import Config, Plan
+from splitkv.core.problem import Operands, Problem
 from splitkv.flash_attn import cached_call, flash_attn_with_kvcache, kv_cache
 from splitkv.kernels.host.append_call import Append
+from splitkv.runtime import append_decode
 from splitkv.runtime.call_cache import CallCache
+from splitkv.runtime.schedule import Schedule
 
 __all__ = ["bound"]  # a fixture
 
@@ -28,8 +31,8 @@ class Again(Appending):
         self.repeated: list[tuple[Any, ...]] = []
         self.result: Tensor | None = torch.zeros(1)
 
-    def repeat(self, *args: Any) -> tuple[Tensor, None] | None:
-        self.repeated.append(args)
+    def repeat(self, *args: Any, starts: Any = None) -> tuple[Tensor, None] | None:
+        self.repeated.append(args if starts is None else (*args, starts))
         return None if self.result is None else (self.result, None)
 
 
@@ -106,6 +109,67 @@ def test_another_call_is_checked(changes: dict[str, Any], steps: list[Any]) -> N
     flash_attn_with_kvcache(**call)
     flash_attn_with_kvcache(**call | changes)
     assert all(launcher.repeated == [] for launcher in steps)
+
+
+@pytest.fixture
+def steps_apart(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The launchers of decode that were bound behind `append`."""
+    made: list[Any] = []
+
+    def plan_for(problem: Problem, operands: Operands, *rest: Any) -> Plan:
+        return Plan(problem, GPUS["h200"], "test", "a_kernel", Config(), "")
+
+    def bind(problem: Problem, operands: Operands, plan: Plan) -> Again:
+        assert not plan.problem.appends
+        made.append(Again(plan, operands))
+        return made[-1]
+
+    monkeypatch.setattr(append_decode, "plan_for", plan_for)
+    monkeypatch.setattr(append_decode, "bind", bind)
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"page_size": 5}, {"rows": True}, {"rotary": None}, {"ragged_new": True}],
+    ids=str,
+)
+def test_a_step_after_append_is_relaunched(changes: dict[str, Any], steps_apart: list[Any]) -> None:
+    """By the lengths after it and with the rotated q, whatever the addresses."""
+    call, other = (call_of(**changes) for _ in range(2))
+    caches = other["k_cache"], other["v_cache"]
+    flash_attn_with_kvcache(**call)
+    assert flash_attn_with_kvcache(**other) is steps_apart[0].result
+    (launcher,) = steps_apart
+    (first,), (again,) = launcher.calls, launcher.repeated
+    q, k, v, out, lens, *_ = again
+    example = Example(PLAIN | {"lse": False, "rotary": "halves", "mask": Mask(True, 4)} | changes)
+    assert lens.tolist() == first.cache_seqlens.tolist()
+    assert lens.tolist() == [n + new for n, new in zip(example.before, example.new, strict=True)]
+    assert (k, v) == caches and out is None
+    turned = "rotary_cos" in other
+    assert torch.equal(q, other["q"]) != turned and q.shape == other["q"].shape
+    place = example.place(0, example.before[0])
+    if not changes.get("page_size"):  # which are in another order in each
+        assert torch.equal(other["v_cache"][place], other["v"].flatten(0, -3)[0])
+
+
+def test_a_schedule_is_known_by_its_plan(
+    steps_apart: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "fitted_schedule", lambda schedule, *rest: schedule)
+    monkeypatch.setattr(kv_cache, "fitted", lambda plan, *rest: plan)
+    monkeypatch.setattr(kv_cache, "fit_plan", lambda plan, *rest: plan)
+    monkeypatch.setattr(append_decode, "expect_same_shares", lambda *plans: None)
+    call, starts = call_of(), [torch.zeros(3, 8, dtype=torch.int32) for _ in range(3)]
+    problem = Problem("decode", 3, 4, 2, 32, 32, 1, 24)
+    plan, equal = (Plan(problem, GPUS["h200"], "test", "a_kernel", Config(), "") for _ in range(2))
+    for made in (plan, plan, equal):
+        flash_attn_with_kvcache(**call, scheduler_metadata=Schedule(made, starts.pop(0)))
+    first, other = steps_apart
+    assert len(first.calls) == len(other.calls) == len(first.repeated) == 1
+    flash_attn_with_kvcache(**call, scheduler_metadata=plan)
+    assert len(steps_apart) == 3 and steps_apart[2].calls[0].starts is None
 
 
 def test_the_lse_is_finished_the_long_way(steps: list[Any]) -> None:

@@ -287,6 +287,7 @@ def with_kvcache(d: Draw) -> Drawn:
     tokens_of, pairs = v.choice(((1,), (1,), (2, 3), (v.randint(1, 16),))), v.random() < 0.5
     table_type, lse = v.choice((0, 1)), v.random() < 0.5
     with_rows, with_pad, planned = v.random() < 0.2, v.random() < 0.15, v.random() < 0.2
+    policy = v.choice(("tuned", "balanced"))  # of what is planned before
     rotary = rotary and appends
     of = shape(d, TYPES)
     tokens = d.rng.choice(tokens_of)
@@ -364,12 +365,13 @@ def with_kvcache(d: Draw) -> Drawn:
             of.dtype,
             of.dim_v,
             page_size=page_size,
-            max_seqlen_k_new=0,
+            max_seqlen_k_new=new,
             causal=asked.causal,
             window_size=asked.window,
             attention_chunk=asked.chunk,
             has_softcap=asked.softcap > 0,
-            num_splits=d.rng.choice((0, 0, 3)),
+            num_splits=0 if policy == "balanced" else d.rng.choice((0, 0, 3)),
+            policy=policy,
         )
     original = {n: x.clone() for n, x in held.items()}
 

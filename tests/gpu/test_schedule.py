@@ -8,20 +8,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import appending
 import cases
 import pytest
 import schedules
 import torch
+from appending import Step
 from running import DEVICE, HERE, SERVING, only, same_bits
 from torch import Tensor
 
 import splitkv
 from splitkv import testing
+from splitkv.core.options import options_of
 from splitkv.core.plan import SCHEDULED, Plan
+from splitkv.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from splitkv.kernels.schedule import head_tiles_of_share
 from splitkv.planner import registry
 from splitkv.planner.policies import persistent
 from splitkv.runtime import dispatch
+from splitkv.runtime.append import append
+from splitkv.runtime.append_decode import append_and_decode
 from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import (
     AS_IS,
@@ -37,6 +43,7 @@ from splitkv.testing import (
 )
 
 MIXES, CHUNKS = 2000, 40
+NEW_TOKENS = 40  # mixes with new tokens
 HOPPER = ("hopper_decode_split",) if HERE.capability == (9, 0) else ()
 KERNELS = (*HOPPER, "decode_split")
 AXES: cases.Axes = {
@@ -232,3 +239,101 @@ def test_nothing_waits_and_nothing_is_read_by_the_host(kernel: str, no_host_sync
         splitkv.make_schedule(plan, call["cache_seqlens"], out=made)
         splitkv.decode(**call, schedule=made)
         splitkv.decode(**call, plan=plan)
+
+
+# --- new tokens --------------------------------------------------------------------------------
+
+
+def random_step(draw: random.Random, compiled: cases.Values) -> Step:
+    """A mix whose last tokens are not in the cache yet; its lengths are those before them."""
+    values = {name: draw.choice(options) for name, options in appending.AXES.items()}
+    values |= {"leftpad": False, "rotary_dim": 32}
+    if values["rotary"] is None:
+        values |= {"start": False, "q_step": 1}
+    problem = random_problem(draw, compiled, SIZES)
+    lengths = [max(n, 1) for n in lengths_of(draw, problem.batch, problem.seqlen_k)]
+    return appending.step(problem, values, device=DEVICE, lengths=lengths)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16}[x.element_size()])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("seed", range(NEW_TOKENS))
+def test_new_tokens_in_random_mixes(kernel: str, seed: int) -> None:
+    """In one launch and in two the bits of `append` and then decode by the same schedule, in the
+    caches, too."""
+    draw = random.Random(seed)
+    found = [x for x in COMPILED[kernel] if x["codec"].granularity != "token"]
+    made = random_step(draw, found[seed % len(found)])
+    alone, call, problem = appending.separately(made)
+    q, after = append(alone)
+    call |= {"q": call["q"] if q is None else q, "cache_seqlens": after}
+    schedule, programs_per_sm = draw.choice(SCHEDULED), draw.choice((1, 2))
+    apart = scheduled(problem, kernel, schedule, programs_per_sm=programs_per_sm)
+    wanted = splitkv.decode(**call, plan=apart)
+    ref, pt = (testing.expected(problem, call, upcast=upcast)[0] for upcast in (True, False))
+    testing.assert_close(wanted[0], ref, pt)
+    assert after is not None
+    plan = replace(apart, problem=made.problem)
+    in_one = replace(plan, config=replace(plan.config, appends=True))
+    starts, of_one = (splitkv.make_schedule(x, after) for x in (plan, in_one))
+    names = options_of("append_and_decode")
+    arguments = {name: x for name, x in made.call.items() if name in names}
+    tensors = [made.call[name] for name in ("q", "k_cache", "v_cache")]
+    before = [x.clone() for x in tensors[1:]]
+    for how in (
+        *({"schedule": starts}, {"plan": plan}),
+        *({"schedule": of_one}, {"plan": in_one}, {"schedule": of_one}),
+    ):
+        for x, there in zip(tensors[1:], before, strict=True):
+            bits(x).copy_(bits(there))
+        result = append_and_decode(made.new, *tensors, **arguments, **how)
+        assert same_bits(result, wanted), "the result"
+        for name, x in zip(("k_cache", "v_cache"), tensors[1:], strict=True):
+            assert torch.equal(bits(x), bits(call[name])), name
+
+
+def step_by_a_schedule(call: dict[str, Any], schedule: Any) -> Tensor:
+    """A step of a model: the schedule of its lengths, and the one layer that there is."""
+    q, (pages, page_size, kv_heads, dim) = call["q"], call["k_cache"].shape
+    sizes = q.shape[0], 1, pages // q.shape[0] * page_size - 1, q.shape[2], kv_heads, dim
+    made = get_scheduler_metadata(
+        *sizes,
+        call["cache_seqlens"],
+        page_size=page_size,
+        max_seqlen_k_new=1,
+        causal=True,
+        policy=POLICIES[schedule],
+    )
+    assert isinstance(made, splitkv.Schedule)
+    out: Tensor = flash_attn_with_kvcache(**call, scheduler_metadata=made)
+    return out
+
+
+POLICIES = {name: persistent.with_schedule(name) for name in SCHEDULED}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_a_generation_in_a_graph(schedule: str, no_host_sync: Any) -> None:
+    """A key a step, from none on, over the ends of tiles and pages: an eager call's bits."""
+    call = appending.model_step((8, 2), 64, DEVICE)
+    other = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
+    replay, out = captured(lambda: step_by_a_schedule(call, schedule))
+    for n in (call, other):
+        n["cache_seqlens"].copy_(torch.tensor([0, 60, 127, 1000]))
+    for name in ("k_cache", "v_cache"):
+        other[name].copy_(call[name])
+    for _ in range(10):
+        for name in ("q", "k", "v"):
+            call[name].normal_()
+            other[name].copy_(call[name])
+        replay()
+        with no_host_sync():
+            eager = step_by_a_schedule(other, schedule)
+        assert torch.equal(out, eager)
+        for n in (call, other):
+            n["cache_seqlens"] += 7
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(call[name], other[name])

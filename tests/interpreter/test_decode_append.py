@@ -10,11 +10,13 @@ import pytest
 import torch
 from appending import Step, separately, step
 from interpreter.test_append import launch
+from interpreter.test_decode_persistent import plan_of as plan_of_step
 from interpreter.test_decode_split import plan_of
 from torch import Tensor
 
 from splitkv.core.kv import Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
+from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.core.problem import Problem
 from splitkv.kernels import records
 from splitkv.testing import bind
@@ -42,7 +44,7 @@ AXES: cases.Axes = {
         Mask(causal=True, chunk=24),
     ),
     "codec": (None, Codec("int8", "tensor"), Codec("fp8", "head"), Codec("fp8_e5m2", "head")),
-    "schedule": ("even 1", "even 3", "fixed", "batch"),
+    "schedule": ("even 1", "even 3", "fixed", "batch", *SCHEDULED),
     "tile_n": (16, 32),
 }
 
@@ -78,12 +80,19 @@ def same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.nan_to_num(9), y.nan_to_num(9))
 
 
+def cut_by(schedule: str, problem: Problem, tile_n: int) -> Plan:
+    """A plan by one of the schedules: of a step, for a few programs a head tile."""
+    if schedule not in SCHEDULED:
+        return plan_of(problem, schedule, tile_n)
+    return plan_of_step(problem, schedule, 3, tile_n)
+
+
 def compare(made: Step, schedule: str, tile_n: int) -> None:
     alone, call, problem = separately(made)
     q, after = launch(alone)
     call |= {"q": call["q"] if q is None else q, "cache_seqlens": after}
-    wanted = records.DECODE_SPLIT.launch(bind(problem, call), plan_of(problem, schedule, tile_n))
-    plan = plan_of(made.problem, schedule, tile_n)
+    wanted = records.DECODE_SPLIT.launch(bind(problem, call), cut_by(schedule, problem, tile_n))
+    plan = cut_by(schedule, made.problem, tile_n)
     plan = replace(plan, config=replace(plan.config, appends=True))
     out, lse = records.DECODE_SPLIT.launch(made.operands(), plan)
     for name in ("k_cache", "v_cache"):
@@ -102,7 +111,7 @@ def test_pairs(number: int) -> None:
 WINDOWS = (Mask(True, 2), Mask(True, 2, -1, 5), Mask(True, chunk=24), Mask(window_left=1))
 
 
-@pytest.mark.parametrize("schedule", ["even 3", "batch"])
+@pytest.mark.parametrize("schedule", ["even 3", "batch", *SCHEDULED])
 @pytest.mark.parametrize("mask", WINDOWS, ids=str)
 @pytest.mark.parametrize("new", ["many", "packed"])
 def test_tokens_that_no_row_sees(mask: Mask, schedule: str, new: str) -> None:
@@ -121,7 +130,7 @@ def test_several_row_tiles(heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
-@pytest.mark.parametrize("schedule", ["even 3", "batch"])
+@pytest.mark.parametrize("schedule", ["even 3", "batch", *SCHEDULED])
 def test_tokens_without_room_are_not_written(place: object, schedule: str) -> None:
     """What is past the end of the cache; lengths stop there, too."""
     values = PLAIN | {"place": place, "new": "several", "batch": 2, "seqlen_k": 64}

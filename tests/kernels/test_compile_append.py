@@ -99,7 +99,7 @@ def test_compiles(values: cases.Values) -> None:
         mock.patch.object(kernel, "append_kv", recorder),
     ):
         call = call_of(values)
-        kernel.AppendLauncher(call)(call, call.given)
+        kernel.AppendLauncher(call, early=major >= 9)(call, call.given)
     (compiled,) = recorder.compiled
     made = measure(compiled)
     rounds = values["stored"] is not None

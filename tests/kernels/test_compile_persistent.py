@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cases
 import pytest
+import torch
 from compiling import Compiled, variants
+from kernels.test_compile_decode_append import new_of
 from step_compiling import compile_schedule, compile_step
 
 from splitkv.core.device import GPUS
@@ -16,6 +19,7 @@ from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.problem import Problem
+from splitkv.core.variants import Plain
 from splitkv.kernels import records
 from splitkv.kernels.limits import decode_split, hopper_decode_split
 from splitkv.planner.legality import expect_config
@@ -158,3 +162,52 @@ def test_programs_for_hopper(values: cases.Values) -> None:
     assert "wgmma" not in kernel.ptx and "barrier.cluster" not in kernel.ptx
     of_keys = plan.problem.codec.granularity == "token"
     assert ("cp.async.c" in kernel.ptx) == of_keys, "else by TMA alone"
+
+
+# --- new tokens --------------------------------------------------------------------------------
+
+OF_NEW: cases.Axes = {
+    "packed": (False, True),
+    "rotary": (None, "interleaved", "halves"),
+    "start": (False, True),
+    "leftpad": (False, True),
+    "table": (torch.float32, torch.bfloat16),
+    "tokens": (1, 8),
+}
+WITHOUT_SCALES = (AS_IS, Codec("fp8", "head"), Codec("int8", "tensor"))
+HOPPER_NEW_AXES = HOPPER_AXES | OF_NEW | {"codec": WITHOUT_SCALES}
+NEW_AXES = AXES | OF_NEW | {"codec": WITHOUT_SCALES}
+
+
+def valid_new(values: cases.Values) -> bool:
+    turned = values.get("rotary", "") is not None
+    return valid(values) and (turned or not values.get("start"))
+
+
+def compile_appending(values: cases.Values, kernel: Kernel) -> dict[str, Compiled]:
+    plan = plan_of({n: x for n, x in values.items() if n not in OF_NEW}, kernel)
+    rotary = values["rotary"] is not None
+    problem = replace(plan.problem, seqlen_new=values["tokens"], rotary=rotary)
+    config = replace(plan.config, appends=True, variant=Plain())
+    plan = completed(replace(plan, problem=problem, config=config))
+    expect_config(kernel, problem, plan.device, plan.config)
+    new = partial(new_of, values)
+    kernels = compile_step(plan, given=values["given"], new=new)
+    hold_to_launches(kernels, plan)
+    assert kernels["combine_slots"].stack_bytes == 0
+    return kernels
+
+
+@variants(NEW_AXES, most=6, newest=2, valid=valid_new, ids=describe)
+def test_every_architecture_that_appends(values: cases.Values) -> None:
+    kernel = compile_appending(values, records.DECODE_SPLIT)["decode_persistent"]
+    assert kernel.shared_bytes <= GPUS[values["gpu"]].smem_per_block
+
+
+@variants(HOPPER_NEW_AXES, most=8, newest=2, valid=valid_new, ids=describe_hopper)
+def test_programs_that_append_for_hopper(values: cases.Values) -> None:
+    """Two more warps write new tokens, and nothing spills; TMA reads them after a fence."""
+    kernel = compile_appending(values, records.HOPPER_DECODE_SPLIT)["hopper_decode_split"]
+    assert kernel.stack_bytes == 0
+    assert kernel.ptx.count("fence.proxy.async.global") == 2, "what is written, and before TMA"
+    assert re.search(r"bar\.sync\s+\d+, 64;", kernel.ptx), "the warps that write wait for another"

@@ -12,11 +12,11 @@ import splitkv
 from splitkv.core.device import GPUS
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.core.kv import Codec, Contiguous, Paged
-from splitkv.core.plan import SCHEDULED, Plan
+from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
 from splitkv.planner.legality import expect_config
-from splitkv.planner.policies import decode_cost, persistent, waves
+from splitkv.planner.policies import appending, decode_cost, persistent, waves
 from splitkv.testing import Mask, Problem
 
 DECODE = Problem("decode", 3, 64, 8, 128, 128, 1, 8192, mask=Mask(causal=True), lengths="device")
@@ -70,7 +70,6 @@ def test_packed_rows_that_the_kernel_for_hopper_has_no_narrow_tile_for() -> None
     [
         ({"batch": 1}, "one sequence: expected several"),
         ({"lengths": "host"}, "lengths host: expected device"),
-        ({"seqlen_new": 2}, "2 new keys: expected none"),
         ({"num_heads": 512}, "packed rows 64: expected at most 32"),
     ],
     ids=str,
@@ -84,6 +83,7 @@ def test_balanced_problems_that_have_no_schedule(changed: dict[str, Any], reason
 
 # Batches that take long enough to read that a schedule is the default, and as they are served.
 LARGE = replace(DECODE, batch=64, seqlen_k=32768)
+BOUNDS = range(1 << 11, 1 << 15, 1 << 8)  # of lengths: with each a schedule costs less beside them
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,8 @@ LARGE = replace(DECODE, batch=64, seqlen_k=32768)
         {"num_heads": 128, "return_lse": True, "sink_logits": True},
         {"num_heads": 16, "num_kv_heads": 1, "batch": 256},
         {"batch": 2, "seqlen_k": 1 << 19},
+        {"seqlen_new": 1, "rotary": True},
+        {"seqlen_new": 3, "place": Paged(16), "codec": Codec("int8", "token")},
     ],
     ids=str,
 )
@@ -114,6 +116,7 @@ def test_the_default_where_a_schedule_costs_little(
     plan = registry.make_plan(problem, GPUS[gpu], policy=policy)
     balanced = registry.make_plan(problem, GPUS[gpu], policy="balanced")
     assert plan.config == balanced.config and plan.config.schedule == "head_ranges"
+    assert plan.config.appends == (problem.appends and problem.codec.granularity != "token")
     assert plan.why.startswith(f"{policy}: a schedule of the step, as lengths may differ: at equal")
     assert "a schedule of the step, as lengths may differ" in str(splitkv.explain(plan))
     expect_legal(plan)
@@ -129,7 +132,6 @@ def test_the_default_where_a_schedule_costs_little(
         ),
         ({"batch": 8192, "seqlen_k": 128}, "at equal lengths"),  # as many splits
         ({"mask": Mask(True, 1023)}, "at equal lengths"),
-        ({"seqlen_new": 1}, "1 new key: expected none"),
         ({"early_kv": True}, "early_kv: expected False"),
         ({"num_heads": 256}, "packed rows 32: timed up to 16"),
         ({"num_heads": 512}, "packed rows 64: expected at most 32"),
@@ -143,6 +145,66 @@ def test_the_default_says_why_it_has_no_schedule(changed: dict[str, Any], reason
     assert plan.config.schedule not in SCHEDULED
     assert f"; no schedule of the step: {reason}" in plan.why
     assert reason in str(splitkv.explain(plan))
+    expect_legal(plan)
+
+
+def test_new_tokens_that_a_schedule_has_a_launch_more_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where programs of one write none, of what would write them itself."""
+    monkeypatch.setattr(appending, "decide", decide_apart)
+    constants = decode_cost.H200_HOPPER
+
+    def by_schedule(problem: Problem) -> bool:
+        plan = registry.make_plan(problem, GPUS["h200"])
+        return plan.config.schedule in SCHEDULED
+
+    few, many, scales = {"seqlen_new": 1}, {"seqlen_new": 9}, Codec("fp8", "token")
+    for changed, launches in ((few, 1), (many, 0), (few | {"codec": scales}, 0)):
+        last: dict[bool, int] = {}  # the greatest bound without a schedule
+        for new in (False, True):
+            given = changed if new else {n: x for n, x in changed.items() if n == "codec"}
+            problem = replace(LARGE, **given)
+            last[new] = max(n for n in BOUNDS if not by_schedule(replace(problem, seqlen_k=n)))
+        read = {new: replace(problem, seqlen_k=n).kv_bytes for new, n in last.items()}
+        longer = persistent.MOST_LONGER * (read[True] - read[False]) / GPUS["h200"].bandwidth
+        assert longer == pytest.approx(launches * constants.append, rel=0.15), changed
+
+
+def decide_apart(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:
+    config, why = DECIDE(problem, kernel, config)
+    return replace(config, appends=config.appends and config.schedule not in SCHEDULED), why
+
+
+DECIDE = appending.decide
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rotary": True}, "it writes the new tokens itself"),
+        ({"place": Paged(16), "seqlen_new": 4}, "it writes the new tokens itself"),
+        (
+            {"seqlen_new": 5},
+            "append runs before it: new keys 5: more than 4 take a launch less time",
+        ),
+        (
+            {"codec": Codec("int8", "token")},
+            "append runs before it: scales of the cache: expected none a token",
+        ),
+    ],
+    ids=str,
+)
+def test_balanced_new_tokens(gpu: str, changed: dict[str, Any], said: str) -> None:
+    """The schedule that there is without them, with a few in the same launch."""
+    problem = replace(DECODE, **{"seqlen_new": 2, **changed})
+    plan = registry.make_plan(problem, GPUS[gpu], policy="balanced")
+    alone = replace(problem, seqlen_new=0, rotary=False)
+    without = registry.make_plan(alone, GPUS[gpu], policy="balanced").config
+    assert replace(plan.config, appends=False) == without
+    assert plan.config.schedule == "head_ranges"
+    assert f"; {said}" in plan.why
+    told = {True: "written by the kernel", False: "append runs before"}[plan.config.appends]
+    assert f"new tokens         {told}" in str(splitkv.explain(plan))
     expect_legal(plan)
 
 
@@ -226,7 +288,6 @@ def test_balanced(gpu: str, num_kv_heads: int, programs_per_sm: int) -> None:
     [
         ({"lengths": "host"}, "lengths host: expected device"),
         ({"early_kv": True}, "early_kv: expected False"),
-        ({"seqlen_new": 2}, "2 new keys: expected none"),
     ],
     ids=str,
 )

@@ -53,8 +53,6 @@ def test_a_kernel_that_can_writes_them_itself(policy: str, device: Any, num_spli
     assert plan.config.appends and plan.kernel.endswith("decode_split")
     assert "; it writes the new tokens itself" in plan.why
     without = replace(DECODE, seqlen_new=0, rotary=False)
-    if policy == "balanced":  # new tokens have no schedule
-        policy = "tuned"
     alone = splitkv.plan(without, device=device, policy=policy, num_splits=num_splits)
     assert not alone.config.appends and "new tokens" not in alone.why
     assert replace(plan.config, appends=False) == alone.config
@@ -289,15 +287,24 @@ def test_what_is_decided_of_the_whole_call_holds_for_decode_after_append(
         asked.append(problem)
         return replace(on_gpu, problem=problem)
 
-    given: dict[str, Any] = {}
+    given: list[Appending] = []
+
+    def bind(problem: Problem, operands: Operands, plan: Plan) -> Appending:
+        assert plan.problem == problem
+        given.append(Appending(plan, operands))
+        return given[-1]
+
     monkeypatch.setattr(append_decode, "calls", CallCache())
     monkeypatch.setattr(append_decode, "plan_for", plan_for)
-    monkeypatch.setattr(append_decode, "decode", lambda *tensors, **how: given.update(how))
+    monkeypatch.setattr(append_decode, "bind", bind)
     made = step(prompt, {**PLAIN, "new": "several"})
     q, k, v = (made.call[name] for name in ("q", "k_cache", "v_cache"))
     append_and_decode(made.new, q, k, v, num_splits=3, **arguments(made))
-    assert asked[0].appends and not given["plan"].problem.appends
-    assert given["plan"].config == on_gpu.config and "num_splits" not in given
+    (launcher,), (operands,) = given, given[0].calls
+    assert asked[0].appends and not launcher.plan.problem.appends
+    assert launcher.plan.config == on_gpu.config
+    assert made.new.before is not None and operands.new is None
+    assert torch.equal(operands.cache_seqlens, made.new.before + 6)
 
 
 # --- a call again ------------------------------------------------------------------------------

@@ -16,14 +16,16 @@ import splitkv
 from splitkv.core.device import CPU, GPUS
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.core.kv import Codec
+from splitkv.core.options import options_of
 from splitkv.core.plan import SCHEDULED, Plain, Plan
 from splitkv.flash_attn import scheduler
 from splitkv.kernels.host import workspace
+from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.kernels.host.step import CallResults, StepLaunches, StepRepeat, step_partial_rows
 from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
 from splitkv.planner import registry
 from splitkv.planner.policies import persistent
-from splitkv.runtime import dispatch
+from splitkv.runtime import append_decode, dispatch
 from splitkv.runtime import schedule as schedules
 from splitkv.runtime.call_cache import CallCache
 from splitkv.testing import Mask, Paged, Problem, make_operands
@@ -211,6 +213,73 @@ def test_under_torch_compile(
     assert all((x == 7).all() and x.shape == buffer_shape(plan) for x in starts)
 
 
+@pytest.fixture
+def appending(
+    recorded: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Append, dict[str, Any], splitkv.Schedule]:
+    """What a call appends, its other arguments, and a schedule of the lengths after it."""
+    fit = lambda plan, problem, device: replace(plan, problem=problem)  # noqa: E731
+    monkeypatch.setattr(dispatch, "fit_plan", fit)
+    monkeypatch.setattr(append_decode, "calls", CallCache())
+    call, plan = call_and_plan()
+    lens = call.pop("cache_seqlens")
+    k, v = (torch.randn(2, 1, 2, 64).bfloat16() for _ in range(2))
+    new = Append(k, v, call["k_cache"], call["v_cache"], lens - 1, page_table=call["page_table"])
+    schedule = splitkv.make_schedule(plan, lens)
+    return new, {n: x for n, x in call.items() if n in WITH_APPEND or n in CACHES}, schedule
+
+
+WITH_APPEND, CACHES = options_of("append_and_decode"), ("q", "k_cache", "v_cache")
+
+
+def test_new_tokens_are_appended_before_programs_follow_a_schedule(
+    recorded: list[Recording], appending: tuple[Append, dict[str, Any], splitkv.Schedule]
+) -> None:
+    new, call, made = appending
+    other = replace(made, starts=made.starts.clone())
+    for schedule in (made, other):
+        assert new.before is not None
+        new.k_cache[:, 2].zero_()
+        out, lse = append_decode.append_and_decode(new, **call, schedule=schedule)
+        assert torch.equal(out, call["q"]) and lse is None
+        assert torch.equal(new.k_cache[1, 2], new.k[1, 0])
+    (launcher,) = recorded
+    assert not launcher.plan.problem.appends and launcher.plan.config == made.plan.config
+    assert launcher.bound_to is made.starts
+    for operands, schedule in zip(launcher.slow, (made, other), strict=True):
+        assert operands.starts is schedule.starts and operands.new is None
+        assert operands.cache_seqlens.tolist() == [256, 3]
+    append_decode.append_and_decode(new, **call, plan=made.plan)
+    assert len(recorded) == 2 and recorded[1].slow[0].starts is None
+
+
+def test_new_tokens_under_torch_compile(
+    recorded: list[Recording], appending: tuple[Append, dict[str, Any], splitkv.Schedule]
+) -> None:
+    """One operator, which is given where programs start."""
+    new, call, made = appending
+    plan, found = made.plan, list[str]()
+
+    def step(q: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        schedule = splitkv.make_schedule(plan, before + 1)
+        arguments = call | {"q": q, "schedule": schedule}
+        return append_decode.append_and_decode(new._replace(before=before), **arguments)[0]
+
+    def look(graph: Any, inputs: Any) -> Any:
+        targets = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        found.extend(target for target in targets if target.startswith("splitkv"))
+        return graph
+
+    torch.compiler.reset()
+    assert new.before is not None
+    compiled = torch.compile(step, backend=look, fullgraph=True)
+    assert torch.equal(compiled(call["q"], new.before), call["q"])
+    assert found == ["splitkv.make_schedule.default", "splitkv.append_decode.default"]
+    (launcher,) = recorded
+    (operands,) = launcher.slow
+    assert (operands.starts == 7).all() and operands.cache_seqlens.tolist() == [256, 3]
+
+
 def test_a_schedule_of_another_plan_is_refused(recorded: list[Recording]) -> None:
     call, plan = call_and_plan()
     made = splitkv.make_schedule(plan, call["cache_seqlens"])
@@ -295,6 +364,28 @@ def test_a_call_that_is_given_a_schedule_reads_it(gpu: SimpleNamespace) -> None:
     assert split[10:] == (0.5 / 3.0, 3.0, starts.data_ptr()) and merge[4] == starts.data_ptr()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_that_appends_says_where_new_tokens_are(gpu: SimpleNamespace, packed: bool) -> None:
+    """Behind the schedule; `combine_slots` has what lengths grow by."""
+    launches, plan, given = Launches(), plan_of(), tensors()
+    k, v, table = torch.zeros(2, 1, 2, 64), torch.zeros(2, 1, 2, 64), torch.zeros(300, 32)
+    ends = torch.zeros(3, dtype=torch.int32) if packed else None
+    rotary = Rotary(table, table.clone(), torch.zeros(2, dtype=torch.int32))
+    new = Append(k, v, *given[1:3], given[4], cu_seqlens_new=ends, q=given[0], rotary=rotary)
+    starts = torch.zeros(buffer_shape(plan), dtype=torch.int32)
+    done = repeat_of(launches, plan).call(*given, 0.5, 0.0, new, starts=starts)
+    assert done is not None
+    split, merge = launches.calls
+    growth = None if ends is None else ends.data_ptr(), None
+    k_new, v_new, cos, sin, start = (x.data_ptr() for x in (k, v, *rotary[:3]))  # type: ignore[union-attr]
+    caches = given[1].data_ptr(), given[2].data_ptr()
+    of_new = (k_new, v_new, *caches, None, None)
+    assert split[12:] == (starts.data_ptr(), growth, of_new, (cos, sin, start))
+    assert merge[4:] == (starts.data_ptr(), given[4].data_ptr(), None, growth)
+    moved = new._replace(k=torch.zeros(257)[1:].view(2, 1, 2, 64))
+    assert repeat_of(launches, plan).call(*given, 0.5, 0.0, moved, starts=starts) is None
+
+
 @pytest.mark.parametrize("index", [0, 4])
 def test_an_address_off_by_a_few_bytes_is_another_kernel(gpu: SimpleNamespace, index: int) -> None:
     launches, given = Launches(), tensors()
@@ -349,8 +440,8 @@ def test_metadata_is_a_schedule_where_programs_follow_one(
     policy = persistent.with_schedule()
     large = scheduler.get_scheduler_metadata(*(2, 1, 1 << 22, 8, 2, 64), LENGTHS, causal=True)
     assert isinstance(large, Plan) and large.config.schedule == "head_ranges"
-    appending = replace(large.problem, seqlen_new=1)  # which no schedule serves
-    assert scheduler.fitted(large, appending).config.schedule not in SCHEDULED
+    appending = scheduler.fitted(large, replace(large.problem, seqlen_new=1, rotary=True))
+    assert appending.config == replace(large.config, appends=True) and appending.problem.appends
     named = scheduler.get_scheduler_metadata(*sizes, LENGTHS, causal=True, policy="balanced")
     assert isinstance(named, splitkv.Schedule) and launched.pop()[1] is LENGTHS
     made = scheduler.get_scheduler_metadata(
@@ -368,6 +459,54 @@ def test_metadata_is_a_schedule_where_programs_follow_one(
     fitted = scheduler.fitted_schedule(made, of_call)
     assert fitted.starts is made.starts and fitted.plan.problem == of_call
     assert fitted.plan.config == made.plan.config
+
+
+def test_metadata_is_of_the_keys_with_new_ones(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As decode reads them: without padding, and with as many new ones as each sequence has."""
+    monkeypatch.setattr(scheduler, "device_of", lambda x: GPUS["h200"])
+    monkeypatch.setattr(schedules, "device_of", lambda x: GPUS["h200"])
+    sizes, padding = (2, 1, 256, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
+    ends = torch.tensor([0, 3, 4], dtype=torch.int32)
+    how = {"causal": True, "policy": "balanced"}
+    for given, keys in (
+        ({"max_seqlen_k_new": 2}, [258, 5]),
+        ({"max_seqlen_k_new": 3, "cu_seqlens_k_new": ends}, [259, 4]),
+        ({"max_seqlen_k_new": 2, "cache_leftpad": padding}, [257, 3]),
+    ):
+        made = scheduler.get_scheduler_metadata(*sizes, LENGTHS, **given, **how)  # type: ignore[arg-type]
+        assert isinstance(made, splitkv.Schedule)
+        lens = launched.pop()[1]
+        assert lens.tolist() == keys and lens.dtype == torch.int32
+        assert made.plan.problem.seqlen_new == given["max_seqlen_k_new"]
+        assert made.plan.problem.seqlen_k == 256 + given["max_seqlen_k_new"]
+
+
+@pytest.mark.parametrize(
+    ("made_for", "new", "packed", "fits"),
+    [
+        *((2, 2, False, True), (2, 1, False, False), (0, 1, False, False), (2, 0, False, False)),
+        *((3, 2, True, True), (3, 0, True, False), (2, 3, True, False), (0, 0, True, True)),
+    ],
+)
+def test_metadata_is_for_as_many_new_tokens(
+    made_for: int, new: int, packed: bool, fits: bool
+) -> None:
+    """Of packed ones the average, rounded up, is known of a call, and their bound of a schedule."""
+    problem = replace(DECODE, seqlen_new=made_for)
+    made = splitkv.Schedule(plan_of(problem=problem), LENGTHS)
+    asked = replace(DECODE, seqlen_new=new, rotary=True)
+    if fits:
+        fitted = scheduler.fitted_schedule(made, asked, packed)
+        assert fitted.plan.problem == asked
+        assert fitted.plan.config == replace(made.plan.config, appends=True)
+        return
+    said = (
+        f"^scheduler_metadata: expected one for {new} new keys .* got 'one for {made_for}'; say max"
+    )
+    with pytest.raises(ValueError, match=said):
+        scheduler.fitted_schedule(made, asked, packed)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ import torch
 
 import splitkv
 from splitkv.core.device import Device
+from splitkv.flash_attn import flash_attn_with_kvcache
+from splitkv.kernels.host.append_call import Rotary
 from splitkv.kernels.host.compile_only import Variants, compile_only
 from splitkv.kernels.host.stand_in import stand_in
 from splitkv.planner import registry
@@ -160,6 +162,29 @@ def test_serving_caches_of_8_bits_compiles_nothing_that_is_not_warm() -> None:
                 shape = r.choice((prompt, Shape("slots", 1, r.randint(1, 400), 0)))
             model.call_of(shape).run()
     assert {variants.asked[name] for name in {*variants.asked} - warm} == set()
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_new_tokens_by_a_schedule_are_warm(page_size: int | None) -> None:
+    """The default has a schedule of so large caches, whose programs write them."""
+    table = stand_in((1 << 15, 64), torch.bfloat16, H200)
+    rotary = Rotary(table, table, None, interleaved=False)
+    served = {"page_size": page_size, "longest": 1 << 15, "append": True, "rotary": rotary}
+    model, variants = replace(models()["paged"], cache_seqlens=True, **served), Variants()
+    with compile_only(H200, variants):
+        model.call_of(Shape("step", 64, 1, 1 << 15)).run()
+        warm = set(variants.asked)
+        k, v = model.caches(64 if page_size is None else 100, page_size or 1 << 15)
+        pages = {} if page_size is None else {"page_table": model.pages(64, 1 << 15)}
+        new = model.zeros(64, 1, model.num_kv_heads, 128)
+        q, lens = model.zeros(64, 1, model.num_heads, 128), model.index(64)
+        turns = {"rotary_cos": table, "rotary_sin": table, "rotary_interleaved": False}
+        for _ in range(2):
+            flash_attn_with_kvcache(
+                q, k, v, new, new, cache_seqlens=lens, causal=True, **pages, **turns
+            )
+    assert {*variants.asked.values()} == {"decode_walk", "combine_slots"}
+    assert set(variants.asked) == warm
 
 
 def test_integers_are_no_variants() -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +61,39 @@ def bfloat16_as_on_a_gpu(patch: Patch) -> None:
 
     patch.setattr(builder, "cast_impl", cast_impl)
     patch.setattr(builder, "create_dot", create_dot)
+
+
+def kernels_run_calls(patch: Patch, num_sms: int = 0) -> None:
+    """Calls on the CPU are planned as for an A100, or one of so many SMs, and launch its kernels,
+    which run as Python."""
+    import splitkv.cache
+    import splitkv.flash_attn
+    import splitkv.integrations.torch_sdpa
+    import splitkv.runtime.append
+    import splitkv.runtime.warmup
+    from splitkv.core.device import GPUS, Device, cpu
+    from splitkv.kernels.append import AppendLauncher
+    from splitkv.kernels.host.append_call import Append
+
+    gpu = replace(GPUS["a100"], num_sms=num_sms or GPUS["a100"].num_sms)
+
+    def device_of(tensor: torch.Tensor) -> Device:
+        return gpu if tensor.device.type == "cpu" else cpu()
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("splitkv") and hasattr(module, "device_of"):
+            patch.setattr(module, "device_of", device_of)
+
+    def run(call: Append, tensors: object, options: object) -> object:
+        return AppendLauncher(call)(call, call.given)
+
+    patch.setattr(splitkv.runtime.append, "_run", run)
+    # A growing cache is launched by what Triton compiled, and here it compiles nothing.
+    patch.setattr(splitkv.runtime.dispatch, "GROWS", ())
+    patch.setattr(
+        splitkv.runtime.dispatch, "_unfit", lambda operands, kernel: kernel.unfit(operands)
+    )
+    patch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
 def without_waste(patch: Patch) -> None:

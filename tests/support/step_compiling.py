@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ from compiling import ADDRESS, AnyGPU, Compiled, Layout, Recorder, layouts, meas
 from triton.runtime.driver import driver
 
 from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
 from splitkv.kernels import decode_persistent, schedule
 from splitkv.kernels.hopper.decode import kernel as hopper_decode_split
 from splitkv.kernels.host import step, workspace
@@ -20,17 +22,23 @@ KERNELS = "decode", "combine_slots"
 
 
 def compile_step(
-    plan: Plan, row_gap: int = 0, address: int = ADDRESS, given: bool = False
+    plan: Plan,
+    row_gap: int = 0,
+    address: int = ADDRESS,
+    given: bool = False,
+    new: Callable[[Operands], Any] = lambda operands: None,
 ) -> dict[str, Compiled]:
     """The kernels that a call of the plan launches, by name: that of decode, `combine_slots`.
 
     given   the call is given a schedule
+    new     new(operands): what the call appends
     """
     major, minor = plan.device.capability
     on_host, partials = torch.empty(0), workspace.partials  # slices of a buffer: theirs is real
     decodes = {"decode_persistent": Recorder(decode_persistent.decode_persistent)}
     merge = Recorder(step.combine_slots)
     operands = layouts(plan.problem, row_gap, address)
+    operands.new = new(operands)
     if given:
         operands.starts = operands.q.new_empty(schedule.buffer_shape(plan), dtype=torch.int32)
     entries = {name: Recorder(entry) for name, entry in hopper_decode_split.ENTRIES.items()}

@@ -111,7 +111,7 @@ OPTIONS = (
     Option("early_kv", "bool", False, ("decode",)),
     Option("num_splits", "int", 0, _CACHE),
     Option("plan", "Plan | None", None, _EVERY),
-    Option("schedule", "Schedule | None", None, ("decode",)),
+    Option("schedule", "Schedule | None", None, _CACHE),
 )
 
 

@@ -1,8 +1,9 @@
 """Calls of flash_attn_with_kvcache that were checked before, known by the arguments as they come.
 
-A step of a model that appends and attends on a GPU, in one launch or with a `combine`, is looked up
+A step of a model that appends and attends on a GPU, in one launch or after `append`, is looked up
 in a `CallCache` before its arguments are checked: their types, shapes, strides, devices and options
-are those of an earlier call, so the checks would find the same. Every other call is checked.
+are those of an earlier call, so the checks would find the same. Every other call is checked. A
+Schedule is known by its plan, and where programs start is an argument like any other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from splitkv.core.plan import Plan
 from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.runtime import call_cache
 from splitkv.runtime.call_cache import BoundCall, CallCache, Relaunch, with_types
+from splitkv.runtime.schedule import Schedule
 
 
 class CachedStep(NamedTuple):
@@ -25,7 +27,7 @@ class CachedStep(NamedTuple):
 
     bound: BoundCall
     q_step: int
-    metadata: Plan | None  # stays alive here, so that its id stays its own
+    plan: Plan | None  # of the metadata; stays alive here, so that its id stays its own
 
 
 # Of the arguments: the tensors that such a step may have, in this order; its other options, beside
@@ -63,16 +65,29 @@ def relaunched(given: Mapping[str, Any]) -> Tensor | None:
     if cos is not None:
         turn = given["rotary_sin"], given["rotary_seqlens"], given["rotary_interleaved"]
         rotary = Rotary(cos, *turn, step.q_step)
-    k, v = given["k"], given["v"]
-    new = Append(k, v, k_cache, v_cache, lengths, cu_seqlens_new=new_ends, rotary=rotary)
-    table = given["block_table"]
+    table, rows = given["block_table"], given["cache_batch_idx"]
     if table is None:
         table = given["page_table"]
+    q, k, v = given["q"], given["k"], given["v"]
+    new = Append(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        lengths,
+        rows,
+        page_table=table,
+        cu_seqlens_new=new_ends,
+        q=None if cos is None else q,
+        rotary=rotary,
+    )
     if table is None:
-        table = given["cache_batch_idx"]
+        table = rows
+    starts = getattr(given["scheduler_metadata"], "starts", None)
+    more = {} if starts is None else {"starts": starts}
     repeat: Relaunch = bound.launcher.repeat  # type: ignore[attr-defined]
     done = repeat(
-        given["q"],
+        q,
         k_cache,
         v_cache,
         None,
@@ -86,6 +101,7 @@ def relaunched(given: Mapping[str, Any]) -> Tensor | None:
         bound.softmax_scale,
         given["softcap"],
         new,
+        **more,
     )
     return None if done is None else done[0]
 
@@ -104,7 +120,9 @@ def keep(given: Mapping[str, Any], call: Append, q: Tensor, bound: BoundCall | N
     if not all(isinstance(x, Tensor) for x in tensors):  # cache_seqlens may be a number
         return
     q_step = 1 if call.rotary is None else call.rotary.q_step
-    calls.add(options, tensors, CachedStep(bound, q_step, given["scheduler_metadata"]))
+    metadata = given["scheduler_metadata"]
+    plan = metadata.plan if isinstance(metadata, Schedule) else metadata
+    calls.add(options, tensors, CachedStep(bound, q_step, plan))
 
 
 def _options_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
@@ -125,11 +143,15 @@ def _options_of(given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         cached = False
     if not cached:
         return None, []
-    metadata = given["scheduler_metadata"]
-    plan = None if metadata is None else id(metadata)
+    plan = metadata = given["scheduler_metadata"]
     window = given["window_size"]
     if len(window) != 2:
         return None, []
     tensors = [x for x in values if x is not None]
+    scheduled = isinstance(metadata, Schedule)
+    if scheduled:
+        plan = metadata.plan
+        tensors.append(metadata.starts)
     options = with_types(window + _scalars_of(given))
-    return (options, plan, *[x is None for x in values]), tensors
+    made = None if plan is None else id(plan), scheduled
+    return (options, made, *[x is None for x in values]), tensors

@@ -114,8 +114,9 @@ def flash_attn_with_kvcache(
     num_splits        above 0: parts of the keys of each sequence; packed queries of several tokens
                       leave it to the policy
     scheduler_metadata  a Plan or Schedule of get_scheduler_metadata for as many queries, which
-                      settled num_splits, pack_gqa and sm_margin; of packed queries of several
-                      tokens nothing is settled, and it is not looked at
+                      settled num_splits, pack_gqa and sm_margin; a Schedule is for as many new
+                      tokens, too. Of packed queries of several tokens nothing is settled, and it
+                      is not looked at
     q_descale, k_descale, v_descale
                       scales of an int8 or e4m3 cache (and q), fp32 [batch, num_kv_heads] or one;
                       None: 1. New k and v are divided by them as they are written, or written as
@@ -481,7 +482,8 @@ def _attend(
     else:
         problem = problem if call is None else appending(problem, call)
         if isinstance(metadata, Schedule):
-            schedule = fitted_schedule(metadata, problem)
+            packed_new = call is not None and call.cu_seqlens_new is not None
+            schedule = fitted_schedule(metadata, problem, packed_new)
             arguments |= {"plan": schedule.plan, "schedule": schedule}
         else:
             arguments["plan"] = fitted(metadata, problem)

@@ -70,11 +70,15 @@ def get_scheduler_metadata(
     nothing: a Plan, or a Schedule where a policy that is named has the programs follow one.
 
     max_seqlen_k   bound of the keys before the new ones; longer sequences are undefined
-    cache_seqlens  [batch_size] int32; for a Plan only its device is looked at, as lengths are
-                   balanced on the device in every step. So one Plan serves all steps and layers of
-                   a shape, and graphs may be replayed with other lengths. A Schedule is of these
-                   lengths: it serves all layers of one step. The default policy gives a Plan
-                   always, under which calls make the schedule that they follow, if any
+    cache_seqlens  [batch_size] int32, the keys before the new ones; for a Plan only its device is
+                   looked at, as lengths are balanced on the device in every step. So one Plan
+                   serves all steps and layers of a shape, and graphs may be replayed with other
+                   lengths. A Schedule is of these lengths: it serves all layers of one step. The
+                   default policy gives a Plan always, under which programs find their shares, if
+                   it has any
+    max_seqlen_k_new  new tokens of every sequence, or with cu_seqlens_k_new their bound; 0: calls
+                   append nothing. A Schedule is of the keys with these, for all of which the cache
+                   has room, and serves calls that append as many
     sm_margin      SMs left to others: the plan is made for a device without them
     num_splits     above 0: parts of the keys of each sequence
     pack_gqa       checked; query heads of a KV head always share a program
@@ -141,7 +145,13 @@ def get_scheduler_metadata(
     plan = _plan(problem, for_device, int(num_splits), policy)
     if plan.config.schedule not in SCHEDULED or policy == DEFAULT:
         return plan
-    keys = cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
+    keys = cache_seqlens
+    if cu_seqlens_k_new is not None:
+        keys = keys + cu_seqlens_k_new.diff()
+    elif max_seqlen_k_new:
+        keys = keys + int(max_seqlen_k_new)
+    if cache_leftpad is not None:
+        keys = keys - cache_leftpad
     return make_schedule(plan, keys)
 
 
@@ -151,12 +161,19 @@ def _plan(problem: Problem, device: Device, num_splits: int, policy: str | Polic
     return make_plan(problem, device, policy=policy, num_splits=num_splits)
 
 
-def fitted_schedule(schedule: Schedule, problem: Problem) -> Schedule:
-    """The schedule under the plan that a call has, which cuts what it was made for. Raises
-    ValueError where that cannot be: for new tokens, whose lengths it has not, and another kernel or
-    tiles."""
-    new = problem.appends
-    expect(not new, "scheduler_metadata", "a Plan for a call with new tokens", "a Schedule")
+def fitted_schedule(schedule: Schedule, problem: Problem, packed_new: bool = False) -> Schedule:
+    """The schedule under the plan that a call has, which cuts what it was made for.
+
+    packed_new   the new tokens of the call are as many of each sequence as cu_seqlens_k_new says
+
+    Raises ValueError where it was made for another number of new tokens, whose lengths are others,
+    and for another kernel or tiles.
+    """
+    new, made_for = problem.seqlen_new, schedule.plan.problem.seqlen_new
+    alike = new <= made_for and (new > 0) == (made_for > 0) if packed_new else new == made_for
+    hint = "say max_seqlen_k_new to get_scheduler_metadata"
+    said = f"one for {new} new keys of a sequence"
+    expect(alike, "scheduler_metadata", said, f"one for {made_for}", hint)
     plan = fitted(schedule.plan, problem)
     ours, theirs = (f"{x.kernel}, {shares_of(x.config)}" for x in (plan, schedule.plan))
     expect(ours == theirs, "scheduler_metadata", f"one for {ours}", theirs)

@@ -229,7 +229,10 @@ def append_kv(
     ROTARY_DIM: tl.constexpr,
     PAIR: tl.constexpr,
     TILE_T: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # early: decode is launched before this grid has ended; or in_order
 ):
+    if DEPENDENTS == "early":  # it waits for this grid before it reads what is written here
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if lengths.after_ptr is not None:
         if pid == 0:
@@ -290,11 +293,13 @@ def append_kv(
 class AppendLauncher:
     """`append_kv` bound to the layout of one call.
 
+    early   a kernel behind it may be launched before it has ended, if that asks for it
+
     The first call goes through Triton's own dispatch and keeps what it compiled: `again` launches
     that directly, unless an address is not a multiple of 16, which is another specialisation.
     """
 
-    def __init__(self, call: Append) -> None:
+    def __init__(self, call: Append, early: bool = False) -> None:
         x, rotary = call, call.rotary
         seqlen_new, tokens = _counts(x.k)
         seqlen_q, tokens_q, num_heads, q_strides = 0, 0, 0, (0, 0, 0)
@@ -340,6 +345,7 @@ class AppendLauncher:
             rotary_dim,
             1 if rotary is None or rotary.interleaved else rotary_dim // 2,
             tile_t,
+            "early" if early else "in_order",
         )
         self.num_warps = 4 if tile_t > 1 else 1
         self.again: Callable[[Sequence[Tensor]], Result | None] | None = None

@@ -83,6 +83,7 @@ def combine_slots(
     starts_ptr,  # [programs, 8] int32 of the schedule; None: it finds the shares
     lens_ptr,  # [batch] int32
     sink_ptr,  # [num_heads], or None
+    growth,  # Growth: the lengths are those before new tokens; None: there are none
     seqlen_q,
     batch,
     num_kv_heads,
@@ -92,6 +93,8 @@ def combine_slots(
     chunk,
     head_tiles,  # that a share goes through
     programs,
+    seqlen_new,  # of the new tokens, or None
+    capacity,
     stride_ob,
     stride_ot,
     stride_oh,
@@ -114,7 +117,8 @@ def combine_slots(
     rows_of_slot = tl.program_id(0) % BLOCKS * TILE_R + tl.arange(0, TILE_R)
     program = tl.program_id(1)
     bounds = Bounds(left, right, sink_tokens, chunk)
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    added = growth, seqlen_new, capacity
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
     # all that it reads was there before decode_persistent
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     if AFTER == "early":  # before any return: this grid must not end before decode_persistent does

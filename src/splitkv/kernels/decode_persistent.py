@@ -6,6 +6,10 @@ the next head tile or sequence where the last one ends: lengths may differ as th
 program has as much to do. Head tiles that one program has all keys of are finished here; of others
 the programs store partials, which `combine_slots` merges.
 
+Where the call appends, a program writes the new tokens that lie in its tiles before it reads those:
+as kernels/decode_split.py. Lengths are then those before, also where a schedule is given, which is
+of those after.
+
 Shapes      as kernels/decode_split.py; starts [programs, 8] int32; partials
             [2 * groups * programs, rows, head_dim_v + 2] fp32
 Grid        (groups, programs): by `ranges` one group, whose shares go through all head tiles; else
@@ -14,7 +18,7 @@ Traffic     keys, values as kernels/decode_split.py; partials at most two a prog
             are not all keys of a head tile
 Numerics    as kernels/decode_split.py; the same lengths give the same bits
 Limits      as kernels/decode_split.py; lengths on the device; head tiles * tiles of the batch below
-            2^31; no new tokens; as many sink tokens for every sequence
+            2^31; as many sink tokens for every sequence
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
 from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
+from splitkv.kernels.host.append_arguments import TokenTiles, token_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import (
     BOUNDS,
@@ -38,15 +43,28 @@ from splitkv.kernels.host.launcher import (
 from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import launch_of
 from splitkv.kernels.host.step import (
-    PER_CALL,
     StepLauncher,
     grid_of,
     launched_early,
+    per_call_of,
     step_arguments,
 )
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
+from splitkv.kernels.tile.new import (
+    AngleTable,
+    NewHead,
+    NewStrides,
+    NewTokens,
+    TokenOffsets,
+    grown,
+    has_new,
+    rotated,
+    seen_tiles,
+    start_of,
+    write_new,
+)
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.step_share import RULES, SEQUENCES, share_of
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
@@ -73,6 +91,9 @@ def decode_persistent(
     scale,  # see tile/score.py
     softcap,  # float or None
     starts_ptr,  # [programs, 8] int32: the schedule of the step; None: programs find their shares
+    growth,  # Growth: the lengths are those before the new tokens; None: nothing is appended
+    new,  # New, or None
+    turn,  # Turn, or None
     seqlen_q,
     batch,
     num_kv_heads,
@@ -94,6 +115,16 @@ def decode_persistent(
     stride_sb,  # of those of K and V: a sequence or a page, a key, a head
     stride_sn,
     stride_sh,
+    seqlen_new,  # from here on None where nothing is appended
+    capacity,
+    slabs,
+    rotary_rows,
+    q_step,
+    new_k_strides,  # Strides of the new k: of a sequence, a token, a head
+    new_v_strides,
+    new_scale_strides,  # of the scales that new tokens are stored by
+    stride_cos,  # between rows
+    stride_sin,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -104,6 +135,9 @@ def decode_persistent(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
     RULE: tl.constexpr,  # ShareRule
+    ROTARY_DIM: tl.constexpr,
+    PAIR: tl.constexpr,
+    TILE_T: tl.constexpr,  # new tokens that are written at once
     DEPENDENTS: tl.constexpr,  # early: grids are launched before the one before has ended; in_order
 ):
     if DEPENDENTS == "early":
@@ -116,8 +150,10 @@ def decode_persistent(
     program = tl.program_id(1)
     row_tiles = (seqlen_q * GROUP + TILE_M - 1) // TILE_M
     rows_of_slot = tl.minimum(TILE_M, seqlen_q * GROUP)
+    offs_d = tl.arange(0, DIM)
     offs_v = tl.arange(0, DIM_V)
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    added = growth, seqlen_new, capacity
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     walk = first_walk(start)
     while walk.left > 0:
@@ -133,7 +169,14 @@ def decode_persistent(
         if row.slope_ptr is not None:
             slope = tl.load(row.slope_ptr + b * stride_slope + rows.head, mask=rows.ok, other=0.0)
             slope = slope.to(tl.float32)[:, None]
-        q = load_tile(place(q_ptr, q_strides, b, rows.token, rows.head), rows.ok, HEAD_DIM, DIM)
+        q_rows = place(q_ptr, q_strides, b, rows.token, rows.head)
+        if ROTARY_DIM > 0:
+            length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
+            angle = start_of(turn, length.before, b, True) + q_step * rows.token
+            angles = AngleTable(rotary_rows, stride_cos, stride_sin)
+            q = rotated(q_rows, rows.ok, angle, offs_d, turn, angles, HEAD_DIM, ROTARY_DIM, PAIR)
+        else:
+            q = load_tile(q_rows, rows.ok, HEAD_DIM, DIM)
         q = widen(q, dtype)
         k_scale, v_scale = scale_of_head(head_scales, b, h, stride_sb, stride_sh)
         of_rows = row_scale(
@@ -144,21 +187,46 @@ def decode_persistent(
         table = None
         if kv.table_ptr is not None:
             table = kv.table_ptr + b.to(tl.int64) * stride_table
+        of_head = CachedHead(
+            kv.k_ptr + h.to(tl.int64) * k_strides.h,
+            kv.v_ptr + h.to(tl.int64) * v_strides.h,
+            table,
+            b,
+            h,
+            k_strides,
+            v_strides,
+            key_scales,
+            scale_strides,
+        )
+        scored = ScoredRows(bounds, pos, keys, scale * k_scale * of_rows, softcap, slope)
+        own_tiles = tiles_of_split(walk, bounds, seqlen_q, TILE_N)
+        if seqlen_new is not None:
+            length = grown(lens_ptr, growth, b, True, seqlen_new, capacity)
+            of_scales = Strides(new_scale_strides.b, None, new_scale_strides.h)
+            strides = NewStrides(new_k_strides, k_strides, new_v_strides, v_strides, of_scales)
+            is_first = (walk.tile == 0) & (head_tile % row_tiles == 0)
+            shown = seen_tiles(bounds, keys, seqlen_q, is_first, TILE_N)
+            angles = AngleTable(rotary_rows, stride_cos, stride_sin)
+            tokens = NewTokens(new, turn, growth, length, shown, strides, angles, capacity, slabs)
+            if has_new(tokens, own_tiles, TILE_N):
+                write_new(
+                    tokens,
+                    NewHead(b, h, table),
+                    own_tiles,
+                    TokenOffsets(tl.arange(0, TILE_T), offs_d, offs_v),
+                    HEAD_DIM=HEAD_DIM,
+                    HEAD_DIM_V=HEAD_DIM_V,
+                    PAGE_SIZE=PAGE_SIZE,
+                    TILE_N=TILE_N,
+                    ROTARY_DIM=ROTARY_DIM,
+                    PAIR=PAIR,
+                )
+                tl.debug_barrier()  # all warps have written before one reads
         m, l, acc = attend_split(
             q,
-            CachedHead(
-                kv.k_ptr + h.to(tl.int64) * k_strides.h,
-                kv.v_ptr + h.to(tl.int64) * v_strides.h,
-                table,
-                b,
-                h,
-                k_strides,
-                v_strides,
-                key_scales,
-                scale_strides,
-            ),
-            ScoredRows(bounds, pos, keys, scale * k_scale * of_rows, softcap, slope),
-            tiles_of_split(walk, bounds, seqlen_q, TILE_N),
+            of_head,
+            scored,
+            own_tiles,
             HEAD_DIM=HEAD_DIM,
             HEAD_DIM_V=HEAD_DIM_V,
             DIM_V=DIM_V,
@@ -187,6 +255,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     """`decode_persistent` bound to one plan and one memory layout."""
     problem, config = plan.problem, plan.config
     dim, dim_v = padded_dims(problem, plan.device, config.tile_m, config.num_warps)
+    tokens = token_tiles(operands) if config.appends else TokenTiles()
     fixed = step_arguments(plan, operands) | {
         **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
         "k_strides": Strides(*operands.k.stride()[:3]),
@@ -202,11 +271,14 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         # an indirect load takes Triton's pipeline two stages a tile in flight
         "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
         "RULE": RULES[config.schedule],
+        "ROTARY_DIM": tokens.rotary_dim,
+        "PAIR": tokens.pair,
+        "TILE_T": tokens.tile_t,
         "DEPENDENTS": "early" if dependent_launches(plan, operands) else "in_order",
     }
     programs = grid_of(plan)
     options = compile_options(config.num_warps) | launched_early(plan, operands)
-    tail = tail_in_order(decode_persistent, PER_CALL, fixed)
+    tail = tail_in_order(decode_persistent, per_call_of(plan), fixed)
 
     def launch(arguments: dict[str, Any]) -> Any:
         return decode_persistent[programs](

@@ -19,7 +19,7 @@ from splitkv.core.options import names_of
 from splitkv.kernels.append import AppendLauncher
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 from splitkv.runtime.call_cache import CallCache, device_to_enter, launch_on
-from splitkv.runtime.dispatch import is_plain
+from splitkv.runtime.dispatch import device_of, is_plain
 
 calls: CallCache[Callable[[Append, list[Tensor]], Result]] = CallCache()
 
@@ -60,7 +60,8 @@ def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
 
 
 def _bind(call: Append) -> Callable[[Append, list[Tensor]], Result]:
-    return partial(launch_on, device_to_enter(call.k_cache), AppendLauncher(call))
+    early = device_of(call.k_cache).capability >= (9, 0)
+    return partial(launch_on, device_to_enter(call.k_cache), AppendLauncher(call, early))
 
 
 def _through_operator(call: Append) -> Result:

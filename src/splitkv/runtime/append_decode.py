@@ -1,5 +1,6 @@
 """`append` and then `decode` as one call: a launch less where the plan has it that the kernel of
-decode writes the new tokens itself.
+decode writes the new tokens itself. Else `append` lets a kernel that asks for it be launched before
+it has ended.
 
 A call is described, planned and bound once for each layout of its tensors, in a `CallCache`.
 Under torch.compile, torch.export, FakeTensorMode and for tensor subclasses the same runs as the
@@ -9,6 +10,7 @@ operator `splitkv::append_decode`; where sequences are padded on the left, as `s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -21,12 +23,15 @@ from torch.compiler import is_dynamo_compiling
 from splitkv.core.options import defaults_of, names_of, scalars_of, schema_of, tensors_of
 from splitkv.core.plan import Plan, plan_with_handle
 from splitkv.core.problem import Operands, Problem, describe_decode
+from splitkv.core.variants import Plain
 from splitkv.kernels.host.append_call import Append, Rotary
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime.append import append
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result, with_types
 from splitkv.runtime.decode import decode
 from splitkv.runtime.dispatch import (
+    bind,
+    expect_same_shares,
     handle_of,
     is_plain,
     operator_outputs,
@@ -34,11 +39,13 @@ from splitkv.runtime.dispatch import (
     within_64_bits,
     working_dtype,
 )
+from splitkv.runtime.schedule import Schedule, plan_of
 
 
 class Step(NamedTuple):
     """A call of `append_and_decode`.
 
+    starts  where programs start by a schedule of the step, or None
     given   every argument of decode that is no field here, by name
     """
 
@@ -48,12 +55,14 @@ class Step(NamedTuple):
     v_cache: Tensor
     num_splits: int
     plan: Plan | None
+    starts: Tensor | None
     given: dict[str, Any]
 
 
-_TENSORS, _SCALARS = tensors_of("append_and_decode"), scalars_of("append_and_decode")
-_scalars_of = itemgetter(*(name for name in _SCALARS if name != "window_size"))
+_TENSORS = tensors_of("append_and_decode")
+_scalars_of = itemgetter(*(n for n in scalars_of("append_and_decode") if n != "window_size"))
 _DEFAULTS = defaults_of("decode")
+LENGTHS = 4  # the place of cache_seqlens among the arguments of a `Relaunch`
 _UNROTATED = Rotary(*(None,) * 2)
 calls: CallCache[BoundCall] = CallCache()
 
@@ -72,11 +81,15 @@ def step_of(
     *,
     num_splits: int = 0,
     plan: Plan | None = None,
+    schedule: Schedule | None = None,
     **arguments: Any,
 ) -> Step:
     """Makes a Step of the arguments of `append_and_decode`."""
     assert call.before is not None and call.slots is None and call.k_mean is None
-    return Step(call, q, k_cache, v_cache, num_splits, plan, _DEFAULTS | arguments)
+    starts = None
+    if schedule is not None:
+        plan, starts = plan_of(schedule, plan), schedule.starts
+    return Step(call, q, k_cache, v_cache, num_splits, plan, starts, _DEFAULTS | arguments)
 
 
 def append_and_decode(
@@ -88,7 +101,7 @@ def append_and_decode(
     q          [batch, seqlen_q, num_heads, head_dim], not rotated yet
     k_cache    as decode reads it: a sequence begins at its first key; v_cache likewise
     arguments  others of decode: no `out`, no `early_kv`, no `cache_seqlens`; a plan is for the
-               problem as `appending` says it
+               problem as `appending` says it, and a schedule for the lengths after the call
     """
     step = step_of(call, q, k_cache, v_cache, **arguments)
     bound = bound_call_of(step)
@@ -96,8 +109,10 @@ def append_and_decode(
         return _run(bound, step)
     if call.leftpad is None:
         return _through_operator(step)
-    of_plan = {"num_splits": step.num_splits, "plan": step.plan}
-    return _in_turn(call, q, k_cache, v_cache, step.given | of_plan)
+    arguments = step.given | {"num_splits": step.num_splits}
+    if step.plan is not None:
+        arguments |= _decided(_without_new_tokens(step.plan), step.starts)
+    return _in_turn(call, q, k_cache, v_cache, arguments)
 
 
 def _run(bound: BoundCall, step: Step) -> Result:
@@ -106,6 +121,7 @@ def _run(bound: BoundCall, step: Step) -> Result:
     for name in _TENSORS:
         setattr(operands, name, given[name])
     operands.softmax_scale, operands.softcap = bound.softmax_scale, float(given["softcap"])
+    operands.starts = step.starts
     return bound(operands)
 
 
@@ -122,7 +138,7 @@ def bound_call_of(step: Step, *, in_operator: bool = False) -> BoundCall | None:
     of_append = call.cu_seqlens_new, call.leftpad, call.k_scale, call.v_scale, *rotary[:3]
     assert call.before is not None
     tensors, present = [step.q, step.k_cache, step.v_cache, call.before, call.k, call.v], 0
-    for t in (*(given[name] for name in _TENSORS), *of_append):
+    for t in (*(given[name] for name in _TENSORS), *of_append, step.starts):
         present += present
         if t is not None:
             tensors.append(t)
@@ -140,17 +156,20 @@ def bound_call_of(step: Step, *, in_operator: bool = False) -> BoundCall | None:
 
 def _bind(step: Step) -> BoundCall:
     """Binds the kernel that appends too, or `append` and decode under the same decision."""
-    call, given, plan = step.append, step.given, step.plan
+    call, plan = step.append, step.plan
     problem, operands = _described(step)
+    operands.starts = step.starts
     made = plan_for(appending(problem, call), operands, plan, step.num_splits)
     launcher: Launcher
     if made.config.appends:
         operands.new = call
         launcher = kernel_named(made.kernel).bind(made, operands)
     else:
-        alone = replace(made, problem=replace(made.problem, seqlen_new=0, rotary=False))
-        scalars = {name: given[name] for name in _SCALARS}
-        launcher = partial(_append_then_decode, scalars | {"plan": alone})
+        if call.q is not None:  # the rotated q is contiguous
+            operands.q = operands.q.new_empty(operands.q.shape)
+        launcher = AppendThenDecode(bind(problem, operands, _without_new_tokens(made)))
+    if step.starts is not None and plan is not None:
+        expect_same_shares(plan, getattr(launcher, "plan", made))
     return BoundCall.of(launcher, operands, plan)
 
 
@@ -161,10 +180,52 @@ def _described(step: Step) -> tuple[Problem, Operands]:
     return describe_decode(step.q, step.k_cache, step.v_cache, needs_grad=False, **arguments)
 
 
-def _append_then_decode(scalars: dict[str, Any], operands: Operands) -> Result:
-    """Launches two calls, for a plan whose kernel of decode writes no new tokens."""
-    tensors = {name: getattr(operands, name) for name in _TENSORS}
-    return _in_turn(operands.new, operands.q, operands.k, operands.v, scalars | tensors)
+def _without_new_tokens(plan: Plan) -> Plan:
+    """The plan of decode after `append`."""
+    problem, config = replace(plan.problem, seqlen_new=0, rotary=False), plan.config
+    if config.appends:
+        config = replace(config, appends=False, variant=Plain())
+    return replace(plan, problem=problem, config=config)
+
+
+class AppendThenDecode:
+    """`append`, and a launcher of decode for the lengths after it, by a plan whose kernel writes no
+    new tokens."""
+
+    def __init__(self, decode: Any) -> None:
+        self.decode = decode
+        self.plan = getattr(decode, "plan", None)
+
+    def __call__(self, operands: Operands) -> Result:
+        rotated, after = append(operands.new)
+        if rotated is not None:
+            operands.q = rotated.view(operands.q.shape)
+        operands.cache_seqlens, operands.new = after, None
+        result: Result = self.decode(operands)
+        return result
+
+    @property
+    def repeat(self) -> Callable[..., Result | None] | None:
+        """A `Relaunch` that is given what is appended, with q and the places of tokens; None where
+        decode has none yet. If decode has to go through its launcher, the new tokens are written by
+        then, and will be once more."""
+        again = getattr(self.decode, "repeat", None)
+        return None if again is None else partial(self._repeat, again)
+
+    @staticmethod
+    def _repeat(again: Any, *given: Any, **more: Any) -> Result | None:
+        arguments = [*given]
+        rotated, after = append(arguments.pop())
+        if rotated is not None:
+            arguments[0] = rotated.view(given[0].shape)
+        arguments[LENGTHS] = after
+        result: Result | None = again(*arguments, **more)
+        return result
+
+
+def _decided(plan: Plan, starts: Tensor | None) -> dict[str, Any]:
+    """The arguments of decode that say what it runs under."""
+    return {"plan": plan, "schedule": None if starts is None else Schedule(plan, starts)}
 
 
 def _in_turn(
@@ -189,6 +250,7 @@ def _through_operator(step: Step) -> Result:
     given |= {"k_divisor": step.append.k_scale, "v_divisor": step.append.v_scale}
     given |= {"window_left": left, "window_right": right}
     given |= {"num_splits": step.num_splits, "plan": handle_of(step.plan)}
+    given["schedule"] = step.starts
     arguments = (given[name] for name in _NAMES)
     out, lse = append_decode_op(*(x.detach() if isinstance(x, Tensor) else x for x in arguments))
     return out, lse if step.given["return_lse"] else None
@@ -215,7 +277,7 @@ def append_decode_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Pages are where decode reads them, so `append` needs no rows of a cache or table."""
     given = dict(zip(_NAMES, arguments, strict=True))
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
-    plan = given.pop("plan")
+    handle, starts = given.pop("plan"), given.pop("schedule")
     rotary = Rotary(*(given.pop(name) for name in Rotary._fields))
     q, k_cache, v_cache = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
     k, caches = given.pop("k"), (k_cache, v_cache)
@@ -233,8 +295,9 @@ def append_decode_op(*arguments: Any) -> tuple[Tensor, Tensor]:
         v_scale=given.pop("v_divisor"),
         rotary=None if rotary.cos is None else rotary,
     )
-    made = plan_with_handle(plan) if plan else None
-    step = step_of(call, q, k_cache, v_cache, plan=made, **given)
+    plan = plan_with_handle(handle) if handle else None
+    schedule = None if starts is None or plan is None else Schedule(plan, starts)
+    step = step_of(call, q, k_cache, v_cache, plan=plan, schedule=schedule, **given)
     bound = bound_call_of(step, in_operator=True)
     assert bound is not None
     return operator_outputs(*_run(bound, step))

@@ -125,7 +125,8 @@ def decode(
                    the other kernels have no use for it
     plan           a Plan of `splitkv.plan`, to skip deciding
     schedule       a Schedule of `splitkv.make_schedule` for these lengths, whose plan the call
-                   runs under; without one, programs find their shares from the lengths
+                   runs under; without one, programs find their shares from the lengths; with new
+                   tokens to append: `flash_attn.flash_attn_with_kvcache`
 
     The mask and score arguments are those of `attention`. Nothing synchronises with the host; a
     call can be captured in a CUDA graph. Not differentiable on a GPU kernel: tensors that need a

@@ -396,11 +396,11 @@ def _bind_decode(tensors: list[Tensor], arguments: dict[str, Any], made: Decisio
     else:
         launcher = bind(problem, operands, made.plan, made.num_splits)
     if made.starts is not None and made.plan is not None:
-        _expect_same_shares(made.plan, getattr(launcher, "plan", made.plan))
+        expect_same_shares(made.plan, getattr(launcher, "plan", made.plan))
     return BoundCall.of(launcher, operands, made.plan)
 
 
-def _expect_same_shares(made_for: Plan, plan: Plan) -> None:
+def expect_same_shares(made_for: Plan, plan: Plan) -> None:
     """The plan of a launcher, which may be another for the memory layout, cuts what a schedule was
     made for."""
     ours, theirs = (shares_of(x.config) for x in (plan, made_for))

@@ -46,7 +46,8 @@ def make_schedule(plan: Plan, cache_seqlens: Tensor, *, out: Schedule | None = N
     """The schedule of a step, for `decode(..., schedule=)` of all layers of one shape.
 
     plan           a Plan whose config has a schedule of "ranges", "head_ranges" or "proportional"
-    cache_seqlens  [batch] int32 on the device: the lengths that the calls will be given
+    cache_seqlens  [batch] int32 on the device: the lengths that the calls will be given; of calls
+                   that append new keys first those with them
     out            a Schedule of this plan whose memory is written again, as in a graph that other
                    parts of a program read it from
 

@@ -17,6 +17,7 @@ from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial, final_of
 from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
 from splitkv.kernels.host import launcher
+from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, specialised, tail_in_order
 from splitkv.kernels.host.launcher import (
     BOUNDS,
@@ -30,17 +31,29 @@ from splitkv.kernels.host.launcher import (
     split_arguments,
 )
 from splitkv.kernels.host.partition import packed_rows
-from splitkv.kernels.host.relaunch import Allocations, Launch, launch_of, observed
+from splitkv.kernels.host.relaunch import Allocations, Launch, addresses_of, launch_of, observed
 from splitkv.kernels.schedule import head_tiles_of_share
 from splitkv.kernels.tile.step_share import RULES
 
 if TYPE_CHECKING:
     import torch
 
-PER_CALL = (*launcher.PER_CALL, "starts_ptr")
-"""The arguments of a decode kernel by a schedule that change from call to call."""
 COMBINE_PER_CALL = "partial", "final", "starts_ptr", "lens_ptr", "sink_ptr"
-"""The arguments of `combine_slots` that change from call to call."""
+"""The arguments of `combine_slots` that change from call to call, with `growth` of calls that
+append."""
+
+
+def per_call_of(plan: Plan) -> tuple[str, ...]:
+    """The arguments of a decode kernel by a schedule that change from call to call."""
+    names = (*launcher.PER_CALL, "starts_ptr")
+    return (*names, "growth", "new", "turn") if plan.config.appends else names
+
+
+def new_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
+    """The arguments about new tokens that never change from call to call."""
+    if not plan.config.appends:
+        return dict(NO_NEW_TOKENS)
+    return fixed_arguments(operands)
 
 
 def launched_early(plan: Plan, operands: Operands) -> dict[str, Any]:
@@ -72,15 +85,17 @@ def step_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
         del arguments[name]
     arguments["head_tiles"] = head_tiles_of_share(plan)
     arguments["programs"] = plan.config.programs
-    return arguments
+    return arguments | new_arguments(plan, operands)
 
 
 class SlotMerge(NamedTuple):
-    """`combine_slots` bound to one plan: its grid, the arguments that never change, its options."""
+    """`combine_slots` bound to one plan: its grid, the arguments that never change, its options,
+    the names of those that do."""
 
     grid: tuple[int, int, int]
     fixed: dict[str, Any]
     options: dict[str, Any]
+    per_call: tuple[str, ...]
 
     def launch(self, arguments: dict[str, Any]) -> Any:
         """Launches it through Triton; the compiled kernel."""
@@ -93,7 +108,7 @@ class SlotMerge(NamedTuple):
 
     def relaunch(self, compiled: Any) -> Launch:
         """A function that launches it again: see `StepRepeat`."""
-        tail = tail_in_order(combine_slots, COMBINE_PER_CALL, self.fixed)
+        tail = tail_in_order(combine_slots, self.per_call, self.fixed)
         return launch_of(compiled, self.grid, tail)
 
 
@@ -104,13 +119,19 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     columns = min(TILE_V, triton.next_power_of_2(problem.head_dim_v))
     rows = packed_rows(problem, config)[1]
     of_program = min(TILE_R, triton.next_power_of_2(rows))
-    fixed = {
+    new, per_call = new_arguments(plan, operands), tuple[str, ...](COMBINE_PER_CALL)
+    if config.appends:
+        per_call += ("growth",)
+    fixed: dict[str, Any] = {} if config.appends else {"growth": None}
+    fixed |= {
         "seqlen_q": problem.seqlen_q,
         "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
         **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
         "head_tiles": head_tiles_of_share(plan),
         "programs": config.programs,
+        "seqlen_new": new["seqlen_new"],
+        "capacity": new["capacity"],
         "stride_ob": out.b,
         "stride_ot": out.t,
         "stride_oh": out.h,
@@ -127,7 +148,8 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
     }
     blocks = groups_of(plan) * triton.cdiv(rows, of_program)
     grid = blocks, config.programs, triton.cdiv(problem.head_dim_v, columns)
-    return SlotMerge(grid, fixed, compile_options(WARPS) | launched_early(plan, operands))
+    options = compile_options(WARPS) | launched_early(plan, operands)
+    return SlotMerge(grid, fixed, options, per_call)
 
 
 class StepLauncher:
@@ -174,7 +196,7 @@ class StepLauncher:
         if self.repeat is not None:
             more = {"starts": o.starts, "out_scale": o.out_scale}
             more["sequence_sink_tokens"] = o.sequence_sink_tokens
-            done = self.repeat(*tensors, o.softmax_scale, o.softcap, **more)
+            done = self.repeat(*tensors, o.softmax_scale, o.softcap, o.new, **more)
         return done or self.dispatch(operands)
 
     def dispatch(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -194,7 +216,7 @@ class StepLauncher:
             lse = o.q.new_empty(self.lse_shape, dtype=torch.float32)
         arguments = self.per_call(o, final_of(out, lse, o.out_scale), starts)
         compiled = self.split.launch(arguments)
-        given = {name: arguments[name] for name in COMBINE_PER_CALL[:-1]}
+        given = {n: arguments[n] for n in self.merge.per_call if n != "sink_ptr"}
         merged = self.merge.launch(given | {"sink_ptr": o.sink_logits})
         if compiled is not None and self.repeat is None and aligned(o) and not observed():
             self.keep(compiled, merged, o)
@@ -212,7 +234,9 @@ class StepLauncher:
         """The arguments of a decode kernel that change from call to call."""
         acc = self.partial_rows * self.plan.problem.head_dim_v
         partial: Partial = self.partials(operands.q, acc, self.partial_rows)
-        return arguments_of(self.plan, operands, final, partial) | {"starts_ptr": starts}
+        o, appends = operands, self.plan.config.appends
+        appended = pointers(o.new, o.k, o.v) if appends else {}
+        return arguments_of(self.plan, o, final, partial) | {"starts_ptr": starts} | appended
 
     def put_in_order(self) -> None:
         """Puts the arguments of the first kernel in order, as `variant` else does."""
@@ -237,8 +261,9 @@ class StepLauncher:
 
 
 class StepLaunches(NamedTuple):
-    """The launches of a call: split as in `Repeat`, with at_starts behind; merge(stream, partial,
-    (at_out, at_lse, at_scale), at_starts, at_lens, at_sink)."""
+    """The launches of a call: split as in `Repeat`, at_starts before what is new; merge(stream,
+    partial, (at_out, at_lse, at_scale), at_starts, at_lens, at_sink), where the call appends with
+    the addresses of growth behind."""
 
     split: Launch
     merge: Launch
@@ -295,15 +320,19 @@ class StepRepeat(Allocations):
         split: Launch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(out, lse or None), or None where the call has to go through Triton; given: the eleven
-        tensors of a `Relaunch`, softmax_scale and softcap; starts: those of a schedule; split: as
-        in `Repeat`."""
-        tensors, (scale, softcap) = given[:11], given[11:]
+        tensors of a `Relaunch`, softmax_scale, softcap and what is new, if anything; starts: those
+        of a schedule; split: as in `Repeat`."""
+        tensors, (scale, softcap, *new) = given[:11], given[11:]
         addressed = *tensors, starts, out_scale, sequence_sink_tokens
         every: Any = [None if x is None else x.data_ptr() for x in addressed]
         found = Addresses(*every)
         bits = 0
         for at in found:
             bits |= at or 0
+        appended: Any = ()
+        if new and new[0] is not None:
+            appended, bits_of_new = addresses_of(new[0], found.k, found.v)
+            bits |= bits_of_new
         if bits & 15 or observed():
             return None
         out, at_out = tensors[3], found.out
@@ -326,10 +355,11 @@ class StepRepeat(Allocations):
         final = at_out, at_lse, found.out_scale
         kv = found.k, found.v, found.table
         row = found.sink, found.slopes, found.q_scale, found.sink_tokens
-        rest = of_heads, of_keys, scale, softcap, found.starts
+        rest = of_heads, of_keys, scale, softcap, found.starts, *appended
         split = split or self.split
         split(stream, found.q, kv, found.lens, final, partial, row, *rest)
-        self.merge_slots(stream, partial, final, found.starts, found.lens, found.sink)
+        rest = found.starts, found.lens, found.sink, *appended[:1]
+        self.merge_slots(stream, partial, final, *rest)
         if not captured:
             self.buffers[stream] = buffer
         return out, lse

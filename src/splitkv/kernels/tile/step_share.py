@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.compile_time import CompileTimeRecord
-from splitkv.kernels.tile.walk import Start, counted_tiles, load_start
+from splitkv.kernels.tile.walk import Start, counted_tiles, keys_of_step, load_start
 
 SEQUENCES = tl.constexpr(128)  # that a program looks at at a time
 CLASSES = tl.constexpr(4)  # of sizes of splits, each of half as many tiles as the one before
@@ -46,7 +46,7 @@ def share_of(starts_ptr, step, program, lanes, FIND: tl.constexpr, TILE_N: tl.co
 def tiles_of_sequences(step, offs_b, TILE_N: tl.constexpr):
     """Tiles of sequences `offs_b`, 0 beyond the batch."""
     here = offs_b < step.batch
-    keys = tl.load(step.lens_ptr + offs_b, mask=here, other=0)
+    keys = keys_of_step(step, offs_b, here)
     return tl.where(here, counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N), 0)
 
 
@@ -62,7 +62,7 @@ def tiles_of_batch(step, lanes, TILE_N: tl.constexpr):
 @triton.jit
 def tiles_of_sequence(step, sequence, here, TILE_N: tl.constexpr):
     """(Tiles, keys) of a sequence, where it is here."""
-    keys = tl.load(step.lens_ptr + sequence, mask=here, other=0)
+    keys = keys_of_step(step, sequence, here)
     return counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N), keys
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import visited_tiles
-from splitkv.kernels.tile.new import Tiles
+from splitkv.kernels.tile.new import Tiles, keys_of
 
 START_FIELDS = tl.constexpr(8)  # 32-bit integers of a program in the memory of a schedule
 
@@ -49,6 +49,8 @@ class DecodeStep(NamedTuple):
     lens_ptr    [batch] int32 keys of each sequence; bounds: of the mask
     head_tiles  that a share goes through
     programs    how many shares there are
+    growth      Growth, where programs write new tokens: the lengths are those before them, of which
+                there are seqlen_new of a sequence; capacity: keys that it has room for; or None
     """
 
     lens_ptr: Any
@@ -57,6 +59,9 @@ class DecodeStep(NamedTuple):
     batch: Any
     head_tiles: Any
     programs: Any
+    growth: Any = None
+    seqlen_new: Any = None
+    capacity: Any = None
 
 
 class Walk(NamedTuple):
@@ -74,6 +79,12 @@ class Walk(NamedTuple):
     left: Any
     tiles: Any
     keys: Any
+
+
+@triton.jit
+def keys_of_step(step, sequence, here):
+    """Keys of sequences of a DecodeStep, the new ones included; 0 where not here."""
+    return keys_of(step.lens_ptr, step.growth, sequence, here, step.seqlen_new, step.capacity)
 
 
 @triton.jit
@@ -153,7 +164,7 @@ def next_split(walk, step, TILE_N: tl.constexpr):
     if head_tile == step.head_tiles:
         head_tile = head_tile * 0
         sequence += 1
-        keys = tl.load(step.lens_ptr + sequence, mask=sequence < step.batch, other=0)
+        keys = keys_of_step(step, sequence, sequence < step.batch)
         tiles = counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N)
     return Walk(sequence, head_tile, walk.tile * 0, walk.by, left, tiles, keys)
 

@@ -138,6 +138,7 @@ class Constants:
                    in the place of all of it where splits are whole sequences, and whole_split for
                    each of those. All of the kernel for Hopper, the greatest that were measured, as
                    they are to be a bound
+    append         launching `append` before the kernel, which writes few new tokens
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
     shapes         (tile_n, num_warps, num_stages) that are worth weighing, by preference;
@@ -194,6 +195,7 @@ class Constants:
     whole_split: float = 0.3e-6
     merge_slots: float = 1.7e-6
     share: float = 1.1e-6
+    append: float = 2.0e-6
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
     shapes: tuple[tuple[int, int, int], ...] = SHAPES

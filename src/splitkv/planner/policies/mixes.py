@@ -1,6 +1,7 @@
 """The time of a mix: the cost model for a batch whose lengths are known.
 
     seconds = start + slowest(the place that is busy longest, the bytes through the memory) + merge
+              + append, where that is a launch before it
 
 A place is room for one program on an SM. Programs take places in the order of the launch, each the
 one that is free first. A program is busy for every split that it has and every tile of those. The
@@ -53,7 +54,8 @@ def seconds_of_mix(
     elif config.schedule in SCHEDULED:
         merge = constants.merge_slots
         merge += constants.walk + constants.share * ceil_div(len(lengths), SHARE_STEP)
-    return shape.start + slowest(max(places), read) + merge
+    append = constants.append * (problem.appends and not config.appends)
+    return append + shape.start + slowest(max(places), read) + merge
 
 
 def tiles_of(problem: Problem, config: Config, length: int) -> int:

@@ -18,6 +18,7 @@ from splitkv.core.kv import AS_IS
 from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE
+from splitkv.planner.policies import appending
 from splitkv.planner.policies.decode_cost import Constants, Shape
 from splitkv.planner.policies.shared import (
     MAX_TILES,
@@ -128,6 +129,8 @@ def where_it_costs_little(
     says which, of decode of several sequences whose lengths only the device knows.
 
     kernel   the first that can run the problem; constants: those that its cost goes by
+
+    New tokens that the choice would write by itself and a schedule not are a launch more.
     """
     alone = problem.lengths == "host" or problem.batch < 2
     if problem.kind != "decode" or alone:
@@ -142,6 +145,10 @@ def where_it_costs_little(
         for choice in known:
             shape = Shape(problem, device, choice.config, constants)
             longer = shape.longer_by_schedule(choice.config)
+            appends, by_schedule = (
+                appending.decide(problem, kernel, x.config)[0].appends for x in (own, choice)
+            )
+            longer += constants.append * (appends and not by_schedule)
             costs = f"{longer * 1e6:.1f} us more of {reading * 1e6:.0f} us that reading takes"
             if longer > MOST_LONGER * reading:
                 continue
@@ -172,8 +179,6 @@ def why_not(kernel: Kernel, problem: Problem, device: Device) -> list[str]:
     reasons = []
     if problem.lengths != "device":
         reasons.append(f"lengths {problem.lengths}: expected device")
-    if problem.appends:
-        reasons.append(f"{count(problem.seqlen_new, 'new key')}: expected none")
     if problem.early_kv:
         reasons.append("early_kv: expected False")
     if problem.sequence_sink_tokens:

@@ -52,6 +52,7 @@ from splitkv.kernels.hopper.decode.queries import load_mma_queries, load_wgmma_q
 from splitkv.kernels.hopper.decode.records import DecodeConfig
 from splitkv.kernels.hopper.decode.ring import allocate_boxes, allocate_panels, allocate_rows
 from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layouts_of
+from splitkv.kernels.hopper.decode.walk_roles import WRITING_WARPS
 from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
 from splitkv.kernels.host import step
 from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
@@ -184,21 +185,21 @@ def fixed_arguments_of(
     entry: str, plan: Plan, variant: HopperDecode, operands: Operands
 ) -> dict[str, Any]:
     """The run-time arguments of an entry point that never change from call to call."""
-    mask, appends = plan.problem.mask, entry == "append"
+    mask, appends = plan.problem.mask, plan.config.appends
     of_plan = step.step_arguments if entry == "persistent" else split_arguments
     arguments = of_plan(plan, operands) | {
         "left": mask.left,
         "right": mask.right,
         "sink_tokens": mask.sink_tokens if mask.num_bands == 2 else None,
     }
-    if entry in ("all_warps", "append"):
+    if entry in ("all_warps", "append", "persistent"):
         gathered = appends or variant.load == "gather"
         for name, x in (("k_strides", operands.k), ("v_strides", operands.v)):
             arguments[name] = Strides(*x.stride()[:3]) if gathered else None
     if entry == "producer":  # splits of one sequence, by the even rule
         for name in ("batch", "size", "programs"):
             del arguments[name]
-    if appends:
+    if entry == "append":
         del arguments["stride_sn"]
         arguments |= fixed_arguments(operands)
     return arguments
@@ -213,10 +214,12 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     run_time = fixed_arguments_of(entry, plan, variant, operands)
     dims = tuple([as_stored(x, config).shape[3] for x in (operands.k, operands.v)])
     tokens = token_tiles(operands) if config.appends else TokenTiles()
+    if config.appends and entry == "persistent":  # one a warp: it has few registers
+        tokens = tokens._replace(tile_t=WRITING_WARPS.value)
     per_call: tuple[str, ...] = PER_CALL_OF_APPEND if config.appends else PER_CALL
     programs = grid(problem, config)
     if entry == "persistent":
-        per_call, programs = step.PER_CALL, step.grid_of(plan)
+        per_call, programs = step.per_call_of(plan), step.grid_of(plan)
     names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
     options = compile_options(config.num_warps)
     if producer:

@@ -3,6 +3,9 @@
 A producer warp issues the copies of all splits of a program into one ring, and the other warps
 multiply, 16 or 32 packed rows: see walk_roles.py. What a program has is what a schedule says, or
 what it finds by itself: tile/step_share.py. Partials are merged by kernels/combine_slots.py.
+
+Where the call appends, two more warps write the new tokens of splits that have their tiles, and the
+producer warp asks for those tiles when it is told that they are written.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from splitkv.kernels.hopper.decode.records import (
 )
 from splitkv.kernels.hopper.decode.ring import allocate_boxes
 from splitkv.kernels.hopper.decode.walk_roles import StepShares, WalkInputs, run_roles
+from splitkv.kernels.hopper.decode.write_role import WRITTEN_AHEAD, AppendedTokens
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.decode_sizes import SIZES
+from splitkv.kernels.tile.new import AngleTable, NewStrides
 from splitkv.kernels.tile.visit import Strides
 from splitkv.kernels.tile.walk import DecodeStep
 
@@ -47,6 +52,9 @@ def decode_walk(
     scale,  # see tile/score.py
     softcap,  # float or None
     starts_ptr,  # [programs, 8] int32: the schedule of the step; None: programs find their shares
+    growth,  # Growth: the lengths are those before the new tokens; None: nothing is appended
+    new,  # New, or None
+    turn,  # Turn, or None
     seqlen_q,
     batch,
     num_kv_heads,
@@ -65,11 +73,24 @@ def decode_walk(
     stride_sb,  # of those of K and V: a sequence or a page, a key, a head
     stride_sn,
     stride_sh,
+    k_strides,  # from here on None where nothing is appended: Strides of the caches
+    v_strides,
+    seqlen_new,  # new tokens of a sequence
+    capacity,  # keys that a sequence has room for
+    slabs,  # sequences or pages of the cache
+    rotary_rows,  # rows of cos and sin
+    q_step,  # rows of cos and sin between query tokens
+    new_k_strides,  # Strides of the new k: of a sequence, a token, a head
+    new_v_strides,
+    new_scale_strides,  # of the scales that new tokens are stored by
+    stride_cos,  # between rows
+    stride_sin,
     CONFIG: gl.constexpr,  # DecodeConfig
 ):
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    added = growth, seqlen_new, capacity
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
     shares = StepShares(starts_ptr, step, group, program)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
@@ -82,7 +103,15 @@ def decode_walk(
     of_kv = Strides(stride_sb, None, stride_sh)
     terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
     output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
+    tokens = None
+    if seqlen_new is not None:
+        of_scales = Strides(new_scale_strides.b, None, new_scale_strides.h)
+        strides = NewStrides(new_k_strides, k_strides, new_v_strides, v_strides, of_scales)
+        angles = AngleTable(rotary_rows, stride_cos, stride_sin)
+        written = arrivals(WRITTEN_AHEAD, 1)
+        taken = arrivals(WRITTEN_AHEAD, 1)
+        tokens = AppendedTokens(new, turn, strides, angles, slabs, q_step, written, taken)
     tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
     tl.extra.cuda.gdc_launch_dependents()  # combine, which reads a schedule that is given at once
     inputs = WalkInputs(q_ptr, q_strides, terms, output)
-    run_roles(kv, ring, scales, inputs, shares, CONFIG)
+    run_roles(kv, ring, scales, inputs, shares, tokens, CONFIG)

@@ -27,9 +27,14 @@ from splitkv.kernels.hopper.decode.producer_warp import (
     load_round,
 )
 from splitkv.kernels.hopper.decode.queries import load_mma_queries, locate_rows
-from splitkv.kernels.hopper.decode.records import QueryRows, Ring, Split, Work
+from splitkv.kernels.hopper.decode.records import QueryRows, Ring, Rotation, Split, Work
 from splitkv.kernels.hopper.decode.split_range import LANES, locate_rows_of_head
-from splitkv.kernels.hopper.primitives.cluster import arrive_running
+from splitkv.kernels.hopper.decode.write_role import (
+    length_of,
+    tiles_before_new,
+    wait_for_new_tokens,
+    write_if_any,
+)
 from splitkv.kernels.hopper.primitives.inline_asm import act
 from splitkv.kernels.hopper.primitives.tma_ring import (
     async_load,
@@ -40,6 +45,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     tile_at_place,
 )
 from splitkv.kernels.tile.band import token_range
+from splitkv.kernels.tile.new import start_of
 from splitkv.kernels.tile.step_share import SEQUENCES, share_of
 from splitkv.kernels.tile.walk import (
     first_walk,
@@ -50,6 +56,7 @@ from splitkv.kernels.tile.walk import (
 )
 
 LINE_BYTES = gl.constexpr(128)  # of the L1
+WRITING_WARPS = gl.constexpr(2)  # that Triton would add to the load roles anyway
 
 
 @gluon.constexpr_function
@@ -81,18 +88,18 @@ class WalkInputs(NamedTuple):
 
 
 @gluon.jit
-def run_roles(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
-    """Runs the roles from the start of the program to its end."""
+def run_roles(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
+    """Runs the roles from the start of the program to its end; tokens: AppendedTokens, or None."""
     thread_barrier()  # the producer warps find the barriers ready
     REGISTERS: gl.constexpr = registers_of_load_roles(CONFIG)
     gl.warp_specialize(
         [
-            (mma_walk, (kv, ring, scales, inputs, shares, CONFIG)),
-            (load_walk, (kv, ring, shares, CONFIG)),
+            (mma_walk, (kv, ring, scales, inputs, shares, tokens, CONFIG)),
+            (load_walk, (kv, ring, shares, tokens, CONFIG)),
             (load_scales_walk, (kv, ring, scales, shares, CONFIG)),
-            (arrive_running, (0,)),  # two warps that Triton would add anyway
+            (write_walk, (kv, shares, tokens, CONFIG)),
         ],
-        [1, 1, 2],
+        [1, 1, WRITING_WARPS],
         [REGISTERS, REGISTERS, REGISTERS],
     )
 
@@ -134,6 +141,14 @@ def head_tile_of(walk, shares):
 
 
 @gluon.jit
+def row_tile_of(walk, shares, CONFIG: gl.constexpr):
+    """The row tile of a split among those of its KV head."""
+    head_tile = head_tile_of(walk, shares)
+    kv_head, row_tile = locate_rows_of_head(head_tile, shares.step.seqlen_q, CONFIG)
+    return row_tile
+
+
+@gluon.jit
 def behind(ring, before):
     """The Ring after so many more tiles have gone through it, so that stages and phases go on from
     split to split."""
@@ -146,7 +161,7 @@ def behind(ring, before):
 
 
 @gluon.jit
-def mma_walk(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
+def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
     """The mma role: attends to split after split, and writes what each leaves."""
     step = shares.step
     start = first_start(shares, gl.num_warps(), CONFIG)
@@ -171,8 +186,13 @@ def mma_walk(kv, ring, scales, inputs, shares, CONFIG: gl.constexpr):
         )
         q_of_sequence = inputs.q_ptr + split.sequence.to(gl.int64) * inputs.q_strides.b
         stride_t, stride_h = inputs.q_strides.t, inputs.q_strides.h
+        rotation = None
+        if CONFIG.rotary_dim:
+            length = length_of(split, step)
+            angle = start_of(tokens.turn, length.before, split.sequence, True)
+            rotation = Rotation(tokens.turn, tokens.angles, angle, tokens.q_step)
         queries = QueryRows(
-            q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, None
+            q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, rotation
         )
         q = load_mma_queries(queries, CONFIG)
         prefetch_queries(inputs, following, shares, CONFIG)
@@ -234,23 +254,55 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
 
 
 @gluon.jit
-def load_walk(kv, ring, shares, CONFIG: gl.constexpr):
+def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
     """The load role: issues the copies of split after split; one warp."""
     declare_page_id(0)
     walk = first_walk(first_start(shares, 1, CONFIG))
     before = walk.tile * 0
+    turn = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
         # its length comes while this split is issued
         following = next_split(walk, shares.step, CONFIG.tile_n)
-        if kv.table_ptr is None:
-            issue_contiguous(behind(ring, before), kv, split, CONFIG)
+        if shares.step.seqlen_new is None:
+            issue_split(behind(ring, before), kv, split, following, shares, CONFIG)
         else:
-            pages = load_round(kv, split, split.tiles.first, CONFIG)
-            prefetch_pages(kv, following, shares.step, CONFIG)
-            issue_rounds(behind(ring, before), kv, split, pages, CONFIG)
+            step = shares.step
+            row_tile = row_tile_of(walk, shares, CONFIG)
+            ahead, with_new = tiles_before_new(split, step, CONFIG)
+            issue_split(behind(ring, before), kv, ahead, following, shares, CONFIG)
+            turn = wait_for_new_tokens(split, row_tile, tokens, step, turn, CONFIG)
+            rest = behind(ring, before + tiles_in(ahead.tiles))
+            issue_split(rest, kv, with_new, following, shares, CONFIG)
         before += tiles_in(split.tiles)
         walk = following
+
+
+@gluon.jit
+def issue_split(ring, kv, split, following, shares, CONFIG: gl.constexpr):
+    """Issues the copies of the tiles of a split, or of a part of one; following: the Walk behind
+    it."""
+    if kv.table_ptr is None:
+        issue_contiguous(ring, kv, split, CONFIG)
+    else:
+        pages = load_round(kv, split, split.tiles.first, CONFIG)
+        prefetch_pages(kv, following, shares.step, CONFIG)
+        issue_rounds(ring, kv, split, pages, CONFIG)
+
+
+@gluon.jit
+def write_walk(kv, shares, tokens, CONFIG: gl.constexpr):
+    """The write role: writes the new tokens of split after split, where there are any."""
+    step = shares.step
+    if step.seqlen_new is not None:
+        walk = first_walk(first_start(shares, gl.num_warps(), CONFIG))
+        turn = walk.tile * 0
+        while walk.left > 0:
+            split = split_of_walk(walk, shares, CONFIG)
+            following = next_split(walk, step, CONFIG.tile_n)
+            row_tile = row_tile_of(walk, shares, CONFIG)
+            turn = write_if_any(kv, split, row_tile, tokens, step, turn, CONFIG)
+            walk = following
 
 
 @gluon.jit
