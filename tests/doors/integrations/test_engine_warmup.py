@@ -1,7 +1,7 @@
 """Steps of an engine after `warm_layer`: whatever their sizes, nothing is compiled.
 
-Kernels are compiled for a GPU of the table, tensors are the CPU's, and nothing runs: see
-support/fake_gpu.py.
+Kernels are compiled for a GPU of the table by processes of their own, tensors are the CPU's, and
+nothing runs: see support/fake_gpu.py.
 """
 
 from __future__ import annotations
