@@ -216,7 +216,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bound]]:
     """The launchers that were made; tensors of a CPU are taken for a GPU's."""
     made: list[Bound] = []
     monkeypatch.setattr(module, "calls", CallCache())
-    monkeypatch.setattr(module, "AppendLauncher", lambda call: made.append(Bound(call)) or made[-1])
+    monkeypatch.setattr(kernel, "AppendLauncher", lambda call: made.append(Bound(call)) or made[-1])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     yield made
 

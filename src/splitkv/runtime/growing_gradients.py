@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch import Tensor
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.prefill import attention
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime.call_cache import Launcher, Result
 from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep
@@ -83,7 +83,7 @@ class GrowingGradients:
                 at = self.at_length(x)
                 keep(self.known, here, at)
             self.latest = here, at
-        return attention(at, x) if isinstance(at, AtLength) else at(x)
+        return _differentiable()(at, x) if isinstance(at, AtLength) else at(x)
 
     def at_length(self, operands: Operands) -> Launcher | AtLength:
         """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
@@ -102,3 +102,11 @@ class GrowingGradients:
         plan = self.plan_for(exact, x)
         made: Launcher = kernel_named(plan.kernel).bind(plan, x)
         return made
+
+
+@cache
+def _differentiable() -> Callable[[AtLength, Operands], Result]:
+    """`attention` of a launcher with autograd, once a kernel is bound."""
+    from splitkv.kernels.prefill import attention
+
+    return attention
