@@ -70,7 +70,7 @@ def plan(
     else:
         problem = _checked(problem)
         _expect_nothing_beside(problem, tensors, arguments)
-    device = _device(device) or current()
+        device = _device(device) or current()
     return make_plan(problem, device, policy=policy, num_splits=num_splits)
 
 
@@ -99,7 +99,7 @@ def explain(
         if isinstance(problem, Problem):
             problem = _checked(problem)
         _expect_nothing_beside(problem, tensors, arguments)
-    device = _device(device)
+        device = _device(device)
     names = isinstance(policies, Sequence) and not isinstance(policies, str) and len(policies) > 0
     expect(names, "policies", "names of policies", policies)
     if isinstance(problem, Plan):

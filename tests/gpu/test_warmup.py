@@ -16,7 +16,7 @@ from triton import knobs
 import splitkv
 from splitkv.cache import PagedKVCache
 from splitkv.flash_attn import flash_attn_with_kvcache
-from splitkv.kernels.hopper.decode.kernel import ENTRIES
+from splitkv.kernels.hopper.decode.kernel import ENTRIES, entry_point
 from splitkv.runtime.warmup import GRANULARITIES
 
 pytestmark = pytest.mark.long
@@ -65,7 +65,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles or loads from here on."""
     names: list[str] = []
 
-    entries = {entry.__name__: "hopper_decode_split" for entry in ENTRIES.values()}
+    entries = {entry_point(name).__name__: "hopper_decode_split" for name in ENTRIES}
 
     def hook(*args: Any, **kwargs: Any) -> None:
         name = kwargs["fn"].name

@@ -105,7 +105,8 @@ def new_of(values: cases.Values, operands: Operands) -> Append:
     return Append(k, v, o.k, o.v, before=o.cache_seqlens, page_table=o.page_table, **named)  # type: ignore[arg-type]
 
 
-def compiled(values: cases.Values) -> dict[str, Compiled]:
+def compiled(values: cases.Values, merged: bool = False) -> dict[str, Compiled]:
+    """The kernels of a combination; merged: `combine` among them, which reads lengths that grow."""
     of_plan = {name: x for name, x in values.items() if name not in OF_NEW}
     if of_plan["codec"] is None:
         del of_plan["codec"]
@@ -114,7 +115,9 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
     problem = replace(plan.problem, seqlen_new=values["tokens"], rotary=rotary)
     config = replace(plan.config, appends=True, variant=Plain())
     plan = completed(replace(plan, problem=problem, config=config))
-    kernels = compile_plan(plan, new=lambda operands: new_of(values, operands))
+    besides = () if merged else ("combine",)
+    made = compile_plan(plan, new=lambda operands: new_of(values, operands), besides=besides)
+    kernels = {name: kernel for name, kernel in made.items() if kernel is not None}
     split = kernels[plan.kernel]
     hopper = plan.kernel == "hopper_decode_split"
     assert ("fence.proxy.async.global" in split.ptx) == hopper, "before TMA reads what was written"
@@ -124,7 +127,7 @@ def compiled(values: cases.Values) -> dict[str, Compiled]:
 
 @variants(AXES, most=10, newest=2, valid=valid, ids=lambda v: f"{v['gpu']}-{v['schedule']}")
 def test_any_gpu(values: cases.Values) -> None:
-    compiled(values)
+    compiled(values, merged=True)
 
 
 @variants(HOPPER_AXES, most=8, newest=2, valid=valid, ids=lambda v: str(v["schedule"]))

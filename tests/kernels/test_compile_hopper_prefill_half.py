@@ -15,6 +15,7 @@ import pytest
 import torch
 from compiling import (
     AnyGPU,
+    Launched,
     Layout,
     Recorder,
     key_loops,
@@ -103,7 +104,7 @@ def compiled(problem: Problem, config: Config) -> Any:
     plan = completed(Plan(problem, H200, "fixed", name, config, "a test"))
     operands, partials = layouts_in_8_bits(problem), workspace.partials
     attend = Recorder(prefill_half.hopper_prefill_half, listens=True)
-    values, merge = Recorder(widen.widen_rows), Recorder(sequences.combine)
+    values, merge = Recorder(widen.widen_rows), Launched(sequences.combine)
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill_half, name, attend),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from compiling import (
     AnyGPU,
+    Launched,
     Layout,
     Reached,
     Recorder,
@@ -117,7 +118,7 @@ def compiled(problem: Problem, config: Config) -> Any:
     plan = completed(Plan(problem, H200, "fixed", name, config, "a test"))
     kernel = prefill_quantised.hopper_prefill_quantised
     x, recorder = layouts_in_8_bits(problem), Recorder(kernel, listens=True)
-    merge, partials = Recorder(sequences.combine), workspace.partials
+    merge, partials = Launched(sequences.combine), workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),
         mock.patch.object(prefill_quantised, name, recorder),

@@ -11,7 +11,7 @@ from unittest import mock
 import cases
 import pytest
 import torch
-from compiling import AnyGPU, Recorder, layouts_in_8_bits, measure, variants
+from compiling import AnyGPU, Launched, Recorder, layouts_in_8_bits, measure, variants
 from triton.runtime.driver import driver
 
 from splitkv.core.device import GPUS
@@ -62,9 +62,8 @@ def test_what_is_launched(values: cases.Values) -> None:
         Plan(problem, H200, "fixed", records.HOPPER_PREFILL_WIDENED.name, config, "a test")
     )
     operands, on_host = layouts_in_8_bits(problem), torch.empty(0)
-    keys, attend, merge = (
-        Recorder(kernel) for kernel in (widen.widen_rows, prefill.hopper_prefill, sequences.combine)
-    )
+    keys, attend = (Recorder(kernel) for kernel in (widen.widen_rows, prefill.hopper_prefill))
+    merge = Launched(sequences.combine)
     partials = workspace.partials
     with (
         mock.patch.object(driver, "_active", AnyGPU(90)),

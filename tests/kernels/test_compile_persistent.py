@@ -95,11 +95,13 @@ def describe(values: cases.Values) -> str:
     return "-".join(str(values[name]) for name in ("gpu", "dtype", "place", "schedule"))
 
 
-def hold_to_launches(kernels: dict[str, Compiled], plan: Plan) -> None:
+def hold_to_launches(kernels: dict[str, Any], plan: Plan) -> None:
     """Each is there before the one before has ended, where the GPU can, and waits for it."""
     early = plan.device.capability >= (9, 0)
     for name, words in LAUNCHES.items():
         found = next(kernel for key, kernel in kernels.items() if name in key)
+        if found is None:  # launched, and not compiled here
+            continue
         assert said_of_grids(found) == words * early, name
 
 
@@ -124,7 +126,7 @@ def test_every_architecture(values: cases.Values) -> None:
 def test_everyday_decode_spills_nothing(place: Any) -> None:
     """Two programs an SM, keys and values past the registers."""
     plan = plan_of({"place": place})
-    kernel = compile_step(plan)["decode_persistent"]
+    kernel = compile_step(plan, merged=False)["decode_persistent"]
     assert kernel.stack_bytes == 0
     assert 2 * kernel.registers * 32 * kernel.num_warps <= 65536
     estimate = decode_split.shared_bytes(plan.problem, plan.config, plan.device)
@@ -149,7 +151,7 @@ def describe_hopper(values: cases.Values) -> str:
 def test_programs_for_hopper(values: cases.Values) -> None:
     """A producer warp, TMA and mma as in today's kernel, and no register is spilled."""
     plan = plan_of(values, records.HOPPER_DECODE_SPLIT)
-    kernels = compile_step(plan, given=values["given"])
+    kernels = compile_step(plan, given=values["given"], merged=False)
     hold_to_launches(kernels, plan)
     kernel = kernels["hopper_decode_split"]
     assert kernel.stack_bytes == 0

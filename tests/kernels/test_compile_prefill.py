@@ -19,7 +19,7 @@ import cases
 import pytest
 import torch
 import triton
-from compiling import AnyGPU, Layout, Recorder, instructions, measure, variants
+from compiling import AnyGPU, Launched, Layout, Recorder, instructions, measure, variants
 from triton.runtime.driver import driver
 
 from splitkv.core.device import GPUS, Device
@@ -184,13 +184,18 @@ def partials(like: Layout, acc: int, rows: int) -> Partial:
     return Partial(*(Layout((n,), torch.float32) for n in (acc, rows, rows)))
 
 
-def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> dict[str, Any]:
-    """`prefill` of a config, and `combine` where it leaves partials."""
+def forward(
+    problem: Problem, device: Device, row_gap: int, config: Config, merged: bool = False
+) -> dict[str, Any]:
+    """`prefill` of a config; merged: and `combine`, where it leaves partials."""
     x = operands_of(problem, row_gap)
     seed = Layout((), torch.int64) if problem.dropout else None
     plan = completed(Plan(problem, device, "fixed", "prefill", config, "a test"))
-    kernels = {"prefill": prefill.prefill, "combine": sequences.combine}
-    recorders = {name: Recorder(kernel) for name, kernel in kernels.items()}
+    merge = Recorder if merged else Launched
+    recorders: dict[str, Any] = {
+        "prefill": Recorder(prefill.prefill),
+        "combine": merge(sequences.combine),
+    }
     major, minor = device.capability
     with (
         mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
@@ -208,7 +213,8 @@ def forward(problem: Problem, device: Device, row_gap: int, config: Config) -> d
     assert bool(TENSOR_CORE.search(kernel.asm["ptx"])) == (problem.dtype != "float32")
     if row_gap == 0 and problem.head_dim % 8 == 0:
         assert re.search(r"cp\.async\.c[ag]\.shared\.global", kernel.asm["ptx"])
-    return {name: kernel for name, r in recorders.items() for kernel in r.compiled}
+    made = {name: kernel for name, r in recorders.items() for kernel in r.compiled}
+    return {name: kernel for name, kernel in made.items() if kernel is not None}
 
 
 def chosen(configs: Iterator[Config], number: int) -> Config:
@@ -311,7 +317,7 @@ def test_pages_and_parts(values: cases.Values) -> None:
     problem, row_gap = problem_of(values)
     config = chosen(limits.configs(problem, GPUS["h200"]), values["shape"])
     config = replace(config, num_splits=values["parts"], merge=values["merge"])
-    for name, kernel in forward(problem, GPUS["h200"], row_gap, config).items():
+    for name, kernel in forward(problem, GPUS["h200"], row_gap, config, merged=True).items():
         found = measure(kernel)
         assert found.registers * 32 * found.num_warps <= 65536, name
         word, cut = "wait" if name == "combine" else "launch_dependents", config.num_splits > 1
@@ -325,7 +331,7 @@ def test_pages_and_parts_on_other_architectures(values: cases.Values) -> None:
     gpu, fixed = GPUS[values["gpu"]], {"kind": "varlen", "head_dims": (128, 128), "seqlen_q": 64}
     problem, _ = problem_of({**fixed, "mask": Mask(True), "place": values["place"]})
     config = replace(chosen(limits.configs(problem, gpu), 0), num_splits=3)
-    forward(problem, gpu, 0, config)
+    forward(problem, gpu, 0, config, merged=True)
 
 
 def local_accesses(cubin: bytes) -> list[int]:

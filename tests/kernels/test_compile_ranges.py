@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,10 +18,16 @@ from splitkv.kernels.limits import prefill
 EVERY = ("a100", "a10", "l4", "h200", "b200", "rtx5090")
 
 
-@pytest.mark.parametrize("gpu", EVERY)
+# These take turns.
+CALLS: tuple[tuple[Mask, Place, Any], ...] = (
+    (Mask(True), Ragged(), "combine"),
+    (Mask(True, 200, -1, 4), Paged(16), "last"),
+)
+
+
 @pytest.mark.parametrize(
-    ("mask", "place", "merge"),
-    [(Mask(True), Ragged(), "combine"), (Mask(True, 200, -1, 4), Paged(16), "last")],
+    ("gpu", "mask", "place", "merge"),
+    [(gpu, *call) for gpu, call in zip(EVERY, cycle(CALLS), strict=False)],
     ids=str,
 )
 def test_compiles(gpu: str, mask: Mask, place: Place, merge: Any) -> None:

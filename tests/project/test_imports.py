@@ -110,6 +110,80 @@ def test_the_first_use_does_not_load_torch_s_compiler() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_plan_is_made_without_triton() -> None:
+    """By the public function, and by what describes the tensors of a call, too."""
+    code = """
+import sys, torch, splitkv
+problem = splitkv.Problem("decode", 2, 16, 2, 128, 128, 1, 8192, lengths="device")
+for gpu in ("h200", "a100"):
+    print(splitkv.plan(problem, device=splitkv.Device.named(gpu)).kernel)
+print(splitkv.plan(torch.zeros(1, 1, 4, 64), torch.zeros(1, 9, 2, 64), torch.zeros(1, 9, 2, 64)))
+for function in (splitkv.decode, splitkv.attention, splitkv.append, splitkv.make_schedule):
+    assert callable(function)
+assert "triton" not in sys.modules, "loaded"
+"""
+    assert run(code).startswith("hopper_decode_split\ndecode_split\n")
+
+
+# What is loaded when the launcher of a first call is bound, and what is not.
+BIND = """
+import json, sys, torch
+from splitkv.core.device import Device
+from splitkv.core.problem import describe_attention, describe_decode
+from splitkv.kernels.host.stand_in import stand_in
+from splitkv.core.options import defaults_of
+from splitkv.runtime import dispatch
+from splitkv import decode, attention
+name, gpu = sys.argv[1], Device.named(sys.argv[2])
+queries = 1 if name == "decode" else 512
+q = stand_in((4, queries, 32, 128), torch.bfloat16, gpu)
+k, v = (stand_in((4, 512, 8, 128), torch.bfloat16, gpu) for _ in "kv")
+given = dispatch.apart(defaults_of(name))
+for made_by in ("num_splits", "plan", "schedule"):
+    given.pop(made_by, None)
+if name == "decode":
+    given["cache_seqlens"] = stand_in((4,), torch.int32, gpu)
+described = describe_decode if name == "decode" else describe_attention
+problem, operands = described(q, k, v, needs_grad=False, **given)
+dispatch.bind(problem, operands, None)
+print(json.dumps([x for x in sys.modules if x.startswith(("splitkv.", "triton."))]))
+"""
+KERNELS = {
+    "decode": ("decode_split", "decode_persistent", "hopper.decode"),
+    "attention": ("prefill", "hopper.prefill"),
+    "other calls": ("append", "backward", "hopper.backward", "merge_states", "quantize", "widen"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "entry"),
+    [
+        ("decode", "a100", "decode_split"),
+        ("decode", "h200", "hopper.decode.kernel_all_warps"),
+        ("attention", "a100", "prefill"),
+        ("attention", "h200", "hopper.prefill.kernel"),
+    ],
+)
+def test_a_first_call_loads_its_own_kernels(name: str, gpu: str, entry: str) -> None:
+    """Device code is parsed where it is imported, so that each kernel takes milliseconds."""
+    done = subprocess.run([sys.executable, "-c", BIND, name, gpu], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    modules = json.loads(done.stdout)
+    loaded = {x.removeprefix("splitkv.kernels.") for x in modules if "splitkv.kernels." in x}
+    assert entry in loaded
+    others = [kernel for call, of in KERNELS.items() if call != name for kernel in of]
+    small = {"backward", "backward.records"}  # what a forward keeps for its gradients
+    small |= {"hopper.prefill", "hopper.prefill.sums"}  # sums in the layouts of wgmma
+    found = {x for x in loaded - small for kernel in others if f"{x}.".startswith(f"{kernel}.")}
+    assert found == set()
+    if name == "decode":
+        assert loaded.isdisjoint({"decode_persistent", "host.step", "combine_slots", "schedule"})
+    if gpu == "a100":
+        device_code = {x for x in loaded if x.startswith("hopper.") and "tma_limits" not in x}
+        assert device_code <= {"hopper.primitives"}
+        assert not any(x.startswith("triton.experimental.gluon") for x in modules)
+
+
 def test_what_is_constant_in_a_graph_is_marked_as_torch_marks_it() -> None:
     import torch
 

@@ -217,7 +217,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bound]]:
     made: list[Bound] = []
     monkeypatch.setattr(module, "calls", CallCache())
     monkeypatch.setattr(
-        module, "AppendLauncher", lambda call, early: made.append(Bound(call)) or made[-1]
+        kernel, "AppendLauncher", lambda call, early: made.append(Bound(call)) or made[-1]
     )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     yield made

@@ -1,8 +1,8 @@
 """attention and attention_varlen of sequences whose lengths change: a new length is launched with
 addresses, with the same arguments as a launcher bound to it alone, and compiles nothing.
 
-Kernels are compiled for a GPU of the table, tensors are the CPU's, and nothing runs: see
-support/fake_gpu.py.
+Kernels are those that a GPU of the table is asked to run, tensors are the CPU's, and nothing is
+compiled or runs: see support/fake_gpu.py.
 """
 
 from __future__ import annotations

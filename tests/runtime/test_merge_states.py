@@ -11,6 +11,7 @@ from torch import Tensor
 
 import splitkv
 from splitkv import reference
+from splitkv.kernels import merge_states as kernel
 from splitkv.runtime import merge_states as module
 
 OUT, LSE = (2, 3, 4, 8), (2, 4, 3)
@@ -114,7 +115,7 @@ def test_no_buffer_beside_a_gradient() -> None:
 def test_strides_that_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All states alike: as they are; else, and where rows are not, copied."""
     launched: list[Any] = []
-    monkeypatch.setattr(module.kernel, "launch", lambda *given: launched.append(given))
+    monkeypatch.setattr(kernel, "launch", lambda *given: launched.append(given))
     a, of_a, b, of_b = states(2)
     module.merge_on_gpu([(a, of_a), (b, of_b)], None, None, None)
     ((pairs, out, lse, _),) = launched

@@ -144,7 +144,7 @@ def test_kernels_are_compiled_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(triton.compiler, "compile", watched)
     x = [torch.randn(1, 16, h, 128, dtype=torch.bfloat16) for h in (8, 2, 2)]
-    with fake_gpu():
+    with fake_gpu(parsed=True):
 
         def call(r: random.Random) -> None:
             batch, dtype = r.choice((1, 2)), r.choice((torch.bfloat16, torch.float16))
@@ -182,7 +182,7 @@ def test_threads_that_ask_first_for_a_device_get_the_same() -> None:
 
 def test_threads_that_parse_at_once() -> None:
     """With nothing in Triton's cache on disk."""
-    with fake_gpu(), triton.knobs.compilation.scope():
+    with fake_gpu(parsed=True), triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
 
         def call(splits: int, r: random.Random) -> None:

@@ -1,7 +1,8 @@
 """A training step after the first: its kernels are launched with addresses, and with the same
 arguments as through Triton.
 
-Kernels are compiled for an H200, tensors are the CPU's, and nothing runs: see support/fake_gpu.py.
+Kernels are those that an H200 is asked to run, tensors are the CPU's, and nothing is compiled or
+runs: see support/fake_gpu.py.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def keys_of_kernels() -> Iterator[dict[str, Keys]]:
     merging = launcher, sequences
     keys = {name: Keys(getattr(module, name)) for module, name in places}
     keys["combine"] = Keys(launcher.combine)
-    entries = {name: Keys(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
+    entries = {
+        name: Keys(hopper_decode_split.entry_point(name)) for name in hopper_decode_split.ENTRIES
+    }
     for entry in entries.values():
         entry.found = entries["all_warps"].found
     keys["hopper_decode_split"] = entries["all_warps"]
@@ -133,7 +135,7 @@ def keys_of_kernels() -> Iterator[dict[str, Keys]]:
             mock.patch.object(hopper_launch, "in_clusters", mock.MagicMock()),
             mock.patch.object(hopper_launch.HopperLauncher, "keep", lambda *_: None),
             mock.patch.object(launcher.DecodeLauncher, "keep", lambda *_: None),
-            mock.patch.object(hopper_decode_split, "ENTRIES", entries),
+            mock.patch.object(hopper_decode_split, "entry_point", entries.__getitem__),
         ):
             patches.enter_context(patch)
         yield keys

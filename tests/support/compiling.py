@@ -17,6 +17,9 @@ A compile takes seconds, so a kernel's tests compile few variants, chosen by `va
 Every value of an axis is in one of them, and the first ones differ most. That every pair of values
 gives the right numbers is for tests/interpreter and tests/gpu, which run covering sets in full. The
 newest Triton compiles the first of them: `make test-newest` takes the tests marked `newest`.
+
+What is launched beside the kernel that a test is about, as `combine` is, has tests of its own: it
+is `Launched` there, and not compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
@@ -152,6 +155,25 @@ class Recorder:
         self.compiled.append(made)
         codegen.record(made)
         return made
+
+
+@dataclass
+class Launched:
+    """Stands in for a kernel whose code is for another test: of each launch there is a None."""
+
+    kernel: Any
+    compiled: list[None] = field(default_factory=list)
+
+    @property
+    def arg_names(self) -> list[str]:
+        return list(self.kernel.arg_names)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            assert len(args) == len(self.arg_names)
+            self.compiled.append(None)
+
+        return launch
 
 
 @triton.jit
@@ -366,17 +388,23 @@ def compile_plan(
     row_gap: int = 0,
     address: int = ADDRESS,
     new: Callable[[Operands], Any] = lambda operands: None,
-) -> dict[str, Compiled]:
+    besides: Container[str] = (),
+) -> dict[str, Any]:
     """The kernels that the plan's kernel launches, for the GPU of the plan; `layouts` has more.
 
-    new   of the operands, the call of `append` that the kernel does
+    new       of the operands, the call of `append` that the kernel does
+    besides   names of kernels whose code is for another test: None where they are launched
     """
     major, minor = plan.device.capability
-    recorders = {
-        "decode_split": Recorder(decode_split.decode_split),
-        "combine": Recorder(launcher.combine),
+    kernels = {"decode_split": decode_split.decode_split, "combine": launcher.combine}
+    recorders: dict[str, Any] = {
+        name: Launched(kernel) if name in besides else Recorder(kernel)
+        for name, kernel in kernels.items()
     }
-    entries = {name: Recorder(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
+    entries = {
+        name: Recorder(hopper_decode_split.entry_point(name))
+        for name in hopper_decode_split.ENTRIES
+    }
     operands, on_host = layouts(plan.problem, row_gap, address), torch.empty(0)
     operands.new = new(operands)
     partials = workspace.partials  # slices of a buffer: theirs is real
@@ -384,7 +412,9 @@ def compile_plan(
         for name, recorder in recorders.items():
             module = MODULES.get(name, launcher)
             patches.enter_context(mock.patch.object(module, name, recorder))
-        patches.enter_context(mock.patch.object(hopper_decode_split, "ENTRIES", entries))
+        patches.enter_context(
+            mock.patch.object(hopper_decode_split, "entry_point", entries.__getitem__)
+        )
         for patch in (
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
             mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
@@ -395,7 +425,11 @@ def compile_plan(
             patches.enter_context(patch)
         kernel_named(plan.kernel).bind(plan, operands)(operands)
     every = [*recorders.items(), *(("hopper_decode_split", entry) for entry in entries.values())]
-    return {name: measure(made) for name, recorder in every for made in recorder.compiled}
+    return {
+        name: None if made is None else measure(made)
+        for name, recorder in every
+        for made in recorder.compiled
+    }
 
 
 def measure(compiled: Any) -> Compiled:

@@ -1,8 +1,9 @@
 """A GPU on which nothing runs: launches reach a recorder in the place of Triton's C function.
 
-Tensors are the CPU's, plans those of a GPU of the table, kernels the real ones, compiled for it,
-and Triton's dispatch its own. So what a call does on the host is what it does beside a GPU, but for
-the driver's part of allocations and launches.
+Tensors are the CPU's, plans those of a GPU of the table, kernels the real ones and Triton's
+dispatch and specialisation its own. So what a call does on the host is what it does beside a GPU,
+but for the driver's part of allocations and launches. Of a kernel that it compiles it has a
+stand-in for the machine code, see uncompiled.py: that kernels compile is for tests/kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
+from uncompiled import uncompiled
 
 from splitkv import api
 from splitkv.core.device import Device
@@ -114,8 +116,11 @@ class Driver:
 
 
 @contextmanager
-def fake_gpu(name: str = "h200") -> Iterator[Recorded]:
-    """Plans are those of a GPU meanwhile, and launches go to what is given."""
+def fake_gpu(name: str = "h200", parsed: bool = False) -> Iterator[Recorded]:
+    """Plans are those of a GPU meanwhile, launches go to what is given, and nothing is compiled.
+
+    parsed   kernels are parsed, see uncompiled.py
+    """
     recorded, gpu = Recorded(), Device.named(name)
     guards = torch._C._dynamo.guards
     zeros = lambda device, numel, captured: torch.zeros(numel, dtype=torch.int64)  # noqa: E731
@@ -135,6 +140,7 @@ def fake_gpu(name: str = "h200") -> Iterator[Recorded]:
             patches.enter_context(mock.patch.dict(getattr(workspace, table), clear=True))
         for compiled in (growing_call.compiled, hopper_backward.compiled):
             patches.enter_context(mock.patch.dict(compiled, clear=True))
+        patches.enter_context(uncompiled(parsed))
         dispatch.calls.clear()
         yield recorded
         dispatch.calls.clear()

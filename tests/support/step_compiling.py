@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from compiling import ADDRESS, AnyGPU, Compiled, Layout, Recorder, layouts, measure
+from compiling import ADDRESS, AnyGPU, Compiled, Launched, Layout, Recorder, layouts, measure
 from triton.runtime.driver import driver
 
 from splitkv.core.plan import Plan
@@ -27,26 +27,31 @@ def compile_step(
     address: int = ADDRESS,
     given: bool = False,
     new: Callable[[Operands], Any] = lambda operands: None,
-) -> dict[str, Compiled]:
+    merged: bool = True,
+) -> dict[str, Any]:
     """The kernels that a call of the plan launches, by name: that of decode, `combine_slots`.
 
-    given   the call is given a schedule
-    new     new(operands): what the call appends
+    given    the call is given a schedule
+    new      new(operands): what the call appends
+    merged   `combine_slots` is compiled; else None, as its code is for another test
     """
     major, minor = plan.device.capability
     on_host, partials = torch.empty(0), workspace.partials  # slices of a buffer: theirs is real
     decodes = {"decode_persistent": Recorder(decode_persistent.decode_persistent)}
-    merge = Recorder(step.combine_slots)
+    merge = (Recorder if merged else Launched)(step.combine_slots)
     operands = layouts(plan.problem, row_gap, address)
     operands.new = new(operands)
     if given:
         operands.starts = operands.q.new_empty(schedule.buffer_shape(plan), dtype=torch.int32)
-    entries = {name: Recorder(entry) for name, entry in hopper_decode_split.ENTRIES.items()}
+    entries = {
+        name: Recorder(hopper_decode_split.entry_point(name))
+        for name in hopper_decode_split.ENTRIES
+    }
     decodes["hopper_decode_split"] = entries["persistent"]
     with ExitStack() as patches:
         for patch in (
             mock.patch.object(decode_persistent, "decode_persistent", decodes["decode_persistent"]),
-            mock.patch.object(hopper_decode_split, "ENTRIES", entries),
+            mock.patch.object(hopper_decode_split, "entry_point", entries.__getitem__),
             mock.patch.object(step, "combine_slots", merge),
             mock.patch.object(workspace, "partials", lambda like, *n: partials(on_host, *n)),
             mock.patch.object(driver, "_active", AnyGPU(10 * major + minor)),
@@ -56,7 +61,11 @@ def compile_step(
             patches.enter_context(patch)
         kernel_named(plan.kernel).bind(plan, operands)(operands)
     every: list[tuple[str, Any]] = [*decodes.items(), ("combine_slots", merge)]
-    return {name: measure(made) for name, recorder in every for made in recorder.compiled}
+    return {
+        name: None if made is None else measure(made)
+        for name, recorder in every
+        for made in recorder.compiled
+    }
 
 
 def compile_schedule(plan: Plan) -> Compiled:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -46,7 +46,6 @@ import triton.language as tl
 from splitkv.core.kv import Paged
 from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.core.problem import Operands
-from splitkv.kernels import decode_persistent
 from splitkv.kernels.combine import PartRows, write_absent, write_part
 from splitkv.kernels.host.append_arguments import (
     NO_NEW_TOKENS,
@@ -71,7 +70,6 @@ from splitkv.kernels.host.launcher import (
 )
 from splitkv.kernels.host.partition import grid, padded_dims
 from splitkv.kernels.host.relaunch import Launch, launch_of
-from splitkv.kernels.host.step import StepLauncher
 from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES
@@ -93,6 +91,9 @@ from splitkv.kernels.tile.new import (
 from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of, sequence_share
 from splitkv.kernels.tile.split import CachedHead, ScoredRows, attend_split
 from splitkv.kernels.tile.visit import Strides
+
+if TYPE_CHECKING:
+    from splitkv.kernels.host.step import StepLauncher
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -351,5 +352,7 @@ def bind(plan: Plan, operands: Operands) -> DecodeLauncher | StepLauncher:
     """The kernel and `combine`, or by a schedule of the step `decode_persistent`, bound to one plan
     and one memory layout."""
     if plan.config.schedule in SCHEDULED:
+        from splitkv.kernels import decode_persistent
+
         return decode_persistent.bind(plan, operands)
     return DecodeLauncher(plan, operands, bind_split(plan, operands))

@@ -1,23 +1,30 @@
 """The launcher of what makes the gradients of a call of attention over whole sequences.
 
-This is above the kernels of the backward and below those of the forward, whose autograd calls it.
+This is above the kernels of the backward, which are imported when one is bound, and below those of
+the forward, whose autograd calls it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch import Tensor
 
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import Backward, HopperBackward
-from splitkv.kernels.backward.launcher import BackwardLauncher
-from splitkv.kernels.hopper.backward.launcher import HopperBackwardLauncher
 from splitkv.kernels.limits.prefill import refit
 
-Bound = BackwardLauncher | HopperBackwardLauncher
+if TYPE_CHECKING:
+    from splitkv.kernels.backward.launcher import BackwardLauncher
+    from splitkv.kernels.hopper.backward.launcher import HopperBackwardLauncher
+    from splitkv.kernels.host.sequences import SequenceLauncher
+
+    Bound = BackwardLauncher | HopperBackwardLauncher
+
+LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
+"""The arguments of attention that have gradients, in their order."""
 
 
 class Differentiable(Protocol):
@@ -42,12 +49,24 @@ class Differentiable(Protocol):
         """(out, lse); seed: of dropout."""
 
 
+def has_backward(launcher: Any) -> TypeGuard[SequenceLauncher]:
+    """Whether a launcher is that of a kernel, whose gradients `backward_of` makes; those of torch
+    operations are autograd's own."""
+    from splitkv.kernels.host.sequences import SequenceLauncher
+
+    return isinstance(launcher, SequenceLauncher)
+
+
 def backward_for(plan: Plan, operands: Operands) -> Bound:
     """The kernels of `Plan.backward`, or of the plan that is for these operands' addresses."""
     found = refit(plan, operands).backward
     if isinstance(found, HopperBackward):
+        from splitkv.kernels.hopper.backward.launcher import HopperBackwardLauncher
+
         return HopperBackwardLauncher(plan.problem, plan.device, found)
     assert isinstance(found, Backward), f"expected a plan with a backward, got {plan}"
+    from splitkv.kernels.backward.launcher import BackwardLauncher
+
     return BackwardLauncher(plan.problem, plan.device, found)
 
 

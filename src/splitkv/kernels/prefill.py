@@ -68,6 +68,7 @@ from splitkv.kernels.combine import FINISHED, final_of, write_absent
 from splitkv.kernels.gradients import Differentiable, backward_for, backward_of
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
+from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import (
     Launch,
@@ -95,7 +96,6 @@ from splitkv.kernels.host.sequences import (
     SequenceLauncher,
     SequenceSplits,
     combine_launch,
-    relaunched,
     result_shapes,
     sequence_splits,
 )
@@ -143,7 +143,6 @@ from splitkv.kernels.tile.visit import (
 )
 from splitkv.kernels.tile.weight import Queries, Scoring
 
-LEAVES = ("q", "k", "v", "sink_logits", "alibi_slopes")
 SIZES = (  # arguments whose values are no reason to compile again
     *("left", "right", "sink_tokens", "chunk", "num_ranges", "seqlen_q", "seqlen_k", "batch"),
     *("num_kv_heads", "total_q", "total_k", "stride_table", "stride_slope", "tiles", "lanes"),
@@ -574,8 +573,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Any, Operands, Tensor | None], *leaves: Any) -> Any:
         """(out, lse), or where the problem of the launcher does not ask for the LSE, out.
 
-        call: a launcher, operands, and the seed of dropout; leaves: in the order of `LEAVES`, up to
-        the last one that is given."""
+        call: a launcher, operands, and the seed of dropout; leaves: in the order of `LEAVES` in
+        gradients.py, up to the last one that is given."""
         launcher, x, seed = call
         out, lse = launcher.forward(x, seed)
         sinks, slopes, cu_q, cu_k = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k

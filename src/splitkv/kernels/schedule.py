@@ -118,6 +118,7 @@ class ScheduleLauncher:
         early = plan.device.capability >= (9, 0)
         self.plan, self.kernel = plan, ScheduleKernel(plan, early)
         self.launch: Launch | None = None
+        self.shape = buffer_shape(plan)
 
     def __call__(self, starts: Any, lens: Any) -> None:
         """Writes starts [programs, 8] int32 from lens [batch] int32, on the current stream."""

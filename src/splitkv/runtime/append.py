@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from splitkv.core.options import names_of
-from splitkv.kernels.append import AppendLauncher
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 from splitkv.runtime.call_cache import CallCache, device_to_enter, launch_on
 from splitkv.runtime.dispatch import device_of, is_plain
@@ -60,6 +59,8 @@ def _run(call: Append, tensors: list[Tensor], options: Any) -> Result:
 
 
 def _bind(call: Append) -> Callable[[Append, list[Tensor]], Result]:
+    from splitkv.kernels.append import AppendLauncher
+
     early = device_of(call.k_cache).capability >= (9, 0)
     return partial(launch_on, device_to_enter(call.k_cache), AppendLauncher(call, early))
 

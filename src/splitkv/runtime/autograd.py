@@ -18,9 +18,7 @@ from torch import Tensor
 from splitkv.core.options import names_of, schema_of
 from splitkv.core.plan import plan_with_handle
 from splitkv.core.problem import Operands, describe_attention
-from splitkv.kernels import prefill
-from splitkv.kernels.gradients import backward_for
-from splitkv.kernels.host.sequences import SequenceLauncher
+from splitkv.kernels.gradients import LEAVES, backward_for, has_backward
 from splitkv.reference import WORKING
 from splitkv.runtime.autocast import without_autocast
 from splitkv.runtime.call_cache import Launcher
@@ -32,7 +30,7 @@ _SCHEMA = (
     *("bool needs_grad", "Tensor? seed", "str plan"),
 )
 _ARGUMENTS, NAMES = ", ".join(_SCHEMA), names_of(_SCHEMA)
-_DIFFERENTIABLE = tuple(NAMES.index(name) for name in prefill.LEAVES)
+_DIFFERENTIABLE = tuple(NAMES.index(name) for name in LEAVES)
 _RETURN_LSE, _SEED = NAMES.index("return_lse"), NAMES.index("seed")
 _OUT_SCALE = NAMES.index("out_scale")
 
@@ -72,7 +70,7 @@ def _run(arguments: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     q, seed = arguments[0], arguments[_SEED]
     launcher, operands = _bound(arguments)
     with _on_device(q), without_autocast(q):
-        if isinstance(launcher, SequenceLauncher):
+        if has_backward(launcher):
             return launcher.forward(operands, _kernel_seed(q, seed))
         if seed is None:
             return launcher(operands)
@@ -124,7 +122,7 @@ def attention_backward_op(grad_out, grad_lse, out, lse, *rest):
     *arguments, of_slopes = rest
     launcher, operands = _bound(arguments)
     given = [arguments[i] for i in _DIFFERENTIABLE]
-    if isinstance(launcher, SequenceLauncher):
+    if has_backward(launcher):
         run = backward_for(launcher.plan, operands)
         seed = _kernel_seed(operands.q, arguments[_SEED])
         of_lse = grad_lse if arguments[_RETURN_LSE] else None

@@ -7,7 +7,7 @@ other blocks: `attention_backward` makes them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch import Tensor
 from splitkv.core.errors import expect, expect_device, expect_one_of, expect_shape
 from splitkv.core.options import defaults_of, required_of
 from splitkv.core.problem import Operands, describe_attention
-from splitkv.kernels.gradients import backward_of
-from splitkv.kernels.host.sequences import SequenceLauncher
+from splitkv.kernels.gradients import backward_of, has_backward
 from splitkv.runtime.call_cache import CallCache, Launcher, device_to_enter, launch_on, with_types
 from splitkv.runtime.dispatch import bind
+
+if TYPE_CHECKING:
+    from splitkv.kernels.host.sequences import SequenceLauncher
 
 FIXED = {"return_lse": True, "dropout_p": 0.0}
 """The options that the forward of a partial result is called with."""
@@ -115,7 +117,7 @@ def attention_backward(
     operands.softcap = float(given["softcap"])
     # kernels are compiled for rows of that type, and of elements that lie side by side
     grad_out, out = (x.to(q.dtype) for x in (grad_out, out))
-    run: Any = _on_gpu if isinstance(bound.launcher, SequenceLauncher) else _in_torch
+    run: Any = _on_gpu if has_backward(bound.launcher) else _in_torch
     with torch.no_grad():
         of_sinks = None
         if sinks is not None:

@@ -35,9 +35,8 @@ from torch import Tensor
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.host.launcher import CacheLayout
+from splitkv.kernels.host.lengths import CacheLayout, relaunched
 from splitkv.kernels.host.sequence_sizes import result_layouts, scale_and_softcap, strides_of
-from splitkv.kernels.host.sequences import relaunched
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
 from splitkv.runtime.call_cache import (
     NO_LENGTHS,

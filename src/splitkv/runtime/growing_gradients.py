@@ -11,20 +11,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.host.relaunch import Sequences
+from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.sequence_sizes import scale_and_softcap
-from splitkv.kernels.host.sequences import relaunched
-from splitkv.kernels.prefill import attention
 from splitkv.planner.registry import kernel_named
 from splitkv.runtime.call_cache import Launcher, Result
 from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep
+
+if TYPE_CHECKING:
+    from splitkv.kernels.host.relaunch import Sequences
 
 
 class AtLength:
@@ -99,7 +101,7 @@ class GrowingGradients:
                 at = self.at_length(x, here)
                 keep(self.known, here, at)
             self.latest = here, at
-        return attention(at, x) if isinstance(at, AtLength) else at(x)
+        return _differentiable()(at, x) if isinstance(at, AtLength) else at(x)
 
     def at_length(self, operands: Operands, here: tuple[Any, ...]) -> Launcher | AtLength:
         """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
@@ -124,3 +126,11 @@ class GrowingGradients:
         plan = self.plan_for(exact, x)
         made: Launcher = kernel_named(plan.kernel).bind(plan, x)
         return made
+
+
+@cache
+def _differentiable() -> Callable[[AtLength, Operands], Result]:
+    """`attention` of a launcher with autograd, once a kernel is bound."""
+    from splitkv.kernels.prefill import attention
+
+    return attention

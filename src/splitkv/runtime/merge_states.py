@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +16,6 @@ from splitkv.core.errors import (
     expect_shape,
 )
 from splitkv.core.problem import expect_no_grad_with_out, expect_out
-from splitkv.kernels import merge_states as kernel
 from splitkv.reference import expect_states
 from splitkv.reference import merge_states as merge_in_torch
 from splitkv.runtime.call_cache import device_to_enter, launch_on
@@ -102,5 +104,13 @@ def merge_on_gpu(
     if lse is None:
         lse = lses[0].new_empty(lses[0].shape)
     same = list(zip(outs, lses, strict=True))
-    launch_on(device_to_enter(out), kernel.launch, same, out, lse, sink_logits)
+    launch_on(device_to_enter(out), _kernel().launch, same, out, lse, sink_logits)
     return out, lse
+
+
+@cache
+def _kernel() -> Any:
+    """The module of the kernel, imported when it is first launched."""
+    from splitkv.kernels import merge_states as kernel
+
+    return kernel

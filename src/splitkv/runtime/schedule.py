@@ -7,7 +7,7 @@ as the operator `splitkv::make_schedule`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from splitkv.core.errors import (
     expect_shape,
 )
 from splitkv.core.plan import SCHEDULED, Plan, plan_with_handle
-from splitkv.kernels.schedule import ScheduleLauncher, buffer_shape
 from splitkv.runtime.call_cache import device_to_enter, launch_on
 from splitkv.runtime.dispatch import device_of, handle_of, is_plain
+
+if TYPE_CHECKING:
+    from splitkv.kernels.schedule import ScheduleLauncher
 
 MAX_LAUNCHERS = 1024  # kept; past it the table starts afresh
 _launchers: dict[int, ScheduleLauncher] = {}  # by the identity of their plans, which they hold
@@ -72,7 +74,7 @@ def make_schedule(plan: Plan, cache_seqlens: Tensor, *, out: Schedule | None = N
     launcher = _launcher_of(plan)
     _expect_lengths(plan, cache_seqlens)
     if out is None:
-        starts = cache_seqlens.new_empty(buffer_shape(plan))
+        starts = cache_seqlens.new_empty(launcher.shape)
         out = Schedule(plan, starts)
     else:
         expect_device("out", out.starts, cache_seqlens.device)
@@ -93,6 +95,8 @@ def _launcher_of(plan: Plan) -> ScheduleLauncher:
     launcher = _launchers.get(id(plan))
     if launcher is None:
         expect_one_of("plan.config.schedule", plan.config.schedule, SCHEDULED)
+        from splitkv.kernels.schedule import ScheduleLauncher
+
         if len(_launchers) >= MAX_LAUNCHERS:
             _launchers.clear()
         launcher = _launchers[id(plan)] = ScheduleLauncher(plan)
@@ -116,4 +120,6 @@ def schedule_op(cache_seqlens: Tensor, plan: str) -> Tensor:
 
 @schedule_op.register_fake
 def _(cache_seqlens: Tensor, plan: str) -> Tensor:
+    from splitkv.kernels.schedule import buffer_shape
+
     return cache_seqlens.new_empty(buffer_shape(plan_with_handle(plan)))

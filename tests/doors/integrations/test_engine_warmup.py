@@ -1,13 +1,16 @@
 """Steps of an engine after `warm_layer`: whatever their sizes, nothing is compiled.
 
-Kernels are compiled for a GPU of the table, tensors are the CPU's, and nothing runs: see
-support/fake_gpu.py.
+Kernels are those that a GPU of the table is asked to run, tensors are the CPU's, and nothing is
+compiled or runs: see support/fake_gpu.py. Processes that compile: tests/runtime/test_warm_model.py.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from splitkv.integrations.serving import (
     bound_of,
     bound_of_new,
 )
+from splitkv.runtime import compile_pool, compile_worker
 
 SIZES = Sizes(batch_sizes=(1, 2), max_tokens=64, max_sequences=2, max_seqlen_k=1024)
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
@@ -79,13 +83,20 @@ def attend_a_step(draw: random.Random) -> None:
     attend(q, Pages(k, v), step, torch.empty_like(q), options, Plans(POLICY, ["decode"]))
 
 
+@contextmanager
+def here(*_: Any) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+    """In the place of processes that do tasks."""
+    yield lambda tasks: ((task, compile_worker.answer(task)) for task in tasks)
+
+
 @pytest.mark.filterwarnings("ignore:Use of index_put_")  # append of the CPU, to one page
 @pytest.mark.parametrize("seed", [1])
 def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, draw = Device.named("h200"), random.Random(seed)
     monkeypatch.setattr(engine_warmup, "current", lambda: gpu)
+    monkeypatch.setattr(compile_pool, "_workers", here)
     with fake_gpu("h200"), torch.no_grad():
-        made = engine_warmup.warm_layer(layer(), SIZES, processes=2)
+        made = engine_warmup.warm_layer(layer(), SIZES)
         assert made is not None and not made.failures
         assert {"append_kv", "decode_walk"} < set(made.kernels.values())
         with compilations() as compiled:

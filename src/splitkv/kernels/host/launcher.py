@@ -24,6 +24,7 @@ from splitkv.kernels.combine import (
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import Tail, in_order, specialised, tail_in_order
+from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.partition import grid, packed_rows
 from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of, observed
 from splitkv.kernels.limits.scale_layout import scale_strides
@@ -60,12 +61,6 @@ PER_CALL_OF_APPEND = (*PER_CALL, "growth", "new", "turn")
 
 BOUNDS = "left", "right", "sink_tokens", "chunk"
 """The arguments of a mask, in the order of `Mask.bounds`."""
-
-
-CacheLayout = tuple[int, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None]
-"""The length of contiguous caches, the strides of keys and of values, and of scales of each token.
-A plain tuple, as every call on a cache that grows makes one."""
-
 
 LaunchAtLength = Callable[[CacheLayout, int], Launch]
 """`launch_at_length(layout, room)`: gives a launch of a compiled kernel for caches of this layout.

@@ -1,21 +1,26 @@
-"""Sizes on the host that kernels for whole sequences are given: of tensors, grids and scores."""
+"""Sizes on the host that kernels for whole sequences are given: of tensors, grids and scores.
+
+Calls ask for some of them before a kernel is bound: Triton and device code are imported when they
+are needed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.kernels.host.relaunch import Layout
-from splitkv.kernels.tile.visit import Strides
-from splitkv.kernels.tile.weight import Scoring
+from splitkv.kernels.tile.strides import Strides
+
+if TYPE_CHECKING:
+    from splitkv.kernels.host.relaunch import Layout
+    from splitkv.kernels.tile.weight import Scoring
 
 LOG2_E = math.log2(math.e)
 
@@ -155,6 +160,8 @@ def lse_strides(x: Tensor) -> Strides:
 
 def offset_type(tile: int, group: int, *tensors: Tensor) -> Any:
     """The type of offsets inside a row tile: 32 bits save registers and nearly always suffice."""
+    import triton.language as tl
+
     far = (tile // group * x.stride(-3) + group * x.stride(-2) for x in tensors)
     return tl.int32 if all(n < 1 << 31 for n in far) else tl.int64
 
@@ -172,6 +179,9 @@ def scale_and_softcap(operands: Operands) -> tuple[float, float | None]:
 
 
 def scoring_of(operands: Operands, seed: Tensor | None) -> Scoring:
+    """The record of a kernel's arguments about scores; seed: of dropout."""
+    from splitkv.kernels.tile.weight import Scoring
+
     dropout_p = operands.dropout_p
     return Scoring(*scale_and_softcap(operands), seed, dropout_p * 2.0**24, 1 / (1 - dropout_p))
 

@@ -336,28 +336,3 @@ class SequenceLauncher(ABC):
             return self.again.resized(launch, merge, items, (out, lse), acc, rows)
         shapes = out[0], lse[0]
         return Sequences(launch, merge, items, q.device, self.results.dtype, *shapes, acc, rows)
-
-
-def relaunched(
-    again: Sequences, operands: Operands, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of a call that is launched again, see `Sequences`; scale and softcap as in
-    tile/score.py."""
-    x = operands
-    return again.call(
-        x.q,
-        x.k,
-        x.v,
-        x.out,
-        x.cu_seqlens_q,
-        x.cu_seqlens_k,
-        x.cache_seqlens,
-        x.page_table,
-        x.sink_logits,
-        x.alibi_slopes,
-        x.q_scale,
-        x.k_scale,
-        x.v_scale,
-        scale,
-        softcap,
-    )

@@ -12,14 +12,7 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.tile.band import band_end, band_start, chunk_start, visited_tiles
-
-
-class Strides(NamedTuple):
-    """Elements between sequences (0 where packed), tokens and heads."""
-
-    b: Any
-    t: Any
-    h: Any
+from splitkv.kernels.tile.strides import Strides as Strides
 
 
 class Keys(NamedTuple):

@@ -41,7 +41,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -192,7 +191,8 @@ class Table:
 def file_name(gpu: str) -> str:
     """`h200.json` for a GPU of the table of devices, else from the name that CUDA reports."""
     known = next((key for key, device in GPUS.items() if device.name == gpu), None)
-    return (known or re.sub(r"\W+", "_", gpu.lower()).strip("_")) + ".json"
+    words = "".join(c if c.isalnum() or c == "_" else " " for c in gpu.lower()).split()
+    return (known or "_".join(words).strip("_")) + ".json"
 
 
 def dump(table: Table) -> str:
@@ -582,10 +582,14 @@ class _Local:
 
     def model(self, problem: Problem) -> Callable[[str, Config], float]:
         """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
-        models = {
-            name: _model_of(problem, self.device, kernel) for name, kernel in self.kernels.items()
-        }
-        return lambda kernel, config: models[kernel](config)
+        models: dict[str, Callable[[Config], float]] = {}  # few kernels are timed of all
+
+        def seconds(kernel: str, config: Config) -> float:
+            if kernel not in models:
+                models[kernel] = _model_of(problem, self.device, self.kernels[kernel])
+            return models[kernel](config)
+
+        return seconds
 
     def knows(self, choice: Choice) -> bool:
         """Whether a plan of this shape was timed."""

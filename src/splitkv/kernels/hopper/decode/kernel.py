@@ -31,7 +31,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon import language as gl
 
@@ -40,27 +40,17 @@ from splitkv.core.plan import SCHEDULED, Config, Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import WIDE, box_rows
 from splitkv.core.variants import HopperDecode
-from splitkv.kernels import decode_split
 from splitkv.kernels.hopper.decode.byte_pairs import from_e4m3, from_e5m2, from_int8, pairs_of
-from splitkv.kernels.hopper.decode.kernel_all_warps import decode_all_warps
-from splitkv.kernels.hopper.decode.kernel_append import decode_append
-from splitkv.kernels.hopper.decode.kernel_persistent import decode_walk
-from splitkv.kernels.hopper.decode.kernel_producer import decode_producer
-from splitkv.kernels.hopper.decode.kernel_wgmma import decode_wgmma
 from splitkv.kernels.hopper.decode.mma_loop import mma_loop
 from splitkv.kernels.hopper.decode.queries import load_mma_queries, load_wgmma_queries
 from splitkv.kernels.hopper.decode.records import DecodeConfig
 from splitkv.kernels.hopper.decode.ring import allocate_boxes, allocate_panels, allocate_rows
 from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layouts_of
-from splitkv.kernels.hopper.decode.walk_roles import WRITING_WARPS
-from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
-from splitkv.kernels.host import step
 from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
 from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.launcher import (
     PER_CALL,
     PER_CALL_OF_APPEND,
-    CacheLayout,
     CacheTail,
     DecodeLauncher,
     LaunchAtLength,
@@ -70,6 +60,7 @@ from splitkv.kernels.host.launcher import (
     partial_rows,
     split_arguments,
 )
+from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.partition import grid
 from splitkv.kernels.host.relaunch import (
     JUST_ADDRESSES,
@@ -93,21 +84,58 @@ from splitkv.kernels.limits.hopper_decode_split import (
     unfit,
     variant_of,
 )
-from splitkv.kernels.tile.step_share import RULES
-from splitkv.kernels.tile.visit import Strides
+from splitkv.kernels.tile.strides import Strides
+
+if TYPE_CHECKING:
+    from splitkv.kernels.host.step import StepLauncher
 
 DEQUANTIZE = {"as_is": None, "int8": from_int8, "fp8": from_e4m3, "fp8_e5m2": from_e5m2}
-ENTRIES = {
-    "all_warps": decode_all_warps,
-    "producer": decode_producer,
-    "wgmma": decode_wgmma,
-    "append": decode_append,
-    "persistent": decode_walk,
-}
+ENTRIES = "all_warps", "producer", "wgmma", "append", "persistent"
+
+
+def entry_point(name: str) -> Any:
+    """The kernel of this name among ENTRIES, which is imported when one is first bound."""
+    if name == "all_warps":
+        from splitkv.kernels.hopper.decode.kernel_all_warps import decode_all_warps
+
+        return decode_all_warps
+    if name == "producer":
+        from splitkv.kernels.hopper.decode.kernel_producer import decode_producer
+
+        return decode_producer
+    if name == "wgmma":
+        from splitkv.kernels.hopper.decode.kernel_wgmma import decode_wgmma
+
+        return decode_wgmma
+    if name == "append":
+        from splitkv.kernels.hopper.decode.kernel_append import decode_append
+
+        return decode_append
+    from splitkv.kernels.hopper.decode.kernel_persistent import decode_walk
+
+    return decode_walk
+
+
+def mainloop_of(config: Config) -> Any:
+    """The device function of the loop over keys, by the rows of a tile."""
+    if config.tile_m != WIDE:
+        return mma_loop
+    from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
+
+    return wgmma_loop
+
+
+def find_share_of(config: Config) -> Any:
+    """The device function by which a program finds its share of a step; None: there is none."""
+    if config.schedule not in SCHEDULED:
+        return None
+    from splitkv.kernels.tile.step_share import RULES
+
+    return RULES[config.schedule].find
 
 
 def entry_of(config: Config, variant: HopperDecode) -> str:
-    """The entry point of a plan: a key of ENTRIES."""
+    """The entry point of a plan: one of ENTRIES."""
     if config.schedule in SCHEDULED:
         return "persistent"
     if config.appends:
@@ -163,10 +191,10 @@ def device_config(
         rotary_dim=tokens.rotary_dim,
         rotary_pair=tokens.pair,
         tile_t=tokens.tile_t,
-        find_share=RULES[config.schedule].find if config.schedule in SCHEDULED else None,
+        find_share=find_share_of(config),
         allocate=allocate_panels if wide else allocate,
         load_queries=load_wgmma_queries if wide else load_mma_queries,
-        mainloop=wgmma_loop if wide else mma_loop,
+        mainloop=mainloop_of(config),
     )
 
 
@@ -186,8 +214,13 @@ def fixed_arguments_of(
 ) -> dict[str, Any]:
     """The run-time arguments of an entry point that never change from call to call."""
     mask, appends = plan.problem.mask, plan.config.appends
-    of_plan = step.step_arguments if entry == "persistent" else split_arguments
-    arguments = of_plan(plan, operands) | {
+    if entry == "persistent":
+        from splitkv.kernels.host.step import step_arguments
+
+        arguments = step_arguments(plan, operands)
+    else:
+        arguments = split_arguments(plan, operands)
+    arguments |= {
         "left": mask.left,
         "right": mask.right,
         "sink_tokens": mask.sink_tokens if mask.num_bands == 2 else None,
@@ -210,16 +243,20 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     problem, config = plan.problem, plan.config
     variant = variant_of(plan)
     entry, wide = entry_of(config, variant), config.tile_m == WIDE
-    kernel, producer = ENTRIES[entry], variant.load == "producer_warp"
+    kernel, producer = entry_point(entry), variant.load == "producer_warp"
     run_time = fixed_arguments_of(entry, plan, variant, operands)
     dims = tuple([as_stored(x, config).shape[3] for x in (operands.k, operands.v)])
     tokens = token_tiles(operands) if config.appends else TokenTiles()
-    if config.appends and entry == "persistent":  # one a warp: it has few registers
-        tokens = tokens._replace(tile_t=WRITING_WARPS.value)
     per_call: tuple[str, ...] = PER_CALL_OF_APPEND if config.appends else PER_CALL
     programs = grid(problem, config)
     if entry == "persistent":
+        from splitkv.kernels.host import step
+
         per_call, programs = step.per_call_of(plan), step.grid_of(plan)
+        if config.appends:  # one token a warp: it has few registers
+            from splitkv.kernels.hopper.decode.walk_roles import WRITING_WARPS
+
+            tokens = tokens._replace(tile_t=WRITING_WARPS.value)
     names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
     options = compile_options(config.num_warps)
     if producer:
@@ -335,10 +372,12 @@ class RoomMaps(dict[Any, tuple[TensorMaps, TensorMaps]]):
         return k_maps, v_maps
 
 
-def bind(plan: Plan, operands: Operands) -> DecodeLauncher | step.StepLauncher:
+def bind(plan: Plan, operands: Operands) -> DecodeLauncher | StepLauncher:
     """The kernel and what merges its partials bound to one plan and one memory layout."""
     if plan.config.schedule in SCHEDULED:
-        return step.StepLauncher(plan, operands, bind_split(plan, operands), rebind)
+        from splitkv.kernels.host.step import StepLauncher
+
+        return StepLauncher(plan, operands, bind_split(plan, operands), rebind)
     return DecodeLauncher(plan, operands, bind_split(plan, operands), rebind)
 
 
@@ -350,4 +389,6 @@ def rebind(plan: Plan, operands: Operands) -> Any:
     if other.kernel == NAME:
         return bind(other, operands)
     warnings.warn(f"this call runs on {other.kernel}: {unfit(operands)[0]}", stacklevel=2)
+    from splitkv.kernels import decode_split
+
     return decode_split.bind(other, operands)

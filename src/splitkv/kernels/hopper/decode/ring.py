@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.decode.layouts import vectors_of_rows
-from splitkv.kernels.hopper.prefill.load import allocate
 from splitkv.kernels.hopper.primitives.tma_ring import (
+    allocate,
     allocate_ring,
     async_gather,
     async_load,

@@ -41,7 +41,7 @@ from splitkv.kernels.hopper.prefill import kernel as hopper_prefill
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
 from splitkv.kernels.hopper.prefill.kernel import bind_warpgroups
 from splitkv.kernels.hopper.prefill.launch import HopperLauncher
-from splitkv.kernels.hopper.prefill.load import ROWS, allocate
+from splitkv.kernels.hopper.prefill.load import ROWS
 from splitkv.kernels.hopper.prefill.records import (
     InKernelMerge,
     KeySource,
@@ -59,6 +59,7 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
+from splitkv.kernels.hopper.primitives.tma_ring import allocate
 from splitkv.kernels.limits.hopper_prefill import refit as refit_without_tma
 from splitkv.kernels.limits.hopper_prefill_half import bytes_of_values, refit
 from splitkv.kernels.limits.scale_layout import scale_strides

@@ -56,7 +56,7 @@ from splitkv.kernels.hopper.prefill.launch import (
     launches_early,
     page_size,
 )
-from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate
+from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP
 from splitkv.kernels.hopper.prefill.records import (
     InKernelMerge,
     KeySource,
@@ -75,6 +75,7 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
+from splitkv.kernels.hopper.primitives.tma_ring import allocate
 from splitkv.kernels.host.sequence_sizes import (
     SequenceLengths,
     SequenceSizes,

@@ -19,6 +19,7 @@ from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
+from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.relaunch import (
     NO_MAPS,
     Launch,
@@ -42,7 +43,6 @@ from splitkv.kernels.host.sequences import (
     SequenceLauncher,
     SequenceSplits,
     combine_launch,
-    relaunched,
     result_shapes,
 )
 from splitkv.kernels.schedule_items import ItemSchedule

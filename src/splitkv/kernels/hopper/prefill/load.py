@@ -23,23 +23,11 @@ from splitkv.kernels.hopper.prefill.items import (
 )
 from splitkv.kernels.hopper.prefill.records import Progress, TileCopy
 from splitkv.kernels.hopper.primitives.named_barriers import wait
-from splitkv.kernels.hopper.primitives.tma_ring import async_load, foresee, reinterpret
+from splitkv.kernels.hopper.primitives.tma_ring import async_load, foresee
 from splitkv.kernels.limits import hopper_prefill_tiles
 
 ROWS = gl.constexpr(hopper_prefill_tiles.ROWS)  # of a warpgroup
 ROWS_OF_WARP = gl.constexpr(16)
-
-
-@gluon.jit
-def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
-    """Shared memory as boxes [slots * boxes of a tile, *box] and as tiles [SLOTS, TILE, DIM]."""
-    BOX: gl.constexpr = desc.block_type.shape
-    BOXES: gl.constexpr = TILE * DIM // (BOX[1] * BOX[2] * BOX[3])
-    shape: gl.constexpr = [SLOTS * BOXES, BOX[0], BOX[1], BOX[2], BOX[3]]
-    SWIZZLE: gl.constexpr = desc.layout.swizzle_byte_width
-    layout: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, desc.dtype.primitive_bitwidth, rank=2)
-    boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    return boxes, reinterpret(boxes, desc.dtype, [SLOTS, TILE, DIM], layout)
 
 
 @gluon.jit

@@ -65,7 +65,7 @@ from splitkv.kernels.hopper.prefill.launch import (
     launches_early,
     page_size,
 )
-from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, allocate, issue_first_steps
+from splitkv.kernels.hopper.prefill.load import ROWS, ROWS_OF_WARP, issue_first_steps
 from splitkv.kernels.hopper.prefill.records import (
     ConvertRing,
     ConvertRings,
@@ -84,7 +84,7 @@ from splitkv.kernels.hopper.prefill.records import (
 from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import allocate, arrivals
 from splitkv.kernels.host.sequence_sizes import SequenceSizes, bytes_of_keys, lengths_of
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads

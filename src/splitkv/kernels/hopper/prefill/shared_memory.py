@@ -5,9 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.prefill.load import ROWS, allocate
+from splitkv.kernels.hopper.prefill.load import ROWS
 from splitkv.kernels.hopper.prefill.records import OperandMemory, RingBarriers
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import allocate, arrivals
 
 
 @gluon.jit

@@ -59,6 +59,18 @@ def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
 
 
 @gluon.jit
+def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
+    """Shared memory as boxes [slots * boxes of a tile, *box] and as tiles [SLOTS, TILE, DIM]."""
+    BOX: gl.constexpr = desc.block_type.shape
+    BOXES: gl.constexpr = TILE * DIM // (BOX[1] * BOX[2] * BOX[3])
+    shape: gl.constexpr = [SLOTS * BOXES, BOX[0], BOX[1], BOX[2], BOX[3]]
+    SWIZZLE: gl.constexpr = desc.layout.swizzle_byte_width
+    layout: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, desc.dtype.primitive_bitwidth, rank=2)
+    boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    return boxes, reinterpret(boxes, desc.dtype, [SLOTS, TILE, DIM], layout)
+
+
+@gluon.jit
 def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
     """Allocates an mbarrier for each stage of a ring; a phase of it ends when COUNT threads have
     arrived. COUNT 0: the barriers are not initialised."""

@@ -1,0 +1,42 @@
+"""A call of another length than the one that its kernel was bound to. Imports no Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from splitkv.core.problem import Operands
+
+if TYPE_CHECKING:
+    from splitkv.kernels.host.relaunch import Sequences
+
+
+CacheLayout = tuple[int, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None]
+"""The length of contiguous caches, the strides of keys and of values, and of scales of each token.
+A plain tuple, as every call on a cache that grows makes one."""
+
+
+def relaunched(
+    again: Sequences, operands: Operands, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a call that is launched again, see `Sequences`; scale and softcap as in
+    tile/score.py."""
+    x = operands
+    return again.call(
+        x.q,
+        x.k,
+        x.v,
+        x.out,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        x.cache_seqlens,
+        x.page_table,
+        x.sink_logits,
+        x.alibi_slopes,
+        x.q_scale,
+        x.k_scale,
+        x.v_scale,
+        scale,
+        softcap,
+    )
