@@ -420,13 +420,12 @@ class GrowingSequences(Growing):
                 if bucket is not None:
                     self.look_ahead(layout, bucket, x)
                 return done if self.return_lse else (done[0], None)
-        queries, keys, batch = here[0]
-        exact = batch, queries, keys, self.edges(queries, keys)
+        exact = here[0], self.edges(*here[0][:2])
         return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
 
     def layout_of(self, operands: Operands) -> tuple[Any, ...]:
         """The layout of a call, by which what launches it is known: ((greatest lengths of queries
-        and keys, sequences), shapes of q and k, strides of q, k and v). Notes the lengths of
+        and keys, sequences), (shapes of q and k), (strides of q, k and v)). Notes the lengths of
         sequences that are not packed in the operands."""
         x = operands
         q, k, starts = x.q, x.k, x.cu_seqlens_q
@@ -435,16 +434,17 @@ class GrowingSequences(Growing):
             x.seqlen_k = k.shape[1]
         else:
             batch = starts.shape[0] - 1
-        lengths = x.seqlen_q, x.seqlen_k, batch
-        return lengths, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
+        lengths, shapes = (x.seqlen_q, x.seqlen_k, batch), (q.shape, k.shape)
+        return lengths, shapes, (q.stride(), k.stride(), x.v.stride())
 
     def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
         """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
-        alignment, (batch, queries, keys, edges) = bucket
+        alignment, ((queries, keys, batch), edges) = bucket
         now, length, sequences = self.layout_of(operands)[0]
         grown = before is not None and before[0] == (now, length - 1, sequences)
         if grown and length > keys - AHEAD:
-            self.make_ready((alignment, (batch, queries, rounded_up(keys + 1), edges)), operands)
+            longer = (queries, rounded_up(keys + 1), batch), edges
+            self.make_ready((alignment, longer), operands)
 
     def bucket_of(self, operands: Operands, here: tuple[Any, ...]) -> Bucket | None:
         """The bucket of a call; None where its layout is in none, or its addresses are no multiples
@@ -456,20 +456,20 @@ class GrowingSequences(Growing):
         out = 0 if x.out is None else x.out.data_ptr()
         if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr() | out) & 15:
             return None
-        alignment = alignment_of_sequences(self.problem, x, here[3:])
+        alignment = alignment_of_sequences(self.problem, x, here[2])
         if alignment is None:
             return None
         queries, keys, batch = here[0]
         batch = rounded_up(batch) if self.any_batch else batch
-        longest = rounded_up(queries), rounded_up(keys), self.edges(queries, keys)
-        return alignment, (batch, *longest)
+        longest = rounded_up(queries), rounded_up(keys), batch
+        return alignment, (longest, self.edges(queries, keys))
 
     def edges(self, queries: int, keys: int) -> tuple[bool, bool]:
         """Which edges of the mask no query meets, left and right: see `Mask.within`."""
         return self.mask.window_left >= keys - 1, self.mask.window_right >= queries - 1
 
-    def problem_of(self, longest: tuple[int, int, int, tuple[bool, bool]]) -> Problem:
-        batch, queries, keys, (left, right) = longest
+    def problem_of(self, longest: tuple[tuple[int, int, int], tuple[bool, bool]]) -> Problem:
+        (queries, keys, batch), (left, right) = longest
         mask = self.mask.without(left=left, right=right)
         return replace(self.problem, batch=batch, seqlen_q=queries, seqlen_k=keys, mask=mask)
 

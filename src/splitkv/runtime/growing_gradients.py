@@ -120,8 +120,7 @@ class GrowingGradients:
             plan, launchers = self.plans[bucket]
             if plan.kernel in SEQUENCES_GROW:
                 return AtLength(self.problem, growing, here, plan, launchers)
-        edges = growing.edges(x.seqlen_q, x.seqlen_k)
-        lengths = self.problem.batch, x.seqlen_q, x.seqlen_k, edges
+        lengths = here[0], growing.edges(x.seqlen_q, x.seqlen_k)
         exact = replace(growing.problem_of(lengths), return_lse=self.problem.return_lse)
         plan = self.plan_for(exact, x)
         made: Launcher = kernel_named(plan.kernel).bind(plan, x)
