@@ -147,11 +147,18 @@ def test_chunks_in_pages_stand_beside_contiguous_keys() -> None:
 
 def test_steps_of_an_engine_stand_beside_their_chunks_alone() -> None:
     cases = {case.name: case for case in SUITES["varlen"]["varlen_mixed"]}
-    assert len(cases) == 12
+    assert len(cases) == 36
+    stored = [(case.problem.codec.name, case.problem.products) for case in cases.values()]
+    assert {kind: stored.count(kind) for kind in stored} == {
+        ("as_is", "widened"): 12,
+        ("fp8", "widened"): 12,
+        ("fp8", "full"): 12,
+    }
     steps = [case for case in cases.values() if case.beside]
     assert {case.place for case in steps} == {"page16", "page64"}
     for case in steps:
         alone = cases[str(case.beside)]
+        assert alone.problem.codec == case.problem.codec
         assert case.queries is not None and alone.queries is not None and case.lengths is not None
         assert sorted(case.queries)[-len(alone.queries) :] == sorted(alone.queries)
         singles = [keys for q, keys in zip(case.queries, case.lengths, strict=True) if q == 1]
@@ -233,10 +240,12 @@ def test_chunks_are_the_public_call(page_size: int) -> None:
         check.Reference(inputs, case).check(out)
 
 
+@pytest.mark.parametrize("codec", [AS_IS, Codec("fp8", "tensor"), Codec("int8", "head")], ids=str)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_mixed_step_is_the_public_call(page_size: int) -> None:
+def test_a_mixed_step_is_the_public_call(page_size: int, codec: Codec) -> None:
     queries, lengths = (9, 1, 1), (40, 23, 5)
     p = replace(chunk(page_size).problem, batch=3)
+    p = replace(p, codec=codec, products="widened" if codec == AS_IS else "full")
     case = Case("step", p, lengths, queries=queries)
     inputs = Inputs(case, device="cpu")
     assert inputs.plan().problem == p and inputs.q.shape == (11, 4, 16)
@@ -261,7 +270,7 @@ def test_inputs_refuse_what_they_do_not_make() -> None:
         Inputs(replace(small(), lengths=(4,)), device="cpu")
     case = chunk(16)
     case = replace(case, problem=replace(case.problem, needs_grad=True))
-    with pytest.raises(ValueError, match="^problem: expected pages without a codec or gradients"):
+    with pytest.raises(ValueError, match="^problem: expected pages without scales of tokens or"):
         Inputs(case, device="cpu")
 
 

@@ -70,8 +70,9 @@ class Inputs:
         plain = plain and not (p.return_lse or p.dropout)
         expect(plain, "problem", "dense or varlen without score modifiers, lse, dropout", str(p))
         paged = isinstance(p.place, Paged)
-        plain = p.codec == AS_IS and not p.needs_grad
-        expect(plain or not paged, "problem", "pages without a codec or gradients", str(p))
+        plain = p.codec.granularity != "token" and not p.needs_grad
+        said = "pages without scales of tokens or gradients"
+        expect(plain or not paged, "problem", said, str(p))
         packed = p.kind == "varlen" and not paged
         own = packed or (paged and case.queries is not None)
         expect(own == (case.lengths is not None), "lengths", "as packed keys have", case.lengths)

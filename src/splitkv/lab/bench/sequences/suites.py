@@ -22,7 +22,8 @@ varlen:
   backward  the same with gradients
   varlen_mixed  steps of an engine, `step_2x1024of9216_62`: two chunks of 1024 queries of 9216 keys
             each and 62 sequences with one query of log-normal many keys, in pages of 16 and 64,
-            beside the chunks alone
+            beside the chunks alone; in bf16, and in e4m3 with a scale a tensor, widened as `_fp8`
+            and with products of 8 bits as `_fp8_full`
   chunks    chunks of prompts behind a cache, `b4_2048of16384` 2048 queries of 16384 keys each: the
             keys in pages beside contiguous ones
 """
@@ -70,6 +71,12 @@ PAGES = (16, 64, 128, 256)
 # (chunks, query tokens and keys of each, sequences with one query)
 STEPS = ((1, 2048, 2048, 63), (2, 1024, 9216, 62), (4, 512, 16896, 124))
 STEP_PAGES, STEP_MEDIAN, STEP_LONGEST = (16, 64), 2048, 16384
+E4M3 = Codec("fp8", "tensor")
+STEP_CACHES: dict[str, dict[str, Any]] = {
+    "": {},
+    "_fp8": {"codec": E4M3},
+    "_fp8_full": {"codec": E4M3, "products": "full"},
+}
 
 
 def problem(
@@ -185,10 +192,11 @@ def single_keys(count: int) -> list[int]:
 
 def varlen_mixed() -> Iterator[Case]:
     heads = SITUATIONS["gqa32x8"]
-    for (count, tokens, keys, singles), page_size in product(STEPS, STEP_PAGES):
+    steps = product(STEPS, STEP_PAGES, STEP_CACHES.items())
+    for (count, tokens, keys, singles), page_size, (cache, stored) in steps:
         whole = [(tokens, keys)] * count + [(1, own) for own in single_keys(singles)]
         random.Random(0).shuffle(whole)
-        ending = f"_page{page_size}"
+        ending = f"_page{page_size}{cache}"
         name = f"step_{count}x{tokens}of{keys}"
         alone = f"{name}_0{ending}"
         for own, of_step in ((alone, [x for x in whole if x[0] > 1]), ("", whole)):
@@ -196,7 +204,7 @@ def varlen_mixed() -> Iterator[Case]:
             longest: dict[str, Any] = {"seqlen_q": max(queries), "seqlen_k": max(lengths)}
             dense = problem(len(of_step), *heads, keys)
             what = replace(
-                dense, kind="varlen", place=Paged(page_size), lengths="device", **longest
+                dense, kind="varlen", place=Paged(page_size), lengths="device", **longest, **stored
             )
             yield Case(
                 own or f"{name}_{singles}{ending}", what, lengths, None if own else alone, queries
