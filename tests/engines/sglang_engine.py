@@ -15,18 +15,24 @@ With a cache in 8 bits, transformers' keys and values are rounded to it as they 
 --draft a model of the same weights drafts that many tokens, which are then verified.
 
 `bench` prints of each backend and shape, as 8x2048 for eight prompts of 2048 tokens, milliseconds
-until all prompts have their first token, and a step of those that follow.
+until all prompts have their first token, the first time and later, and a step of what follows.
+
+Every row is printed, and with --rows FILE appended to that, as soon as it is there. Several of
+these may share a GPU: with --turns FILE one is timed only while none of the others has work for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +43,40 @@ OURS = "splitkv"
 FIXED: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
+@contextmanager
+def turn(o: argparse.Namespace, alone: bool) -> Iterator[None]:
+    """A stretch of work for the GPU; `alone`: while no other process has such a stretch."""
+    if not o.turns:
+        yield
+        return
+    with open(o.turns, "w") as file:
+        with open(f"{o.turns}.next", "w") as following:  # who waits is not overtaken
+            fcntl.flock(following, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def tell(o: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Prints a row, and appends it to the file of rows."""
+    text = json.dumps(row)
+    print(text, flush=True)
+    if o.rows:
+        with open(o.rows, "a") as file:
+            file.write(text + "\n")
+
+
 def engine(o: argparse.Namespace, **more: Any) -> Any:
     """SGLang with the backend that is asked for."""
     import torch
     from sglang import Engine
 
-    options: dict[str, Any] = {}
+    # of mixtures of experts the runner that has the layout of weights that is native
+    options: dict[str, Any] = {"moe_runner_backend": "triton"}
     sizes = numbers(o.graphs) if torch.cuda.is_available() else []
     if torch.cuda.is_available():
         options["mem_fraction_static"] = o.memory
     else:
         options |= {"device": "cpu", "disable_overlap_schedule": True}
-        options["moe_runner_backend"] = "triton"  # which has the layout of weights that is native
     if sizes:
         options["cuda_graph_bs_decode"] = sizes
     if o.draft:
@@ -91,23 +119,29 @@ def run_engine(o: argparse.Namespace) -> None:
         made = engine(o, max_total_tokens=8192)
         asked = prompts(list(LENGTHS), o.shared)
         told = FIXED | {"max_new_tokens": o.tokens}
-        if o.shared:  # so that the others find its pages
-            made.generate(input_ids=asked[:1], sampling_params=told)
-        done = made.generate(input_ids=asked, sampling_params=told, return_logprob=True)
+        with turn(o, alone=False):
+            if o.shared:  # so that the others find its pages
+                made.generate(input_ids=asked[:1], sampling_params=told)
+            done = made.generate(input_ids=asked, sampling_params=told, return_logprob=True)
         found = [x["meta_info"]["output_token_logprobs"] for x in done]
         ids = [[token for _, token, _ in x] for x in found]
         logprobs = [[logprob for logprob, _, _ in x] for x in found]
         Path(o.save).write_text(json.dumps([asked, ids, logprobs]))
     else:
-        made = engine(o, load_format="dummy")
-        for shape in o.shapes.split(","):
-            print(json.dumps(times(made, o, shape)), flush=True)
+        shapes = o.shapes.split(",")
+        # with room for what the scheduler keeps free, and for engines beside this one
+        most = max(sum(n + o.tokens + 64 for n in lengths_of(x)) for x in shapes) * 5 // 4
+        made = engine(o, load_format="dummy", max_total_tokens=most // o.page * o.page)
+        for shape in shapes:
+            with turn(o, alone=True):
+                row = times(made, o, shape)
+            tell(o, row)
     made.shutdown()
 
 
 def times(made: Any, o: argparse.Namespace, shape: str) -> dict[str, Any]:
-    """The times of a shape: of new prompts until the first token, and of a step after them, whose
-    keys are then cached."""
+    """The times of a shape: of new prompts until the first token, the first time and after that,
+    and of a step behind them, whose keys are then cached."""
 
     def seconds(tokens: int, asked: list[list[int]]) -> float:
         told = FIXED | {"max_new_tokens": tokens}
@@ -117,13 +151,14 @@ def times(made: Any, o: argparse.Namespace, shape: str) -> dict[str, Any]:
 
     lengths = lengths_of(shape)
     first = []
-    for number in range(1 + o.repeats):  # the first compiles
+    for number in range(1 + o.repeats):  # the first compiles what was not warmed up
         made.flush_cache()
         asked = prompts(lengths, seed=number)
         first.append(seconds(1, asked))
     seconds(8, asked)
     few, many = (min(seconds(n, asked) for _ in range(o.repeats)) for n in (8, 8 + o.tokens))
     row: dict[str, Any] = {"backend": o.backend, "shape": shape, "kv": o.kv, "page": o.page}
+    row |= {"ms_first_time": round(first[0] * 1e3, 3)}
     row |= {"ms_to_first_token": round(min(first[1:]) * 1e3, 3)}
     return row | {"ms_a_step": round((many - few) / o.tokens * 1e3, 4)}
 
@@ -161,16 +196,14 @@ def check(o: argparse.Namespace) -> int:
             save = folder / f"{name}-{backend}.json"
             save.unlink(missing_ok=True)
             if start(o, backend=backend, model=model, save=str(save)) or not save.exists():
-                print(f"{name} {backend}: did not run", flush=True)
+                tell(o, {"model": name, "backend": backend, "failed": "did not run"})
                 wrong += backend == OURS
                 continue
             right, tokens, worst = compare(model, o.kv, *json.loads(save.read_text()))
             found[backend] = right / tokens
-            print(
-                f"{name} {backend}: {right} of {tokens} tokens as transformers in fp32, "
-                f"log-probabilities within {worst:.2g}",
-                flush=True,
-            )
+            row = {"model": name, "backend": backend, "kv": o.kv, "page": o.page, "draft": o.draft}
+            row |= {"right": right, "tokens": tokens, "logprobs_within": round(worst, 5)}
+            tell(o, row)
             wrong += backend == OURS and worst > o.tolerance
         ours = found.pop(OURS, 1.0)
         wrong += any(ours < other - 0.02 for other in found.values())
@@ -223,6 +256,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--limit", type=float, default=600)
     parser.add_argument("--log", default="error")
+    parser.add_argument("--rows", default="", help="a file that rows are appended to")
+    parser.add_argument("--turns", default="", help="a file by which processes take turns")
     o = parser.parse_args()
     assert set(o.models.split(",")) <= set(MODELS), f"models: expected {', '.join(MODELS)}"
     Path(o.folder).mkdir(parents=True, exist_ok=True)

@@ -107,3 +107,20 @@ def test_a_graph_of_one_length_is_not_changed_by_others() -> None:
         splitkv.decode(**other)
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_is_behind_a_slice_is_not_seen(name: str) -> None:
+    """Not even NaN, though maps of slices go on to the longest caches of a bucket: the bits are the
+    same whatever is there."""
+    problem = PROBLEMS[name]
+    whole = make_operands(problem, device=DEVICE, poison=False)
+    for length in (500, 501, 502, 503, 511, 513, 514, 515):
+        call = dict(whole)
+        for cache in ("k_cache", "v_cache"):
+            call[cache] = whole[cache].clone()
+            call[cache][:, length:].view(torch.uint8).fill_(0xFF)
+        out, lse = splitkv.decode(**cut(problem, call, length, "slices")[1])
+        wanted, wanted_lse = splitkv.decode(**cut(problem, whole, length, "slices")[1])
+        assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+    assert grown(), "lengths are served by one launcher"

@@ -46,14 +46,20 @@ def starts_of(step: Step) -> list[int]:
     return [0, *accumulate(queries for queries, _ in step)]
 
 
+def sizes_of(step: Step, total: int) -> SequenceSizes:
+    """Of a call with so many rows of q."""
+    results = ResultLayouts(((), ()), ((), ()), Strides(0, 128, 16), Strides(0, 1, total))
+    return SequenceSizes((1, 1, 1), {}, total, len(step), RULE.short, results)
+
+
 def items_of(step: Step, mask: Mask, behind: int, rule: ItemRule) -> list[ItemRow]:
     """The list that the kernel makes, of a q with `behind` rows after the last sequence."""
     schedule = ItemSchedule(plan_of(len(step), mask), rule, early=False)
     cu = starts_of(step)
-    total = cu[-1] + behind
-    items = torch.full((schedule.numel(total),), -7, dtype=torch.int32)
+    sizes = sizes_of(step, cu[-1] + behind)
+    items = torch.full((schedule.numel(sizes),), -7, dtype=torch.int32)
     lens = torch.tensor([keys for _, keys in step], dtype=torch.int32)
-    schedule.launch(items, torch.tensor(cu, dtype=torch.int32), lens, total)
+    schedule.launch(items, torch.tensor(cu, dtype=torch.int32), lens, sizes)
     return [ItemRow(*row) for row in items.view(-1, ITEM_FIELDS.value).tolist()]
 
 
@@ -170,8 +176,7 @@ def test_merge(seed: int) -> None:
     acc, m, l = draw(*shape, 16), draw(*shape), draw(*shape).exp()
     out, lse, sink = draw(total, 8, 16), draw(8, total), draw(8)
     before, lse_before = out.clone(), lse.clone()
-    results = ResultLayouts(((), ()), ((), ()), Strides(0, 128, 16), Strides(0, 1, total))
-    sizes = SequenceSizes((1, 1, 1), {}, total, RULE.short, results)
+    sizes = sizes_of(step, total)
     operands = Operands(out, out, out, sink_logits=sink)
     merge = ItemMerge(plan, schedule, early=False)
     merge.launch(Partial(acc, m, l), Final(out, lse), items, operands, sizes)

@@ -195,6 +195,8 @@ def test_what_is_not_known_goes_through_triton(launcher: Callable[[Any], Any]) -
     compiled = compiled_with(launcher(function))
     assert relaunch.bind(compiled, GRID, (1, 2)) is None
     assert relaunch.bind_to_maps(compiled, GRID) is None
+    tile = relaunch.Tile(lambda *args: None, (0, 2, 1, [1]))
+    assert relaunch.bind_to_layouts(compiled, GRID, tile, tile) is None
     assert function.calls == []
 
 
@@ -312,6 +314,17 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
     keys, values = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
     assert args == (0x10, *keys, *values, None, "lens", 64)
     assert function.calls[0] == function.calls[1] and function.calls[1][:4] == (*GRID, 3)
+    tiles = [relaunch.tile_of(of_triton, i) for i in range(2)]
+    launch_of_layout = relaunch.bind_to_layouts(compiled, GRID, *tiles)
+    assert launch_of_layout is not None
+    of_layouts = launch_of_layout((64,), *(((512 >> i, 128), (128, 1)) for i in range(2)))
+    for _ in range(2):  # maps are made once
+        of_layouts(3, 0x10, (0x20, 0x30, None), "lens")
+    assert len(filled) == 4 and filled[2:] == filled[:2]
+    renamed = tuple({"map 1": "map 3", "map 2": "map 4"}.get(x, x) for x in args)
+    last = function.calls[2][-1]
+    assert (last if isinstance(last, tuple) else function.calls[2][-14:]) == renamed
+    assert function.calls[2] == function.calls[3]
 
 
 @pytest.mark.parametrize("launcher", [OneByOne, InATuple, installed])

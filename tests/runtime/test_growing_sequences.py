@@ -118,9 +118,34 @@ def step(n: int) -> Given:
     return {"q": q, "k": PAGES[0], "v": PAGES[1], "causal": True} | more
 
 
+def steps(n: int) -> Given:
+    """As many sequences as n is large, of which the first has a chunk of a prompt."""
+    table = torch.zeros(600, 1024, dtype=torch.int32)
+    cu = torch.tensor([0, 1500, *[1] * (n - 1)]).cumsum(0).int()
+    more = {"cu_seqlens_q": cu, "cu_seqlens_k": None, "page_table": table[:n]}
+    more |= {"cache_seqlens": torch.zeros(n, dtype=torch.int32)}
+    more |= {"max_seqlen_q": 2048, "max_seqlen_k": 15000, "causal": True}
+    q = torch.zeros(1499 + n, HEADS, DIM).bfloat16()
+    return with_out({"q": q, "k": PAGES[0], "v": PAGES[1]} | more)
+
+
+def documents(n: int) -> Given:
+    """As many packed sequences as n is large."""
+    cu = torch.arange(0, 7 * n + 1, 7, dtype=torch.int32)
+    q, k, v = (torch.zeros(7 * n, heads, DIM).bfloat16() for heads in (8, 2, 2))
+    lengths = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 7)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+    return given | lengths
+
+
 def narrowed(given: Given) -> Given:
     """Columns of wider tensors: strides of every other length are multiples of 16."""
     return {name: x[..., :64] for name, x in given.items()}
+
+
+def in_8_bits(given: Given) -> Given:
+    stored = {name: given[name].to(torch.float8_e4m3fn) for name in "kv"}
+    return given | stored | dict.fromkeys(("k_scale", "v_scale"), torch.ones(1))
 
 
 def with_out(given: Given) -> Given:
@@ -159,6 +184,11 @@ GROWTHS: dict[str, tuple[str, Callable[[int], Given]]] = {
     "int8 on another GPU": ("a100", lambda n: quantised(n, "head") | {"causal": True}),
     "packed e4m3": ("h200", packed_8bit),
     "steps of an engine": ("h200", step),
+    "steps of any number of sequences": ("h200", steps),
+    "the same in 8 bits": ("h200", lambda n: in_8_bits(steps(n))),
+    "the same on another GPU": ("a100", steps),
+    "documents": ("h200", documents),
+    "documents on another GPU": ("a100", documents),
 }
 
 
@@ -304,6 +334,40 @@ def test_a_new_length_is_neither_described_nor_planned(
         for n in (256, 272, 250, 263):
             run(given_of(n))
     assert gpu.through_triton == 0
+
+
+def test_a_new_number_of_sequences_is_neither_described_nor_planned(
+    gpu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given_of in (steps, documents):
+        for n in (*range(113, 121), 117):
+            run(given_of(n))
+    gpu.through_triton = 0
+    monkeypatch.setattr(attention_call, "describe_attention", pytest.fail)
+    monkeypatch.setattr(dispatch, "make_plan", pytest.fail)
+    monkeypatch.setattr(growing_call, "plan_at_length", pytest.fail)
+    for given_of in (steps, documents):
+        for n in (119, 114, 116):
+            run(given_of(n))
+            assert functions_called(partial(run, given_of(n - 1))) <= MOST_CALLS + A_LAUNCH
+    assert gpu.through_triton == 0
+
+
+@pytest.mark.parametrize("name", ["cache_seqlens", "page_table", "cu_seqlens_q"])
+def test_tensors_of_another_number_of_sequences_are_refused(name: str, gpu: Recorded) -> None:
+    for n in range(113, 121):
+        run(steps(n))
+    given = steps(117)
+    with pytest.raises(ValueError, match="expected"):
+        run(given | {name: given[name][:-1]})
+
+
+def test_slopes_of_each_sequence_are_bound_to_their_number(gpu: Recorded) -> None:
+    """`alibi_slopes` [batch, heads]: a call with another number of them is bound anew."""
+    for n in (*range(113, 121), 115):
+        run(steps(n) | {"alibi_slopes": torch.ones(n, HEADS)})
+    with pytest.raises(ValueError, match="alibi_slopes: expected"):
+        run(steps(116) | {"alibi_slopes": torch.ones(115, HEADS)})
 
 
 def test_lengths_that_come_again_are_known(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

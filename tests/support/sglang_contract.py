@@ -37,6 +37,10 @@ class AttentionType(Enum):
     ENCODER_ONLY = "encoder_only"
 
 
+class RadixAttention(torch.nn.Module):
+    pass
+
+
 class HookType(Enum):
     AROUND = "around"
 
@@ -73,7 +77,10 @@ def stand_in() -> None:
             "register_attention_backend": register_attention_backend
         },
         f"{layers}.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
-        f"{layers}.radix_attention": {"AttentionType": AttentionType},
+        f"{layers}.radix_attention": {
+            "AttentionType": AttentionType,
+            "RadixAttention": RadixAttention,
+        },
         "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.server_args": {
@@ -185,6 +192,8 @@ def runner(pool: Pool | TwoPools, requests: int, context: int, page_size: int, *
         "enable_deterministic_inference": False,
         "disable_radix_cache": True,
         "chunked_prefill_size": -1,
+        "cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])),
+        "tp_size": 1,
     }
     config = {"is_encoder_decoder": False, "context_len": context}
     known: dict[str, Any] = {"use_mla_backend": False}
@@ -196,7 +205,7 @@ def runner(pool: Pool | TwoPools, requests: int, context: int, page_size: int, *
         server_args=SimpleNamespace(**arguments),
         model_config=SimpleNamespace(**config),
         token_to_kv_pool=pool,
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        req_to_token_pool=SimpleNamespace(req_to_token=table, size=requests),
         device="cpu",
         page_size=page_size,
         **known,

@@ -1,7 +1,8 @@
 """What the adapter for vLLM imports of it: vLLM's own where it is installed, else a stand-in.
 
 The stand-in has the members that `splitkv.integrations.vllm` touches, with the meaning that they
-have in vLLM 0.26.0, and nothing else. `make test-vllm` runs the same tests against the real ones.
+have in vLLM 0.26.0, and nothing else. `make test-vllm` runs the same tests against the real ones,
+of the newest release with VLLM=newest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -44,6 +46,10 @@ class AttentionCGSupport(Enum):
 class AttentionBackend:
     supported_dtypes: Any = []
     supported_kv_cache_dtypes: Any = []
+
+    @staticmethod
+    def get_kv_cache_shape(*given: Any) -> tuple[int, ...]:
+        raise NotImplementedError
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
@@ -126,9 +132,6 @@ def get_dcp_local_seq_lens(seq_lens: Tensor, size: int, rank: int, interleave: i
 
 
 REGISTERED: dict[Any, str] = {}
-LAYOUT = ["NHD"]
-
-
 FP8_STATIC = object()  # how a result is rounded to e4m3 by one scale, as vLLM names it
 
 
@@ -156,7 +159,7 @@ def stand_in() -> None:
             "register_backend": REGISTERED.__setitem__,
         },
         "vllm.v1.attention.backends.utils": {
-            "get_kv_cache_layout": lambda: LAYOUT[0],
+            "get_kv_cache_layout": lambda: "NHD",
             "get_dcp_local_seq_lens": get_dcp_local_seq_lens,
         },
         "vllm.v1.attention.ops": {},
@@ -194,6 +197,64 @@ def imported() -> ModuleType:
 
 
 adapter = imported()
+BY_SHAPE = adapter.contract.__name__.endswith("0_26")  # else vLLM makes caches by specifications
+
+CHOSEN = SimpleNamespace(layout="NHD")
+LAYOUTS = ("NHD", "HND")
+"""The names by which vLLM is told how a block lies in memory."""
+if not BY_SHAPE:
+    LAYOUTS = (*LAYOUTS, "LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC", "BHLNC")
+
+
+def chosen_layout() -> Any:
+    """The layout of CHOSEN as vLLM's settings name it."""
+    known = import_module("vllm.v1.kv_cache_interface").KVCacheLayout
+    return known[{"NHD": "LBNHC", "HND": "LBHNC"}.get(CHOSEN.layout, CHOSEN.layout)]
+
+
+def use_layout(patch: pytest.MonkeyPatch, layout: str) -> None:
+    """Has vLLM choose a layout."""
+    patch.setattr(CHOSEN, "layout", layout)
+    if BY_SHAPE:
+        patch.setattr(adapter.contract, "get_kv_cache_layout", lambda: CHOSEN.layout)
+
+
+def empty_cache(
+    blocks: int, block_size: int, heads: int, head_dim: int, kv: str, dtype: torch.dtype
+) -> Tensor:
+    """The cache of a layer as vLLM makes it, [blocks, heads, keys, ..], filled with garbage."""
+    backend = adapter.SplitKVBackend
+    stored = {"auto": dtype, "int8_per_token_head": torch.int8}.get(kv, torch.uint8)
+    if BY_SHAPE:
+        shape = backend.get_kv_cache_shape(blocks, block_size, heads, head_dim, kv)
+        order = backend.get_kv_cache_stride_order()
+        made = torch.empty([shape[i] for i in order], dtype=stored)
+        made = made.permute([order.index(i) for i in range(4)])
+    else:
+        made = cache_by_spec(blocks, block_size, heads, head_dim, kv, stored)
+    return made.fill_(127 if stored.itemsize == 1 else torch.nan)
+
+
+def cache_by_spec(
+    blocks: int, block_size: int, heads: int, head_dim: int, kv: str, stored: torch.dtype
+) -> Tensor:
+    """The second of three layers' caches, by vLLM's own functions."""
+    interface = import_module("vllm.v1.kv_cache_interface")
+    spec = interface.FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=heads,
+        head_size=head_dim,
+        dtype=stored,
+        kv_quant_mode=interface.get_kv_quant_mode(kv),
+    )
+    spec, layers, layout = adapter.SplitKVBackend.customize_spec(spec), 3, chosen_layout()
+    step, block, *_ = interface.compute_layout_strides(spec, blocks, layers, layout)
+    names = [str(n) for n in range(layers)]
+    size = layers * blocks * spec.page_size_bytes
+    placed = interface.KVCacheTensor(size, names, layer_stride=step, block_stride=block)
+    raw = torch.empty(size, dtype=torch.int8)
+    made: Tensor = interface.create_kv_cache_views(raw, spec, blocks, layout, placed)[1]
+    return made
 
 
 def config(
@@ -210,6 +271,7 @@ def config(
         cache_config=SimpleNamespace(
             enable_prefix_caching=cached.get("enable_prefix_caching", False),
             kv_sharing_fast_prefill=cached.get("kv_sharing_fast_prefill", False),
+            get_resolved_kv_cache_layout=chosen_layout,
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=cached.get("ranks", 1),

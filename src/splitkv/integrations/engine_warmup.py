@@ -36,6 +36,7 @@ class Sizes:
     decode_lens   new tokens of each of these
     max_tokens    new tokens of a step; max_sequences: sequences of one
     max_seqlen_k  keys of the longest sequence
+    appends       whether `append` writes the new keys; False: the engine does
     """
 
     batch_sizes: tuple[int, ...]
@@ -43,14 +44,17 @@ class Sizes:
     max_sequences: int
     max_seqlen_k: int
     decode_lens: tuple[int, ...] = (1,)
+    appends: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Layer(Model):
     """A layer whose keys and values lie side by side in one cache: [pages, keys, heads, 2 *
-    head_dim], or with `heads_first` [pages, heads, keys, 2 * head_dim]; `policy` as of `Plans`."""
+    head_dim], or with `heads_first` [pages, heads, keys, 2 * head_dim]; with `apart` in one each,
+    [pages, keys, heads, head_dim]. `policy` as of `Plans`."""
 
     heads_first: bool = False
+    apart: bool = False
     policy: str = ""
 
     @property
@@ -58,6 +62,8 @@ class Layer(Model):
         return torch.int64  # of vLLM's slot mappings
 
     def caches(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+        if self.apart:
+            return Model.caches(self, rows, keys)
         lead = (self.num_kv_heads, keys) if self.heads_first else (keys, self.num_kv_heads)
         both = self.cache((rows, *lead, 2 * self.head_dim), self.stored)
         both = both.transpose(1, 2) if self.heads_first else both
@@ -81,11 +87,12 @@ class Layer(Model):
             max_seqlen_k=shape.seqlen_k,
         )
         q = self.zeros(tokens, self.num_heads, self.head_dim)
+        out = self.zeros(tokens, self.num_heads, self.head_dim_v)
         k, v = self.caches(1, self.page_size)
         pages = Pages(k, v, **self.scales(1, self.page_size))
         options = self.arguments | dict.fromkeys(("sink_logits", "alibi_slopes")) | self.beside()
         plans = Plans(self.policy, ["decode"])
-        run = partial(attend, q, pages, step, torch.empty_like(q), options, plans)
+        run = partial(attend, q, pages, step, out, options, plans)
         return Call(None, None, run)
 
 
@@ -131,7 +138,8 @@ def shapes_of(sizes: Sizes) -> Iterator[Shape]:
             for most in keys:
                 if most >= tokens:
                     yield Shape("prompt", batch, bound_of_new(tokens, sizes.max_tokens), most)
-    yield from append_shapes()
+    if sizes.appends:
+        yield from append_shapes()
 
 
 def bounds(most: int) -> list[int]:

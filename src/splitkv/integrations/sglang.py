@@ -8,7 +8,8 @@ the releases in READ, against the classes that these have, and run in their engi
 A layer's keys and values are written by SGLang's own pool, before it attends. Batches that decode,
 and those in which the target model verifies a chain of drafted tokens, go to `splitkv.decode`, all
 others, prompts behind a cached prefix and mixed ones, to `splitkv.attention_varlen`. Both of the
-former can be captured in a CUDA graph. Layers with a window may have a pool of their own.
+former can be captured in a CUDA graph. Layers with a window may have a pool of their own. Kernels
+are compiled when the backend is made, unless SPLITKV_ENGINE_WARMUP is 0.
 
 Not served, and refused when the backend is made or a layer attends: MLA, encoder-decoder models,
 drafts that are trees, attention in chunks, caches in 4 bits or with heads before keys.
@@ -16,6 +17,7 @@ drafts that are trees, attention in chunks, caches in 4 bits or with heads befor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import (
@@ -33,7 +35,18 @@ from sglang.srt.server_args import (
 )
 from torch import Tensor
 
-from splitkv.integrations.serving import MAX_DECODE_LEN, Pages, Plans, Step, attend, bound_of
+from splitkv.core.kv import AS_IS, Codec
+from splitkv.core.scales import QUANTISED
+from splitkv.integrations import engine_warmup
+from splitkv.integrations.serving import (
+    MAX_DECODE_LEN,
+    Pages,
+    Plans,
+    Step,
+    attend,
+    bound_of,
+    bound_of_new,
+)
 
 READ = ("0.5.17",)
 """Releases of SGLang whose classes this was written for."""
@@ -134,6 +147,8 @@ class SplitKVAttnBackend(AttentionBackend):
         longest = runner.model_config.context_len + drafted
         self.max_context_len = min(longest, self.req_to_token.shape[1])
         self.max_pages = -(-self.max_context_len // self.page_size)
+        chunk = runner.server_args.chunked_prefill_size or -1
+        self.max_new = self.max_context_len if chunk < 0 else min(chunk, self.max_context_len)
         same_bits = runner.server_args.enable_deterministic_inference
         self.plans: dict[Any, Plans] = {}
         self.policy = "batch_invariant" if same_bits else ""
@@ -147,6 +162,54 @@ class SplitKVAttnBackend(AttentionBackend):
         self._graph_table: Tensor | None = None
         self._graph_window_table: Tensor | None = None
         self._graph_window_slots: Tensor | None = None
+        if torch.device(self.device).type == "cuda" and engine_warmup.is_wanted():
+            self.warm_up(runner)
+
+    def warm_up(self, runner: Any) -> None:
+        """Compiles and loads what steps of the model launch, for each kind of layer once."""
+        if self.policy:  # plans of another policy
+            return
+        arguments, most = runner.server_args, runner.req_to_token_pool.size
+        captured = [n for n in arguments.cuda_graph_config.decode.bs or () if n <= most]
+        sizes = engine_warmup.Sizes(
+            batch_sizes=tuple(sorted({*captured, *engine_warmup.powers(most)})),
+            decode_lens=tuple(sorted({1, arguments.speculative_num_draft_tokens or 1})),
+            max_tokens=self.max_new,
+            max_sequences=most,
+            max_seqlen_k=self.max_context_len,
+            appends=False,
+        )
+        sinks = any(name.endswith("sinks") for name, _ in runner.model.named_parameters())
+        layers = [x for x in runner.model.modules() if isinstance(x, RadixAttention)]
+        decoders = [x for x in layers if x.attn_type == AttentionType.DECODER]
+        described = [self.described(x, runner.dtype, sinks) for x in decoders]
+        processes = max((os.cpu_count() or 1) // arguments.tp_size, 1)
+        for kind in {repr(kind): kind for kind in described}.values():
+            engine_warmup.warm_layer(kind, sizes, processes)
+
+    def described(self, layer: Any, dtype: torch.dtype, sinks: bool) -> engine_warmup.Layer:
+        """A layer as warming up describes it."""
+        options = self.options_of(layer, causal=True)
+        return engine_warmup.Layer(
+            num_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            head_dim_v=layer.v_head_dim,
+            dtype=dtype,
+            codec=codec_of(self.token_to_kv_pool.dtype),
+            page_size=self.page_size,
+            longest=self.max_context_len,
+            cache_seqlens=True,
+            append=False,
+            rotary=None,
+            sink_logits=sinks,
+            alibi_slopes=False,
+            num_splits=0,
+            device=torch.device(self.device),
+            arguments={name: options[name] for name in ("window_size", "softcap")},
+            apart=True,
+            policy=self.policy,
+        )
 
     # The metadata of a batch
 
@@ -188,9 +251,13 @@ class SplitKVAttnBackend(AttentionBackend):
             num_decodes=0,
             decode_len=1,
             num_tokens=sum(tokens),
-            max_seqlen_q=self.max_context_len if self.policy else max(tokens),
+            max_seqlen_q=self.max_context_len if self.policy else self.bound_of_new(max(tokens)),
             max_seqlen_k=min(bound, table.shape[1] * self.page_size),
         )
+
+    def bound_of_new(self, tokens: int) -> int:
+        """An upper bound of the new tokens of a sequence that changes seldom."""
+        return bound_of_new(tokens, max(tokens, self.max_new))
 
     def first_slots(self, requests: Tensor, pages: int) -> Tensor:
         """[batch, pages]: the first slot of each page of these requests, in the order of keys."""
@@ -326,6 +393,12 @@ class SplitKVAttnBackend(AttentionBackend):
             return Pages(k, v)
         scales = (self._ones if x is None else x.view(-1) for x in (layer.k_scale, layer.v_scale))
         return Pages(k, v, *scales)
+
+
+def codec_of(stored: torch.dtype) -> Codec:
+    """How a pool of this type has keys and values."""
+    name = QUANTISED.get(str(stored).removeprefix("torch."))
+    return AS_IS if name is None else Codec(name, "tensor")
 
 
 def drafts_of(x: Any) -> int:

@@ -4,7 +4,7 @@
     vllm serve MODEL --attention-backend CUSTOM
 
 vLLM finds `register` by the entry point `splitkv` of the group `vllm.general_plugins`, in each of
-its processes. Written for and tested with the releases in TESTED.
+its processes. Tested with the releases in TESTED.
 
 A step's keys and values are written before the layer attends (`do_kv_cache_update`), as with prefix
 caching a request may read a page that another one writes in the same step. Its requests come sorted
@@ -12,17 +12,21 @@ by the number of their new tokens: those that decode go to `splitkv.decode`, the
 launch, to `splitkv.attention_varlen`. A step of requests that all decode can be captured in a full
 CUDA graph, speculative tokens included.
 
-The cache is vLLM's own, [blocks, heads, keys, 2 * head_dim] with the heads before the keys or after
-them, read through strides. Caches with a scale a token and head (`int8_per_token_head`,
-`fp8_per_token_head`) are laid out within a block as all keys, all values, then their scales, so
-that rows begin at multiples of 16 bytes.
+The cache is vLLM's own, [blocks, heads, keys, 2 * head_dim] in any layout, read through strides.
+Caches with a scale a token and head (`int8_per_token_head`, `fp8_per_token_head`) are laid out
+within a block as all keys, all values, then their scales, so that rows begin at multiples of 16
+bytes.
+
+What releases of vLLM do not share is in `vllm_contract_0_26` and `vllm_contract_0_29`, named by the
+first release that has it.
 
 Images whose tokens see each other (`mm_req_doc_ranges`) and a causal flag a request become
 `bidirectional_ranges` of `attention_varlen`.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, prefill context parallelism,
 windows, ALiBi and ranges beside decode context parallelism, a causal flag a request beside windows,
-ranges that a window cuts (Gemma 4), 4-bit caches, output with scales of blocks.
+ranges that a window cuts (Gemma 4), R-SWA, 4-bit caches, output with scales of blocks, drafts that
+are trimmed on the device.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from __future__ import annotations
 import os
 from copy import copy
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -47,14 +52,10 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens, get_kv_cache_layout
-from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
-from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from splitkv.api import append
 from splitkv.core.device import current
-from splitkv.core.kv import AS_IS, Codec
-from splitkv.core.scales import QUANTISED
 from splitkv.integrations import engine_warmup
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
@@ -70,19 +71,24 @@ from splitkv.integrations.serving import (
     bound_of,
     bound_of_new,
 )
+from splitkv.integrations.vllm_caches import (
+    AS_THEY_ARE,
+    SCALE_BYTES,
+    SCALED,
+    SCALED_BY_TOKEN,
+    codec_of,
+    planes,
+    strided,
+)
 from splitkv.planner.policies.widening import MOST_BYTES
 
-TESTED = ("0.26.0",)
+TESTED = ("0.26.0", "0.32.0")
 """Releases of vLLM that the tests were run with."""
 
+CONTRACT = "0_26" if hasattr(AttentionBackend, "get_kv_cache_shape") else "0_29"
+contract: Any = import_module(f"splitkv.integrations.vllm_contract_{CONTRACT}")
+
 NAME = "CUSTOM"  # the member of AttentionBackendEnum that vLLM keeps for others
-SCALED = {
-    **dict.fromkeys(("fp8", "fp8_e4m3"), torch.float8_e4m3fn),
-    "fp8_e5m2": torch.float8_e5m2,
-}
-SCALED_BY_TOKEN = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
-AS_THEY_ARE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-SCALE_BYTES = 4
 DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names the environment variable, as vLLM passes no options
 WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 SERVED = AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE
@@ -95,7 +101,7 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.SplitKVBackend")
 
 
-class SplitKVBackend(AttentionBackend):
+class SplitKVBackend(contract.CachesOfBackend):
     """The backend as vLLM asks for it before it makes a layer: names, shapes, what is supported."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -103,6 +109,7 @@ class SplitKVBackend(AttentionBackend):
         *("auto", *AS_THEY_ARE, *SCALED, *SCALED_BY_TOKEN)
     ]
     forward_includes_kv_cache_update: bool = False
+    supports_kv_cache_update_bypass: bool = False  # `append` alone writes caches
 
     @staticmethod
     def get_name() -> str:
@@ -117,27 +124,16 @@ class SplitKVBackend(AttentionBackend):
         return SplitKVMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        scale = SCALE_BYTES if cache_dtype_str in SCALED_BY_TOKEN else 0
-        shape = num_blocks, num_kv_heads, block_size, 2 * (head_size + scale)
-        return shape
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        keys_first = get_kv_cache_layout() == "NHD"
-        if include_num_layers_dimension:
-            return (1, 0, 3, 2, 4) if keys_first else (1, 2, 0, 3, 4)
-        return (0, 2, 1, 3) if keys_first else (0, 1, 2, 3)
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The specification of a layer's cache with room for a scale a token and head."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
+            return spec
+        row = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+        return replace(spec, state_content_bytes=row + 2 * SCALE_BYTES)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -174,6 +170,15 @@ class SplitKVBackend(AttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: which requests decode, and how many tokens each, is read on the host."""
+        return False
 
     @classmethod
     def supports_combination(
@@ -223,6 +228,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
     """Makes a step's SplitKVMetadata, once for all layers that share a block table."""
 
     supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = True
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -234,9 +240,12 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         if vllm_config.cache_config.kv_sharing_fast_prefill:  # gives starts that are not there yet
             raise NotImplementedError("kv_sharing_fast_prefill: expected False, got True")
         parallel = vllm_config.parallel_config
-        self.ranks: int = parallel.decode_context_parallel_size
+        apart = getattr(kv_cache_spec, "dcp_sharded", True)  # else each rank has all, as of drafts
+        self.ranks: int = parallel.decode_context_parallel_size if apart else 1
         self.rank = get_dcp_group().rank_in_group if self.ranks > 1 else 0
         self.interleave: int = parallel.cp_kv_cache_interleave_size
+        if self.ranks > 1 or type(self) is not SplitKVMetadataBuilder:  # whose lengths are derived
+            self.supports_draft_decode_metadata_update = False
         self.rswa = getattr(vllm_config.model_config, "rswa_window", None) is not None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         if self.batch_invariant:
@@ -297,7 +306,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
                 "window_size": impl.window_size(causal=True),
                 "softcap": impl.options["softcap"],
             },
-            heads_first=get_kv_cache_layout() == "HND",
+            heads_first=contract.heads_first(self.vllm_config),
             policy=impl.plans.policy,
         )
 
@@ -398,6 +407,14 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         made.whole = False
         return made
 
+    def update_draft_decode_metadata(self, metadata: SplitKVMetadata) -> None:
+        """Lets a step be attended again after its lengths have grown where they lie, as those of a
+        draft model do, also within a CUDA graph: its schedule is made anew."""
+        step = metadata.step
+        if step.num_decodes and step.rest is not None:
+            raise NotImplementedError("draft step: expected as many new tokens of every request")
+        step.schedules.clear()
+
     def update_block_table(
         self, metadata: SplitKVMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> SplitKVMetadata:
@@ -419,19 +436,11 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether a shared prefix is read apart; vLLM asks where `disable_cascade_attn` is off."""
+        """Whether a shared prefix is read apart; vLLM up to 0.31 asks where `disable_cascade_attn`
+        is off."""
         positions = use_alibi or use_sliding_window or use_local_attention
         enough = common_prefix_len >= self.block_size and len(query_lens) >= LEAST_SHARERS
         return enough and not positions and dcp_world_size == 1 and not self.batch_invariant
-
-
-def codec_of(kv_cache_dtype: str) -> Codec:
-    """How keys and values are stored, and what has a scale of its own."""
-    stored = (SCALED | SCALED_BY_TOKEN).get(kv_cache_dtype)
-    if stored is None:
-        return AS_IS
-    name = QUANTISED[str(stored).removeprefix("torch.")]
-    return Codec(name, "token" if kv_cache_dtype in SCALED_BY_TOKEN else "tensor")
 
 
 def expect_whole_prompts(vllm_config: Any) -> None:
@@ -559,7 +568,7 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
                 raise NotImplementedError(f"{name}: expected none with ranks that share keys")
         config, group = get_current_vllm_config_or_none(), get_dcp_group()
         apart = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
-        merge = dcp_a2a_lse_reduce if apart else cp_lse_ag_out_rs
+        merge = contract.dcp_a2a_lse_reduce if apart else contract.cp_lse_ag_out_rs
 
         def combine(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
             own, of_own = merge(out, lse.transpose(0, 1).contiguous(), group, return_lse=True)
@@ -670,47 +679,3 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             return Pages(k, v)
         scales = layer._k_scale.view(-1), layer._v_scale.view(-1)
         return Pages(k.view(stored), v.view(stored), *scales)
-
-
-def strided(x: Tensor) -> Tensor:
-    """x with the strides of memory in dimensions of one, as a single KV head: torch leaves these as
-    they come, and TMA reads only multiples of 16 bytes."""
-    steps = list(x.stride())
-    for i in reversed(range(x.dim() - 1)):
-        if x.shape[i] == 1:
-            steps[i] = steps[i + 1] * x.shape[i + 1]
-    return x.as_strided(x.shape, steps)
-
-
-def planes(kv_cache: Tensor, stored: torch.dtype) -> Pages:
-    """The pages of a cache with a scale a token and head.
-
-    kv_cache   [blocks, heads, keys, 2 * (head_dim + 4)] of one byte each, of which only the place
-               of each block is taken: within it lie all keys, all values, the fp32 scales of the
-               keys and those of the values, each [keys, heads, ..]
-    """
-    (blocks, heads), (keys, width) = kv_cache.shape[:2], kv_cache.shape[2:]
-    dim = width // 2 - SCALE_BYTES
-    step, first = kv_cache.stride(0), kv_cache.storage_offset()
-    if kv_cache.element_size() != 1 or step % SCALE_BYTES or first % SCALE_BYTES:
-        raise NotImplementedError(
-            "kv_cache: expected bytes, and blocks at multiples of 4 of them, got "
-            f"{kv_cache.dtype} and blocks of {step} from {first} on"
-        )
-    within = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
-    if sum((n - 1) * stride for n, stride in within) >= heads * keys * width:
-        raise NotImplementedError(
-            "kv_cache: expected a block of a layer in one piece, got strides "
-            f"{list(kv_cache.stride())} of {list(kv_cache.shape)}"
-        )
-    raw, of_keys = kv_cache.view(torch.uint8), keys * heads * dim
-    rows, steps = (blocks, keys, heads, dim), (step, heads * dim, dim, 1)
-    k = raw.as_strided(rows, steps, first).view(stored)
-    v = raw.as_strided(rows, steps, first + of_keys).view(stored)
-    words = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
-    words = words.set_(kv_cache.untyped_storage())
-    shape, steps_of_scales = (blocks, keys, heads), (step // SCALE_BYTES, heads, 1)
-    at = (first + 2 * of_keys) // SCALE_BYTES
-    k_scale = words.as_strided(shape, steps_of_scales, at)
-    v_scale = words.as_strided(shape, steps_of_scales, at + keys * heads)
-    return Pages(k, v, k_scale, v_scale)

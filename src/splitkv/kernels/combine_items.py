@@ -119,7 +119,7 @@ class ItemMerge:
         return {"total_q": sizes.total_q, "stride_ot": out.t, "stride_oh": out.h}
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
-        return self.schedule.entries(sizes.total_q), self.schedule.rule.lanes, self.columns
+        return self.schedule.entries(sizes), self.schedule.rule.lanes, self.columns
 
     def launch(
         self, partial: Partial, final: Final, items: Any, operands: Operands, sizes: SequenceSizes
@@ -142,9 +142,9 @@ class ItemMerge:
         compiled   both kernels, the schedule's first
         """
         scheduled, merged = compiled
-        schedule = self.schedule.relaunch(scheduled, sizes.total_q)
+        schedule = self.schedule.relaunch(scheduled, sizes)
         tail = self.tail.changed(self.arguments(sizes))
-        numel = self.schedule.numel(sizes.total_q)
+        numel = self.schedule.numel(sizes)
         return ItemLaunches(schedule, launch_of(merged, self.grid(sizes), tail), numel)
 
     def variant(self) -> Hashable:

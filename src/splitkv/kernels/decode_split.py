@@ -339,7 +339,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         return launch_of(compiled, programs, tail().arguments)
 
     def at_lengths(compiled: Any) -> LaunchAtLength:
-        return lambda here: launch_of(compiled, programs, tail().at_length(here))
+        return lambda here, room: launch_of(compiled, programs, tail().at_length(here))
 
     def variant() -> Hashable:
         return tail().variant(), config.num_warps, partial_rows(plan) > 0

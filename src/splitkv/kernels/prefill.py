@@ -49,7 +49,7 @@ Limits      NVIDIA GPU, sm_80 or newer; bf16, fp16 or fp32; head_dim and head_di
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -349,6 +349,7 @@ class PrefillLauncher(SequenceLauncher):
         self.plan, self.problem, self.device = plan, problem, plan.device
         self.results = result_shapes(problem, q)
         self.splits = sequence_splits(plan)
+        self.tiling = tilings_of(plan)
         self.first_sizes = self.sizes(operands)
         self.splits.expect_arrivals(self.first_sizes.grid[0])
         self.bits = plan.device.capability < (8, 9)
@@ -415,12 +416,13 @@ class PrefillLauncher(SequenceLauncher):
         problem, x = self.problem, operands
         lengths, results = lengths_of(problem, x), result_layouts(problem, x)
         max_tokens, lse = problem.cut_tokens_of(lengths.seqlen_q), results.lse_strides
-        tiles, lanes, width = tiling(self.plan, lengths)
-        programs = tiles * lanes + split_programs(self.plan, max_tokens)
+        tiles, lanes, width = self.tiling(lengths)
+        programs = tiles * lanes + split_programs(self.plan, lengths.batch, max_tokens)
         arguments = {
             "seqlen_q": lengths.seqlen_q,
             "seqlen_k": lengths.seqlen_k,
             "total_q": lengths.total_q,
+            "batch": lengths.batch,
             "q_strides": strides_of(x.q),
             "k_strides": strides_of(x.k),
             "v_strides": strides_of(x.v),
@@ -432,7 +434,8 @@ class PrefillLauncher(SequenceLauncher):
             "width": width,
             "max_tokens": max_tokens,
         }
-        return SequenceSizes((programs, 1, 1), arguments, lengths.total_q, max_tokens, results)
+        numbers = lengths.total_q, lengths.batch, max_tokens
+        return SequenceSizes((programs, 1, 1), arguments, *numbers, results)
 
     @cached_property
     def tail(self) -> Tail:
@@ -469,21 +472,27 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
     return again
 
 
-def tiling(plan: Plan, lengths: SequenceLengths) -> tuple[int, int, int]:
-    """(row tiles of a lane, lanes, lanes together) for queries of such lengths."""
-    problem, lane_bytes = plan.problem, 0
-    if problem.kind != "varlen":
-        kv_lanes = max(problem.batch * problem.num_kv_heads, 1)
-        lane_bytes = bytes_of_keys(problem, lengths) // kv_lanes
-    rows, tile = problem.group, plan.config.tile_m
-    return tiles_and_lanes(problem, plan.device, lengths.total_q, rows, tile, lane_bytes)
+def tilings_of(plan: Plan) -> Callable[[SequenceLengths], tuple[int, int, int]]:
+    """Gives what computes (row tiles of a lane, lanes, lanes together) for queries of such
+    lengths."""
+    problem, device, tile = plan.problem, plan.device, plan.config.tile_m
+    packed, kv_lanes = problem.kind == "varlen", max(problem.batch * problem.num_kv_heads, 1)
+    rows, kv_bytes = problem.group, bytes_of_keys(problem)
+
+    def tiling(lengths: SequenceLengths) -> tuple[int, int, int]:
+        lane_bytes = 0 if packed else kv_bytes(lengths) // kv_lanes
+        tokens = lengths.total_q, lengths.batch
+        return tiles_and_lanes(problem, device, *tokens, rows, tile, lane_bytes)
+
+    return tiling
 
 
-def split_programs(plan: Plan, max_tokens: int) -> int:
-    """Programs of the further splits of all row tiles of sequences of at most so many tokens."""
+def split_programs(plan: Plan, batch: int, max_tokens: int) -> int:
+    """Programs of the further splits of all row tiles of so many sequences, of at most so many
+    tokens."""
     problem, config = plan.problem, plan.config
     row_tiles = ceil_div(max_tokens * problem.group, config.tile_m)
-    return (config.num_splits - 1) * row_tiles * problem.batch * problem.num_kv_heads
+    return (config.num_splits - 1) * row_tiles * batch * problem.num_kv_heads
 
 
 def size_arguments(problem: Problem, operands: Operands) -> dict[str, Any]:
@@ -496,7 +505,6 @@ def size_arguments(problem: Problem, operands: Operands) -> dict[str, Any]:
         "sink_tokens": bounds.sink_tokens,
         "chunk": bounds.chunk,
         "num_ranges": None if ranges is None else ranges.shape[1],
-        "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
         "stride_table": table.stride(0) if table is not None else 0,
         "stride_slope": stride_slope(operands.alibi_slopes),

@@ -36,6 +36,7 @@ from splitkv.core.problem import Operands
 from splitkv.core.tiles import ceil_div
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.relaunch import Launch, launch_of
+from splitkv.kernels.host.sequence_sizes import SequenceLengths, SequenceSizes
 from splitkv.kernels.tile.band import Bounds, visited_tiles
 
 ITEM_FIELDS = tl.constexpr(8)  # 32-bit integers of an entry
@@ -315,12 +316,13 @@ class ItemSchedule:
     def __init__(self, plan: Plan, rule: ItemRule, early: bool) -> None:
         problem, config = plan.problem, plan.config
         left, right, sink_tokens = problem.mask.bounds[:3]
-        step = min(triton.next_power_of_2(problem.batch + 1), MAX_STEP)
-        self.batch, self.rule, self.tile_m = problem.batch, rule, config.tile_m
+        # the same for all batches that are planned alike, which differ by less than one in 32
+        step = min(triton.next_power_of_2(problem.batch + problem.batch // 32 + 1), MAX_STEP)
+        self.rule, self.tile_m = rule, config.tile_m
         self.early = early
         self.options = {"num_warps": 4, "enable_fp_fusion": True}
         fixed = {
-            "batch": problem.batch,
+            "batch": 0,
             "total_q": 0,
             "left": left,
             "right": right,
@@ -341,41 +343,41 @@ class ItemSchedule:
         self.tail = Tail(schedule_items, PER_CALL, fixed, ())
         self.fixed = fixed
 
-    def entries(self, total_q: int) -> int:
-        """Entries of the list of a call with so many rows of q: there is room for all row tiles,
-        and for all pieces."""
-        return total_q * self.rule.pack // self.tile_m + self.batch + 1 + self.rule.further
+    def entries(self, of: SequenceLengths | SequenceSizes) -> int:
+        """Entries of the list of a call: there is room for all row tiles, and for all pieces."""
+        return of.total_q * self.rule.pack // self.tile_m + of.batch + 1 + self.rule.further
 
-    def numel(self, total_q: int) -> int:
+    def numel(self, sizes: SequenceSizes) -> int:
         """32-bit integers of the list."""
-        return self.entries(total_q) * ITEM_FIELDS.value
+        return self.entries(sizes) * ITEM_FIELDS.value
 
-    def arguments(self, total_q: int) -> dict[str, Any]:
+    def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
         """Arguments that follow from the lengths of a call, by name."""
-        return {"total_q": total_q, "entries": self.entries(total_q)}
+        entries = self.entries(sizes)
+        return {"batch": sizes.batch, "total_q": sizes.total_q, "entries": entries}
 
-    def grid(self, total_q: int) -> tuple[int, int, int]:
-        return ceil_div(self.entries(total_q), self.fixed["TILE_E"]), 1, 1
+    def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
+        return ceil_div(self.entries(sizes), self.fixed["TILE_E"]), 1, 1
 
-    def launch(self, items: Any, cu_q: Any, lens: Any, total_q: int) -> Any:
+    def launch(self, items: Any, cu_q: Any, lens: Any, sizes: SequenceSizes) -> Any:
         """Launches it through Triton; the compiled kernel.
 
         items   [entries * 8] int32 that is written; cu_q [batch + 1], lens [batch] int32
         """
         given = {"items_ptr": items, "cu_q_ptr": cu_q, "lens_ptr": lens}
-        given |= self.fixed | self.arguments(total_q)
-        return schedule_items[self.grid(total_q)](*in_order(schedule_items, given), **self.options)
+        given |= self.fixed | self.arguments(sizes)
+        return schedule_items[self.grid(sizes)](*in_order(schedule_items, given), **self.options)
 
-    def make(self, operands: Operands, total_q: int) -> tuple[Any, Any]:
+    def make(self, operands: Operands, sizes: SequenceSizes) -> tuple[Any, Any]:
         """(a schedule in memory of its own, the compiled kernel), through Triton."""
         x = operands
-        items = x.q.new_empty((self.numel(total_q),), dtype=torch.int32)
-        return items, self.launch(items, x.cu_seqlens_q, x.cache_seqlens, total_q)
+        items = x.q.new_empty((self.numel(sizes),), dtype=torch.int32)
+        return items, self.launch(items, x.cu_seqlens_q, x.cache_seqlens, sizes)
 
     def variant(self) -> Hashable:
         """A key of the kernel that Triton compiles."""
         return self.tail.variant()
 
-    def relaunch(self, compiled: Any, total_q: int) -> Launch:
+    def relaunch(self, compiled: Any, sizes: SequenceSizes) -> Launch:
         """A function that launches it again: launch(stream, at_items, at_cu_q, at_lens)."""
-        return launch_of(compiled, self.grid(total_q), self.tail.changed(self.arguments(total_q)))
+        return launch_of(compiled, self.grid(sizes), self.tail.changed(self.arguments(sizes)))

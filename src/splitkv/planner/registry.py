@@ -106,8 +106,9 @@ def make_plan(
 
 
 def plan_at_length(plan: Plan, problem: Problem, num_splits: int = 0) -> Plan:
-    """The plan of the default policy for a problem that differs from a plan's in lengths and in
-    edges of the mask, which are in the limits of no kernel: what is rejected stays so.
+    """The plan of the default policy for a problem that differs from a plan's in lengths, in the
+    number of packed sequences and in edges of the mask, which are in the limits of no kernel: what
+    is rejected stays so.
 
     num_splits  as in `make_plan`
     """
@@ -149,7 +150,8 @@ def _decided(
     why = choice.why
     if asked is not problem:
         queries = f"{asked.seqlen_q} queries and " if asked.kind != "decode" else ""
-        why += f"; decided as for {queries}{asked.seqlen_k} keys"
+        sequences = f"{asked.batch} sequences, " if asked.batch != problem.batch else ""
+        why += f"; decided as for {sequences}{queries}{asked.seqlen_k} keys"
     kernel = kernel_named(choice.kernel)
     config = _with_variant(problem, device, kernel, choice.config)
     gradients = backward.choose(asked, device, kernel)  # of every length in the bucket, the same
@@ -194,19 +196,22 @@ def decided_lengths(longest: int) -> list[int]:
 
 def in_bucket(problem: Problem) -> Problem:
     """The problem of the longest sequences that are decided alike, or the problem itself: as many
-    keys as `rounded_up` says, and queries, but for decode, which is made for just so many."""
-    queries, keys = problem.seqlen_q, rounded_up(problem.seqlen_k)
+    keys as `rounded_up` says, and queries, but for decode, which is made for just so many, and
+    sequences where they are packed, as every step of an engine has others."""
+    batch, queries, keys = problem.batch, problem.seqlen_q, rounded_up(problem.seqlen_k)
     if problem.kind != "decode":
         queries = rounded_up(queries)
-    if (queries, keys) == (problem.seqlen_q, problem.seqlen_k):
+    if problem.kind == "varlen":
+        batch = rounded_up(batch)
+    if (batch, queries, keys) == (problem.batch, problem.seqlen_q, problem.seqlen_k):
         return problem
-    return replace(problem, seqlen_q=queries, seqlen_k=keys)
+    return replace(problem, batch=batch, seqlen_q=queries, seqlen_k=keys)
 
 
-def rounded_up(seqlen_k: int) -> int:
+def rounded_up(number: int) -> int:
     """The next of 16 steps an octave: exact up to 32 keys, 34, 36, ... 64, 68, ... 4096, 4352, ...
 
     What deciding by it costs: measurements/thresholds.md#waves.
     """
-    step = 1 << max(0, (seqlen_k - 1).bit_length() - 5)
-    return -(-seqlen_k // step) * step
+    step = 1 << max(0, (number - 1).bit_length() - 5)
+    return -(-number // step) * step

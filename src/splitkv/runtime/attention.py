@@ -440,10 +440,13 @@ def _growing(
         return None
     paged, out = given["page_table"] is not None, given["out"] is not None
     lengths = growing_call.lengths_of_tensors(is_packed, paged, out)
-    pattern = growing_call.pattern_of_sequences(tensors, lengths)
+    rows: dict[int, int] = {}
+    if is_packed and not grad:  # kernels of gradients are bound to a number of sequences
+        rows = growing_call.rows_of_sequences(tensors, given)
+    pattern = growing_call.pattern_of_sequences(tensors, lengths, rows)
     if pattern is None:
         return None
-    check = partial(growing_call.check_of_sequences, lengths=lengths)
+    check = partial(growing_call.check_of_sequences, lengths=lengths, rows=rows)
     new = partial(_bind_growing, tensors, given, grad)
     known = options if packed is None else packed
     return dispatch.calls.get_or_bind_alike(

@@ -24,7 +24,7 @@ bind the same call twice, and never see half of an entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -264,11 +264,17 @@ FREE_STRIDES = {0: (1,), 1: (0, 2)}
 """The strides that may be any with the length of the first or second dimension."""
 
 
-def check_of(tensors: Sequence[Tensor], any_length: Mapping[int, int] = NO_LENGTHS) -> Check | None:
+def check_of(
+    tensors: Sequence[Tensor],
+    any_length: Mapping[int, int] = NO_LENGTHS,
+    any_rows: Collection[int] = (),
+) -> Check | None:
     """A check for tensors just like these, the same one in the same places; None where torch has
     none.
 
-    any_length   the tensors that may have any length, and in which dimension
+    any_length   the tensors that may have any length, and in which dimension: strides that follow
+                 from it may be any, too
+    any_rows     those that may have any first dimension, with the strides that they have
     """
     if _TensorGuards is None:
         return None
@@ -277,10 +283,14 @@ def check_of(tensors: Sequence[Tensor], any_length: Mapping[int, int] = NO_LENGT
     distinct = [tensors[n] for n in places]  # torch's check refuses a tensor that is given twice
     sizes = strides = None
     if any_length:
-        free = [(x, any_length.get(n)) for x, n in zip(distinct, places, strict=True)]
-        sizes = [_with_none(x.shape, () if dim is None else (dim,)) for x, dim in free]
+        free = [any_length.get(n, 0 if n in any_rows else None) for n in places]
+        sizes = [
+            _with_none(x.shape, () if dim is None else (dim,))
+            for x, dim in zip(distinct, free, strict=True)
+        ]
         strides = [
-            _with_none(x.stride(), () if dim is None else FREE_STRIDES[dim]) for x, dim in free
+            _with_none(x.stride(), FREE_STRIDES[any_length[n]] if n in any_length else ())
+            for x, n in zip(distinct, places, strict=True)
         ]
     guards = _TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Check = guards.check

@@ -1,27 +1,32 @@
 """Calls whose lengths change: of decode on a cache with a key more in every step, of attention on
-one prompt after the other.
+one prompt after the other, of an engine's steps, in which packed sequences are others every time.
 
 A call is known by the layouts of its tensors, so that each length of tensors without a page table
 is another kind of call. What a length changes is little: plans are made for buckets of lengths,
 kernels take the exact one as a run-time integer, as they do strides, and only the maps of TMA hold
 both. So the second time that a call differs from an earlier one in nothing but lengths, it is bound
 as a `GrowingCall`, or as `GrowingSequences`, which serves every length from then on. It is found by
-a check in which lengths, and the strides that follow from them, are free.
+a check in which lengths, and the strides that follow from them, are free; so is the number of
+packed sequences, unless something is asked of each of them or gradients are.
 
 What Triton compiles for strides by value is part of what a bucket is known by: whether they are 1,
 multiples of 16, or more than 32 bits hold. So are edges of a mask that no query meets.
 
+Slices of a larger cache have one map of TMA for all lengths of a bucket, with the bound of the
+longest of them: what is behind a length is memory of the same cache, which kernels mask as they do
+where lengths are on the device.
+
 What a bucket takes on the host, ten times a new length, is done in the last steps of the bucket
-before: its plan in one of them, the binding of a kernel in another, that of `combine` in a third,
-the launches in a fourth, each behind the launches of the step itself. A bucket that is entered in
-another way takes all of it at once.
+before, a part in each of them, behind the launches of the step itself: its problem, the plan, the
+binding of a kernel, the arguments in the order of that, `combine` and what both are compiled for,
+the launches. A bucket that is entered in another way takes all of it at once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +39,15 @@ from splitkv.kernels.host.launcher import CacheLayout
 from splitkv.kernels.host.sequence_sizes import result_layouts, scale_and_softcap, strides_of
 from splitkv.kernels.host.sequences import relaunched
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
-from splitkv.runtime.call_cache import NO_TENSOR, Check, Launcher, Result, check_of, layout
+from splitkv.runtime.call_cache import (
+    NO_LENGTHS,
+    NO_TENSOR,
+    Check,
+    Launcher,
+    Result,
+    check_of,
+    layout,
+)
 
 if TYPE_CHECKING:
     pass
@@ -56,6 +69,16 @@ Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
 """What a plan and its kernels are for: an alignment, and the longest sequences."""
+
+
+Ends = tuple[int, int]
+"""Bytes from the first of K, and of V, to the last of the longest caches of a bucket."""
+
+
+class InOrder(NamedTuple):
+    """A launcher of which the arguments of the first kernel are in order."""
+
+    launcher: Any
 
 
 class Ready(NamedTuple):
@@ -104,13 +127,19 @@ def pattern_of(tensors: Sequence[Tensor]) -> Any:
         return None
 
 
-def pattern_with(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
-    """The layouts of tensors but for lengths, which some have in a dimension; and whether they
-    require a gradient, which a check sees, too."""
-    return tuple(
-        (_with_free_length(layout(x), lengths[n]) if n in lengths else layout(x), x.requires_grad)
-        for n, x in enumerate(tensors)
-    )
+def pattern_with(
+    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Collection[int] = ()
+) -> Any:
+    """The layouts of tensors but for lengths, which some have in a dimension, and for the first
+    dimension of `rows`; and whether they require a gradient, which a check sees, too."""
+
+    def of(n: int, x: Tensor) -> Any:
+        whole = layout(x)
+        if n in lengths:
+            return _with_free_length(whole, lengths[n])
+        return (whole[0][1:], *whole[1:]) if n in rows else whole
+
+    return tuple((of(n, x), x.requires_grad) for n, x in enumerate(tensors))
 
 
 def _with_free_length(of: Any, dim: int) -> Any:
@@ -167,7 +196,7 @@ class Growing(ABC):
         self.kernels, self.types = kernels, types_of(operands)
         self.plans: dict[Alignment, Plan] = {}  # of the first length of each
         self.buckets: dict[Bucket, Any] = {}  # launchers
-        self.ahead: dict[Bucket, Any] = {}  # plans; launchers; launchers that are Ready
+        self.ahead: dict[Bucket, Any] = {}  # what `make_ready` has got to
         self.bound: OrderedDict[Any, Launcher] = OrderedDict()  # to one layout in its bucket
 
     @abstractmethod
@@ -189,7 +218,7 @@ class Growing(ABC):
         if bucket is None:
             plan = self.plan_for(problem, x)
         else:
-            plan = replace(self.planned(bucket, x), problem=problem)
+            plan = replace(self.planned(bucket[0], self.problem_of(bucket[1]), x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
         keep(self.bound, (here, bucket), made)
         result: Result = made(x)
@@ -206,9 +235,9 @@ class Growing(ABC):
         return self.buckets.get(bucket)
 
     def make_ready(self, bucket: Bucket, operands: Operands) -> bool:
-        """Takes one of four steps to a launcher for a bucket: plans it, binds it, has it say which
-        kernels it needs, and keep them where they were compiled for others. Whether another can
-        follow.
+        """Takes one of six steps to a launcher for a bucket: describes its problem, plans it, binds
+        that, puts its arguments in order, has it say which kernels it needs, and keep them where
+        they were compiled for others. Whether another can follow.
 
         Of the operands it takes the layout, so that each step may have those of another call.
         """
@@ -217,13 +246,18 @@ class Growing(ABC):
         if made is None:
             if alignment not in self.plans or bucket in self.buckets:
                 return False
-            made = self.planned(bucket, operands)
+            made = self.problem_of(bucket[1])
+        elif isinstance(made, Problem):
+            made = self.planned(alignment, made, operands)
             more = made.kernel in self.kernels
         elif isinstance(made, Plan):
             more = made.kernel in self.kernels
             made = kernel_named(made.kernel).bind(made, operands) if more else made
+        elif isinstance(made, InOrder):
+            made = Ready(made.launcher, (self.types, alignment, made.launcher.variant()))
         elif not isinstance(made, Ready):
-            made = Ready(made, (self.types, alignment, made.variant()))
+            made.put_in_order()
+            made = InOrder(made)
         else:
             more, kernels = False, compiled.get(made.key)
             if kernels is not None:
@@ -233,10 +267,9 @@ class Growing(ABC):
         self.ahead[bucket] = made
         return more
 
-    def planned(self, bucket: Bucket, operands: Operands) -> Plan:
-        """The plan of the longest sequences of a bucket."""
-        (alignment, longest), x = bucket, operands
-        known, problem = self.plans.get(alignment), self.problem_of(longest)
+    def planned(self, alignment: Alignment, problem: Problem, operands: Operands) -> Plan:
+        """The plan of the longest sequences of a bucket, whose problem it is given."""
+        known, x = self.plans.get(alignment), operands
         if known is not None and not (x.k.data_ptr() | x.v.data_ptr()) & 15:
             plan = plan_at_length(known, problem, self.num_splits)
             return kernel_named(plan.kernel).refit(plan, x) if x.q.is_cuda else plan
@@ -258,30 +291,68 @@ class GrowingCall(Growing):
     ) -> None:
         super().__init__(problem, operands, num_splits, plan_for, GROWS)
         self.by_token = problem.codec.granularity == "token"
-        # the layout, what repeats a call, and the launch of its splits
-        self.latest: tuple[Any, Callable[..., Result | None], Any] = (None, absent, None)
+        # the layout, the ends that the memory of the caches has to reach or None, and what repeats
+        # a call, with the launch of its splits
+        self.latest: tuple[Any, Ends | None, tuple[Any, Any]] = (None, None, (absent, None))
+        # strides, with the longest caches of their bucket, and the ends of these, where the strides
+        # have come again
+        self.ends: tuple[Any, Ends | None] = (None, None)
+        self.current = NO_BUCKET
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
-        here = self.layout_of(k, v, rest[K_SCALE])
-        layout, call, split = self.latest
-        if layout == here:
-            return call(q, k, v, *rest, split=split)
-        alignment, longest = alignment_of(here, k.element_size()), rounded_up(here.length)
-        bucket = alignment, longest
+        length, strides = k.shape[1], (k.stride(), v.stride())
+        here = length, strides, rest[K_SCALE].stride() if self.by_token else None
+        layout, ends, launch = self.latest
+        done: Result | None
+        if layout == here and (ends is None or both_reach(k, v, ends)):
+            call, split = launch
+            done = call(q, k, v, *rest, split=split)
+            return done
+        first, longest, found = self.current
+        of_k, of_v = strides
+        every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
+        if not first <= length <= longest or every & 15 or every >> 31 or self.by_token:
+            longest, found = rounded_up(length), self.in_bucket(here, q, k, v, *rest)
+        if found is None:
+            return None
+        split_at, call = found
+        room, at = 0, (longest, strides)
+        known, ends = self.ends
+        if known != at:  # as in every step of caches that are made anew
+            self.ends = at, None
+        else:
+            if ends is None:
+                ends = end_of(k, longest), end_of(v, longest)
+                self.ends = at, ends
+            if both_reach(k, v, ends):
+                room = longest
+        split = split_at(here, room)
+        self.latest = here, ends if room else None, (call, split)
+        done = call(q, k, v, *rest, split=split)
+        if done is not None and length > longest - AHEAD:
+            alignment = alignment_of(here, k.element_size())
+            self.make_ready((alignment, rounded_up(longest + 1)), of_layout(q, k, v, *rest))
+        return done
+
+    def in_bucket(self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        """Finds what launches the splits of a layout at a length, and what repeats a call, in its
+        bucket. None: nothing is compiled for that.
+
+        A bucket of strides that are multiples of 16 is the current one from then on.
+        """
+        length = here[0]
+        bucket = alignment, longest = alignment_of(here, k.element_size()), rounded_up(length)
         launcher = self.buckets.get(bucket)
         if launcher is None:
             launcher = self.launcher_of(bucket, of_layout(q, k, v, *rest))
         if launcher is None or launcher.split_at_length is None:
             return None
-        split, call = launcher.split_at_length(here), launcher.repeat
-        self.latest = here, call, split
-        done: Result | None = call(q, k, v, *rest, split=split)
-        if done is not None and here.length > longest - AHEAD:
-            next_one = alignment, rounded_up(longest + 1)
-            self.make_ready(next_one, of_layout(q, k, v, *rest))
-        return done
+        found = launcher.split_at_length, launcher.repeat
+        if alignment is EVERY_ONE:
+            self.current = length, longest, found
+        return found
 
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream, through Triton where nothing is compiled for
@@ -292,15 +363,12 @@ class GrowingCall(Growing):
         done = self.repeat(*tensors, x.softmax_scale, x.softcap)
         if done is not None:
             return done
-        here = self.layout_of(x.k, x.v, x.k_scale)
-        x.seqlen_k = here.length
-        longest = rounded_up(here.length)
+        x.seqlen_k = length = x.k.shape[1]
+        scales = x.k_scale.stride() if self.by_token and x.k_scale is not None else None
+        here = length, (x.k.stride(), x.v.stride()), scales
+        longest = rounded_up(length)
         bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
-
-    def layout_of(self, k: Tensor, v: Tensor, k_scale: Tensor | None) -> CacheLayout:
-        scales = k_scale.stride() if self.by_token and k_scale is not None else None
-        return CacheLayout(k.shape[1], k.stride(), v.stride(), scales)
 
     def problem_of(self, longest: int) -> Problem:
         return replace(self.problem, seqlen_k=longest)
@@ -324,18 +392,16 @@ class GrowingSequences(Growing):
         super().__init__(problem, operands, 0, plan_for, SEQUENCES_GROW)
         self.mask = mask
         self.known: OrderedDict[Any, Any] = OrderedDict()  # layouts, and what launches them
-        self.packed, self.return_lse = problem.kind == "varlen", problem.return_lse
+        self.return_lse = problem.return_lse
+        # kernels of gradients are bound to a number of sequences
+        self.any_batch = problem.kind == "varlen" and not problem.needs_grad
         self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
 
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream, through Triton where nothing is compiled for
         these operands or somebody observes launches; of packed ones with the greatest lengths."""
         x = operands
-        q, k = x.q, x.k
-        if not self.packed:
-            x.seqlen_q, x.seqlen_k = q.shape[1], k.shape[1]
-        assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
-        here = x.seqlen_q, x.seqlen_k, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
+        here = self.layout_of(x)
         layout, again = self.latest
         bucket = None
         if again is None or layout != here:
@@ -343,7 +409,7 @@ class GrowingSequences(Growing):
             if again is not None:
                 self.latest = here, again
             else:
-                bucket = self.bucket_of(x)
+                bucket = self.bucket_of(x, here)
                 launcher = None if bucket is None else self.launcher_of(bucket, x)
                 again = None if launcher is None else launcher.at_length(x)
                 self.latest = here, again
@@ -355,37 +421,58 @@ class GrowingSequences(Growing):
                 if bucket is not None:
                     self.look_ahead(layout, bucket, x)
                 return done if self.return_lse else (done[0], None)
-        exact = x.seqlen_q, x.seqlen_k, self.edges(x.seqlen_q, x.seqlen_k)
-        return self.through_triton(here, self.bucket_of(x), self.problem_of(exact), x)
+        queries, keys, batch = here[0]
+        exact = batch, queries, keys, self.edges(queries, keys)
+        return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
+
+    def layout_of(self, operands: Operands) -> tuple[Any, ...]:
+        """The layout of a call, by which what launches it is known: ((greatest lengths of queries
+        and keys, sequences), shapes of q and k, strides of q, k and v). Notes the lengths of
+        sequences that are not packed in the operands."""
+        x = operands
+        q, k, starts = x.q, x.k, x.cu_seqlens_q
+        if starts is None:
+            batch, x.seqlen_q, *_ = q.shape
+            x.seqlen_k = k.shape[1]
+        else:
+            batch = starts.shape[0] - 1
+        lengths = x.seqlen_q, x.seqlen_k, batch
+        return lengths, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
 
     def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
         """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
-        length, (alignment, (queries, keys, edges)) = operands.seqlen_k or 0, bucket
-        grown = before is not None and before[:2] == (operands.seqlen_q, length - 1)
+        alignment, (batch, queries, keys, edges) = bucket
+        now, length, sequences = self.layout_of(operands)[0]
+        grown = before is not None and before[0] == (now, length - 1, sequences)
         if grown and length > keys - AHEAD:
-            self.make_ready((alignment, (queries, rounded_up(keys + 1), edges)), operands)
+            self.make_ready((alignment, (batch, queries, rounded_up(keys + 1), edges)), operands)
 
-    def bucket_of(self, operands: Operands) -> Bucket | None:
+    def bucket_of(self, operands: Operands, here: tuple[Any, ...]) -> Bucket | None:
         """The bucket of a call; None where its layout is in none, or its addresses are no multiples
-        of 16: another kernel may be for these, of which later calls are to know nothing."""
+        of 16: another kernel may be for these, of which later calls are to know nothing.
+
+        here   of `layout_of`
+        """
         x = operands
         out = 0 if x.out is None else x.out.data_ptr()
         if (x.q.data_ptr() | x.k.data_ptr() | x.v.data_ptr() | out) & 15:
             return None
-        alignment = alignment_of_sequences(self.problem, x)
+        alignment = alignment_of_sequences(self.problem, x, here[3:])
         if alignment is None:
             return None
-        queries, keys = x.seqlen_q or 0, x.seqlen_k or 0
-        return alignment, (rounded_up(queries), rounded_up(keys), self.edges(queries, keys))
+        queries, keys, batch = here[0]
+        batch = rounded_up(batch) if self.any_batch else batch
+        longest = rounded_up(queries), rounded_up(keys), self.edges(queries, keys)
+        return alignment, (batch, *longest)
 
     def edges(self, queries: int, keys: int) -> tuple[bool, bool]:
         """Which edges of the mask no query meets, left and right: see `Mask.within`."""
         return self.mask.window_left >= keys - 1, self.mask.window_right >= queries - 1
 
-    def problem_of(self, longest: tuple[int, int, tuple[bool, bool]]) -> Problem:
-        queries, keys, (left, right) = longest
+    def problem_of(self, longest: tuple[int, int, int, tuple[bool, bool]]) -> Problem:
+        batch, queries, keys, (left, right) = longest
         mask = self.mask.without(left=left, right=right)
-        return replace(self.problem, seqlen_q=queries, seqlen_k=keys, mask=mask)
+        return replace(self.problem, batch=batch, seqlen_q=queries, seqlen_k=keys, mask=mask)
 
 
 def lengths_of_tensors(packed: bool, paged: bool, out: bool) -> dict[int, int]:
@@ -395,30 +482,62 @@ def lengths_of_tensors(packed: bool, paged: bool, out: bool) -> dict[int, int]:
     return dict.fromkeys(grow, 0 if packed else 1)
 
 
-def pattern_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Any:
-    """The pattern of calls of attention that differ in lengths alone; None: there is none.
+def rows_of_sequences(
+    tensors: Sequence[Tensor], by_name: Mapping[str, Tensor | None]
+) -> dict[int, int]:
+    """Which of the tensors of a packed call have a row for each sequence, and how many more than
+    there are sequences; none where a tensor has such rows that no kernel takes another number of.
 
-    lengths   of `lengths_of_tensors`
+    by_name   the optional tensors
+    """
+    try:
+        for name in OWN_ROWS:
+            x = by_name.get(name)
+            if x is not None and x.dim() == 2:
+                return {}
+        starts = [x for x in map(by_name.get, ROWS_OF_STARTS) if x is not None]
+        others = [x for x in map(by_name.get, ROWS_OF_SEQUENCES) if x is not None]
+        rows = {id(x): 1 for x in starts} | {id(x): 0 for x in others}
+        return {n: rows[id(x)] for n, x in enumerate(tensors) if id(x) in rows}
+    except NO_TENSOR:  # describing says what is not right
+        return {}
+
+
+ROWS_OF_STARTS = "cu_seqlens_q", "cu_seqlens_k"
+ROWS_OF_SEQUENCES = "cache_seqlens", "page_table"
+OWN_ROWS = "alibi_slopes", "q_scale", "k_scale", "v_scale"
+
+
+def pattern_of_sequences(
+    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Collection[int] = ()
+) -> Any:
+    """The pattern of calls of attention that differ in lengths alone, and in how many sequences
+    there are; None: there is none.
+
+    lengths   of `lengths_of_tensors`; rows: of `rows_of_sequences`
     """
     try:
         dims = 3 if lengths[0] == 0 else 4
         if any(len(tensors[n].shape) != dims for n in lengths):
             return None
-        return pattern_with(tensors, lengths)
+        return pattern_with(tensors, lengths, rows)
     except NO_TENSOR:  # describing says what is not right
         return None
 
 
-def check_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) -> Check | None:
-    """A check for tensors like these, but for lengths and the strides that follow from them; None
-    where torch has none.
+def check_of_sequences(
+    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Mapping[int, int] = NO_LENGTHS
+) -> Check | None:
+    """A check for tensors like these, but for lengths and the strides that follow from them, and
+    for the number of sequences; None where torch has none.
 
-    lengths   of `lengths_of_tensors`; the output has to be contiguous
+    lengths   of `lengths_of_tensors`; the output has to be contiguous; rows: of `rows_of_sequences`
     """
-    check = check_of(tensors, any_length=lengths)
+    check = check_of(tensors, any_length=lengths, any_rows=rows)
     if check is None:
         return None
     dim, of_keys, of_out = lengths[0], 1 in lengths, 3 in lengths
+    counted = [*rows.items()]
 
     def fits(*tensors: Any) -> bool:
         if not check(*tensors):
@@ -430,6 +549,13 @@ def check_of_sequences(tensors: Sequence[Tensor], lengths: Mapping[int, int]) ->
             keys = tensors[1].shape[dim]
             if not keys or tensors[2].shape[dim] != keys:
                 return False
+        if counted:
+            batch = tensors[counted[0][0]].shape[0] - counted[0][1]
+            if batch < 1:
+                return False
+            for n, more in counted:
+                if tensors[n].shape[0] != batch + more:
+                    return False
         if not of_out:
             return True
         out = tensors[3]
@@ -457,18 +583,37 @@ def types_of(operands: Operands) -> Hashable:
 
 def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     """The alignment of strides that kernels are compiled and plans made for."""
-    k, v, scales = here.k, here.v, here.scales
+    length, strides, scales = here
+    k, v = strides
     every = k[0] | k[1] | k[2] | v[0] | v[1] | v[2]
     if not every & 15 and every < 1 << 31:
         alignment = EVERY_ONE
     else:
-        strides = *k[:3], *v[:3]  # TMA can describe multiples of 16 bytes
-        alignment = (*((_alignment(x), x * element_size % 16 == 0) for x in strides),)
+        every_one = *k[:3], *v[:3]  # TMA can describe multiples of 16 bytes
+        alignment = (*((_alignment(x), x * element_size % 16 == 0) for x in every_one),)
     if scales is None:
         return alignment
     # copied in bulk where they lie in one piece of multiples of 16 bytes
-    in_bulk = scales[0] % 4 == 0, here.length * scales[1] % 4 == 0
+    in_bulk = scales[0] % 4 == 0, length * scales[1] % 4 == 0
     return alignment, in_bulk, max(scales) >> 31 > 0
+
+
+def end_of(x: Tensor, keys: int) -> int:
+    """The bytes behind the first of a contiguous cache that so many keys of each sequence take."""
+    sizes = x.shape[0], keys, *x.shape[2:]
+    last = sum((n - 1) * step for n, step in zip(sizes, x.stride(), strict=True))
+    taken: int = (last + 1) * x.element_size()
+    return taken
+
+
+def both_reach(k: Tensor, v: Tensor, ends: Ends) -> bool:
+    """Whether the memory of contiguous caches goes on to these ends, as that of slices does. Asked
+    in every call, as caches with one layout may be in different memory."""
+    k_end, v_end = ends
+    k_end += k.storage_offset() * k.element_size()
+    v_end += v.storage_offset() * v.element_size()
+    reach: bool = k_end <= k.untyped_storage().nbytes() and v_end <= v.untyped_storage().nbytes()
+    return reach
 
 
 def of_layout(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Operands:
@@ -483,21 +628,27 @@ def absent(*_: Any, **__: Any) -> None:
     """Repeats no call: the first length is yet to come."""
 
 
+NO_BUCKET: tuple[int, int, Any] = (1, 0, None)
+"""The first length that came, the longest, and what `GrowingCall.in_bucket` finds: none."""
+
+
 def _alignment(stride: int) -> int:
     """A number for each kind of stride that Triton compiles for."""
     return 3 * (stride >> 31 > 0) + (stride == 1) + 2 * (stride % 16 == 0)
 
 
-def alignment_of_sequences(problem: Problem, operands: Operands) -> Alignment | None:
-    """Finds the alignment of strides of a call of attention and its output; None where offsets
-    inside a tile of keys may need more than 32 bits."""
+def alignment_of_sequences(
+    problem: Problem, operands: Operands, strides: Sequence[Any]
+) -> Alignment | None:
+    """Finds the alignment of strides of a call of attention, those of q, k and v, and of its
+    output; None where offsets inside a tile of keys may need more than 32 bits."""
     x = operands
     outer = inner = 0
-    for strides in (x.q.stride(), x.k.stride(), x.v.stride()):
-        if len(strides) == 4:
-            outer |= strides[0]
-        inner |= strides[-3]
-        outer |= strides[-2]
+    for of_one in strides:
+        if len(of_one) == 4:
+            outer |= of_one[0]
+        inner |= of_one[-3]
+        outer |= of_one[-2]
     row = problem.num_heads * problem.head_dim_v
     if not (outer | inner | row | problem.head_dim_v) & 15:
         out = row * x.q.shape[-3]  # of a sequence, or of all

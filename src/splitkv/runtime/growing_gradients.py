@@ -32,7 +32,7 @@ class AtLength:
     of a SequenceLauncher.
 
     forward_call         of every length; gives the LSE, too
-    layout               of this length, with which begins what that knows it by
+    layout               of this length, by which that knows it
     plan                 of the bucket that this length is in
     backward_launchers   of the bucket: see kernels/gradients.py
     """
@@ -60,7 +60,7 @@ class AtLength:
                 return done
         result = self.forward_call(operands)
         latest, again = self.forward_call.latest
-        if latest is not None and latest[: len(self.layout)] == self.layout:
+        if latest == self.layout:
             self.forward_again = again
         return result
 
@@ -91,10 +91,7 @@ class GrowingGradients:
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream."""
         x = operands
-        q, k = x.q, x.k
-        if self.problem.kind == "dense":
-            x.seqlen_q, x.seqlen_k = q.shape[1], k.shape[1]
-        here = x.seqlen_q, x.seqlen_k, q.shape, k.shape, q.stride(), k.stride(), x.v.stride()
+        here = self.growing.layout_of(x)
         layout, at = self.latest
         if at is None or layout != here:
             at = self.known.get(here)
@@ -106,17 +103,23 @@ class GrowingGradients:
 
     def at_length(self, operands: Operands, here: tuple[Any, ...]) -> Launcher | AtLength:
         """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
-        or where a kernel is chosen that does not take every length."""
+        or where a kernel is chosen that does not take every length.
+
+        here   of `GrowingSequences.layout_of`
+        """
         x, growing = operands, self.growing
         assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
-        bucket = growing.bucket_of(x)
+        bucket = growing.bucket_of(x, here)
         if bucket is not None:
             if bucket not in self.plans:
-                self.plans[bucket] = growing.planned(bucket, x), {}
+                alignment, longest = bucket
+                plan = growing.planned(alignment, growing.problem_of(longest), x)
+                self.plans[bucket] = plan, {}
             plan, launchers = self.plans[bucket]
             if plan.kernel in SEQUENCES_GROW:
                 return AtLength(self.problem, growing, here, plan, launchers)
-        lengths = x.seqlen_q, x.seqlen_k, growing.edges(x.seqlen_q, x.seqlen_k)
+        edges = growing.edges(x.seqlen_q, x.seqlen_k)
+        lengths = self.problem.batch, x.seqlen_q, x.seqlen_k, edges
         exact = replace(growing.problem_of(lengths), return_lse=self.problem.return_lse)
         plan = self.plan_for(exact, x)
         made: Launcher = kernel_named(plan.kernel).bind(plan, x)

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import sglang_contract as contract
 import torch
+from fake_gpu import compilations, fake_gpu
 from sglang_contract import ForwardMode, adapter
 from torch import Tensor
 
 from splitkv import reference
+from splitkv.core.device import Device
 from splitkv.core.masks import Mask
+from splitkv.integrations import engine_warmup
 from splitkv.testing import assert_close
 
 HEADS, KV_HEADS, DIM, CONTEXT, REQUESTS = 4, 2, 16, 160, 6
@@ -256,6 +259,51 @@ def test_graphs_of_other_batches_are_refused() -> None:
     x = engine.batch(ForwardMode.EXTEND, {0: 3})
     with pytest.raises(NotImplementedError, match="expected DECODE or TARGET_VERIFY, got EXTEND"):
         engine.backend.init_forward_metadata_out_graph(x)
+
+
+def with_model(engine: Engine, *kinds: dict[str, Any]) -> Any:
+    """The runner of an engine, with a model of layers that differ from the engine's by these."""
+    model = torch.nn.Module()
+    for number, kind in enumerate(kinds):
+        layer = adapter.RadixAttention.__new__(adapter.RadixAttention)
+        torch.nn.Module.__init__(layer)
+        vars(layer).update(vars(engine.layer) | kind)
+        model.add_module(str(number), layer)
+    engine.runner.model, engine.runner.dtype = model, DTYPE
+    return engine.runner
+
+
+def test_each_kind_of_layer_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[Any, ...]]()
+    monkeypatch.setattr(engine_warmup, "warm_layer", lambda *given: asked.append(given))
+    engine = Engine(16, E5M2, chunked_prefill_size=100, **DRAFTS)
+    windowed, encoder = {"sliding_window_size": 7}, adapter.AttentionType.ENCODER_ONLY
+    runner = with_model(engine, {}, windowed, {"layer_id": 2}, {"attn_type": encoder})
+    runner.model.sinks = torch.nn.Parameter(SINKS)
+    engine.backend.warm_up(runner)
+    kinds = [kind for kind, _, _ in asked]
+    assert [kind.arguments["window_size"] for kind in kinds] == [(-1, -1), (7, -1)]
+    assert all(kind.sink_logits and kind.codec.name == "fp8_e5m2" for kind in kinds)
+    assert {sizes for _, sizes, _ in asked} == {
+        engine_warmup.Sizes((1, 2, 4, 6), 100, 6, CONTEXT, (1, 5), appends=False)
+    }
+
+
+def test_steps_after_warming_up_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled for a GPU of the table and nothing runs: see support/fake_gpu.py."""
+    gpu = Device.named("h200")
+    monkeypatch.setattr(engine_warmup, "current", lambda: gpu)
+    monkeypatch.setattr(Engine, "compare", lambda *_: None)
+    engine = Engine(16, chunked_prefill_size=64)
+    with fake_gpu("h200"), torch.no_grad():
+        engine.backend.warm_up(with_model(engine, {}))
+        with compilations() as compiled:
+            engine.step(ForwardMode.EXTEND, {0: 5, 3: 40, 1: 19})
+            engine.step(ForwardMode.EXTEND, {1: 64})
+            engine.step(ForwardMode.DECODE, {0: 1, 1: 1})
+            engine.step(ForwardMode.MIXED, {0: 1, 1: 1, 2: 33, 3: 1})
+            engine.step(ForwardMode.DECODE, {0: 1, 1: 1, 2: 1, 3: 1})
+        assert compiled == []
 
 
 def test_idle() -> None:

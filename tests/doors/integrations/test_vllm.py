@@ -44,7 +44,7 @@ else:
 @pytest.fixture(autouse=True)
 def keys_before_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout by default, which vLLM asks of its configuration."""
-    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "NHD")
+    contract.use_layout(monkeypatch, "NHD")
 
 
 def tokens(count: int, heads: int) -> Tensor:
@@ -79,7 +79,7 @@ class Engine:
         )
         assert not options
         self.options = self.impl.options
-        self.cache = empty_cache(kv)
+        self.cache = contract.empty_cache(BLOCKS, BLOCK, KV_HEADS, DIM, kv, DTYPE)
         self.free = list(range(BLOCKS))
         self.draw.shuffle(self.free)
 
@@ -173,20 +173,6 @@ class Engine:
         assert_close(out, *results)
 
 
-def empty_cache(kv: str, layout: str = "NHD", dtype: torch.dtype = DTYPE) -> Tensor:
-    """As vLLM makes it, of garbage: by the shape and order that the backend says."""
-    backend = adapter.SplitKVBackend
-    shape = backend.get_kv_cache_shape(BLOCKS, BLOCK, KV_HEADS, DIM, kv)
-    order = backend.get_kv_cache_stride_order()
-    physical = [shape[i] for i in order]
-    if kv == "auto":
-        made = torch.full(physical, torch.nan, dtype=dtype)
-    else:
-        made = torch.full(physical, 127, dtype=torch.uint8)
-        made = made.view(torch.int8) if kv == "int8_per_token_head" else made
-    return made.permute([order.index(i) for i in range(4)])
-
-
 def stored(x: Tensor, kv: str, scale: Any) -> Tensor:
     """What comes back of keys or values that a cache holds."""
     if kv == "auto":
@@ -241,13 +227,40 @@ def test_mixed_steps(layer: str) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", contract.LAYOUTS)
 def test_caches(cache: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: layout)
+    contract.use_layout(monkeypatch, layout)
     kv, scales = CACHES[cache]
+    if kv.endswith("per_token_head") and layout in ("LHBNC", "BHLNC"):
+        with pytest.raises(NotImplementedError, match="kv_cache: expected a block of a layer in"):
+            Engine(kv, scales=scales).request(9)
+        return
     engine = Engine(kv, scales=scales)
-    assert (engine.cache.stride(1) < engine.cache.stride(2)) == (layout == "NHD")
+    heads_first = layout.index("H") < layout.index("N")
+    assert (engine.cache.stride(1) > engine.cache.stride(2)) == heads_first
+    assert adapter.contract.heads_first(engine.builder.vllm_config) == heads_first
     assert len(list(mixed_steps(engine, 3))) == 3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """As much of vLLM's specification of a layer's cache as a backend may adjust."""
+
+    head_size: int
+    dtype: torch.dtype
+    kv_quant_mode: Any
+    head_size_v: int = 48
+    state_content_bytes: int | None = None
+
+
+def test_room_for_scales() -> None:
+    """A specification of a cache says how wide its rows are, from vLLM 0.28 on."""
+    adjust = adapter.SplitKVBackend.customize_spec
+    plain, scaled = (SimpleNamespace(is_per_token_head=on) for on in (False, True))
+    spec = Spec(64, torch.int8, scaled)
+    assert adjust(spec).state_content_bytes == 64 + 48 + 2 * 4
+    for same in (replace(spec, kv_quant_mode=plain), replace(spec, state_content_bytes=7)):
+        assert adjust(same) is same
 
 
 @pytest.mark.parametrize("cache", [name for name in CACHES if name != "as it is"])
@@ -347,6 +360,48 @@ def test_speculative_tokens_decode(drafted: int) -> None:
     _, made = engine.step([(a, 1 + drafted), (b, 1), (c, 1)])
     assert (made.step.num_decodes, made.step.decode_len) == (1, 1 + drafted)
     assert made.step.rest is not None
+
+
+def test_steps_of_a_draft_model() -> None:
+    """One description serves them all: lengths grow where they lie, and schedules are made anew."""
+    engine = Engine()
+    assert engine.builder.supports_draft_decode_metadata_update
+    requests = [engine.request(n) for n in (9, 50)]
+    x = engine.described([(request, 1) for request in requests])
+    x.max_seq_len = LONGEST
+    made = engine.builder.build(0, x, fast_build=True)
+    for _ in range(3):
+        for request in requests:
+            request.k = torch.cat([request.k, tokens(1, KV_HEADS)])
+            request.v = torch.cat([request.v, tokens(1, KV_HEADS)])
+        now = engine.described([(request, 1) for request in requests])
+        x.seq_lens.copy_(now.seq_lens)
+        made.step.schedules["of the step before"] = None
+        engine.builder.update_draft_decode_metadata(made)
+        assert made.step.schedules == {}
+        q = tokens(2, HEADS)
+        k, v = (torch.cat([getattr(request, name)[-1:] for request in requests]) for name in "kv")
+        out = torch.full_like(q, torch.nan)
+        engine.impl.do_kv_cache_update(engine.layer, k, v, engine.cache, now.slot_mapping)
+        engine.impl.forward(engine.layer, q, k, v, engine.cache, made, out)
+        for n, request in enumerate(requests):
+            engine.compare(request, q[n : n + 1], out[n : n + 1], causal=True)
+    mixed = engine.builder.build(0, engine.described([(requests[0], 1), (requests[1], 7)]))
+    with pytest.raises(NotImplementedError, match="draft step: expected as many new tokens"):
+        engine.builder.update_draft_decode_metadata(mixed)
+
+
+def test_builders_that_derive_lengths_update_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(world_size=2, rank_in_group=1)
+    monkeypatch.setattr(adapter, "get_dcp_group", lambda: group)
+
+    class Derived(adapter.SplitKVMetadataBuilder):  # type: ignore[name-defined, misc]
+        pass
+
+    spec, device = SimpleNamespace(block_size=BLOCK), torch.device("cpu")
+    for kind, ranks in ((Derived, 1), (adapter.SplitKVMetadataBuilder, 2)):
+        builder = kind(spec, ["layer"], contract.config(ranks=ranks), device)
+        assert not builder.supports_draft_decode_metadata_update
 
 
 @pytest.mark.parametrize(
@@ -559,7 +614,7 @@ class RankedEngine:
         self.kv, self.ranks, self.interleave = kv, ranks, interleave
         self.scales = (1.0, 1.0) if kv == "auto" else (0.02, 0.03)
         self.layer, meeting = contract.layer(*self.scales), Meeting(ranks)
-        patch.setattr(adapter, "cp_lse_ag_out_rs", merged)
+        patch.setattr(adapter.contract, "cp_lse_ag_out_rs", merged)
         device, spec = torch.device("cpu"), SimpleNamespace(block_size=BLOCK)
         settings = contract.config(LONGEST, 256, ranks=ranks, interleave=interleave)
         self.sinks = torch.randn(ranks * HEADS) if impl.pop("sinks", False) else None
@@ -574,9 +629,7 @@ class RankedEngine:
             self.impls.append(made)
             builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
             self.builders.append(builder)
-            shape = adapter.SplitKVBackend.get_kv_cache_shape(BLOCKS, BLOCK, 1, DIM, kv)
-            cache = torch.full(shape, torch.nan, dtype=DTYPE)
-            self.caches.append(cache if kv == "auto" else torch.full(shape, 127, dtype=torch.uint8))
+            self.caches.append(contract.empty_cache(BLOCKS, BLOCK, 1, DIM, kv, DTYPE))
         self.sequences: list[Request] = []
 
     def slots(self, rank: int, request: Request, first: int) -> list[int]:
@@ -666,7 +719,7 @@ def test_ranks_that_share_keys(
     layer: dict[str, Any], ranks: int, interleave: int, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = RankedEngine(ranks, interleave, kv, monkeypatch, **layer)
-    monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda: "HND")
+    contract.use_layout(monkeypatch, "HND")
     places = iter(torch.randperm(BLOCKS).tolist())
     a, b, c = (Request([next(places) for _ in range(LONGEST // BLOCK)], *nothing()) for _ in "abc")
     made = engine.step([(a, 33), (b, 5)])
@@ -683,6 +736,14 @@ def test_ranks_that_share_keys(
 def nothing() -> tuple[Tensor, Tensor]:
     """Keys and values of a request on ranks, as yet."""
     return tokens(0, 1), tokens(0, 1)
+
+
+def test_a_draft_whose_keys_every_rank_has() -> None:
+    """Its cache is not shared out, as vLLM says from 0.31 on in its specification."""
+    settings, device = contract.config(ranks=2), torch.device("cpu")
+    spec = SimpleNamespace(block_size=BLOCK, dcp_sharded=False)
+    builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
+    assert (builder.ranks, builder.rank) == (1, 0)
 
 
 def test_graphs_of_ranks() -> None:
@@ -920,6 +981,9 @@ def test_prompts_in_part_are_refused() -> None:
         Engine(settings={"kv_sharing_fast_prefill": True})
 
 
+ASKED = "Backend", "Impl", "MetadataBuilder"
+
+
 def rows_of_guide() -> list[tuple[str, str, str]]:
     """(what, whether, how to ask) of the table in docs/serving.md."""
     page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
@@ -942,10 +1006,10 @@ def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPat
 
     orders = {}
     for layout in ("NHD", "HND"):
-        monkeypatch.setattr(adapter, "get_kv_cache_layout", lambda layout=layout: layout)
-        orders[adapter.SplitKVBackend.get_kv_cache_stride_order()] = layout
+        contract.use_layout(monkeypatch, layout)
+        orders[Engine().cache.stride()] = layout
     known = {
-        **{name: getattr(adapter, name) for name in ("SplitKVBackend", "SplitKVImpl")},
+        **{f"SplitKV{x}": getattr(adapter, f"SplitKV{x}") for x in ASKED},
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")},
         "capability": lambda major, minor: SimpleNamespace(major=major, minor=minor),
         "cudagraph_support": cudagraph_support,
@@ -957,6 +1021,16 @@ def test_guide(what: str, served: str, asked: str, monkeypatch: pytest.MonkeyPat
 
 def test_guide_has_a_table() -> None:
     assert len(rows_of_guide()) > 20
+
+
+def test_contracts_have_the_same_names() -> None:
+    """One of them is imported, by what vLLM has."""
+    folder = Path(adapter.__file__).parent
+    files = [folder / f"vllm_contract_{release}.py" for release in ("0_26", "0_29")]
+    assert Path(adapter.contract.__file__) in files
+    lists = [re.findall(r"^__all__ = .*", file.read_text(), re.M) for file in files]
+    assert lists[0] == lists[1] != []
+    assert all(hasattr(adapter.contract, name) for name in adapter.contract.__all__)
 
 
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:

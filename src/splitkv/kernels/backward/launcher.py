@@ -172,7 +172,9 @@ class BackwardLauncher:
         p, c, splits = self.problem, self.variant.keys, self.variant.row_splits
         total = x.k.shape[:-2].numel()
         row_bytes = p.seqlen_q * p.group * (p.head_dim + p.head_dim_v) * p.element_bytes
-        tiles, lanes, width = tiles_and_lanes(p, self.device, total, 1, c.tile_n, row_bytes)
+        tiles, lanes, width = tiles_and_lanes(
+            p, self.device, total, p.batch, 1, c.tile_n, row_bytes
+        )
         split = allocate_splits(p, x, splits, c.tile_n)
         programs = p.batch * p.num_kv_heads * splits.tiles * splits.splits + tiles * lanes
         arguments = self.shared_arguments(x, seed, stats, tensors) | {
@@ -216,7 +218,9 @@ class BackwardLauncher:
         p, c = self.problem, self.variant.queries
         total = x.q.shape[:-2].numel()
         key_bytes = p.kv_bytes // max(p.batch * p.num_kv_heads, 1)
-        tiles, lanes, width = tiles_and_lanes(p, self.device, total, p.group, c.tile_m, key_bytes)
+        tiles, lanes, width = tiles_and_lanes(
+            p, self.device, total, p.batch, p.group, c.tile_m, key_bytes
+        )
         arguments = self.shared_arguments(x, seed, stats, tensors) | {
             "total_q": total,
             "tiles": tiles,

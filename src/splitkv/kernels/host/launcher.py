@@ -62,18 +62,15 @@ BOUNDS = "left", "right", "sink_tokens", "chunk"
 """The arguments of a mask, in the order of `Mask.bounds`."""
 
 
-class CacheLayout(NamedTuple):
-    """The length of contiguous caches, the strides of keys, of values, and of scales of each
-    token."""
-
-    length: int
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    scales: tuple[int, ...] | None
+CacheLayout = tuple[int, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None]
+"""The length of contiguous caches, the strides of keys and of values, and of scales of each token.
+A plain tuple, as every call on a cache that grows makes one."""
 
 
-LaunchAtLength = Callable[[CacheLayout], Launch]
-"""Gives a launch of a compiled kernel for caches of this layout."""
+LaunchAtLength = Callable[[CacheLayout, int], Launch]
+"""`launch_at_length(layout, room)`: gives a launch of a compiled kernel for caches of this layout.
+Their memory goes on to `room` keys of each sequence, which may be read and are seen by no query; 0:
+to those that there are."""
 
 
 class SplitKernel(NamedTuple):
@@ -197,14 +194,15 @@ class CacheTail:
 
     def at_length(self, here: CacheLayout) -> list[Any]:
         """The arguments for caches of another length."""
-        place, made = self.tail.place, [*self.arguments]
+        made, (length, strides, scales) = [*self.arguments], here
         if self.seqlen_k is not None:
-            made[self.seqlen_k] = here.length
+            made[self.seqlen_k] = length
         if self.strided:
-            made[place["k_strides"]] = Strides(*here.k[:3])
-            made[place["v_strides"]] = Strides(*here.v[:3])
-        if here.scales is not None:
-            for name, step in zip(STRIDES_OF_SCALES, here.scales, strict=True):
+            place = self.tail.place
+            made[place["k_strides"]], made[place["v_strides"]] = (Strides(*x[:3]) for x in strides)
+        if scales is not None:
+            place = self.tail.place
+            for name, step in zip(STRIDES_OF_SCALES, scales, strict=True):
                 if name in place:
                     made[place[name]] = step
         return made
@@ -382,6 +380,10 @@ class DecodeLauncher:
         if self.partial_rows:
             partial = self.partials(o.q, self.acc_numel, self.partial_rows)
         return arguments_of(self.plan, o, final, partial) | appended
+
+    def put_in_order(self) -> None:
+        """Puts the arguments of the first kernel in order, as `variant` else does."""
+        self.split.variant()
 
     def variant(self) -> Hashable:
         """A key of the two kernels that Triton compiles, among launchers bound to operands with

@@ -110,6 +110,54 @@ def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None
     return in_a_tuple if as_tuple else one_by_one
 
 
+LaunchOfLayout = Callable[[Sequence[Any], Layout, Layout], Launch]
+"""`launch_of_layout(tail, k_layout, v_layout)`: a launch as `LaunchWith` has it, of tensors with
+these layouts."""
+
+
+def bind_to_layouts(
+    compiled: Any, grid: tuple[int, int, int], k_tile: Tile, v_tile: Tile
+) -> LaunchOfLayout | None:
+    """Binds launches as `bind_to_maps` does, for layouts that come and go: each keeps the maps of
+    its own, which are forgotten with it. None: no way is known.
+    """
+    calling = _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+    x, y, z = grid
+    (fill, k_box), (_, v_box) = k_tile, v_tile
+
+    def bind(tail: Sequence[Any], k_layout: Layout, v_layout: Layout) -> Launch:
+        k_maps: dict[int, tuple[Any, ...]] = {}
+        v_maps: dict[int, tuple[Any, ...]] = {}
+
+        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
+            # written out, as a call takes longer than what is called
+            at_k, at_v, at_table = kv
+            k, v = k_maps.get(at_k), v_maps.get(at_v)
+            if k is None:
+                shape, strides = k_layout
+                k = fill(at_k, *k_box, shape, strides, 0), *shape, *strides
+                if len(k_maps) >= MAX_MAPS:
+                    k_maps.clear()
+                k_maps[at_k] = k
+            if v is None:
+                shape, strides = v_layout
+                v = fill(at_v, *v_box, shape, strides, 0), *shape, *strides
+                if len(v_maps) >= MAX_MAPS:
+                    v_maps.clear()
+                v_maps[at_v] = v
+            if as_tuple:
+                function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
+            else:
+                function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
+
+        return launch
+
+    return bind
+
+
 LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], "OperandMaps"], Launch]
 """`launch_at(grid, tail, maps)`: a launch, as `Sequences` has it, on a grid, whose last arguments
 are always `tail`, and which takes operands and out as the items of these maps."""
@@ -128,10 +176,12 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
         x, y, z = grid
         q, q_rest, k = maps[:3]
         k_rest, v, out = maps[3:]
+        whole = q_rest is k_rest is NO_MAPS
 
         def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
+            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
             function(
-                *(x, y, z, stream, *fixed, *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k]),
+                *(x, y, z, stream, *fixed, *q[at.q], *of_q, *k[at.k], *of_k),
                 *(*v[at.v], *out[at.out], *memory, row[0], *args, *tail),
             )
 
@@ -141,9 +191,11 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
         x, y, z = grid
         q, q_rest, k = maps[:3]
         k_rest, v, out = maps[3:]
+        whole = q_rest is k_rest is NO_MAPS
 
         def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            operands = *q[at.q], *q_rest[at.q], *k[at.k], *k_rest[at.k], *v[at.v], *out[at.out]
+            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
+            operands = *q[at.q], *of_q, *k[at.k], *of_k, *v[at.v], *out[at.out]
             function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
 
         return launch
@@ -394,9 +446,10 @@ class NoMaps(dict[int, tuple[Any, ...]]):
     """In the place of `TensorMaps`, for a kernel that takes None there."""
 
     def __missing__(self, address: int) -> tuple[None]:
-        return (None,)
+        return NO_MAP
 
 
+NO_MAP = (None,)
 JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
 
 
@@ -444,15 +497,15 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
     memory, so it stays right when the memory is freed and taken again. Out of bounds reads 0.
     """
 
-    __slots__ = "shape", "strides", "tile"
+    __slots__ = "fill", "given", "layout"
 
     def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.tile, self.shape, self.strides = tile, shape, strides
+        self.fill = tile.fill
+        self.given, self.layout = (*tile.box, shape, strides, 0), (*shape, *strides)
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
         """Asks the driver for a map, and keeps it among all."""
-        (fill, box), shape, strides = self.tile, self.shape, self.strides
-        made = fill(address, *box, shape, strides, 0), *shape, *strides
+        made = self.fill(address, *self.given), *self.layout
         if len(_made) >= MAX_MAPS:
             kept = _made[:]  # another thread may add to it
             del _made[: len(kept)]
@@ -491,8 +544,7 @@ class MapsOfLength(TensorMaps):
     def __missing__(self, address: int) -> tuple[Any, ...]:
         if len(self) >= MAX_MAPS:
             self.clear()
-        (fill, box), shape, strides = self.tile, self.shape, self.strides
-        made = self[address] = fill(address, *box, shape, strides, 0), *shape, *strides
+        made = self[address] = self.fill(address, *self.given), *self.layout
         return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +21,17 @@ LOG2_E = math.log2(math.e)
 
 
 def tiles_and_lanes(
-    problem: Problem, device: Device, total: int, rows: int, tile: int, lane_bytes: int
+    problem: Problem, device: Device, total: int, batch: int, rows: int, tile: int, lane_bytes: int
 ) -> tuple[int, int, int]:
-    """(tiles of a lane, lanes, lanes together) for tokens of `rows` rows, `total` if packed.
+    """(tiles of a lane, lanes, lanes together) for tokens of `rows` rows, `total` of so many
+    sequences.
 
     Together: as many lanes as have their `lane_bytes` of operands in half of the L2, which on the
     large GPUs is in two halves that hold the same.
     """
     if problem.kind == "varlen":
-        return total * rows // tile + problem.batch + 1, problem.num_kv_heads, problem.num_kv_heads
-    length, lanes = total // max(problem.batch, 1), problem.batch * problem.num_kv_heads
+        return total * rows // tile + batch + 1, problem.num_kv_heads, problem.num_kv_heads
+    length, lanes = total // max(batch, 1), batch * problem.num_kv_heads
     together = device.l2_bytes // 2 // max(lane_bytes, 1)
     return ceil_div(length * rows, tile), lanes, max(1, min(together, lanes))
 
@@ -92,26 +93,31 @@ def result_layouts(problem: Problem, operands: Operands) -> ResultLayouts:
 
 
 class SequenceLengths(NamedTuple):
-    """The greatest lengths of sequences and the tokens of q, those of a call."""
+    """The greatest lengths of sequences, the tokens of q, and how many sequences there are, those
+    of a call."""
 
     seqlen_q: int
     seqlen_k: int
     total_q: int
+    batch: int
 
 
 def lengths_of(problem: Problem, operands: Operands) -> SequenceLengths:
     """The SequenceLengths of operands; those of the problem where they do not say."""
     x, shape = operands, operands.q.shape
+    starts = x.cu_seqlens_q
     return SequenceLengths(
         problem.seqlen_q if x.seqlen_q is None else x.seqlen_q,
         problem.seqlen_k if x.seqlen_k is None else x.seqlen_k,
         shape[0] if len(shape) == 3 else shape[0] * shape[1],
+        problem.batch if starts is None else starts.shape[0] - 1,
     )
 
 
-def bytes_of_keys(problem: Problem, lengths: SequenceLengths) -> int:
-    """`Problem.kv_bytes` at other lengths, where these are on the host."""
-    return problem.bytes_of_keys(problem.mask.num_keys(lengths.seqlen_q, lengths.seqlen_k))
+def bytes_of_keys(problem: Problem) -> Callable[[SequenceLengths], int]:
+    """Gives what computes `Problem.kv_bytes` at other lengths, where these are on the host."""
+    of_one, num_keys = problem.bytes_of_keys(1), problem.mask.num_keys
+    return lambda lengths: of_one * num_keys(lengths.seqlen_q, lengths.seqlen_k)
 
 
 class SequenceSizes(NamedTuple):
@@ -120,6 +126,7 @@ class SequenceSizes(NamedTuple):
     grid         programs along each axis
     arguments    of the kernel, by name
     total_q      tokens of q in all
+    batch        sequences
     max_tokens   tokens of the longest sequences whose keys are split
     results      ResultLayouts
     """
@@ -127,6 +134,7 @@ class SequenceSizes(NamedTuple):
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
     total_q: int
+    batch: int
     max_tokens: int
     results: ResultLayouts
 

@@ -75,11 +75,11 @@ class SequenceSplits:
     head_dim_v: int
     merge: str
 
-    def rows_of(self, problem: Problem, max_tokens: int) -> int:
-        """Rows of all partials where these are the longest sequences whose keys are split."""
+    def rows_of(self, num_heads: int, sizes: SequenceSizes) -> int:
+        """Rows of all partials of a call of these sizes."""
         if not self.rows or self.merge == "items":
             return self.rows
-        return problem.batch * max_tokens * problem.num_heads * (self.num_splits or 1)
+        return sizes.batch * sizes.max_tokens * num_heads * (self.num_splits or 1)
 
     @property
     def in_kernel(self) -> bool:
@@ -150,7 +150,6 @@ class CombineLaunch(NamedTuple):
 
     heads: int
     columns: int
-    batch: int
     fixed: tuple[tuple[str, Any], ...]
     options: Mapping[str, Any]
 
@@ -158,7 +157,7 @@ class CombineLaunch(NamedTuple):
         """Arguments that follow from the lengths of a call, by name."""
         out = sizes.results.out_strides
         return {
-            "batch": self.batch * sizes.max_tokens,
+            "batch": sizes.batch * sizes.max_tokens,
             "tokens": sizes.max_tokens,
             "total_q": sizes.total_q,
             "stride_ob": out.b,
@@ -167,7 +166,7 @@ class CombineLaunch(NamedTuple):
         }
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
-        return self.batch * sizes.max_tokens * self.heads, 1, self.columns
+        return sizes.batch * sizes.max_tokens * self.heads, 1, self.columns
 
     def launch(
         self, partial: Partial, final: Final, operands: Operands, sizes: SequenceSizes
@@ -243,7 +242,7 @@ def combine_launch(plan: Plan, splits: SequenceSplits, early: bool) -> CombineLa
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     if early:
         options["launch_pdl"] = True
-    return CombineLaunch(problem.num_heads, columns, problem.batch, tuple(fixed.items()), options)
+    return CombineLaunch(problem.num_heads, columns, tuple(fixed.items()), options)
 
 
 class SequenceLauncher(ABC):
@@ -289,6 +288,16 @@ class SequenceLauncher(ABC):
         """A function that launches a compiled kernel again, as `Sequences` has it, for operands of
         these sizes; None: Triton has to, every time. maps: what keeps those of TMA."""
 
+    @property
+    @abstractmethod
+    def tail(self) -> Tail:
+        """The last arguments of the first kernel, at the lengths that it was bound for; put in
+        order when they are asked for."""
+
+    def put_in_order(self) -> None:
+        """Puts the arguments of the first kernel in order, as `variant` else does."""
+        assert self.tail is not None
+
     @abstractmethod
     def variant(self) -> Hashable:
         """A key of the two kernels that Triton compiles, among launchers bound to operands with
@@ -316,7 +325,7 @@ class SequenceLauncher(ABC):
         problem, q, merge, rows = self.problem, operands.q, None, 0
         items: ItemLaunches | None = None
         if self.splits.rows:
-            rows = self.splits.rows_of(problem, sizes.max_tokens)
+            rows = self.splits.rows_of(problem.num_heads, sizes)
             self.splits.expect_arrivals(sizes.grid[0])
         if isinstance(self.combine, ItemMerge):
             items = self.combine.relaunch_all(merged, sizes)

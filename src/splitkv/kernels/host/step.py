@@ -238,6 +238,10 @@ class StepLauncher:
         appended = pointers(o.new, o.k, o.v) if appends else {}
         return arguments_of(self.plan, o, final, partial) | {"starts_ptr": starts} | appended
 
+    def put_in_order(self) -> None:
+        """Puts the arguments of the first kernel in order, as `variant` else does."""
+        self.split.variant()
+
     def variant(self) -> Hashable:
         """A key of the kernels that Triton compiles, as `DecodeLauncher.variant`."""
         return self.split.variant(), self.merge.variant(), (self.lse_shape is None, self.dtype)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -74,9 +74,9 @@ from splitkv.kernels.host.partition import grid
 from splitkv.kernels.host.relaunch import (
     JUST_ADDRESSES,
     Launch,
-    MapsOfLength,
     TensorMaps,
     Tile,
+    bind_to_layouts,
     bind_to_maps,
     holding,
     in_clusters,
@@ -130,9 +130,9 @@ def as_stored(x: Any, config: Config) -> Any:
 
 
 def device_config(
-    plan: Plan, variant: HopperDecode, operands: Operands, tokens: TokenTiles
+    plan: Plan, variant: HopperDecode, dims: tuple[int, int], tokens: TokenTiles
 ) -> DecodeConfig:
-    """The compile-time values of a plan."""
+    """The compile-time values of a plan; dims: columns of K and of V as they are stored."""
     problem, config = plan.problem, plan.config
     wide, cluster = config.tile_m == WIDE, config.merge == "cluster"
     allocate = allocate_rows if variant.load == "gather" else allocate_boxes
@@ -148,8 +148,8 @@ def device_config(
         num_stages=config.num_stages,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        dim_k=as_stored(operands.k, config).shape[3],
-        dim_v=as_stored(operands.v, config).shape[3],
+        dim_k=dims[0],
+        dim_v=dims[1],
         dequantize=DEQUANTIZE[problem.codec.name],
         k_type=type_of_keys(problem),
         load=variant.load,
@@ -184,7 +184,7 @@ def shared_behind(problem: Problem, config: Config, variant: HopperDecode) -> in
 def fixed_arguments_of(
     entry: str, plan: Plan, variant: HopperDecode, operands: Operands
 ) -> dict[str, Any]:
-    """The arguments of an entry point that never change from call to call."""
+    """The run-time arguments of an entry point that never change from call to call."""
     mask, appends = plan.problem.mask, plan.config.appends
     of_plan = step.step_arguments if entry == "persistent" else split_arguments
     arguments = of_plan(plan, operands) | {
@@ -202,10 +202,7 @@ def fixed_arguments_of(
     if entry == "append":
         del arguments["stride_sn"]
         arguments |= fixed_arguments(operands)
-    tokens = token_tiles(operands) if appends else TokenTiles()
-    if appends and entry == "persistent":  # one a warp: it has few registers
-        tokens = tokens._replace(tile_t=WRITING_WARPS.value)
-    return arguments | {"CONFIG": device_config(plan, variant, operands, tokens)}
+    return arguments
 
 
 def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
@@ -214,13 +211,16 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     variant = variant_of(plan)
     entry, wide = entry_of(config, variant), config.tile_m == WIDE
     kernel, producer = ENTRIES[entry], variant.load == "producer_warp"
-    fixed = fixed_arguments_of(entry, plan, variant, operands)
+    run_time = fixed_arguments_of(entry, plan, variant, operands)
+    dims = tuple([as_stored(x, config).shape[3] for x in (operands.k, operands.v)])
+    tokens = token_tiles(operands) if config.appends else TokenTiles()
+    if config.appends and entry == "persistent":  # one a warp: it has few registers
+        tokens = tokens._replace(tile_t=WRITING_WARPS.value)
     per_call: tuple[str, ...] = PER_CALL_OF_APPEND if config.appends else PER_CALL
     programs = grid(problem, config)
     if entry == "persistent":
         per_call, programs = step.per_call_of(plan), step.grid_of(plan)
     names = tuple(x for name in per_call for x in (KV_NAMES if name == "kv" else (name,)))
-    tail = cache(partial(CacheTail, kernel, names, fixed))  # when it is asked for, as `combine`
     options = compile_options(config.num_warps)
     if producer:
         options["maxnreg"] = most_registers(problem, config, plan.device)
@@ -232,6 +232,15 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     box = box_rows(problem, config.tile_n)
     halves = wide and box < config.tile_n
 
+    # each when it is asked for, as `combine`, and without the operands, which they would keep
+    @cache
+    def fixed() -> dict[str, Any]:
+        return run_time | {"CONFIG": device_config(plan, variant, dims, tokens)}
+
+    @cache
+    def tail() -> CacheTail:
+        return CacheTail(kernel, names, fixed())
+
     def read_by(x: Any) -> Any:
         x = as_stored(x, config)
         return x if variant.load == "gather" else boxes_of(x, box, halves, producer)
@@ -240,7 +249,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         named = {name: x for name, x in arguments.items() if name != "kv"}
         kv = arguments["kv"]
         named |= {"k": read_by(kv.k_ptr), "v": read_by(kv.v_ptr), "table_ptr": kv.table_ptr}
-        ordered = in_order(kernel, named | fixed)
+        ordered = in_order(kernel, named | fixed())
         if not behind:
             return kernel[programs](*ordered, **options)
         compiled = kernel.warmup(*ordered, grid=programs, **options)
@@ -268,18 +277,26 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         return holding(compiled, launch_with(tail().arguments, *maps))
 
     def at_lengths(compiled: Any) -> LaunchAtLength | None:
-        launch_with = bind_to_maps(compiled, clusters)
-        if variant.load == "gather" or launch_with is None:
+        if variant.load == "gather":
             return None
         k_tile, v_tile = tiles_of(compiled)
+        launch_with = bind_to_maps(compiled, clusters)
+        launch_of_layout = bind_to_layouts(compiled, clusters, k_tile, v_tile)
+        if launch_with is None or launch_of_layout is None:
+            return None
         arguments_of = tail().at_length
-        alike = k_tile == v_tile and problem.head_dim == problem.head_dim_v
+        alike = problem.head_dim == problem.head_dim_v
+        rooms = RoomMaps((k_tile, v_tile), (k_layout, v_layout))
 
-        def at_length(here: CacheLayout) -> Launch:
-            k_maps = v_maps = MapsOfLength(k_tile, *k_layout(here.length, here.k))
-            if not alike or here.k != here.v:
-                v_maps = MapsOfLength(v_tile, *v_layout(here.length, here.v))
-            return launch_with(arguments_of(here), k_maps, v_maps)
+        def at_length(here: CacheLayout, room: int) -> Launch:
+            length, strides = here[:2]
+            if room:
+                return launch_with(arguments_of(here), *rooms[room, strides])
+            k, v = strides
+            of_k = of_v = k_layout(length, k)
+            if not alike or k != v:
+                of_v = v_layout(length, v)
+            return launch_of_layout(arguments_of(here), of_k, of_v)
 
         return at_length
 
@@ -291,6 +308,31 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
 
 
 KV_NAMES = "k", "v", "table_ptr"
+MAX_ROOMS = 64  # of a bucket of lengths; past it they start afresh
+
+
+class RoomMaps(dict[Any, tuple[TensorMaps, TensorMaps]]):
+    """Maps of K and V by the keys that their memory has room for, and their strides: of all lengths
+    in a room, as what is behind a length is masked.
+
+    tiles     Tiles of K and V
+    layouts   what computes how TMA sees them, see `layouts_of`
+    """
+
+    def __init__(self, tiles: tuple[Tile, Tile], layouts: tuple[Any, Any]) -> None:
+        self.tiles, self.layouts = tiles, layouts
+
+    def __missing__(self, key: tuple[int, Any]) -> tuple[TensorMaps, TensorMaps]:
+        room, (k, v) = key
+        (k_tile, v_tile), (k_layout, v_layout) = self.tiles, self.layouts
+        k_maps, v_maps = (
+            TensorMaps(k_tile, *k_layout(room, k)),
+            TensorMaps(v_tile, *v_layout(room, v)),
+        )
+        if len(self) >= MAX_ROOMS:
+            self.clear()
+        self[key] = k_maps, v_maps
+        return k_maps, v_maps
 
 
 def bind(plan: Plan, operands: Operands) -> DecodeLauncher | step.StepLauncher:

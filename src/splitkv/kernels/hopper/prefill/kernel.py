@@ -39,9 +39,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.core.device import Device
-from splitkv.core.plan import Config, Plan
-from splitkv.core.problem import Operands, Problem
+from splitkv.core.plan import Plan
+from splitkv.core.problem import Operands
 from splitkv.core.tiles import ceil_div
 from splitkv.core.variants import HopperPrefill
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
@@ -231,47 +230,40 @@ def hopper_prefill(
         merge_splits(work, results, CONFIG)
 
 
-def tiles_of_launch(
-    problem: Problem, device: Device, config: Config, lengths: SequenceLengths, kv_bytes: int
-) -> tuple[int, int, int]:
-    """(row tiles of a lane, lanes, lanes together) for queries of such lengths.
+def item_tilings_of(plan: Plan) -> Callable[[SequenceLengths, int], ItemTiling]:
+    """Gives what computes the ItemTiling of a plan for queries of such lengths, and for so many
+    bytes of keys and values as they are multiplied.
 
-    Together: as many lanes as have their keys and values, of all `kv_bytes`, in half of the L2,
-    which is in two halves that hold the same.
+    Lanes go together, as many as have their keys and values in half of the L2, which is in two
+    halves that hold the same.
     """
-    pack = packed_heads(problem, config)
-    heads = problem.num_heads // pack
-    if problem.kind == "varlen":
-        return lengths.total_q * pack // config.tile_m + problem.batch + 1, heads, heads
-    kv_lanes = problem.batch * problem.num_kv_heads
-    together = device.l2_bytes // 2 * kv_lanes // max(kv_bytes, 1)
-    lanes = problem.batch * heads
-    width = max(1, min(together * (problem.group // pack), lanes))
-    return ceil_div(lengths.seqlen_q * pack, config.tile_m), lanes, width
-
-
-def split_items(problem: Problem, config: Config, max_tokens: int) -> int:
-    """The further splits of all row tiles of sequences of at most so many tokens."""
-    pack = packed_heads(problem, config)
-    row_tiles = ceil_div(max_tokens * pack, config.tile_m)
-    return (config.num_splits - 1) * row_tiles * problem.batch * (problem.num_heads // pack)
-
-
-def tiling_of(plan: Plan, lengths: SequenceLengths, kv_bytes: int) -> ItemTiling:
-    """The ItemTiling of a plan; kv_bytes: of keys and values as they are multiplied."""
     problem, config = plan.problem, plan.config
-    tiles, lanes, width = tiles_of_launch(problem, plan.device, config, lengths, kv_bytes)
-    further = 0
-    if config.num_splits > 1:
-        further = split_items(problem, config, problem.cut_tokens_of(lengths.seqlen_q))
-    return ItemTiling(tiles, lanes, width, tiles * lanes + further)
+    pack, tile_m, batch = packed_heads(problem, config), config.tile_m, problem.batch
+    heads, lanes_of_group = problem.num_heads // pack, problem.group // pack
+    lanes, packed = (heads, True) if problem.kind == "varlen" else (batch * heads, False)
+    room = plan.device.l2_bytes // 2 * batch * problem.num_kv_heads
+    further_splits, cut_tokens_of = config.num_splits - 1, problem.cut_tokens_of
+
+    def tiling(lengths: SequenceLengths, kv_bytes: int) -> ItemTiling:
+        if packed:
+            tiles, width = lengths.total_q * pack // tile_m + lengths.batch + 1, lanes
+        else:
+            tiles = ceil_div(lengths.seqlen_q * pack, tile_m)
+            width = max(1, min(room // max(kv_bytes, 1) * lanes_of_group, lanes))
+        items = tiles * lanes
+        if further_splits:  # of the row tiles whose keys are split
+            row_tiles = ceil_div(cut_tokens_of(lengths.seqlen_q) * pack, tile_m)
+            items += further_splits * row_tiles * lengths.batch * heads
+        return ItemTiling(tiles, lanes, width, items)
+
+    return tiling
 
 
 def bind_warpgroups(
     plan: Plan,
     operands: Operands,
     kernel: Callable[[], Any],
-    kv_bytes: Callable[[Problem, SequenceLengths], int],
+    kv_bytes: Callable[[SequenceLengths], int],
     *,
     more: dict[str, Any] | None = None,
     ordered_values: bool = False,
@@ -284,7 +276,7 @@ def bind_warpgroups(
     problem, config, variant = plan.problem, plan.config, plan.config.variant
     assert isinstance(variant, HopperPrefill), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
-    by_lane, schedule = problem.kind != "varlen", None
+    by_lane, schedule, tiling = problem.kind != "varlen", None, item_tilings_of(plan)
     if config.schedule == "items":
         schedule = ItemSchedule(plan, rule_of(plan, pack, ROWS.value), operands.q.is_cuda)
         splits = scheduled_splits(problem, schedule.rule)
@@ -292,9 +284,9 @@ def bind_warpgroups(
     def sizes(x: Operands) -> SequenceSizes:
         lengths = lengths_of(problem, x)
         if schedule is None:
-            tiled = tiling_of(plan, lengths, kv_bytes(problem, lengths) if by_lane else 0)
+            tiled = tiling(lengths, kv_bytes(lengths) if by_lane else 0)
         else:
-            entries, lanes = schedule.entries(lengths.total_q), schedule.rule.lanes
+            entries, lanes = schedule.entries(lengths), schedule.rule.lanes
             tiled = ItemTiling(entries, lanes, lanes, entries * lanes)
         programs = min(tiled.items, config.programs or tiled.items)
         return hopper_sizes(problem, x, lengths, tiled, (programs, 1, 1), schedule)
@@ -340,5 +332,5 @@ def bind_warpgroups(
 
 def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     """`hopper_prefill` and `combine` bound to one plan and one memory layout."""
-    bound = bind_warpgroups(plan, operands, lambda: hopper_prefill, bytes_of_keys)
+    bound = bind_warpgroups(plan, operands, lambda: hopper_prefill, bytes_of_keys(plan.problem))
     return HopperLauncher(plan, operands, bound, refit)

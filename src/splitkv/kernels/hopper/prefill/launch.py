@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from splitkv.kernels.host.relaunch import (
     LaunchAt,
     OperandMaps,
     TensorMaps,
+    Tile,
     bind_to_descriptors,
     in_clusters,
     tile_of,
@@ -109,6 +109,24 @@ class Box(NamedTuple):
         return (b, n, h, d), steps
 
 
+OPERAND_OF = dict(zip(DESCRIPTORS, (0, 0, 1, 1, 2, 3), strict=True))
+"""The numbers of what a descriptor is of: q, k, v and out."""
+
+
+class DescribedBox(NamedTuple):
+    """A box, and the tile that a kernel is compiled for.
+
+    number, operand   of the descriptor, and of what it is of
+    alike             both of the first that has the same box and tile
+    """
+
+    number: int
+    operand: int
+    box: Box
+    tile: Tile
+    alike: tuple[int, int]
+
+
 def box_descriptor(x: Any, box: Box) -> TensorDescriptor:
     """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim]."""
     (shape, strides), size = box.layout(x.shape, x.stride()), x.element_size()
@@ -163,7 +181,6 @@ def hopper_size_arguments(
         "left": left,
         "right": right,
         "sink_tokens": sink_tokens,
-        "batch": problem.batch,
         "lane_heads": problem.num_heads // packed_heads,
         "stride_table": table.stride(0) if table is not None else 0,
         "num_splits": splits.num_splits,
@@ -190,6 +207,7 @@ def hopper_sizes(
         "seqlen_q": lengths.seqlen_q,
         "seqlen_k": lengths.seqlen_k,
         "total_q": lengths.total_q,
+        "batch": lengths.batch,
         "stride_lse_b": lse.b,
         "stride_lse_h": lse.h,
         "tiles": tiling.tiles,
@@ -201,7 +219,7 @@ def hopper_sizes(
         "stride_ot": out.t,
         "stride_oh": out.h,
     }
-    return SequenceSizes(grid, arguments, lengths.total_q, max_tokens, results)
+    return SequenceSizes(grid, arguments, lengths.total_q, lengths.batch, max_tokens, results)
 
 
 def page_size(problem: Problem) -> int:
@@ -231,7 +249,7 @@ class HopperLauncher(SequenceLauncher):
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.PrefillLauncher | None = None
         # what is compiled; of that: see `launches_of`
-        self.launches: tuple[Any, LaunchAt | None, list[Any]] = (None, None, [])
+        self.launches: tuple[Any, LaunchAt | None, list[DescribedBox]] = (None, None, [])
         early = launches_early(bound.splits, operands)
         self.combine: CombineLaunch | ItemMerge | None
         if bound.schedule is None:
@@ -259,7 +277,7 @@ class HopperLauncher(SequenceLauncher):
         items = scheduled = None
         of_keys = x.cu_seqlens_k, x.cache_seqlens, x.page_table
         if self.bound.schedule is not None:
-            items, scheduled = self.bound.schedule.make(x, self.first_sizes.total_q)
+            items, scheduled = self.bound.schedule.make(x, self.first_sizes)
         arguments = {
             **self.descriptors(x, final.out_ptr),
             "final": final,
@@ -327,29 +345,34 @@ class HopperLauncher(SequenceLauncher):
         launch_at, boxes = self.launches_of(compiled)
         if launch_at is None:
             return None
-        x = operands
-        q, k, v = (x.q.shape, x.q.stride()), (x.k.shape, x.k.stride()), (x.v.shape, x.v.stride())
-        layouts, made = (q, q, k, k, v, sizes.results.out), list[Any]()
-        for (box, tile, alike), layout in zip(boxes, layouts, strict=True):
-            if box is None:
-                made.append(NO_MAPS)
-            elif alike < len(made) and layouts[alike] == layout:
-                made.append(made[alike])
+        q, k, v = operands.q, operands.k, operands.v
+        layouts = (
+            (q.shape, q.stride()),
+            (k.shape, k.stride()),
+            (v.shape, v.stride()),
+            sizes.results.out,
+        )
+        made: list[Any] = [NO_MAPS] * len(DESCRIPTORS)
+        for number, operand, box, tile, (alike, of_alike) in boxes:
+            shape, strides = layout = layouts[operand]
+            if alike < number and layouts[of_alike] == layout:
+                made[number] = made[alike]
             else:
-                made.append(maps(tile, *box.layout(*layout)))
+                made[number] = maps(tile, *box.layout(shape, strides))
         return launch_at(sizes.grid, self.tail.changed(sizes.arguments), OperandMaps(*made))
 
-    def launches_of(
-        self, compiled: Any
-    ) -> tuple[LaunchAt | None, list[tuple[Box | None, Any, int]]]:
-        """Finds what binds launches of the compiled kernel; and of each descriptor its box and tile
-        and the number of the first that has the same."""
+    def launches_of(self, compiled: Any) -> tuple[LaunchAt | None, list[DescribedBox]]:
+        """Finds what binds launches of the compiled kernel, and the boxes that it has."""
         known, launch_at, boxes = self.launches
         if known is not compiled:
-            number, launch_at = itertools.count(), bind_to_descriptors(compiled)
-            given = self.bound.boxes.values()
-            tiled = [(box, box and tile_of(compiled, next(number))) for box in given]
-            boxes = [(*each, tiled.index(each)) for each in tiled]
+            launch_at, boxes = bind_to_descriptors(compiled), []
+            for number, (name, box) in enumerate(self.bound.boxes.items()):
+                if box is None:
+                    continue
+                tile, operand = tile_of(compiled, len(boxes)), OPERAND_OF[name]
+                first = [x[:2] for x in boxes if (x.box, x.tile) == (box, tile)]
+                same = first[0] if first else (number, operand)
+                boxes.append(DescribedBox(number, operand, box, tile, same))
             self.launches = compiled, launch_at, boxes
         return launch_at, boxes
 

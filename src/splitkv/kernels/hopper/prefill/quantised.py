@@ -54,7 +54,7 @@ from splitkv.kernels.hopper.prefill.cluster_merge import PAIR, open_exchange
 from splitkv.kernels.hopper.prefill.convert import ready_pieces, stored_pieces
 from splitkv.kernels.hopper.prefill.epilogue import announce_program, merge_splits
 from splitkv.kernels.hopper.prefill.items import item_at_grid
-from splitkv.kernels.hopper.prefill.kernel import tiling_of
+from splitkv.kernels.hopper.prefill.kernel import item_tilings_of
 from splitkv.kernels.hopper.prefill.launch import (
     BoundKernel,
     Box,
@@ -340,22 +340,22 @@ def hopper_prefill_quantised(
         merge_splits(work, results, CONFIG)
 
 
-def grid_of_places(plan: Plan) -> tuple[tuple[int, int, int], int | None]:
-    """(grid by split, lane of a sequence and sequence, how many sequences a program goes through;
-    None: one)."""
+def grid_of_places(plan: Plan, batch: int) -> tuple[tuple[int, int, int], int | None]:
+    """(grid by split, lane of a sequence and sequence, how many of so many sequences a program goes
+    through; None: one)."""
     problem, config = plan.problem, plan.config
     across = programs_across(problem, config)
     cluster = config.merge == "cluster"
     programs = 0 if cluster else config.programs
-    at_once = min(problem.batch, programs // across if programs else MOST_ALONG_AN_AXIS)
-    rounds = ceil_div(problem.batch, at_once)
+    at_once = min(batch, programs // across if programs else MOST_ALONG_AN_AXIS)
+    rounds = ceil_div(batch, at_once)
     assert not cluster or config.num_splits == PAIR.value, "a cluster is a pair"
     if cluster:
         one = f"'combine' or 'last' beside more than {MOST_ALONG_AN_AXIS} sequences"
         errors.expect(rounds == 1, "plan.config.merge", one, config.merge)
     lanes = problem.num_heads // packed_heads(problem, config)
     splits = 1 if cluster else config.num_splits
-    return (splits, lanes, ceil_div(problem.batch, rounds)), None if rounds == 1 else rounds
+    return (splits, lanes, ceil_div(batch, rounds)), None if rounds == 1 else rounds
 
 
 def scale_arguments(operands: Operands) -> dict[str, int]:
@@ -379,12 +379,13 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     by_grid = variant.items == "by_grid"
     cluster = config.merge == "cluster"
     assert by_grid or not cluster, "a cluster has the splits of one row tile"
-    places = grid_of_places(plan) if by_grid else None
+    tiling, kv_bytes = item_tilings_of(plan), bytes_of_keys(problem)
 
     def sizes(x: Operands) -> SequenceSizes:
         lengths = lengths_of(problem, x)
-        tiled = tiling_of(plan, lengths, bytes_of_keys(problem, lengths))
+        tiled = tiling(lengths, kv_bytes(lengths))
         programs = min(tiled.items, config.programs or tiled.items)
+        places = grid_of_places(plan, lengths.batch) if by_grid else None
         grid, items = places or ((programs, 1, 1), tiled.items)
         found = hopper_sizes(problem, x, lengths, tiled, grid)
         found.arguments["items"] = items

@@ -1,0 +1,66 @@
+"""Stand-ins of packages that SGLang imports and an engine of text models does not call.
+
+Python runs this file as `sitecustomize`. Only a package that is not installed has a stand-in, whose
+names are all there and do nothing.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+ABSENT = ("IPython", "flashinfer", "gguf", "sentencepiece", "torchvision")
+
+
+class Nothing:
+    """Anything: a function, a decorator, a base class, a type."""
+
+    def __init__(self, *given, **named):
+        pass
+
+    def __call__(self, *given, **named):
+        alone = len(given) == 1 and not named and callable(given[0])
+        return given[0] if alone else Nothing()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+    def __getitem__(self, key):
+        return Nothing()
+
+    def __mro_entries__(self, bases):
+        return (object,)
+
+    def __or__(self, other):
+        return other
+
+    __ror__ = __or__
+
+
+class StandIn(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Asked last, when no other finder has the package."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = StandIn(spec.name)
+        module.__version__ = "0"
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.append(Finder())
