@@ -188,6 +188,10 @@ DECIDE = appending.decide
             "append runs before it: new keys 5: more than 4 take a launch less time",
         ),
         (
+            {"codec": Codec("fp8", "head"), "head_dim": 256, "head_dim_v": 256},
+            "append runs before it: head_dim 256: expected at most 128 in 8 bits by a schedule",
+        ),
+        (
             {"codec": Codec("int8", "token")},
             "append runs before it: scales of the cache: expected none a token",
         ),

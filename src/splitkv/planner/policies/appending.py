@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from splitkv.core.kv import Paged
-from splitkv.core.plan import Choice, Config, Kernel
+from splitkv.core.kv import AS_IS, Paged
+from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 
 FEW = 4  # tokens a sequence
+MOST_DIM_IN_8_BITS = 128  # head_dim of programs of a schedule that write new tokens
 
 
 def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, str]:
@@ -31,6 +32,10 @@ def decide(problem: Problem, kernel: Kernel, config: Config) -> tuple[Config, st
     if not problem.appends:
         return (replace(config, appends=False) if config.appends else config), ""
     against = kernel.apart(problem)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if config.schedule in SCHEDULED and problem.codec != AS_IS and widest > MOST_DIM_IN_8_BITS:
+        expected = f"expected at most {MOST_DIM_IN_8_BITS} in 8 bits by a schedule"
+        against = [*against, f"head_dim {widest}: {expected}, else registers are spilled"]
     if not against and problem.seqlen_new > FEW and not merged:
         against = [f"new keys {problem.seqlen_new}: more than {FEW} take a launch less time"]
     if against:
