@@ -277,16 +277,16 @@ def test_new_tokens_in_random_mixes(kernel: str, seed: int) -> None:
     testing.assert_close(wanted[0], ref, pt)
     assert after is not None
     plan = replace(apart, problem=made.problem)
-    in_one = replace(plan, config=replace(plan.config, appends=True))
-    starts, of_one = (splitkv.make_schedule(x, after) for x in (plan, in_one))
+    plans = [plan]
+    if plan.problem.appends:  # else there are no new tokens
+        plans.append(replace(plan, config=replace(plan.config, appends=True)))
     names = options_of("append_and_decode")
     arguments = {name: x for name, x in made.call.items() if name in names}
     tensors = [made.call[name] for name in ("q", "k_cache", "v_cache")]
     before = [x.clone() for x in tensors[1:]]
-    for how in (
-        *({"schedule": starts}, {"plan": plan}),
-        *({"schedule": of_one}, {"plan": in_one}, {"schedule": of_one}),
-    ):
+    schedules = [splitkv.make_schedule(x, after) for x in plans]
+    ways: list[dict[str, Any]] = [{"plan": x} for x in plans]
+    for how in (*ways, *({"schedule": x} for x in (*schedules, schedules[-1]))):
         for x, there in zip(tensors[1:], before, strict=True):
             bits(x).copy_(bits(there))
         result = append_and_decode(made.new, *tensors, **arguments, **how)

@@ -96,9 +96,8 @@ def step(problem: Problem, values: cases.Values, *, device: str = "cpu", **optio
     )
     caches = call["k_cache"], call["v_cache"]
     new = Append(k, v, *caches, before=index(before), page_table=call["page_table"], **named)
-    appending = replace(
-        problem, seqlen_new=max(counts, default=0), rotary=values["rotary"] is not None
-    )
+    rotary = values["rotary"] is not None
+    appending = replace(problem, seqlen_new=new.tokens_a_sequence, rotary=rotary)
     return Step(appending, call | {"cache_seqlens": new.before}, new)
 
 
