@@ -104,3 +104,14 @@ def test_what_is_packed_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plugin = (there / "splitkv_carried-0.dist-info" / "entry_points.txt").read_text()
     assert "splitkv = splitkv.integrations.sglang:register" in plugin
     assert list((there / "sglang" / "__pycache__").glob("*.pyc"))
+
+
+def test_stand_ins_are_of_what_nothing_calls() -> None:
+    """FlashInfer can be imported, its norms cannot: sgl_kernel then takes its own."""
+    tried = (
+        "import flashinfer.sampling\n"
+        "try:\n    import flashinfer.norm\nexcept ImportError:\n    print('none')\n"
+    )
+    code = (FOLDER / "stubs.py").read_text() + tried
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "none\n"), ran.stderr

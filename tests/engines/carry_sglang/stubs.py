@@ -1,7 +1,8 @@
 """Stand-ins of packages that SGLang imports and an engine of text models does not call.
 
 Python runs this file as `sitecustomize`. Only a package that is not installed has a stand-in, whose
-names are all there and do nothing.
+names are all there and do nothing. `sgl_kernel` tries FlashInfer's norms first and has operators of
+its own where there are none: of those there is no stand-in.
 """
 
 import importlib.abc
@@ -10,6 +11,7 @@ import sys
 import types
 
 ABSENT = ("IPython", "flashinfer", "gguf", "sentencepiece", "torchvision")
+TRIED = ("flashinfer.norm",)
 
 
 class Nothing:
@@ -50,7 +52,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Asked last, when no other finder has the package."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ABSENT:
+        if name.partition(".")[0] in ABSENT and name not in TRIED:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
