@@ -178,6 +178,7 @@ OF_NEW: cases.Axes = {
     "table": (torch.float32, torch.bfloat16),
     "tokens": (1, 8),
 }
+MOST_OF_A_THREAD = 255  # registers
 WITHOUT_SCALES = (AS_IS, Codec("fp8", "head"), Codec("int8", "tensor"))
 HOPPER_NEW_AXES = HOPPER_AXES | OF_NEW | {"codec": WITHOUT_SCALES}
 NEW_AXES = AXES | OF_NEW | {"codec": WITHOUT_SCALES}
@@ -213,6 +214,8 @@ def test_programs_that_append_for_hopper(values: cases.Values) -> None:
     """Two more warps write new tokens; TMA reads them after a fence."""
     kernel = compile_appending(values, records.HOPPER_DECODE_SPLIT)["hopper_decode_split"]
     if max(values["head_dims"]) <= MOST_DIM_IN_8_BITS or values["codec"] == AS_IS:
-        assert kernel.stack_bytes <= tolerated_stack(kernel, values)
+        # Triton 3.9 has a thread spill 16 bytes where it has all registers that there are
+        few = 16 if kernel.registers == MOST_OF_A_THREAD else 0
+        assert kernel.stack_bytes <= max(few, tolerated_stack(kernel, values))
     assert kernel.ptx.count("fence.proxy.async.global") == 2, "what is written, and before TMA"
     assert re.search(r"bar\.sync\s+\d+, 64;", kernel.ptx), "the warps that write wait for another"
