@@ -10,6 +10,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+import triton
 from compiling import Compiled, variants
 from kernels.test_compile import tolerated_stack
 from kernels.test_compile_decode_append import new_of
@@ -214,8 +215,8 @@ def test_programs_that_append_for_hopper(values: cases.Values) -> None:
     """Two more warps write new tokens; TMA reads them after a fence."""
     kernel = compile_appending(values, records.HOPPER_DECODE_SPLIT)["hopper_decode_split"]
     if max(values["head_dims"]) <= MOST_DIM_IN_8_BITS or values["codec"] == AS_IS:
-        # Triton 3.9 has a thread spill 16 bytes where it has all registers that there are
-        few = 16 if kernel.registers == MOST_OF_A_THREAD else 0
-        assert kernel.stack_bytes <= max(few, tolerated_stack(kernel, values))
+        # the newest Triton has a thread spill 16 bytes where it has all registers that there are
+        full = kernel.registers == MOST_OF_A_THREAD and triton.__version__.startswith("3.9")
+        assert kernel.stack_bytes <= max(16 if full else 0, tolerated_stack(kernel, values))
     assert kernel.ptx.count("fence.proxy.async.global") == 2, "what is written, and before TMA"
     assert re.search(r"bar\.sync\s+\d+, 64;", kernel.ptx), "the warps that write wait for another"
