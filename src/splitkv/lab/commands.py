@@ -167,6 +167,31 @@ def bench_ranks(
     raise typer.Exit(status)
 
 
+@bench.command("host", help="Time what calls take the host, beside other libraries.")
+def bench_host(
+    case: CaseGlobs = None,
+    peers: Peers = "all",
+    rounds: Annotated[int, typer.Option(help="Of all libraries, in turns.")] = 5,
+    batches: Annotated[int, typer.Option(help="Of calls in a row, a round.")] = 20,
+    json_path: AppendJson = None,
+) -> None:
+    with one_line_errors():
+        from splitkv.lab.bench import host as lab
+        from splitkv.lab.harness.peers import parse
+
+        expect_positive("rounds", rounds)
+        expect_positive("batches", batches)
+        status = lab.bench_host(
+            lab.select(case or []),
+            parse(peers, lab.PEERS),
+            rounds=rounds,
+            batches=batches,
+            json_path=json_path,
+            console=console,
+        )[1]
+    raise typer.Exit(status)
+
+
 @app.command()
 def sweep(
     case: Annotated[str | None, typer.Option(help="A named case; else the shape below.")] = None,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.report.decode import bench_report
+from splitkv.lab.report.host import host_report
 from splitkv.lab.report.ranks import ranks_report
 from splitkv.lab.report.sections import sections
 from splitkv.lab.report.sequences import rates_report
@@ -23,6 +24,7 @@ SECTIONS: Mapping[str, Callable[[Sequence[Record]], str]] = {
     **{"decode": bench_report, "study": studies_report, "sweep": sweep_report},
     **dict.fromkeys(("prefill", "backward", "varlen"), rates_report),
     "ranks": ranks_report,
+    "host": host_report,
     "reproduce": reproduce_report,
 }
 """suite -> Markdown of its records."""

@@ -66,7 +66,7 @@ def pictures(command: str, records: Sequence[Record]) -> dict[str, Figure]:
     elif command == "reproduce":
         if swept := [r for r in records if r.get("step") == "splits"]:
             found["splits"] = split_curves(swept)
-    elif command != "ranks":  # a table says it
+    elif command not in ("ranks", "host"):  # a table says it
         for name, figure in bench_plots.pictures(command, records):
             found[unused(name, found)] = figure
     return found

@@ -9,7 +9,7 @@ from splitkv.core.errors import expect_one_of
 from splitkv.lab.harness.lines import Record
 from splitkv.lab.harness.lines import read as read_lines
 
-SUITES = ("decode", "study", "sweep", "prefill", "backward", "varlen", "ranks", "reproduce")
+SUITES = ("decode", "study", "sweep", "prefill", "backward", "varlen", "ranks", "host", "reproduce")
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
