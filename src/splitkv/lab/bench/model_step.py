@@ -122,14 +122,16 @@ def filled_cache(config: Any, batch: int, context: int, like: Tensor) -> Any:
     return cache
 
 
-def make_model() -> Any:
+def make_model(**changes: Any) -> Any:
+    """A model of Llama-8B's shape with random weights, on the GPU; what its configuration has
+    else is in `changes`."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            config = LlamaConfig(**LLAMA_8B)
+            config = LlamaConfig(**LLAMA_8B | changes)
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     finally:
         torch.set_default_dtype(before)

@@ -1,0 +1,36 @@
+"""The benchmark of a whole model without any setting, on a CPU and a small model."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="the transformers extra is not installed")
+
+from models import make_model  # noqa: E402
+
+from splitkv.integrations import transformers as integration  # noqa: E402
+from splitkv.lab.bench import eager_model as lab  # noqa: E402
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, small in {
+        "NEW_TOKENS": 3,
+        "WARM_SHAPE": (1, 4),
+        "STEPS": 2,
+        "STEP_TOKENS": 8,
+    }.items():
+        monkeypatch.setattr(lab, name, small)
+    monkeypatch.setattr(lab, "SHAPES", ((1, 5), (2, 7)))
+    integration.register()
+    model = make_model("llama")
+    off = lab.logits_off(model)
+    assert set(off) == set(lab.NAMES) and max(off.values()) < 1e-3
+    lab.generate_table(model)
+    lab.training_table(model)
+    said = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in said if " x " in line and "training" not in line]
+    assert [(row[0], row[2], row[3]) for row in rows] == [
+        (batch, tokens, name) for batch, tokens in (("1", "5"), ("2", "7")) for name in lab.NAMES
+    ]
+    assert all(len(row) == 4 + 2 * lab.RUNS and float(row[4]) > 0 for row in rows)
+    assert said[-1].startswith("training step of 1 x 8, ms: splitkv ")
