@@ -105,5 +105,5 @@ def test_a_call_by_a_schedule_finds_shares_and_walks() -> None:
     assert told[0] - told[1] == pytest.approx(fixed + 3 * c.walk_split)  # 64 sequences for 33
     assert seconds(plan, [0] * 64) > fixed
     many = replace(DECODE, batch=1 + decode_cost.SHARE_STEP)
-    shape = decode_cost.Shape(many, H200, plan.config, replace(c, walk_split=0.0))
+    shape = decode_cost.batch_of(many, H200, replace(c, walk_split=0.0)).shape(plan.config)
     assert shape.finding_splits(plan.config) == pytest.approx(c.walk + 2 * c.share)

@@ -246,7 +246,7 @@ def test_what_was_fastest_is_chosen_for_what_was_measured(
 
 def test_models_of_near_problems_are_made_once_for_all_lengths() -> None:
     near = [Measured(problem(3, keys), (timed(4, 9.0),)) for keys in (5000, 6000, 7000)]
-    choose, made = tuned.with_table(table(*near)), tuned._model_of.cache_info
+    choose, made = tuned.with_table(table(*near)), decode_cost.batch_of.cache_info
     choose(problem(3, 4096), H200, ABLE)
     before = made().misses
     choose(problem(3, 4096 + 256), H200, ABLE)

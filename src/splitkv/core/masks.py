@@ -77,8 +77,9 @@ class Mask(Value):
 
     def beyond(self, *numbers: str) -> list[str]:
         """Reasons against a mask of a kernel that has causality, windows and these of NUMBERS."""
-        given = {name: getattr(self, field) for name, field in NUMBERS.items()}
-        return [f"{n} {x}: expected 0" for n, x in given.items() if x and n not in numbers]
+        beyond = {name: field for name, field in NUMBERS.items() if name not in numbers}
+        given = ((name, getattr(self, field)) for name, field in beyond.items())
+        return [f"{name} {keys}: expected 0" for name, keys in given if keys]
 
     @property
     def left(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -62,6 +62,23 @@ class Config(Value):
     def shape(self) -> Config:
         """The config of this tile with one split."""
         return _shape_of(self)
+
+
+@cache  # kernels list the same few for every problem
+def tile_config(
+    tile_m: int,
+    tile_n: int,
+    num_warps: int,
+    num_stages: int,
+    *,
+    programs: int = 0,
+    pack_gqa: bool = True,
+    in_cluster: int = 1,
+) -> Config:
+    """The config of a tile shape in one split, or in as many as a cluster has."""
+    merge: Literal["combine", "cluster"] = "combine" if in_cluster == 1 else "cluster"
+    tile = tile_m, tile_n, num_warps, num_stages
+    return Config(in_cluster, *tile, programs=programs, pack_gqa=pack_gqa, merge=merge)
 
 
 @lru_cache(maxsize=4096)  # policies ask for it of the same few configs with every cost they weigh

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from splitkv.core.device import Device
 from splitkv.core.kv import Paged
-from splitkv.core.plan import Config
+from splitkv.core.plan import Config, tile_config
 from splitkv.core.problem import Problem
 from splitkv.core.scores import PLAIN
 from splitkv.core.tiles import ceil_div, next_power_of_2
@@ -23,27 +23,22 @@ MAX_REGISTER_NEED = 192  # of the 255 that a thread can have: from here on confi
 def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons = Reasons()
 
-    reasons.expect(problem.kind == "decode", f"kind {problem.kind}: expected decode")
+    if problem.kind != "decode":
+        reasons.append(f"kind {problem.kind}: expected decode")
     reasons.expect_triton(problem, device)
-    for name in ("head_dim", "head_dim_v"):
-        value = getattr(problem, name)
-        reasons.expect(
-            value % 16 == 0 and 16 <= value <= MAX_HEAD_DIM,
-            f"{name} {value}: expected a multiple of 16 from 16 to {MAX_HEAD_DIM}",
-        )
-    reasons.expect(
-        problem.seqlen_q <= MAX_SEQLEN_Q,
-        f"seqlen_q {problem.seqlen_q}: expected at most {MAX_SEQLEN_Q}",
-    )
-    reasons.expect(
-        problem.group <= MAX_GROUP,
-        f"query heads a KV head {problem.group}: expected at most {MAX_GROUP}",
-    )
-    reasons.expect(problem.batch <= MAX_GRID, f"batch {problem.batch}: expected at most {MAX_GRID}")
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 16 or not 16 <= dim <= MAX_HEAD_DIM:
+            expected = f"expected a multiple of 16 from 16 to {MAX_HEAD_DIM}"
+            reasons.append(f"{name} {dim}: {expected}")
+    if problem.seqlen_q > MAX_SEQLEN_Q:
+        reasons.append(f"seqlen_q {problem.seqlen_q}: expected at most {MAX_SEQLEN_Q}")
+    if problem.group > MAX_GROUP:
+        reasons.append(f"query heads a KV head {problem.group}: expected at most {MAX_GROUP}")
+    if problem.batch > MAX_GRID:
+        reasons.append(f"batch {problem.batch}: expected at most {MAX_GRID}")
     head_tiles = problem.num_kv_heads * ceil_div(problem.rows, tile_m(problem))
-    reasons.expect(
-        head_tiles <= MAX_GRID, f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}"
-    )
+    if head_tiles > MAX_GRID:
+        reasons.append(f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}")
     reasons.expect(not problem.dropout, "dropout_p: expected 0")
     reasons.expect(not problem.bidirectional_ranges, "bidirectional_ranges: expected None")
     reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
@@ -65,17 +60,24 @@ def shared_bytes(problem: Problem, config: Config, device: Device) -> int:
 
     In the loop tiles in flight, q, p, sums of rows and the table; after it acc on its way out.
     """
+    fixed, a_stage, after = shared_parts(problem, config, device)
+    return max(fixed + config.num_stages * a_stage, after)
+
+
+def shared_parts(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
+    """(bytes in the loop beside its stages, bytes of a stage, bytes after it) of `shared_bytes`,
+    which are of as many stages as may be."""
     dim, dim_v = padded_dims(problem, device, config.tile_m, config.num_warps)
-    in_flight = config.num_stages + (config.tile_m == 64)  # wgmma still reads the tile before
-    a_tile = config.tile_n * (dim + dim_v)
-    tiles = in_flight * a_tile * problem.kv_element_bytes
+    a_tile, element_bytes = config.tile_n * (dim + dim_v), problem.kv_element_bytes
     rows = config.tile_m * (dim + config.tile_n)
-    if problem.kv_element_bytes < problem.element_bytes:  # widened, for the matrix unit
+    if element_bytes < problem.element_bytes:  # widened, for the matrix unit
         rows += a_tile
     rows += config.tile_n * dim // 2 * (problem.element_bytes > 2)  # halves: tile/product.py
-    table = 8 * config.num_stages * config.tile_n if isinstance(problem.place, Paged) else 0
-    loop = tiles + rows * problem.element_bytes + 8 * config.tile_m + table
-    return max(loop, 4 * config.tile_m * dim_v)
+    fixed = rows * problem.element_bytes + 8 * config.tile_m
+    if config.tile_m == 64:  # wgmma still reads the tile before
+        fixed += a_tile * element_bytes
+    table = 8 * config.tile_n if isinstance(problem.place, Paged) else 0
+    return fixed, a_tile * element_bytes + table, 4 * config.tile_m * dim_v
 
 
 def register_need(problem: Problem, config: Config, device: Device) -> float:
@@ -95,14 +97,16 @@ def register_need(problem: Problem, config: Config, device: Device) -> float:
 
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every tile shape that fits, with one split; `num_splits` may then be anything up to 1024."""
-    rows = tile_m(problem)
+    rows, room = tile_m(problem), device.smem_per_block
     for tile_n in (64, 32, 128, 16):
         for num_warps in (4, 2, 8):
+            first = tile_config(rows, tile_n, num_warps, 2)
+            if register_need(problem, first, device) >= MAX_REGISTER_NEED:
+                continue
+            fixed, a_stage, after = shared_parts(problem, first, device)
             for num_stages in (2, 3, 1, 4, 6, 8):
-                config = Config(1, rows, tile_n, num_warps, num_stages)
-                fits = shared_bytes(problem, config, device) <= device.smem_per_block
-                if fits and register_need(problem, config, device) < MAX_REGISTER_NEED:
-                    yield config
+                if max(fixed + num_stages * a_stage, after) <= room:
+                    yield tile_config(rows, tile_n, num_warps, num_stages)
 
 
 def apart(problem: Problem) -> list[str]:

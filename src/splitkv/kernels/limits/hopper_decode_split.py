@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from splitkv.core.device import REGISTERS_PER_SM, Device
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import SCHEDULED, Config, Plan, Traffic
+from splitkv.core.plan import SCHEDULED, Config, Plan, Traffic, tile_config
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import WIDE, box_rows, ceil_div, visited
 from splitkv.core.variants import HopperDecode, Variant
@@ -137,22 +137,17 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         return against
     reasons = Reasons(decode_split.unsupported(problem, device))
 
-    reasons.expect(
-        problem.dtype in ("bfloat16", "float16"),
-        f"dtype {problem.dtype}: expected bfloat16 or float16",
-    )
-    known = problem.codec.name in CODECS
-    reasons.expect(known, f"kv {problem.codec}: expected {', '.join(CODECS)}")
-    for name in ("head_dim", "head_dim_v"):
-        value = getattr(problem, name)
-        reasons.expect(value in HEAD_DIMS, f"{name} {value}: expected 64, 128 or 256")
+    reasons.expect_16_bits(problem)
+    if problem.codec.name not in CODECS:
+        reasons.append(f"kv {problem.codec}: expected {', '.join(CODECS)}")
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim not in HEAD_DIMS:
+            reasons.append(f"{name} {dim}: expected 64, 128 or 256")
     rows, most = problem.rows, most_rows(problem)
-    reasons.expect(
-        rows <= most, f"query heads a KV head x query tokens {rows}: expected at most {most}"
-    )
-    if isinstance(problem.place, Paged):
-        page_size = problem.place.page_size
-        reasons.expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
+    if rows > most:
+        said = f"query heads a KV head x query tokens {rows}"
+        reasons.append(f"{said}: expected at most {most}")
+    reasons.expect_pages(problem.place)
     reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]
     return reasons
 
@@ -164,16 +159,15 @@ def configs(problem: Problem, device: Device) -> Iterator[Config]:
     for tile_m in rows_of_tile(problem):
         tiles = (64, 32, 128) if tile_m != 32 and widest <= 128 else (64, 32)
         for tile_n, num_stages in product(tiles, (3, 2, 1, 4, 6)):
-            config = Config(1, tile_m, tile_n, 4, num_stages)
+            config = tile_config(tile_m, tile_n, 4, num_stages)
             if shared_bytes(problem, config) <= device.smem_per_block:
                 found.append(config)
                 yield config
-    for config in found:
-        for parts in CLUSTERS:
-            ring = config.tile_m, config.tile_n, config.num_warps, config.num_stages
-            clustered = Config(parts, *ring, merge="cluster")
-            if shared_bytes(problem, clustered) <= device.smem_per_block:
-                yield clustered
+    for config, parts in product(found, CLUSTERS):
+        ring = config.tile_m, config.tile_n, config.num_warps, config.num_stages
+        clustered = tile_config(*ring, in_cluster=parts)
+        if shared_bytes(problem, clustered) <= device.smem_per_block:
+            yield clustered
 
 
 def traffic(problem: Problem, config: Config) -> Traffic:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Literal
 
 from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config, Plan, Traffic
+from splitkv.core.kv import AS_IS
+from splitkv.core.plan import Config, Plan, Traffic, tile_config
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import box_rows
 from splitkv.core.variants import HopperPrefill, Variant
@@ -29,21 +28,31 @@ BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
 def unsupported(problem: Problem, device: Device) -> list[str]:
     if against := expect_hopper(device):
         return against
-    reasons = Reasons(prefill.unsupported(replace(problem, head_dim=64, head_dim_v=64), device))
+    reasons = Reasons()
 
-    if isinstance(problem.place, Paged):
-        page_size = problem.place.page_size
-        reasons.expect(page_size % 16 == 0, f"page_size {page_size}: expected a multiple of 16")
-    reasons.expect(
-        problem.dtype in ("bfloat16", "float16"),
-        f"dtype {problem.dtype}: expected bfloat16 or float16",
-    )
-    reasons.expect(problem.codec == AS_IS, f"kv {problem.codec}: expected as_is")
-    dims = problem.head_dim, problem.head_dim_v
-    known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
-    reasons.expect(
-        dims in HEAD_DIMS, f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}"
-    )
+    reasons.expect_triton(problem, device)
+    if problem.needs_grad:
+        reasons += prefill.against_gradients(problem)
+    reasons.expect_pages(problem.place)
+    reasons.expect_16_bits(problem)
+    if problem.codec != AS_IS:
+        reasons.append(f"kv {problem.codec}: expected as_is")
+    reasons += against_dims(problem)
+    return reasons + against_features(problem)
+
+
+def against_dims(problem: Problem) -> Reasons:
+    """Reasons against head dimensions."""
+    dims, reasons = (problem.head_dim, problem.head_dim_v), Reasons()
+    if dims not in HEAD_DIMS:
+        known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
+        reasons.append(f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
+    return reasons
+
+
+def against_features(problem: Problem) -> Reasons:
+    """Reasons against what is about neither types, dimensions nor where keys are."""
+    reasons = Reasons()
     reasons.expect(not problem.score.alibi, "alibi: expected none")
     reasons.expect(not problem.dropout, "dropout: expected none")
     reasons.expect(not problem.bidirectional_ranges, "bidirectional_ranges: expected None")
@@ -53,7 +62,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons.expect(
         not problem.out_scale, "out_scale: expected None, as TMA stores the working type"
     )
-    reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]
+    reasons += problem.mask.beyond("sink_tokens")
     return reasons
 
 
@@ -145,14 +154,8 @@ def fitting(
     packs = (True, False) if problem.group & 1 == 0 else (False,)
     for count, pack_gqa in product(programs, packs):
         for tile_m, tile_n, num_stages in shapes:
-            config = Config(
-                tile_m=tile_m,
-                tile_n=tile_n,
-                num_warps=tile_m // 16,
-                num_stages=num_stages,
-                programs=count,
-                pack_gqa=pack_gqa,
-            )
+            tile = tile_m, tile_n, tile_m // 16, num_stages
+            config = tile_config(*tile, programs=count, pack_gqa=pack_gqa)
             if shared_bytes(problem, config) <= device.smem_per_block:
                 yield config
 
@@ -171,10 +174,13 @@ def refit(plan: Plan, operands: Operands) -> Plan:
 def against_8bit(problem: Problem, device: Device) -> Reasons:
     """The reasons of kernels that multiply keys in 8 bits: those of this kernel against what is not
     about the codec, and against other codecs."""
-    plain = replace(problem, codec=AS_IS, needs_grad=False, head_dim=128, head_dim_v=128)
-    reasons = Reasons(unsupported(plain, device))
-    known = problem.codec.name in CODECS_8BIT
-    reasons.expect(known, f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
+    reasons = Reasons()
+    reasons.expect_triton(problem, device)
+    reasons.expect_pages(problem.place)
+    reasons.expect_16_bits(problem)
+    reasons += against_features(problem)
+    if problem.codec.name not in CODECS_8BIT:
+        reasons.append(f"kv {problem.codec}: expected {' or '.join(CODECS_8BIT)}")
     return reasons
 
 
@@ -182,8 +188,6 @@ def against_dims_8bit(problem: Problem) -> Reasons:
     """Their reasons against gradients and head dimensions."""
     reasons, dims = Reasons(), (problem.head_dim, problem.head_dim_v)
     reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
-    reasons.expect(
-        dims in ((64, 64), (128, 128)),
-        f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128",
-    )
+    if dims not in ((64, 64), (128, 128)):
+        reasons.append(f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected 64/64 or 128/128")
     return reasons

@@ -22,12 +22,14 @@ CODECS = (*CODECS_8BIT, "fp8_e5m2")  # that `widen_rows` has code for
 def unsupported(problem: Problem, device: Device) -> list[str]:
     if against := expect_hopper(device):
         return against
-    reasons = Reasons(
-        hopper_prefill.unsupported(replace(problem.widened, needs_grad=False), device)
-    )
+    reasons = Reasons()
 
-    known = problem.codec.name in CODECS
-    reasons.expect(known, f"kv {problem.codec}: expected {', '.join(CODECS[:-1])} or {CODECS[-1]}")
+    reasons.expect_triton(problem, device)
+    reasons.expect_16_bits(problem)
+    reasons += hopper_prefill.against_dims(problem) + hopper_prefill.against_features(problem)
+    if problem.codec.name not in CODECS:
+        known = f"{', '.join(CODECS[:-1])} or {CODECS[-1]}"
+        reasons.append(f"kv {problem.codec}: expected {known}")
     rounds_q = problem.products != "widened" and problem.q_granularity == "none"
     reasons.expect(
         rounds_q or not problem.return_lse or problem.codec == AS_IS,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from splitkv.core.device import Device
 from splitkv.core.kv import AS_IS, Paged
-from splitkv.core.plan import Config, Plan, Traffic
+from splitkv.core.plan import Config, Plan, Traffic, tile_config
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.scores import PLAIN
 from splitkv.core.variants import Gradients, HopperBackward
@@ -57,22 +57,24 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons = Reasons()
 
     reasons.expect_triton(problem, device)
-    for name in ("head_dim", "head_dim_v"):
-        value = getattr(problem, name)
-        reasons.expect(
-            value % 8 == 0 and MIN_HEAD_DIM <= value <= MAX_HEAD_DIM,
-            f"{name} {value}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
-        )
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 8 or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            expected = f"expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            reasons.append(f"{name} {dim}: {expected}")
+    if problem.needs_grad:
+        reasons += against_gradients(problem)
+    reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
+    return reasons
+
+
+def against_gradients(problem: Problem) -> Reasons:
+    """Reasons against gradients of kernels for whole sequences."""
+    reasons = Reasons()
     forward_only = problem.kind == "decode" or isinstance(problem.place, Paged)
     forward_only |= problem.codec != AS_IS
     forward_only |= problem.bidirectional_ranges or problem.sequence_sink_tokens
-    reasons.expect(
-        not (forward_only and problem.needs_grad), "gradient: expected inputs that require none"
-    )
-    reasons.expect(
-        not (problem.out_scale and problem.needs_grad), "out_scale: expected None beside gradients"
-    )
-    reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
+    reasons.expect(not forward_only, "gradient: expected inputs that require none")
+    reasons.expect(not problem.out_scale, "out_scale: expected None beside gradients")
     return reasons
 
 
@@ -123,7 +125,7 @@ def shared_bytes(problem: Problem, config: Config, device: Device) -> int:
 def configs(problem: Problem, device: Device) -> Iterator[Config]:
     """Every tile shape that fits."""
     for tile_m, tile_n, num_warps, num_stages in shapes(problem, device):
-        config = Config(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages)
+        config = tile_config(tile_m, tile_n, num_warps, num_stages)
         if shared_bytes(problem, config, device) <= device.smem_per_block:
             yield config
 

@@ -10,14 +10,20 @@
 always hidden behind it. A program holds one part of one sequence, KV head and tile of rows. A wave
 is as many programs as the GPU holds at once (its slots). Counted are the keys that the mask lets
 through, not the cache.
+
+A first plan asks for hundreds of costs. So a model is made in three steps, of a problem (`Batch`),
+of a tile shape (`Shape`) and of a number of splits, each once; and what cannot be the least, by a
+bound that is simple to know (`floor`, `least_seconds`), is not asked for. The model of the kernels
+for whole sequences is made and asked alike: `short_queries.Queries`, `short_queries.RowsModel`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, KiB, MiB
@@ -26,7 +32,7 @@ from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, ceil_div
 from splitkv.planner.policies import short_queries
-from splitkv.planner.policies.shared import WHOLE_SEQUENCES, num_tiles, row_tiles, slowest
+from splitkv.planner.policies.shared import ROUNDED, WHOLE_SEQUENCES, num_tiles, slowest
 from splitkv.planner.policies.variants import gathers, has_producer_warp, may_copy_scales_in_bulk
 
 # (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
@@ -84,7 +90,7 @@ def hopper_registers(problem: Problem, config: Config) -> float:
     return table.get(key, 255.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # by identity, as a key of caches
 class Constants:
     """Constants of a GPU and a kernel, in seconds, bytes and operations a second.
 
@@ -275,67 +281,105 @@ class Cost(NamedTuple):
         return ceil_div(self.num_ctas, self.slots)
 
 
+class Batch:
+    """The sequences of a problem on a device: what does not depend on the tile shape."""
+
+    def __init__(self, problem: Problem, device: Device, constants: Constants) -> None:
+        c, self.problem, self.device, self.constants = constants, problem, device, constants
+        self.page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
+        paged = self.page_size > 0
+        self.widened, self.scaled = problem.codec != AS_IS, problem.codec.granularity == "token"
+        self.dims = problem.head_dim + problem.head_dim_v
+        self.wider = max(problem.head_dim, problem.head_dim_v)
+        self.element_bytes = problem.kv_element_bytes
+        self.batch, self.rows = problem.batch, problem.rows
+        self.units = problem.batch * problem.num_kv_heads
+        self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
+        all_rows = problem.num_heads * problem.seqlen_q * problem.batch
+        self.moving = all_rows * self.dims * problem.element_bytes / self.peak  # q and the result
+        self.start = c.start + paged * c.start_paged
+        self.uneven = c.uneven_paged if paged else c.uneven
+        partial_bytes = 2 * 4 * all_rows * (problem.head_dim_v + 2)  # written and read
+        self.merge_part = c.merge_part + partial_bytes / self.peak
+        self.merge_shared = c.merge_shared * all_rows * problem.head_dim_v
+        self._tiles: dict[int, int] = {}
+        self._shapes: dict[tuple[int, ...], Shape] = {}
+
+    def tiles(self, tile_n: int) -> int:
+        """Tiles of a sequence: `num_tiles`."""
+        found = self._tiles.get(tile_n)
+        if found is None:
+            found = self._tiles[tile_n] = num_tiles(self.problem, tile_n)
+        return found
+
+    def shape(self, config: Config) -> Shape:
+        """The tile shape of a config; made once where the way of cutting keys does not matter."""
+        if self.widened or config.merge == "cluster":
+            return Shape(self, config)
+        tile = tile_of(config)
+        found = self._shapes.get(tile)
+        if found is None:
+            found = self._shapes[tile] = Shape(self, config)
+        return found
+
+
 class Shape:
     """A tile shape on a device: what does not depend on the number of splits."""
 
-    def __init__(
-        self, problem: Problem, device: Device, config: Config, constants: Constants
-    ) -> None:
-        c, paged = constants, isinstance(problem.place, Paged)
-        dims = problem.head_dim + problem.head_dim_v
-        self.constants = c
-        self.batch, self.widened = problem.batch, problem.codec != AS_IS
-        self.num_sms = device.num_sms
-        self.tiles = num_tiles(problem, config.tile_n)
-        scaled = problem.codec.granularity == "token"
-        self.tile_bytes = config.tile_n * (dims * problem.kv_element_bytes + 8 * scaled)
-        apart = widened_apart(problem, config, c)
-        bulk = may_copy_scales_in_bulk(problem, config)
-        more = 0.0 if apart else (c.bulk_bytes if bulk else c.scale_bytes) - 8
-        self.read_bytes = self.tile_bytes + config.tile_n * more * scaled
-        self.head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
-        self.slots = device.num_sms * occupancy(problem, device, config, c)
-        self.peak = (c.paged_share if paged else c.bandwidth_share) * device.bandwidth
-        rows = problem.num_heads * problem.seqlen_q * problem.batch
-        self.program = c.program / device.num_sms
-        few = self.widened and problem.rows <= FEW_ROWS
-        self.program_most = (c.program_few if few else c.program_widening) * self.widened
+    def __init__(self, batch: Batch, config: Config) -> None:
+        c, problem, tile_m, tile_n = batch.constants, batch.problem, config.tile_m, config.tile_n
+        elements, num_stages = tile_n * batch.dims, config.num_stages
+        paged, widened = batch.page_size > 0, batch.widened
+        self.constants, self.batch, self.widened = c, batch.batch, widened
+        self.num_sms, self.num_stages = batch.device.num_sms, num_stages
+        self.tiles, self.peak, self.uneven = batch.tiles(tile_n), batch.peak, batch.uneven
+        self.tile_bytes = elements * batch.element_bytes
+        self.read_bytes: float = self.tile_bytes
+        apart = bulk = gathered = False
+        if widened:
+            apart = widened_apart(problem, config, c)
+            bulk = may_copy_scales_in_bulk(problem, config)
+            gathered = gathers(problem, config)
+        if batch.scaled:
+            self.tile_bytes += 8 * tile_n
+            more = 0.0 if apart else (c.bulk_bytes if bulk else c.scale_bytes) - 8
+            self.read_bytes = self.tile_bytes + tile_n * more
+        row_tiles = max(1, ceil_div(batch.rows, tile_m))
+        self.head_tiles = problem.num_kv_heads * row_tiles
+        self.slots = self.num_sms * held_by_sm(batch, config, apart)
+        self.program = c.program / self.num_sms
+        few = widened and batch.rows <= FEW_ROWS
+        self.program_most = (c.program_few if few else c.program_widening) * widened
         self.tile_most = self.asking = 0.0
-        if config.tile_m >= WIDE and not self.widened:
-            wider = max(problem.head_dim, problem.head_dim_v)
-            self.program_most += _by_dim(c.program_wide, wider)
-            self.tile_most = _by_dim(c.tile_wide, wider)
-        self.start = c.start + paged * c.start_paged + c.start_byte * self.tile_bytes
-        self.start += rows * dims * problem.element_bytes / self.peak  # q and the result
-        a_warp = config.tile_n * dims / config.num_warps
-        pages = pages_of_tile(problem, config.tile_n)
-        self.alone = 2 * config.tile_m * config.tile_n * dims / c.sm_flops
-        if config.tile_m >= WIDE and c.wide_step:
-            panels = pages * dims * problem.kv_element_bytes / 128
-            step = c.wide_step + c.wide_key * config.tile_n + c.wide_copy * paged * panels
-            step += c.wide_widening * a_warp * self.widened
+        if tile_m >= WIDE and not widened:
+            self.program_most += _by_dim(c.program_wide, batch.wider)
+            self.tile_most = _by_dim(c.tile_wide, batch.wider)
+        self.start = batch.start + c.start_byte * self.tile_bytes + batch.moving
+        a_warp = elements / config.num_warps
+        pages = ceil_div(tile_n, batch.page_size) if paged else 1
+        self.alone = 2 * tile_m * elements / c.sm_flops
+        if tile_m >= WIDE and c.wide_step:
+            panels = pages * batch.dims * batch.element_bytes / 128
+            step = c.wide_step + c.wide_key * tile_n + c.wide_copy * paged * panels
+            step += c.wide_widening * a_warp * widened
         else:
-            step = c.step + c.step_element * a_warp * max(1, config.tile_m // 16)
+            step = c.step + c.step_element * a_warp * max(1, tile_m // 16)
             step *= c.step_few if few else 1.0
             step += c.step_paged_element * paged * a_warp
             a_scale = c.step_scale_bulk if bulk else c.step_scale
-            step += (c.step_scale_apart if apart else a_scale) * scaled * config.tile_n
-            if gathers(problem, config):
-                step += c.step_row * config.tile_n
-                self.asking = c.row_more * config.tile_n
+            step += (c.step_scale_apart if apart else a_scale) * batch.scaled * tile_n
+            if gathered:
+                step += c.step_row * tile_n
+                self.asking = c.row_more * tile_n
             elif not apart:
                 step += c.step_copy * 2 * pages
-        self.step, self.turn = step, (step + c.latency) / config.num_stages
-        self.late = bulk * c.bulk_latency * problem.num_kv_heads / config.num_stages
-        self.num_stages = config.num_stages
+        self.step, self.turn = step, (step + c.latency) / num_stages
+        self.late = bulk * c.bulk_latency * problem.num_kv_heads / num_stages
         # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
         self.shared_reads = problem.num_kv_heads / self.head_tiles
-        self.uneven = c.uneven_paged if paged else c.uneven
-        partial_bytes = 2 * 4 * rows * (problem.head_dim_v + 2)  # written and read
-        self.merge_part = c.merge_part + partial_bytes / self.peak
-        self.merge_shared = c.merge_shared * rows * problem.head_dim_v
-        sent = min(config.tile_m, problem.rows) * problem.head_dim_v / 128
-        self.cluster_part = c.cluster_row * sent
+        self.merge_part, self.merge_shared = batch.merge_part, batch.merge_shared
+        self.cluster_part = c.cluster_row * (min(tile_m, batch.rows) * problem.head_dim_v / 128)
+        self._seconds: dict[int, float] = {}
 
     def cut(self, config: Config) -> Cost:
         """The cost where a config of this shape cuts the keys."""
@@ -356,6 +400,46 @@ class Shape:
         """With every sequence cut into parts of `per` tiles, the last one shorter."""
         parts, merge = ceil_div(self.tiles, per), "combine" if merged else None
         return self.cost_of(self.batch * parts * self.head_tiles, per, parts, merge)
+
+    def seconds(self, num_splits: int, merge: str) -> float:
+        """The seconds of even splits, merged by `Config.merge`."""
+        per, units = -(-self.tiles // num_splits), self.batch * self.head_tiles
+        if merge == "cluster":
+            split, merging = self.times(units * num_splits, per, num_splits, merge)
+            return split + merging
+        found = self._seconds.get(num_splits)
+        if found is None:
+            parts, how = -(-self.tiles // per), "combine" if num_splits > 1 else None
+            split, merging = self.times(units * parts, per, parts, how)
+            found = self._seconds[num_splits] = split + merging
+        return found
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that no number of splits is less than: their start, all that is read, and the
+        steps of a wave, of which more programs have fewer."""
+        units, c = self.batch * self.head_tiles, self.constants
+        reading = units * self.tiles * self.read_bytes * self.shared_reads / self.peak
+        program = self.program * units
+        one = program + max(reading, self.tiles * self.step)
+        two = 2 * program + 2 * self.merge_part + reading
+        any_number = 2 * math.sqrt(program * self.tiles * self.step)
+        return self.start + min(one, c.merge + max(two, any_number))
+
+    def in_one_part(self) -> tuple[int, int]:
+        """(programs in one part, how many the GPU holds at once)."""
+        return self.batch * self.head_tiles, self.slots
+
+    def floor(self, num_splits: int) -> float:
+        """Seconds that so many even splits take at least: all that is read, or a chain of steps in
+        each wave, and the merge."""
+        c, per, units = self.constants, -(-self.tiles // num_splits), self.batch * self.head_tiles
+        parts = -(-self.tiles // per)
+        ctas = units * parts
+        reading = units * self.tiles * self.read_bytes * self.shared_reads / self.peak
+        chain = -(-ctas // self.slots) * per * self.step
+        floor = self.start + self.program * ctas + (reading if reading > chain else chain)
+        return floor + c.merge + self.merge_part * parts if num_splits > 1 else floor
 
     def shared_out(self, full_parts: int) -> Cost:
         """With the batch cut into so many parts, rounded up to as many of every sequence."""
@@ -409,11 +493,18 @@ class Shape:
 
     def cost_of(self, num_ctas: int, per: int, parts: int, merge: str | None) -> Cost:
         """The cost of programs of `per` tiles, and of merging so many parts a row, by `merge`."""
+        return Cost(num_ctas, self.slots, per, *self.times(num_ctas, per, parts, merge))
+
+    def times(self, num_ctas: int, per: int, parts: int, merge: str | None) -> tuple[float, float]:
+        """The seconds of a Cost: of splits, and of their merge."""
         full, rest = divmod(num_ctas, self.slots)
-        c, seconds = self.constants, self.start
-        seconds += self.program * num_ctas + self.asking * (min(per, self.num_stages) - 1)
-        each = self.program_most + self.tile_most * min(per, BEGINNING)
-        seconds += each * ceil_div(num_ctas, self.num_sms)
+        c, running = self.constants, self.program * num_ctas
+        if self.asking:
+            running += self.asking * (min(per, self.num_stages) - 1)
+        seconds = self.start + running
+        if self.program_most or self.tile_most:
+            each = self.program_most + self.tile_most * min(per, BEGINNING)
+            seconds += each * -(-num_ctas // self.num_sms)
         waves = full * self.wave(self.slots, per) if full else 0.0
         seconds += waves + (self.wave(rest, per) if rest else 0.0)
         merging = 0.0
@@ -426,18 +517,30 @@ class Shape:
                 merging += c.crowded * units * self.tiles * self.tile_bytes / self.peak
         elif merge:
             merging = c.merge + self.merge_part * parts
-        return Cost(num_ctas, self.slots, per, seconds, merging)
+        return seconds, merging
 
     def wave(self, ctas: int, per: int) -> float:
         """Seconds of a wave of so many programs."""
-        on_one_sm, felt = ceil_div(ctas, self.num_sms), float(ctas)
+        on_one_sm, felt = -(-ctas // self.num_sms), float(ctas)
         if on_one_sm > 1:
             felt += self.uneven * (on_one_sm * self.num_sms - ctas)
         memory = felt * self.read_bytes * self.shared_reads / self.peak
         # else all its tiles are asked for at the start
         turn = self.turn if per > self.num_stages else 0.0
-        turn += self.late if per > 2 * self.num_stages else 0.0
+        if self.late and per > 2 * self.num_stages:
+            turn += self.late
         return per * slowest(self.step, turn, on_one_sm * self.alone, memory)
+
+
+@lru_cache(maxsize=1024)  # near problems are the same for one length and the next
+def batch_of(problem: Problem, device: Device, constants: Constants) -> Batch:
+    """The Batch of a problem, made once."""
+    return Batch(problem, device, constants)
+
+
+tile_of: Callable[[Config], tuple[int, ...]]
+tile_of = attrgetter("tile_m", "tile_n", "num_warps", "num_stages")
+"""The numbers of a tile shape."""
 
 
 def _by_dim(known: tuple[tuple[int, float], ...], dim: int) -> float:
@@ -445,33 +548,33 @@ def _by_dim(known: tuple[tuple[int, float], ...], dim: int) -> float:
     return next((value for most, value in known if dim <= most), 0.0)
 
 
-def pages_of_tile(problem: Problem, tile_n: int) -> int:
-    """Pages that a tile lies in; contiguous: one."""
-    place = problem.place
-    return ceil_div(tile_n, place.page_size) if isinstance(place, Paged) else 1
-
-
 def occupancy(problem: Problem, device: Device, config: Config, constants: Constants) -> int:
     """Programs of a shape that an SM holds at once, its pipeline full of tiles; a CPU core: one."""
+    apart = widened_apart(problem, config, constants)
+    return held_by_sm(Batch(problem, device, constants), config, apart)
+
+
+def held_by_sm(batch: Batch, config: Config, apart: bool) -> int:
+    """The `occupancy` of a shape; apart: `widened_apart`."""
+    problem, device, constants = batch.problem, batch.device, batch.constants
     if device.kind == "cpu":
         return 1
-    elements = config.tile_n * (problem.head_dim + problem.head_dim_v)
-    ring = config.num_stages * elements * problem.kv_element_bytes
-    if widened_apart(problem, config, constants):
-        scaled = problem.codec.granularity == "token"
-        most = constants.in_flight_scales if scaled else constants.in_flight_apart
+    elements = config.tile_n * batch.dims
+    ring = config.num_stages * elements * batch.element_bytes
+    if apart:
+        most = constants.in_flight_scales if batch.scaled else constants.in_flight_apart
         return max(1, min(constants.programs_apart, most // ring))
     smem = ring + SMEM_RESERVED
     if config.tile_m >= WIDE:  # q, and where values and, but for half int8, keys are widened to
         half = problem.codec.name == "int8" and problem.products != "widened"
         smem += (1 if half else 2) * config.tile_m * problem.head_dim
-        if problem.codec != AS_IS:
+        if batch.widened:
             smem += 2 * config.tile_n * problem.head_dim_v if half else 2 * elements
     if config.merge == "cluster":  # each has a share of all parts
-        smem += 4 * min(config.tile_m, problem.rows) * (problem.head_dim_v + 2 * config.num_splits)
+        smem += 4 * min(config.tile_m, batch.rows) * (problem.head_dim_v + 2 * config.num_splits)
     a_block = constants.registers(problem, config) * 32 * config.num_warps
     held = min(device.smem_per_sm // smem, int(REGISTERS_PER_SM / a_block))
-    if problem.codec != AS_IS and config.tile_m < WIDE:
+    if batch.widened and config.tile_m < WIDE:
         if may_copy_scales_in_bulk(problem, config):  # scales of other heads are on their way, too
             ring += config.num_stages * config.tile_n * 8 * (problem.num_kv_heads - 1)
         held = min(held, constants.in_flight // ring)
@@ -480,7 +583,7 @@ def occupancy(problem: Problem, device: Device, config: Config, constants: Const
 
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
     """The model's answer for one config, every sequence at its upper bound."""
-    return Shape(problem, device, config, constants).cut(config)
+    return Shape(Batch(problem, device, constants), config).cut(config)
 
 
 def constants_of(
@@ -498,19 +601,42 @@ def widened_apart(problem: Problem, config: Config, constants: Constants) -> boo
     return widened and constants.programs_apart > 0 and has_producer_warp(problem, config)
 
 
-def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:
-    """config -> seconds, of any kernel that the model knows."""
+Model = Shape | short_queries.RowsModel
+"""A tile shape of a kernel of either kind: both have `tiles`, and are asked alike."""
+
+
+def models(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], Model]:
+    """config -> the model of its tile shape, of any kernel that the model knows."""
     if kernel.name in WHOLE_SEQUENCES:
         rule = short_queries.constants_of(kernel)
-        return lambda config: short_queries.cost(problem, device, config, rule).seconds
-    known: dict[Config, Shape] = {}
-    constants = constants_of(kernel)
+        return short_queries.queries_of(problem, device, rule).model
+    return batch_of(problem, device, constants_of(kernel)).shape
+
+
+def cheapest(model: Model, options: Sequence[int]) -> int:
+    """The number of splits of least seconds, the fewest of several, merged by `combine`."""
+    best, best_splits = math.inf, 0
+    programs, slots = model.in_one_part()
+    # what fills a wave is nearly the best, and leaves few of the others to weigh
+    fills = max([n for n in options if n * programs <= slots], default=options[0])
+    for splits in (fills, *options):
+        if model.floor(splits) * ROUNDED <= best:
+            seconds = model.seconds(splits, "combine")
+            if seconds < best or (seconds == best and splits < best_splits):
+                best, best_splits = seconds, splits
+    return best_splits
+
+
+def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:
+    """config -> seconds, of any kernel that the model knows."""
+    known: dict[Config, Model] = {}
+    model_of = models(problem, device, kernel)
 
     @cache
     def seconds(config: Config) -> float:
         key = config if config.merge == "cluster" else config.shape
         if key not in known:
-            known[key] = Shape(problem, device, config, constants)
+            known[key] = model_of(config)
         return known[key].cut(config).seconds
 
     return seconds
@@ -518,9 +644,4 @@ def model(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config]
 
 def programs(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> tuple[int, int]:
     """(programs of a shape in one part, how many of them the GPU holds at once)."""
-    whole = replace(shape, num_splits=1)
-    if kernel.name in WHOLE_SEQUENCES:
-        told = short_queries.cost(problem, device, whole, short_queries.constants_of(kernel))
-        return told.programs, told.slots
-    cut = cost(problem, device, whole, constants_of(kernel))
-    return cut.num_ctas, cut.slots
+    return models(problem, device, kernel)(replace(shape, num_splits=1)).in_one_part()

@@ -20,7 +20,7 @@ from splitkv.core.errors import expect, expect_in_range, expect_one_of
 from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
-from splitkv.planner.policies.decode_cost import SHARE_STEP, Shape, constants_of
+from splitkv.planner.policies.decode_cost import SHARE_STEP, batch_of, constants_of
 from splitkv.planner.policies.shared import num_tiles, row_tiles, slowest
 
 Program = tuple[int, int]
@@ -36,7 +36,7 @@ def seconds_of_mix(
     for length in lengths:
         expect_in_range("lengths", length, 0, problem.seqlen_k)
     constants = constants_of(kernel)
-    shape = Shape(problem, device, config, constants)
+    shape = batch_of(problem, device, constants).shape(config)
     tiles = [tiles_of(problem, config, length) for length in lengths]
     head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
     programs = list(programs_of(tiles, head_tiles, config))

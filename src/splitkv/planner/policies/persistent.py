@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 from splitkv.core.device import Device, KiB
@@ -19,7 +20,7 @@ from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE
 from splitkv.planner.policies import appending
-from splitkv.planner.policies.decode_cost import Constants, Shape
+from splitkv.planner.policies.decode_cost import Constants, batch_of
 from splitkv.planner.policies.shared import (
     MAX_TILES,
     Policy,
@@ -95,6 +96,7 @@ def with_schedule(
     return choose
 
 
+@lru_cache(maxsize=64)  # whether there is one, and which, is asked for after each other
 def best_known(problem: Problem, device: Device, kernel: Kernel) -> Choice:
     """The schedule that measured best, of a kernel that has them for the problem.
 
@@ -142,8 +144,9 @@ def where_it_costs_little(
     if not against:
         reading, costs = problem.kv_bytes / device.bandwidth, ""
         known = best_known(problem, device, kernel), *of_whole_sequences(problem, device, kernel)
+        batch = batch_of(problem, device, constants)
         for choice in known:
-            shape = Shape(problem, device, choice.config, constants)
+            shape = batch.shape(choice.config)
             longer = shape.longer_by_schedule(choice.config)
             appends, by_schedule = (
                 appending.decide(problem, kernel, x.config)[0].appends for x in (own, choice)

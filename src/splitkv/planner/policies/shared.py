@@ -28,7 +28,8 @@ READY_BEFORE = (HALF, WIDENED)
 """The kernels of a launch that makes values, or keys too, a working type before another."""
 WHOLE_SEQUENCES = ("hopper_prefill", QUANTISED, *READY_BEFORE, "prefill")
 """The kernels that take any number of query tokens."""
-SHARP = 3.0  # the power of the soft maximum: measurements/thresholds.md#waves
+ROUNDED = 1 - 1e-9  # times a bound: what its own rounding may have added is off
+SHARP, ROOT = 3.0, 1 / 3.0  # the power of the soft maximum: measurements/thresholds.md#waves
 
 
 def float32(x: float) -> float:
@@ -42,10 +43,20 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def slowest(*seconds: float) -> float:
-    """The time of things that go on side by side: their soft maximum."""
-    most = max(seconds)
-    return most * sum([(s / most) ** SHARP for s in seconds]) ** (1 / SHARP) if most else 0.0
+def slowest(a: float, b: float = 0.0, c: float = 0.0, d: float = 0.0) -> float:
+    """The time of up to four things that go on side by side: their soft maximum."""
+    most = a if a > b else b
+    most = c if c > most else most
+    most = d if d > most else most
+    if not most:
+        return 0.0
+    total = (a / most) ** SHARP + (b / most) ** SHARP
+    if c:
+        total += (c / most) ** SHARP
+    if d:
+        total += (d / most) ** SHARP
+    soft: float = most * total**ROOT
+    return soft
 
 
 def num_tiles(problem: Problem, tile_n: int) -> int:
@@ -66,22 +77,20 @@ def row_tiles(problem: Problem, tile_m: int) -> int:
 
 
 @lru_cache(maxsize=64)  # a policy asks for those of the same few kernels again and again
-def all_configs(kernel: Kernel, problem: Problem, device: Device) -> tuple[Config, ...]:
-    """Every config that a kernel has for a problem."""
-    return tuple(kernel.configs(problem, device))
-
-
-def shapes(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
+def shapes(kernel: Kernel, problem: Problem, device: Device) -> tuple[Config, ...]:
     """The kernel's tile shapes, as its legal configs at one split, in its own order."""
-    every = all_configs(kernel, problem, device)
-    found = list(takewhile(lambda config: config.num_splits == 1, every))
+    every = kernel.configs(problem, device)
+    found = tuple(takewhile(lambda config: config.num_splits == 1, every))
     assert found, f"{kernel.name} has no config for {problem} on {device}"
     return found
 
 
-def clusters(kernel: Kernel, problem: Problem, device: Device) -> list[Config]:
+@lru_cache(maxsize=64)
+def clusters(kernel: Kernel, problem: Problem, device: Device) -> tuple[Config, ...]:
     """The kernel's configs whose parts are merged by a cluster."""
-    return [c for c in all_configs(kernel, problem, device) if c.merge == "cluster"]
+    if "cluster" not in kernel.merges:
+        return ()
+    return tuple(c for c in kernel.configs(problem, device) if c.merge == "cluster")
 
 
 def splits_keys(problem: Problem, found: Sequence[Config], kernel: Kernel | None = None) -> bool:
@@ -115,9 +124,9 @@ def best_shape(found: Sequence[Config], problem: Problem, tile_n: int | None = N
     `tile_n` keys a step, where the rule being followed has such a number."""
 
     def mismatch(config: Config) -> tuple[int, int, int]:
-        padded = row_tiles(problem, config.tile_m) * config.tile_m
+        tiles = row_tiles(problem, config.tile_m)
         off = 0 if tile_n is None else abs(config.tile_n - tile_n)
-        return row_tiles(problem, config.tile_m), padded, off
+        return tiles, tiles * config.tile_m, off
 
     return min(found, key=mismatch)
 

@@ -17,9 +17,10 @@ keys stay whole (`Problem.cut_tokens`); that is done for pages, in which such ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from splitkv.core.device import REGISTERS_PER_SM, Device, MiB
@@ -33,6 +34,7 @@ from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     QUANTISED,
     READY_BEFORE,
+    ROUNDED,
     WHOLE_SEQUENCES,
     Policy,
     clusters,
@@ -62,7 +64,7 @@ def occupancy(problem: Problem, device: Device, config: Config) -> int:
     return max(1, min(device.smem_per_sm // smem, by_registers))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # by identity, as a key of caches
 class Constants:
     """Constants of `prefill` on a GPU, in seconds, bytes and operations a second.
 
@@ -185,37 +187,108 @@ def units(problem: Problem, config: Config, constants: Constants = H200) -> int:
     return problem.batch * problem.num_heads // packed * tiles
 
 
+class Queries:
+    """The query rows of a problem on a device: what does not depend on the tile shape."""
+
+    def __init__(self, problem: Problem, device: Device, constants: Constants) -> None:
+        c, self.constants, self.device = constants, constants, device
+        self.begun = c.before(problem, device) + c.start
+        self.problem = problem = c.attended(problem)
+        self.dims, self.batch = problem.head_dim + problem.head_dim_v, problem.batch
+        self.bandwidth = c.bandwidth_share * device.bandwidth
+        rows = problem.batch * problem.seqlen_q * problem.num_heads
+        self.ended = rows * self.dims * problem.element_bytes / self.bandwidth  # q and the result
+        self.part_bytes = 2 * rows * (problem.head_dim_v + 2) * 4  # written and read
+        self.key_bytes = self.dims * c.element_bytes(problem)
+        self.flops = c.sm_flops if problem.element_bytes == 2 else c.sm_flops_fp32
+        self.page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
+        self._tiles: dict[int, int] = {}
+        self._models: dict[tuple[int, int, int, int, bool], RowsModel] = {}
+
+    def tiles(self, tile_n: int) -> int:
+        """Tiles of a sequence: `num_tiles`."""
+        found = self._tiles.get(tile_n)
+        if found is None:
+            found = self._tiles[tile_n] = num_tiles(self.problem, tile_n)
+        return found
+
+    def model(self, config: Config) -> RowsModel:
+        """The model of a config's tile shape, made once."""
+        tile = config.tile_m, config.tile_n, config.num_warps, config.num_stages, config.pack_gqa
+        found = self._models.get(tile)
+        if found is None:
+            found = self._models[tile] = RowsModel(self, config)
+        return found
+
+    @cached_property
+    def floor(self) -> float:
+        """Seconds that no shape and number of parts are less than: all bytes through the memory."""
+        problem = self.problem
+        keys = problem.batch * problem.num_kv_heads * problem.visible_keys
+        return self.begun + self.ended + keys * self.key_bytes / self.bandwidth
+
+
 class RowsModel:
     """A tile shape on a device: what does not depend on the number of parts."""
 
-    def __init__(
-        self, problem: Problem, device: Device, config: Config, constants: Constants = H200
-    ) -> None:
-        c, dims = constants, problem.head_dim + problem.head_dim_v
-        self.constants, self.num_sms = c, device.num_sms
-        begun = c.before(problem, device) + c.start
-        problem = c.attended(problem)
-        self.tiles = num_tiles(problem, config.tile_n)
+    def __init__(self, queries: Queries, config: Config) -> None:
+        c, problem, device = queries.constants, queries.problem, queries.device
+        tile_m, tile_n, num_warps = config.tile_m, config.tile_n, config.num_warps
+        self.constants, self.num_sms, self.bandwidth = c, device.num_sms, queries.bandwidth
+        self.tiles = queries.tiles(tile_n)
         self.whole = units(problem, config, c)
         self.slots = device.num_sms * c.occupancy(problem, device, config)
         self.num_stages = config.num_stages
-        tile_bytes = config.tile_n * dims * c.element_bytes(problem)
-        half = problem.element_bytes == 2
-        flops = 2 * config.tile_m * config.tile_n * dims
-        self.products = flops / (c.sm_flops if half else c.sm_flops_fp32)
-        load, score = config.tile_n * dims / config.num_warps, config.tile_m * config.tile_n
-        chain = c.step * config.num_warps / 4 + c.step_load * load
-        chain += c.step_score * score / config.num_warps
-        if isinstance(problem.place, Paged) and problem.place.page_size % config.tile_n:
+        self.products = 2 * tile_m * tile_n * queries.dims / queries.flops
+        chain = c.step * num_warps / 4 + c.step_load * (tile_n * queries.dims / num_warps)
+        chain += c.step_score * (tile_m * tile_n) / num_warps
+        if queries.page_size and queries.page_size % tile_n:
             chain *= 1 + c.paged
         self.chain, self.turn = chain, (chain + c.latency) / config.num_stages
         # the row tiles of a KV head read the same keys: the memory gives them once
-        self.shared = tile_bytes * problem.batch * problem.num_kv_heads / max(1, self.whole)
-        self.bandwidth = c.bandwidth_share * device.bandwidth
-        rows = problem.batch * problem.seqlen_q * problem.num_heads
-        self.begun, self.ended = begun, rows * dims * problem.element_bytes / self.bandwidth
-        self.row = c.program_row * config.tile_m * dims
-        self.part_bytes = 2 * rows * (problem.head_dim_v + 2) * 4  # written and read
+        units_read = problem.batch * problem.num_kv_heads
+        self.shared = tile_n * queries.key_bytes * units_read / max(1, self.whole)
+        self.begun, self.ended, self.part_bytes = queries.begun, queries.ended, queries.part_bytes
+        self.row = c.program_row * tile_m * queries.dims
+
+    def in_one_part(self) -> tuple[int, int]:
+        """(programs in one part, how many the GPU holds at once)."""
+        return self.whole, self.slots
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that no number of parts is less than: their start, all that is read and
+        multiplied, and the chain of a wave, of which more programs have less."""
+        of_all, c = self.whole * self.tiles, self.constants
+        work = max(of_all * self.shared / self.bandwidth, of_all * self.products / self.num_sms)
+        work = max(work, of_all / self.slots * self.chain)
+        program, chain = c.program * self.whole / self.num_sms, self.tiles * self.chain
+        one = program + max(work, chain)
+        two = 2 * program + work
+        any_number = 2 * math.sqrt(program * chain)
+        return self.begun + self.ended + min(one, max(two, any_number))
+
+    def cut(self, config: Config) -> Cost:
+        """The cost where a config of this shape cuts the keys."""
+        return self.cost(config.num_splits, config.merge)
+
+    def seconds(self, num_splits: int, merge: str) -> float:
+        """The seconds of a Cost."""
+        return self.cost(num_splits, merge).seconds
+
+    def floor(self, num_splits: int, merge: str = "combine") -> float:
+        """Seconds that so many parts take at least: what is simple to know of their Cost."""
+        per = -(-self.tiles // num_splits)
+        parts = -(-self.tiles // per)
+        programs = self.whole * parts
+        reading = per * programs * self.shared / self.bandwidth
+        products = per * programs * self.products / self.num_sms
+        chain = -(-programs // self.slots) * per * self.chain
+        floor = self.begun + self.constants.program * programs / self.num_sms + self.ended
+        floor += max(reading, products, chain)
+        if parts > 1 and merge != "cluster":
+            floor += self.constants.merge + parts * self.part_bytes / self.bandwidth
+        return floor
 
     def cost(self, num_splits: int, merge: str) -> Cost:
         """The cost in so many parts, every sequence at its upper bound."""
@@ -243,9 +316,15 @@ class RowsModel:
         return per * slowest(self.chain, turn, products, running * self.shared / self.bandwidth)
 
 
+@lru_cache(maxsize=1024)  # near problems are the same for one length and the next
+def queries_of(problem: Problem, device: Device, constants: Constants) -> Queries:
+    """The Queries of a problem, made once."""
+    return Queries(problem, device, constants)
+
+
 def cost(problem: Problem, device: Device, config: Config, constants: Constants = H200) -> Cost:
     """The model's answer for a config, every sequence at its upper bound."""
-    return RowsModel(problem, device, config, constants).cost(config.num_splits, config.merge)
+    return queries_of(problem, device, constants).model(config).cut(config)
 
 
 def choose(
@@ -286,14 +365,12 @@ def choose(
             why += mixed_steps.why_not(problem, kernel, whole.seconds)[0]
             return Choice(kernel.name, replace(shape, num_splits=parts), why)
     elif few:
-        of_each = (fastest(problem, device, k, constants, hopper) for k in kernels)
-        # in one part a call of `prefill` takes the host longer than the GPU can gain
-        weighed = [
-            (best, choice)
-            for best, choice in of_each
-            if choice.kernel == kernel.name or choice.config.num_splits > 1
-        ]
-        best, choice = min(weighed, key=lambda pair: pair[0].seconds)
+        best, choice = fastest(problem, device, kernel, constants, hopper)
+        for other in kernels[1:]:
+            told = faster(problem, device, other, best.seconds, constants, hopper)
+            # in one part a call of `prefill` takes the host longer than the GPU can gain
+            if told is not None and told[1].config.num_splits > 1:
+                best, choice = told
         rule = constants_of(next(k for k in kernels if k.name == choice.kernel), constants, hopper)
         needed = best.parts > 1 and _least_parts(problem, choice.config, rule) > 1
         if needed or best.seconds < whole.seconds * (1 - rule.worth):
@@ -312,28 +389,55 @@ def fastest(
     hopper: Constants = H200_HOPPER,
 ) -> tuple[Cost, Choice]:
     """The shape and number of parts of least seconds of a kernel for whole sequences."""
+    found = faster(problem, device, kernel, math.inf, constants, hopper)
+    assert found is not None, f"{kernel.name} takes no finite time for {problem}"
+    return found
+
+
+def faster(
+    problem: Problem,
+    device: Device,
+    kernel: Kernel,
+    seconds: float,
+    constants: Constants = H200,
+    hopper: Constants = H200_HOPPER,
+) -> tuple[Cost, Choice] | None:
+    """Finds what `fastest` does, or None where that takes no less than so many seconds."""
     rule = constants_of(kernel, constants, hopper)
+    queries = queries_of(problem, device, rule)
+    if queries.floor * ROUNDED > seconds:
+        return None
     prompts = problem.cut_tokens < problem.seqlen_q  # whose keys stay whole
     most = 1 if prompts else _most_parts(problem)
     found = _worth_weighing(kernel, problem, device)
     weighed: list[tuple[Cost, Config, int]] = []  # each with its number of parts
+    least = seconds
     for shape in found:
-        model = RowsModel(problem, device, shape, rule)
+        model = queries.model(shape)
+        if model.least_seconds * ROUNDED > CLOSE * least:
+            continue
         for parts in _parts_worth(problem, model, shape, most):
-            weighed.append((model.cost(parts, shape.merge), shape, parts))
+            if model.floor(parts, shape.merge) * ROUNDED <= CLOSE * least:
+                spent = model.cost(parts, shape.merge)
+                weighed.append((spent, shape, parts))
+                least = min(least, spent.seconds)
     if most > 1:
         for config in _in_clusters(problem, device, kernel, rule):
-            parts = config.num_splits
-            weighed.append((cost(problem, device, config, rule), config, parts))
+            spent = queries.model(config).cost(config.num_splits, config.merge)
+            weighed.append((spent, config, config.num_splits))
+            least = min(least, spent.seconds)
 
     def rank(one: tuple[Cost, Config, int]) -> list[float]:
         spent, shape, parts = one
         return [shape.tile_m, -shape.tile_n, spent.seconds, parts]
 
-    least = min(one.seconds for one, *_ in weighed)
+    if least >= seconds:
+        return None
     best, shape, parts = min((x for x in weighed if x[0].seconds <= CLOSE * least), key=rank)
+    if best.seconds >= seconds:
+        return None
     config = replace(shape, num_splits=parts)
-    whole = cost(problem, device, found[0], rule)
+    whole = queries.model(found[0]).cost(1, found[0].merge)
     return best, Choice(kernel.name, config, _why(problem, device, config, best, whole))
 
 
@@ -342,9 +446,14 @@ def constants_of(
 ) -> Constants:
     """The constants that a kernel for whole sequences goes by."""
     if kernel.name in READY_BEFORE:
-        before = partial(widening.seconds, kernel.name)
-        return replace(hopper, attended=lambda problem: problem.widened, before=before)
+        return _after_widening(kernel.name, hopper)
     return hopper if kernel.name.startswith("hopper_") else constants
+
+
+@cache
+def _after_widening(name: str, constants: Constants) -> Constants:
+    before = partial(widening.seconds, name)
+    return replace(constants, attended=lambda problem: problem.widened, before=before)
 
 
 def asked_for(*, parts: bool, packed: bool) -> Policy:

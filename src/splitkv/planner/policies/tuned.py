@@ -42,10 +42,10 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ from splitkv.core.tiles import WIDE, ceil_div
 from splitkv.planner.policies import decode_cost, persistent, waves
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
+    ROUNDED,
     WHOLE_SEQUENCES,
     Policy,
     count,
@@ -71,6 +72,7 @@ from splitkv.planner.policies.shared import (
 TABLES = Path(__file__).parent / "tables"
 SCHEMA = 1
 EQUAL = "equal"  # the mix whose sequences are all as long as may be
+CAUSAL, CONTIGUOUS = Mask(causal=True), Contiguous()
 TUNED_BYTES = 2  # of an element of the problems that tables are made of
 # Between the rows of a file, which are its last value; before and behind them.
 NEXT_LINE, ROWS, ROWS_END = ",\n  ", '"rows": [\n  ', "\n ]\n}\n"
@@ -90,17 +92,27 @@ HARDLY = 1.05  # times the fastest, for a plan that was timed as it is
 # How far the model is off differs more between kernels than between plans of one: a factor.
 OTHER_KERNEL = 1.05
 GOOD = 1.02  # times the fastest of a near problem, for a shape to be weighed
+# Numbers of splits to weigh, beside what fills a wave.
+FEW_SPLITS = (*range(1, 9), *(round(1.25**i) for i in range(10, 32)))
 # times the model's best splits
 AROUND = (1.0, 1.12, 0.89, 1.25, 0.8, 1.5, 0.67, 2.0, 0.5, 3.0, 0.33)
 
 
-@dataclass(frozen=True, slots=True)
+_Likeness = tuple[tuple[int, ...], tuple[str, int, int], bool]
+
+
+@dataclass(frozen=True)
 class Timed:
     """A plan and the microseconds that it took; its number of splits is part of the config."""
 
     kernel: str
     config: Config
     us: float
+
+    @cached_property
+    def likeness(self) -> _Likeness:
+        """Equal for shapes of the kernel that are alike: see `_likeness`."""
+        return _likeness(self.kernel, self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +128,31 @@ class Measured:
     mix: str = ""
 
 
+class Near(NamedTuple):
+    """A problem of a table, so many octaves away. logs: of measured over model, by number of the
+    plan, as far as they were asked for."""
+
+    octaves: float
+    measured: Measured
+    logs: dict[int, float]
+
+
 class Rows(Sequence[Measured]):
     """The rows of a file as Measured, each read when it is first looked at: a plan asks for few,
     and a file has thousands of timed plans.
 
-    shapes   kernels and tile shapes by number
+    shapes   a kernel and the fields of a tile shape, by number
     lines    JSON of the values of `DIMS`, and of plans as [number of the shape, splits, us]
+    alike    the numbers of the rows of each class, or none: they are to be found
     """
 
-    def __init__(self, shapes: Sequence[tuple[str, Config]], lines: Sequence[str]) -> None:
-        self._shapes, self._lines = shapes, lines
+    def __init__(
+        self,
+        shapes: Sequence[tuple[str, Mapping[str, Any]]],
+        lines: Sequence[str],
+        alike: Sequence[list[int]] = (),
+    ) -> None:
+        self._shapes, self._lines, self._alike = shapes, lines, alike
         self._made: dict[int, Measured] = {}
 
     def __len__(self) -> int:
@@ -136,21 +163,27 @@ class Rows(Sequence[Measured]):
             return [self[n] for n in range(*number.indices(len(self)))]
         if number not in self._made:
             *sizes, plans = json.loads(self._lines[number])
-            problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
-            self._made[number] = Measured(problem, _timed_of(self._shapes, plans))
+            self._made[number] = Measured(tuned_problem(*sizes), _timed_of(self._shapes, plans))
         return self._made[number]
 
     def __iter__(self) -> Iterator[Measured]:  # a row that names no shape is not the end
         return (self[number] for number in range(len(self)))
 
-    def sizes(self) -> Iterator[Sizes]:
-        """The Sizes of each problem, without making any or reading its plans."""
-        dims = [line[: line.index("[", 1)].rstrip(", ") for line in self._lines]
+    def sizes(self, numbers: Iterable[int]) -> Iterator[Sizes]:
+        """The Sizes of the problems of rows, without making any or reading its plans."""
+        dims = [self._lines[number].partition(",[")[0] for number in numbers]
         for of_row in json.loads(f"[{'],'.join(dims)}]]" if dims else "[]"):
             batch, heads, kv_heads = of_row[:3]  # the order of `DIMS`
             head_dim, seqlen_q, seqlen_k = of_row[3:6]
             rows = seqlen_q * heads // kv_heads
             yield Sizes(batch * kv_heads, seqlen_k, rows, of_row[6], head_dim, TUNED_BYTES)
+
+    def classes(self) -> dict[_Class, list[int]]:
+        """The numbers of the rows of each class."""
+        if not self._alike:
+            return _numbers_by_class(self.sizes(range(len(self))))
+        firsts = self.sizes([numbers[0] for numbers in self._alike])
+        return dict(zip(map(_class, firsts), self._alike, strict=True))
 
 
 @dataclass(frozen=True)
@@ -166,26 +199,44 @@ class Table:
     mixes: tuple[Measured, ...] = ()
 
     @cached_property
-    def classes(self) -> dict[_Class, list[tuple[Sizes, int]]]:
-        """(sizes, number) of every problem, by class."""
-        measured = self.measured
-        sizes = measured.sizes() if isinstance(measured, Rows) else map(_sizes_of, measured)
-        found: dict[_Class, list[tuple[Sizes, int]]] = {}
-        for number, of in enumerate(sizes):
-            found.setdefault(_class_of(*of[2:]), []).append((of, number))
-        return found
+    def classes(self) -> dict[_Class, list[int]]:
+        """The numbers of the problems of each class."""
+        if isinstance(self.measured, Rows):
+            return self.measured.classes()
+        return _numbers_by_class(map(_sizes_of, self.measured))
 
     @cached_property
     def _places(self) -> dict[_Class, list[tuple[tuple[float, ...], int]]]:
+        return {}
+
+    @cached_property
+    def _logs(self) -> dict[tuple[int, Device], dict[int, float]]:
         return {}
 
     def places(self, of: _Class) -> list[tuple[tuple[float, ...], int]]:
         """(where it stands, its number) of every problem of a class."""
         found = self._places.get(of)
         if found is None:
-            found = [(_place(sizes), number) for sizes, number in self.classes.get(of, ())]
+            numbers, measured = self.classes.get(of, []), self.measured
+            if isinstance(measured, Rows):
+                sizes = measured.sizes(numbers)
+            else:
+                sizes = (_sizes_of(measured[number]) for number in numbers)
+            found = [(_place(x), number) for x, number in zip(sizes, numbers, strict=True)]
             self._places[of] = found
         return found
+
+    def near(self, octaves: float, number: int, device: Device) -> Near:
+        """A problem so many octaves away, and what is known of its plans on a device."""
+        logs = self._logs.setdefault((number, device), {})
+        return Near(octaves, self.measured[number], logs)
+
+
+def _numbers_by_class(sizes: Iterable[Sizes]) -> dict[_Class, list[int]]:
+    found: dict[_Class, list[int]] = {}
+    for number, of in enumerate(sizes):
+        found.setdefault(_class(of), []).append(number)
+    return found
 
 
 def file_name(gpu: str) -> str:
@@ -211,6 +262,8 @@ def dump(table: Table) -> str:
 
     rows, mixes = [row(measured) for measured in table.measured], [row(x) for x in table.mixes]
     head = {"schema": SCHEMA, "gpu": table.gpu, **table.made, "columns": [*DIMS, "plans"]}
+    alike = _numbers_by_class(map(_sizes_of, table.measured))
+    head["classes"] = [*alike.values()]
     parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     before = [("mixes", mixes)] if mixes else []
     for name, lines in (("shapes", known), *before, ("rows", rows)):
@@ -259,22 +312,23 @@ def _values(text: str) -> Any:
 
 
 def _parsed(data: Any) -> Table:
-    known = [(kernel, Config(**shape)) for kernel, shape in data["shapes"]]
-    own = "schema", "gpu", "columns", "shapes", "mixes", "rows"
+    own = "schema", "gpu", "columns", "classes", "shapes", "mixes", "rows"
     made = {name: value for name, value in data.items() if name not in own}
+    rows = Rows(data["shapes"], data["rows"], data.get("classes", ()))
     mixes = []
     for *sizes, mix, plans in data.get("mixes", ()):
-        problem = tuned_problem(**dict(zip(DIMS, sizes, strict=True)))
-        mixes.append(Measured(problem, _timed_of(known, plans), mix))
-    return Table(data["gpu"], made, Rows(known, data["rows"]), mixes=tuple(mixes))
+        mixes.append(Measured(tuned_problem(*sizes), _timed_of(data["shapes"], plans), mix))
+    return Table(data["gpu"], made, rows, mixes=tuple(mixes))
 
 
-def _timed_of(known: Sequence[tuple[str, Config]], plans: Sequence[Any]) -> tuple[Timed, ...]:
+def _timed_of(
+    shapes: Sequence[tuple[str, Mapping[str, Any]]], plans: Sequence[tuple[int, int, float]]
+) -> tuple[Timed, ...]:
     """The plans of a row, by numbers of shapes."""
     found = []
-    for shape, splits, us in plans:
-        kernel, config = known[shape]
-        found.append(Timed(kernel, replace(config, num_splits=splits), us))
+    for number, splits, us in plans:
+        kernel, shape = shapes[number]
+        found.append(Timed(kernel, Config(splits, **shape), us))
     return tuple(found)
 
 
@@ -290,8 +344,8 @@ def tuned_problem(
     """A problem of the kind that tables are made of: bf16, causal, lengths on the device."""
     return Problem(
         *("decode", batch, num_heads, num_kv_heads, head_dim, head_dim, seqlen_q, seqlen_k),
-        mask=Mask(causal=True),
-        place=Contiguous() if page_size is None else Paged(page_size),
+        mask=CAUSAL,
+        place=CONTIGUOUS if page_size is None else Paged(page_size),
         lengths="device",
     )
 
@@ -346,14 +400,19 @@ def cheapest_splits(problem: Problem, device: Device, shape: Config, kernel: Ker
     Weighed are few splits, powers of 1.25, and what fills quarters of a wave of programs or gives
     every SM as many.
     """
-    most, seconds = most_splits(problem, shape), decode_cost.model(problem, device, kernel)
-    programs, slots = decode_cost.programs(problem, device, shape, kernel)
-    a_wave, tiles = slots / max(1, programs), num_tiles(problem, shape.tile_n)
-    weighed = {*range(1, 9), *(round(1.25**i) for i in range(10, 32))}
-    weighed |= {int(a_wave * i / 4) for i in range(1, 13)}
-    weighed |= {int(device.num_sms * i / max(1, programs)) for i in range(1, 9)}
-    options = {even_splits(tiles, min(max(1, splits), most)) for splits in weighed}
-    return min(options, key=lambda n: (seconds(replace(shape, num_splits=n)), n))
+    model = decode_cost.models(problem, device, kernel)(shape)
+    return _cheapest_splits(model, device, most_splits(problem, shape))
+
+
+def _cheapest_splits(model: decode_cost.Model, device: Device, most: int) -> int:
+    programs, slots = model.in_one_part()
+    programs = max(1, programs)
+    a_wave = slots / programs
+    weighed = {*FEW_SPLITS}
+    weighed.update([int(a_wave * i / 4) for i in range(1, 13)])
+    weighed.update([int(device.num_sms * i / programs) for i in range(1, 9)])
+    longest = {ceil_div(model.tiles, min(splits, most)) for splits in weighed if splits}
+    return decode_cost.cheapest(model, [ceil_div(model.tiles, per) for per in longest])
 
 
 def most_splits(problem: Problem, shape: Config) -> int:
@@ -388,10 +447,12 @@ def _choose(
 def _of_mixes(problem: Problem, device: Device, kernel: Kernel, table: Table) -> Choice | None:
     """The plan of a kernel whose worst is best over the mixes that were timed of the problem, of
     those that are hardly slower than the fastest where lengths are equal; None where none were."""
+    if not table.mixes:
+        return None
     sizes: dict[str, Any] = dims(problem)
     like = tuned_problem(**sizes)
     plain = replace(problem, sink_logits=False, return_lse=False) == like
-    if not table.mixes or not plain or persistent.why_not_several(kernel, problem, device):
+    if not plain or persistent.why_not_several(kernel, problem, device):
         return None
     rows: dict[str, dict[Config, float]] = {}
     for measured in table.mixes:
@@ -426,11 +487,11 @@ def _of_equal_lengths(
     problem: Problem, device: Device, candidates: Sequence[Kernel], table: Table | None
 ) -> Choice:
     timed = None
-    near = [] if table is None else list(islice(_nearest(problem, table), NEIGHBOURS))
+    near = [] if table is None else _nearest(problem, table)
     where = "" if table is None else table.gpu + table.note
     alike = problem.lengths == "host" or problem.batch == 1  # then waves shares no batch out
-    if near and alike:
-        timed = _timed(problem, device, candidates, near)
+    if table is not None and near and alike:
+        timed = _timed(problem, device, candidates, table, near)
         if timed is not None:
             return _fastest(timed, where)
     own = _waves(problem, device, candidates)
@@ -443,28 +504,26 @@ def _of_equal_lengths(
     if own.config.schedule == "batch":
         return leave_it("the lengths may differ much")
     if not alike:
-        timed = _timed(problem, device, candidates, near)
+        timed = _timed(problem, device, candidates, table, near)
         if timed is not None:
             return _fastest(timed, where)
-    local = _Local(problem, device, candidates, near)
+    told = [table.near(octaves, number, device) for octaves, number in near]
+    local = _Local(problem, device, candidates, told)
     if own.kernel not in local.known:
         return leave_it(f"nothing like it in the table of {where}")
-    weighed = [*local.proposals(), *([own] if local.knows(own) else [])]
-    seconds = [local.seconds(choice) for choice in weighed]
-    margins = (1.0 if choice.kernel == own.kernel else OTHER_KERNEL for choice in weighed)
-    asked = [s * margin for s, margin in zip(seconds, margins, strict=True)]
-    best = min(range(len(weighed)), key=lambda i: (asked[i], weighed[i].config.num_splits))
-    p = near[0][1].problem
+    seconds, best = local.best(own)
+    p = told[0].measured.problem
     why = (
-        f"tuned: {count(weighed[best].config.num_splits, 'split')} in tiles of "
-        f"{weighed[best].config.tile_n} keys, {seconds[best] * 1e6:.1f} us by the model and "
-        f"{count(len(near), 'problem')} measured on {where}, the nearest {near[0][0]:.1f} "
+        f"tuned: {count(best.config.num_splits, 'split')} in tiles of "
+        f"{best.config.tile_n} keys, {seconds * 1e6:.1f} us by the model and "
+        f"{count(len(told), 'problem')} measured on {where}, the nearest {told[0].octaves:.1f} "
         f"octaves away: batch {p.batch}, heads {p.num_heads}/{p.num_kv_heads}, head_dim "
         f"{p.head_dim}, {p.seqlen_k} keys, {p.place}"
     )
-    if local.knows(own):
-        why += f"; the plan of waves {local.seconds(own) * 1e6:.1f} us"
-    return replace(weighed[best], why=why)
+    of_waves = local.seconds_of(own)
+    if of_waves is not None:
+        why += f"; the plan of waves {of_waves * 1e6:.1f} us"
+    return Choice(best.kernel, best.config, why)
 
 
 def _fastest(timed: Timed, where: str) -> Choice:
@@ -476,16 +535,17 @@ def _timed(
     problem: Problem,
     device: Device,
     candidates: Sequence[Kernel],
-    near: Sequence[tuple[float, Measured]],
+    table: Table,
+    near: Sequence[tuple[float, int]],
 ) -> Timed | None:
     """The fastest plan of the problem itself, where it is in the table and legal here."""
     named = {kernel.name: kernel for kernel in candidates}
-    for octaves, measured in near:
+    for octaves, number in near:
         if octaves > SAME:
             break
-        as_long = replace(problem, seqlen_k=measured.problem.seqlen_k)
-        same = dims(measured.problem) == dims(as_long)
-        if same and measured.problem.mask == problem.mask:
+        measured = table.measured[number]
+        as_long = dims(problem) | {"seqlen_k": measured.problem.seqlen_k}
+        if dims(measured.problem) == as_long and measured.problem.mask == problem.mask:
             timed = _bounded(problem, _preferred(candidates, measured.plans))
             kernel = named.get(timed.kernel)
             if kernel is not None and timed.config.shape in shapes(kernel, problem, device):
@@ -534,107 +594,147 @@ def _bounded(problem: Problem, plans: Sequence[Timed]) -> Timed:
     return replace(fastest, config=replace(fastest.config.shape, num_splits=least))
 
 
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A legal tile shape of a kernel and what plans of it tell that were timed near the problem.
+
+    told   (1/4 and octaves away squared, octaves of its number of splits) of each plan; logs: of
+           measured over model; good: one was `GOOD`
+    """
+
+    kernel: str
+    shape: Config
+    told: list[tuple[float, float]] = field(default_factory=list)
+    logs: list[float] = field(default_factory=list)
+    good: bool = False
+
+
 class _Local:
     """The cost model around a problem, corrected by what was timed near it.
 
-    known   kernel -> legal shape -> what its plans tell: (octaves away squared, octaves of its
-            number of splits, log of measured over model)
+    known   kernel -> the legal shapes that were timed, by likeness
+    models  kernel -> its cost model of the problem
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        device: Device,
-        candidates: Sequence[Kernel],
-        near: Sequence[tuple[float, Measured]],
+        self, problem: Problem, device: Device, candidates: Sequence[Kernel], near: Sequence[Near]
     ) -> None:
         self.problem, self.device = problem, device
         self.kernels = {kernel.name: kernel for kernel in candidates}
-        legal: dict[str, dict[tuple[Any, ...], Config]] = {}
-        for name, kernel in self.kernels.items():
-            found = waves.of_rows(problem, kernel, shapes(kernel, problem, device))
-            if splits_keys(problem, found):
-                legal[name] = {_likeness(name, shape): shape for shape in reversed(found)}
-        self.known: dict[str, dict[Config, list[tuple[float, float, float]]]] = {}
-        self.good: set[tuple[str, Config]] = set()
-        for octaves, measured in near:
-            model, told = self.model(measured.problem), []
-            for timed in measured.plans:
-                likeness = _likeness(timed.kernel, timed.config)
-                shape = legal.get(timed.kernel, {}).get(likeness)
-                if shape is not None:
-                    told.append((timed, shape))
-            least = min((timed.us for timed, _ in told), default=0.0)
-            for timed, shape in told:
-                if timed.us <= GOOD * least:
-                    self.good.add((timed.kernel, shape))
-                off = math.log(timed.us * 1e-6 / model(timed.kernel, timed.config))
-                one = octaves**2, math.log2(timed.config.num_splits), off
-                self.known.setdefault(timed.kernel, {}).setdefault(shape, []).append(one)
-        self.here = self.model(problem)
-        self.means = {
-            kernel: _mean(
-                [(PRIOR, 0.0)]
-                + [(1 / (0.25 + away), log) for told in of.values() for away, _, log in told]
-            )
-            for kernel, of in self.known.items()
+        self.known: dict[str, dict[_Likeness, _Known]] = {}
+        kernels = {timed.kernel for of in near for timed in of.measured.plans}
+        legal = {name: self._legal_shapes(name) for name in kernels}
+        for octaves, measured, logs in near:
+            plans = enumerate(measured.plans)
+            told = [(n, timed) for n, timed in plans if timed.likeness in legal[timed.kernel]]
+            good = GOOD * min([timed.us for _, timed in told], default=0.0)
+            for number, timed in told:
+                if number not in logs:
+                    logs[number] = self._log(measured.problem, timed)
+                of = self.known.setdefault(timed.kernel, {})
+                known = of.get(timed.likeness)
+                if known is None:
+                    shape = legal[timed.kernel][timed.likeness]
+                    known = of[timed.likeness] = _Known(timed.kernel, shape)
+                known.good |= timed.us <= good
+                known.told.append((0.25 + octaves**2, math.log2(timed.config.num_splits)))
+                known.logs.append(logs[number])
+        self.means = {name: self._mean_of(of.values()) for name, of in self.known.items()}
+        self.models = {
+            name: decode_cost.models(problem, device, self.kernels[name]) for name in self.known
         }
 
-    def model(self, problem: Problem) -> Callable[[str, Config], float]:
-        """(kernel, config) -> seconds of a plan of the problem, uncorrected."""
-        models: dict[str, Callable[[Config], float]] = {}  # few kernels are timed of all
+    def _legal_shapes(self, name: str) -> dict[_Likeness, Config]:
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            return {}
+        found = waves.of_rows(self.problem, kernel, shapes(kernel, self.problem, self.device))
+        if not splits_keys(self.problem, found):
+            return {}
+        return {_likeness(name, shape): shape for shape in reversed(found)}
 
-        def seconds(kernel: str, config: Config) -> float:
-            if kernel not in models:
-                models[kernel] = _model_of(problem, self.device, self.kernels[kernel])
-            return models[kernel](config)
+    def _log(self, problem: Problem, timed: Timed) -> float:
+        """The log of measured over model, of a plan for another problem."""
+        models = decode_cost.models(problem, self.device, self.kernels[timed.kernel])
+        return math.log(timed.us * 1e-6 / models(timed.config).cut(timed.config).seconds)
 
-        return seconds
+    @staticmethod
+    def _mean_of(known: Iterable[_Known]) -> float:
+        """How wrong the model is about a kernel, over all of its plans."""
+        weights, logs = [PRIOR], [0.0]
+        for one in known:
+            weights += [1 / away for away, _ in one.told]
+            logs += one.logs
+        return _mean(weights, logs)
 
-    def knows(self, choice: Choice) -> bool:
-        """Whether a plan of this shape was timed."""
-        return choice.config.shape in self.known.get(choice.kernel, ())
+    def _corrected(self, known: _Known, num_splits: int, seconds: float) -> float:
+        """The time that the model has for so many splits of a shape, corrected."""
+        octaves = math.log2(num_splits)
+        weights = [1 / (away + SPLITS_WEIGHT * (its - octaves) ** 2) for away, its in known.told]
+        logs = self.means[known.kernel], *known.logs
+        return seconds * math.exp(_mean([PRIOR, *weights], logs))
 
-    def proposals(self) -> Iterator[Choice]:
-        """Every known shape with numbers of splits around the model's best."""
-        problem = self.problem
-        for kernel, of in self.known.items():
-            for shape in (shape for shape in of if (kernel, shape) in self.good):
-                most, least = most_splits(problem, shape), _least_splits(problem, shape)
-                tiles = num_tiles(problem, shape.tile_n)
-                best = cheapest_splits(problem, self.device, shape, self.kernels[kernel])
-                wanted = (min(max(least, round(best * factor)), most) for factor in AROUND)
-                for splits in dict.fromkeys(even_splits(tiles, n) for n in wanted):
-                    yield Choice(kernel, replace(shape, num_splits=splits), "")
-            found = waves.in_clusters(self.kernels[kernel], problem, self.device)
-            yield from (Choice(kernel, config, "") for config in found if config.shape in of)
-
-    def seconds(self, choice: Choice) -> float:
-        """The time that a plan is expected to take."""
+    def seconds_of(self, choice: Choice) -> float | None:
+        """The time that a plan is expected to take, or None: none of its shape was timed."""
         config = choice.config
-        told = self.known[choice.kernel][config.shape]
-        octaves = math.log2(config.num_splits)
-        alike = (
-            (1 / (0.25 + away + SPLITS_WEIGHT * (its - octaves) ** 2), log)
-            for away, its, log in told
-        )
-        log = _mean([(PRIOR, self.means[choice.kernel]), *alike])
-        return self.here(choice.kernel, config) * math.exp(log)
+        known = self.known.get(choice.kernel, {}).get(_likeness(choice.kernel, config))
+        if known is None or known.shape.tile_m != config.tile_m:
+            return None
+        seconds = self.models[choice.kernel](config).seconds(config.num_splits, config.merge)
+        return self._corrected(known, config.num_splits, seconds)
+
+    def best(self, own: Choice) -> tuple[float, Choice]:
+        """(seconds, plan) of the plan of least seconds: of the proposals, and that of `waves`."""
+        expected = self.seconds_of(own)
+        # seconds asked for, splits, and whether it is that of `waves`, which is the last of equals
+        least = math.inf if expected is None else expected, own.config.num_splits, True
+        best = least[0], own
+        for known, config, model in self._worth():
+            margin = 1.0 if known.kernel == own.kernel else OTHER_KERNEL
+            factor = math.exp(min(self.means[known.kernel], *known.logs)) * margin * ROUNDED
+            together = config.merge == "cluster"
+            if not together and model.least_seconds * factor > least[0]:
+                continue
+            for splits in [config.num_splits] if together else self._splits(config, model):
+                seconds = model.seconds(splits, config.merge)
+                if seconds * factor > least[0]:
+                    continue
+                expected = self._corrected(known, splits, seconds)
+                if (expected * margin, splits, False) < least:
+                    least = expected * margin, splits, False
+                    cut = config if together else replace(config, num_splits=splits)
+                    best = expected, Choice(known.kernel, cut, "")
+        return best
+
+    def _worth(self) -> Iterator[tuple[_Known, Config, decode_cost.Model]]:
+        """The good shapes of each kernel, and its clusters of shapes that were timed."""
+        for name, of in self.known.items():
+            kernel, model_of = self.kernels[name], self.models[name]
+            for known in of.values():
+                if known.good:
+                    yield known, known.shape, model_of(known.shape)
+            constants = decode_cost.constants_of(kernel)
+            batch = decode_cost.batch_of(self.problem, self.device, constants)
+            timed = [known.shape for known in of.values()]
+            for config, _ in waves.modelled_clusters(kernel, batch, timed):
+                yield of[_likeness(name, config)], config, model_of(config)
+
+    def _splits(self, shape: Config, model: decode_cost.Model) -> list[int]:
+        """Numbers of splits around the model's best."""
+        most, least = min(MAX_SPLITS, model.tiles), _least_splits(self.problem, shape)
+        best = _cheapest_splits(model, self.device, most)
+        wanted = [min(max(least, round(best * factor)), most) for factor in AROUND]
+        return [*dict.fromkeys([even_splits(model.tiles, splits) for splits in wanted])]
 
 
-@lru_cache(maxsize=1024)  # near problems are the same for one length and the next
-def _model_of(problem: Problem, device: Device, kernel: Kernel) -> Callable[[Config], float]:
-    return decode_cost.model(problem, device, kernel)
-
-
-def _nearest(problem: Problem, table: Table) -> Iterator[tuple[float, Measured]]:
-    """(octaves away, measured) of the problem's class, the nearest first."""
-    if problem.codec == AS_IS and problem.kind == "decode":
-        sizes = sizes_of(problem)
-        here, alike = _place(sizes), table.places(_class(sizes))
-        away = ((math.dist(here, place), number) for place, number in alike)
-        for octaves, number in sorted(pair for pair in away if pair[0] <= MAX_OCTAVES):
-            yield octaves, table.measured[number]
+def _nearest(problem: Problem, table: Table) -> list[tuple[float, int]]:
+    """(octaves away, number) of the `NEIGHBOURS` of the problem in its class, the nearest first."""
+    if problem.codec != AS_IS or problem.kind != "decode":
+        return []
+    sizes = sizes_of(problem)
+    here, alike = _place(sizes), table.places(_class(sizes))
+    away = [(math.dist(here, place), number) for place, number in alike]
+    return sorted([pair for pair in away if pair[0] <= MAX_OCTAVES])[:NEIGHBOURS]
 
 
 class Sizes(NamedTuple):
@@ -709,15 +809,17 @@ def _shape(config: Config) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value != getattr(default, name)}
 
 
-@cache
-def _likeness(kernel: str, config: Config) -> tuple[Any, ...]:
+def _likeness(kernel: str, config: Config) -> _Likeness:
     """Equal for a shape of one kernel on problems of other numbers of rows: for decode, but for
     wide tiles; for whole sequences with as many rows a tile."""
     tile_m = config.tile_m if kernel in WHOLE_SEQUENCES else config.tile_m // WIDE
-    return tuple(_shape(replace(config.shape, tile_m=tile_m)).items())
+    tile = tile_m, config.tile_n, config.num_warps, config.num_stages
+    rule, split_size = config.schedule, config.split_size
+    if rule == "items":
+        rule, split_size = "even", 0
+    return tile, (rule, split_size, config.programs), config.pack_gqa
 
 
-def _mean(weighted: Iterable[tuple[float, float]]) -> float:
-    """The mean of (weight, value) pairs."""
-    pairs = list(weighted)
-    return math.fsum(w * x for w, x in pairs) / math.fsum(w for w, _ in pairs)
+def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
+    """The mean of values."""
+    return math.fsum(map(mul, weights, values)) / math.fsum(weights)

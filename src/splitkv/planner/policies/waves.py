@@ -15,9 +15,8 @@ keys, it is taken in the place of either: `persistent.where_it_costs_little`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cache, partial
 
 from splitkv.core.device import Device, MiB
 from splitkv.core.kv import AS_IS, Paged
@@ -28,23 +27,23 @@ from splitkv.planner.policies import persistent, short_queries
 from splitkv.planner.policies.decode_cost import (
     H200,
     HOPPER_DECODE,
+    Batch,
     Constants,
     Cost,
     Shape,
+    batch_of,
+    cheapest,
     constants_of,
-    cost,
-    occupancy,
+    tile_of,
     widened_apart,
 )
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
+    ROUNDED,
     WHOLE_SEQUENCES,
     Policy,
     clusters,
     count,
-    even_splits,
-    max_splits,
-    num_tiles,
     shapes,
     splits_keys,
 )
@@ -57,6 +56,9 @@ CLOSE = 1.02
 # this share. Figures of this and what follows: measurements/thresholds.md#waves.
 ROOM_FOR_CLUSTERS = 0.75
 
+# Numbers of splits to weigh: those, and what fills so many eighths of a wave.
+FEW_SPLITS = (*range(1, 17), 32, 64, 128)
+EIGHTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 # Sequences to share programs out over: with the parts they are one axis of a grid, not its first.
 MOST_SHARED = 65535 - MAX_SPLITS
 # times as long as in even parts that are short enough, for what is shared out where lengths are
@@ -119,9 +121,9 @@ def for_equal_lengths(constants: Constants = H200, hopper: Constants | None = No
         if own.config.schedule == "batch" and problem.rows <= MANY_ROWS:
             return own  # made for lengths that differ
         for kernel in _rivals(problem, first, others):
-            other, choice = short_queries.fastest(problem, device, kernel)
-            if other.seconds * OTHER < seconds:
-                seconds, own = other.seconds, choice
+            told = short_queries.faster(problem, device, kernel, seconds / (OTHER * ROUNDED))
+            if told is not None and told[0].seconds * OTHER < seconds:
+                seconds, own = told[0].seconds, told[1]
         return own
 
     return choose
@@ -141,12 +143,13 @@ def fastest(
 ) -> tuple[float, Choice]:
     """The shape and number of splits of least seconds of a kernel for decode."""
     found = of_rows(problem, kernel, shapes(kernel, problem, device))
-    worth = _worth(problem, device, found, constants)
-    together = _modelled_clusters(kernel, problem, device, constants, worth)
+    batch = batch_of(problem, device, constants)
+    worth = _worth(batch, found)
+    together = modelled_clusters(kernel, batch, worth)
     weighed = []
     for shape in worth:
-        of_shape = [_cheapest(problem, device, found, shape, constants)]
-        of_shape += [(model.cut(c), c) for c, model in together if c.shape == shape]
+        of_shape = [_cheapest(batch, found, shape)]
+        of_shape += [(model.cut(c), c) for c, model in together if tile_of(c) == tile_of(shape)]
         weighed.append(min(of_shape, key=lambda pair: pair[0].seconds))
     least = min(cost.seconds for cost, _ in weighed)
     weighed.sort(key=lambda pair: pair[1].schedule == "batch")
@@ -155,8 +158,7 @@ def fastest(
         # as many stages as gain
         same = [x for x in weighed if replace(x[1], num_stages=config.num_stages) == config]
         best, config = min(same, key=lambda pair: (pair[0].seconds, pair[1].num_stages))
-    why = _why(problem, device, config, best, constants)
-    return best.seconds, Choice(kernel.name, config, why)
+    return best.seconds, Choice(kernel.name, config, _why(batch, config, best))
 
 
 def of_rows(problem: Problem, kernel: Kernel, found: Sequence[Config]) -> list[Config]:
@@ -171,31 +173,26 @@ def of_rows(problem: Problem, kernel: Kernel, found: Sequence[Config]) -> list[C
     return [shape for shape in found if shape.tile_m == wanted]
 
 
-def _worth(
-    problem: Problem, device: Device, found: Sequence[Config], constants: Constants
-) -> list[Config]:
+def _worth(batch: Batch, found: Sequence[Config]) -> list[Config]:
     """The shapes worth weighing, in order of preference; all, where none of those is legal."""
-    units = problem.batch * problem.num_kv_heads
-    wanted = constants.shapes if problem.codec == AS_IS else constants.shapes_widened
-    if isinstance(problem.place, Paged) and max(problem.head_dim, problem.head_dim_v) > 128:
+    problem, constants, units = batch.problem, batch.constants, batch.units
+    wanted = constants.shapes_widened if batch.widened else constants.shapes
+    if batch.page_size and batch.wider > 128:
         wanted = constants.shapes_256
-    if gathers(problem, found[0]):
+    if batch.widened and gathers(problem, found[0]):
         wanted = constants.shapes_gathered
     elif widened_apart(problem, found[0], constants):
-        first = Shape(problem, device, found[0], constants)
+        first = batch.shape(found[0])
         shared = least_splits(problem, first, constants) * units > first.slots
-        scaled = problem.codec.granularity == "token"
-        wanted = constants.shapes_scales if scaled else constants.shapes_apart
+        wanted = constants.shapes_scales if batch.scaled else constants.shapes_apart
         wanted = constants.shapes_gathered if shared else wanted
-    by_shape = {(c.tile_n, c.num_warps, c.num_stages): c for c in reversed(found)}
+    by_shape = {tile_of(c)[1:]: c for c in reversed(found)}
     worth = [by_shape[shape] for shape in wanted if shape in by_shape]
     # One slot, and nothing is on its way while a tile is worked on: for parts of one tile.
     in_a_wave = [
         c
         for c in worth
-        if c.num_stages > 1
-        or units * num_tiles(problem, c.tile_n)
-        <= device.num_sms * occupancy(problem, device, c, constants)
+        if c.num_stages > 1 or units * batch.tiles(c.tile_n) <= batch.shape(c).slots
     ]
     return in_a_wave or worth or list(found)
 
@@ -204,26 +201,32 @@ def in_clusters(
     kernel: Kernel, problem: Problem, device: Device, constants: Constants | None = None
 ) -> list[Config]:
     """The configs whose parts are clusters that can all run at once, none of them too long."""
-    constants, every = constants or constants_of(kernel), shapes(kernel, problem, device)
-    return [c for c, _ in _modelled_clusters(kernel, problem, device, constants, every)]
+    batch = batch_of(problem, device, constants or constants_of(kernel))
+    every = shapes(kernel, problem, device)
+    return [config for config, _ in modelled_clusters(kernel, batch, every)]
 
 
-def _modelled_clusters(
-    kernel: Kernel,
-    problem: Problem,
-    device: Device,
-    constants: Constants,
-    worth: Collection[Config],
+def modelled_clusters(
+    kernel: Kernel, batch: Batch, worth: Collection[Config]
 ) -> list[tuple[Config, Shape]]:
     """The configs of `in_clusters` that have these tile shapes, and the model of each."""
-    found, tiles = [], cache(partial(num_tiles, problem))
+    problem, device, constants = batch.problem, batch.device, batch.constants
+    if "cluster" not in kernel.merges or not worth:
+        return []
+    # a cluster takes more shared memory than as many programs apart, so no more find room
+    places = math.inf if batch.widened else max(batch.shape(shape).slots for shape in worth)
+    if 2 * batch.units > places:
+        return []
+    found, tiles_worth = [], {tile_of(shape) for shape in worth}
     for config in clusters(kernel, problem, device):
-        parts, most = config.num_splits, tiles(config.tile_n)
-        in_time = parts == most or (parts < most and config.num_stages > 1)
-        few = parts <= WIDE_CLUSTER or config.tile_m < WIDE
-        if not in_time or not few or config.shape not in worth:
+        parts, tiles = config.num_splits, batch.tiles(config.tile_n)
+        if batch.units * parts > places or tile_of(config) not in tiles_worth:
             continue
-        model = Shape(problem, device, config, constants)
+        in_time = parts == tiles or (parts < tiles and config.num_stages > 1)
+        few = parts <= WIDE_CLUSTER or config.tile_m < WIDE
+        if not in_time or not few:
+            continue
+        model = batch.shape(config)
         units = problem.batch * model.head_tiles
         room: float = model.slots
         if parts > 2:
@@ -240,40 +243,28 @@ def least_splits(problem: Problem, shape: Shape, constants: Constants) -> int:
     return ceil_div(shape.tiles, int(constants.longest_part // shape.tile_bytes) or 1)
 
 
-def _splits_worth(tiles: int, least: int, most: int, a_wave: float) -> Iterator[int]:
-    """Numbers of splits to weigh: few, those of few tiles each, and what fills up to four waves."""
-    eighths = (round(a_wave * k / 8) for k in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32))
-    short = (ceil_div(tiles, per) for per in (1, 2, 3, 4, 6, 8))
-    for splits in sorted({least, *range(1, 17), 32, 64, 128, most, *short, *eighths}):
-        if least <= splits <= most:
-            yield splits
+def _splits_worth(tiles: int, least: int, most: int, a_wave: float) -> list[int]:
+    """Numbers of splits to weigh: few, those of few tiles each, and what fills up to four waves; of
+    no more programs than their longest part asks for, as one more may not fit into a wave."""
+    some = {least, most, *FEW_SPLITS}
+    some.update([ceil_div(tiles, per) for per in (1, 2, 3, 4, 6, 8)])
+    some.update([round(a_wave * k / 8) for k in EIGHTHS])
+    longest = {ceil_div(tiles, splits) for splits in some if least <= splits <= most}
+    return sorted([ceil_div(tiles, per) for per in longest])
 
 
-def _cheapest(
-    problem: Problem,
-    device: Device,
-    found: Sequence[Config],
-    config: Config,
-    constants: Constants,
-) -> tuple[Cost, Config]:
+def _cheapest(batch: Batch, found: Sequence[Config], config: Config) -> tuple[Cost, Config]:
     """A tile shape with its best number of splits, or of programs."""
-    shape = Shape(problem, device, config, constants)
-    most = max_splits(problem, found, config)
+    problem, constants, shape = batch.problem, batch.constants, batch.shape(config)
+    most = min(MAX_SPLITS, shape.tiles) if splits_keys(problem, found) else 1
     a_wave = shape.slots / (shape.batch * shape.head_tiles)
     least = min(most, least_splits(problem, shape, constants))
     even = most
     if widened_apart(problem, config, constants):  # of shorter parts rows are gathered
         even = max(least, min(most, shape.tiles // long_split(problem)))
-    # of no more programs than their longest part asks for: one more may not fit into a wave
-    weighed = _splits_worth(shape.tiles, least, even, a_wave)
-    worth = sorted({even_splits(shape.tiles, splits) for splits in weighed})
-    best, splits = min(
-        (
-            (shape.cost(ceil_div(shape.tiles, splits), merged=splits > 1), splits)
-            for splits in (worth if config.num_stages > 1 else worth[-1:])
-        ),
-        key=lambda pair: (pair[0].seconds, pair[1]),
-    )
+    worth = _splits_worth(shape.tiles, least, even, a_wave)
+    splits = cheapest(shape, worth if config.num_stages > 1 else worth[-1:])
+    best = shape.cost(ceil_div(shape.tiles, splits), merged=splits > 1)
     alone = shape.batch > MOST_SHARED or problem.sequence_sink_tokens
     if least == 1 or least <= a_wave or alone:
         return best, replace(config, num_splits=splits)
@@ -301,7 +292,8 @@ def _shares_worth(shape: Shape) -> list[int]:
     return sorted({min(full, most) for full in wanted if full >= 2 * shape.batch})
 
 
-def _why(problem: Problem, device: Device, config: Config, best: Cost, constants: Constants) -> str:
+def _why(batch: Batch, config: Config, best: Cost) -> str:
+    problem, device = batch.problem, batch.device
     keys = f"{problem.seqlen_k}"
     if problem.visible_keys < problem.seqlen_k:
         keys = f"{problem.visible_keys} visible of {keys}"
@@ -313,7 +305,7 @@ def _why(problem: Problem, device: Device, config: Config, best: Cost, constants
     )
     if best.merge_seconds:
         whole = replace(config.shape, schedule="even", programs=0)
-        unsplit = cost(problem, device, whole, constants)
+        unsplit = batch.shape(whole).cost(batch.tiles(whole.tile_n), merged=False)
         how = "merge in clusters" if config.merge == "cluster" else "merge"
         text += f" + {best.merge_seconds * 1e6:.1f} us to {how}"
         text += f"; in one split {unsplit.seconds * 1e6:.1f} us"
