@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -48,9 +48,6 @@ from splitkv.runtime.call_cache import (
     layout,
 )
 
-if TYPE_CHECKING:
-    pass
-
 GROWS = "decode_split", "hopper_decode_split"
 """The kernels that take every length of a cache up to that of their plan."""
 SEQUENCES_GROW = "hopper_prefill", "hopper_prefill_quantised", "prefill"
@@ -63,7 +60,6 @@ SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 MAX_KNOWN = 256  # layouts that launches are kept for; past it, the first are forgotten
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
-K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
 Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
@@ -72,6 +68,9 @@ Bucket = tuple[Alignment, Any]
 
 Ends = tuple[int, int]
 """Bytes from the first of K, and of V, to the last of the longest caches of a bucket."""
+Served = tuple[Any, Any, Any]
+"""What a layout changes of a launch, the launch of the splits, and what repeats a call with it."""
+NOT_SERVED: Served = (None, None, None)
 
 
 class InOrder(NamedTuple):
@@ -157,8 +156,11 @@ def check_of_any_length(tensors: Sequence[Tensor]) -> Check | None:
         return None
     scales = [*grow][2:]
 
-    def caches_fit(*tensors: Any) -> bool:
-        return check(*tensors) and tensors[1].shape[1] == tensors[2].shape[1] > 0
+    dim, dim_v = tensors[1].shape[3], tensors[2].shape[3]
+
+    def caches_fit(q: Any, k: Any, v: Any, *rest: Any) -> bool:
+        # all but the length is known to be the same, and elements are counted sooner than it is
+        return check(q, k, v, *rest) and k.numel() * dim_v == v.numel() * dim > 0
 
     def scales_fit(*tensors: Any) -> bool:
         if not caches_fit(*tensors):
@@ -279,7 +281,16 @@ class Growing(ABC):
 
 
 class GrowingCall(Growing):
-    """A launcher of decode for contiguous caches of every length, which differ in nothing else."""
+    """A launcher of decode for contiguous caches of every length, which differ in nothing else.
+
+    A call with a new length takes as little as there is to do:
+
+    * `latest` serves it, if it is a slice of a larger cache as the call before was: the strides are
+      the same, and the launch takes the length;
+    * else a launch is made for its strides, with maps of TMA of just this length or, where the
+      memory goes on, of the longest of its bucket. `current` has what makes it, for a bucket of
+      strides that are multiples of 16; others are found in `buckets`.
+    """
 
     def __init__(
         self,
@@ -290,54 +301,103 @@ class GrowingCall(Growing):
     ) -> None:
         super().__init__(problem, operands, num_splits, plan_for, GROWS)
         self.by_token = problem.codec.granularity == "token"
-        # the layout, the ends that the memory of the caches has to reach or None, and what repeats
-        # a call, with the launch of its splits
-        self.latest: tuple[Any, Ends | None, tuple[Any, Any]] = (None, None, (absent, None))
-        # strides, with the longest caches of their bucket, and the ends of these, where the strides
-        # have come again
+        # (first length, last length, strides, ends, what serves them): of caches of these lengths
+        # and strides whose memory goes on to the ends, if there are any
+        self.latest: tuple[int, int, Any, Ends | None, Served] = (1, 0, None, None, NOT_SERVED)
+        # strides that came again, with the longest caches of their bucket, and the ends of these
         self.ends: tuple[Any, Ends | None] = (None, None)
         self.current = NO_BUCKET
 
-    def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
+    def repeat(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Any,
+        lens: Any,
+        table: Any,
+        sink: Any,
+        slopes: Any,
+        q_scale: Any,
+        k_scale: Any,
+        v_scale: Any,
+        scale: float,
+        softcap: float,
+    ) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
-        length, strides = k.shape[1], (k.stride(), v.stride())
-        here = length, strides, rest[K_SCALE].stride() if self.by_token else None
-        layout, ends, launch = self.latest
-        done: Result | None
-        if layout == here and (ends is None or both_reach(k, v, ends)):
-            call, split = launch
-            done = call(q, k, v, *rest, split=split)
-            return done
-        first, longest, found = self.current
-        of_k, of_v = strides
-        every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
-        if not first <= length <= longest or every & 15 or every >> 31 or self.by_token:
-            longest, found = rounded_up(length), self.in_bucket(here, q, k, v, *rest)
-        if found is None:
-            return None
-        split_at, call = found
-        room, at = 0, (longest, strides)
-        known, ends = self.ends
-        if known != at:  # as in every step of caches that are made anew
-            self.ends = at, None
-        else:
-            if ends is None:
-                ends = end_of(k, longest), end_of(v, longest)
-                self.ends = at, ends
-            if both_reach(k, v, ends):
-                room = longest
-        split = split_at(here, room)
-        self.latest = here, ends if room else None, (call, split)
-        done = call(q, k, v, *rest, split=split)
-        if done is not None and length > longest - AHEAD:
-            alignment = alignment_of(here, k.element_size())
-            self.make_ready((alignment, rounded_up(longest + 1)), of_layout(q, k, v, *rest))
+        length = k.shape[1]
+        strides = k.stride(), v.stride(), k_scale.stride() if self.by_token else None
+        first, last, of_latest, ends, (layout, launch, call) = self.latest
+        ahead = None
+        if (
+            not first <= length <= last
+            or of_latest != strides
+            or not (ends is None or both_reach(k, v, ends))
+        ):
+            found = self.launch_at((length, strides), q, k, v, k_scale, v_scale)
+            if found is None:
+                return None
+            (layout, launch, call), ahead = found
+        done: Result | None = call(
+            q,
+            k,
+            v,
+            out,
+            lens,
+            table,
+            sink,
+            slopes,
+            q_scale,
+            k_scale,
+            v_scale,
+            scale,
+            softcap,
+            split=launch,
+            length=length,
+            layout=layout,
+        )
+        if ahead is not None and done is not None:
+            self.make_ready(ahead, of_layout(q, k, v, k_scale, v_scale))
         return done
 
-    def in_bucket(self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        """Finds what launches the splits of a layout at a length, and what repeats a call, in its
-        bucket. None: nothing is compiled for that.
+    def launch_at(
+        self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any
+    ) -> tuple[Served, Bucket | None] | None:
+        """Finds (what serves caches of this layout, the bucket to make ready behind the call or
+        None), and keeps the former as `latest`. None: nothing is compiled for them."""
+        length, strides = here
+        of_k, of_v, scales = strides
+        first, longest, found = self.current
+        every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
+        if not first <= length <= longest or every & 15 or every >> 31 or scales is not None:
+            longest, found = rounded_up(length), self.in_bucket(here, q, k, v, k_scale, v_scale)
+        if found is None:
+            return None
+        layout_at, launch, call = found
+        room, soon, last, ends = 0, longest - AHEAD, length, None
+        if self.latest[2] == strides:  # not so in any step of caches that are made anew
+            at = longest, strides
+            known, ends = self.ends
+            if known != at:
+                ends = end_of(k, longest), end_of(v, longest)
+                self.ends = at, ends
+            if ends is not None and both_reach(k, v, ends):
+                room = longest
+                if scales is None and length < soon:
+                    last = soon
+        served = layout_at(here, room), launch, call
+        self.latest = length, last, strides, ends if room else None, served
+        if length <= soon:
+            return served, None
+        following = alignment_of(here, k.element_size()), rounded_up(longest + 1)
+        return served, None if following in self.buckets else following
+
+    def in_bucket(
+        self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any
+    ) -> tuple[Any, Any, Any] | None:
+        """Finds what launches the splits of caches of every layout, see `CacheLaunch`, and what
+        repeats a call, in the bucket of this one. None: nothing is compiled for that.
 
         A bucket of strides that are multiples of 16 is the current one from then on.
         """
@@ -345,10 +405,10 @@ class GrowingCall(Growing):
         bucket = alignment, longest = alignment_of(here, k.element_size()), rounded_up(length)
         launcher = self.buckets.get(bucket)
         if launcher is None:
-            launcher = self.launcher_of(bucket, of_layout(q, k, v, *rest))
-        if launcher is None or launcher.split_at_length is None:
+            launcher = self.launcher_of(bucket, of_layout(q, k, v, k_scale, v_scale))
+        if launcher is None or launcher.at_lengths is None:
             return None
-        found = launcher.split_at_length, launcher.repeat
+        found = *launcher.at_lengths, launcher.repeat
         if alignment is EVERY_ONE:
             self.current = length, longest, found
         return found
@@ -364,7 +424,7 @@ class GrowingCall(Growing):
             return done
         x.seqlen_k = length = x.k.shape[1]
         scales = x.k_scale.stride() if self.by_token and x.k_scale is not None else None
-        here = length, (x.k.stride(), x.v.stride()), scales
+        here = length, (x.k.stride(), x.v.stride(), scales)
         longest = rounded_up(length)
         bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
@@ -582,8 +642,7 @@ def types_of(operands: Operands) -> Hashable:
 
 def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     """The alignment of strides that kernels are compiled and plans made for."""
-    length, strides, scales = here
-    k, v = strides
+    length, (k, v, scales) = here
     every = k[0] | k[1] | k[2] | v[0] | v[1] | v[2]
     if not every & 15 and every < 1 << 31:
         alignment = EVERY_ONE
@@ -609,22 +668,20 @@ def both_reach(k: Tensor, v: Tensor, ends: Ends) -> bool:
     """Whether the memory of contiguous caches goes on to these ends, as that of slices does. Asked
     in every call, as caches with one layout may be in different memory."""
     k_end, v_end = ends
-    k_end += k.storage_offset() * k.element_size()
-    v_end += v.storage_offset() * v.element_size()
-    reach: bool = k_end <= k.untyped_storage().nbytes() and v_end <= v.untyped_storage().nbytes()
+    size = k.element_size()  # v has the same type
+    reach: bool = (
+        k_end + k.storage_offset() * size <= k.untyped_storage().nbytes()
+        and v_end + v.storage_offset() * size <= v.untyped_storage().nbytes()
+    )
     return reach
 
 
-def of_layout(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Operands:
+def of_layout(q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> Operands:
     """Operands of the length of these caches to plan for and to bind, without the other tensors,
-    which change no layout; rest: as of `GrowingCall.repeat`."""
-    operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
+    which change no layout."""
+    operands = Operands(q, k, v, k_scale=k_scale, v_scale=v_scale)
     operands.seqlen_k = k.shape[1]
     return operands
-
-
-def absent(*_: Any, **__: Any) -> None:
-    """Repeats no call: the first length is yet to come."""
 
 
 NO_BUCKET: tuple[int, int, Any] = (1, 0, None)

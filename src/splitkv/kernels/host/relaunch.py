@@ -110,52 +110,62 @@ def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None
     return in_a_tuple if as_tuple else one_by_one
 
 
-LaunchOfLayout = Callable[[Sequence[Any], Layout, Layout], Launch]
-"""`launch_of_layout(tail, k_layout, v_layout)`: a launch as `LaunchWith` has it, of tensors with
-these layouts."""
+LengthLaunch = Callable[..., None]
+"""`launch(length, at_layout, stream, *args)`: a Launch for caches of this length, which is among
+its last arguments; at_layout: what their layout changes, such as a `CacheMaps`."""
+CacheMaps = tuple[Sequence[Any], Sequence[Any], dict[int, Any], dict[int, Any], Layout, Layout]
+"""(before, behind, k_maps, v_maps, k_layout, v_layout): the arguments before the length and those
+behind it, the maps of K and of V that are known by address, and the layouts for others. A plain
+tuple, as one is made for every length of caches that are made anew."""
 
 
-def bind_to_layouts(
-    compiled: Any, grid: tuple[int, int, int], k_tile: Tile, v_tile: Tile
-) -> LaunchOfLayout | None:
-    """Binds launches as `bind_to_maps` does, for layouts that come and go: each keeps the maps of
-    its own, which are forgotten with it. None: no way is known.
+def bind_to_lengths(
+    compiled: Any, grid: tuple[int, int, int], tiles: tuple[Tile, Tile]
+) -> LengthLaunch | None:
+    """Binds a launch of a kernel as `bind_to_maps` has them, for caches that grow: its at_layout is
+    a `CacheMaps`. None: no way is known.
+
+    tiles   of K and V
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
     x, y, z = grid
-    (fill, k_box), (_, v_box) = k_tile, v_tile
+    k_tile, v_tile = tiles
 
-    def bind(tail: Sequence[Any], k_layout: Layout, v_layout: Layout) -> Launch:
-        k_maps: dict[int, tuple[Any, ...]] = {}
-        v_maps: dict[int, tuple[Any, ...]] = {}
+    def one_by_one(
+        length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
+    ) -> None:
+        before, behind, k_maps, v_maps, of_k, of_v = layout
+        at_k, at_v, table = kv
+        k = k_maps.get(at_k) or make_map(k_tile, of_k, k_maps, at_k)
+        v = v_maps.get(at_v) or make_map(v_tile, of_v, v_maps, at_v)
+        function(x, y, z, stream, *fixed, at_q, *k, *v, table, *args, *before, length, *behind)
 
-        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-            # written out, as a call takes longer than what is called
-            at_k, at_v, at_table = kv
-            k, v = k_maps.get(at_k), v_maps.get(at_v)
-            if k is None:
-                shape, strides = k_layout
-                k = fill(at_k, *k_box, shape, strides, 0), *shape, *strides
-                if len(k_maps) >= MAX_MAPS:
-                    k_maps.clear()
-                k_maps[at_k] = k
-            if v is None:
-                shape, strides = v_layout
-                v = fill(at_v, *v_box, shape, strides, 0), *shape, *strides
-                if len(v_maps) >= MAX_MAPS:
-                    v_maps.clear()
-                v_maps[at_v] = v
-            if as_tuple:
-                function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
-            else:
-                function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
+    def in_a_tuple(
+        length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
+    ) -> None:
+        before, behind, k_maps, v_maps, of_k, of_v = layout
+        at_k, at_v, table = kv
+        k = k_maps.get(at_k) or make_map(k_tile, of_k, k_maps, at_k)
+        v = v_maps.get(at_v) or make_map(v_tile, of_v, v_maps, at_v)
+        rest = at_q, *k, *v, table, *args, *before, length, *behind
+        function(x, y, z, stream, *fixed, rest)
 
-        return launch
+    return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
-    return bind
+
+def make_map(
+    tile: Tile, layout: Layout, known: dict[int, Any], address: int
+) -> tuple[Any, ...]:
+    """Asks the driver for a map, with the layout behind it as of `TensorMaps`, and keeps it."""
+    (fill, box), (shape, strides) = tile, layout
+    made = fill(address, *box, shape, strides, 0), *shape, *strides
+    if len(known) >= MAX_MAPS:
+        known.clear()
+    known[address] = made
+    return made
 
 
 LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], "OperandMaps"], Launch]
@@ -318,12 +328,12 @@ class AddressKernel:
             template[:STREAM_AT] = x, y, z
         for parameter, value in launch.arguments.items():
             template[place[parameter]] = value
-        maps: list[tuple[int, int, JustMaps]] = []
+        maps: list[tuple[int, int, MapsOfLength]] = []
         for parameter, tile, at, n in self.maps:
             layout = launch.layouts[parameter]
             shape, strides = layout.shape, layout.strides
             template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
-            maps.append((at, n, JustMaps(tile, shape, strides)))
+            maps.append((at, n, MapsOfLength(tile, shape, strides)))
         pointers, records = self.pointers, self.records
 
         def pack(per_call: Sequence[Any]) -> tuple[Any, ...]:
@@ -331,7 +341,7 @@ class AddressKernel:
             for at, n in pointers:
                 args[at] = per_call[n]
             for at, n, kept in maps:
-                args[at] = kept[per_call[n]]
+                args[at] = kept[per_call[n]][0]
             for at, items in records:
                 args[at] = items(per_call)
             if as_tuple:
@@ -519,23 +529,6 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
-class JustMaps(dict[int, Any]):
-    """Tensor maps without their shapes and strides behind them: `maps[address]` is the CUtensorMap.
-    They are forgotten with the layout, as those of `MapsOfLength`."""
-
-    __slots__ = "shape", "strides", "tile"
-
-    def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.tile, self.shape, self.strides = tile, shape, strides
-
-    def __missing__(self, address: int) -> Any:
-        if len(self) >= MAX_MAPS:
-            self.clear()
-        fill, box = self.tile
-        made = self[address] = fill(address, *box, self.shape, self.strides, 0)
-        return made
-
-
 class MapsOfLength(TensorMaps):
     """Tensor maps of tensors that have this length for a while: they are forgotten with it."""
 
@@ -635,11 +628,13 @@ class Repeat(Allocations):
         softcap,
         new=None,
         out_scale=None,
-        split=None,
         sequence_sink_tokens=None,
+        split: LengthLaunch | None = None,
+        length: int = 0,
+        layout: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """(out, lse or None), or None; split: another launch of the splits, for a length of its
-        own."""
+        """(out, lse or None), or None; split: another launch of the splits, for caches of this
+        length and layout."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = at_out_scale = None
@@ -689,7 +684,7 @@ class Repeat(Allocations):
             scale /= softcap
         else:
             scale, softcap = scale * 1.4426950408889634, None
-        stream, split, merge = self.current_stream(self.device), split or self.split, self.merge
+        stream, merge = self.current_stream(self.device), self.merge
         kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale, at_sink_tokens)
         final = at_out, at_lse, at_out_scale
         partial: tuple[int, int, int] | None = None
@@ -702,16 +697,21 @@ class Repeat(Allocations):
             if kept[0] != at:
                 kept = self.partial = at, at + self.m_at, at + self.l_at
             partial = kept
-        if new is None:  # written out, as unpacking takes longer than the call
-            split(stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap)
-            if merge is None:
-                return out, lse
-            merge(stream, partial, final, at_lens, at_sink)
+        # written out, as unpacking takes longer than the call
+        if split is not None:
+            split(length, layout, stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap)
+        elif new is None:
+            self.split(
+                stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap
+            )
         else:
             scales = of_heads, of_keys, scale, softcap
-            split(stream, at_q, kv, at_lens, final, partial, row, *scales, *appended)
-            if merge is None:
-                return out, lse
+            self.split(stream, at_q, kv, at_lens, final, partial, row, *scales, *appended)
+        if merge is None:
+            return out, lse
+        if new is None:
+            merge(stream, partial, final, at_lens, at_sink)
+        else:
             merge(stream, partial, final, at_lens, at_sink, appended[0])
         if not captured:
             self.buffers[stream] = buffer

@@ -31,11 +31,16 @@ def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequ
         shape = outer, heads, dim // width, keys, width
         return shape, (b // together, h // together, width, t // together, 1)
 
+    def as_it_is(keys: int, strides: tuple[int, ...]) -> Layout:
+        return (outer, keys, heads, dim), strides
+
     def in_rows(keys: int, strides: Sequence[int]) -> Layout:
         b, t, h = strides[:3]
         return (outer, keys, heads, dim), (b // together, t // together, h // together, 1)
 
-    return in_panels if panels else in_rows
+    if panels:
+        return in_panels
+    return as_it_is if together == 1 else in_rows
 
 
 def boxes_of(x: Any, box: int, parts: bool, panels: bool) -> TensorDescriptor:
