@@ -465,8 +465,9 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
         softcap: float | None,
     ) -> None:
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
-        written = stored, memory.final, memory.partial, memory.counter
-        launch(stream, at.q, at.k, at.v, *memory.lengths[:4], *written, *row, None, None, scoring)
+        final, partial, counter, lengths = memory
+        written = stored, final, partial, counter
+        launch(stream, *at[:3], *lengths[:4], *written, *row, None, None, scoring)
 
     return again
 

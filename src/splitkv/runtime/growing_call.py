@@ -36,7 +36,12 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import CacheLayout, relaunched
-from splitkv.kernels.host.sequence_sizes import result_layouts, scale_and_softcap, strides_of
+from splitkv.kernels.host.sequence_sizes import (
+    LOG2_E,
+    result_layouts,
+    scale_and_softcap,
+    strides_of,
+)
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
 from splitkv.runtime.call_cache import (
     NO_LENGTHS,
@@ -477,11 +482,41 @@ class GrowingSequences(Growing):
         if again is not None:
             done = relaunched(again, x, *scale_and_softcap(x))
             if done is not None:
-                if bucket is not None:
-                    self.look_ahead(layout, bucket, x)
+                if bucket is not None and here[0][1] > bucket[1][0][1] - AHEAD:
+                    self.look_ahead(layout, here, bucket, x)
                 return done if self.return_lse else (done[0], None)
         exact = here[0], self.edges(*here[0][:2])
         return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
+
+    def repeat(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        optional: tuple[Any, ...],
+        longest: tuple[Any, Any],
+        scale: float,
+        softcap: float,
+    ) -> Result | None:
+        """Launches a call of the latest layout; None, having done nothing, where the whole has to
+        be called instead.
+
+        optional   the tensors behind v of Operands, in this order
+        longest    the greatest lengths of packed queries and keys
+        scale      of scores before they are capped
+        """
+        out, lens, table, cu_q, cu_k, _, _, *rest, _ = optional
+        shapes = q_shape, k_shape = q.shape, k.shape
+        if cu_q is None:
+            lengths = q_shape[1], k_shape[1], q_shape[0]
+        else:
+            lengths = *longest, cu_q.shape[0] - 1
+        layout, again = self.latest
+        if again is None or layout != (lengths, shapes, (q.stride(), k.stride(), v.stride())):
+            return None
+        capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
+        done: Result | None = again.call(q, k, v, out, cu_q, cu_k, lens, table, *rest, *capped)
+        return done if done is None or self.return_lse else (done[0], None)
 
     def layout_of(self, operands: Operands) -> tuple[Any, ...]:
         """The layout of a call, by which what launches it is known: ((greatest lengths of queries
@@ -497,12 +532,14 @@ class GrowingSequences(Growing):
         lengths, shapes = (x.seqlen_q, x.seqlen_k, batch), (q.shape, k.shape)
         return lengths, shapes, (q.stride(), k.stride(), x.v.stride())
 
-    def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
-        """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
+    def look_ahead(self, before: Any, here: Any, bucket: Bucket, operands: Operands) -> None:
+        """Makes a part of the next bucket ready, near the end of one, where keys grow by one.
+
+        before, here   of `layout_of`, of the call before and of this one
+        """
         alignment, ((queries, keys, batch), edges) = bucket
-        now, length, sequences = self.layout_of(operands)[0]
-        grown = before is not None and before[0] == (now, length - 1, sequences)
-        if grown and length > keys - AHEAD:
+        now, length, sequences = here[0]
+        if before is not None and before[0] == (now, length - 1, sequences):
             longer = (queries, rounded_up(keys + 1), batch), edges
             self.make_ready((alignment, longer), operands)
 
@@ -700,11 +737,11 @@ def alignment_of_sequences(
     output; None where offsets inside a tile of keys may need more than 32 bits."""
     x = operands
     outer = inner = 0
-    for of_one in strides:
-        if len(of_one) == 4:
-            outer |= of_one[0]
-        inner |= of_one[-3]
-        outer |= of_one[-2]
+    for *of_batch, of_token, of_head, _ in strides:
+        inner |= of_token
+        outer |= of_head
+        if of_batch:
+            outer |= of_batch[0]
     row = problem.num_heads * problem.head_dim_v
     if not (outer | inner | row | problem.head_dim_v) & 15:
         out = row * x.q.shape[-3]  # of a sequence, or of all

@@ -168,9 +168,10 @@ def make_map(
     return made
 
 
-LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], "OperandMaps"], Launch]
+LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], Sequence[Any]], Launch]
 """`launch_at(grid, tail, maps)`: a launch, as `Sequences` has it, on a grid, whose last arguments
-are always `tail`, and which takes operands and out as the items of these maps."""
+are always `tail`, and which takes operands and out as the items of these maps: of q, the columns of
+q behind those that v has, too, k, those columns of k, v and out."""
 
 
 def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
@@ -182,35 +183,28 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
         return None
     function, fixed, as_tuple = calling
 
-    def one_by_one(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
+    def launch_at(grid: tuple[int, int, int], tail: Sequence[Any], maps: Sequence[Any]) -> Launch:
         x, y, z = grid
-        q, q_rest, k = maps[:3]
-        k_rest, v, out = maps[3:]
-        whole = q_rest is k_rest is NO_MAPS
+        of_q, of_q_rest, of_k, of_k_rest, of_v, of_out = maps
 
-        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
-            function(
-                *(x, y, z, stream, *fixed, *q[at.q], *of_q, *k[at.k], *of_k),
-                *(*v[at.v], *out[at.out], *memory, row[0], *args, *tail),
-            )
+        def operands(at: OperandAddresses) -> tuple[Any, ...]:
+            q, k, v, out = at
+            if of_q_rest is of_k_rest is NO_MAPS:
+                return *of_q[q], None, *of_k[k], None, *of_v[v], *of_out[out]
+            whole = *of_q[q], *of_q_rest[q], *of_k[k], *of_k_rest[k]
+            return *whole, *of_v[v], *of_out[out]
 
-        return launch
+        def one_by_one(stream: int, at: Any, memory: Any, row: Any, *args: Any) -> None:
+            sink = row[0]
+            function(x, y, z, stream, *fixed, *operands(at), *memory, sink, *args, *tail)
 
-    def in_a_tuple(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
-        x, y, z = grid
-        q, q_rest, k = maps[:3]
-        k_rest, v, out = maps[3:]
-        whole = q_rest is k_rest is NO_MAPS
+        def in_a_tuple(stream: int, at: Any, memory: Any, row: Any, *args: Any) -> None:
+            rest = *operands(at), *memory, row[0], *args, *tail
+            function(x, y, z, stream, *fixed, rest)
 
-        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
-            operands = *q[at.q], *of_q, *k[at.k], *of_k, *v[at.v], *out[at.out]
-            function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
+        return in_a_tuple if as_tuple else one_by_one
 
-        return launch
-
-    return in_a_tuple if as_tuple else one_by_one
+    return launch_at
 
 
 def launch_by_name(
@@ -461,18 +455,6 @@ class NoMaps(dict[int, tuple[Any, ...]]):
 
 NO_MAP = (None,)
 JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
-
-
-class OperandMaps(NamedTuple):
-    """The maps of a kernel for whole sequences, in the order of its descriptors; the rests are the
-    columns of q and k behind those that v has, too."""
-
-    q: Any
-    q_rest: Any
-    k: Any
-    k_rest: Any
-    v: Any
-    out: Any
 
 
 class Tile(NamedTuple):
@@ -737,23 +719,12 @@ def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]
     return (tuple(growth), tuple(new), tuple(turn)), bits
 
 
-class OperandAddresses(NamedTuple):
-    """The addresses of operands and out."""
-
-    q: int
-    k: int
-    v: int
-    out: int
-
-
-class LaunchMemory(NamedTuple):
-    """The addresses of (out, lse, None), of partials, of counters where the launch merges them, and
-    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, a schedule of items)."""
-
-    final: tuple[int, int, None]
-    partial: tuple[int, int, int] | None
-    counter: int | None
-    lengths: tuple[int | None, ...]
+OperandAddresses = tuple[int, int, int, int]
+"""The addresses of (q, k, v, out); a plain tuple, as every call makes one."""
+LaunchMemory = tuple[Any, Any, int | None, tuple[int | None, ...]]
+"""(final, partial, counter, lengths): the addresses of (out, lse, None), of partials or None, of
+counters where the launch merges them, and of (cu_seqlens_q, cu_seqlens_k, cache_seqlens,
+page_table, a schedule of items)."""
 
 
 class ItemLaunches(NamedTuple):
@@ -772,53 +743,35 @@ class ItemLaunches(NamedTuple):
 class Sequences:
     """Attention of whole sequences: allocate, launch, merge.
 
-    launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
-             softcap); scales are the addresses of those of (q, k, v)
+    launch   launch(stream, operands, memory, (at_sink, at_slopes), scales, scale, softcap), see
+             `OperandAddresses` and `LaunchMemory`; scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
     items    ItemLaunches in the place of `merge`, or None
+    memory   that calls of every length share
+    results  layouts of out and lse
+    layout   of the partials, see `workspace.layout`
 
     There may be one of each length, so each has little of its own.
     """
 
-    __slots__ = "items", "items_at", "launch", "layout", "memory", "merge", "new_lse", "new_out"
+    __slots__ = "items", "items_at", "launch", "layout", "lse", "memory", "merge", "out"
 
     def __init__(
-        self, launch: Launch, merge: Launch | None, items: ItemLaunches | None, *rest: Any
-    ) -> None:
-        self.launch, self.merge = launch, merge
-        self.memory = memory = Allocations(merge, *rest)
-        self.new_out, self.new_lse = memory.new_out, memory.new_lse
-        self.layout = memory.m_at, memory.l_at, memory.numel
-        self.with_items(items)
-
-    def with_items(self, items: ItemLaunches | None) -> None:
-        """Makes room for a schedule behind the partials, where there is one."""
-        self.items, self.items_at = items, 0
-        if items is not None:
-            m_at, l_at, numel = self.layout
-            first = -(-numel // 4) * 4  # 16 bytes
-            self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
-
-    def resized(
         self,
         launch: Launch,
         merge: Launch | None,
         items: ItemLaunches | None,
+        memory: Allocations,
         results: tuple[Layout, Layout],
-        acc: int,
-        rows: int,
-    ) -> Sequences:
-        """This call at other lengths: with other launches, results and partials.
-
-        results   of out and lse
-        """
-        made, (out, lse) = object.__new__(Sequences), results
-        made.launch, made.merge, made.memory = launch, merge, self.memory
-        made.new_out = partial(self.memory.empty, *out, self.memory.dtype)
-        made.new_lse = partial(self.memory.empty, *lse, torch.float32)
-        made.layout = workspace.layout(acc, rows) if rows else NO_PARTIALS
-        made.with_items(items)
-        return made
+        layout: tuple[int, int, int],
+    ) -> None:
+        self.launch, self.merge, self.memory = launch, merge, memory
+        (self.out, self.lse), self.layout = results, layout
+        self.items, self.items_at = items, 0
+        if items is not None:  # its schedule has room behind the partials
+            m_at, l_at, numel = layout
+            first = -(-numel // 4) * 4  # 16 bytes
+            self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
 
     def call(
         self,
@@ -872,16 +825,17 @@ class Sequences:
             given |= out.data_ptr()
         if given & 15 or observed():
             return None
-        out = self.new_out() if out is None else out
-        lse = self.new_lse()
-        at_out, at_lse = out.data_ptr(), lse.data_ptr()
         memory, merge = self.memory, self.merge
+        if out is None:
+            out = memory.empty(*self.out, memory.dtype)
+        lse = memory.empty(*self.lse, torch.float32)
+        at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream = memory.current_stream(memory.device)
-        maps, final = OperandAddresses(at_q, at_k, at_v, at_out), (at_out, at_lse, None)
+        operands, final = (at_q, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths = at_cu_q, at_cu_k, at_lens, at_table, None
         rest = (at_sink, at_slopes), scales, scale, softcap
         if not self.layout[2]:
-            self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
+            self.launch(stream, operands, (final, None, None, lengths), *rest)
             return out, lse
         captured = stream and memory.capturing()
         buffer, partial = memory.take_buffer(stream, captured, self.layout)
@@ -890,13 +844,13 @@ class Sequences:
             at_items = buffer[0] + self.items_at
             items.schedule(stream, at_items, at_cu_q, at_lens)
             lengths = *lengths[:4], at_items
-            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
+            self.launch(stream, operands, (final, partial, None, lengths), *rest)
             items.merge(stream, partial, final, at_items, at_sink)
         elif merge is None:
             count = memory.counter(memory.device, stream, captured).data_ptr()
-            self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
+            self.launch(stream, operands, (final, partial, count, lengths), *rest)
         else:
-            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
+            self.launch(stream, operands, (final, partial, None, lengths), *rest)
             merge(stream, partial, final, at_cu_q, at_sink)
         if not captured:
             memory.buffers[stream] = buffer

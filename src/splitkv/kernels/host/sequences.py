@@ -21,6 +21,8 @@ from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.relaunch import (
+    NO_PARTIALS,
+    Allocations,
     ItemLaunches,
     Launch,
     MapsOfLength,
@@ -331,8 +333,11 @@ class SequenceLauncher(ABC):
             items = self.combine.relaunch_all(merged, sizes)
         elif self.combine is not None and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        acc, out, lse = rows * problem.head_dim_v, sizes.results.out, sizes.results.lse
+        results = sizes.results.out, sizes.results.lse
+        layout = workspace.layout(rows * problem.head_dim_v, rows) if rows else NO_PARTIALS
         if self.again is not None:
-            return self.again.resized(launch, merge, items, (out, lse), acc, rows)
-        shapes = out[0], lse[0]
-        return Sequences(launch, merge, items, q.device, self.results.dtype, *shapes, acc, rows)
+            memory = self.again.memory
+        else:
+            shapes = results[0][0], results[1][0]
+            memory = Allocations(merge, q.device, self.results.dtype, *shapes, 0, 0)
+        return Sequences(launch, merge, items, memory, results, layout)

@@ -24,7 +24,6 @@ from splitkv.kernels.host.relaunch import (
     NO_MAPS,
     Launch,
     LaunchAt,
-    OperandMaps,
     TensorMaps,
     Tile,
     bind_to_descriptors,
@@ -103,6 +102,8 @@ class Box(NamedTuple):
             b, step_b = 1, d
         else:
             (b, n, h, d), (step_b, step_n, step_h, _) = shape, strides
+            if self.length is None and n > 1 and h > 1:  # the most frequent
+                return shape, (step_b if b > 1 else d, step_n, step_h, 1)
             n = max(1, n if self.length is None else self.length)
         # along a single element there are no steps, and torch may say anything
         steps = step_b if b > 1 else d, step_n if n > 1 else d, step_h if h > 1 else d, 1
@@ -359,7 +360,7 @@ class HopperLauncher(SequenceLauncher):
                 made[number] = made[alike]
             else:
                 made[number] = maps(tile, *box.layout(shape, strides))
-        return launch_at(sizes.grid, self.tail.changed(sizes.arguments), OperandMaps(*made))
+        return launch_at(sizes.grid, self.tail.changed(sizes.arguments), made)
 
     def launches_of(self, compiled: Any) -> tuple[LaunchAt | None, list[DescribedBox]]:
         """Finds what binds launches of the compiled kernel, and the boxes that it has."""
