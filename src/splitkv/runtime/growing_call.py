@@ -376,7 +376,8 @@ class GrowingCall(Growing):
         first, longest, found = self.current
         every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
         if not first <= length <= longest or every & 15 or every >> 31 or scales is not None:
-            longest, found = rounded_up(length), self.in_bucket(here, q, k, v, k_scale, v_scale)
+            longest = rounded_up(length)
+            found = self.in_bucket(here, longest, q, k, v, k_scale, v_scale)
         if found is None:
             return None
         layout_at, launch, call = found
@@ -399,23 +400,23 @@ class GrowingCall(Growing):
         return served, None if following in self.buckets else following
 
     def in_bucket(
-        self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any
+        self, here: CacheLayout, longest: int, q: Tensor, k: Tensor, v: Tensor, *scales: Any
     ) -> tuple[Any, Any, Any] | None:
         """Finds what launches the splits of caches of every layout, see `CacheLaunch`, and what
         repeats a call, in the bucket of this one. None: nothing is compiled for that.
 
-        A bucket of strides that are multiples of 16 is the current one from then on.
+        longest   of the bucket. One of strides that are multiples of 16 is the current one from
+                  then on
         """
-        length = here[0]
-        bucket = alignment, longest = alignment_of(here, k.element_size()), rounded_up(length)
+        bucket = alignment, longest = alignment_of(here, k.element_size()), longest
         launcher = self.buckets.get(bucket)
         if launcher is None:
-            launcher = self.launcher_of(bucket, of_layout(q, k, v, k_scale, v_scale))
+            launcher = self.launcher_of(bucket, of_layout(q, k, v, *scales))
         if launcher is None or launcher.at_lengths is None:
             return None
         found = *launcher.at_lengths, launcher.repeat
         if alignment is EVERY_ONE:
-            self.current = length, longest, found
+            self.current = here[0], longest, found
         return found
 
     def __call__(self, operands: Operands) -> Result:

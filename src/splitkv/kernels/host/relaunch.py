@@ -113,10 +113,11 @@ def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None
 LengthLaunch = Callable[..., None]
 """`launch(length, at_layout, stream, *args)`: a Launch for caches of this length, which is among
 its last arguments; at_layout: what their layout changes, such as a `CacheMaps`."""
-CacheMaps = tuple[Sequence[Any], Sequence[Any], dict[int, Any], dict[int, Any], Layout, Layout]
-"""(before, behind, k_maps, v_maps, k_layout, v_layout): the arguments before the length and those
-behind it, the maps of K and of V that are known by address, and the layouts for others. A plain
-tuple, as one is made for every length of caches that are made anew."""
+CacheMaps = tuple[Sequence[Any], Sequence[Any], dict[Any, tuple[Any, ...]], Layout, Layout]
+"""(before, behind, known, k_layout, v_layout): the arguments before the length and those behind it,
+what the kernel takes of caches and page tables that are known by their addresses, and the layouts
+of K and V for others. A plain tuple, as one is made for every length of caches that are made
+anew."""
 
 
 def bind_to_lengths(
@@ -132,39 +133,37 @@ def bind_to_lengths(
         return None
     function, fixed, as_tuple = calling
     x, y, z = grid
-    k_tile, v_tile = tiles
 
     def one_by_one(
         length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
     ) -> None:
-        before, behind, k_maps, v_maps, of_k, of_v = layout
-        at_k, at_v, table = kv
-        k = k_maps.get(at_k) or make_map(k_tile, of_k, k_maps, at_k)
-        v = v_maps.get(at_v) or make_map(v_tile, of_v, v_maps, at_v)
-        function(x, y, z, stream, *fixed, at_q, *k, *v, table, *args, *before, length, *behind)
+        before, behind, known, *_ = layout
+        caches = known.get(kv) or make_maps(tiles, layout, kv)
+        function(x, y, z, stream, *fixed, at_q, *caches, *args, *before, length, *behind)
 
     def in_a_tuple(
         length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
     ) -> None:
-        before, behind, k_maps, v_maps, of_k, of_v = layout
-        at_k, at_v, table = kv
-        k = k_maps.get(at_k) or make_map(k_tile, of_k, k_maps, at_k)
-        v = v_maps.get(at_v) or make_map(v_tile, of_v, v_maps, at_v)
-        rest = at_q, *k, *v, table, *args, *before, length, *behind
+        before, behind, known, *_ = layout
+        caches = known.get(kv) or make_maps(tiles, layout, kv)
+        rest = at_q, *caches, *args, *before, length, *behind
         function(x, y, z, stream, *fixed, rest)
 
     return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
-def make_map(
-    tile: Tile, layout: Layout, known: dict[int, Any], address: int
+def make_maps(
+    tiles: tuple[Tile, Tile], layout: CacheMaps, kv: tuple[int, int, int | None]
 ) -> tuple[Any, ...]:
-    """Asks the driver for a map, with the layout behind it as of `TensorMaps`, and keeps it."""
-    (fill, box), (shape, strides) = tile, layout
-    made = fill(address, *box, shape, strides, 0), *shape, *strides
+    """Asks the driver for maps of K and V at these addresses, and keeps them as a kernel takes
+    them: each as of `TensorMaps`, and the address of a page table."""
+    known, (shape, strides), (shape_v, strides_v) = layout[2:]
+    ((fill, box), (fill_v, box_v)), (at_k, at_v, table) = tiles, kv
+    k = fill(at_k, *box, shape, strides, 0), *shape, *strides
+    v = fill_v(at_v, *box_v, shape_v, strides_v, 0), *shape_v, *strides_v
     if len(known) >= MAX_MAPS:
         known.clear()
-    known[address] = made
+    made = known[kv] = *k, *v, table
     return made
 
 
@@ -681,7 +680,21 @@ class Repeat(Allocations):
             partial = kept
         # written out, as unpacking takes longer than the call
         if split is not None:
-            split(length, layout, stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap)
+            split(
+                length,
+                layout,
+                stream,
+                at_q,
+                kv,
+                at_lens,
+                final,
+                partial,
+                row,
+                of_heads,
+                of_keys,
+                scale,
+                softcap,
+            )
         elif new is None:
             self.split(
                 stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap
