@@ -342,7 +342,7 @@ def test_a_launch_with_descriptors_first(
     launch_at = relaunch.bind_to_descriptors(compiled)
     assert launch_at is not None
     none = relaunch.NO_MAPS
-    bound = launch_at(GRID, (64,), (maps[0], none, maps[1], none, none, maps[0]))
+    bound = launch_at((GRID, (64,), (maps[0], none, maps[1], none, none, maps[0])))
     for _ in range(2):
         memory = (0x40, 0x41), None, 0x42, (0x43, None)
         bound(3, (0x20, 0x30, 0x30, 0x20), memory, (0x50, None), (None, 0x60), 0.5)

@@ -68,7 +68,6 @@ from splitkv.kernels.host.launcher import (
     partial_rows,
     split_arguments,
 )
-from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.partition import grid, padded_dims
 from splitkv.kernels.host.relaunch import Launch, launch_of
 from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range, visited_tiles

@@ -73,8 +73,8 @@ from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import (
     Launch,
     LaunchMemory,
+    MapsType,
     OperandAddresses,
-    TensorMaps,
     bind,
 )
 from splitkv.kernels.host.sequence_sizes import (
@@ -446,7 +446,7 @@ class PrefillLauncher(SequenceLauncher):
         return self.tail.variant(), (self.options["num_warps"], parts, self.of_scales), merge
 
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
     ) -> Launch | None:
         launch = bind(compiled, sizes.grid, self.tail.changed(sizes.arguments))
         return None if launch is None else with_addresses(launch, stored_of(operands)[3:])

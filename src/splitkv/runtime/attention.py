@@ -412,9 +412,7 @@ def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, given: dict[str, 
     longest_q, longest_k = given["max_seqlen_q"], given["max_seqlen_k"]
     scale, softcap = bound.softmax_scale, float(given["softcap"])
     if type(launcher) is GrowingSequences and bound.device in (None, current_device()):
-        done = launcher.repeat(q, k, v, optional, (longest_q, longest_k), scale, softcap)
-        if done is not None:
-            return done
+        return launcher.launch(q, k, v, optional, (longest_q, longest_k), scale, softcap)
     operands = Operands(q, k, v, *optional)
     operands.seqlen_q, operands.seqlen_k = longest_q, longest_k
     operands.softmax_scale, operands.softcap = scale, softcap

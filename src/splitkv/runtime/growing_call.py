@@ -463,12 +463,18 @@ class GrowingSequences(Growing):
         self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
 
     def __call__(self, operands: Operands) -> Result:
-        """(out, lse or None), on the current stream, through Triton where nothing is compiled for
-        these operands or somebody observes launches; of packed ones with the greatest lengths."""
-        x = operands
-        here = self.layout_of(x)
+        """(out, lse or None), on the current stream; of packed operands with the greatest
+        lengths."""
+        return self.serve(self.layout_of(operands), operands)
+
+    def serve(self, here: tuple[Any, ...], operands: Operands) -> Result:
+        """Launches a call, through Triton where nothing is compiled for these operands or somebody
+        observes launches.
+
+        here   of `layout_of`
+        """
+        x, bucket = operands, None
         layout, again = self.latest
-        bucket = None
         if again is None or layout != here:
             again = self.known.get(here)
             if again is not None:
@@ -489,7 +495,7 @@ class GrowingSequences(Growing):
         exact = here[0], self.edges(*here[0][:2])
         return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
 
-    def repeat(
+    def launch(
         self,
         q: Tensor,
         k: Tensor,
@@ -498,9 +504,8 @@ class GrowingSequences(Growing):
         longest: tuple[Any, Any],
         scale: float,
         softcap: float,
-    ) -> Result | None:
-        """Launches a call of the latest layout; None, having done nothing, where the whole has to
-        be called instead.
+    ) -> Result:
+        """Launches a call without Operands where it has the latest layout.
 
         optional   the tensors behind v of Operands, in this order
         longest    the greatest lengths of packed queries and keys
@@ -512,12 +517,17 @@ class GrowingSequences(Growing):
             lengths = q_shape[1], k_shape[1], q_shape[0]
         else:
             lengths = *longest, cu_q.shape[0] - 1
+        here = lengths, shapes, (q.stride(), k.stride(), v.stride())
         layout, again = self.latest
-        if again is None or layout != (lengths, shapes, (q.stride(), k.stride(), v.stride())):
-            return None
-        capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
-        done: Result | None = again.call(q, k, v, out, cu_q, cu_k, lens, table, *rest, *capped)
-        return done if done is None or self.return_lse else (done[0], None)
+        if again is not None and layout == here:
+            capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
+            done: Result | None = again.call(q, k, v, out, cu_q, cu_k, lens, table, *rest, *capped)
+            if done is not None:
+                return done if self.return_lse else (done[0], None)
+        x = Operands(q, k, v, *optional)
+        x.seqlen_q, x.seqlen_k, _ = lengths
+        x.softmax_scale, x.softcap = scale, softcap
+        return self.serve(here, x)
 
     def layout_of(self, operands: Operands) -> tuple[Any, ...]:
         """The layout of a call, by which what launches it is known: ((greatest lengths of queries

@@ -167,10 +167,12 @@ def make_maps(
     return made
 
 
-LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], Sequence[Any]], Launch]
-"""`launch_at(grid, tail, maps)`: a launch, as `Sequences` has it, on a grid, whose last arguments
-are always `tail`, and which takes operands and out as the items of these maps: of q, the columns of
-q behind those that v has, too, k, those columns of k, v and out."""
+LaunchLayout = tuple[tuple[int, int, int], Sequence[Any], Sequence[Any]]
+"""(grid, tail, maps): the last arguments of a launch on the grid are always `tail`, and it takes
+operands and out as the items of these maps: of q, the columns of q behind those that v has, too, k,
+those columns of k, v and out."""
+LaunchAt = Callable[[LaunchLayout], Launch]
+"""Gives a launch, as `Sequences` has it."""
 
 
 def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
@@ -182,28 +184,30 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
         return None
     function, fixed, as_tuple = calling
 
-    def launch_at(grid: tuple[int, int, int], tail: Sequence[Any], maps: Sequence[Any]) -> Launch:
-        x, y, z = grid
+    def operands(maps: Sequence[Any], at: OperandAddresses) -> tuple[Any, ...]:
         of_q, of_q_rest, of_k, of_k_rest, of_v, of_out = maps
+        q, k, v, out = at
+        if of_q_rest is of_k_rest is NO_MAPS:
+            return *of_q[q], None, *of_k[k], None, *of_v[v], *of_out[out]
+        whole = *of_q[q], *of_q_rest[q], *of_k[k], *of_k_rest[k]
+        return *whole, *of_v[v], *of_out[out]
 
-        def operands(at: OperandAddresses) -> tuple[Any, ...]:
-            q, k, v, out = at
-            if of_q_rest is of_k_rest is NO_MAPS:
-                return *of_q[q], None, *of_k[k], None, *of_v[v], *of_out[out]
-            whole = *of_q[q], *of_q_rest[q], *of_k[k], *of_k_rest[k]
-            return *whole, *of_v[v], *of_out[out]
+    def one_by_one(
+        layout: LaunchLayout, stream: int, at: Any, memory: Any, row: Any, *args: Any
+    ) -> None:
+        grid, tail, maps = layout
+        at_maps, sink = operands(maps, at), row[0]
+        function(*grid, stream, *fixed, *at_maps, *memory, sink, *args, *tail)
 
-        def one_by_one(stream: int, at: Any, memory: Any, row: Any, *args: Any) -> None:
-            sink = row[0]
-            function(x, y, z, stream, *fixed, *operands(at), *memory, sink, *args, *tail)
+    def in_a_tuple(
+        layout: LaunchLayout, stream: int, at: Any, memory: Any, row: Any, *args: Any
+    ) -> None:
+        grid, tail, maps = layout
+        rest = *operands(maps, at), *memory, row[0], *args, *tail
+        function(*grid, stream, *fixed, rest)
 
-        def in_a_tuple(stream: int, at: Any, memory: Any, row: Any, *args: Any) -> None:
-            rest = *operands(at), *memory, row[0], *args, *tail
-            function(x, y, z, stream, *fixed, rest)
-
-        return in_a_tuple if as_tuple else one_by_one
-
-    return launch_at
+    # made for every length: less than functions of it
+    return partial(partial, in_a_tuple if as_tuple else one_by_one)
 
 
 def launch_by_name(
@@ -510,16 +514,25 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
-class MapsOfLength(TensorMaps):
-    """Tensor maps of tensors that have this length for a while: they are forgotten with it."""
+class MapsOfLength(dict[int, tuple[Any, ...]]):
+    """In the place of `TensorMaps`, for tensors that have this length for a while: they are
+    forgotten with it. There is one of every length, so it is made in little time."""
 
-    __slots__ = ()
+    __slots__ = "shape", "strides", "tile"
+
+    def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self.tile, self.shape, self.strides = tile, shape, strides
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
         if len(self) >= MAX_MAPS:
             self.clear()
-        made = self[address] = self.fill(address, *self.given), *self.layout
+        made = self[address] = fill(address, *box, shape, strides, 0), *shape, *strides
         return made
+
+
+MapsType = type[TensorMaps] | type[MapsOfLength]
+"""What keeps the maps of a launch."""
 
 
 class Allocations:

@@ -26,6 +26,7 @@ from splitkv.kernels.host.relaunch import (
     ItemLaunches,
     Launch,
     MapsOfLength,
+    MapsType,
     Sequences,
     TensorMaps,
     launch_of,
@@ -285,7 +286,7 @@ class SequenceLauncher(ABC):
 
     @abstractmethod
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
     ) -> Launch | None:
         """A function that launches a compiled kernel again, as `Sequences` has it, for operands of
         these sizes; None: Triton has to, every time. maps: what keeps those of TMA."""
@@ -313,9 +314,7 @@ class SequenceLauncher(ABC):
         if self.again is None:
             self.compiled = None
 
-    def at_length(
-        self, operands: Operands, maps: type[TensorMaps] = MapsOfLength
-    ) -> Sequences | None:
+    def at_length(self, operands: Operands, maps: MapsType = MapsOfLength) -> Sequences | None:
         """A launch of the compiled kernels for operands of other lengths, for whose strides Triton
         would compile the same; None where none is known."""
         if self.compiled is None or observed():

@@ -336,7 +336,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
             if not alike or k != v:
                 of_v = v_layout(length, v)
             before, behind = around or around_length(here)
-            maps = before, behind, {}, of_k, of_v
+            maps: CacheMaps = before, behind, {}, of_k, of_v
             if room:
                 if len(rooms) >= MAX_ROOMS:
                     rooms.clear()

@@ -31,7 +31,7 @@ def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequ
         shape = outer, heads, dim // width, keys, width
         return shape, (b // together, h // together, width, t // together, 1)
 
-    def as_it_is(keys: int, strides: tuple[int, ...]) -> Layout:
+    def as_it_is(keys: int, strides: Sequence[int]) -> Layout:
         return (outer, keys, heads, dim), strides
 
     def in_rows(keys: int, strides: Sequence[int]) -> Layout:

@@ -24,7 +24,7 @@ from splitkv.kernels.host.relaunch import (
     NO_MAPS,
     Launch,
     LaunchAt,
-    TensorMaps,
+    MapsType,
     Tile,
     bind_to_descriptors,
     in_clusters,
@@ -341,7 +341,7 @@ class HopperLauncher(SequenceLauncher):
         return self.tail.variant(), (bound.num_warps, parts), merge
 
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
     ) -> Launch | None:
         launch_at, boxes = self.launches_of(compiled)
         if launch_at is None:
@@ -360,7 +360,7 @@ class HopperLauncher(SequenceLauncher):
                 made[number] = made[alike]
             else:
                 made[number] = maps(tile, *box.layout(shape, strides))
-        return launch_at(sizes.grid, self.tail.changed(sizes.arguments), made)
+        return launch_at((sizes.grid, self.tail.changed(sizes.arguments), made))
 
     def launches_of(self, compiled: Any) -> tuple[LaunchAt | None, list[DescribedBox]]:
         """Finds what binds launches of the compiled kernel, and the boxes that it has."""
