@@ -318,7 +318,7 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
     at_length = relaunch.bind_to_lengths(compiled, GRID, tiles)
     assert at_length is not None and at_length.kernel is compiled  # type: ignore[attr-defined]
     of_k, of_v = (((512 >> i, 128), (128, 1)) for i in range(2))
-    layout: relaunch.CacheMaps = (), (), {}, of_k, of_v
+    layout: relaunch.CacheMaps = ((), ()), {}, (of_k, of_v)
     for _ in range(2):  # maps are made once
         at_length(64, layout, 3, 0x10, (0x20, 0x30, None), "lens")
     assert len(filled) == 4 and filled[2:] == filled[:2]
@@ -342,7 +342,7 @@ def test_a_launch_with_descriptors_first(
     launch_at = relaunch.bind_to_descriptors(compiled)
     assert launch_at is not None
     none = relaunch.NO_MAPS
-    bound = launch_at((GRID, (64,), (maps[0], none, maps[1], none, none, maps[0])))
+    bound = launch_at((GRID, (64,), ((maps[0], none), (maps[1], none), (none, maps[0]))))
     for _ in range(2):
         memory = (0x40, 0x41), None, 0x42, (0x43, None)
         bound(3, (0x20, 0x30, 0x30, 0x20), memory, (0x50, None), (None, 0x60), 0.5)

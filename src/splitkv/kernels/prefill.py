@@ -465,9 +465,8 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
         softcap: float | None,
     ) -> None:
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
-        final, partial, counter, lengths = memory
-        written = stored, final, partial, counter
-        launch(stream, *at[:3], *lengths[:4], *written, *row, None, None, scoring)
+        written = stored, *memory[:3]
+        launch(stream, *at[:3], *memory[3][:4], *written, *row, None, None, scoring)
 
     return again
 

@@ -65,6 +65,7 @@ SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 MAX_KNOWN = 256  # layouts that launches are kept for; past it, the first are forgotten
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
+K_SCALE, SCALES_END = 6, 8  # of the arguments of a `Relaunch` behind q, k and v
 Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
@@ -306,64 +307,33 @@ class GrowingCall(Growing):
     ) -> None:
         super().__init__(problem, operands, num_splits, plan_for, GROWS)
         self.by_token = problem.codec.granularity == "token"
-        # (first length, last length, strides, ends, what serves them): of caches of these lengths
-        # and strides whose memory goes on to the ends, if there are any
-        self.latest: tuple[int, int, Any, Ends | None, Served] = (1, 0, None, None, NOT_SERVED)
+        # ((first length, last length), strides, ends) of caches whose memory goes on to the ends,
+        # if there are any, and what serves them
+        self.latest: tuple[tuple[tuple[int, int], Any, Ends | None], Served] = NO_CACHES, NOT_SERVED
         # strides that came again, with the longest caches of their bucket, and the ends of these
         self.ends: tuple[Any, Ends | None] = (None, None)
         self.current = NO_BUCKET
 
-    def repeat(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Any,
-        lens: Any,
-        table: Any,
-        sink: Any,
-        slopes: Any,
-        q_scale: Any,
-        k_scale: Any,
-        v_scale: Any,
-        scale: float,
-        softcap: float,
-    ) -> Result | None:
+    def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
         length = k.shape[1]
-        strides = k.stride(), v.stride(), k_scale.stride() if self.by_token else None
-        first, last, of_latest, ends, (layout, launch, call) = self.latest
+        strides = k.stride(), v.stride(), rest[K_SCALE].stride() if self.by_token else None
+        latest, (layout, launch, call) = self.latest
+        (first, last), of_latest, ends = latest
         ahead = None
         if (
             not first <= length <= last
             or of_latest != strides
             or not (ends is None or both_reach(k, v, ends))
         ):
-            found = self.launch_at((length, strides), q, k, v, k_scale, v_scale)
+            found = self.launch_at((length, strides), q, k, v, *rest[K_SCALE:SCALES_END])
             if found is None:
                 return None
             (layout, launch, call), ahead = found
-        done: Result | None = call(
-            q,
-            k,
-            v,
-            out,
-            lens,
-            table,
-            sink,
-            slopes,
-            q_scale,
-            k_scale,
-            v_scale,
-            scale,
-            softcap,
-            split=launch,
-            length=length,
-            layout=layout,
-        )
+        done: Result | None = call(q, k, v, *rest, split=launch, length=length, layout=layout)
         if ahead is not None and done is not None:
-            self.make_ready(ahead, of_layout(q, k, v, k_scale, v_scale))
+            self.make_ready(ahead, of_layout(q, k, v, *rest[K_SCALE:SCALES_END]))
         return done
 
     def launch_at(
@@ -382,7 +352,7 @@ class GrowingCall(Growing):
             return None
         layout_at, launch, call = found
         room, soon, last, ends = 0, longest - AHEAD, length, None
-        if self.latest[2] == strides:  # not so in any step of caches that are made anew
+        if self.latest[0][1] == strides:  # not so in any step of caches that are made anew
             at = longest, strides
             known, ends = self.ends
             if known != at:
@@ -393,7 +363,7 @@ class GrowingCall(Growing):
                 if scales is None and length < soon:
                     last = soon
         served = layout_at(here, room), launch, call
-        self.latest = length, last, strides, ends if room else None, served
+        self.latest = ((length, last), strides, ends if room else None), served
         if length <= soon:
             return served, None
         following = alignment_of(here, k.element_size()), rounded_up(longest + 1)
@@ -511,7 +481,7 @@ class GrowingSequences(Growing):
         longest    the greatest lengths of packed queries and keys
         scale      of scores before they are capped
         """
-        out, lens, table, cu_q, cu_k, _, _, *rest, _ = optional
+        cu_q = optional[3]
         shapes = q_shape, k_shape = q.shape, k.shape
         if cu_q is None:
             lengths = q_shape[1], k_shape[1], q_shape[0]
@@ -521,11 +491,12 @@ class GrowingSequences(Growing):
         layout, again = self.latest
         if again is not None and layout == here:
             capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
-            done: Result | None = again.call(q, k, v, out, cu_q, cu_k, lens, table, *rest, *capped)
+            lengths_first = optional[0], *optional[3:5], *optional[1:3]
+            done: Result | None = again.call(q, k, v, *lengths_first, *optional[7:12], *capped)
             if done is not None:
                 return done if self.return_lse else (done[0], None)
         x = Operands(q, k, v, *optional)
-        x.seqlen_q, x.seqlen_k, _ = lengths
+        x.seqlen_q, x.seqlen_k = lengths[:2]
         x.softmax_scale, x.softcap = scale, softcap
         return self.serve(here, x)
 
@@ -732,6 +703,7 @@ def of_layout(q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> Op
     return operands
 
 
+NO_CACHES = (1, 0), None, None
 NO_BUCKET: tuple[int, int, Any] = (1, 0, None)
 """The first length that came, the longest, and what `GrowingCall.in_bucket` finds: none."""
 

@@ -113,11 +113,12 @@ def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None
 LengthLaunch = Callable[..., None]
 """`launch(length, at_layout, stream, *args)`: a Launch for caches of this length, which is among
 its last arguments; at_layout: what their layout changes, such as a `CacheMaps`."""
-CacheMaps = tuple[Sequence[Any], Sequence[Any], dict[Any, tuple[Any, ...]], Layout, Layout]
-"""(before, behind, known, k_layout, v_layout): the arguments before the length and those behind it,
-what the kernel takes of caches and page tables that are known by their addresses, and the layouts
-of K and V for others. A plain tuple, as one is made for every length of caches that are made
-anew."""
+CacheMaps = tuple[
+    tuple[Sequence[Any], Sequence[Any]], dict[Any, tuple[Any, ...]], tuple[Layout, Layout]
+]
+"""(around, known, layouts): the arguments before the length and those behind it; what the kernel
+takes of caches and page tables that are known by their addresses; and the layouts of K and V for
+others. A plain tuple, as one is made for every length of caches that are made anew."""
 
 
 def bind_to_lengths(
@@ -137,15 +138,15 @@ def bind_to_lengths(
     def one_by_one(
         length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
     ) -> None:
-        before, behind, known, *_ = layout
-        caches = known.get(kv) or make_maps(tiles, layout, kv)
+        before, behind = layout[0]
+        caches = layout[1].get(kv) or make_maps(tiles, layout, kv)
         function(x, y, z, stream, *fixed, at_q, *caches, *args, *before, length, *behind)
 
     def in_a_tuple(
         length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
     ) -> None:
-        before, behind, known, *_ = layout
-        caches = known.get(kv) or make_maps(tiles, layout, kv)
+        before, behind = layout[0]
+        caches = layout[1].get(kv) or make_maps(tiles, layout, kv)
         rest = at_q, *caches, *args, *before, length, *behind
         function(x, y, z, stream, *fixed, rest)
 
@@ -157,7 +158,7 @@ def make_maps(
 ) -> tuple[Any, ...]:
     """Asks the driver for maps of K and V at these addresses, and keeps them as a kernel takes
     them: each as of `TensorMaps`, and the address of a page table."""
-    known, (shape, strides), (shape_v, strides_v) = layout[2:]
+    known, ((shape, strides), (shape_v, strides_v)) = layout[1:]
     ((fill, box), (fill_v, box_v)), (at_k, at_v, table) = tiles, kv
     k = fill(at_k, *box, shape, strides, 0), *shape, *strides
     v = fill_v(at_v, *box_v, shape_v, strides_v, 0), *shape_v, *strides_v
@@ -169,8 +170,8 @@ def make_maps(
 
 LaunchLayout = tuple[tuple[int, int, int], Sequence[Any], Sequence[Any]]
 """(grid, tail, maps): the last arguments of a launch on the grid are always `tail`, and it takes
-operands and out as the items of these maps: of q, the columns of q behind those that v has, too, k,
-those columns of k, v and out."""
+operands and out as the items of these maps: (q, the columns of q behind those that v has, too), (k,
+those columns of k), (v, out)."""
 LaunchAt = Callable[[LaunchLayout], Launch]
 """Gives a launch, as `Sequences` has it."""
 
@@ -185,12 +186,13 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
     function, fixed, as_tuple = calling
 
     def operands(maps: Sequence[Any], at: OperandAddresses) -> tuple[Any, ...]:
-        of_q, of_q_rest, of_k, of_k_rest, of_v, of_out = maps
-        q, k, v, out = at
+        (of_q, of_q_rest), (of_k, of_k_rest), (of_v, of_out) = maps
+        q, k = of_q[at[0]], of_k[at[1]]
         if of_q_rest is of_k_rest is NO_MAPS:
-            return *of_q[q], None, *of_k[k], None, *of_v[v], *of_out[out]
-        whole = *of_q[q], *of_q_rest[q], *of_k[k], *of_k_rest[k]
-        return *whole, *of_v[v], *of_out[out]
+            made = *q, None, *k, None, *of_v[at[2]], *of_out[at[3]]
+        else:
+            made = *q, *of_q_rest[at[0]], *k, *of_k_rest[at[1]], *of_v[at[2]], *of_out[at[3]]
+        return made
 
     def one_by_one(
         layout: LaunchLayout, stream: int, at: Any, memory: Any, row: Any, *args: Any

@@ -335,8 +335,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
             of_k = of_v = k_layout(length, k)
             if not alike or k != v:
                 of_v = v_layout(length, v)
-            before, behind = around or around_length(here)
-            maps: CacheMaps = before, behind, {}, of_k, of_v
+            maps: CacheMaps = around or around_length(here), {}, (of_k, of_v)
             if room:
                 if len(rooms) >= MAX_ROOMS:
                     rooms.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,9 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
 
 
-def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, tuple[int, ...]], Layout]:
+def layouts_of(
+    x: Any, panels: bool, pairs: bool = False
+) -> Callable[[int, tuple[int, ...]], Layout]:
     """Gives what computes, for so many keys and such strides of K or V, how TMA sees them.
 
     panels   one thread issues the copies of a box: the panels of 128 bytes that TMA's swizzle makes

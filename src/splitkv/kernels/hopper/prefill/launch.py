@@ -360,7 +360,8 @@ class HopperLauncher(SequenceLauncher):
                 made[number] = made[alike]
             else:
                 made[number] = maps(tile, *box.layout(shape, strides))
-        return launch_at((sizes.grid, self.tail.changed(sizes.arguments), made))
+        of_each = made[:2], made[2:4], made[4:]
+        return launch_at((sizes.grid, self.tail.changed(sizes.arguments), of_each))
 
     def launches_of(self, compiled: Any) -> tuple[LaunchAt | None, list[DescribedBox]]:
         """Finds what binds launches of the compiled kernel, and the boxes that it has."""
