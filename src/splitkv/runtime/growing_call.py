@@ -65,7 +65,6 @@ SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 MAX_KNOWN = 256  # layouts that launches are kept for; past it, the first are forgotten
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
-K_SCALE, SCALES_END = 6, 8  # of the arguments of a `Relaunch` behind q, k and v
 Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
@@ -314,11 +313,26 @@ class GrowingCall(Growing):
         self.ends: tuple[Any, Ends | None] = (None, None)
         self.current = NO_BUCKET
 
-    def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
+    def repeat(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        cache_seqlens: Tensor | None,
+        page_table: Tensor | None,
+        sink_logits: Tensor | None,
+        alibi_slopes: Tensor | None,
+        q_scale: Tensor | None,
+        k_scale: Any,
+        v_scale: Any,
+        softmax_scale: float,
+        softcap: float,
+    ) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
         length = k.shape[1]
-        strides = k.stride(), v.stride(), rest[K_SCALE].stride() if self.by_token else None
+        strides = k.stride(), v.stride(), k_scale.stride() if self.by_token else None
         latest, (layout, launch, call) = self.latest
         (first, last), of_latest, ends = latest
         ahead = None
@@ -327,13 +341,31 @@ class GrowingCall(Growing):
             or of_latest != strides
             or not (ends is None or both_reach(k, v, ends))
         ):
-            found = self.launch_at((length, strides), q, k, v, *rest[K_SCALE:SCALES_END])
+            found = self.launch_at((length, strides), q, k, v, k_scale, v_scale)
             if found is None:
                 return None
             (layout, launch, call), ahead = found
-        done: Result | None = call(q, k, v, *rest, split=launch, length=length, layout=layout)
+        # written out, as in `Repeat.call`
+        done: Result | None = call(
+            q,
+            k,
+            v,
+            out,
+            cache_seqlens,
+            page_table,
+            sink_logits,
+            alibi_slopes,
+            q_scale,
+            k_scale,
+            v_scale,
+            softmax_scale,
+            softcap,
+            split=launch,
+            length=length,
+            layout=layout,
+        )
         if ahead is not None and done is not None:
-            self.make_ready(ahead, of_layout(q, k, v, *rest[K_SCALE:SCALES_END]))
+            self.make_ready(ahead, of_layout(q, k, v, k_scale, v_scale))
         return done
 
     def launch_at(
