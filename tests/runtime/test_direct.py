@@ -196,7 +196,7 @@ def test_what_is_not_known_goes_through_triton(launcher: Callable[[Any], Any]) -
     assert relaunch.bind(compiled, GRID, (1, 2)) is None
     assert relaunch.bind_to_maps(compiled, GRID) is None
     tile = relaunch.Tile(lambda *args: None, (0, 2, 1, [1]))
-    assert relaunch.bind_to_layouts(compiled, GRID, tile, tile) is None
+    assert relaunch.bind_to_lengths(compiled, GRID, (tile, tile)) is None
     assert function.calls == []
 
 
@@ -314,12 +314,13 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
     keys, values = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
     assert args == (0x10, *keys, *values, None, "lens", 64)
     assert function.calls[0] == function.calls[1] and function.calls[1][:4] == (*GRID, 3)
-    tiles = [relaunch.tile_of(of_triton, i) for i in range(2)]
-    launch_of_layout = relaunch.bind_to_layouts(compiled, GRID, *tiles)
-    assert launch_of_layout is not None
-    of_layouts = launch_of_layout((64,), *(((512 >> i, 128), (128, 1)) for i in range(2)))
+    tiles = relaunch.tile_of(of_triton, 0), relaunch.tile_of(of_triton, 1)
+    at_length = relaunch.bind_to_lengths(compiled, GRID, tiles)
+    assert at_length is not None and at_length.kernel is compiled  # type: ignore[attr-defined]
+    of_k, of_v = (((512 >> i, 128), (128, 1)) for i in range(2))
+    layout: relaunch.CacheMaps = ((), ()), {}, (of_k, of_v)
     for _ in range(2):  # maps are made once
-        of_layouts(3, 0x10, (0x20, 0x30, None), "lens")
+        at_length(64, layout, 3, 0x10, (0x20, 0x30, None), "lens")
     assert len(filled) == 4 and filled[2:] == filled[:2]
     renamed = tuple({"map 1": "map 3", "map 2": "map 4"}.get(x, x) for x in args)
     last = function.calls[2][-1]
@@ -341,12 +342,10 @@ def test_a_launch_with_descriptors_first(
     launch_at = relaunch.bind_to_descriptors(compiled)
     assert launch_at is not None
     none = relaunch.NO_MAPS
-    operand_maps = relaunch.OperandMaps(maps[0], none, maps[1], none, none, maps[0])
-    bound = launch_at(GRID, (64,), operand_maps)
+    bound = launch_at((GRID, (64,), ((maps[0], none), (maps[1], none), (none, maps[0]))))
     for _ in range(2):
-        memory = relaunch.LaunchMemory((0x40, 0x41), None, 0x42, (0x43, None))
-        addresses = relaunch.OperandAddresses(0x20, 0x30, 0x30, 0x20)
-        bound(3, addresses, memory, (0x50, None), (None, 0x60), 0.5)
+        memory = (0x40, 0x41), None, 0x42, (0x43, None)
+        bound(3, (0x20, 0x30, 0x30, 0x20), memory, (0x50, None), (None, 0x60), 0.5)
     q, k = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
     of_maps = *q, None, *k, None, None, *q
     given = (*of_maps, (0x40, 0x41), None, 0x42, (0x43, None), 0x50, (None, 0x60), 0.5)
@@ -544,15 +543,16 @@ SEQUENCES += ("q_scale", "k_scale", "v_scale")
 
 def sequences_of(launched: Launched, merge: str | None = "combine") -> relaunch.Sequences:
     """With partials, unless `merge` is None."""
+    results = ((9, 4, 32), (128, 32, 1)), ((4, 9), (9, 1))
+    shapes = results[0][0], results[1][0]
+    memory = relaunch.Allocations(None, torch.device("cuda", 0), torch.bfloat16, *shapes, 0, 0)
     return relaunch.Sequences(
         launched.split,
         launched.merge if merge == "combine" else None,
         None,
-        torch.device("cuda", 0),
-        torch.bfloat16,
-        (9, 4, 32),
-        (4, 9),
-        *((0, 0) if merge is None else (32 * 12, 12)),
+        memory,
+        results,
+        relaunch.NO_PARTIALS if merge is None else workspace.layout(32 * 12, 12),
     )
 
 
@@ -575,22 +575,23 @@ def test_a_call_of_sequences_again(
     split, *merges = launched.calls
     final = out.data_ptr(), lse.data_ptr(), None
     stream, maps, memory, *rest = split
-    assert (stream, maps, memory.final) == (STREAM, (q, k, v, final[0]), final)
-    assert memory.lengths == (*others[:4], None)
+    of_final, partial, counter, lengths = memory
+    assert (stream, maps, of_final) == (STREAM, (q, k, v, final[0]), final)
+    assert lengths == (*others[:4], None)
     assert rest == [tuple(others[4:6]), tuple(others[6:]), 0.5, None]
     if merge is None:
-        assert memory.partial is memory.counter is None and not merges
+        assert partial is counter is None and not merges
         return
-    acc, m, l = memory.partial
+    acc, m, l = partial
     assert (m - acc, l - m) == (4 * 32 * 12, 4 * 32)
     by_combine = merge == "combine"
-    assert merges == [(STREAM, memory.partial, final, others[0], others[4])] * by_combine
-    assert (memory.counter is None) == by_combine
+    assert merges == [(STREAM, partial, final, others[0], others[4])] * by_combine
+    assert (counter is None) == by_combine
     gpu.captured = True
     sequences_of(launched, merge).call(*call.values(), 0.5, None)
-    in_graph = launched.calls[1 + by_combine][2]
-    assert in_graph.partial != memory.partial and workspace.held_bytes() == 4 * 512
-    assert by_combine or in_graph.counter != memory.counter
+    _, partial_in_graph, counter_in_graph, _ = launched.calls[1 + by_combine][2]
+    assert partial_in_graph != partial and workspace.held_bytes() == 4 * 512
+    assert by_combine or counter_in_graph != counter
 
 
 @pytest.mark.parametrize("name", SEQUENCES)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from fake_gpu import Recorded, compilations, fake_gpu, functions_called
 from torch import Tensor
 
@@ -504,20 +505,22 @@ def test_slices_have_the_maps_of_their_bucket(
     gpu: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made once for all its lengths; of caches of just one length for each."""
-    for n in range(FIRST, FIRST + 4):
-        splitkv.decode(query(in_room(n)), **in_room(n))
-    asked: list[int] = []
-    tile = relaunch.Tile(lambda address, *_: asked.append(address) or ("map", address), ())
-    monkeypatch.setattr(relaunch, "_made", [])
+    asked: list[tuple[int, int]] = []
+
+    def fill(address: int, *layout: Any) -> tuple[str, int]:
+        asked.append((address, layout[-3][1]))
+        return "map", address
+
+    utils = triton.runtime.driver.active.utils
+    for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled"):
+        monkeypatch.setattr(utils, name, fill)
     longest = registry.rounded_up(FIRST + 5)
-    kept = [x for x in gc.get_objects() if isinstance(x, relaunch.TensorMaps)]
-    for maps in kept:
-        maps.clear()
-        maps.fill = tile.fill
-    for n in range(FIRST + 5, longest + 1):
+    for n in range(FIRST, longest + 1):
         splitkv.decode(query(in_room(n)), **in_room(n))
-        assert [keys for _, keys in maps_of(gpu)] == [longest, longest]
-    assert len(asked) == 2
+        if n >= FIRST + 5:
+            assert [keys for _, keys in maps_of(gpu)] == [longest, longest]
+    of_bucket = [address for address, keys in asked if keys == longest]
+    assert of_bucket == [x.data_ptr() for x in in_room(longest).values()]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 0, 1)])

@@ -58,9 +58,9 @@ from splitkv.kernels.host.launcher import (
     BOUNDS,
     PER_CALL,
     PER_CALL_OF_APPEND,
+    CacheLaunch,
     CacheTail,
     DecodeLauncher,
-    LaunchAtLength,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -339,8 +339,14 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     def relaunch(compiled: Any) -> Launch:
         return launch_of(compiled, programs, tail().arguments)
 
-    def at_lengths(compiled: Any) -> LaunchAtLength:
-        return lambda here, room: launch_of(compiled, programs, tail().at_length(here))
+    def at_lengths(compiled: Any) -> CacheLaunch:
+        launch, around_length = launch_of(compiled, programs), tail().around_length
+
+        def at_length(length: int, layout: Any, stream: int, *args: Any) -> None:
+            before, behind = layout
+            launch(stream, *args, *before, length, *behind)
+
+        return CacheLaunch(lambda here, room: around_length(here), at_length)
 
     def variant() -> Hashable:
         return tail().variant(), config.num_warps, partial_rows(plan) > 0

@@ -73,8 +73,8 @@ from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import (
     Launch,
     LaunchMemory,
+    MapsType,
     OperandAddresses,
-    TensorMaps,
     bind,
 )
 from splitkv.kernels.host.sequence_sizes import (
@@ -446,7 +446,7 @@ class PrefillLauncher(SequenceLauncher):
         return self.tail.variant(), (self.options["num_warps"], parts, self.of_scales), merge
 
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
     ) -> Launch | None:
         launch = bind(compiled, sizes.grid, self.tail.changed(sizes.arguments))
         return None if launch is None else with_addresses(launch, stored_of(operands)[3:])
@@ -465,8 +465,8 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
         softcap: float | None,
     ) -> None:
         stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
-        written = stored, memory.final, memory.partial, memory.counter
-        launch(stream, at.q, at.k, at.v, *memory.lengths[:4], *written, *row, None, None, scoring)
+        written = stored, *memory[:3]
+        launch(stream, *at[:3], *memory[3][:4], *written, *row, None, None, scoring)
 
     return again
 

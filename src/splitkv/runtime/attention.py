@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from splitkv.core.errors import MAX_SIZE, dtype_name, expect_number, expect_tensor
 from splitkv.core.masks import NUMBERS, Mask
@@ -28,8 +29,9 @@ from splitkv.core.problem import (
 from splitkv.runtime import dispatch, growing_call
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.autograd import NAMES, attention_op
-from splitkv.runtime.call_cache import BoundCall, Result, with_types
+from splitkv.runtime.call_cache import BoundCall, Result, current_device, with_types
 from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad, within_64_bits
+from splitkv.runtime.growing_call import GrowingSequences
 from splitkv.runtime.growing_gradients import GrowingGradients
 
 if TYPE_CHECKING:
@@ -318,19 +320,27 @@ def attention_varlen(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A call; given: every other argument of `attention_varlen`, by name."""
+    """A call; given: every other argument of `attention_varlen`, by name.
+
+    A call like an earlier one is found first: what it is known by tells tensors of a subclass and
+    whoever traces it from plain ones.
+    """
     if isinstance(given["sink_tokens"], Tensor):  # as `apart`
         given["sequence_sink_tokens"], given["sink_tokens"] = given["sink_tokens"], 0
+    if not is_dynamo_compiling():
+        bound, kind = _known(q, k, v, plan, given)
+        if bound is not None:
+            out, lse = _launch(bound, q, k, v, given)
+            return (out, lse) if given["return_lse"] else out
     scales = given["q_scale"], given["k_scale"], given["v_scale"], given["out_scale"]
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
-        result = _run(q, k, v, plan, given)
-        if result is None:
-            qa, ka, va = as_autocast(q, k, v)
+        if autocast_dtype(q) is None:
+            out, lse = _bind_and_launch(None, kind, plan, given)
+        else:
+            q, k, v = as_autocast(q, k, v)
             with without_autocast(q):
-                result = _run(qa, ka, va, plan, given)
-        assert result is not None
-        out, lse = result
+                out, lse = _bind_and_launch(*_known(q, k, v, plan, given), plan, given)
     else:
         q, k, v = as_autocast(q, k, v)
         grad = needs_grad(*leaves, out)  # inside an operator nothing seems to need one
@@ -350,18 +360,18 @@ def _attention(
     return (out, lse) if given["return_lse"] else out
 
 
-def _run(
+_Kind = tuple[list[Tensor], tuple[Any, ...], tuple[Any, ...] | None]
+"""What a call is known by: q, k, v and of the optional tensors those that are given; the options of
+a call cache; those of packed calls that differ in lengths alone, or None."""
+
+
+def _known(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
-) -> Result | None:
-    """Describes, plans and binds on the first call of a kind; then only launches.
-
-    Differentiable where the kernel is. Returns None under autocast, which the caller has to apply.
-
-    given   every other argument of `attention_varlen`, by name
-    """
-    optional: tuple[Any, ...] = _tensors(given)  # in the order of the fields of Operands
+) -> tuple[BoundCall | None, _Kind]:
+    """Finds (the bound call that serves a kind of call or None, the kind); given: every other
+    argument of `attention_varlen`, by name."""
     tensors, present = [q, k, v], 0  # a bit for each of the optional ones
-    for x in optional:
+    for x in _tensors(given):  # in the order of the fields of Operands
         present += present
         if x is not None:
             tensors.append(x)
@@ -374,22 +384,39 @@ def _run(
         options = scalars, "attention", type(window), id(plan), present
     except (TypeError, ValueError):  # describing says which option is not right
         options = ([],)  # which no cache holds
-    bound = dispatch.calls.match(options, tensors)
-    if bound is None:
+    known, packed = dispatch.calls.match(options, tensors), None
+    if known is None:
         packed = _options_of_any_length(k, plan, given, options)
         if packed is not None:
-            bound = dispatch.calls.match(packed, tensors, any_first=True)
-        if bound is None:
-            if autocast_dtype(q) is not None:
-                return None
-            bound = _growing(tensors, given, plan, packed, options)
-        if bound is None:
-            new = partial(_bind, q, k, v, plan, given)
-            bound = dispatch.calls.get_or_bind(options, tensors, new)
+            known = dispatch.calls.match(packed, tensors, any_first=True)
+    return known, (tensors, options, packed)
+
+
+def _bind_and_launch(
+    bound: BoundCall | None, kind: _Kind, plan: Plan | None, given: dict[str, Any]
+) -> Result:
+    """Describes, plans and binds the first call of a kind, and launches it. Differentiable where
+    the kernel is."""
+    tensors, options, packed = kind
+    q, k, v = tensors[:3]
+    bound = bound or _growing(tensors, given, plan, packed, options)
+    if bound is None:
+        new = partial(_bind, q, k, v, plan, given)
+        bound = dispatch.calls.get_or_bind(options, tensors, new)
+    return _launch(bound, q, k, v, given)
+
+
+def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Result:
+    """Launches a call that is bound."""
+    optional, launcher = _tensors(given), bound.launcher
+    longest_q, longest_k = given["max_seqlen_q"], given["max_seqlen_k"]
+    scale, softcap = bound.softmax_scale, float(given["softcap"])
+    if type(launcher) is GrowingSequences and bound.device in (None, current_device()):
+        return launcher.launch(q, k, v, optional, (longest_q, longest_k), scale, softcap)
     operands = Operands(q, k, v, *optional)
-    operands.seqlen_q, operands.seqlen_k = given["max_seqlen_q"], given["max_seqlen_k"]
-    operands.softmax_scale = bound.softmax_scale
-    operands.softcap, operands.dropout_p = float(given["softcap"]), float(given["dropout_p"])
+    operands.seqlen_q, operands.seqlen_k = longest_q, longest_k
+    operands.softmax_scale, operands.softcap = scale, softcap
+    operands.dropout_p = float(given["dropout_p"])
     return bound(operands)
 
 
@@ -465,7 +492,7 @@ def _bind_growing(tensors: list[Tensor], given: dict[str, Any], grad: bool) -> B
         return None
     numbers = {name: given[name] for name in NUMBERS}
     mask = Mask.of(given["causal"], given["window_size"], **numbers)
-    kind = GrowingGradients if grad else growing_call.GrowingSequences
+    kind = GrowingGradients if grad else GrowingSequences
     call = kind(problem, operands, mask, plan)
     return BoundCall.of(call, operands, None)
 

@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -36,7 +36,12 @@ from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import CacheLayout, relaunched
-from splitkv.kernels.host.sequence_sizes import result_layouts, scale_and_softcap, strides_of
+from splitkv.kernels.host.sequence_sizes import (
+    LOG2_E,
+    result_layouts,
+    scale_and_softcap,
+    strides_of,
+)
 from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
 from splitkv.runtime.call_cache import (
     NO_LENGTHS,
@@ -47,9 +52,6 @@ from splitkv.runtime.call_cache import (
     check_of,
     layout,
 )
-
-if TYPE_CHECKING:
-    pass
 
 GROWS = "decode_split", "hopper_decode_split"
 """The kernels that take every length of a cache up to that of their plan."""
@@ -63,7 +65,6 @@ SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 MAX_KNOWN = 256  # layouts that launches are kept for; past it, the first are forgotten
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
-K_SCALE, V_SCALE = 6, 7  # of the arguments of a `Relaunch` behind q, k and v
 Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
 Bucket = tuple[Alignment, Any]
@@ -72,6 +73,9 @@ Bucket = tuple[Alignment, Any]
 
 Ends = tuple[int, int]
 """Bytes from the first of K, and of V, to the last of the longest caches of a bucket."""
+Served = tuple[Any, Any, Any]
+"""What a layout changes of a launch, the launch of the splits, and what repeats a call with it."""
+NOT_SERVED: Served = (None, None, None)
 
 
 class InOrder(NamedTuple):
@@ -157,8 +161,11 @@ def check_of_any_length(tensors: Sequence[Tensor]) -> Check | None:
         return None
     scales = [*grow][2:]
 
-    def caches_fit(*tensors: Any) -> bool:
-        return check(*tensors) and tensors[1].shape[1] == tensors[2].shape[1] > 0
+    dim, dim_v = tensors[1].shape[3], tensors[2].shape[3]
+
+    def caches_fit(q: Any, k: Any, v: Any, *rest: Any) -> bool:
+        # all but the length is known to be the same, and elements are counted sooner than it is
+        return check(q, k, v, *rest) and k.numel() * dim_v == v.numel() * dim > 0
 
     def scales_fit(*tensors: Any) -> bool:
         if not caches_fit(*tensors):
@@ -279,7 +286,16 @@ class Growing(ABC):
 
 
 class GrowingCall(Growing):
-    """A launcher of decode for contiguous caches of every length, which differ in nothing else."""
+    """A launcher of decode for contiguous caches of every length, which differ in nothing else.
+
+    A call with a new length takes as little as there is to do:
+
+    * `latest` serves it, if it is a slice of a larger cache as the call before was: the strides are
+      the same, and the launch takes the length;
+    * else a launch is made for its strides, with maps of TMA of just this length or, where the
+      memory goes on, of the longest of its bucket. `current` has what makes it, for a bucket of
+      strides that are multiples of 16; others are found in `buckets`.
+    """
 
     def __init__(
         self,
@@ -290,67 +306,119 @@ class GrowingCall(Growing):
     ) -> None:
         super().__init__(problem, operands, num_splits, plan_for, GROWS)
         self.by_token = problem.codec.granularity == "token"
-        # the layout, the ends that the memory of the caches has to reach or None, and what repeats
-        # a call, with the launch of its splits
-        self.latest: tuple[Any, Ends | None, tuple[Any, Any]] = (None, None, (absent, None))
-        # strides, with the longest caches of their bucket, and the ends of these, where the strides
-        # have come again
+        # ((first length, last length), strides, ends) of caches whose memory goes on to the ends,
+        # if there are any, and what serves them
+        self.latest: tuple[tuple[tuple[int, int], Any, Ends | None], Served] = NO_CACHES, NOT_SERVED
+        # strides that came again, with the longest caches of their bucket, and the ends of these
         self.ends: tuple[Any, Ends | None] = (None, None)
         self.current = NO_BUCKET
 
-    def repeat(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Result | None:
+    def repeat(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        cache_seqlens: Tensor | None,
+        page_table: Tensor | None,
+        sink_logits: Tensor | None,
+        alibi_slopes: Tensor | None,
+        q_scale: Tensor | None,
+        k_scale: Any,
+        v_scale: Any,
+        softmax_scale: float,
+        softcap: float,
+    ) -> Result | None:
         """Launches the call as a `Relaunch`, with the same arguments; None where the whole has to
         be called instead."""
-        length, strides = k.shape[1], (k.stride(), v.stride())
-        here = length, strides, rest[K_SCALE].stride() if self.by_token else None
-        layout, ends, launch = self.latest
-        done: Result | None
-        if layout == here and (ends is None or both_reach(k, v, ends)):
-            call, split = launch
-            done = call(q, k, v, *rest, split=split)
-            return done
-        first, longest, found = self.current
-        of_k, of_v = strides
-        every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
-        if not first <= length <= longest or every & 15 or every >> 31 or self.by_token:
-            longest, found = rounded_up(length), self.in_bucket(here, q, k, v, *rest)
-        if found is None:
-            return None
-        split_at, call = found
-        room, at = 0, (longest, strides)
-        known, ends = self.ends
-        if known != at:  # as in every step of caches that are made anew
-            self.ends = at, None
-        else:
-            if ends is None:
-                ends = end_of(k, longest), end_of(v, longest)
-                self.ends = at, ends
-            if both_reach(k, v, ends):
-                room = longest
-        split = split_at(here, room)
-        self.latest = here, ends if room else None, (call, split)
-        done = call(q, k, v, *rest, split=split)
-        if done is not None and length > longest - AHEAD:
-            alignment = alignment_of(here, k.element_size())
-            self.make_ready((alignment, rounded_up(longest + 1)), of_layout(q, k, v, *rest))
+        length = k.shape[1]
+        strides = k.stride(), v.stride(), k_scale.stride() if self.by_token else None
+        latest, (layout, launch, call) = self.latest
+        (first, last), of_latest, ends = latest
+        ahead = None
+        if (
+            not first <= length <= last
+            or of_latest != strides
+            or not (ends is None or both_reach(k, v, ends))
+        ):
+            found = self.launch_at((length, strides), q, k, v, k_scale, v_scale)
+            if found is None:
+                return None
+            (layout, launch, call), ahead = found
+        # written out, as in `Repeat.call`
+        done: Result | None = call(
+            q,
+            k,
+            v,
+            out,
+            cache_seqlens,
+            page_table,
+            sink_logits,
+            alibi_slopes,
+            q_scale,
+            k_scale,
+            v_scale,
+            softmax_scale,
+            softcap,
+            split=launch,
+            length=length,
+            layout=layout,
+        )
+        if ahead is not None and done is not None:
+            self.make_ready(ahead, of_layout(q, k, v, k_scale, v_scale))
         return done
 
-    def in_bucket(self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        """Finds what launches the splits of a layout at a length, and what repeats a call, in its
-        bucket. None: nothing is compiled for that.
+    def launch_at(
+        self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any
+    ) -> tuple[Served, Bucket | None] | None:
+        """Finds (what serves caches of this layout, the bucket to make ready behind the call or
+        None), and keeps the former as `latest`. None: nothing is compiled for them."""
+        length, strides = here
+        of_k, of_v, scales = strides
+        first, longest, found = self.current
+        every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
+        if not first <= length <= longest or every & 15 or every >> 31 or scales is not None:
+            longest = rounded_up(length)
+            found = self.in_bucket(here, longest, q, k, v, k_scale, v_scale)
+        if found is None:
+            return None
+        layout_at, launch, call = found
+        room, soon, last, ends = 0, longest - AHEAD, length, None
+        if self.latest[0][1] == strides:  # not so in any step of caches that are made anew
+            at = longest, strides
+            known, ends = self.ends
+            if known != at:
+                ends = end_of(k, longest), end_of(v, longest)
+                self.ends = at, ends
+            if ends is not None and both_reach(k, v, ends):
+                room = longest
+                if scales is None and length < soon:
+                    last = soon
+        served = layout_at(here, room), launch, call
+        self.latest = ((length, last), strides, ends if room else None), served
+        if length <= soon:
+            return served, None
+        following = alignment_of(here, k.element_size()), rounded_up(longest + 1)
+        return served, None if following in self.buckets else following
 
-        A bucket of strides that are multiples of 16 is the current one from then on.
+    def in_bucket(
+        self, here: CacheLayout, longest: int, q: Tensor, k: Tensor, v: Tensor, *scales: Any
+    ) -> tuple[Any, Any, Any] | None:
+        """Finds what launches the splits of caches of every layout, see `CacheLaunch`, and what
+        repeats a call, in the bucket of this one. None: nothing is compiled for that.
+
+        longest   of the bucket. One of strides that are multiples of 16 is the current one from
+                  then on
         """
-        length = here[0]
-        bucket = alignment, longest = alignment_of(here, k.element_size()), rounded_up(length)
+        bucket = alignment, longest = alignment_of(here, k.element_size()), longest
         launcher = self.buckets.get(bucket)
         if launcher is None:
-            launcher = self.launcher_of(bucket, of_layout(q, k, v, *rest))
-        if launcher is None or launcher.split_at_length is None:
+            launcher = self.launcher_of(bucket, of_layout(q, k, v, *scales))
+        if launcher is None or launcher.at_lengths is None:
             return None
-        found = launcher.split_at_length, launcher.repeat
+        found = *launcher.at_lengths, launcher.repeat
         if alignment is EVERY_ONE:
-            self.current = length, longest, found
+            self.current = here[0], longest, found
         return found
 
     def __call__(self, operands: Operands) -> Result:
@@ -364,7 +432,7 @@ class GrowingCall(Growing):
             return done
         x.seqlen_k = length = x.k.shape[1]
         scales = x.k_scale.stride() if self.by_token and x.k_scale is not None else None
-        here = length, (x.k.stride(), x.v.stride()), scales
+        here = length, (x.k.stride(), x.v.stride(), scales)
         longest = rounded_up(length)
         bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
@@ -397,12 +465,18 @@ class GrowingSequences(Growing):
         self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
 
     def __call__(self, operands: Operands) -> Result:
-        """(out, lse or None), on the current stream, through Triton where nothing is compiled for
-        these operands or somebody observes launches; of packed ones with the greatest lengths."""
-        x = operands
-        here = self.layout_of(x)
+        """(out, lse or None), on the current stream; of packed operands with the greatest
+        lengths."""
+        return self.serve(self.layout_of(operands), operands)
+
+    def serve(self, here: tuple[Any, ...], operands: Operands) -> Result:
+        """Launches a call, through Triton where nothing is compiled for these operands or somebody
+        observes launches.
+
+        here   of `layout_of`
+        """
+        x, bucket = operands, None
         layout, again = self.latest
-        bucket = None
         if again is None or layout != here:
             again = self.known.get(here)
             if again is not None:
@@ -417,11 +491,46 @@ class GrowingSequences(Growing):
         if again is not None:
             done = relaunched(again, x, *scale_and_softcap(x))
             if done is not None:
-                if bucket is not None:
-                    self.look_ahead(layout, bucket, x)
+                if bucket is not None and here[0][1] > bucket[1][0][1] - AHEAD:
+                    self.look_ahead(layout, here, bucket, x)
                 return done if self.return_lse else (done[0], None)
         exact = here[0], self.edges(*here[0][:2])
         return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
+
+    def launch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        optional: tuple[Any, ...],
+        longest: tuple[Any, Any],
+        scale: float,
+        softcap: float,
+    ) -> Result:
+        """Launches a call without Operands where it has the latest layout.
+
+        optional   the tensors behind v of Operands, in this order
+        longest    the greatest lengths of packed queries and keys
+        scale      of scores before they are capped
+        """
+        cu_q = optional[3]
+        shapes = q_shape, k_shape = q.shape, k.shape
+        if cu_q is None:
+            lengths = q_shape[1], k_shape[1], q_shape[0]
+        else:
+            lengths = *longest, cu_q.shape[0] - 1
+        here = lengths, shapes, (q.stride(), k.stride(), v.stride())
+        layout, again = self.latest
+        if again is not None and layout == here:
+            capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
+            lengths_first = optional[0], *optional[3:5], *optional[1:3]
+            done: Result | None = again.call(q, k, v, *lengths_first, *optional[7:12], *capped)
+            if done is not None:
+                return done if self.return_lse else (done[0], None)
+        x = Operands(q, k, v, *optional)
+        x.seqlen_q, x.seqlen_k = lengths[:2]
+        x.softmax_scale, x.softcap = scale, softcap
+        return self.serve(here, x)
 
     def layout_of(self, operands: Operands) -> tuple[Any, ...]:
         """The layout of a call, by which what launches it is known: ((greatest lengths of queries
@@ -437,12 +546,14 @@ class GrowingSequences(Growing):
         lengths, shapes = (x.seqlen_q, x.seqlen_k, batch), (q.shape, k.shape)
         return lengths, shapes, (q.stride(), k.stride(), x.v.stride())
 
-    def look_ahead(self, before: Any, bucket: Bucket, operands: Operands) -> None:
-        """Makes a part of the next bucket ready where keys grow by one and this one ends soon."""
+    def look_ahead(self, before: Any, here: Any, bucket: Bucket, operands: Operands) -> None:
+        """Makes a part of the next bucket ready, near the end of one, where keys grow by one.
+
+        before, here   of `layout_of`, of the call before and of this one
+        """
         alignment, ((queries, keys, batch), edges) = bucket
-        now, length, sequences = self.layout_of(operands)[0]
-        grown = before is not None and before[0] == (now, length - 1, sequences)
-        if grown and length > keys - AHEAD:
+        now, length, sequences = here[0]
+        if before is not None and before[0] == (now, length - 1, sequences):
             longer = (queries, rounded_up(keys + 1), batch), edges
             self.make_ready((alignment, longer), operands)
 
@@ -582,8 +693,7 @@ def types_of(operands: Operands) -> Hashable:
 
 def alignment_of(here: CacheLayout, element_size: int) -> Alignment:
     """The alignment of strides that kernels are compiled and plans made for."""
-    length, strides, scales = here
-    k, v = strides
+    length, (k, v, scales) = here
     every = k[0] | k[1] | k[2] | v[0] | v[1] | v[2]
     if not every & 15 and every < 1 << 31:
         alignment = EVERY_ONE
@@ -609,24 +719,23 @@ def both_reach(k: Tensor, v: Tensor, ends: Ends) -> bool:
     """Whether the memory of contiguous caches goes on to these ends, as that of slices does. Asked
     in every call, as caches with one layout may be in different memory."""
     k_end, v_end = ends
-    k_end += k.storage_offset() * k.element_size()
-    v_end += v.storage_offset() * v.element_size()
-    reach: bool = k_end <= k.untyped_storage().nbytes() and v_end <= v.untyped_storage().nbytes()
+    size = k.element_size()  # v has the same type
+    reach: bool = (
+        k_end + k.storage_offset() * size <= k.untyped_storage().nbytes()
+        and v_end + v.storage_offset() * size <= v.untyped_storage().nbytes()
+    )
     return reach
 
 
-def of_layout(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Operands:
+def of_layout(q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> Operands:
     """Operands of the length of these caches to plan for and to bind, without the other tensors,
-    which change no layout; rest: as of `GrowingCall.repeat`."""
-    operands = Operands(q, k, v, k_scale=rest[K_SCALE], v_scale=rest[V_SCALE])
+    which change no layout."""
+    operands = Operands(q, k, v, k_scale=k_scale, v_scale=v_scale)
     operands.seqlen_k = k.shape[1]
     return operands
 
 
-def absent(*_: Any, **__: Any) -> None:
-    """Repeats no call: the first length is yet to come."""
-
-
+NO_CACHES = (1, 0), None, None
 NO_BUCKET: tuple[int, int, Any] = (1, 0, None)
 """The first length that came, the longest, and what `GrowingCall.in_bucket` finds: none."""
 
@@ -643,11 +752,11 @@ def alignment_of_sequences(
     output; None where offsets inside a tile of keys may need more than 32 bits."""
     x = operands
     outer = inner = 0
-    for of_one in strides:
-        if len(of_one) == 4:
-            outer |= of_one[0]
-        inner |= of_one[-3]
-        outer |= of_one[-2]
+    for *of_batch, of_token, of_head, _ in strides:
+        inner |= of_token
+        outer |= of_head
+        if of_batch:
+            outer |= of_batch[0]
     row = problem.num_heads * problem.head_dim_v
     if not (outer | inner | row | problem.head_dim_v) & 15:
         out = row * x.q.shape[-3]  # of a sequence, or of all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from splitkv.kernels.host.cache_keys import settle_key
@@ -72,15 +73,21 @@ class Tail:
         self.kernel, self.arguments = kernel, tail_in_order(kernel, per_call, fixed)
         self.place = {name: n for n, name in enumerate(kernel.arg_names[len(per_call) :])}
         self.alike = alike
+        # names of arguments that a call changed, and what puts these behind all into their order
+        self.order: tuple[tuple[str, ...], Any] = ((), None)
 
     def variant(self) -> Hashable:
         """A key of the code that Triton compiles for these arguments."""
         named = zip(self.place, self.arguments, strict=True)
         return self.kernel, *specialised(self.kernel, named, self.alike)
 
-    def changed(self, arguments: Mapping[str, Any]) -> list[Any]:
+    def changed(self, arguments: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments with others in the place of these."""
-        place, made = self.place, [*self.arguments]
-        for name, value in arguments.items():
-            made[place[name]] = value
+        names, (known, in_place) = tuple(arguments), self.order
+        if names != known:
+            number = {name: n for n, name in enumerate(self.place)}
+            number |= {name: len(number) + n for n, name in enumerate(names)}
+            in_place = itemgetter(*(number[name] for name in self.place))
+            self.order = names, in_place
+        made: Sequence[Any] = in_place((*self.arguments, *arguments.values()))
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +26,7 @@ from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments
 from splitkv.kernels.host.arguments import Tail, in_order, specialised, tail_in_order
 from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.partition import grid, packed_rows
-from splitkv.kernels.host.relaunch import Launch, Repeat, launch_of, observed
+from splitkv.kernels.host.relaunch import Launch, LengthLaunch, Repeat, launch_of, observed
 from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.codec import Scales
 from splitkv.kernels.tile.visit import Strides
@@ -62,10 +62,19 @@ PER_CALL_OF_APPEND = (*PER_CALL, "growth", "new", "turn")
 BOUNDS = "left", "right", "sink_tokens", "chunk"
 """The arguments of a mask, in the order of `Mask.bounds`."""
 
-LaunchAtLength = Callable[[CacheLayout, int], Launch]
-"""`launch_at_length(layout, room)`: gives a launch of a compiled kernel for caches of this layout.
-Their memory goes on to `room` keys of each sequence, which may be read and are seen by no query; 0:
-to those that there are."""
+
+class CacheLaunch(NamedTuple):
+    """The launch of a compiled kernel for contiguous caches of every length.
+
+    layout_at   layout_at(here, room): what the layout `here` changes, for the launch. The memory of
+                such caches goes on to `room` keys of each sequence, which may be read and are seen
+                by no query: what this gives serves all lengths up to that. 0: it goes on to the
+                keys that there are, and this serves caches of just the layout
+    launch      see `LengthLaunch`
+    """
+
+    layout_at: Callable[[CacheLayout, int], Any]
+    launch: LengthLaunch
 
 
 class SplitKernel(NamedTuple):
@@ -83,7 +92,7 @@ class SplitKernel(NamedTuple):
 
     launch: Callable[[dict[str, Any]], Any]
     relaunch: Callable[[Any], Launch | None]
-    at_lengths: Callable[[Any], LaunchAtLength | None] = lambda compiled: None
+    at_lengths: Callable[[Any], CacheLaunch | None] = lambda compiled: None
     variant: Callable[[], Hashable] = object
 
 
@@ -185,22 +194,36 @@ class CacheTail:
         self.tail = Tail(kernel, per_call, fixed, STRIDES_OF_CACHES)
         self.arguments, self.variant = self.tail.arguments, self.tail.variant
         self.strided = fixed.get("k_strides") is not None
-        self.seqlen_k = self.tail.place.get("seqlen_k")
+        self.seqlen_k: int | None = self.tail.place.get("seqlen_k")
+        # where the length is all that changes
+        scaled = bool(fixed.get("stride_sn"))
+        self.around = None if self.strided or scaled else self.cut(self.arguments)
 
-    def at_length(self, here: CacheLayout) -> list[Any]:
-        """The arguments for caches of another length."""
-        made, (length, strides, scales) = [*self.arguments], here
-        if self.seqlen_k is not None:
-            made[self.seqlen_k] = length
+    def around_length(self, here: CacheLayout) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The arguments before and behind the length of caches of another layout, see `cut`."""
+        k, v, scales = here[1]
+        made, place = [*self.arguments], self.tail.place
         if self.strided:
-            place = self.tail.place
-            made[place["k_strides"]], made[place["v_strides"]] = (Strides(*x[:3]) for x in strides)
+            made[place["k_strides"]], made[place["v_strides"]] = Strides(*k[:3]), Strides(*v[:3])
         if scales is not None:
-            place = self.tail.place
             for name, step in zip(STRIDES_OF_SCALES, scales, strict=True):
                 if name in place:
                     made[place[name]] = step
-        return made
+        return self.cut(made)
+
+    def cut(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The arguments before the length and those behind it; before the last where the kernel is
+        not told the length."""
+        at = len(arguments) - 1 if self.seqlen_k is None else self.seqlen_k
+        return arguments[:at], arguments[at + 1 :]
+
+    def told(self, launch: LengthLaunch) -> LengthLaunch:
+        """The launch, for a kernel that is not told the length with its last argument in the place
+        of that."""
+        if self.seqlen_k is not None:
+            return launch
+        last = self.arguments[-1]
+        return lambda length, *rest: launch(last, *rest)
 
 
 COMBINE_PER_CALL = ("partial", "final", "lens_ptr", "sink_ptr", "growth")
@@ -317,7 +340,7 @@ class DecodeLauncher:
         self.merge_layout = merge_layout_of(plan, operands)
         self.repeat: Callable[..., Any] | None = None
         self.compiled: tuple[Any, Any] | None = None
-        self.split_at_length: LaunchAtLength | None = None
+        self.at_lengths: CacheLaunch | None = None
 
     @cached_property
     def merge(self) -> Merge | None:
@@ -397,7 +420,7 @@ class DecodeLauncher:
             named = COMBINE_PER_CALL if self.plan.config.appends else COMBINE_PER_CALL[:-1]
             merge = self.merge.relaunch(merged, named)
         self.compiled = compiled, merged
-        self.split_at_length = self.split.at_lengths(compiled)
+        self.at_lengths = self.split.at_lengths(compiled)
         again = Repeat(
             later,
             merge,

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from splitkv.kernels.host.relaunch import Sequences
 
 
-CacheLayout = tuple[int, tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None]
-"""The length of contiguous caches, the strides of keys and of values, and of scales of each token.
-A plain tuple, as every call on a cache that grows makes one."""
+CacheStrides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
+"""The strides of keys and of values, and of scales of each token or None."""
+CacheLayout = tuple[int, CacheStrides]
+"""The length of contiguous caches and their strides. Plain tuples, as every call on a cache that
+grows makes them."""
 
 
 def relaunched(

@@ -110,57 +110,70 @@ def bind_to_maps(compiled: Any, grid: tuple[int, int, int]) -> LaunchWith | None
     return in_a_tuple if as_tuple else one_by_one
 
 
-LaunchOfLayout = Callable[[Sequence[Any], Layout, Layout], Launch]
-"""`launch_of_layout(tail, k_layout, v_layout)`: a launch as `LaunchWith` has it, of tensors with
-these layouts."""
+LengthLaunch = Callable[..., None]
+"""`launch(length, at_layout, stream, *args)`: a Launch for caches of this length, which is among
+its last arguments; at_layout: what their layout changes, such as a `CacheMaps`."""
+CacheMaps = tuple[
+    tuple[Sequence[Any], Sequence[Any]], dict[Any, tuple[Any, ...]], tuple[Layout, Layout]
+]
+"""(around, known, layouts): the arguments before the length and those behind it; what the kernel
+takes of caches and page tables that are known by their addresses; and the layouts of K and V for
+others. A plain tuple, as one is made for every length of caches that are made anew."""
 
 
-def bind_to_layouts(
-    compiled: Any, grid: tuple[int, int, int], k_tile: Tile, v_tile: Tile
-) -> LaunchOfLayout | None:
-    """Binds launches as `bind_to_maps` does, for layouts that come and go: each keeps the maps of
-    its own, which are forgotten with it. None: no way is known.
+def bind_to_lengths(
+    compiled: Any, grid: tuple[int, int, int], tiles: tuple[Tile, Tile]
+) -> LengthLaunch | None:
+    """Binds a launch of a kernel as `bind_to_maps` has them, for caches that grow: its at_layout is
+    a `CacheMaps`. None: no way is known.
+
+    tiles   of K and V
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
     x, y, z = grid
-    (fill, k_box), (_, v_box) = k_tile, v_tile
 
-    def bind(tail: Sequence[Any], k_layout: Layout, v_layout: Layout) -> Launch:
-        k_maps: dict[int, tuple[Any, ...]] = {}
-        v_maps: dict[int, tuple[Any, ...]] = {}
+    def one_by_one(
+        length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
+    ) -> None:
+        before, behind = layout[0]
+        caches = layout[1].get(kv) or make_maps(tiles, layout, kv)
+        function(x, y, z, stream, *fixed, at_q, *caches, *args, *before, length, *behind)
 
-        def launch(stream: int, at_q: int, kv: tuple[int, int, int | None], *args: Any) -> None:
-            # written out, as a call takes longer than what is called
-            at_k, at_v, at_table = kv
-            k, v = k_maps.get(at_k), v_maps.get(at_v)
-            if k is None:
-                shape, strides = k_layout
-                k = fill(at_k, *k_box, shape, strides, 0), *shape, *strides
-                if len(k_maps) >= MAX_MAPS:
-                    k_maps.clear()
-                k_maps[at_k] = k
-            if v is None:
-                shape, strides = v_layout
-                v = fill(at_v, *v_box, shape, strides, 0), *shape, *strides
-                if len(v_maps) >= MAX_MAPS:
-                    v_maps.clear()
-                v_maps[at_v] = v
-            if as_tuple:
-                function(x, y, z, stream, *fixed, (at_q, *k, *v, at_table, *args, *tail))
-            else:
-                function(x, y, z, stream, *fixed, at_q, *k, *v, at_table, *args, *tail)
+    def in_a_tuple(
+        length: int, layout: CacheMaps, stream: int, at_q: int, kv: Any, *args: Any
+    ) -> None:
+        before, behind = layout[0]
+        caches = layout[1].get(kv) or make_maps(tiles, layout, kv)
+        rest = at_q, *caches, *args, *before, length, *behind
+        function(x, y, z, stream, *fixed, rest)
 
-        return launch
-
-    return bind
+    return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
-LaunchAt = Callable[[tuple[int, int, int], Sequence[Any], "OperandMaps"], Launch]
-"""`launch_at(grid, tail, maps)`: a launch, as `Sequences` has it, on a grid, whose last arguments
-are always `tail`, and which takes operands and out as the items of these maps."""
+def make_maps(
+    tiles: tuple[Tile, Tile], layout: CacheMaps, kv: tuple[int, int, int | None]
+) -> tuple[Any, ...]:
+    """Asks the driver for maps of K and V at these addresses, and keeps them as a kernel takes
+    them: each as of `TensorMaps`, and the address of a page table."""
+    known, ((shape, strides), (shape_v, strides_v)) = layout[1:]
+    ((fill, box), (fill_v, box_v)), (at_k, at_v, table) = tiles, kv
+    k = fill(at_k, *box, shape, strides, 0), *shape, *strides
+    v = fill_v(at_v, *box_v, shape_v, strides_v, 0), *shape_v, *strides_v
+    if len(known) >= MAX_MAPS:
+        known.clear()
+    made = known[kv] = *k, *v, table
+    return made
+
+
+LaunchLayout = tuple[tuple[int, int, int], Sequence[Any], Sequence[Any]]
+"""(grid, tail, maps): the last arguments of a launch on the grid are always `tail`, and it takes
+operands and out as the items of these maps: (q, the columns of q behind those that v has, too), (k,
+those columns of k), (v, out)."""
+LaunchAt = Callable[[LaunchLayout], Launch]
+"""Gives a launch, as `Sequences` has it."""
 
 
 def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
@@ -172,35 +185,31 @@ def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
         return None
     function, fixed, as_tuple = calling
 
-    def one_by_one(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
-        x, y, z = grid
-        q, q_rest, k = maps[:3]
-        k_rest, v, out = maps[3:]
-        whole = q_rest is k_rest is NO_MAPS
+    def operands(maps: Sequence[Any], at: OperandAddresses) -> tuple[Any, ...]:
+        (of_q, of_q_rest), (of_k, of_k_rest), (of_v, of_out) = maps
+        q, k = of_q[at[0]], of_k[at[1]]
+        if of_q_rest is of_k_rest is NO_MAPS:
+            made = *q, None, *k, None, *of_v[at[2]], *of_out[at[3]]
+        else:
+            made = *q, *of_q_rest[at[0]], *k, *of_k_rest[at[1]], *of_v[at[2]], *of_out[at[3]]
+        return made
 
-        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
-            function(
-                *(x, y, z, stream, *fixed, *q[at.q], *of_q, *k[at.k], *of_k),
-                *(*v[at.v], *out[at.out], *memory, row[0], *args, *tail),
-            )
+    def one_by_one(
+        layout: LaunchLayout, stream: int, at: Any, memory: Any, row: Any, *args: Any
+    ) -> None:
+        grid, tail, maps = layout
+        at_maps, sink = operands(maps, at), row[0]
+        function(*grid, stream, *fixed, *at_maps, *memory, sink, *args, *tail)
 
-        return launch
+    def in_a_tuple(
+        layout: LaunchLayout, stream: int, at: Any, memory: Any, row: Any, *args: Any
+    ) -> None:
+        grid, tail, maps = layout
+        rest = *operands(maps, at), *memory, row[0], *args, *tail
+        function(*grid, stream, *fixed, rest)
 
-    def in_a_tuple(grid: tuple[int, int, int], tail: Sequence[Any], maps: OperandMaps) -> Launch:
-        x, y, z = grid
-        q, q_rest, k = maps[:3]
-        k_rest, v, out = maps[3:]
-        whole = q_rest is k_rest is NO_MAPS
-
-        def launch(stream: int, at: OperandAddresses, memory: Any, row: Any, *args: Any) -> None:
-            of_q, of_k = (NO_MAP, NO_MAP) if whole else (q_rest[at.q], k_rest[at.k])
-            operands = *q[at.q], *of_q, *k[at.k], *of_k, *v[at.v], *out[at.out]
-            function(x, y, z, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
-
-        return launch
-
-    return in_a_tuple if as_tuple else one_by_one
+    # made for every length: less than functions of it
+    return partial(partial, in_a_tuple if as_tuple else one_by_one)
 
 
 def launch_by_name(
@@ -318,12 +327,12 @@ class AddressKernel:
             template[:STREAM_AT] = x, y, z
         for parameter, value in launch.arguments.items():
             template[place[parameter]] = value
-        maps: list[tuple[int, int, JustMaps]] = []
+        maps: list[tuple[int, int, MapsOfLength]] = []
         for parameter, tile, at, n in self.maps:
             layout = launch.layouts[parameter]
             shape, strides = layout.shape, layout.strides
             template[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
-            maps.append((at, n, JustMaps(tile, shape, strides)))
+            maps.append((at, n, MapsOfLength(tile, shape, strides)))
         pointers, records = self.pointers, self.records
 
         def pack(per_call: Sequence[Any]) -> tuple[Any, ...]:
@@ -331,7 +340,7 @@ class AddressKernel:
             for at, n in pointers:
                 args[at] = per_call[n]
             for at, n, kept in maps:
-                args[at] = kept[per_call[n]]
+                args[at] = kept[per_call[n]][0]
             for at, items in records:
                 args[at] = items(per_call)
             if as_tuple:
@@ -453,18 +462,6 @@ NO_MAP = (None,)
 JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
 
 
-class OperandMaps(NamedTuple):
-    """The maps of a kernel for whole sequences, in the order of its descriptors; the rests are the
-    columns of q and k behind those that v has, too."""
-
-    q: Any
-    q_rest: Any
-    k: Any
-    k_rest: Any
-    v: Any
-    out: Any
-
-
 class Tile(NamedTuple):
     """The tile of a tensor descriptor that a kernel is compiled for.
 
@@ -519,33 +516,25 @@ class TensorMaps(dict[int, tuple[Any, ...]]):
 _made: list[tuple[TensorMaps, int]] = []  # all maps that are kept
 
 
-class JustMaps(dict[int, Any]):
-    """Tensor maps without their shapes and strides behind them: `maps[address]` is the CUtensorMap.
-    They are forgotten with the layout, as those of `MapsOfLength`."""
+class MapsOfLength(dict[int, tuple[Any, ...]]):
+    """In the place of `TensorMaps`, for tensors that have this length for a while: they are
+    forgotten with it. There is one of every length, so it is made in little time."""
 
     __slots__ = "shape", "strides", "tile"
 
     def __init__(self, tile: Tile, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.tile, self.shape, self.strides = tile, shape, strides
 
-    def __missing__(self, address: int) -> Any:
-        if len(self) >= MAX_MAPS:
-            self.clear()
-        fill, box = self.tile
-        made = self[address] = fill(address, *box, self.shape, self.strides, 0)
-        return made
-
-
-class MapsOfLength(TensorMaps):
-    """Tensor maps of tensors that have this length for a while: they are forgotten with it."""
-
-    __slots__ = ()
-
     def __missing__(self, address: int) -> tuple[Any, ...]:
+        (fill, box), shape, strides = self.tile, self.shape, self.strides
         if len(self) >= MAX_MAPS:
             self.clear()
-        made = self[address] = self.fill(address, *self.given), *self.layout
+        made = self[address] = fill(address, *box, shape, strides, 0), *shape, *strides
         return made
+
+
+MapsType = type[TensorMaps] | type[MapsOfLength]
+"""What keeps the maps of a launch."""
 
 
 class Allocations:
@@ -635,11 +624,13 @@ class Repeat(Allocations):
         softcap,
         new=None,
         out_scale=None,
-        split=None,
         sequence_sink_tokens=None,
+        split: LengthLaunch | None = None,
+        length: int = 0,
+        layout: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """(out, lse or None), or None; split: another launch of the splits, for a length of its
-        own."""
+        """(out, lse or None), or None; split: another launch of the splits, for caches of this
+        length and layout."""
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_out = at_lens = at_table = at_sink = at_slopes = at_q_scale = at_out_scale = None
@@ -689,7 +680,7 @@ class Repeat(Allocations):
             scale /= softcap
         else:
             scale, softcap = scale * 1.4426950408889634, None
-        stream, split, merge = self.current_stream(self.device), split or self.split, self.merge
+        stream, merge = self.current_stream(self.device), self.merge
         kv, row = (at_k, at_v, at_table), (at_sink, at_slopes, at_q_scale, at_sink_tokens)
         final = at_out, at_lse, at_out_scale
         partial: tuple[int, int, int] | None = None
@@ -702,16 +693,35 @@ class Repeat(Allocations):
             if kept[0] != at:
                 kept = self.partial = at, at + self.m_at, at + self.l_at
             partial = kept
-        if new is None:  # written out, as unpacking takes longer than the call
-            split(stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap)
-            if merge is None:
-                return out, lse
-            merge(stream, partial, final, at_lens, at_sink)
+        # written out, as unpacking takes longer than the call
+        if split is not None:
+            split(
+                length,
+                layout,
+                stream,
+                at_q,
+                kv,
+                at_lens,
+                final,
+                partial,
+                row,
+                of_heads,
+                of_keys,
+                scale,
+                softcap,
+            )
+        elif new is None:
+            self.split(
+                stream, at_q, kv, at_lens, final, partial, row, of_heads, of_keys, scale, softcap
+            )
         else:
             scales = of_heads, of_keys, scale, softcap
-            split(stream, at_q, kv, at_lens, final, partial, row, *scales, *appended)
-            if merge is None:
-                return out, lse
+            self.split(stream, at_q, kv, at_lens, final, partial, row, *scales, *appended)
+        if merge is None:
+            return out, lse
+        if new is None:
+            merge(stream, partial, final, at_lens, at_sink)
+        else:
             merge(stream, partial, final, at_lens, at_sink, appended[0])
         if not captured:
             self.buffers[stream] = buffer
@@ -737,23 +747,12 @@ def addresses_of(call: Any, at_k: int, at_v: int) -> tuple[tuple[Any, ...], int]
     return (tuple(growth), tuple(new), tuple(turn)), bits
 
 
-class OperandAddresses(NamedTuple):
-    """The addresses of operands and out."""
-
-    q: int
-    k: int
-    v: int
-    out: int
-
-
-class LaunchMemory(NamedTuple):
-    """The addresses of (out, lse, None), of partials, of counters where the launch merges them, and
-    of (cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, a schedule of items)."""
-
-    final: tuple[int, int, None]
-    partial: tuple[int, int, int] | None
-    counter: int | None
-    lengths: tuple[int | None, ...]
+OperandAddresses = tuple[int, int, int, int]
+"""The addresses of (q, k, v, out); a plain tuple, as every call makes one."""
+LaunchMemory = tuple[Any, Any, int | None, tuple[int | None, ...]]
+"""(final, partial, counter, lengths): the addresses of (out, lse, None), of partials or None, of
+counters where the launch merges them, and of (cu_seqlens_q, cu_seqlens_k, cache_seqlens,
+page_table, a schedule of items)."""
 
 
 class ItemLaunches(NamedTuple):
@@ -772,53 +771,35 @@ class ItemLaunches(NamedTuple):
 class Sequences:
     """Attention of whole sequences: allocate, launch, merge.
 
-    launch   launch(stream, OperandAddresses, LaunchMemory, (at_sink, at_slopes), scales, scale,
-             softcap); scales are the addresses of those of (q, k, v)
+    launch   launch(stream, operands, memory, (at_sink, at_slopes), scales, scale, softcap), see
+             `OperandAddresses` and `LaunchMemory`; scales are the addresses of those of (q, k, v)
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
     items    ItemLaunches in the place of `merge`, or None
+    memory   that calls of every length share
+    results  layouts of out and lse
+    layout   of the partials, see `workspace.layout`
 
     There may be one of each length, so each has little of its own.
     """
 
-    __slots__ = "items", "items_at", "launch", "layout", "memory", "merge", "new_lse", "new_out"
+    __slots__ = "items", "items_at", "launch", "layout", "lse", "memory", "merge", "out"
 
     def __init__(
-        self, launch: Launch, merge: Launch | None, items: ItemLaunches | None, *rest: Any
-    ) -> None:
-        self.launch, self.merge = launch, merge
-        self.memory = memory = Allocations(merge, *rest)
-        self.new_out, self.new_lse = memory.new_out, memory.new_lse
-        self.layout = memory.m_at, memory.l_at, memory.numel
-        self.with_items(items)
-
-    def with_items(self, items: ItemLaunches | None) -> None:
-        """Makes room for a schedule behind the partials, where there is one."""
-        self.items, self.items_at = items, 0
-        if items is not None:
-            m_at, l_at, numel = self.layout
-            first = -(-numel // 4) * 4  # 16 bytes
-            self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
-
-    def resized(
         self,
         launch: Launch,
         merge: Launch | None,
         items: ItemLaunches | None,
+        memory: Allocations,
         results: tuple[Layout, Layout],
-        acc: int,
-        rows: int,
-    ) -> Sequences:
-        """This call at other lengths: with other launches, results and partials.
-
-        results   of out and lse
-        """
-        made, (out, lse) = object.__new__(Sequences), results
-        made.launch, made.merge, made.memory = launch, merge, self.memory
-        made.new_out = partial(self.memory.empty, *out, self.memory.dtype)
-        made.new_lse = partial(self.memory.empty, *lse, torch.float32)
-        made.layout = workspace.layout(acc, rows) if rows else NO_PARTIALS
-        made.with_items(items)
-        return made
+        layout: tuple[int, int, int],
+    ) -> None:
+        self.launch, self.merge, self.memory = launch, merge, memory
+        (self.out, self.lse), self.layout = results, layout
+        self.items, self.items_at = items, 0
+        if items is not None:  # its schedule has room behind the partials
+            m_at, l_at, numel = layout
+            first = -(-numel // 4) * 4  # 16 bytes
+            self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
 
     def call(
         self,
@@ -872,16 +853,17 @@ class Sequences:
             given |= out.data_ptr()
         if given & 15 or observed():
             return None
-        out = self.new_out() if out is None else out
-        lse = self.new_lse()
-        at_out, at_lse = out.data_ptr(), lse.data_ptr()
         memory, merge = self.memory, self.merge
+        if out is None:
+            out = memory.empty(*self.out, memory.dtype)
+        lse = memory.empty(*self.lse, torch.float32)
+        at_out, at_lse = out.data_ptr(), lse.data_ptr()
         stream = memory.current_stream(memory.device)
-        maps, final = OperandAddresses(at_q, at_k, at_v, at_out), (at_out, at_lse, None)
+        operands, final = (at_q, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths = at_cu_q, at_cu_k, at_lens, at_table, None
         rest = (at_sink, at_slopes), scales, scale, softcap
         if not self.layout[2]:
-            self.launch(stream, maps, LaunchMemory(final, None, None, lengths), *rest)
+            self.launch(stream, operands, (final, None, None, lengths), *rest)
             return out, lse
         captured = stream and memory.capturing()
         buffer, partial = memory.take_buffer(stream, captured, self.layout)
@@ -890,13 +872,13 @@ class Sequences:
             at_items = buffer[0] + self.items_at
             items.schedule(stream, at_items, at_cu_q, at_lens)
             lengths = *lengths[:4], at_items
-            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
+            self.launch(stream, operands, (final, partial, None, lengths), *rest)
             items.merge(stream, partial, final, at_items, at_sink)
         elif merge is None:
             count = memory.counter(memory.device, stream, captured).data_ptr()
-            self.launch(stream, maps, LaunchMemory(final, partial, count, lengths), *rest)
+            self.launch(stream, operands, (final, partial, count, lengths), *rest)
         else:
-            self.launch(stream, maps, LaunchMemory(final, partial, None, lengths), *rest)
+            self.launch(stream, operands, (final, partial, None, lengths), *rest)
             merge(stream, partial, final, at_cu_q, at_sink)
         if not captured:
             memory.buffers[stream] = buffer

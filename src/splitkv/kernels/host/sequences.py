@@ -21,9 +21,12 @@ from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.relaunch import (
+    NO_PARTIALS,
+    Allocations,
     ItemLaunches,
     Launch,
     MapsOfLength,
+    MapsType,
     Sequences,
     TensorMaps,
     launch_of,
@@ -283,7 +286,7 @@ class SequenceLauncher(ABC):
 
     @abstractmethod
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
     ) -> Launch | None:
         """A function that launches a compiled kernel again, as `Sequences` has it, for operands of
         these sizes; None: Triton has to, every time. maps: what keeps those of TMA."""
@@ -311,9 +314,7 @@ class SequenceLauncher(ABC):
         if self.again is None:
             self.compiled = None
 
-    def at_length(
-        self, operands: Operands, maps: type[TensorMaps] = MapsOfLength
-    ) -> Sequences | None:
+    def at_length(self, operands: Operands, maps: MapsType = MapsOfLength) -> Sequences | None:
         """A launch of the compiled kernels for operands of other lengths, for whose strides Triton
         would compile the same; None where none is known."""
         if self.compiled is None or observed():
@@ -331,8 +332,11 @@ class SequenceLauncher(ABC):
             items = self.combine.relaunch_all(merged, sizes)
         elif self.combine is not None and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        acc, out, lse = rows * problem.head_dim_v, sizes.results.out, sizes.results.lse
+        results = sizes.results.out, sizes.results.lse
+        layout = workspace.layout(rows * problem.head_dim_v, rows) if rows else NO_PARTIALS
         if self.again is not None:
-            return self.again.resized(launch, merge, items, (out, lse), acc, rows)
-        shapes = out[0], lse[0]
-        return Sequences(launch, merge, items, q.device, self.results.dtype, *shapes, acc, rows)
+            memory = self.again.memory
+        else:
+            shapes = results[0][0], results[1][0]
+            memory = Allocations(merge, q.device, self.results.dtype, *shapes, 0, 0)
+        return Sequences(launch, merge, items, memory, results, layout)

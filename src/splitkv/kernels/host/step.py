@@ -21,7 +21,7 @@ from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments
 from splitkv.kernels.host.arguments import in_order, specialised, tail_in_order
 from splitkv.kernels.host.launcher import (
     BOUNDS,
-    LaunchAtLength,
+    CacheLaunch,
     SplitKernel,
     aligned,
     arguments_of,
@@ -31,7 +31,14 @@ from splitkv.kernels.host.launcher import (
     split_arguments,
 )
 from splitkv.kernels.host.partition import packed_rows
-from splitkv.kernels.host.relaunch import Allocations, Launch, addresses_of, launch_of, observed
+from splitkv.kernels.host.relaunch import (
+    Allocations,
+    Launch,
+    LengthLaunch,
+    addresses_of,
+    launch_of,
+    observed,
+)
 from splitkv.kernels.schedule import head_tiles_of_share
 from splitkv.kernels.tile.step_share import RULES
 
@@ -186,7 +193,7 @@ class StepLauncher:
         self.partial_rows = step_partial_rows(plan)
         self.repeat: Callable[..., Any] | None = None
         self.compiled: tuple[Any, Any] | None = None
-        self.split_at_length: LaunchAtLength | None = None
+        self.at_lengths: CacheLaunch | None = None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -254,7 +261,7 @@ class StepLauncher:
             return
         launches = StepLaunches(split, self.merge.relaunch(merged))
         self.compiled = compiled, merged
-        self.split_at_length = self.split.at_lengths(compiled)
+        self.at_lengths = self.split.at_lengths(compiled)
         device = operands.q.device
         results = CallResults(device, self.dtype, self.out_shape, self.lse_shape)
         self.repeat = StepRepeat(launches, self.plan, results, self.partial_rows).call
@@ -317,11 +324,13 @@ class StepRepeat(Allocations):
         starts: Any = None,
         out_scale: Any = None,
         sequence_sink_tokens: Any = None,
-        split: Launch | None = None,
+        split: LengthLaunch | None = None,
+        length: int = 0,
+        layout: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(out, lse or None), or None where the call has to go through Triton; given: the eleven
         tensors of a `Relaunch`, softmax_scale, softcap and what is new, if anything; starts: those
-        of a schedule; split: as in `Repeat`."""
+        of a schedule; split, length, layout: as in `Repeat`."""
         tensors, (scale, softcap, *new) = given[:11], given[11:]
         addressed = *tensors, starts, out_scale, sequence_sink_tokens
         every: Any = [None if x is None else x.data_ptr() for x in addressed]
@@ -356,8 +365,11 @@ class StepRepeat(Allocations):
         kv = found.k, found.v, found.table
         row = found.sink, found.slopes, found.q_scale, found.sink_tokens
         rest = of_heads, of_keys, scale, softcap, found.starts, *appended
-        split = split or self.split
-        split(stream, found.q, kv, found.lens, final, partial, row, *rest)
+        to_split = stream, found.q, kv, found.lens, final, partial, row, *rest
+        if split is None:
+            self.split(*to_split)
+        else:
+            split(length, layout, *to_split)
         rest = found.starts, found.lens, found.sink, *appended[:1]
         self.merge_slots(stream, partial, final, *rest)
         if not captured:

@@ -51,9 +51,9 @@ from splitkv.kernels.host.arguments import in_order
 from splitkv.kernels.host.launcher import (
     PER_CALL,
     PER_CALL_OF_APPEND,
+    CacheLaunch,
     CacheTail,
     DecodeLauncher,
-    LaunchAtLength,
     SplitKernel,
     batch_p2,
     compile_options,
@@ -64,10 +64,11 @@ from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.partition import grid
 from splitkv.kernels.host.relaunch import (
     JUST_ADDRESSES,
+    CacheMaps,
     Launch,
     TensorMaps,
     Tile,
-    bind_to_layouts,
+    bind_to_lengths,
     bind_to_maps,
     holding,
     in_clusters,
@@ -300,8 +301,8 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     of_k, of_v = ((x.shape[1], x.stride()) for x in (operands.k, operands.v))
 
     @cache
-    def tiles_of(compiled: Any) -> list[Tile]:
-        return [tile_of(compiled, n) for n in (0, 1)]
+    def tiles_of(compiled: Any) -> tuple[Tile, Tile]:
+        return tile_of(compiled, 0), tile_of(compiled, 1)
 
     def relaunch(compiled: Any) -> Launch | None:
         launch_with = bind_to_maps(compiled, clusters)
@@ -313,29 +314,35 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
             maps = [TensorMaps(t, *x) for t, x in zip(tiles_of(compiled), layouts, strict=True)]
         return holding(compiled, launch_with(tail().arguments, *maps))
 
-    def at_lengths(compiled: Any) -> LaunchAtLength | None:
+    def at_lengths(compiled: Any) -> CacheLaunch | None:
         if variant.load == "gather":
             return None
-        k_tile, v_tile = tiles_of(compiled)
-        launch_with = bind_to_maps(compiled, clusters)
-        launch_of_layout = bind_to_layouts(compiled, clusters, k_tile, v_tile)
-        if launch_with is None or launch_of_layout is None:
+        tiles = k_tile, v_tile = tiles_of(compiled)
+        launch = bind_to_lengths(compiled, clusters, tiles)
+        if launch is None:
             return None
-        arguments_of = tail().at_length
-        alike = problem.head_dim == problem.head_dim_v
-        rooms = RoomMaps((k_tile, v_tile), (k_layout, v_layout))
+        around, around_length = tail().around, tail().around_length
+        alike = problem.head_dim == problem.head_dim_v and k_tile == v_tile
+        rooms: dict[CacheLayout, CacheMaps] = {}
 
-        def at_length(here: CacheLayout, room: int) -> Launch:
-            length, strides = here[:2]
+        def layout_at(here: CacheLayout, room: int) -> CacheMaps:
             if room:
-                return launch_with(arguments_of(here), *rooms[room, strides])
-            k, v = strides
+                here = room, here[1]
+                known = rooms.get(here)
+                if known is not None:
+                    return known
+            length, (k, v, _) = here
             of_k = of_v = k_layout(length, k)
             if not alike or k != v:
                 of_v = v_layout(length, v)
-            return launch_of_layout(arguments_of(here), of_k, of_v)
+            maps: CacheMaps = around or around_length(here), {}, (of_k, of_v)
+            if room:
+                if len(rooms) >= MAX_ROOMS:
+                    rooms.clear()
+                rooms[here] = maps
+            return maps
 
-        return at_length
+        return CacheLaunch(layout_at, tail().told(launch))
 
     def told_apart() -> Hashable:
         merged = partial_rows(plan) > 0, cluster_size, behind, box, halves
@@ -346,30 +353,6 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
 
 KV_NAMES = "k", "v", "table_ptr"
 MAX_ROOMS = 64  # of a bucket of lengths; past it they start afresh
-
-
-class RoomMaps(dict[Any, tuple[TensorMaps, TensorMaps]]):
-    """Maps of K and V by the keys that their memory has room for, and their strides: of all lengths
-    in a room, as what is behind a length is masked.
-
-    tiles     Tiles of K and V
-    layouts   what computes how TMA sees them, see `layouts_of`
-    """
-
-    def __init__(self, tiles: tuple[Tile, Tile], layouts: tuple[Any, Any]) -> None:
-        self.tiles, self.layouts = tiles, layouts
-
-    def __missing__(self, key: tuple[int, Any]) -> tuple[TensorMaps, TensorMaps]:
-        room, (k, v) = key
-        (k_tile, v_tile), (k_layout, v_layout) = self.tiles, self.layouts
-        k_maps, v_maps = (
-            TensorMaps(k_tile, *k_layout(room, k)),
-            TensorMaps(v_tile, *v_layout(room, v)),
-        )
-        if len(self) >= MAX_ROOMS:
-            self.clear()
-        self[key] = k_maps, v_maps
-        return k_maps, v_maps
 
 
 def bind(plan: Plan, operands: Operands) -> DecodeLauncher | StepLauncher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,9 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
 
 
-def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequence[int]], Layout]:
+def layouts_of(
+    x: Any, panels: bool, pairs: bool = False
+) -> Callable[[int, tuple[int, ...]], Layout]:
     """Gives what computes, for so many keys and such strides of K or V, how TMA sees them.
 
     panels   one thread issues the copies of a box: the panels of 128 bytes that TMA's swizzle makes
@@ -26,16 +28,21 @@ def layouts_of(x: Any, panels: bool, pairs: bool = False) -> Callable[[int, Sequ
         dim //= 2
     width = min(dim, 128 // size)
 
-    def in_panels(keys: int, strides: Sequence[int]) -> Layout:
+    def in_panels(keys: int, strides: tuple[int, ...]) -> Layout:
         b, t, h = strides[:3]
         shape = outer, heads, dim // width, keys, width
         return shape, (b // together, h // together, width, t // together, 1)
 
-    def in_rows(keys: int, strides: Sequence[int]) -> Layout:
+    def as_it_is(keys: int, strides: tuple[int, ...]) -> Layout:
+        return (outer, keys, heads, dim), strides
+
+    def in_rows(keys: int, strides: tuple[int, ...]) -> Layout:
         b, t, h = strides[:3]
         return (outer, keys, heads, dim), (b // together, t // together, h // together, 1)
 
-    return in_panels if panels else in_rows
+    if panels:
+        return in_panels
+    return as_it_is if together == 1 else in_rows
 
 
 def boxes_of(x: Any, box: int, parts: bool, panels: bool) -> TensorDescriptor:

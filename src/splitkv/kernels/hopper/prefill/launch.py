@@ -24,8 +24,7 @@ from splitkv.kernels.host.relaunch import (
     NO_MAPS,
     Launch,
     LaunchAt,
-    OperandMaps,
-    TensorMaps,
+    MapsType,
     Tile,
     bind_to_descriptors,
     in_clusters,
@@ -103,6 +102,8 @@ class Box(NamedTuple):
             b, step_b = 1, d
         else:
             (b, n, h, d), (step_b, step_n, step_h, _) = shape, strides
+            if self.length is None and n > 1 and h > 1:  # the most frequent
+                return shape, (step_b if b > 1 else d, step_n, step_h, 1)
             n = max(1, n if self.length is None else self.length)
         # along a single element there are no steps, and torch may say anything
         steps = step_b if b > 1 else d, step_n if n > 1 else d, step_h if h > 1 else d, 1
@@ -340,7 +341,7 @@ class HopperLauncher(SequenceLauncher):
         return self.tail.variant(), (bound.num_warps, parts), merge
 
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: type[TensorMaps]
+        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
     ) -> Launch | None:
         launch_at, boxes = self.launches_of(compiled)
         if launch_at is None:
@@ -359,7 +360,8 @@ class HopperLauncher(SequenceLauncher):
                 made[number] = made[alike]
             else:
                 made[number] = maps(tile, *box.layout(shape, strides))
-        return launch_at(sizes.grid, self.tail.changed(sizes.arguments), OperandMaps(*made))
+        of_each = made[:2], made[2:4], made[4:]
+        return launch_at((sizes.grid, self.tail.changed(sizes.arguments), of_each))
 
     def launches_of(self, compiled: Any) -> tuple[LaunchAt | None, list[DescribedBox]]:
         """Finds what binds launches of the compiled kernel, and the boxes that it has."""
