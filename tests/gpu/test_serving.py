@@ -183,20 +183,24 @@ def test_shared_prefix(options: str) -> None:
     batch.compare(out, given)
 
 
+@pytest.mark.parametrize("policy", ["", "balanced"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_step_in_a_graph(layout: str) -> None:
-    """Appended and attended to; other lengths, slots and tables at the next replay."""
+def test_a_step_in_a_graph(layout: str, policy: str) -> None:
+    """Appended and attended to by two layers, which have run before, as engines do before they
+    capture; other lengths, slots and tables at the next replay, and so another schedule."""
     batch = Batch([1024, 900, 3, 40], [1, 1, 1, 1], layout=layout)
     k, v = random(4, KV_HEADS, DIM), random(4, KV_HEADS, DIM)
     slots = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     step = Step.of(
         batch.starts, batch.lengths, batch.table, num_decodes=4, decode_len=1, **batch.numbers
     )
-    out = torch.empty_like(batch.q)
+    outs = torch.empty(2, *batch.q.shape, dtype=batch.q.dtype, device=DEVICE)
+    plans = Plans(policy, ["decode"])
 
     def run() -> None:
         splitkv.append(k, v, batch.pages.k, batch.pages.v, slots)
-        attend(batch.q, batch.pages, step, out, {"softmax_scale": SCALE})
+        for out in outs:
+            attend(batch.q, batch.pages, step, out, {"softmax_scale": SCALE}, plans)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -217,7 +221,8 @@ def test_a_step_in_a_graph(layout: str) -> None:
         graph.replay()
         there = slots >= 0  # requests of a graph that nobody has sent have no keys
         assert torch.equal(batch.pages.k.flatten(0, 1)[slots[there]], k[there])
-        batch.compare(out, {"softmax_scale": SCALE})
+        assert torch.equal(*outs)
+        batch.compare(outs[0], {"softmax_scale": SCALE})
 
 
 @pytest.mark.parametrize("kind", ["decode", "varlen"])

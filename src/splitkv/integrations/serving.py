@@ -75,7 +75,8 @@ class Step:
     rest           None: every sequence decodes
     every          all sequences, where some decode and others do not, and these have so many tokens
                    that one call for both may take less; else None
-    schedules      those that layers have made, by the handles of their plans
+    schedules      those that layers have made, by the handles of their plans, and apart for a CUDA
+                   graph: one made before its capture is not made again by a replay
     """
 
     num_decodes: int
@@ -88,7 +89,9 @@ class Step:
     page_table: Tensor
     rest: Rest | None
     every: Rest | None = None
-    schedules: dict[str, Schedule] = field(default_factory=dict, compare=False, repr=False)
+    schedules: dict[tuple[str, bool], Schedule] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -139,9 +142,10 @@ class Step:
         where the plan has no schedule."""
         if plan is None or plan.config.schedule not in SCHEDULED:
             return None
-        made = self.schedules.get(plan.handle)
+        which = plan.handle, is_captured(self.cache_seqlens)
+        made = self.schedules.get(which)
         if made is None:
-            made = self.schedules[plan.handle] = make_schedule(plan, self.cache_seqlens)
+            made = self.schedules[which] = make_schedule(plan, self.cache_seqlens)
         return made
 
     def with_ranges(self, ranges: Tensor) -> Step:
@@ -174,6 +178,11 @@ def rest_of(
         return cu_seqlens_q, cache_seqlens, page_table
     starts = cu_seqlens_q[decodes:] - tokens
     return starts, aligned(cache_seqlens[decodes:]), aligned(page_table[decodes:])
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether what is launched where x lies goes into a CUDA graph now."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def aligned(x: Tensor) -> Tensor:

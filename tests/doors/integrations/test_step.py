@@ -58,6 +58,21 @@ def test_layers_share_a_schedule(made: list[Any]) -> None:
     assert step_of((1, 1, 1, 1)).schedule_of(layers[0]) is not schedules[0]
 
 
+def test_a_graph_has_a_schedule_of_its_own(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines run a step before they capture it: the schedule of that run is made once, and a
+    replay that reads it would follow lengths of another step."""
+    step, plan = step_of((5, 4096, 0, 300)), balanced(DECODE)
+    before = step.schedule_of(plan)
+    monkeypatch.setattr(serving, "is_captured", lambda x: True)
+    captured = step.schedule_of(plan)
+    assert captured is not before and step.schedule_of(plan) is captured
+    monkeypatch.setattr(serving, "is_captured", lambda x: False)
+    assert step.schedule_of(plan) is before
+    assert len(made) == 2
+
+
 def test_plans_without_a_schedule(made: list[Any]) -> None:
     step = step_of((5, 4096, 0, 300))
     assert step.schedule_of(None) is None
