@@ -22,9 +22,10 @@ from torch import Tensor
 
 from splitkv.core.device import current
 from splitkv.integrations.serving import Pages, Plans, Step, attend, bound_of, bound_of_new
+from splitkv.kernels.host.append_call import Rotary
 from splitkv.runtime.compile_pool import Compiled, compile_calls
 from splitkv.runtime.serving_shapes import Shape, append_shapes
-from splitkv.runtime.warmup import Call, Model, Rotary
+from splitkv.runtime.warmup import Call, Model
 
 SWITCH = "SPLITKV_ENGINE_WARMUP"  # names an environment variable, as engines pass no options
 MOST_PROCESSES = 16  # each imports torch, and there are some 40 kernels
