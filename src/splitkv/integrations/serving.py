@@ -13,6 +13,7 @@ addresses a step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from splitkv.reference import apply_sink_logits, scaled
 from splitkv.runtime.call_cache import layout
 from splitkv.runtime.schedule import Schedule, make_schedule
 
+DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names an environment variable, as engines pass no options
 MAX_DECODE_LEN = 16  # new tokens of a sequence that the kernels of decode take
 LEAST_BOUND = 256
 # New tokens of a step's prompts from which on one call for all sequences is considered: with fewer,
@@ -235,6 +237,14 @@ class Plans:
 
 
 DEFAULT_PLANS = Plans(calls=())
+
+
+def plans_of_engine(default: str, same_bits: bool) -> Plans:
+    """The plans of an engine's layer: with `same_bits` those of `batch_invariant`, else for steps
+    that decode of the policy that DECODE_POLICY names, or of `default`."""
+    if same_bits:
+        return Plans("batch_invariant")
+    return Plans(os.environ.get(DECODE_POLICY, default), ["decode"])
 
 
 def plan_of_layers_alike(

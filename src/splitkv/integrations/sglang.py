@@ -3,8 +3,9 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend splitkv
 
 SGLang finds `register` by the entry point `splitkv` of the group `sglang.srt.plugins`. Written for
-the releases in READ, against the classes that these have. What releases do not share is in
-`sglang_contract_0_5_17` and `sglang_contract_0_5_19`, named by the first release that has it.
+the releases in READ, against the classes that these have, and run in their engines. What releases
+do not share is in `sglang_contract_0_5_17` and `sglang_contract_0_5_19`, named by the first release
+that has it.
 
 A layer's keys and values are written by SGLang's own pool, before it attends. Batches that decode,
 and those in which the target model verifies a chain of drafted tokens, go to `splitkv.decode`, all
@@ -48,6 +49,7 @@ from splitkv.integrations.serving import (
     attend,
     bound_of,
     bound_of_new,
+    plans_of_engine,
 )
 
 READ = ("0.5.17", "0.5.23")
@@ -154,8 +156,7 @@ class SplitKVAttnBackend(AttentionBackend):
         self.max_pages = -(-self.max_context_len // self.page_size)
         chunk = arguments.chunked_prefill_size or -1
         self.max_new = self.max_context_len if chunk < 0 else min(chunk, self.max_context_len)
-        same_bits = arguments.enable_deterministic_inference
-        self.policy = "batch_invariant" if same_bits else ""
+        self.same_bits: bool = arguments.enable_deterministic_inference
         self.plans: dict[int, Plans] = {}  # by layers
         self.step: Step | None = None
         # of layers whose pool is their own: the step over its pages, and where new keys go
@@ -205,7 +206,7 @@ class SplitKVAttnBackend(AttentionBackend):
             device=torch.device(self.device),
             arguments={name: options[name] for name in ("window_size", "softcap")},
             apart=True,
-            policy=self.policy,
+            policy=plans_of_engine("", self.same_bits).policy,
         )
 
     # The metadata of a batch
@@ -219,7 +220,7 @@ class SplitKVAttnBackend(AttentionBackend):
         new = new_tokens(x)
         most = self.max_context_len
         longest = most if x.seq_lens_cpu is None else int(x.seq_lens_cpu.max()) + drafts_of(x)
-        bound = most if self.policy else bound_of(longest, most)
+        bound = most if self.same_bits else bound_of(longest, most)
         slots = self.first_slots(x.req_pool_indices[:bs], -(-bound // self.page_size))
         lengths = (x.seq_lens[:bs] + drafts_of(x)).int()
         table = self.pages_at(slots)
@@ -257,7 +258,7 @@ class SplitKVAttnBackend(AttentionBackend):
             num_decodes=0,
             decode_len=1,
             num_tokens=sum(tokens),
-            max_seqlen_q=self.max_context_len if self.policy else self.bound_of_new(max(tokens)),
+            max_seqlen_q=self.max_context_len if self.same_bits else self.bound_of_new(max(tokens)),
             max_seqlen_k=min(bound, table.shape[1] * self.page_size),
         )
 
@@ -368,7 +369,7 @@ class SplitKVAttnBackend(AttentionBackend):
         into = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         plans = self.plans.get(layer.layer_id)
         if plans is None:
-            plans = self.plans[layer.layer_id] = Plans(self.policy)
+            plans = self.plans[layer.layer_id] = plans_of_engine("", self.same_bits)
         attend(rows, self.pages_of(layer), step, into, options, plans)
         return out
 

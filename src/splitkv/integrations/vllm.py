@@ -31,7 +31,6 @@ are trimmed on the device.
 
 from __future__ import annotations
 
-import os
 from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -60,7 +59,6 @@ from splitkv.integrations import engine_warmup
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
     Pages,
-    Plans,
     Ranks,
     SharedPrefix,
     Step,
@@ -70,6 +68,7 @@ from splitkv.integrations.serving import (
     attend_with_prefix,
     bound_of,
     bound_of_new,
+    plans_of_engine,
 )
 from splitkv.integrations.vllm_caches import (
     AS_THEY_ARE,
@@ -89,7 +88,6 @@ CONTRACT = "0_26" if hasattr(AttentionBackend, "get_kv_cache_shape") else "0_29"
 contract: Any = import_module(f"splitkv.integrations.vllm_contract_{CONTRACT}")
 
 NAME = "CUSTOM"  # the member of AttentionBackendEnum that vLLM keeps for others
-DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names the environment variable, as vLLM passes no options
 WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 SERVED = AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE
 WHOLE = 1 << 30  # an end past the keys of any sequence
@@ -537,9 +535,7 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             "sink_logits": given.sinks,
         }
         self.ranks = self.context_parallel() if self.dcp_world_size > 1 else None
-        self.plans = Plans(os.environ.get(DECODE_POLICY, "balanced"), ["decode"])
-        if envs.VLLM_BATCH_INVARIANT:
-            self.plans = Plans("batch_invariant")
+        self.plans = plans_of_engine("balanced", envs.VLLM_BATCH_INVARIANT)
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
         self._pages: Pages | None = None
 
