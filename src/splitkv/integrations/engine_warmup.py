@@ -54,7 +54,7 @@ class Sizes:
     def of(
         cls, captured: Iterable[int], *, max_sequences: int, decode_len: int = 1, **others: Any
     ) -> Sizes:
-        """Those of an engine whose steps have any number of sequences.
+        """Sizes of an engine whose steps have any number of sequences.
 
         captured    batch sizes of its CUDA graphs, which may be more than there are sequences
         decode_len  the most new tokens of a sequence that decodes: with drafted ones
