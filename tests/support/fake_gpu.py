@@ -129,7 +129,10 @@ def fake_gpu(name: str = "h200", parsed: bool = False) -> Iterator[Recorded]:
     with ExitStack() as patches:
         for target, attribute, value in (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM),
-            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: False),
+            *(
+                (x, "_cuda_isCurrentStreamCapturing", lambda: False)
+                for x in (torch._C, torch.cuda.graphs)
+            ),
             (guards, "_empty_strided_cuda", guards._empty_strided_cpu),
             (workspace, "make_buffer", buffer),
             (workspace, "_zeros", zeros),
