@@ -17,8 +17,9 @@ With a cache in 8 bits, transformers' keys and values are rounded to it as they 
 `bench` prints of each backend and shape, as 8x2048 for eight prompts of 2048 tokens, milliseconds
 until all prompts have their first token, the first time and later, and a step of what follows.
 
-Every row is printed, and with --rows FILE appended to that, as soon as it is there. Several of
-these may share a GPU: with --turns FILE one is timed only while none of the others has work for it.
+Every row is printed, and with --rows FILE appended to that, as soon as it is there; a backend that
+does not run, or has no end after --limit seconds, leaves the others to run. Several of these may
+share a GPU: with --turns FILE one is timed only while none of the others has work for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import argparse
 import fcntl
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,9 +36,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine_runs import add_options, saved_by, start, tell
 from small_models import LENGTHS, MODELS, SHAPES, compare, prompts, save_model, save_shape
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# an engine that failed would wait a minute for somebody to look at it
+os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
 OURS = "splitkv"
 FIXED: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -54,15 +57,6 @@ def turn(o: argparse.Namespace, alone: bool) -> Iterator[None]:
             fcntl.flock(following, fcntl.LOCK_EX)
             fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
-
-
-def tell(o: argparse.Namespace, row: dict[str, Any]) -> None:
-    """Prints a row, and appends it to the file of rows."""
-    text = json.dumps(row)
-    print(text, flush=True)
-    if o.rows:
-        with open(o.rows, "a") as file:
-            file.write(text + "\n")
 
 
 def engine(o: argparse.Namespace, **more: Any) -> Any:
@@ -173,19 +167,6 @@ def numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n]
 
 
-def start(o: argparse.Namespace, **changed: Any) -> int:
-    """Starts an engine with these options, in a process of its own."""
-    given = vars(o) | changed
-    given.pop("verb")
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    command = [sys.executable, __file__, "engine", *arguments]
-    try:
-        return subprocess.run(command, timeout=o.limit).returncode
-    except subprocess.TimeoutExpired:
-        print(f"no end after {o.limit} s", flush=True)
-        return 1
-
-
 def check(o: argparse.Namespace) -> int:
     """Compares every backend with transformers; how many are not as they should be."""
     wrong, folder = 0, Path(o.folder)
@@ -193,15 +174,15 @@ def check(o: argparse.Namespace) -> int:
         model = save_model(name, folder, o.dtype)
         found: dict[str, float] = {}
         for backend in o.backends.split(","):
+            row = {"model": name, "backend": backend, "kv": o.kv, "page": o.page, "draft": o.draft}
             save = folder / f"{name}-{backend}.json"
-            save.unlink(missing_ok=True)
-            if start(o, backend=backend, model=model, save=str(save)) or not save.exists():
-                tell(o, {"model": name, "backend": backend, "failed": "did not run"})
+            saved = saved_by(__file__, o, save, backend=backend, model=model)
+            if saved is None:
+                tell(o, row | {"failed": "did not run"})
                 wrong += backend == OURS
                 continue
-            right, tokens, worst = compare(model, o.kv, *json.loads(save.read_text()))
+            right, tokens, worst = compare(model, o.kv, *saved)
             found[backend] = right / tokens
-            row = {"model": name, "backend": backend, "kv": o.kv, "page": o.page, "draft": o.draft}
             row |= {"right": right, "tokens": tokens, "logprobs_within": round(worst, 5)}
             tell(o, row)
             wrong += backend == OURS and worst > o.tolerance
@@ -222,7 +203,7 @@ def bench(o: argparse.Namespace) -> int:
         "context": max(map(max, shapes)) + o.tokens + 64,
         "shared": 1,  # so that a step is timed behind keys that are cached
     }
-    codes = [start(o, backend=backend, **changed) for backend in o.backends.split(",")]
+    codes = [start(__file__, o, backend=backend, **changed) for backend in o.backends.split(",")]
     return int(any(codes))
 
 
@@ -254,10 +235,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--shape", choices=SHAPES, default="llama8b")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=600)
     parser.add_argument("--log", default="error")
-    parser.add_argument("--rows", default="", help="a file that rows are appended to")
     parser.add_argument("--turns", default="", help="a file by which processes take turns")
+    add_options(parser)
     o = parser.parse_args()
     assert set(o.models.split(",")) <= set(MODELS), f"models: expected {', '.join(MODELS)}"
     Path(o.folder).mkdir(parents=True, exist_ok=True)

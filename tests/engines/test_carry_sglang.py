@@ -115,3 +115,15 @@ def test_stand_ins_are_of_what_nothing_calls() -> None:
     code = (FOLDER / "stubs.py").read_text() + tried
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "none\n"), ran.stderr
+
+
+def test_stand_ins_refuse_tensors() -> None:
+    """A kernel that is not there must not do nothing."""
+    called = (
+        "import torch\nfrom flashinfer.sampling import top_k_renorm_probs\n"
+        "top_k_renorm_probs(8)\ntop_k_renorm_probs(torch.ones(1), 8)\n"
+    )
+    code = (FOLDER / "stubs.py").read_text() + called
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    wanted = "flashinfer.sampling.top_k_renorm_probs was called, of which there is a stand-in alone"
+    assert ran.returncode == 1 and wanted in ran.stderr

@@ -25,6 +25,9 @@ beside requests that decode, and its first token is what counts.
 some have to wait and begin anew, by every backend of the list, and by the second in other batches,
 too. It prints what share of the tokens of each run is before the first that differs from the
 second's, and exits with 1 where the first backend's is smaller than that of every other, less 2 %.
+
+Every row is printed, and with --rows FILE appended to that, as soon as it is there; a backend that
+does not run, or has no end after --limit seconds, leaves the others to run.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from engine_runs import add_options, saved_by, start, tell
 from small_models import (
     LENGTHS,
     MODELS,
@@ -160,7 +163,7 @@ def run_engine(o: argparse.Namespace) -> None:
     for case in o.cases.split(","):
         row = {"backend": o.backend, "policy": os.environ.get("SPLITKV_DECODE_POLICY", "")}
         row |= {"shape": o.shape, "case": case, "kv": o.kv, "page": o.page}
-        print(json.dumps(row | Serving(llm.llm_engine, case, o).times()), flush=True)
+        tell(o, row | Serving(llm.llm_engine, case, o).times())
 
 
 class Serving:
@@ -286,37 +289,33 @@ def soak(o: argparse.Namespace) -> int:
     backends, folder = o.backends.split(","), Path(o.folder)
     name, most = o.models.split(",")[0], o.most or 64
     model, reference = save_model(name, folder, o.dtype), backends[1]
-    runs: dict[str, list[list[int]]] = {}
     again = f"{reference} in other batches"
-    for backend, as_name in (*zip(backends, backends, strict=True), (reference, again)):
-        save = folder / f"soak-{len(runs)}.json"
-        save.unlink(missing_ok=True)
-        how = {"backend": backend, "model": model, "save": str(save)}
-        if start(o, **how, most=most // 3 if as_name == again else most, shared=1):
-            print(f"{as_name}: did not run", flush=True)
-            return 1
-        runs[as_name] = json.loads(save.read_text())
-
-    def share(of: list[list[int]]) -> float:
-        same = 0
-        for x, y in zip(of, runs[reference], strict=True):
-            pairs = enumerate(zip(x, y, strict=True))
-            same += next((n for n, (one, other) in pairs if one != other), len(x))
-        return same / sum(map(len, of))
-
-    shares = {run: share(ids) for run, ids in runs.items() if run != reference}
-    print(f"{name}, {o.requests} requests, {sum(map(len, runs[reference]))} tokens")
-    for run, found in shares.items():
-        print(f"{run}: {found:.4f} as {reference}", flush=True)
-    return int(shares[backends[0]] < min(shares.values()) - 0.02)
+    runs: dict[str, list[list[int]]] = {}
+    shares: dict[str, float] = {}
+    for number, run in enumerate((*backends, again)):
+        how = {"backend": reference if run == again else run, "model": model, "shared": 1}
+        how["most"] = most // 3 if run == again else most
+        saved = saved_by(__file__, o, folder / f"soak-{number}.json", **how)
+        if saved is None:
+            tell(o, {"soak": name, "run": run, "failed": "did not run"})
+            continue
+        runs[run] = saved
+        for other in [x for x in runs if reference in runs and x not in (reference, *shares)]:
+            shares[other] = share_before_a_difference(runs[other], runs[reference])
+            tokens = sum(map(len, runs[other]))
+            row = {"soak": name, "requests": o.requests, "tokens": tokens, "run": other}
+            tell(o, row | {"as": reference, "share": shares[other]})
+    ours = shares.pop(backends[0], 0.0)
+    return int(len(shares) < len(backends) - 1 or ours < min(shares.values()) - 0.02)
 
 
-def start(o: argparse.Namespace, **changed: Any) -> int:
-    """Starts an engine with these options, in a process of its own."""
-    given = vars(o) | changed | {"verb": "engine"}
-    verb = given.pop("verb")
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    return subprocess.run([sys.executable, __file__, verb, *arguments]).returncode
+def share_before_a_difference(found: list[list[int]], reference: list[list[int]]) -> float:
+    """What share of the tokens come before the first of their request that is another."""
+    same = 0
+    for x, y in zip(found, reference, strict=True):
+        pairs = enumerate(zip(x, y, strict=True))
+        same += next((n for n, (one, other) in pairs if one != other), len(x))
+    return round(same / sum(map(len, found)), 4)
 
 
 def check(o: argparse.Namespace) -> int:
@@ -324,25 +323,23 @@ def check(o: argparse.Namespace) -> int:
     wrong, folder = 0, Path(o.folder)
     for name in o.models.split(","):
         model = save_model(name, folder, o.dtype)
-        found: dict[str, tuple[float, float]] = {}
+        found: dict[str, float] = {}
         for backend in o.backends.split(","):
+            row = {"model": name, "backend": backend, "kv": o.kv, "page": o.page}
             save = folder / f"{name}-{backend}.json"
-            save.unlink(missing_ok=True)
-            if start(o, backend=backend, model=model, save=str(save)) or not save.exists():
-                print(f"{name} {backend}: did not run", flush=True)
+            saved = saved_by(__file__, o, save, backend=backend, model=model)
+            if saved is None:
+                tell(o, row | {"failed": "did not run"})
                 wrong += backend == "CUSTOM"
                 continue
-            asked, ids, logprobs, impl = json.loads(save.read_text())
-            right, tokens, worst = compare(model, o.kv, asked, ids, logprobs)
-            found[backend] = right / tokens, worst
-            print(
-                f"{name} {backend} ({impl}): {right} of {tokens} tokens as transformers in fp32, "
-                f"log-probabilities within {worst:.2g}",
-                flush=True,
-            )
+            *results, impl = saved
+            right, tokens, worst = compare(model, o.kv, *results)
+            found[backend] = right / tokens
+            row |= {"impl": impl, "right": right, "tokens": tokens}
+            tell(o, row | {"logprobs_within": round(worst, 5)})
             wrong += backend == "CUSTOM" and (worst > o.tolerance or impl != "SplitKVImpl")
-        ours = found.pop("CUSTOM", (1.0, 0.0))
-        wrong += any(ours[0] < other[0] - 0.02 for other in found.values())
+        ours = found.pop("CUSTOM", 1.0)
+        wrong += any(ours < other - 0.02 for other in found.values())
     return wrong
 
 
@@ -376,6 +373,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=0)
+    add_options(parser)
     o = parser.parse_args()
     Path(o.folder).mkdir(parents=True, exist_ok=True)
     if o.verb == "engine":
@@ -398,7 +396,7 @@ def main() -> int:
         "graphs": ",".join(map(str, sizes)),
         "save": "",
     }
-    codes = [start(o, backend=backend, **changed) for backend in o.backends.split(",")]
+    codes = [start(__file__, o, backend=backend, **changed) for backend in o.backends.split(",")]
     return int(any(codes))
 
 

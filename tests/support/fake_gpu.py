@@ -27,6 +27,7 @@ from uncompiled import uncompiled
 
 from splitkv import api
 from splitkv.core.device import Device
+from splitkv.integrations import serving
 from splitkv.kernels.hopper.backward import launcher as hopper_backward
 from splitkv.kernels.host import workspace
 from splitkv.runtime import dispatch, growing_call, schedule
@@ -128,7 +129,10 @@ def fake_gpu(name: str = "h200", parsed: bool = False) -> Iterator[Recorded]:
     with ExitStack() as patches:
         for target, attribute, value in (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM),
-            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: False),
+            *(
+                (x, "_cuda_isCurrentStreamCapturing", lambda: False)
+                for x in (torch._C, torch.cuda.graphs)
+            ),
             (guards, "_empty_strided_cuda", guards._empty_strided_cpu),
             (workspace, "make_buffer", buffer),
             (workspace, "_zeros", zeros),
@@ -138,8 +142,9 @@ def fake_gpu(name: str = "h200", parsed: bool = False) -> Iterator[Recorded]:
             patches.enter_context(mock.patch.object(target, attribute, value, create=True))
         for table in ("_buffers", "_counters", "_of_streams"):
             patches.enter_context(mock.patch.dict(getattr(workspace, table), clear=True))
-        for compiled in (growing_call.compiled, hopper_backward.compiled):
-            patches.enter_context(mock.patch.dict(compiled, clear=True))
+        kernels = growing_call.compiled, hopper_backward.compiled
+        for known in (*kernels, serving._planned, serving._one_launch):
+            patches.enter_context(mock.patch.dict(known, clear=True))
         patches.enter_context(uncompiled(parsed))
         dispatch.calls.clear()
         yield recorded

@@ -1,7 +1,7 @@
 """What the adapter for SGLang imports of it: its own where it is installed, else a stand-in.
 
-The stand-in has the meaning that the members have in SGLang 0.5.17; the pool and the runner, as far
-as a backend reads them, are always stand-ins.
+The stand-in has the meaning that the members have in SGLang 0.5.17, and beside that what 0.5.23 has
+elsewhere; the pool and the runner, as far as a backend reads them, are always stand-ins.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ class AttentionType(Enum):
 
 class RadixAttention(torch.nn.Module):
     pass
+
+
+class ServerArgs:
+    """As much of it as tells releases apart."""
+
+    def _handle_model_specific_adjustments(self) -> None:
+        pass
+
+
+def attention_backends_of(arguments: Any) -> tuple[str, str]:
+    """Those of prefill and of decode."""
+    both = arguments.attention_backend
+    return arguments.prefill_attention_backend or both, arguments.decode_attention_backend or both
 
 
 class HookType(Enum):
@@ -83,7 +96,13 @@ def stand_in() -> None:
         },
         "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.arg_groups.model_hook": {"attention_backends_of": attention_backends_of},
+        "sglang.srt.arg_groups.overrides": {
+            "model_config_of": lambda arguments: arguments.get_model_config(),
+            "resolved_view": lambda arguments: arguments,
+        },
         "sglang.srt.server_args": {
+            "ServerArgs": ServerArgs,
             "ATTENTION_BACKEND_CHOICES": CHOICES,
             "add_attention_backend_choices": CHOICES.extend,
             "add_deterministic_attention_backend_choices": DETERMINISTIC.extend,
@@ -94,26 +113,29 @@ def stand_in() -> None:
         for n in range(1, len(parts)):
             contents.setdefault(".".join(parts[:n]), {})
     for name, members in contents.items():
-        module = ModuleType(name)
+        module = sys.modules[name] = ModuleType(name)
         vars(module).update(members)
-        sys.modules[name] = module
+        vars(module).setdefault("__path__", [])  # of a package
 
 
-def imported() -> ModuleType:
-    """The adapter, beside the stand-in where there is no SGLang, which nothing else sees."""
+def imported() -> tuple[ModuleType, dict[str, Any]]:
+    """The adapter, beside the stand-in where there is no SGLang, which nothing else sees; and the
+    modules of where releases differ: those of all, but for a real SGLang its own alone."""
     if REAL:
-        return import_module(ADAPTER)
+        adapter = import_module(ADAPTER)
+        return adapter, {adapter.CONTRACT: adapter.contract}
     before = set(sys.modules)
     stand_in()
     try:
-        return import_module(ADAPTER)
+        releases = {x: import_module(f"{ADAPTER}_contract_{x}") for x in ("0_5_17", "0_5_19")}
+        return import_module(ADAPTER), releases
     finally:
         for name in set(sys.modules) - before:
             if name.split(".")[0] == "sglang":
                 del sys.modules[name]
 
 
-adapter = imported()
+adapter, releases = imported()
 
 
 class ForwardMode(IntEnum):

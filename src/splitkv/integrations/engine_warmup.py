@@ -1,24 +1,28 @@
-"""`warm_layer`: compiles on all cores and loads what an engine's steps launch, before its first
+"""`warm_layers`: compiles on all cores and loads what an engine's steps launch, before its first
 request.
 
-    warm_layer(model, Sizes(batch_sizes=(1, 2, 4, 8), max_tokens=8192, max_seqlen_k=32768))
+    layer = Layer(num_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=128, ..)
+    warm_layers([layer], Sizes.of(captured=(1, 2, 4), max_sequences=64, max_tokens=8192, ..))
 
 Adapters call it once for the layers that share a block table, when they know the sizes of steps.
+SPLITKV_ENGINE_WARMUP=0 leaves it out.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitkv.core.device import current
 from splitkv.integrations.serving import Pages, Plans, Step, attend, bound_of, bound_of_new
+from splitkv.kernels.host.append_call import Rotary
 from splitkv.runtime.compile_pool import Compiled, compile_calls
 from splitkv.runtime.serving_shapes import Shape, append_shapes
 from splitkv.runtime.warmup import Call, Model
@@ -46,13 +50,37 @@ class Sizes:
     decode_lens: tuple[int, ...] = (1,)
     appends: bool = True
 
+    @classmethod
+    def of(
+        cls, captured: Iterable[int], *, max_sequences: int, decode_len: int = 1, **others: Any
+    ) -> Sizes:
+        """Sizes of an engine whose steps have any number of sequences.
 
-@dataclass(frozen=True, slots=True)
+        captured    batch sizes of its CUDA graphs, which may be more than there are sequences
+        decode_len  the most new tokens of a sequence that decodes: with drafted ones
+        others      max_tokens, max_seqlen_k and appends
+        """
+        sizes = {n for n in captured if n <= max_sequences} | {*powers(max_sequences)}
+        lens = tuple(sorted({1, decode_len}))
+        return cls(tuple(sorted(sizes)), max_sequences=max_sequences, decode_lens=lens, **others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer(Model):
-    """A layer whose keys and values lie side by side in one cache: [pages, keys, heads, 2 *
-    head_dim], or with `heads_first` [pages, heads, keys, 2 * head_dim]; with `apart` in one each,
-    [pages, keys, heads, head_dim]. `policy` as of `Plans`."""
+    """A layer of an engine: a `Model` whose lengths are on the device, whose keys come rotated, and
+    are in its cache before it attends.
 
+    Its keys and values lie side by side in one cache, [pages, keys, heads, 2 * head_dim], or with
+    `heads_first` [pages, heads, keys, 2 * head_dim]; with `apart` in one each, [pages, keys, heads,
+    head_dim]. `policy` as of `Plans`.
+    """
+
+    cache_seqlens: bool = True
+    append: bool = False
+    rotary: Rotary | None = None
+    sink_logits: bool = False
+    alibi_slopes: bool = False
+    num_splits: int = 0
     heads_first: bool = False
     apart: bool = False
     policy: str = ""
@@ -96,9 +124,19 @@ class Layer(Model):
         return Call(None, None, run)
 
 
-def is_wanted() -> bool:
-    """Whether SPLITKV_ENGINE_WARMUP is not 0."""
-    return os.environ.get(SWITCH, "1") != "0"
+def warm_layers(layers: Iterable[Layer], sizes: Sizes, engines: int = 1) -> None:
+    """`warm_layer` for each kind of layer among these once, on all cores.
+
+    engines   processes of the engine that do so on this host at the same time
+
+    Layers of the policy `batch_invariant` are left out: steps have plans of it for prompts, too.
+    """
+    if os.environ.get(SWITCH, "1") == "0":
+        return
+    processes = max((os.cpu_count() or 1) // engines, 1)
+    kinds = {repr(layer): layer for layer in layers if layer.policy != "batch_invariant"}
+    for kind in kinds.values():
+        warm_layer(kind, sizes, processes)
 
 
 def warm_layer(model: Model, sizes: Sizes, processes: int | None = None) -> Compiled | None:

@@ -13,6 +13,7 @@ addresses a step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +25,10 @@ from splitkv.api import attention_varlen, decode, merge_states, plan
 from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.planner.policies import DEFAULT
 from splitkv.reference import apply_sink_logits, scaled
+from splitkv.runtime.call_cache import layout
 from splitkv.runtime.schedule import Schedule, make_schedule
 
+DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names an environment variable, as engines pass no options
 MAX_DECODE_LEN = 16  # new tokens of a sequence that the kernels of decode take
 LEAST_BOUND = 256
 # New tokens of a step's prompts from which on one call for all sequences is considered: with fewer,
@@ -227,13 +230,36 @@ class Plans:
         if kind[0] not in self.calls or not (self.policy or kind[0] == "decode"):
             return None
         if kind not in self._made:
-            made = plan(*tensors, policy=self.policy or DEFAULT, **arguments)
+            made = plan_of_layers_alike(self.policy or DEFAULT, kind, tensors, arguments)
             needed = self.policy or made.config.schedule in SCHEDULED
             self._made[kind] = made if needed else None
         return self._made[kind]
 
 
 DEFAULT_PLANS = Plans(calls=())
+
+
+def plans_of_engine(default: str, same_bits: bool) -> Plans:
+    """The plans of an engine's layer: with `same_bits` those of `batch_invariant`, else for steps
+    that decode of the policy that DECODE_POLICY names, or of `default`."""
+    if same_bits:
+        return Plans("batch_invariant")
+    return Plans(os.environ.get(DECODE_POLICY, default), ["decode"])
+
+
+def plan_of_layers_alike(
+    policy: str, kind: tuple[Any, ...], tensors: tuple[Any, ...], arguments: dict[str, Any]
+) -> Plan:
+    """`splitkv.plan` for a call of a layer, asked once for all layers whose call is alike: whose
+    tensors are laid out alike, and whose other arguments are equal."""
+    values = *tensors, *arguments.values()
+    key = policy, kind, *arguments, *(layout(x) if isinstance(x, Tensor) else x for x in values)
+    if key not in _planned:
+        _planned[key] = plan(*tensors, policy=policy, **arguments)
+    return _planned[key]
+
+
+_planned: dict[Any, Plan] = {}
 
 
 def attend(

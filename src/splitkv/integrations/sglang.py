@@ -3,7 +3,9 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend splitkv
 
 SGLang finds `register` by the entry point `splitkv` of the group `sglang.srt.plugins`. Written for
-the releases in READ, against the classes that these have, and run in their engine.
+the releases in READ, against the classes that these have, and run in their engines. What releases
+do not share is in `sglang_contract_0_5_17` and `sglang_contract_0_5_19`, named by the first release
+that has it.
 
 A layer's keys and values are written by SGLang's own pool, before it attends. Batches that decode,
 and those in which the target model verifies a chain of drafted tokens, go to `splitkv.decode`, all
@@ -17,9 +19,9 @@ drafts that are trees, attention in chunks, caches in 4 bits or with heads befor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import (
     ATTENTION_BACKEND_CHOICES,
+    ServerArgs,
     add_attention_backend_choices,
     add_deterministic_attention_backend_choices,
 )
@@ -46,14 +49,18 @@ from splitkv.integrations.serving import (
     attend,
     bound_of,
     bound_of_new,
+    plans_of_engine,
 )
 
-READ = ("0.5.17",)
+READ = ("0.5.17", "0.5.23")
 """Releases of SGLang whose classes this was written for."""
 
+CONTRACT = "0_5_17" if hasattr(ServerArgs, "_handle_model_specific_adjustments") else "0_5_19"
+contract: Any = import_module(f"splitkv.integrations.sglang_contract_{CONTRACT}")
+
 NAME = "splitkv"
-ADJUSTMENTS = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
-SINKS = "GptOssForCausalLM"
+SINKS = "GptOssForCausalLM"  # the models that SGLang has for backends of a list alone
+LISTED = "triton"  # a backend of that list, which nothing extends
 SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
 STORED = (torch.float16, torch.bfloat16, torch.float32, *SCALED)
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -64,27 +71,26 @@ def register() -> None:
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
         add_deterministic_attention_backend_choices([NAME])
-        HookRegistry.register(ADJUSTMENTS, admit_for_sinks, HookType.AROUND)
+        HookRegistry.register(contract.ADJUSTMENTS, admit_for_sinks, HookType.AROUND)
     register_attention_backend(NAME)(SplitKVAttnBackend)
 
 
 def admit_for_sinks(adjust: Callable[[Any], None], arguments: Any) -> None:
-    """SGLang's adjustments for a model, around which this is hooked. For gpt-oss they look for the
-    backend in a list of those that have sinks, which nothing extends: this one is `triton` there.
-    """
-    named = arguments._resolved_attention_backends
-    if SINKS in arguments.get_model_config().hf_config.architectures:
-        names = tuple("triton" if name == NAME else name for name in named())
-        arguments._resolved_attention_backends = lambda: names
-    try:
+    """SGLang's adjustments of a server's arguments to its model, around which this is hooked: for
+    gpt-oss they look for the backend in a list of those that have sinks, and see LISTED there."""
+
+    def name(given: str) -> str:
+        listed = given == NAME and SINKS in contract.config_of(arguments).architectures
+        return LISTED if listed else given
+
+    with contract.backends_named(arguments, name):
         adjust(arguments)
-    finally:
-        vars(arguments).pop("_resolved_attention_backends", None)
 
 
 def refused(runner: Any) -> str:
     """Why a model cannot be served, as `<argument>: expected .., got ..`; empty: it can."""
-    arguments, config, pool = runner.server_args, runner.model_config, runner.token_to_kv_pool
+    arguments, config = contract.resolved(runner.server_args), runner.model_config
+    pool = runner.token_to_kv_pool
     checks = {
         "use_mla_backend": getattr(runner, "use_mla_backend", False),
         "is_encoder_decoder": config.is_encoder_decoder,
@@ -143,15 +149,15 @@ class SplitKVAttnBackend(AttentionBackend):
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.device = runner.device
         self.page_size = runner.page_size
-        drafted = runner.server_args.speculative_num_draft_tokens or 0
-        longest = runner.model_config.context_len + drafted
+        arguments = contract.resolved(runner.server_args)
+        self.drafted: int = arguments.speculative_num_draft_tokens or 0
+        longest = runner.model_config.context_len + self.drafted
         self.max_context_len = min(longest, self.req_to_token.shape[1])
         self.max_pages = -(-self.max_context_len // self.page_size)
-        chunk = runner.server_args.chunked_prefill_size or -1
+        chunk = arguments.chunked_prefill_size or -1
         self.max_new = self.max_context_len if chunk < 0 else min(chunk, self.max_context_len)
-        same_bits = runner.server_args.enable_deterministic_inference
-        self.plans: dict[Any, Plans] = {}
-        self.policy = "batch_invariant" if same_bits else ""
+        self.same_bits: bool = arguments.enable_deterministic_inference
+        self.plans: dict[int, Plans] = {}  # by layers
         self.step: Step | None = None
         # of layers whose pool is their own: the step over its pages, and where new keys go
         self.two_pools = getattr(runner.token_to_kv_pool, "swa_layer_nums", 0) > 0
@@ -162,30 +168,27 @@ class SplitKVAttnBackend(AttentionBackend):
         self._graph_table: Tensor | None = None
         self._graph_window_table: Tensor | None = None
         self._graph_window_slots: Tensor | None = None
-        if torch.device(self.device).type == "cuda" and engine_warmup.is_wanted():
+        if torch.device(self.device).type == "cuda":
             self.warm_up(runner)
 
     def warm_up(self, runner: Any) -> None:
         """Compiles and loads what steps of the model launch, for each kind of layer once."""
-        if self.policy:  # plans of another policy
-            return
-        arguments, most = runner.server_args, runner.req_to_token_pool.size
-        captured = [n for n in arguments.cuda_graph_config.decode.bs or () if n <= most]
-        sizes = engine_warmup.Sizes(
-            batch_sizes=tuple(sorted({*captured, *engine_warmup.powers(most)})),
-            decode_lens=tuple(sorted({1, arguments.speculative_num_draft_tokens or 1})),
+        arguments = contract.resolved(runner.server_args)
+        sizes = engine_warmup.Sizes.of(
+            arguments.cuda_graph_config.decode.bs or (),
+            max_sequences=runner.req_to_token_pool.size,
+            decode_len=self.drafted or 1,
             max_tokens=self.max_new,
-            max_sequences=most,
             max_seqlen_k=self.max_context_len,
             appends=False,
         )
         sinks = any(name.endswith("sinks") for name, _ in runner.model.named_parameters())
-        layers = [x for x in runner.model.modules() if isinstance(x, RadixAttention)]
-        decoders = [x for x in layers if x.attn_type == AttentionType.DECODER]
-        described = [self.described(x, runner.dtype, sinks) for x in decoders]
-        processes = max((os.cpu_count() or 1) // arguments.tp_size, 1)
-        for kind in {repr(kind): kind for kind in described}.values():
-            engine_warmup.warm_layer(kind, sizes, processes)
+        described = [
+            self.described(layer, runner.dtype, sinks)
+            for layer in runner.model.modules()
+            if isinstance(layer, RadixAttention) and layer.attn_type == AttentionType.DECODER
+        ]
+        engine_warmup.warm_layers(described, sizes, arguments.tp_size)
 
     def described(self, layer: Any, dtype: torch.dtype, sinks: bool) -> engine_warmup.Layer:
         """A layer as warming up describes it."""
@@ -199,16 +202,11 @@ class SplitKVAttnBackend(AttentionBackend):
             codec=codec_of(self.token_to_kv_pool.dtype),
             page_size=self.page_size,
             longest=self.max_context_len,
-            cache_seqlens=True,
-            append=False,
-            rotary=None,
             sink_logits=sinks,
-            alibi_slopes=False,
-            num_splits=0,
             device=torch.device(self.device),
             arguments={name: options[name] for name in ("window_size", "softcap")},
             apart=True,
-            policy=self.policy,
+            policy=plans_of_engine("", self.same_bits).policy,
         )
 
     # The metadata of a batch
@@ -222,7 +220,7 @@ class SplitKVAttnBackend(AttentionBackend):
         new = new_tokens(x)
         most = self.max_context_len
         longest = most if x.seq_lens_cpu is None else int(x.seq_lens_cpu.max()) + drafts_of(x)
-        bound = most if self.policy else bound_of(longest, most)
+        bound = most if self.same_bits else bound_of(longest, most)
         slots = self.first_slots(x.req_pool_indices[:bs], -(-bound // self.page_size))
         lengths = (x.seq_lens[:bs] + drafts_of(x)).int()
         table = self.pages_at(slots)
@@ -237,8 +235,17 @@ class SplitKVAttnBackend(AttentionBackend):
     def decode_step(self, lengths: Tensor, table: Tensor, bound: int, new: int) -> Step:
         """A step of `new` tokens a sequence."""
         bs = lengths.shape[0]
-        most = min(bound, table.shape[1] * self.page_size)
-        return Step(bs, new, bs * new, new, most, True, lengths, table, None)
+        return Step(
+            num_decodes=bs,
+            decode_len=new,
+            num_tokens=bs * new,
+            max_seqlen_q=new,
+            max_seqlen_k=min(bound, table.shape[1] * self.page_size),
+            causal=True,
+            cache_seqlens=lengths,
+            page_table=table,
+            rest=None,
+        )
 
     def extend_step(self, x: Any, lengths: Tensor, table: Tensor, bound: int) -> Step:
         """A step of any tokens of each sequence."""
@@ -251,7 +258,7 @@ class SplitKVAttnBackend(AttentionBackend):
             num_decodes=0,
             decode_len=1,
             num_tokens=sum(tokens),
-            max_seqlen_q=self.max_context_len if self.policy else self.bound_of_new(max(tokens)),
+            max_seqlen_q=self.max_context_len if self.same_bits else self.bound_of_new(max(tokens)),
             max_seqlen_k=min(bound, table.shape[1] * self.page_size),
         )
 
@@ -360,7 +367,9 @@ class SplitKVAttnBackend(AttentionBackend):
         options = self.options_of(layer, causal) | {"sink_logits": sinks}
         rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         into = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
-        plans = self.plans.setdefault(layer.layer_id, Plans(self.policy))
+        plans = self.plans.get(layer.layer_id)
+        if plans is None:
+            plans = self.plans[layer.layer_id] = plans_of_engine("", self.same_bits)
         attend(rows, self.pages_of(layer), step, into, options, plans)
         return out
 

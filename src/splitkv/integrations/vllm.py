@@ -31,7 +31,6 @@ are trimmed on the device.
 
 from __future__ import annotations
 
-import os
 from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -60,7 +59,6 @@ from splitkv.integrations import engine_warmup
 from splitkv.integrations.serving import (
     MAX_DECODE_LEN,
     Pages,
-    Plans,
     Ranks,
     SharedPrefix,
     Step,
@@ -70,6 +68,7 @@ from splitkv.integrations.serving import (
     attend_with_prefix,
     bound_of,
     bound_of_new,
+    plans_of_engine,
 )
 from splitkv.integrations.vllm_caches import (
     AS_THEY_ARE,
@@ -89,7 +88,6 @@ CONTRACT = "0_26" if hasattr(AttentionBackend, "get_kv_cache_shape") else "0_29"
 contract: Any = import_module(f"splitkv.integrations.vllm_contract_{CONTRACT}")
 
 NAME = "CUSTOM"  # the member of AttentionBackendEnum that vLLM keeps for others
-DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names the environment variable, as vLLM passes no options
 WITHOUT_CACHE = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 SERVED = AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE
 WHOLE = 1 << 30  # an end past the keys of any sequence
@@ -253,39 +251,33 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         most: int = self.reorder_batch_threshold or 1
         self.reorder_batch_threshold: int | None = min(most, MAX_DECODE_LEN)
-        if device.type == "cuda" and self.ranks == 1 and engine_warmup.is_wanted():
+        if device.type == "cuda" and self.ranks == 1:
             self.warm_up(layer_names, vllm_config, device)
 
     def warm_up(self, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         """Compiles and loads what steps of these layers launch, for each kind of layer once."""
-        if self.batch_invariant:  # plans of another policy
-            return
-        scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
-        most: int = scheduler.max_num_seqs
-        captured = [n for n in graphs.cudagraph_capture_sizes or () if n <= most]
-        sizes = engine_warmup.Sizes(
-            batch_sizes=tuple(sorted({*captured, *engine_warmup.powers(most)})),
-            decode_lens=tuple(sorted({1, self.reorder_batch_threshold or 1})),
+        graphs, dtype = vllm_config.compilation_config, vllm_config.model_config.dtype
+        sizes = engine_warmup.Sizes.of(
+            graphs.cudagraph_capture_sizes or (),
+            max_sequences=vllm_config.scheduler_config.max_num_seqs,
+            decode_len=self.reorder_batch_threshold or 1,
             max_tokens=self.max_tokens,
-            max_sequences=most,
             max_seqlen_k=self.bound(self.max_model_len, self.max_model_len),
         )
         layers = graphs.static_forward_context
         impls = [getattr(layers[name], "impl", None) for name in layer_names if name in layers]
-        kinds = {
-            repr(kind): kind
+        described = [
+            self.described(impl, dtype, device)
             for impl in impls
             if isinstance(impl, SplitKVImpl) and impl.attn_type == AttentionType.DECODER
-            for kind in [self.layer_of(impl, vllm_config.model_config.dtype, device)]
-        }
-        workers = vllm_config.parallel_config.world_size
-        for kind in kinds.values():
-            engine_warmup.warm_layer(kind, sizes, max((os.cpu_count() or 1) // workers, 1))
+        ]
+        engine_warmup.warm_layers(described, sizes, vllm_config.parallel_config.world_size)
 
-    def layer_of(
+    def described(
         self, impl: SplitKVImpl, dtype: torch.dtype, device: torch.device
     ) -> engine_warmup.Layer:
         """A layer as warming up describes it."""
+        window, softcap = impl.window_size(causal=True), impl.options["softcap"]
         return engine_warmup.Layer(
             num_heads=impl.num_heads,
             num_kv_heads=impl.num_kv_heads,
@@ -295,17 +287,10 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
             codec=codec_of(impl.kv_cache_dtype),
             page_size=self.block_size,
             longest=self.max_model_len,
-            cache_seqlens=True,
-            append=False,
-            rotary=None,
             sink_logits=impl.sinks is not None,
             alibi_slopes=impl.alibi_slopes is not None,
-            num_splits=0,
             device=device,
-            arguments={
-                "window_size": impl.window_size(causal=True),
-                "softcap": impl.options["softcap"],
-            },
+            arguments={"window_size": window, "softcap": softcap},
             heads_first=contract.heads_first(self.vllm_config),
             policy=impl.plans.policy,
         )
@@ -500,8 +485,8 @@ def decodes_in_front(lengths: list[int], threshold: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The arguments, in their order, with which vLLM makes the SplitKVImpl of a layer."""
+class LayerArguments:
+    """The arguments, in their order, by which vLLM makes the SplitKVImpl of a layer."""
 
     num_heads: int
     head_size: int
@@ -525,8 +510,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
     supports_quant_query_input: bool = False  # q stays in 16 bits: decode waits for keys, not for q
 
     def __init__(self, *arguments: Any, **by_name: Any) -> None:
-        """Takes the fields of Layer, by position or by name."""
-        given = Layer(*arguments, **by_name)
+        """Takes the fields of LayerArguments, by position or by name."""
+        given = LayerArguments(*arguments, **by_name)
         if not SplitKVBackend.supports_attn_type(given.attn_type):
             known, kind = ", ".join(SERVED), given.attn_type
             raise NotImplementedError(f"attn_type: expected {known}, got {kind}")
@@ -550,9 +535,7 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             "sink_logits": given.sinks,
         }
         self.ranks = self.context_parallel() if self.dcp_world_size > 1 else None
-        self.plans = Plans(os.environ.get(DECODE_POLICY, "balanced"), ["decode"])
-        if envs.VLLM_BATCH_INVARIANT:
-            self.plans = Plans("batch_invariant")
+        self.plans = plans_of_engine("balanced", envs.VLLM_BATCH_INVARIANT)
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
         self._pages: Pages | None = None
 

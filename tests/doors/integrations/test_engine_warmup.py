@@ -46,12 +46,6 @@ def layer() -> Layer:
         codec=AS_IS,
         page_size=PAGE,
         longest=SIZES.max_seqlen_k,
-        cache_seqlens=True,
-        append=False,
-        rotary=None,
-        sink_logits=False,
-        alibi_slopes=False,
-        num_splits=0,
         device=torch.device("cpu"),
         arguments={"window_size": (-1, -1), "softcap": 0.0},
         policy=POLICY,
@@ -144,7 +138,6 @@ def calls_of(decodes: int, chunk: int, dtype: torch.dtype) -> list[str]:
     with fake_gpu("h200"), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         for name in ("decode", "attention_varlen"):
             patch.setattr(serving, name, lambda *_, name=name, **__: called.append(name))
-        serving._one_launch.clear()
         attend(
             q, Pages(k, v, *scales), step, torch.empty_like(q), options, Plans("tuned", ["decode"])
         )
@@ -157,6 +150,28 @@ def test_a_step_with_a_prompt_is_one_call_where_that_is_balanced() -> None:
     assert calls_of(0, 2000, torch.bfloat16) == ["attention_varlen"]
     assert calls_of(30, 200, torch.bfloat16) == both
     assert calls_of(30, 2000, torch.float8_e4m3fn) == both
+
+
+def test_each_kind_of_layer_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[Any, ...]]()
+    monkeypatch.setattr(engine_warmup, "warm_layer", lambda *given: asked.append(given))
+    monkeypatch.setattr("os.cpu_count", lambda: 9)
+    plain, sinks = layer(), replace(layer(), sink_logits=True)
+    same_bits = replace(layer(), policy="batch_invariant")
+    engine_warmup.warm_layers([plain, sinks, layer(), same_bits], SIZES, engines=2)
+    assert asked == [(plain, SIZES, 4), (sinks, SIZES, 4)]
+    monkeypatch.setenv(engine_warmup.SWITCH, "0")
+    engine_warmup.warm_layers([plain], SIZES)
+    assert len(asked) == 2
+
+
+def test_sizes_of_an_engine() -> None:
+    found = Sizes.of(
+        [1, 3, 64], max_sequences=20, decode_len=3, max_tokens=256, max_seqlen_k=999, appends=False
+    )
+    batches = 1, 2, 3, 4, 8, 16, 20
+    assert found == Sizes(batches, 256, 20, 999, decode_lens=(1, 3), appends=False)
+    assert Sizes.of((), max_sequences=2, max_tokens=64, max_seqlen_k=1024) == SIZES
 
 
 def test_bounds_are_those_of_steps() -> None:

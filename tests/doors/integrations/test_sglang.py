@@ -253,6 +253,20 @@ def test_graphs(page_size: int) -> None:
         engine.run(x, new)
 
 
+@pytest.mark.parametrize("policy", [None, "balanced"])
+def test_the_policy_of_requests_that_decode(
+    policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if policy:
+        monkeypatch.setenv("SPLITKV_DECODE_POLICY", policy)
+    engine = Engine()
+    engine.step(ForwardMode.EXTEND, {0: 5, 3: 40})
+    engine.step(ForwardMode.DECODE, {0: 1, 3: 1})
+    (plans,) = engine.backend.plans.values()
+    assert {made.policy for made in plans._made.values() if made} <= {policy}
+    assert plans.policy_of("decode") == (policy or "") and not plans.policy_of("rest")
+
+
 def test_graphs_of_other_batches_are_refused() -> None:
     engine = Engine()
     engine.backend.init_cuda_graph_state(4, 4)
@@ -379,30 +393,52 @@ def test_register() -> None:
     assert adapter.ATTENTION_BACKEND_CHOICES.count("splitkv") == 1
     if not contract.REAL:
         assert {"splitkv": adapter.SplitKVAttnBackend} == contract.BACKENDS
-        assert [(adapter.ADJUSTMENTS, adapter.admit_for_sinks, "around")] == contract.HOOKS
+        hooked = adapter.contract.ADJUSTMENTS, adapter.admit_for_sinks, "around"
+        assert [hooked] == contract.HOOKS
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     (entry,) = re.findall(r'entry-points."sglang.srt.plugins"]\nsplitkv = "([^"]+)"', project)
     assert entry == f"{adapter.__name__}:register"
 
 
+class Arguments(SimpleNamespace):
+    """A server's arguments, asked for their backends as either release asks."""
+
+    def get_model_config(self) -> Any:
+        return SimpleNamespace(hf_config=SimpleNamespace(architectures=[self.model]))
+
+    def _resolved_attention_backends(self) -> tuple[str, str]:
+        return self.attention_backend, self.decode_attention_backend
+
+
+@pytest.mark.parametrize("release", contract.releases)
 @pytest.mark.parametrize("model", ["GptOssForCausalLM", "LlamaForCausalLM"])
-def test_the_list_of_backends_that_have_sinks(model: str) -> None:
+def test_the_list_of_backends_that_have_sinks(
+    model: str, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has `triton`; the names are as they were before and afterwards, also where it raises."""
+    differing, seen = contract.releases[release], list[tuple[str, str]]()
+    monkeypatch.setattr(adapter, "contract", differing)
+    arguments = Arguments(
+        model=model,
+        attention_backend="splitkv",
+        prefill_attention_backend=None,
+        decode_attention_backend="fa3",
+    )
+    if contract.REAL:
+        monkeypatch.setattr(differing, "config_of", lambda x: x.get_model_config().hf_config)
 
-    class Arguments:
-        def get_model_config(self) -> Any:
-            return SimpleNamespace(hf_config=SimpleNamespace(architectures=[model]))
-
-        def _resolved_attention_backends(self) -> tuple[str, str]:
-            return "splitkv", "fa3"
-
-    seen, arguments = [], Arguments()
+    def asked() -> tuple[str, str]:
+        if release == "0_5_17":
+            return arguments._resolved_attention_backends()
+        backends: tuple[str, str] = differing.model_hook.attention_backends_of(arguments)
+        return backends
 
     def adjust(x: Any) -> None:
-        seen.append(x._resolved_attention_backends())
+        seen.append(asked())
         raise AssertionError("as SGLang does")
 
     with pytest.raises(AssertionError, match="as SGLang does"):
         adapter.admit_for_sinks(adjust, arguments)
     assert seen == [("triton" if model == adapter.SINKS else "splitkv", "fa3")]
-    assert arguments._resolved_attention_backends() == ("splitkv", "fa3")
+    assert asked() == ("splitkv", "fa3")
+    assert differing.resolved(arguments).attention_backend == "splitkv"

@@ -96,6 +96,30 @@ def test_plans_are_for_the_calls_that_are_named() -> None:
     assert Plans().of(("decode", 4), q, cache, cache, **arguments) is None
 
 
+def test_layers_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def plan(*tensors: Any, **arguments: Any) -> Plan:
+        asked.append(arguments["window_size"])
+        return make_plan(DECODE, GPUS["h200"])
+
+    monkeypatch.setattr(serving, "plan", plan)
+    monkeypatch.setattr(serving, "_planned", {})
+    kind = "decode", (4, 1), True, 64
+
+    def of_a_layer(left: int, heads: int) -> Plan | None:
+        q, cache = torch.zeros(4, 1, heads, 64), torch.zeros(16, 16, 2, 64)
+        lengths = torch.zeros(4, dtype=torch.int32)
+        options = {"cache_seqlens": lengths, "sink_logits": None, "window_size": (left, -1)}
+        return Plans("balanced", ["decode"]).of(kind, q, cache, cache, **options)
+
+    assert of_a_layer(-1, 8) is of_a_layer(-1, 8)
+    of_a_layer(127, 8)
+    of_a_layer(127, 8)
+    of_a_layer(127, 16)
+    assert asked == [(-1, -1), (127, -1), (127, -1)]
+
+
 def test_the_default_plans_those_that_have_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that layers make it once a step; of the rest none, which decides by itself."""
     large = replace(DECODE, batch=64, seqlen_k=32768)
@@ -107,6 +131,7 @@ def test_the_default_plans_those_that_have_a_schedule(monkeypatch: pytest.Monkey
         return made[name]
 
     monkeypatch.setattr(serving, "plan", plan)
+    monkeypatch.setattr(serving, "_planned", {})
     plans = Plans("", ["decode", "rest"])
     for _ in range(2):
         assert plans.of(("decode", 64), "large") is made["large"]

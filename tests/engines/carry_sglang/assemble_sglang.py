@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import re
 import shutil
 import struct
@@ -226,7 +227,7 @@ def pack(name: str, entries: list[Entry], cache: Path, preset: int) -> Path:
         {"id": lzma.FILTER_X86},
         {"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": window},
     ]
-    unfinished = path.with_suffix(".tmp")
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")  # another run may pack the same
     with (
         lzma.open(unfinished, "wb", filters=filters) as xz,
         tarfile.open(fileobj=xz, mode="w", format=tarfile.PAX_FORMAT) as tar,

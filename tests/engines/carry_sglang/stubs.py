@@ -1,8 +1,10 @@
 """Stand-ins of packages that SGLang imports and an engine of text models does not call.
 
 Python runs this file as `sitecustomize`. Only a package that is not installed has a stand-in, whose
-names are all there and do nothing. `sgl_kernel` tries FlashInfer's norms first and has operators of
-its own where there are none: of those there is no stand-in.
+names are all there and do nothing; a tensor is refused by all of them, as that would be a kernel
+that is not here. `sgl_kernel` tries FlashInfer's norms first and has operators of its own where
+there are none: of those there is no stand-in. SGLang's sampler imports FlashInfer's on any GPU, and
+`sgl_kernel` takes the same: so engines need `sampling_backend="pytorch"`, or greedy requests.
 """
 
 import importlib.abc
@@ -17,20 +19,23 @@ TRIED = ("flashinfer.norm",)
 class Nothing:
     """Anything: a function, a decorator, a base class, a type."""
 
-    def __init__(self, *given, **named):
-        pass
+    def __init__(self, name):
+        self.__name = name
 
     def __call__(self, *given, **named):
+        torch = sys.modules.get("torch")
+        if torch and any(isinstance(x, torch.Tensor) for x in (*given, *named.values())):
+            raise RuntimeError(f"{self.__name} was called, of which there is a stand-in alone")
         alone = len(given) == 1 and not named and callable(given[0])
-        return given[0] if alone else Nothing()
+        return given[0] if alone else Nothing(f"{self.__name}()")
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return Nothing()
+        return Nothing(f"{self.__name}.{name}")
 
     def __getitem__(self, key):
-        return Nothing()
+        return Nothing(f"{self.__name}[..]")
 
     def __mro_entries__(self, bases):
         return (object,)
@@ -45,7 +50,7 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return Nothing()
+        return Nothing(f"{self.__name__}.{name}")
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
