@@ -453,7 +453,8 @@ def _growing(
     rows: dict[int, int] = {}
     if is_packed and not grad:  # kernels of gradients are bound to a number of sequences
         rows = growing_call.rows_of_sequences(tensors, given)
-    pattern = growing_call.pattern_of_sequences(tensors, lengths, rows)
+    scales = given["q_scale"], given["k_scale"]
+    pattern = growing_call.pattern_of_sequences(tensors, lengths, rows, scales)
     if pattern is None:
         return None
     check = partial(growing_call.check_of_sequences, lengths=lengths, rows=rows)

@@ -684,17 +684,25 @@ OWN_ROWS = "alibi_slopes", "q_scale", "k_scale", "v_scale"
 
 
 def pattern_of_sequences(
-    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Collection[int] = ()
+    tensors: Sequence[Tensor],
+    lengths: Mapping[int, int],
+    rows: Collection[int] = (),
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Any:
     """The pattern of calls of attention that differ in lengths alone, and in how many sequences
     there are; None: there is none.
 
     lengths   of `lengths_of_tensors`; rows: of `rows_of_sequences`
+    scales    of queries and of keys: of each token they have a length, too, and no kernel is bound
+              to any
     """
     try:
         dims = 3 if lengths[0] == 0 else 4
         if any(len(tensors[n].shape) != dims for n in lengths):
             return None
+        for n, scale in enumerate(scales):
+            if n in lengths and scale is not None and scale.shape == tensors[n].shape[:-1]:
+                return None
         return pattern_with(tensors, lengths, rows)
     except NO_TENSOR:  # describing says what is not right
         return None
