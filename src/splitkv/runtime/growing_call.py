@@ -69,9 +69,10 @@ SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 """
 
 
-MAX_KNOWN = 64
-"""Layouts that launches are kept for; past it, the first are forgotten. Of more of them to forget
-one takes longer, as by then it is in no cache of the processor."""
+MAX_KNOWN = 256  # layouts that launchers are kept for; past it, the first are forgotten
+MAX_AGAIN = 64
+"""Layouts that launches alone are kept for, which are soon made. Of more of them to forget one
+takes longer than to make it, as by then it has left every cache of the processor."""
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 Alignment = tuple[Any, ...]
@@ -235,7 +236,7 @@ class Growing(ABC):
         else:
             plan = replace(self.planned(bucket[0], self.problem_of(bucket[1]), x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
-        keep(self.bound, (here, bucket), made)
+        keep(self.bound, (here, bucket), made, MAX_KNOWN)
         result: Result = made(x)
         if bucket is not None and plan.kernel in self.kernels and made.compiled is not None:
             compiled[self.types, bucket[0], made.variant()] = made.compiled
@@ -530,7 +531,7 @@ class GrowingSequences(Growing):
             if launcher is not None:
                 again = launcher.at_layouts(layouts_at(here, *tensors[:4]))
             if again is not None:
-                keep(self.known, here, again)
+                keep(self.known, here, again, MAX_AGAIN)
                 ahead = following(bucket, before, here[0])
         self.latest = here, again
         return again, ahead
@@ -747,10 +748,10 @@ def check_of_sequences(
     return fits if fits(*tensors) else None
 
 
-def keep(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+def keep(known: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Keeps a value in the place of the first where there are many: to forget all of them at once
     takes as long as a hundred calls."""
-    while len(known) >= MAX_KNOWN:
+    while len(known) >= most:
         known.popitem(last=False)
     known[key] = value
 

@@ -22,6 +22,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.sequence_sizes import scale_and_softcap
 from splitkv.planner.registry import kernel_named
+from splitkv.runtime import growing_call
 from splitkv.runtime.call_cache import Launcher, Result
 from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep, layout_of
 
@@ -100,7 +101,7 @@ class GrowingGradients:
             at = self.known.get(here)
             if at is None:
                 at = self.at_length(x, here)
-                keep(self.known, here, at)
+                keep(self.known, here, at, growing_call.MAX_KNOWN)
             self.latest = here, at
         return _differentiable()(at, x) if isinstance(at, AtLength) else at(x)
 
