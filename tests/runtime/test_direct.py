@@ -334,28 +334,41 @@ def test_a_launch_with_descriptors_first(
 ) -> None:
     function = CFunction()
     of_triton = compiled_with(installed(function), [META, META])
-    maps = [
-        relaunch.TensorMaps(relaunch.tile_of(of_triton, i), (512 >> i, 128), (128, 1))
-        for i in range(2)
-    ]
+    q_tile, k_tile = (relaunch.tile_of(of_triton, i) for i in range(2))
     compiled = compiled_with(launcher(function), [META, META])
-    launch_at = relaunch.bind_to_descriptors(compiled)
+    seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides))
+    boxes = [(0, q_tile, seen), None, (1, k_tile, seen), None, None, (3, q_tile, seen)]
+    launch_at = relaunch.bind_to_descriptors(compiled, boxes)
     assert launch_at is not None
-    none = relaunch.NO_MAPS
-    bound = launch_at((GRID, (64,), ((maps[0], none), (maps[1], none), (none, maps[0]))))
-    for _ in range(2):
+    of_q, of_k = (((512 >> i, 128), (128, 1)) for i in range(2))
+    bound = launch_at((GRID, (64,), ({}, (of_q, of_k, of_k, of_q))))
+    for _ in range(2):  # maps are made once
         memory = (0x40, 0x41), None, 0x42, (0x43, None)
         bound(3, (0x20, 0x30, 0x30, 0x20), memory, (0x50, None), (None, 0x60), 0.5)
     q, k = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
-    of_maps = *q, None, *k, None, None, *q
+    of_maps = *q, None, *k, None, None, "map 3", *q[1:]
     given = (*of_maps, (0x40, 0x41), None, 0x42, (0x43, None), 0x50, (None, 0x60), 0.5)
     for call in function.calls:
         last = call[-1]
         args = last if isinstance(last, tuple) else call[-len(given) - 1 :]
         assert call[:4] == (*GRID, 3) and args == (*given, 64)
-    assert len(filled) == 2
+    assert len(filled) == 3
     instrumented = compiled_with(Instrumented(function), [META])
-    assert relaunch.bind_to_descriptors(instrumented) is None
+    assert relaunch.bind_to_descriptors(instrumented, boxes) is None
+
+
+def test_maps_of_operands_are_bounded(
+    filled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relaunch, "MAX_OPERANDS", 5)
+    tile = relaunch.tile_of(compiled_with(installed(CFunction()), [META]), 0)
+    seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides))
+    known: dict[Any, tuple[Any, ...]] = {}
+    for at in range(16, 320, 16):
+        layouts = [((8, 128), (128, 1))]
+        made = relaunch.make_operand_maps([(0, tile, seen)], (known, layouts), (at, 0, 0, 0))
+        assert made[1:] == (8, 128, 128, 1) and known[at, 0, 0, 0] is made
+        assert 0 < len(known) <= 5
 
 
 # --- a call again ------------------------------------------------------------------------------

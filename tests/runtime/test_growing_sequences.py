@@ -29,7 +29,7 @@ from splitkv.runtime.growing_call import GrowingSequences
 HEADS, KV_HEADS, DIM, BATCH = 8, 2, 64, 2
 LEAST_ADDRESS = 1 << 24
 LENGTHS = [200, 201, 1, 2, 208, 209, 16, 17, 33, 64, 65, 127, 128, 190, 224, 225, 300, 512, 513]
-MOST_CALLS = 210  # functions that Python calls for a new length, C functions counted
+MOST_CALLS = 155  # functions that Python calls for a new length, C functions counted
 A_LAUNCH = 35  # of them, those of a third launch
 Given = dict[str, Any]
 
@@ -379,11 +379,24 @@ def test_lengths_that_come_again_are_known(gpu: Recorded, monkeypatch: pytest.Mo
     for n in (240, 250, 230, 240):
         run(prompt(n))
     monkeypatch.undo()
-    monkeypatch.setattr(growing_call, "MAX_KNOWN", 5)
+    monkeypatch.setattr(growing_call, "MAX_AGAIN", 5)
     for n in range(225, 257):
         run(prompt(n))
         run(prompt(n - 90))
     assert 0 < len(launcher.known) <= 5
+
+
+def test_scales_of_each_token_have_the_length_of_their_keys(gpu: Recorded) -> None:
+    """Also where calls differed in the number of queries before."""
+    k, v = torch.zeros(2, BATCH, 200, KV_HEADS, DIM, dtype=torch.int8)
+    given = {"k": k, "v": v, "k_scale": torch.ones(BATCH, 200, KV_HEADS)}
+    given["v_scale"] = given["k_scale"].clone()
+    for queries in (200, 190, 180, 170):
+        run(given | {"q": torch.zeros(BATCH, queries, HEADS, DIM, dtype=torch.bfloat16)})
+    k, v = torch.zeros(2, BATCH, 230, KV_HEADS, DIM, dtype=torch.int8)
+    q = torch.zeros(BATCH, 170, HEADS, DIM, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="k_scale"):
+        run(given | {"q": q, "k": k, "v": v})
 
 
 @pytest.mark.parametrize("given_of", [prompt, packed, paged, step])

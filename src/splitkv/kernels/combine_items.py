@@ -111,15 +111,14 @@ class ItemMerge:
             "TILE_V": columns,
             "AFTER": "early" if early else "in_order",
         }
-        self.tail = Tail(combine_items, PER_CALL, self.fixed, OF_LENGTHS[1:])
+        self.tail = Tail(combine_items, PER_CALL, self.fixed, OF_LENGTHS[1:], OF_LENGTHS)
 
-    def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
-        """Arguments that follow from the lengths of a call, by name."""
-        out = sizes.results.out_strides
-        return {"total_q": sizes.total_q, "stride_ot": out.t, "stride_oh": out.h}
+    def arguments(self, sizes: SequenceSizes) -> tuple[int, ...]:
+        """Arguments that follow from the lengths of a call, in the order of OF_LENGTHS."""
+        return sizes.lengths.total_q, *sizes.results.out_strides[1:]
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
-        return self.schedule.entries(sizes), self.schedule.rule.lanes, self.columns
+        return self.schedule.entries(sizes.lengths), self.schedule.rule.lanes, self.columns
 
     def launch(
         self, partial: Partial, final: Final, items: Any, operands: Operands, sizes: SequenceSizes
@@ -131,7 +130,7 @@ class ItemMerge:
             "items_ptr": items,
             "sink_ptr": operands.sink_logits,
             **self.fixed,
-            **self.arguments(sizes),
+            **dict(zip(OF_LENGTHS, self.arguments(sizes), strict=True)),
         }
         ordered = in_order(combine_items, arguments)
         return combine_items[self.grid(sizes)](*ordered, **self.options)

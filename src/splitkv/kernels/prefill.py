@@ -73,22 +73,21 @@ from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import (
     Launch,
     LaunchMemory,
-    MapsType,
     OperandAddresses,
     bind,
 )
 from splitkv.kernels.host.sequence_sizes import (
+    SequenceLayouts,
     SequenceLengths,
     SequenceSizes,
-    bytes_of_keys,
     draw_seed,
-    lengths_of,
+    layouts_of_call,
     offset_type,
     result_layouts,
     scale_and_softcap,
     scoring_of,
     stride_slope,
-    strides_of,
+    strides_of_layout,
     tiles_and_lanes,
 )
 from splitkv.kernels.host.sequences import (
@@ -337,6 +336,11 @@ PER_CALL = (
 )
 """The arguments that change from call to call."""
 STRIDES = "q_strides", "k_strides", "v_strides", "out_strides"
+OF_LENGTHS = (
+    *("seqlen_q", "seqlen_k", "total_q", "batch", *STRIDES, "stride_lse_b", "stride_lse_h"),
+    *("tiles", "lanes", "width", "max_tokens"),
+)
+"""Those that lengths change."""
 
 
 class PrefillLauncher(SequenceLauncher):
@@ -349,13 +353,16 @@ class PrefillLauncher(SequenceLauncher):
         self.results = result_shapes(problem, q)
         self.splits = sequence_splits(plan)
         self.tiling = tilings_of(plan)
-        self.first_sizes = self.sizes(operands)
+        self.first_sizes = self.sizes(layouts_of_call(problem, operands))
         self.splits.expect_arrivals(self.first_sizes.grid[0])
         self.bits = plan.device.capability < (8, 9)
         left_to_combine = self.splits.rows and not self.splits.in_kernel
         early = bool(left_to_combine and plan.device.capability >= (9, 0) and q.is_cuda)
+        of_lengths = dict(zip(OF_LENGTHS, self.first_sizes.arguments, strict=True))
         self.fixed = {
             **size_arguments(problem, operands),
+            **of_lengths,
+            "out_strides": Strides(*self.first_sizes.results.out_strides),
             "num_splits": self.splits.num_splits,
             "split_tiles": self.splits.split_tiles,
             "CONFIG": compile_time_config(plan, operands, self.splits, early),
@@ -401,7 +408,6 @@ class PrefillLauncher(SequenceLauncher):
             "sink_tokens_ptr": x.sequence_sink_tokens,
             "scoring": scoring_of(x, seed),
             **self.fixed,
-            **self.first_sizes.arguments,
         }
         grid = self.first_sizes.grid
         made = prefill[grid](*in_order(prefill, arguments), **self.options)
@@ -411,34 +417,22 @@ class PrefillLauncher(SequenceLauncher):
             self.keep(made, merge, x)
         return results.out_ptr, results.lse_ptr
 
-    def sizes(self, operands: Operands) -> SequenceSizes:
-        problem, x = self.problem, operands
-        lengths, results = lengths_of(problem, x), result_layouts(problem, x)
-        max_tokens, lse = problem.cut_tokens_of(lengths.seqlen_q), results.lse_strides
+    def sizes(self, layouts: SequenceLayouts) -> SequenceSizes:
+        lengths, q, k, v = layouts.lengths, layouts.q, layouts.k, layouts.v
+        results = result_layouts(self.problem, q[0], layouts.out)
+        max_tokens = self.problem.cut_tokens_of(lengths.seqlen_q)
         tiles, lanes, width = self.tiling(lengths)
         programs = tiles * lanes + split_programs(self.plan, lengths.batch, max_tokens)
-        arguments = {
-            "seqlen_q": lengths.seqlen_q,
-            "seqlen_k": lengths.seqlen_k,
-            "total_q": lengths.total_q,
-            "batch": lengths.batch,
-            "q_strides": strides_of(x.q),
-            "k_strides": strides_of(x.k),
-            "v_strides": strides_of(x.v),
-            "out_strides": results.out_strides,
-            "stride_lse_b": lse.b,
-            "stride_lse_h": lse.h,
-            "tiles": tiles,
-            "lanes": lanes,
-            "width": width,
-            "max_tokens": max_tokens,
-        }
-        numbers = lengths.total_q, lengths.batch, max_tokens
-        return SequenceSizes((programs, 1, 1), arguments, *numbers, results)
+        arguments = (
+            *lengths,
+            *(strides_of_layout(*q), strides_of_layout(*k), strides_of_layout(*v)),
+            *(results.out_strides, *results.lse_strides, tiles, lanes, width, max_tokens),
+        )
+        return SequenceSizes((programs, 1, 1), arguments, lengths, max_tokens, results)
 
     @cached_property
     def tail(self) -> Tail:
-        return Tail(prefill, PER_CALL, self.fixed | self.first_sizes.arguments, STRIDES)
+        return Tail(prefill, PER_CALL, self.fixed, STRIDES, OF_LENGTHS)
 
     def variant(self) -> Hashable:
         merge = None if self.combine is None else self.combine.variant()
@@ -446,10 +440,10 @@ class PrefillLauncher(SequenceLauncher):
         return self.tail.variant(), (self.options["num_warps"], parts, self.of_scales), merge
 
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
+        self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
     ) -> Launch | None:
         launch = bind(compiled, sizes.grid, self.tail.changed(sizes.arguments))
-        return None if launch is None else with_addresses(launch, stored_of(operands)[3:])
+        return None if launch is None else with_addresses(launch, self.of_scales)
 
 
 def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
@@ -475,11 +469,11 @@ def tilings_of(plan: Plan) -> Callable[[SequenceLengths], tuple[int, int, int]]:
     """Gives what computes (row tiles of a lane, lanes, lanes together) for queries of such
     lengths."""
     problem, device, tile = plan.problem, plan.device, plan.config.tile_m
-    packed, kv_lanes = problem.kind == "varlen", max(problem.batch * problem.num_kv_heads, 1)
-    rows, kv_bytes = problem.group, bytes_of_keys(problem)
+    rows, lane_bytes = problem.group, 0
+    if problem.kind != "varlen":
+        lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
 
     def tiling(lengths: SequenceLengths) -> tuple[int, int, int]:
-        lane_bytes = 0 if packed else kv_bytes(lengths) // kv_lanes
         tokens = lengths.total_q, lengths.batch
         return tiles_and_lanes(problem, device, *tokens, rows, tile, lane_bytes)
 

@@ -47,6 +47,7 @@ INTEGERS = (
 )
 PER_CALL = "items_ptr", "cu_q_ptr", "lens_ptr"
 """The arguments of the kernel that change from call to call."""
+OF_LENGTHS = "batch", "total_q", "entries"
 
 
 class ItemRow(NamedTuple):
@@ -340,24 +341,24 @@ class ItemSchedule:
             "TILE_E": min(CELLS // step, 32),
             "DEPENDENTS": "early" if early else "in_order",
         }
-        self.tail = Tail(schedule_items, PER_CALL, fixed, ())
+        self.tail = Tail(schedule_items, PER_CALL, fixed, (), OF_LENGTHS)
         self.fixed = fixed
 
-    def entries(self, of: SequenceLengths | SequenceSizes) -> int:
+    def entries(self, of: SequenceLengths) -> int:
         """Entries of the list of a call: there is room for all row tiles, and for all pieces."""
         return of.total_q * self.rule.pack // self.tile_m + of.batch + 1 + self.rule.further
 
     def numel(self, sizes: SequenceSizes) -> int:
         """32-bit integers of the list."""
-        return self.entries(sizes) * ITEM_FIELDS.value
+        return self.entries(sizes.lengths) * ITEM_FIELDS.value
 
-    def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
-        """Arguments that follow from the lengths of a call, by name."""
-        entries = self.entries(sizes)
-        return {"batch": sizes.batch, "total_q": sizes.total_q, "entries": entries}
+    def arguments(self, sizes: SequenceSizes) -> tuple[int, ...]:
+        """Arguments that follow from the lengths of a call, in the order of OF_LENGTHS."""
+        lengths = sizes.lengths
+        return lengths.batch, lengths.total_q, self.entries(lengths)
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
-        return ceil_div(self.entries(sizes), self.fixed["TILE_E"]), 1, 1
+        return ceil_div(self.entries(sizes.lengths), self.fixed["TILE_E"]), 1, 1
 
     def launch(self, items: Any, cu_q: Any, lens: Any, sizes: SequenceSizes) -> Any:
         """Launches it through Triton; the compiled kernel.
@@ -365,7 +366,7 @@ class ItemSchedule:
         items   [entries * 8] int32 that is written; cu_q [batch + 1], lens [batch] int32
         """
         given = {"items_ptr": items, "cu_q_ptr": cu_q, "lens_ptr": lens}
-        given |= self.fixed | self.arguments(sizes)
+        given |= self.fixed | dict(zip(OF_LENGTHS, self.arguments(sizes), strict=True))
         return schedule_items[self.grid(sizes)](*in_order(schedule_items, given), **self.options)
 
     def make(self, operands: Operands, sizes: SequenceSizes) -> tuple[Any, Any]:

@@ -213,5 +213,11 @@ def rounded_up(number: int) -> int:
 
     What deciding by it costs: measurements/thresholds.md#waves.
     """
+    return rounded_alike(number)[1]
+
+
+def rounded_alike(number: int) -> tuple[int, int]:
+    """(first, last) of the numbers that are rounded up as this one is."""
     step = 1 << max(0, (number - 1).bit_length() - 5)
-    return -(-number // step) * step
+    last = -(-number // step) * step
+    return last - step + 1, last

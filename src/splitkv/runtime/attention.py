@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from splitkv.core.errors import MAX_SIZE, dtype_name, expect_number, expect_tensor
 from splitkv.core.masks import NUMBERS, Mask
-from splitkv.core.options import inside_of, options_of, scalars_of, tensors_of
+from splitkv.core.options import scalars_of, tensors_of
 from splitkv.core.plan import Plan
 from splitkv.core.problem import (
     Operands,
@@ -39,15 +38,32 @@ if TYPE_CHECKING:
 
     from splitkv.runtime.arguments import AttentionOptions, VarlenOptions
 
-_VARLEN = inside_of("attention_varlen")
-_NOT_OF_ATTENTION = dict.fromkeys(name for name in _VARLEN if name not in options_of("attention"))
-"""The arguments that `attention_varlen`, or what is behind it, has and `attention` has not, as
-None."""
-_operands = (field.name for field in fields(Operands))
-_tensors = itemgetter(*(name for name in _operands if name in tensors_of("attention_varlen")))
-_LENGTHS = "max_seqlen_q", "max_seqlen_k"
-_others = (n for n in scalars_of("attention_varlen") if n not in (*_LENGTHS, "window_size"))
-_scalars = itemgetter(*_LENGTHS, *_others)
+_TENSORS = tuple(
+    field.name for field in fields(Operands) if field.name in tensors_of("attention_varlen")
+)
+_SCALARS = tuple(name for name in scalars_of("attention_varlen") if name != "window_size")
+_SOFTCAP, _RETURN_LSE, _DROPOUT = map(_SCALARS.index, ("softcap", "return_lse", "dropout_p"))
+_TABLE, _STARTS, _LENGTHS = _TENSORS.index("page_table"), _TENSORS.index("cu_seqlens_q"), 2
+"""The arguments but q, k, v, the window and the plan, as tuples have them: tensors in the order of
+Operands, and others, the greatest lengths first."""
+
+
+class _Call(NamedTuple):
+    """A call but for q, k and v.
+
+    optional   tensors or Nones, in the order of _TENSORS
+    scalars    in the order of _SCALARS
+    """
+
+    optional: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    window_size: Any
+    plan: Plan | None
+
+    def by_name(self) -> dict[str, Any]:
+        """All but the plan, as what is behind `attention_varlen` takes them."""
+        named = dict(zip(_TENSORS, self.optional, strict=True))
+        return named | dict(zip(_SCALARS, self.scalars, strict=True), window_size=self.window_size)
 
 
 @overload
@@ -158,28 +174,18 @@ def attention(
         lse = s.logsumexp(-1)
         out = (s - logaddexp(lse, sink_logit)[:, None]).exp() @ v
     """
-    given = {
-        **_NOT_OF_ATTENTION,
-        "causal": causal,
-        "window_size": window_size,
-        "sink_tokens": sink_tokens,
-        "max_sink_tokens": max_sink_tokens,
-        "attention_chunk": attention_chunk,
-        "sink_logits": sink_logits,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "products": products,
-        "dropout_p": dropout_p,
-        "deterministic": deterministic,
-        "out": out,
-        "out_scale": out_scale,
-        "return_lse": return_lse,
-    }
-    return _attention(q, k, v, plan, given)
+    sequence_sink_tokens = None
+    if isinstance(sink_tokens, Tensor):  # as `apart`
+        sequence_sink_tokens, sink_tokens = sink_tokens, 0
+    optional = (
+        *(out, None, None, None, None, None, sequence_sink_tokens),
+        *(sink_logits, alibi_slopes, q_scale, k_scale, v_scale, out_scale),
+    )
+    scalars = (
+        *(None, None, causal, sink_tokens, max_sink_tokens, attention_chunk, softmax_scale),
+        *(softcap, return_lse, products, dropout_p, deterministic),
+    )
+    return _attention(q, k, v, _Call(optional, scalars, window_size, plan))
 
 
 @overload
@@ -286,61 +292,39 @@ def attention_varlen(
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
     if page_table is None:
         expect_tensor("cu_seqlens_k", cu_seqlens_k)
-    given = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "page_table": page_table,
-        "cache_seqlens": cache_seqlens,
-        "causal": causal,
-        "window_size": window_size,
-        "sink_tokens": sink_tokens,
-        "max_sink_tokens": max_sink_tokens,
-        "attention_chunk": attention_chunk,
-        "sequence_sink_tokens": None,
-        "bidirectional_ranges": bidirectional_ranges,
-        "sink_logits": sink_logits,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "products": products,
-        "dropout_p": dropout_p,
-        "deterministic": deterministic,
-        "out": out,
-        "out_scale": out_scale,
-        "return_lse": return_lse,
-    }
-    return _attention(q, k, v, plan, given)
+    sequence_sink_tokens = None
+    if isinstance(sink_tokens, Tensor):  # as `apart`
+        sequence_sink_tokens, sink_tokens = sink_tokens, 0
+    optional = (
+        *(out, cache_seqlens, page_table, cu_seqlens_q, cu_seqlens_k),
+        *(bidirectional_ranges, sequence_sink_tokens),
+        *(sink_logits, alibi_slopes, q_scale, k_scale, v_scale, out_scale),
+    )
+    scalars = (
+        *(max_seqlen_q, max_seqlen_k, causal, sink_tokens, max_sink_tokens),
+        *(attention_chunk, softmax_scale, softcap, return_lse, products, dropout_p, deterministic),
+    )
+    return _attention(q, k, v, _Call(optional, scalars, window_size, plan))
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """A call; given: every other argument of `attention_varlen`, by name.
-
-    A call like an earlier one is found first: what it is known by tells tensors of a subclass and
-    whoever traces it from plain ones.
-    """
-    if isinstance(given["sink_tokens"], Tensor):  # as `apart`
-        given["sequence_sink_tokens"], given["sink_tokens"] = given["sink_tokens"], 0
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor | tuple[Tensor, Tensor]:
+    """A call like an earlier one is found first: what it is known by tells tensors of a subclass
+    and whoever traces it from plain ones."""
     if not is_dynamo_compiling():
-        bound, kind = _known(q, k, v, plan, given)
+        bound, kind = _known(q, k, v, call)
         if bound is not None:
-            out, lse = _launch(bound, q, k, v, given)
-            return (out, lse) if given["return_lse"] else out
+            out, lse = _launch(bound, q, k, v, call)
+            return (out, lse) if call.scalars[_RETURN_LSE] else out
+    given, plan = call.by_name(), call.plan
     scales = given["q_scale"], given["k_scale"], given["v_scale"], given["out_scale"]
     leaves, out = (q, k, v, given["sink_logits"], given["alibi_slopes"]), given["out"]
     if is_plain(*leaves, *scales, out):
         if autocast_dtype(q) is None:
-            out, lse = _bind_and_launch(None, kind, plan, given)
+            out, lse = _bind_and_launch(None, kind, call)
         else:
             q, k, v = as_autocast(q, k, v)
             with without_autocast(q):
-                out, lse = _bind_and_launch(*_known(q, k, v, plan, given), plan, given)
+                out, lse = _bind_and_launch(*_known(q, k, v, call), call)
     else:
         q, k, v = as_autocast(q, k, v)
         grad = needs_grad(*leaves, out)  # inside an operator nothing seems to need one
@@ -365,71 +349,70 @@ _Kind = tuple[list[Tensor], tuple[Any, ...], tuple[Any, ...] | None]
 a call cache; those of packed calls that differ in lengths alone, or None."""
 
 
-def _known(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, given: dict[str, Any]
-) -> tuple[BoundCall | None, _Kind]:
-    """Finds (the bound call that serves a kind of call or None, the kind); given: every other
-    argument of `attention_varlen`, by name."""
+def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | None, _Kind]:
+    """Finds (the bound call that serves a kind of call or None, the kind)."""
+    window = call.window_size
     tensors, present = [q, k, v], 0  # a bit for each of the optional ones
-    for x in _tensors(given):  # in the order of the fields of Operands
+    for x in call.optional:
         present += present
         if x is not None:
             tensors.append(x)
             present += 1
     options: tuple[Any, ...]
     try:
-        window = given["window_size"]
         left, right = window
-        scalars = with_types((left, right, *_scalars(given)))
-        options = scalars, "attention", type(window), id(plan), present
+        options = (
+            *(with_types((*call.scalars, left, right)), "attention"),
+            *(type(window), id(call.plan), present),
+        )
     except (TypeError, ValueError):  # describing says which option is not right
         options = ([],)  # which no cache holds
     known, packed = dispatch.calls.match(options, tensors), None
     if known is None:
-        packed = _options_of_any_length(k, plan, given, options)
+        packed = _options_of_any_length(k, call, options)
         if packed is not None:
             known = dispatch.calls.match(packed, tensors, any_first=True)
     return known, (tensors, options, packed)
 
 
-def _bind_and_launch(
-    bound: BoundCall | None, kind: _Kind, plan: Plan | None, given: dict[str, Any]
-) -> Result:
+def _bind_and_launch(bound: BoundCall | None, kind: _Kind, call: _Call) -> Result:
     """Describes, plans and binds the first call of a kind, and launches it. Differentiable where
     the kernel is."""
     tensors, options, packed = kind
     q, k, v = tensors[:3]
+    given, plan = call.by_name(), call.plan
     bound = bound or _growing(tensors, given, plan, packed, options)
     if bound is None:
         new = partial(_bind, q, k, v, plan, given)
         bound = dispatch.calls.get_or_bind(options, tensors, new)
-    return _launch(bound, q, k, v, given)
+    return _launch(bound, q, k, v, call)
 
 
-def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Result:
+def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Result:
     """Launches a call that is bound."""
-    optional, launcher = _tensors(given), bound.launcher
-    longest_q, longest_k = given["max_seqlen_q"], given["max_seqlen_k"]
-    scale, softcap = bound.softmax_scale, float(given["softcap"])
+    optional, scalars, *_ = call
+    launcher, longest = bound.launcher, scalars[:_LENGTHS]
+    scale, softcap = bound.softmax_scale, float(scalars[_SOFTCAP])
     if type(launcher) is GrowingSequences and bound.device in (None, current_device()):
-        return launcher.launch(q, k, v, optional, (longest_q, longest_k), scale, softcap)
+        return launcher.launch(q, k, v, optional, longest, scale, softcap)
     operands = Operands(q, k, v, *optional)
-    operands.seqlen_q, operands.seqlen_k = longest_q, longest_k
+    operands.seqlen_q, operands.seqlen_k = longest
     operands.softmax_scale, operands.softcap = scale, softcap
-    operands.dropout_p = float(given["dropout_p"])
+    operands.dropout_p = float(scalars[_DROPOUT])
     return bound(operands)
 
 
 def _options_of_any_length(
-    k: Tensor, plan: Plan | None, given: dict[str, Any], options: tuple[Any, ...]
+    k: Tensor, call: _Call, options: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
     """Finds by what packed calls are known that differ in lengths alone; None: the call is not one,
     or some length is not as it may be.
 
     options   by which it is known itself
     """
-    table, longest_q, longest_k = (given[x] for x in ("page_table", "max_seqlen_q", "max_seqlen_k"))
-    if given["cu_seqlens_q"] is None or plan is not None or len(options) == 1:
+    table, starts = call.optional[_TABLE], call.optional[_STARTS]
+    longest_q, longest_k = call.scalars[:_LENGTHS]
+    if starts is None or call.plan is not None or len(options) == 1:
         return None
     if not type(longest_q) is type(longest_k) is int:
         return None
@@ -437,7 +420,7 @@ def _options_of_any_length(
     if not (0 < longest_q <= MAX_SIZE and 0 < longest_k <= room):
         return None
     scalars = options[0]
-    return ("of any length", scalars[:2] + scalars[4:], *options[2:])
+    return ("of any length", scalars[_LENGTHS:], *options[2:])
 
 
 def _growing(
@@ -470,7 +453,8 @@ def _growing(
     rows: dict[int, int] = {}
     if is_packed and not grad:  # kernels of gradients are bound to a number of sequences
         rows = growing_call.rows_of_sequences(tensors, given)
-    pattern = growing_call.pattern_of_sequences(tensors, lengths, rows)
+    scales = given["q_scale"], given["k_scale"]
+    pattern = growing_call.pattern_of_sequences(tensors, lengths, rows, scales)
     if pattern is None:
         return None
     check = partial(growing_call.check_of_sequences, lengths=lengths, rows=rows)

@@ -27,7 +27,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,14 +36,20 @@ from torch import Tensor
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.kernels.host.lengths import CacheLayout, relaunched
+from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.sequence_sizes import (
     LOG2_E,
+    SequenceLayouts,
+    SequenceLengths,
     result_layouts,
-    scale_and_softcap,
     strides_of,
 )
-from splitkv.planner.registry import kernel_named, plan_at_length, rounded_up
+from splitkv.planner.registry import (
+    kernel_named,
+    plan_at_length,
+    rounded_alike,
+    rounded_up,
+)
 from splitkv.runtime.call_cache import (
     NO_LENGTHS,
     NO_TENSOR,
@@ -62,7 +69,10 @@ SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 """
 
 
-MAX_KNOWN = 256  # layouts that launches are kept for; past it, the first are forgotten
+MAX_KNOWN = 256  # layouts that launchers are kept for; past it, the first are forgotten
+MAX_AGAIN = 64
+"""Layouts that launches alone are kept for, which are soon made. Of more of them to forget one
+takes longer than to make it, as by then it has left every cache of the processor."""
 AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 Alignment = tuple[Any, ...]
@@ -226,7 +236,7 @@ class Growing(ABC):
         else:
             plan = replace(self.planned(bucket[0], self.problem_of(bucket[1]), x), problem=problem)
         made: Any = kernel_named(plan.kernel).bind(plan, x)
-        keep(self.bound, (here, bucket), made)
+        keep(self.bound, (here, bucket), made, MAX_KNOWN)
         result: Result = made(x)
         if bucket is not None and plan.kernel in self.kernels and made.compiled is not None:
             compiled[self.types, bucket[0], made.variant()] = made.compiled
@@ -463,39 +473,14 @@ class GrowingSequences(Growing):
         # kernels of gradients are bound to a number of sequences
         self.any_batch = problem.kind == "varlen" and not problem.needs_grad
         self.latest: tuple[Any, Any] = (None, None)  # the layout, and what launches it
+        self.current = NO_SEQUENCES
 
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream; of packed operands with the greatest
         lengths."""
-        return self.serve(self.layout_of(operands), operands)
-
-    def serve(self, here: tuple[Any, ...], operands: Operands) -> Result:
-        """Launches a call, through Triton where nothing is compiled for these operands or somebody
-        observes launches.
-
-        here   of `layout_of`
-        """
-        x, bucket = operands, None
-        layout, again = self.latest
-        if again is None or layout != here:
-            again = self.known.get(here)
-            if again is not None:
-                self.latest = here, again
-            else:
-                bucket = self.bucket_of(x, here)
-                launcher = None if bucket is None else self.launcher_of(bucket, x)
-                again = None if launcher is None else launcher.at_length(x)
-                self.latest = here, again
-                if again is not None:
-                    keep(self.known, here, again)
-        if again is not None:
-            done = relaunched(again, x, *scale_and_softcap(x))
-            if done is not None:
-                if bucket is not None and here[0][1] > bucket[1][0][1] - AHEAD:
-                    self.look_ahead(layout, here, bucket, x)
-                return done if self.return_lse else (done[0], None)
-        exact = here[0], self.edges(*here[0][:2])
-        return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
+        x = operands
+        rest = (x.seqlen_q, x.seqlen_k), x.softmax_scale, x.softcap
+        return self.launch(x.q, x.k, x.v, optional_of(x), *rest)
 
     def launch(
         self,
@@ -507,55 +492,76 @@ class GrowingSequences(Growing):
         scale: float,
         softcap: float,
     ) -> Result:
-        """Launches a call without Operands where it has the latest layout.
+        """Launches a call, through Triton where nothing is compiled for it or somebody observes
+        launches.
 
         optional   the tensors behind v of Operands, in this order
         longest    the greatest lengths of packed queries and keys
         scale      of scores before they are capped
         """
-        cu_q = optional[3]
-        shapes = q_shape, k_shape = q.shape, k.shape
-        if cu_q is None:
-            lengths = q_shape[1], k_shape[1], q_shape[0]
-        else:
-            lengths = *longest, cu_q.shape[0] - 1
-        here = lengths, shapes, (q.stride(), k.stride(), v.stride())
+        here = layout_of(q, k, v, optional[3], longest)
         layout, again = self.latest
-        if again is not None and layout == here:
+        ahead = done = None
+        if again is None or layout != here:
+            again, ahead = self.launch_at(here, (q, k, v, *optional))
+        if again is not None:
             capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
             lengths_first = optional[0], *optional[3:5], *optional[1:3]
-            done: Result | None = again.call(q, k, v, *lengths_first, *optional[7:12], *capped)
-            if done is not None:
-                return done if self.return_lse else (done[0], None)
-        x = Operands(q, k, v, *optional)
-        x.seqlen_q, x.seqlen_k = lengths[:2]
-        x.softmax_scale, x.softcap = scale, softcap
-        return self.serve(here, x)
+            done = again.call(q, k, v, *lengths_first, *optional[7:12], *capped)
+        if done is None:
+            x = operands_of((q, k, v, *optional), here)
+            x.softmax_scale, x.softcap = scale, softcap
+            exact = here[0], self.edges(*here[0][:2])
+            return self.through_triton(here, self.bucket_of(x, here), self.problem_of(exact), x)
+        if ahead is not None:
+            self.make_ready(ahead, operands_of((q, k, v, *optional), here))
+        return done if self.return_lse else (done[0], None)
 
-    def layout_of(self, operands: Operands) -> tuple[Any, ...]:
-        """The layout of a call, by which what launches it is known: ((greatest lengths of queries
-        and keys, sequences), (shapes of q and k), (strides of q, k and v)). Notes the lengths of
-        sequences that are not packed in the operands."""
-        x = operands
-        q, k, starts = x.q, x.k, x.cu_seqlens_q
-        if starts is None:
-            batch, x.seqlen_q, *_ = q.shape
-            x.seqlen_k = k.shape[1]
-        else:
-            batch = starts.shape[0] - 1
-        lengths, shapes = (x.seqlen_q, x.seqlen_k, batch), (q.shape, k.shape)
-        return lengths, shapes, (q.stride(), k.stride(), x.v.stride())
+    def launch_at(self, here: Any, tensors: tuple[Any, ...]) -> tuple[Any, Bucket | None]:
+        """Finds (what launches calls of a layout, the bucket to make ready behind the call), each
+        or None, and keeps the former as `latest`.
 
-    def look_ahead(self, before: Any, here: Any, bucket: Bucket, operands: Operands) -> None:
-        """Makes a part of the next bucket ready, near the end of one, where keys grow by one.
-
-        before, here   of `layout_of`, of the call before and of this one
+        here      of `layout_of`
+        tensors   of Operands, in their order
         """
-        alignment, ((queries, keys, batch), edges) = bucket
-        now, length, sequences = here[0]
-        if before is not None and before[0] == (now, length - 1, sequences):
-            longer = (queries, rounded_up(keys + 1), batch), edges
-            self.make_ready((alignment, longer), operands)
+        before, again = self.latest[0], self.known.get(here)
+        ahead = None
+        if again is None:
+            bucket, launcher = self.in_bucket(here, tensors)
+            if launcher is not None:
+                again = launcher.at_layouts(layouts_at(here, *tensors[:4]))
+            if again is not None:
+                keep(self.known, here, again, MAX_AGAIN)
+                ahead = following(bucket, before, here[0])
+        self.latest = here, again
+        return again, ahead
+
+    def in_bucket(self, here: Any, tensors: tuple[Any, ...]) -> Any:
+        """Finds (the bucket of a layout, a launcher for it with compiled kernels), or Nones.
+
+        here, tensors   as in `launch_at`
+        """
+        (queries, keys, batch), (q_shape, _), strides = here
+        (of_queries, of_keys, of_batch), found = self.current
+        if (
+            of_queries[0] <= queries <= of_queries[1]
+            and of_keys[0] <= keys <= of_keys[1]
+            and of_batch[0] <= batch <= of_batch[1]
+            and every_one(self.problem, q_shape, strides)
+        ):
+            return found
+        x = operands_of(tensors, here)
+        bucket = self.bucket_of(x, here)
+        launcher = None if bucket is None else self.launcher_of(bucket, x)
+        if launcher is not None and bucket is not None and bucket[0] is EVERY_ONE:
+            left, right = bucket[1][1]
+            spans = (
+                step_around(queries, self.mask.window_right + 1, right),
+                step_around(keys, self.mask.window_left + 1, left),
+                rounded_alike(batch) if self.any_batch else (batch, batch),
+            )
+            self.current = spans, (bucket, launcher)
+        return bucket, launcher
 
     def bucket_of(self, operands: Operands, here: tuple[Any, ...]) -> Bucket | None:
         """The bucket of a call; None where its layout is in none, or its addresses are no multiples
@@ -583,6 +589,66 @@ class GrowingSequences(Growing):
         (queries, keys, batch), (left, right) = longest
         mask = self.mask.without(left=left, right=right)
         return replace(self.problem, batch=batch, seqlen_q=queries, seqlen_k=keys, mask=mask)
+
+
+optional_of = attrgetter(*(field.name for field in fields(Operands)[3:16]))
+"""The tensors of Operands behind q, k and v."""
+
+
+def layout_of(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: tuple[Any, Any]
+) -> tuple[Any, ...]:
+    """The layout of a call, by which what launches it is known: ((greatest lengths of queries and
+    keys, sequences), (shapes of q and k), (strides of q, k and v)).
+
+    starts    of packed queries
+    longest   of these the greatest lengths
+    """
+    shapes = q_shape, k_shape = q.shape, k.shape
+    if starts is None:
+        lengths = q_shape[1], k_shape[1], q_shape[0]
+    else:
+        lengths = *longest, starts.shape[0] - 1
+    return lengths, shapes, (q.stride(), k.stride(), v.stride())
+
+
+def operands_of(tensors: tuple[Any, ...], here: tuple[Any, ...]) -> Operands:
+    """Operands of the lengths of a layout."""
+    x = Operands(*tensors)
+    x.seqlen_q, x.seqlen_k = here[0][:2]
+    return x
+
+
+NO_SEQUENCES: tuple[tuple[Any, Any, Any], Any] = ((1, 0), (1, 0), (1, 0)), None
+"""(first and last queries, keys and sequences of a bucket), what `in_bucket` finds there: none."""
+
+
+def step_around(number: int, edge: int, within: bool) -> tuple[int, int]:
+    """(first, last) of the numbers that are rounded up alike, and that are at most `edge` if they
+    are to be within it, else more."""
+    first, last = rounded_alike(number)
+    return (first, min(last, edge)) if within else (max(first, edge + 1), last)
+
+
+def layouts_at(here: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> SequenceLayouts:
+    """The SequenceLayouts of tensors; here: of `layout_of`."""
+    (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+    total = q_shape[0] if len(q_shape) == 3 else q_shape[0] * q_shape[1]
+    lengths = SequenceLengths(queries, keys, total, batch)
+    given = None if out is None else (out.shape, out.stride())
+    return SequenceLayouts(lengths, (q_shape, of_q), (k_shape, of_k), (v.shape, of_v), given)
+
+
+def following(bucket: Bucket, before: Any, lengths: tuple[int, int, int]) -> Bucket | None:
+    """The bucket to make ready behind a call near the end of one, where keys grow by one.
+
+    before   the layout of the call before, or None
+    """
+    alignment, ((queries, keys, batch), edges) = bucket
+    now, length, sequences = lengths
+    if length <= keys - AHEAD or before is None or before[0] != (now, length - 1, sequences):
+        return None
+    return alignment, ((queries, rounded_up(keys + 1), batch), edges)
 
 
 def lengths_of_tensors(packed: bool, paged: bool, out: bool) -> dict[int, int]:
@@ -619,17 +685,25 @@ OWN_ROWS = "alibi_slopes", "q_scale", "k_scale", "v_scale"
 
 
 def pattern_of_sequences(
-    tensors: Sequence[Tensor], lengths: Mapping[int, int], rows: Collection[int] = ()
+    tensors: Sequence[Tensor],
+    lengths: Mapping[int, int],
+    rows: Collection[int] = (),
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Any:
     """The pattern of calls of attention that differ in lengths alone, and in how many sequences
     there are; None: there is none.
 
     lengths   of `lengths_of_tensors`; rows: of `rows_of_sequences`
+    scales    of queries and of keys: of each token they have a length, too, and no kernel is bound
+              to any
     """
     try:
         dims = 3 if lengths[0] == 0 else 4
         if any(len(tensors[n].shape) != dims for n in lengths):
             return None
+        for n, scale in enumerate(scales):
+            if n in lengths and scale is not None and scale.shape == tensors[n].shape[:-1]:
+                return None
         return pattern_with(tensors, lengths, rows)
     except NO_TENSOR:  # describing says what is not right
         return None
@@ -674,10 +748,10 @@ def check_of_sequences(
     return fits if fits(*tensors) else None
 
 
-def keep(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+def keep(known: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Keeps a value in the place of the first where there are many: to forget all of them at once
     takes as long as a hundred calls."""
-    while len(known) >= MAX_KNOWN:
+    while len(known) >= most:
         known.popitem(last=False)
     known[key] = value
 
@@ -750,19 +824,20 @@ def alignment_of_sequences(
 ) -> Alignment | None:
     """Finds the alignment of strides of a call of attention, those of q, k and v, and of its
     output; None where offsets inside a tile of keys may need more than 32 bits."""
-    x = operands
-    outer = inner = 0
-    for *of_batch, of_token, of_head, _ in strides:
-        inner |= of_token
-        outer |= of_head
-        if of_batch:
-            outer |= of_batch[0]
+    if every_one(problem, operands.q.shape, strides):
+        return EVERY_ONE
+    return _alignment_by_stride(problem, operands)
+
+
+def every_one(problem: Problem, q_shape: Sequence[int], strides: Sequence[Any]) -> bool:
+    """Whether strides of q, k and v, and of the output, are multiples of 16 that are not far."""
+    q, k, v = strides
+    inner = q[-3] | k[-3] | v[-3]  # of tokens, the first where these are packed
+    outer = q[0] | k[0] | v[0] | q[-2] | k[-2] | v[-2]
     row = problem.num_heads * problem.head_dim_v
-    if not (outer | inner | row | problem.head_dim_v) & 15:
-        out = row * x.q.shape[-3]  # of a sequence, or of all
-        if inner < NEAR and outer < FAR and out < FAR:
-            return EVERY_ONE
-    return _alignment_by_stride(problem, x)
+    out = row * q_shape[-3]  # of a sequence, or of all
+    aligned = not (outer | inner | row | problem.head_dim_v) & 15
+    return aligned and inner < NEAR and outer < FAR and out < FAR
 
 
 NEAR, FAR = 1 << 22, 1 << 30
@@ -781,5 +856,6 @@ def _alignment_by_stride(problem: Problem, operands: Operands) -> Alignment | No
     for tensor in (x.k, x.v):
         if MOST_KEYS * tensor.stride(-3) + tensor.stride(-2) >= 1 << 31:
             return None
-    found += [_alignment(stride) for stride in result_layouts(problem, x).out_strides]
+    out = None if x.out is None else (x.out.shape, x.out.stride())
+    found += [_alignment(stride) for stride in result_layouts(problem, x.q.shape, out).out_strides]
     return tuple(found)

@@ -22,8 +22,9 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.sequence_sizes import scale_and_softcap
 from splitkv.planner.registry import kernel_named
+from splitkv.runtime import growing_call
 from splitkv.runtime.call_cache import Launcher, Result
-from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep
+from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep, layout_of
 
 if TYPE_CHECKING:
     from splitkv.kernels.host.relaunch import Sequences
@@ -93,13 +94,14 @@ class GrowingGradients:
     def __call__(self, operands: Operands) -> Result:
         """(out, lse or None), on the current stream."""
         x = operands
-        here = self.growing.layout_of(x)
+        here = layout_of(x.q, x.k, x.v, x.cu_seqlens_q, (x.seqlen_q, x.seqlen_k))
+        x.seqlen_q, x.seqlen_k = here[0][:2]  # for the backward, too
         layout, at = self.latest
         if at is None or layout != here:
             at = self.known.get(here)
             if at is None:
                 at = self.at_length(x, here)
-                keep(self.known, here, at)
+                keep(self.known, here, at, growing_call.MAX_KNOWN)
             self.latest = here, at
         return _differentiable()(at, x) if isinstance(at, AtLength) else at(x)
 
@@ -107,10 +109,9 @@ class GrowingGradients:
         """Binds the forward of this length: a launcher of its own where its layout is in no bucket,
         or where a kernel is chosen that does not take every length.
 
-        here   of `GrowingSequences.layout_of`
+        here   of `layout_of`
         """
         x, growing = operands, self.growing
-        assert x.seqlen_q is not None and x.seqlen_k is not None, "lengths of packed sequences"
         bucket = growing.bucket_of(x, here)
         if bucket is not None:
             if bucket not in self.plans:
@@ -120,7 +121,7 @@ class GrowingGradients:
             plan, launchers = self.plans[bucket]
             if plan.kernel in SEQUENCES_GROW:
                 return AtLength(self.problem, growing, here, plan, launchers)
-        lengths = here[0], growing.edges(x.seqlen_q, x.seqlen_k)
+        lengths = here[0], growing.edges(*here[0][:2])
         exact = replace(growing.problem_of(lengths), return_lse=self.problem.return_lse)
         plan = self.plan_for(exact, x)
         made: Launcher = kernel_named(plan.kernel).bind(plan, x)

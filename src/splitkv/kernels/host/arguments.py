@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -59,8 +60,9 @@ def specialised(
 class Tail:
     """The last arguments of a kernel, which do not change from call to call while lengths do not.
 
-    alike   names of those that lengths change and Triton compiles for, as strides: what compares
-            two kernels knows that these are alike
+    alike     names of those that lengths change and Triton compiles for, as strides: what compares
+              two kernels knows that these are alike
+    lengths   names of all that `changed` is given, in its order
     """
 
     def __init__(
@@ -69,25 +71,24 @@ class Tail:
         per_call: Sequence[str],
         fixed: Mapping[str, Any],
         alike: Collection[str],
+        lengths: Sequence[str] = (),
     ) -> None:
         self.kernel, self.arguments = kernel, tail_in_order(kernel, per_call, fixed)
         self.place = {name: n for n, name in enumerate(kernel.arg_names[len(per_call) :])}
-        self.alike = alike
-        # names of arguments that a call changed, and what puts these behind all into their order
-        self.order: tuple[tuple[str, ...], Any] = ((), None)
+        self.alike, self.lengths = alike, lengths
 
     def variant(self) -> Hashable:
         """A key of the code that Triton compiles for these arguments."""
         named = zip(self.place, self.arguments, strict=True)
         return self.kernel, *specialised(self.kernel, named, self.alike)
 
-    def changed(self, arguments: Mapping[str, Any]) -> Sequence[Any]:
-        """The arguments with others in the place of these."""
-        names, (known, in_place) = tuple(arguments), self.order
-        if names != known:
-            number = {name: n for n, name in enumerate(self.place)}
-            number |= {name: len(number) + n for n, name in enumerate(names)}
-            in_place = itemgetter(*(number[name] for name in self.place))
-            self.order = names, in_place
-        made: Sequence[Any] = in_place((*self.arguments, *arguments.values()))
-        return made
+    @cached_property
+    def in_place(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """Puts those of a length, which are behind all, into the places that they are for."""
+        behind = {name: len(self.place) + n for n, name in enumerate(self.lengths)}
+        assert behind.keys() <= self.place.keys(), f"no such arguments in {[*self.place]}"
+        return itemgetter(*(self.place | behind).values())
+
+    def changed(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The arguments with others of a length in the place of these."""
+        return self.in_place((*self.arguments, *arguments))

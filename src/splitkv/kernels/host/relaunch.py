@@ -37,6 +37,7 @@ Launch = Callable[..., None]
 tensors, and for a tensor descriptor the items of its `TensorMaps`, unpacked."""
 
 MAX_MAPS = 4096  # tensor maps kept, of about 400 bytes each; past it the cache starts afresh
+MAX_OPERANDS = MAX_MAPS // 4  # of whole sequences in one layout; past it these start afresh
 _runtime = triton.knobs.runtime
 # The hooks in its own two chains, and what has been set in place of its own: without any of these
 # none is `observed`. Lists and a dict are asked sooner.
@@ -168,48 +169,65 @@ def make_maps(
     return made
 
 
-LaunchLayout = tuple[tuple[int, int, int], Sequence[Any], Sequence[Any]]
-"""(grid, tail, maps): the last arguments of a launch on the grid are always `tail`, and it takes
-operands and out as the items of these maps: (q, the columns of q behind those that v has, too), (k,
-those columns of k), (v, out)."""
+OperandBox = tuple[int, "Tile", Any]
+"""(operand, tile, box): which of (q, k, v, out) a descriptor is of, the tile that the kernel is
+compiled for, and a box, whose `layout(shape, strides)` gives both as TMA is to see them."""
+OperandMaps = tuple[dict["OperandAddresses", tuple[Any, ...]], Sequence[Layout]]
+"""(known, layouts): what the kernel takes of operands that are known by their addresses; and the
+layouts of q, k, v and out, for others."""
+LaunchLayout = tuple[tuple[int, int, int], Sequence[Any], OperandMaps]
+"""(grid, tail, maps): the last arguments of a launch on the grid are always `tail`. A plain tuple,
+as one is made for every length."""
 LaunchAt = Callable[[LaunchLayout], Launch]
 """Gives a launch, as `Sequences` has it."""
 
 
-def bind_to_descriptors(compiled: Any) -> LaunchAt | None:
-    """Binds launches of a kernel whose first arguments are descriptors, or None, and which knows no
-    ALiBi. None: no way is known. Whoever keeps one holds the kernel, see `holding`.
+def bind_to_descriptors(compiled: Any, boxes: Sequence[OperandBox | None]) -> LaunchAt | None:
+    """Binds launches of a kernel whose first arguments are descriptors, or None, of these boxes,
+    and which knows no ALiBi. None: no way is known. Whoever keeps one holds the kernel, see
+    `holding`.
     """
     calling = _calling(compiled)
     if calling is None:
         return None
     function, fixed, as_tuple = calling
 
-    def operands(maps: Sequence[Any], at: OperandAddresses) -> tuple[Any, ...]:
-        (of_q, of_q_rest), (of_k, of_k_rest), (of_v, of_out) = maps
-        q, k = of_q[at[0]], of_k[at[1]]
-        if of_q_rest is of_k_rest is NO_MAPS:
-            made = *q, None, *k, None, *of_v[at[2]], *of_out[at[3]]
-        else:
-            made = *q, *of_q_rest[at[0]], *k, *of_k_rest[at[1]], *of_v[at[2]], *of_out[at[3]]
-        return made
-
     def one_by_one(
         layout: LaunchLayout, stream: int, at: Any, memory: Any, row: Any, *args: Any
     ) -> None:
         grid, tail, maps = layout
-        at_maps, sink = operands(maps, at), row[0]
-        function(*grid, stream, *fixed, *at_maps, *memory, sink, *args, *tail)
+        operands = maps[0].get(at) or make_operand_maps(boxes, maps, at)
+        function(*grid, stream, *fixed, *operands, *memory, row[0], *args, *tail)
 
     def in_a_tuple(
         layout: LaunchLayout, stream: int, at: Any, memory: Any, row: Any, *args: Any
     ) -> None:
         grid, tail, maps = layout
-        rest = *operands(maps, at), *memory, row[0], *args, *tail
-        function(*grid, stream, *fixed, rest)
+        operands = maps[0].get(at) or make_operand_maps(boxes, maps, at)
+        function(*grid, stream, *fixed, (*operands, *memory, row[0], *args, *tail))
 
     # made for every length: less than functions of it
     return partial(partial, in_a_tuple if as_tuple else one_by_one)
+
+
+def make_operand_maps(
+    boxes: Sequence[OperandBox | None], maps: OperandMaps, at: OperandAddresses
+) -> tuple[Any, ...]:
+    """Asks the driver for maps of operands at these addresses, and keeps them as a kernel takes
+    them: each as of `TensorMaps`, or None."""
+    known, layouts = maps
+    made: list[Any] = []
+    for described in boxes:
+        if described is None:
+            made.append(None)
+        else:
+            operand, (fill, tile), box = described
+            shape, strides = box.layout(*layouts[operand])
+            made += fill(at[operand], *tile, shape, strides, 0), *shape, *strides
+    if len(known) >= MAX_OPERANDS:
+        known.clear()
+    found = known[at] = tuple(made)
+    return found
 
 
 def launch_by_name(
@@ -451,15 +469,7 @@ class JustAddresses(dict[int, tuple[Any, ...]]):
         return (address,)
 
 
-class NoMaps(dict[int, tuple[Any, ...]]):
-    """In the place of `TensorMaps`, for a kernel that takes None there."""
-
-    def __missing__(self, address: int) -> tuple[None]:
-        return NO_MAP
-
-
-NO_MAP = (None,)
-JUST_ADDRESSES, NO_MAPS = JustAddresses(), NoMaps()
+JUST_ADDRESSES = JustAddresses()
 
 
 class Tile(NamedTuple):
@@ -531,10 +541,6 @@ class MapsOfLength(dict[int, tuple[Any, ...]]):
             self.clear()
         made = self[address] = fill(address, *box, shape, strides, 0), *shape, *strides
         return made
-
-
-MapsType = type[TensorMaps] | type[MapsOfLength]
-"""What keeps the maps of a launch."""
 
 
 class Allocations:
@@ -851,7 +857,7 @@ class Sequences:
             scales = at_q_scale, at_k_scale, at_v_scale
         if out is not None:
             given |= out.data_ptr()
-        if given & 15 or observed():
+        if given & 15 or _entered or _left or (_set and observed()):
             return None
         memory, merge = self.memory, self.merge
         if out is None:

@@ -7,7 +7,7 @@ are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,43 +57,49 @@ def strides_of(x: Tensor) -> Strides:
 
 def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
     """The Strides of a tensor with such a shape and strides, as of an operand."""
-    n, h, step_n, step_h = shape[-3], shape[-2], strides[-3], strides[-2]
-    return Strides(
-        0 if len(shape) == 3 or shape[0] == 1 else strides[0],
-        0 if n == 1 and step_n == 1 else step_n,
-        0 if h == 1 else step_h,
-    )
+    if len(shape) == 3:
+        (n, h, _), (step_n, step_h, _), step_b = shape, strides, 0
+    else:
+        (b, n, h, _), (step_b, step_n, step_h, _) = shape, strides
+        if b == 1:
+            step_b = 0
+    return Strides(step_b, 0 if n == 1 and step_n == 1 else step_n, 0 if h == 1 else step_h)
 
 
 class ResultLayouts(NamedTuple):
-    """Layouts of out, as given or as it will be made, and of lse; their Strides, as kernels take
-    them."""
+    """Layouts of out, as given or as it will be made, and of lse; the items of the Strides of out,
+    as kernels take them, and those of lse between sequences and between heads."""
 
     out: Layout
     lse: Layout
-    out_strides: Strides
-    lse_strides: Strides
+    out_strides: tuple[int, int, int]
+    lse_strides: tuple[int, int]
 
 
-def result_layouts(problem: Problem, operands: Operands) -> ResultLayouts:
-    """The ResultLayouts of a call that has queries."""
-    shape, given, dim = operands.q.shape, operands.out, problem.head_dim_v
+def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None) -> ResultLayouts:
+    """The ResultLayouts of a call that has queries.
+
+    shape   of q
+    given   the layout of the caller's output, if there is one
+    """
+    dim, step_b, out, lse = problem.head_dim_v, 0, given, given
     tokens, heads = shape[-3], shape[-2]
-    step, by_head = heads * dim, dim if heads > 1 else 0
-    out: Layout
-    lse: Layout
+    step = heads * dim
     if len(shape) == 3:
-        out, lse = ((tokens, heads, dim), (step, dim, 1)), ((heads, tokens), (tokens, 1))
-        strides, lse_strides = Strides(0, step, by_head), Strides(0, 1, tokens)
+        lse = (heads, tokens), (tokens, 1)
+        if out is None:
+            out = (tokens, heads, dim), (step, dim, 1)
+        lse_strides = 0, tokens
     else:
-        batch, slab, rows = shape[0], tokens * step, heads * tokens
-        out = (batch, tokens, heads, dim), (slab, step, dim, 1)
+        batch, rows = shape[0], heads * tokens
         lse = (batch, heads, tokens), (rows, tokens, 1)
-        strides = Strides(slab if batch > 1 else 0, step, by_head)
-        lse_strides = Strides(rows, 1, tokens)
+        if out is None:
+            out = (batch, tokens, heads, dim), (tokens * step, step, dim, 1)
+            step_b = tokens * step if batch > 1 else 0
+        lse_strides = rows, tokens
+    strides = step_b, step, dim if heads > 1 else 0
     if given is not None:
-        out = given.shape, given.stride()
-        strides = strides_of_layout(*out)
+        strides = strides_of_layout(*given)
     return ResultLayouts(out, lse, strides, lse_strides)
 
 
@@ -119,27 +125,40 @@ def lengths_of(problem: Problem, operands: Operands) -> SequenceLengths:
     )
 
 
-def bytes_of_keys(problem: Problem) -> Callable[[SequenceLengths], int]:
-    """Gives what computes `Problem.kv_bytes` at other lengths, where these are on the host."""
-    of_one, num_keys = problem.bytes_of_keys(1), problem.mask.num_keys
-    return lambda lengths: of_one * num_keys(lengths.seqlen_q, lengths.seqlen_k)
+class SequenceLayouts(NamedTuple):
+    """A call but for addresses: its lengths, and the layouts of its tensors.
+
+    out   None: it will be made
+    """
+
+    lengths: SequenceLengths
+    q: Layout
+    k: Layout
+    v: Layout
+    out: Layout | None
+
+
+def layouts_of_call(problem: Problem, operands: Operands) -> SequenceLayouts:
+    """The SequenceLayouts of operands."""
+    x = operands
+    q, k, v = ((t.shape, t.stride()) for t in (x.q, x.k, x.v))
+    out = None if x.out is None else (x.out.shape, x.out.stride())
+    return SequenceLayouts(lengths_of(problem, x), q, k, v, out)
 
 
 class SequenceSizes(NamedTuple):
     """The sizes of a launch that follow from the lengths of its call.
 
     grid         programs along each axis
-    arguments    of the kernel, by name
-    total_q      tokens of q in all
-    batch        sequences
+    arguments    of the kernel, in the order in which it names them
+    lengths      SequenceLengths
     max_tokens   tokens of the longest sequences whose keys are split
     results      ResultLayouts
     """
 
     grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    total_q: int
-    batch: int
+    arguments: tuple[Any, ...]
+    lengths: SequenceLengths
     max_tokens: int
     results: ResultLayouts
 

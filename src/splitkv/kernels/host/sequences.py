@@ -23,16 +23,17 @@ from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.relaunch import (
     NO_PARTIALS,
     Allocations,
-    ItemLaunches,
     Launch,
-    MapsOfLength,
-    MapsType,
     Sequences,
-    TensorMaps,
     launch_of,
     observed,
 )
-from splitkv.kernels.host.sequence_sizes import SequenceSizes, lse_shape
+from splitkv.kernels.host.sequence_sizes import (
+    SequenceLayouts,
+    SequenceSizes,
+    layouts_of_call,
+    lse_shape,
+)
 from splitkv.kernels.schedule_items import ItemRule
 from splitkv.kernels.tile.merge import MOST_ARRIVALS, parts_a_step, rows_a_step
 
@@ -82,7 +83,7 @@ class SequenceSplits:
         """Rows of all partials of a call of these sizes."""
         if not self.rows or self.merge == "items":
             return self.rows
-        return sizes.batch * sizes.max_tokens * num_heads * (self.num_splits or 1)
+        return sizes.lengths.batch * sizes.max_tokens * num_heads * (self.num_splits or 1)
 
     @property
     def in_kernel(self) -> bool:
@@ -140,10 +141,12 @@ def scheduled_splits(problem: Problem, rule: ItemRule) -> SequenceSplits:
 
 PER_CALL_OF_COMBINE = "partial", "final", "lens_ptr", "sink_ptr"
 STRIDES_OF_OUT = "stride_ob", "stride_ot", "stride_oh"
-AT_NO_LENGTH = dict.fromkeys(("batch", "tokens", "total_q", *STRIDES_OF_OUT), 0)
+OF_LENGTHS = "batch", "tokens", "total_q", *STRIDES_OF_OUT
+AT_NO_LENGTH = dict.fromkeys(OF_LENGTHS, 0)
 
 
-class CombineLaunch(NamedTuple):
+@dataclass(frozen=True)
+class CombineLaunch:
     """`combine` bound to the partials of whole sequences.
 
     heads    of q, each with rows of its own
@@ -156,20 +159,14 @@ class CombineLaunch(NamedTuple):
     fixed: tuple[tuple[str, Any], ...]
     options: Mapping[str, Any]
 
-    def arguments(self, sizes: SequenceSizes) -> dict[str, Any]:
-        """Arguments that follow from the lengths of a call, by name."""
-        out = sizes.results.out_strides
-        return {
-            "batch": sizes.batch * sizes.max_tokens,
-            "tokens": sizes.max_tokens,
-            "total_q": sizes.total_q,
-            "stride_ob": out.b,
-            "stride_ot": out.t,
-            "stride_oh": out.h,
-        }
+    def arguments(self, sizes: SequenceSizes) -> tuple[int, ...]:
+        """Arguments that follow from the lengths of a call, in the order of OF_LENGTHS."""
+        lengths, tokens = sizes.lengths, sizes.max_tokens
+        sizes_of_lengths = lengths.batch * tokens, tokens, lengths.total_q
+        return *sizes_of_lengths, *sizes.results.out_strides
 
     def grid(self, sizes: SequenceSizes) -> tuple[int, int, int]:
-        return sizes.batch * sizes.max_tokens * self.heads, 1, self.columns
+        return sizes.lengths.batch * sizes.max_tokens * self.heads, 1, self.columns
 
     def launch(
         self, partial: Partial, final: Final, operands: Operands, sizes: SequenceSizes
@@ -181,7 +178,7 @@ class CombineLaunch(NamedTuple):
             "lens_ptr": operands.cu_seqlens_q,
             "sink_ptr": operands.sink_logits,
             **dict(self.fixed),
-            **self.arguments(sizes),
+            **dict(zip(OF_LENGTHS, self.arguments(sizes), strict=True)),
         }
         return combine[self.grid(sizes)](*in_order(combine, arguments), **self.options)
 
@@ -189,7 +186,7 @@ class CombineLaunch(NamedTuple):
         """A function that launches it again: see `Sequences`."""
         return launch_of(compiled, self.grid(sizes), self.tail.changed(self.arguments(sizes)))
 
-    @property
+    @cached_property
     def tail(self) -> Tail:
         """Its last arguments, which do not change from call to call, at no length."""
         return tail_of_combine(*self.fixed)
@@ -202,7 +199,9 @@ class CombineLaunch(NamedTuple):
 @cache
 def tail_of_combine(*fixed: tuple[str, Any]) -> Tail:
     """The Tail of a CombineLaunch."""
-    return Tail(combine, PER_CALL_OF_COMBINE, AT_NO_LENGTH | dict(fixed), STRIDES_OF_OUT)
+    return Tail(
+        combine, PER_CALL_OF_COMBINE, AT_NO_LENGTH | dict(fixed), STRIDES_OF_OUT, OF_LENGTHS
+    )
 
 
 def combine_launch(plan: Plan, splits: SequenceSplits, early: bool) -> CombineLaunch | None:
@@ -263,6 +262,7 @@ class SequenceLauncher(ABC):
     results: ResultShapes
     combine: CombineLaunch | ItemMerge | None
     compiled: tuple[Any, Any] | None = None  # the kernel and `combine`
+    memory: Allocations  # of what was compiled
     again: Sequences | None = None
 
     @cached_property
@@ -281,15 +281,15 @@ class SequenceLauncher(ABC):
         """(out, lse), whatever the problem says of a gradient or the LSE; seed: of dropout."""
 
     @abstractmethod
-    def sizes(self, operands: Operands) -> SequenceSizes:
-        """The SequenceSizes of operands."""
+    def sizes(self, layouts: SequenceLayouts) -> SequenceSizes:
+        """The SequenceSizes of a call."""
 
     @abstractmethod
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
+        self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
     ) -> Launch | None:
-        """A function that launches a compiled kernel again, as `Sequences` has it, for operands of
-        these sizes; None: Triton has to, every time. maps: what keeps those of TMA."""
+        """A function that launches a compiled kernel again, as `Sequences` has it, for calls of
+        these sizes; None: Triton has to, every time."""
 
     @property
     @abstractmethod
@@ -309,34 +309,34 @@ class SequenceLauncher(ABC):
     def keep(self, compiled: Any, merged: Any, operands: Operands) -> None:
         """Keeps what was compiled, for this launcher or another with the same `variant`, for later
         calls."""
-        self.compiled = compiled, merged
-        self.again = self.at_length(operands, TensorMaps)
+        if observed():
+            return
+        self.compiled, results = (compiled, merged), self.results
+        shapes = results.out, results.lse
+        self.memory = Allocations(None, operands.q.device, results.dtype, *shapes, 0, 0)
+        self.again = self.at_layouts(layouts_of_call(self.problem, operands))
         if self.again is None:
             self.compiled = None
 
-    def at_length(self, operands: Operands, maps: MapsType = MapsOfLength) -> Sequences | None:
-        """A launch of the compiled kernels for operands of other lengths, for whose strides Triton
+    def at_layouts(self, layouts: SequenceLayouts) -> Sequences | None:
+        """A launch of the compiled kernels for calls of other lengths, for whose strides Triton
         would compile the same; None where none is known."""
-        if self.compiled is None or observed():
+        if self.compiled is None:
             return None
-        (compiled, merged), sizes = self.compiled, self.sizes(operands)
-        launch = self.relaunch(compiled, sizes, operands, maps)
+        (compiled, merged), sizes = self.compiled, self.sizes(layouts)
+        launch = self.relaunch(compiled, sizes, layouts)
         if launch is None:
             return None
-        problem, q, merge, rows = self.problem, operands.q, None, 0
-        items: ItemLaunches | None = None
+        merge, items, partials = None, None, NO_PARTIALS
         if self.splits.rows:
-            rows = self.splits.rows_of(problem.num_heads, sizes)
+            rows = self.splits.rows_of(self.problem.num_heads, sizes)
             self.splits.expect_arrivals(sizes.grid[0])
-        if isinstance(self.combine, ItemMerge):
+            partials = workspace.layout(rows * self.problem.head_dim_v, rows)
+        if self.combine is None:
+            pass
+        elif isinstance(self.combine, ItemMerge):
             items = self.combine.relaunch_all(merged, sizes)
-        elif self.combine is not None and merged is not None:
+        elif merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        results = sizes.results.out, sizes.results.lse
-        layout = workspace.layout(rows * problem.head_dim_v, rows) if rows else NO_PARTIALS
-        if self.again is not None:
-            memory = self.again.memory
-        else:
-            shapes = results[0][0], results[1][0]
-            memory = Allocations(merge, q.device, self.results.dtype, *shapes, 0, 0)
-        return Sequences(launch, merge, items, memory, results, layout)
+        results = sizes.results
+        return Sequences(launch, merge, items, self.memory, (results.out, results.lse), partials)

@@ -225,7 +225,7 @@ def bind_products(plan: Plan, operands: Operands) -> HopperLauncher:
     }
     kv_bytes = problem.kv_bytes // 2 + bytes_of_values(problem)
     bound = bind_warpgroups(
-        *(plan, x, lambda: hopper_prefill_half, lambda _: kv_bytes), more=more, ordered_values=True
+        *(plan, x, lambda: hopper_prefill_half, kv_bytes), more=more, ordered_values=True
     )
     return HopperLauncher(plan, x, bound, refit_without_tma)
 

@@ -77,10 +77,10 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
 from splitkv.kernels.hopper.primitives.tma_ring import allocate
 from splitkv.kernels.host.sequence_sizes import (
+    SequenceLayouts,
     SequenceLengths,
     SequenceSizes,
-    bytes_of_keys,
-    lengths_of,
+    layouts_of_call,
 )
 from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
@@ -231,26 +231,29 @@ def hopper_prefill(
         merge_splits(work, results, CONFIG)
 
 
-def item_tilings_of(plan: Plan) -> Callable[[SequenceLengths, int], ItemTiling]:
-    """Gives what computes the ItemTiling of a plan for queries of such lengths, and for so many
-    bytes of keys and values as they are multiplied.
+def item_tilings_of(plan: Plan, kv_bytes: int) -> Callable[[SequenceLengths], ItemTiling]:
+    """Gives what computes the ItemTiling of a plan for queries of such lengths.
 
     Lanes go together, as many as have their keys and values in half of the L2, which is in two
     halves that hold the same.
+
+    kv_bytes   of the plan's keys and values as they are multiplied
     """
     problem, config = plan.problem, plan.config
     pack, tile_m, batch = packed_heads(problem, config), config.tile_m, problem.batch
     heads, lanes_of_group = problem.num_heads // pack, problem.group // pack
     lanes, packed = (heads, True) if problem.kind == "varlen" else (batch * heads, False)
-    room = plan.device.l2_bytes // 2 * batch * problem.num_kv_heads
+    width = lanes
+    if not packed:
+        room = plan.device.l2_bytes // 2 * batch * problem.num_kv_heads
+        width = max(1, min(room // max(kv_bytes, 1) * lanes_of_group, lanes))
     further_splits, cut_tokens_of = config.num_splits - 1, problem.cut_tokens_of
 
-    def tiling(lengths: SequenceLengths, kv_bytes: int) -> ItemTiling:
+    def tiling(lengths: SequenceLengths) -> ItemTiling:
         if packed:
-            tiles, width = lengths.total_q * pack // tile_m + lengths.batch + 1, lanes
+            tiles = lengths.total_q * pack // tile_m + lengths.batch + 1
         else:
             tiles = ceil_div(lengths.seqlen_q * pack, tile_m)
-            width = max(1, min(room // max(kv_bytes, 1) * lanes_of_group, lanes))
         items = tiles * lanes
         if further_splits:  # of the row tiles whose keys are split
             row_tiles = ceil_div(cut_tokens_of(lengths.seqlen_q) * pack, tile_m)
@@ -264,35 +267,35 @@ def bind_warpgroups(
     plan: Plan,
     operands: Operands,
     kernel: Callable[[], Any],
-    kv_bytes: Callable[[SequenceLengths], int],
+    kv_bytes: int,
     *,
     more: dict[str, Any] | None = None,
     ordered_values: bool = False,
 ) -> BoundKernel:
     """Binds `hopper_prefill`, or `hopper_prefill_half`, which takes `more` arguments.
 
-    kv_bytes         of keys and values as they are multiplied, at these lengths
+    kv_bytes         of keys and values as they are multiplied
     ordered_values   V is in order, where K is in pages
     """
     problem, config, variant = plan.problem, plan.config, plan.config.variant
     assert isinstance(variant, HopperPrefill), f"expected a variant, got {plan}"
     pack, splits = packed_heads(problem, config), sequence_splits(plan)
-    by_lane, schedule, tiling = problem.kind != "varlen", None, item_tilings_of(plan)
+    schedule, tiling = None, item_tilings_of(plan, kv_bytes)
     if config.schedule == "items":
         schedule = ItemSchedule(plan, rule_of(plan, pack, ROWS.value), operands.q.is_cuda)
         splits = scheduled_splits(problem, schedule.rule)
 
-    def sizes(x: Operands) -> SequenceSizes:
-        lengths = lengths_of(problem, x)
+    def sizes(layouts: SequenceLayouts) -> SequenceSizes:
+        lengths = layouts.lengths
         if schedule is None:
-            tiled = tiling(lengths, kv_bytes(lengths) if by_lane else 0)
+            tiled = tiling(lengths)
         else:
             entries, lanes = schedule.entries(lengths), schedule.rule.lanes
             tiled = ItemTiling(entries, lanes, lanes, entries * lanes)
         programs = min(tiled.items, config.programs or tiled.items)
-        return hopper_sizes(problem, x, lengths, tiled, (programs, 1, 1), schedule)
+        return hopper_sizes(problem, layouts, tiled, (programs, 1, 1), schedule)
 
-    splits.expect_arrivals(sizes(operands).grid[0])
+    splits.expect_arrivals(sizes(layouts_of_call(problem, operands)).grid[0])
     num_warps = ROWS.value // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
     own, mma_roles = variant.out == "own_tiles", config.tile_m // ROWS.value
@@ -333,5 +336,5 @@ def bind_warpgroups(
 
 def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     """`hopper_prefill` and `combine` bound to one plan and one memory layout."""
-    bound = bind_warpgroups(plan, operands, lambda: hopper_prefill, bytes_of_keys(plan.problem))
+    bound = bind_warpgroups(plan, operands, lambda: hopper_prefill, plan.problem.kv_bytes)
     return HopperLauncher(plan, operands, bound, refit)

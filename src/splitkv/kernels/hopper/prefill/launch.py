@@ -21,19 +21,18 @@ from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.relaunch import (
-    NO_MAPS,
     Launch,
     LaunchAt,
-    MapsType,
-    Tile,
+    OperandBox,
     bind_to_descriptors,
     in_clusters,
     tile_of,
 )
 from splitkv.kernels.host.sequence_sizes import (
-    SequenceLengths,
+    SequenceLayouts,
     SequenceSizes,
     bounds_of,
+    layouts_of_call,
     result_layouts,
     scale_and_softcap,
 )
@@ -59,7 +58,7 @@ class BoundKernel(NamedTuple):
     """A kernel for whole sequences bound to one plan and one memory layout.
 
     kernel         gives the jit function
-    sizes          SequenceSizes of operands
+    sizes          gives SequenceSizes of a call; their arguments are SIZES
     fixed          the arguments that never change, by name
     num_warps      of the first role; the others are the kernel's own
     boxes          of operands and out, by the names of descriptors
@@ -70,7 +69,7 @@ class BoundKernel(NamedTuple):
     """
 
     kernel: Callable[[], Any]
-    sizes: Callable[[Operands], SequenceSizes]
+    sizes: Callable[[SequenceLayouts], SequenceSizes]
     fixed: dict[str, Any]
     num_warps: int
     boxes: dict[str, Box | None]
@@ -114,20 +113,6 @@ OPERAND_OF = dict(zip(DESCRIPTORS, (0, 0, 1, 1, 2, 3), strict=True))
 """The numbers of what a descriptor is of: q, k, v and out."""
 
 
-class DescribedBox(NamedTuple):
-    """A box, and the tile that a kernel is compiled for.
-
-    number, operand   of the descriptor, and of what it is of
-    alike             both of the first that has the same box and tile
-    """
-
-    number: int
-    operand: int
-    box: Box
-    tile: Tile
-    alike: tuple[int, int]
-
-
 def box_descriptor(x: Any, box: Box) -> TensorDescriptor:
     """x [(batch,) tokens, heads, dim] as TMA is to see it, in boxes [1, tokens, heads, dim]."""
     (shape, strides), size = box.layout(x.shape, x.stride()), x.element_size()
@@ -164,12 +149,12 @@ def boxes_of_plan(
 
 class ItemTiling(NamedTuple):
     """The row tiles of a launch: of a lane, lanes, lanes that go together, and, of all lanes, row
-    tiles and the further splits of their keys."""
+    tiles and the further splits of their keys; None: a program has one."""
 
     tiles: int
     lanes: int
     width: int
-    items: int
+    items: Any
 
 
 def hopper_size_arguments(
@@ -189,38 +174,32 @@ def hopper_size_arguments(
     }
 
 
+SIZES = (
+    *("seqlen_q", "seqlen_k", "total_q", "batch", "stride_lse_b", "stride_lse_h"),
+    *("tiles", "lanes", "width", "items", "max_tokens", "stride_ob", "stride_ot", "stride_oh"),
+)
+"""The arguments that lengths change, in the order of `hopper_sizes`."""
+
+
 def hopper_sizes(
     problem: Problem,
-    operands: Operands,
-    lengths: SequenceLengths,
+    layouts: SequenceLayouts,
     tiling: ItemTiling,
     grid: tuple[int, int, int],
     schedule: ItemSchedule | None = None,
 ) -> SequenceSizes:
-    """The SequenceSizes of operands; the arguments are those that `hopper_size_arguments` leaves
+    """The SequenceSizes of a call; the arguments are those that `hopper_size_arguments` leaves
     out."""
-    results = result_layouts(problem, operands)
-    out, lse = results.out_strides, results.lse_strides
-    max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
-    if schedule is not None:
+    lengths, results = layouts.lengths, result_layouts(problem, layouts.q[0], layouts.out)
+    if schedule is None:
+        max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
+    else:
         max_tokens = schedule.rule.short
-    arguments = {
-        "seqlen_q": lengths.seqlen_q,
-        "seqlen_k": lengths.seqlen_k,
-        "total_q": lengths.total_q,
-        "batch": lengths.batch,
-        "stride_lse_b": lse.b,
-        "stride_lse_h": lse.h,
-        "tiles": tiling.tiles,
-        "lanes": tiling.lanes,
-        "width": tiling.width,
-        "items": tiling.items,
-        "max_tokens": max_tokens,
-        "stride_ob": out.b,
-        "stride_ot": out.t,
-        "stride_oh": out.h,
-    }
-    return SequenceSizes(grid, arguments, lengths.total_q, lengths.batch, max_tokens, results)
+    arguments = (
+        *(*lengths, *results.lse_strides, *tiling, max_tokens),
+        *results.out_strides,
+    )
+    return SequenceSizes(grid, arguments, lengths, max_tokens, results)
 
 
 def page_size(problem: Problem) -> int:
@@ -246,11 +225,12 @@ class HopperLauncher(SequenceLauncher):
     ) -> None:
         self.plan, self.problem, self.device = plan, plan.problem, plan.device
         self.bound, self.refit, self.splits = bound, refit, bound.splits
-        self.first_sizes = bound.sizes(operands)
+        self.first_sizes = bound.sizes(layouts_of_call(plan.problem, operands))
+        self.fixed = bound.fixed | dict(zip(SIZES, self.first_sizes.arguments, strict=True))
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.PrefillLauncher | None = None
-        # what is compiled; of that: see `launches_of`
-        self.launches: tuple[Any, LaunchAt | None, list[DescribedBox]] = (None, None, [])
+        # what is compiled, and what binds launches of that
+        self.launches: tuple[Any, LaunchAt | None] = (None, None)
         early = launches_early(bound.splits, operands)
         self.combine: CombineLaunch | ItemMerge | None
         if bound.schedule is None:
@@ -289,8 +269,7 @@ class HopperLauncher(SequenceLauncher):
             "scale_ptrs": ScalePointers(x.q_scale, x.k_scale, x.v_scale),
             "scale": scale,
             "softcap": softcap,
-            **self.bound.fixed,
-            **self.first_sizes.arguments,
+            **self.fixed,
         }
         made = self.start(arguments)
         if isinstance(self.combine, ItemMerge):
@@ -327,13 +306,12 @@ class HopperLauncher(SequenceLauncher):
         clustered[grid](*given)
         return clustered
 
-    def sizes(self, operands: Operands) -> SequenceSizes:
-        return self.bound.sizes(operands)
+    def sizes(self, layouts: SequenceLayouts) -> SequenceSizes:
+        return self.bound.sizes(layouts)
 
     @cached_property
     def tail(self) -> Tail:
-        fixed = self.bound.fixed | self.first_sizes.arguments
-        return Tail(self.bound.kernel(), PER_CALL, fixed, ())
+        return Tail(self.bound.kernel(), PER_CALL, self.fixed, (), SIZES)
 
     def variant(self) -> Hashable:
         bound, merge = self.bound, None if self.combine is None else self.combine.variant()
@@ -341,42 +319,25 @@ class HopperLauncher(SequenceLauncher):
         return self.tail.variant(), (bound.num_warps, parts), merge
 
     def relaunch(
-        self, compiled: Any, sizes: SequenceSizes, operands: Operands, maps: MapsType
+        self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
     ) -> Launch | None:
-        launch_at, boxes = self.launches_of(compiled)
+        known, launch_at = self.launches
+        if known is not compiled:
+            launch_at = bind_to_descriptors(compiled, self.boxes_of(compiled))
+            self.launches = compiled, launch_at
         if launch_at is None:
             return None
-        q, k, v = operands.q, operands.k, operands.v
-        layouts = (
-            (q.shape, q.stride()),
-            (k.shape, k.stride()),
-            (v.shape, v.stride()),
-            sizes.results.out,
-        )
-        made: list[Any] = [NO_MAPS] * len(DESCRIPTORS)
-        for number, operand, box, tile, (alike, of_alike) in boxes:
-            shape, strides = layout = layouts[operand]
-            if alike < number and layouts[of_alike] == layout:
-                made[number] = made[alike]
-            else:
-                made[number] = maps(tile, *box.layout(shape, strides))
-        of_each = made[:2], made[2:4], made[4:]
-        return launch_at((sizes.grid, self.tail.changed(sizes.arguments), of_each))
+        of_tensors = layouts.q, layouts.k, layouts.v, sizes.results.out
+        return launch_at((sizes.grid, self.tail.changed(sizes.arguments), ({}, of_tensors)))
 
-    def launches_of(self, compiled: Any) -> tuple[LaunchAt | None, list[DescribedBox]]:
-        """Finds what binds launches of the compiled kernel, and the boxes that it has."""
-        known, launch_at, boxes = self.launches
-        if known is not compiled:
-            launch_at, boxes = bind_to_descriptors(compiled), []
-            for number, (name, box) in enumerate(self.bound.boxes.items()):
-                if box is None:
-                    continue
-                tile, operand = tile_of(compiled, len(boxes)), OPERAND_OF[name]
-                first = [x[:2] for x in boxes if (x.box, x.tile) == (box, tile)]
-                same = first[0] if first else (number, operand)
-                boxes.append(DescribedBox(number, operand, box, tile, same))
-            self.launches = compiled, launch_at, boxes
-        return launch_at, boxes
+    def boxes_of(self, compiled: Any) -> list[OperandBox | None]:
+        """The boxes of the compiled kernel's descriptors, in their order."""
+        boxes: list[OperandBox | None] = []
+        count = 0
+        for name, box in self.bound.boxes.items():
+            boxes.append(box and (OPERAND_OF[name], tile_of(compiled, count), box))
+            count += box is not None
+        return boxes
 
     def without_tma(self, operands: Operands) -> prefill.PrefillLauncher:
         """The kernel for any GPU, by the plan for addresses that this one does not fit."""

@@ -59,6 +59,7 @@ from splitkv.kernels.hopper.prefill.launch import (
     BoundKernel,
     Box,
     HopperLauncher,
+    ItemTiling,
     boxes_of_plan,
     hopper_size_arguments,
     hopper_sizes,
@@ -85,7 +86,11 @@ from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.primitives.tma_ring import allocate, arrivals
-from splitkv.kernels.host.sequence_sizes import SequenceSizes, bytes_of_keys, lengths_of
+from splitkv.kernels.host.sequence_sizes import (
+    SequenceLayouts,
+    SequenceSizes,
+    layouts_of_call,
+)
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads
 from splitkv.kernels.limits.hopper_prefill_quantised import (
@@ -379,19 +384,17 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     by_grid = variant.items == "by_grid"
     cluster = config.merge == "cluster"
     assert by_grid or not cluster, "a cluster has the splits of one row tile"
-    tiling, kv_bytes = item_tilings_of(plan), bytes_of_keys(problem)
+    tiling = item_tilings_of(plan, problem.kv_bytes)
 
-    def sizes(x: Operands) -> SequenceSizes:
-        lengths = lengths_of(problem, x)
-        tiled = tiling(lengths, kv_bytes(lengths))
+    def sizes(layouts: SequenceLayouts) -> SequenceSizes:
+        lengths = layouts.lengths
+        tiled = tiling(lengths)
         programs = min(tiled.items, config.programs or tiled.items)
         places = grid_of_places(plan, lengths.batch) if by_grid else None
         grid, items = places or ((programs, 1, 1), tiled.items)
-        found = hopper_sizes(problem, x, lengths, tiled, grid)
-        found.arguments["items"] = items
-        return found
+        return hopper_sizes(problem, layouts, ItemTiling(*tiled[:3], items), grid)
 
-    splits.expect_arrivals(sizes(operands).grid[0])
+    splits.expect_arrivals(sizes(layouts_of_call(problem, operands)).grid[0])
     num_warps = config.tile_m // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
     cluster_size = PAIR.value if cluster else 0
