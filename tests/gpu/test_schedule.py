@@ -141,6 +141,42 @@ def test_random_mixes(kernel: str, chunk: int, monkeypatch: pytest.MonkeyPatch) 
         check(problem, seed=seed, device=DEVICE, run=run, lengths=lengths)
 
 
+@pytest.mark.parametrize("codec", [AS_IS, Codec("fp8", "head"), Codec("int8", "token")], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sequences_end_at_every_key_of_a_tile(kernel: str, codec: Codec, head_dim: int) -> None:
+    """What is behind them is NaN; programs go from one to the next, and no box is left out that has
+    a key."""
+    lengths = random.Random(head_dim).sample(range(196), 196)
+    sizes = {"batch": len(lengths), "head_dim": head_dim, "head_dim_v": head_dim}
+    problem = replace(SERVING, seqlen_k=200, codec=codec, **sizes)
+    plan = scheduled(problem, kernel, "head_ranges")
+    plan = replace(plan, config=replace(plan.config, programs=23))
+
+    def run(problem: Problem, call: Call) -> tuple[Tensor, Any]:
+        return splitkv.decode(**call, plan=plan)
+
+    check(problem, device=DEVICE, run=run, lengths=lengths)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_boxes_without_keys_hold_what_was_there(kernel: str) -> None:
+    """A program whose tiles were NaN a moment ago goes on with short sequences."""
+    lengths = [700 if n % 4 == 0 else n % 131 for n in range(160)]
+    problem = replace(SERVING, batch=len(lengths), seqlen_k=700)
+    plan = scheduled(problem, kernel, "head_ranges")
+    plan = replace(plan, config=replace(plan.config, programs=7))
+    call = make_operands(problem, device=DEVICE, lengths=lengths)
+    wanted = splitkv.decode(**call, plan=plan)
+    for name in ("k_cache", "v_cache"):
+        call[name][::4] = torch.nan
+    found = splitkv.decode(**call, plan=plan)
+    assert found[0][::4].isnan().all()
+    for n in (1, 2, 3):
+        for x, y in zip(found, wanted, strict=True):
+            assert torch.equal(x[n::4], y[n::4])
+
+
 def replay_with(
     other: Call, call: Call, start: Callable[[], None], results: tuple[Tensor, Tensor]
 ) -> None:

@@ -15,6 +15,7 @@ from splitkv.core.device import GPUS
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import SPLIT_TILES
 from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
 
 # The interpreter uses what NumPy will drop.
@@ -51,10 +52,20 @@ def walked(plan: Plan, starts: list[list[int]], tiles: Sequence[int]) -> list[sc
         while left > 0:
             count = min(len(range(tile, tiles[b], by)), left)
             found.append(schedules.Split(program, b, head_tile, tile, count, by))
-            left, tile, head_tile = left - count, 0, head_tile + 1
+            left, tile, head_tile = left - count - SPLIT_TILES, 0, head_tile + 1
             if head_tile == head_tiles_of_share(plan):
                 b, head_tile = b + 1, 0
     return found
+
+
+def expect_shares_alike(plan: Plan, found: Sequence[schedules.Split], tiles: Sequence[int]) -> None:
+    """No program has more than its part of all tiles and of what splits cost."""
+    programs = plan.config.programs
+    most = -(-sum(n + SPLIT_TILES for n in tiles) * head_tiles_of_share(plan) // programs)
+    for program in range(programs):
+        own = [x for x in found if x.program == program]
+        after_another = max(len(own) - 1, 0)
+        assert sum(x.count for x in own) + SPLIT_TILES * after_another <= most
 
 
 def hold(plan: Plan, lengths: Sequence[int]) -> None:
@@ -68,9 +79,9 @@ def hold(plan: Plan, lengths: Sequence[int]) -> None:
         expected = schedules.proportional(tiles, config.programs)
     else:
         expected = schedules.ranges(tiles, head_tiles_of_share(plan), config.programs)
-        counts = [start[4] for start in starts]
-        assert max(counts) - min(counts) <= 1
     assert found == expected
+    if config.schedule != "proportional":
+        expect_shares_alike(plan, found, tiles)
     schedules.expect_cover(found, tiles, head_tiles_of_share(plan))
     for b, _, _, _, count, of_sequence, keys, _ in starts:
         assert count == 0 or (of_sequence, keys) == (tiles[b], lengths[b])
@@ -101,7 +112,7 @@ def test_every_tile_is_one_programs(
 
 
 @pytest.mark.parametrize("schedule", ["ranges", "head_ranges", "proportional"])
-@pytest.mark.parametrize("batch", [1, 600])
+@pytest.mark.parametrize("batch", [1, 128, 129, 600])
 def test_large_batches(schedule: str, batch: int) -> None:
     """More sequences than are looked at at a time, and lengths of all sizes."""
     lengths = torch.randint(0, 300, (batch,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -117,12 +128,17 @@ def test_sequences_as_long_as_there_can_be(schedule: str) -> None:
     tiles = [-(-n // 16) for n in lengths]
     starts = starts_of(plan, lengths)
     head_tiles = head_tiles_of_share(plan)
-    total = sum(tiles) * head_tiles
-    assert sum(start[4] for start in starts) == total
-    for program, (b, head_tile, tile, *_) in enumerate(starts):
-        each, more = divmod(total, 100)
-        first = program * each + min(program, more)
-        assert first == (sum(tiles[:b]) * head_tiles) + head_tile * tiles[b] + tile
+    of_head_tile = [SPLIT_TILES + n for n in tiles]
+    total = sum(of_head_tile) * head_tiles
+    each, more = divmod(total, 100)
+    firsts = [n * each + min(n, more) for n in range(101)]
+    for first, last, (b, head_tile, tile, _, count, *_) in zip(
+        firsts, firsts[1:], starts, strict=False
+    ):
+        begin = sum(of_head_tile[:b]) * head_tiles + head_tile * of_head_tile[b]
+        found = begin + SPLIT_TILES + tile
+        assert found == (first if tile else max(first, begin + SPLIT_TILES))
+        assert found + count == last
 
 
 def test_the_same_lengths_give_the_same_schedule() -> None:

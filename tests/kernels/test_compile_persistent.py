@@ -23,6 +23,7 @@ from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.problem import Problem
 from splitkv.core.variants import Plain
 from splitkv.kernels import records
+from splitkv.kernels.hopper.decode.kernel import BOX_AT_END
 from splitkv.kernels.limits import decode_split, hopper_decode_split
 from splitkv.planner.legality import expect_config
 from splitkv.planner.policies.appending import MOST_DIM_IN_8_BITS
@@ -162,11 +163,17 @@ def test_programs_for_hopper(values: cases.Values) -> None:
     room = plan.device.smem_per_sm // (kernel.shared_bytes + 1024)
     together = min(values["programs_per_sm"], room)
     assert kernel.registers * 32 * kernel.num_warps * together <= 65536
+    if together == 2 and hopper_decode_split.spares_registers(plan.problem, plan.config):
+        beside = 4 * 32 * MOST_REGISTERS["combine_slots"]
+        assert 2 * kernel.registers * 32 * kernel.num_warps + beside <= 65536, "the merge has room"
     for word in ("setmaxnreg.inc", "cp.async.bulk.tensor.5d", "mbarrier.try_wait", "mma.sync"):
         assert word in kernel.ptx, word
     assert "wgmma" not in kernel.ptx and "barrier.cluster" not in kernel.ptx
     of_keys = plan.problem.codec.granularity == "token"
     assert ("cp.async.c" in kernel.ptx) == of_keys, "else by TMA alone"
+    if isinstance(plan.problem.place, Contiguous):
+        boxes = plan.config.tile_n // BOX_AT_END
+        assert kernel.ptx.count("cp.async.bulk.tensor.5d") == 2 * boxes, "a sequence ends in any"
 
 
 # --- new tokens --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitkv.core.masks import Mask
+from splitkv.core.tiles import SPLIT_TILES
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,24 @@ def num_tiles(mask: Mask, keys: int, seqlen_q: int, tile_n: int) -> int:
 
 
 def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> list[Split]:
-    """The splits of all programs by contiguous ranges; tiles [batch], one at least."""
+    """The splits of all programs by contiguous ranges; tiles [batch], one at least. What a split
+    costs stands before its tiles."""
     places = [
-        (b, h, tile) for b, n in enumerate(tiles) for h in range(head_tiles) for tile in range(n)
+        (b, h, tile)
+        for b, n in enumerate(tiles)
+        for h in range(head_tiles)
+        for tile in range(-SPLIT_TILES, n)
     ]
     each, more = divmod(len(places), programs)
     found, first = [], 0
     for program in range(programs):
         own = places[first : first + each + (program < more)]
         first += len(own)
-        for b, h in dict.fromkeys((b, h) for b, h, _ in own):
-            mine = [tile for place_b, place_h, tile in own if (place_b, place_h) == (b, h)]
+        tiles_of: dict[tuple[int, int], list[int]] = {}
+        for b, h, tile in own:
+            if tile >= 0:
+                tiles_of.setdefault((b, h), []).append(tile)
+        for (b, h), mine in tiles_of.items():
             found.append(Split(program, b, h, mine[0], len(mine)))
     return found
 

@@ -6,6 +6,10 @@ from splitkv.core.kv import Paged
 from splitkv.core.problem import Problem
 
 WIDE = 64  # packed rows of a tile of decode on Hopper that a warpgroup multiplies by wgmma
+# What a split costs beside its tiles, in tiles, where a schedule of the step shares them out: its
+# q, its result and the wait for its first keys. Of 0, 1/4, 1/2, 1, 2, 3 and 4 the fastest over
+# mixes of lengths: measurements/mixes.md.
+SPLIT_TILES = 1
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -6,7 +6,8 @@ how many there are; all else is finished by the programs themselves.
 
 Shapes      partials: acc [slots, rows, head_dim_v], m and l [slots, rows], fp32; two slots a
             program: see tile/walk.py; out, lse: as in Final
-Grid        (groups * rows a slot / TILE_R, programs, head_dim_v / TILE_V); most end at once
+Grid        (groups * rows a slot / TILE_R, programs, head_dim_v / TILE_V); most have nothing to
+            merge and end at once, before decode_persistent has
 Traffic     reads every partial once, writes out once; counted where they are written
 Numerics    fp32 throughout, base-2 exponentials; splits are merged in order, so bits do not vary
 Limits      those of decode_persistent
@@ -121,8 +122,10 @@ def combine_slots(
     step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
     # all that it reads was there before decode_persistent
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
-    if AFTER == "early":  # before any return: this grid must not end before decode_persistent does
-        tl.extra.cuda.gdc_wait()
+    if AFTER == "early":  # one program waits anyway: this grid ends after decode_persistent
+        is_first = tl.program_id(0) + program + tl.program_id(2) == 0
+        if is_first | (start.merged > 0):
+            tl.extra.cuda.gdc_wait()
     if start.merged == 0:
         return
     head_tile = group * head_tiles + start.head_tile

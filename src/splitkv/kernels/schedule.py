@@ -8,10 +8,10 @@ host, and the buffer has one size whatever the lengths are: a graph may hold it.
 
 Shapes      lens [batch] int32, 0 included; starts [programs, 8] int32
 Grid        (programs,); each goes through the whole batch, `SEQUENCES` at a time
-Traffic     the lengths, twice a program; 32 bytes a program of decode are written
+Traffic     the lengths, once or twice a program; 32 bytes a program of decode are written
 Numerics    integers: the same lengths give the same schedule
-Limits      head tiles * tiles of the batch below 2^31; proportional: programs above the batch; as
-            many sink tokens for every sequence
+Limits      head tiles * (tiles and splits of the batch) below 2^31; proportional: programs above
+            the batch; as many sink tokens for every sequence
 """
 
 from __future__ import annotations

@@ -71,19 +71,32 @@ def bulk_bytes(stages: int, tile_n: int, heads: int) -> int:
 
 BARRIER_BYTES, SCRATCH_BYTES = 8, 2048  # of shared memory: a stage; sums across warps
 RESERVED_BYTES = 1024  # of each program, by CUDA
+MERGING = REGISTERS_PER_SM // 4  # registers for programs of `combine_slots`, four of them
 
 
 def most_registers(problem: Problem, config: Config, device: Device) -> int:
     """Registers of a thread, on average, where there is a producer warp: what as many programs as
     an SM has shared memory for leave each. Triton fills its warps up to four. Beside 8 bits a
-    fourth program would have threads spill, by a schedule a third, and no more run than it has."""
+    fourth program would have threads spill, by a schedule a third, and no more run than it has.
+    Beside two of that programs of the merge may find room."""
+    registers = REGISTERS_PER_SM
     held = device.smem_per_sm // (shared_bytes(problem, config) + RESERVED_BYTES)
     most = 4 if problem.codec == AS_IS else 3
     if config.schedule in SCHEDULED:
         groups = problem.num_kv_heads * ceil_div(problem.rows, config.tile_m)
         groups = 1 if config.schedule == "ranges" else groups
         most = min(2, ceil_div(groups * config.programs, device.num_sms))
-    return REGISTERS_PER_SM // (256 * max(1, min(held, most))) // 8 * 8
+        if min(held, most) == 2 and spares_registers(problem, config):
+            registers -= MERGING
+    return registers // (256 * max(1, min(held, most))) // 8 * 8
+
+
+def spares_registers(problem: Problem, config: Config) -> bool:
+    """Whether programs by a schedule do with fewer registers and no thread spills: of 16 bits and
+    few rows, which were timed."""
+    small = config.tile_m == 16 and max(problem.head_dim, problem.head_dim_v) <= 128
+    plain = problem.codec == AS_IS and not config.appends
+    return small and plain and config.schedule == "head_ranges"
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:

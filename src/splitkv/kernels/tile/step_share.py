@@ -3,16 +3,18 @@
 Computes, for program p of P, a Start (walk.py). With T[b] the tiles that sequence b visits, one at
 least, and H the head tiles that a share goes through:
 
-    range_share         the tiles of all sequences and head tiles, one behind the other, are
-                        W = H * sum_b T[b]; program p has those from p * (W / P) on, in whole tiles:
-                        each as many as any other, or one more
+    range_share         every head tile of sequence b is C + T[b] places: C that a split costs
+                        (`SPLIT_TILES`), then its tiles. All of them, one behind the other, are
+                        W = H * sum_b (C + T[b]); program p has the tiles among those from
+                        p * (W / P) on: each as many places as any other, or one more
     proportional_share  sequence b has splits in proportion to T[b], rounded up; split s of n has
                         the tiles s, s + n, s + 2n, ...; those of about the greatest size come
                         first, then those of about half of it, and so on: one a program
 
 Every program can find its own share, so that decode needs no launch before it; all of them find it
-by the same functions, whoever asks. A program goes through the lengths twice, so many at a time as
-there are `lanes`. All are integers: the same lengths give the same shares.
+by the same functions, whoever asks. A program goes through the lengths so many at a time as there
+are `lanes`, and twice; for ranges once, where all of them are as many. All are integers: the same
+lengths give the same shares.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ import triton
 import triton.language as tl
 
 from splitkv.kernels.compile_time import CompileTimeRecord
-from splitkv.kernels.tile.walk import Start, counted_tiles, keys_of_step, load_start
+from splitkv.kernels.tile.walk import (
+    SPLIT_TILES,
+    Start,
+    counted_tiles,
+    keys_of_step,
+    load_start,
+)
 
 SEQUENCES = tl.constexpr(128)  # that a program looks at at a time
 CLASSES = tl.constexpr(4)  # of sizes of splits, each of half as many tiles as the one before
@@ -71,48 +79,68 @@ def tiles_of_sequence(step, sequence, here, TILE_N: tl.constexpr):
 
 @triton.jit
 def first_of_range(p, each, more):
-    """The first tile of program p where programs have `each` tiles, the first `more` one more."""
+    """The first place of program p where programs have `each`, the first `more` one more."""
     return p * each + tl.minimum(p, more)
 
 
 @triton.jit
-def program_of_tile(tile, each, more):
-    """The program that has a tile."""
-    behind = tile - more * (each + 1)
-    return tl.where(behind < 0, tile // (each + 1), more + behind // tl.maximum(each, 1))
+def program_of_place(place, each, more):
+    """The program that has a place."""
+    behind = place - more * (each + 1)
+    return tl.where(behind < 0, place // (each + 1), more + behind // tl.maximum(each, 1))
+
+
+@triton.jit
+def places_of_sequences(step, offs_b, TILE_N: tl.constexpr):
+    """Places that sequences `offs_b` take in all of their head tiles, 0 beyond the batch."""
+    tiles = tiles_of_sequences(step, offs_b, TILE_N)
+    return tl.where(offs_b < step.batch, (tiles + SPLIT_TILES) * step.head_tiles, 0)
+
+
+@triton.jit
+def behind_place(places, end, place):
+    """(Sequences, their places) of those of [.] places that end where a place is, or before."""
+    behind = (end <= place) & (places > 0)
+    return tl.sum(behind.to(tl.int32), 0), tl.sum(tl.where(behind, places, 0), 0)
 
 
 @triton.jit
 def range_share(step, program, lanes, TILE_N: tl.constexpr):
-    """The Start of a program that has a range of all tiles."""
-    total = tiles_of_batch(step, lanes, TILE_N) * step.head_tiles
-    each = total // step.programs
-    more = total % step.programs
-    first = first_of_range(program, each, more)
-    count = first_of_range(program + 1, each, more) - first
+    """The Start of a program that has a range of all places."""
+    if step.batch <= lanes.shape[0]:
+        places = places_of_sequences(step, lanes, TILE_N)
+        total = tl.sum(places, 0)
+        each, more = total // step.programs, total % step.programs
+        first = first_of_range(program, each, more)
+        sequence, begin = behind_place(places, tl.cumsum(places, 0), first)
+    else:
+        tiles = tiles_of_batch(step, lanes, TILE_N)
+        total = (tiles + step.batch * SPLIT_TILES) * step.head_tiles
+        each, more = total // step.programs, total % step.programs
+        first = first_of_range(program, each, more)
+        sequence = program * 0
+        begin = program * 0
+        before = program * 0
+        for passed in range(0, step.batch, lanes.shape[0]):
+            places = places_of_sequences(step, passed + lanes, TILE_N)
+            many, theirs = behind_place(places, before + tl.cumsum(places, 0), first)
+            sequence += many
+            begin += theirs
+            before += tl.sum(places, 0)
+    last = first_of_range(program + 1, each, more)
 
-    # the sequence that a range starts in, and where that begins
-    sequence = program * 0
-    begin = program * 0
-    before = program * 0
-    for passed in range(0, step.batch, lanes.shape[0]):
-        offs_b = passed + lanes
-        tiles_b = tiles_of_sequences(step, offs_b, TILE_N) * step.head_tiles
-        end = before + tl.cumsum(tiles_b, 0)
-        behind = (end <= first) & (offs_b < step.batch)
-        sequence += tl.sum(behind.to(tl.int32), 0)
-        begin += tl.sum(tl.where(behind, tiles_b, 0), 0)
-        before += tl.sum(tiles_b, 0)
+    # the head tile that the range starts in, and its first tile among the range's places
+    tiles, keys = tiles_of_sequence(step, sequence, first < last, TILE_N)
+    head_tile = (first - begin) // (tiles + SPLIT_TILES)
+    begin += head_tile * (tiles + SPLIT_TILES) + SPLIT_TILES  # of its tiles
+    tile = tl.maximum(first - begin, 0)
+    count = tl.maximum(last - begin - tile, 0)
     here = count > 0
     sequence = tl.where(here, sequence, step.batch)
-    tiles, keys = tiles_of_sequence(step, sequence, here, TILE_N)
-    head_tile = (first - begin) // tiles
-    tile = (first - begin) % tiles
 
     # splits that are merged: a range that starts inside a head tile which the range before begins
-    begin += head_tile * tiles
     is_second = here & (tile > 0) & (first_of_range(program - 1, each, more) <= begin)
-    merged = program_of_tile(begin + tiles - 1, each, more) - program + 2
+    merged = program_of_place(begin + tiles - 1, each, more) - program + 2
     merged = tl.where(is_second, merged, 0)
     return Start(sequence, head_tile, tile, program * 0 + 1, count, tiles, keys, merged)
 

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from splitkv.core import tiles as host
 from splitkv.kernels.tile.band import visited_tiles
 from splitkv.kernels.tile.new import Tiles, keys_of
 
+SPLIT_TILES = tl.constexpr(host.SPLIT_TILES)
 START_FIELDS = tl.constexpr(8)  # 32-bit integers of a program in the memory of a schedule
 
 
@@ -27,7 +29,7 @@ class Start(NamedTuple):
     head_tile   number of the head tile among those that the share goes through
     tile        first of the tiles that the sequence's rows visit
     by          how far apart the tiles of a split are
-    count       tiles of the whole share
+    count       tiles of the whole share, and `SPLIT_TILES` for every split after the first
     tiles       tiles of the sequence; keys: its keys
     merged      splits of this head tile that are merged, where this program has the second of them;
                 else 0
@@ -69,7 +71,8 @@ class Walk(NamedTuple):
 
     sequence, head_tile, tiles, keys   as in Start, of this split
     tile     its first tile; by: how far apart its tiles are
-    left     tiles of the share from there on
+    left     tiles of the share from there on, counted as `Start.count`; the share ends where it is
+             not above 0
     """
 
     sequence: Any
@@ -155,8 +158,8 @@ def tiles_of_split(walk, bounds, seqlen_q, TILE_N: tl.constexpr):
 
 @triton.jit
 def next_split(walk, step, TILE_N: tl.constexpr):
-    """The Walk behind a split of a DecodeStep; without meaning where `left` is 0."""
-    left = walk.left - split_length(walk)
+    """The Walk behind a split of a DecodeStep; without meaning where the share ends."""
+    left = walk.left - split_length(walk) - SPLIT_TILES
     head_tile = walk.head_tile + 1
     sequence = walk.sequence
     keys = walk.keys

@@ -19,7 +19,7 @@ from splitkv.core.device import Device
 from splitkv.core.errors import expect, expect_in_range, expect_one_of
 from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import ceil_div
+from splitkv.core.tiles import SPLIT_TILES, ceil_div
 from splitkv.planner.policies.decode_cost import SHARE_STEP, batch_of, constants_of
 from splitkv.planner.policies.shared import num_tiles, row_tiles, slowest
 
@@ -81,18 +81,26 @@ def programs_of(tiles: Sequence[int], head_tiles: int, config: Config) -> Iterat
 
 
 def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> Iterator[Program]:
-    """Programs with as many tiles each, one behind the other, to within one."""
-    each, more = divmod(head_tiles * sum(tiles), programs)
+    """Programs with as many places each, one behind the other, to within one: what each split costs
+    and its tiles; of those that have tiles: tile/step_share.py on the host."""
+    each, more = divmod(head_tiles * (sum(tiles) + SPLIT_TILES * len(tiles)), programs)
     items = (count for count in tiles for _ in range(head_tiles))
-    left = 0  # tiles of the head tile that the last range ended in
+    left = 0  # places of the head tile that the last range ended in
+    tiles_left = 0  # and its tiles, which are the last of them
     for program in range(programs if each else more):
-        count = each + (program < more)
-        splits, wanted = 0, count
+        wanted = each + (program < more)
+        splits = count = 0
         while wanted > 0:
-            left = left or next(items)
+            if not left:
+                tiles_left = next(items)
+                left = SPLIT_TILES + tiles_left
             taken = min(left, wanted)
-            splits, wanted, left = splits + 1, wanted - taken, left - taken
-        yield splits, count
+            wanted, left = wanted - taken, left - taken
+            own = max(tiles_left - left, 0)
+            tiles_left -= own
+            splits, count = splits + (own > 0), count + own
+        if splits:
+            yield splits, count
 
 
 def splits_of(tiles: Sequence[int], config: Config) -> Iterator[int]:

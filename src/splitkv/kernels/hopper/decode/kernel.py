@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from splitkv.kernels.host.step import StepLauncher
 
 DEQUANTIZE = {"as_is": None, "int8": from_int8, "fp8": from_e4m3, "fp8_e5m2": from_e5m2}
+BOX_AT_END = 16
+"""Keys that programs by a schedule copy at a time: what lies behind the last one is left out."""
 ENTRIES = "all_warps", "producer", "wgmma", "append", "persistent"
 
 
@@ -151,6 +153,14 @@ def type_of_keys(problem: Problem) -> Any:
     if problem.codec == AS_IS:
         return {"bfloat16": gl.bfloat16, "float16": gl.float16}[problem.dtype]
     return gl.int8 if rounds_rows(problem) else gl.float16
+
+
+def box_of(problem: Problem, config: Config) -> int:
+    """Keys that a copy by TMA brings."""
+    box = box_rows(problem, config.tile_n)
+    if config.schedule in SCHEDULED and not isinstance(problem.place, Paged):
+        return min(box, BOX_AT_END)
+    return box
 
 
 def as_stored(x: Any, config: Config) -> Any:
@@ -267,7 +277,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
     cluster_size = config.num_splits if config.merge == "cluster" else 1
     clusters = (1, *programs[1:]) if config.merge == "cluster" else programs
     behind = shared_behind(problem, config, variant)
-    box = box_rows(problem, config.tile_n)
+    box = box_of(problem, config)
     halves = wide and box < config.tile_n
 
     # each when it is asked for, as `combine`, and without the operands, which they would keep

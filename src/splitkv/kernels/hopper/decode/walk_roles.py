@@ -307,20 +307,37 @@ def write_walk(kv, shares, tokens, CONFIG: gl.constexpr):
 
 @gluon.jit
 def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
-    """Issues the copies of all tiles of a split of a contiguous cache, a tile in two boxes."""
+    """Issues the copies of all tiles of a split of a contiguous cache, of the last tile of a
+    sequence those boxes that have keys of it."""
     TILE_N: gl.constexpr = CONFIG.tile_n
+    BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
+    BOXES: gl.constexpr = TILE_N // BOX
     BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
     tiles = split.tiles
     stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase  # all stages are empty in the beginning
     for i in range(tiles.first, tiles.last, tiles.by):
+        first_n = tile_at_place(tiles, i) * TILE_N
+        keys = split.num_keys - first_n
         mbarrier.wait(ring.empty.index(stage), phase)
         full = ring.full.index(stage)
-        mbarrier.expect(full, BYTES)
-        at = [split.sequence, split.kv_head, 0, tile_at_place(tiles, i) * TILE_N, 0]
-        async_load(kv.k, at, full, ring.k_boxes.index(stage))
-        async_load(kv.v, at, full, ring.v_boxes.index(stage))
+        expect_boxes(full, keys, BOX, BOXES, BYTES)
+        for n in gl.static_range(BOXES):
+            at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
+            there = True if n == 0 else keys > n * BOX
+            async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n), pred=there)
+            async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n), pred=there)
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+
+
+@gluon.jit
+def expect_boxes(full, keys, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
+    """Has the barrier of a stage expect the boxes of a tile that have one of so many keys, the
+    first one anyway; BYTES: of K and V in a box."""
+    for n in gl.static_range(BOXES):
+        some = True if n == 0 else keys > n * BOX
+        last = True if n == BOXES - 1 else keys <= (n + 1) * BOX
+        mbarrier.expect(full, (n + 1) * BYTES, pred=some & last)
 
 
 @gluon.jit
