@@ -221,7 +221,7 @@ def test_a_step_in_a_graph(layout: str, policy: str) -> None:
         graph.replay()
         there = slots >= 0  # requests of a graph that nobody has sent have no keys
         assert torch.equal(batch.pages.k.flatten(0, 1)[slots[there]], k[there])
-        assert torch.equal(*outs)
+        assert torch.equal(*outs[:, : sum(batch.new)])  # the rest is padding
         batch.compare(outs[0], {"softmax_scale": SCALE})
 
 
