@@ -4,7 +4,8 @@ Python runs this file as `sitecustomize`. Only a package that is not installed h
 names are all there and do nothing; a tensor is refused by all of them, as that would be a kernel
 that is not here. `sgl_kernel` tries FlashInfer's norms first and has operators of its own where
 there are none: of those there is no stand-in. SGLang's sampler imports FlashInfer's on any GPU, and
-`sgl_kernel` takes the same: so engines need `sampling_backend="pytorch"`, or greedy requests.
+`sgl_kernel` takes the same: so engines need `sampling_backend="pytorch"`, or greedy requests. What
+captures drafts imports DeepGEMM, which `unpack_sglang.sh` has SGLang not use.
 """
 
 import importlib.abc
@@ -12,7 +13,7 @@ import importlib.machinery
 import sys
 import types
 
-ABSENT = ("IPython", "flashinfer", "gguf", "sentencepiece", "torchvision")
+ABSENT = ("IPython", "deep_gemm", "flashinfer", "gguf", "sentencepiece", "torchvision")
 TRIED = ("flashinfer.norm",)
 
 

@@ -45,4 +45,4 @@ PY
 # other releases of Python some do not compile, and are not imported.
 "${PYTHON:-python3}" -m compileall -qq -j 0 "$target" >&2 || true
 echo "export PYTHONPATH=$target:$(pwd)/src\${PYTHONPATH:+:\$PYTHONPATH}"
-echo "export TVM_FFI_CACHE_DIR=$target/jit HF_HUB_OFFLINE=1 SGLANG_IS_FLASHINFER_AVAILABLE=0"
+echo "export TVM_FFI_CACHE_DIR=$target/jit HF_HUB_OFFLINE=1 SGLANG_IS_FLASHINFER_AVAILABLE=0 SGLANG_ENABLE_JIT_DEEPGEMM=0"
