@@ -19,7 +19,7 @@ from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import Final, Partial
 from splitkv.kernels.combine_items import ItemMerge
-from splitkv.kernels.host.sequence_sizes import ResultLayouts, SequenceSizes
+from splitkv.kernels.host.sequence_sizes import ResultLayouts, SequenceLengths, SequenceSizes
 from splitkv.kernels.schedule_items import ITEM_FIELDS, ItemRow, ItemRule, ItemSchedule
 from splitkv.kernels.tile.visit import Strides
 
@@ -49,7 +49,8 @@ def starts_of(step: Step) -> list[int]:
 def sizes_of(step: Step, total: int) -> SequenceSizes:
     """Of a call with so many rows of q."""
     results = ResultLayouts(((), ()), ((), ()), Strides(0, 128, 16), Strides(0, 1, total))
-    return SequenceSizes((1, 1, 1), {}, total, len(step), RULE.short, results)
+    lengths = SequenceLengths(4096, 4096, total, len(step))
+    return SequenceSizes((1, 1, 1), (), lengths, RULE.short, results)
 
 
 def items_of(step: Step, mask: Mask, behind: int, rule: ItemRule) -> list[ItemRow]:

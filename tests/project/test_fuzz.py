@@ -161,11 +161,11 @@ def test_a_failure_s_line_repeats_it() -> None:
         "from fuzz import calling, environment, running\n"
         "environment.prepare('cpu')\n"
         "import splitkv.runtime.attention as broken\n"
-        "whole = broken._run\n"
+        "whole = broken._launch\n"
         "def wrong(*args, **kwargs):\n"
         "    out, lse = whole(*args, **kwargs)\n"
         "    return out * 1.5, lse\n"
-        "broken._run = wrong\n"
+        "broken._launch = wrong\n"
         "sys.exit(main.main(['--only', '0-20', '--kinds', 'attention', '--seed', '3']))\n"
     )
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])

@@ -102,6 +102,7 @@ def test_a_process_compiles_forward_and_backward_and_launches_none(
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(compiler.os, "nice", lambda by: None)
     monkeypatch.setattr(driver, "_active", Driver(90))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", int, raising=False)
     monkeypatch.setattr(dispatch, "fit_plan", lambda plan, *_: completed(plan))
     on_cpu = {"device": "cpu"}
     monkeypatch.setattr(cases, "Inputs", lambda case, **more: Inputs(case, **more, **on_cpu))
