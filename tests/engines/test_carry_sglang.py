@@ -106,24 +106,26 @@ def test_what_is_packed_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list((there / "sglang" / "__pycache__").glob("*.pyc"))
 
 
+def run_with_stand_ins(code: str) -> subprocess.CompletedProcess[str]:
+    """Code in a process that has the stand-ins first, as an engine's have."""
+    code = (FOLDER / "stubs.py").read_text() + code
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
 def test_stand_ins_are_of_what_nothing_calls() -> None:
     """FlashInfer can be imported, its norms cannot: sgl_kernel then takes its own."""
-    tried = (
+    ran = run_with_stand_ins(
         "import flashinfer.sampling\n"
         "try:\n    import flashinfer.norm\nexcept ImportError:\n    print('none')\n"
     )
-    code = (FOLDER / "stubs.py").read_text() + tried
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "none\n"), ran.stderr
 
 
 def test_stand_ins_refuse_tensors() -> None:
     """A kernel that is not there must not do nothing."""
-    called = (
+    ran = run_with_stand_ins(
         "import torch\nfrom flashinfer.sampling import top_k_renorm_probs\n"
         "top_k_renorm_probs(8)\ntop_k_renorm_probs(torch.ones(1), 8)\n"
     )
-    code = (FOLDER / "stubs.py").read_text() + called
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     wanted = "flashinfer.sampling.top_k_renorm_probs was called, of which there is a stand-in alone"
     assert ran.returncode == 1 and wanted in ran.stderr
