@@ -149,13 +149,17 @@ docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # torch before the rest, so that the wheel chosen for it is the one that the rest builds on. pip
-# would compile what it installs on one core. A file of torch's is for newer Pythons only.
+# would compile what it installs on one core, and all of it: here what is there is compiled beside
+# pip, the rest after it, and what few imports want is left to them. A file of torch's is for newer
+# Pythons only.
+COMPILE = $(BIN)/python -m compileall -qq -x '/(tests|transformers/models|setuptools|mypyc?)/'
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), 'Python 3.10 or newer is needed'"
 	$(PYTHON) -m venv --clear .venv
 	$(PIP) --no-compile --constraint constraints.txt torch numpy
-	$(PIP) --no-compile --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	$(COMPILE) .venv/lib & \
+		$(PIP) --no-compile --constraint constraints.txt --editable '.[dev]'; made=$$?; wait; exit $$made
+	$(COMPILE) -j 0 .venv/lib || true
 	touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

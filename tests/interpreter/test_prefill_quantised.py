@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from training import few_programs, paged, problem_of, rows_of_parts
 
-from splitkv import reference
+from splitkv import reference, testing
 from splitkv.core.device import GPUS
 from splitkv.core.kv import Paged
 from splitkv.core.masks import Mask
@@ -97,6 +97,23 @@ def test_without_a_key_there_is_no_scale(kind: Any) -> None:
     values |= {"kind": kind, "seqlens": (5, 0), "mask": Mask(True, 9), "softcap": True}
     problem = problem_of(values, codec=Codec("fp8", "token"), q_granularity="tensor")
     check(replace(problem, products="full", return_lse=True), run=run(16, 16, 1, 0))
+
+
+@pytest.mark.parametrize("products", ["widened", "half", "full"])
+@pytest.mark.parametrize("zero_length", [False, True])
+def test_the_scale_of_the_only_key_is_no_tensors(
+    zero_length: bool, products: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a cache has room for one key which is not visible, its scale may be anything."""
+    monkeypatch.setattr(testing, "SPARE_KEYS", 0)
+    problem = Problem(
+        *("decode", 1, 2, 1, 32, 32, 1, 1, "bfloat16", Mask(True)),
+        codec=Codec("fp8", "token"),
+        products=products,
+        lengths="device",
+        return_lse=True,
+    )
+    check(problem, run=run(16, 16, 1, 0), zero_length=zero_length)
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])

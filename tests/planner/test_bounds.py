@@ -8,14 +8,21 @@ from dataclasses import replace
 import pytest
 
 from splitkv.core.device import GPUS
-from splitkv.core.kv import Codec
+from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.kernels import records
 from splitkv.lab.tune.problems import drawn
 from splitkv.planner import registry
-from splitkv.planner.policies import decode_cost, short_queries, tuned, waves
-from splitkv.planner.policies.shared import MAX_SPLITS, ROUNDED, WHOLE_SEQUENCES, shapes
+from splitkv.planner.policies import decode_cost, shared, short_queries, tuned, waves
+from splitkv.planner.policies.shared import (
+    MAX_SPLITS,
+    ROUNDED,
+    WHOLE_SEQUENCES,
+    num_tiles,
+    shapes,
+)
 
 H200 = GPUS["h200"]
 CODECS = Codec(), Codec("fp8", "head"), Codec("int8", "token")
@@ -43,6 +50,33 @@ def splits_of(tiles: int) -> list[int]:
     """Numbers of splits, of which no two have parts of the same length."""
     longest = {-(-tiles // splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)}
     return sorted(-(-tiles // per) for per in longest)
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(48)], ids=str)
+def test_tiles_are_counted_once_for_each_length(
+    place: Contiguous | Paged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(
+        *("decode", 3, 8, 2, 64, 64, 1, 1000, "bfloat16", Mask(True, 300)),
+        place=place,
+        lengths="device",
+    )
+    models = (
+        decode_cost.Batch(problem, H200, decode_cost.H200),
+        short_queries.Queries(problem, H200, short_queries.H200),
+    )
+    counted: list[int] = []
+
+    def count(problem: Problem, tile_n: int) -> int:
+        counted.append(tile_n)
+        return num_tiles(problem, tile_n)
+
+    monkeypatch.setattr(shared, "num_tiles", count)
+    for model in models:
+        assert model.page_size == (48 if isinstance(place, Paged) else 0)
+        for tile_n in (32, 64, 32):
+            assert model.tiles(tile_n) == num_tiles(problem, tile_n)
+    assert counted == [32, 64, 32, 64]
 
 
 @every_problem

@@ -48,17 +48,17 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_test(checkout: Path, failing: str) -> tuple[int, str, str]:
+def make(checkout: Path, failing: str, *target: str) -> tuple[int, str, str]:
     """(exit status, the last line, how the tools were called)."""
     env = {name: x for name, x in os.environ.items() if name not in OURS} | {"FAILING": failing}
-    command = ["make", "--no-print-directory", "test"]
+    command = ["make", "--no-print-directory", *target]
     done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()[-1], (checkout / "called").read_text()
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_fails_hides_none(part: str, checkout: Path) -> None:
-    code, last, called = make_test(checkout, PARTS[part])
+    code, last, called = make(checkout, PARTS[part], "test")
     assert code != 0
     passed = " ".join(name for name in PARTS if name != part)
     assert last == f"make test: passed: {passed}; failed: {part}"
@@ -66,9 +66,20 @@ def test_a_part_that_fails_hides_none(part: str, checkout: Path) -> None:
 
 
 def test_all_that_pass(checkout: Path) -> None:
-    code, last, called = make_test(checkout, "nothing")
+    code, last, called = make(checkout, "nothing", "test")
     assert (code, last) == (0, f"make test: passed: {' '.join(PARTS)}; failed: none")
     (baseline,) = (line for line in called.splitlines() if "default instructions" in line)
     for name in ("tests/doors/test_api.py", "tests/kernels/test_torch_kernels.py"):
         assert name in baseline
     assert "test_style.py" not in baseline
+
+
+@pytest.mark.parametrize("failing", ["torch numpy", "--editable", "compileall", "nothing"])
+def test_an_environment_is_there_where_pip_says_so(failing: str, checkout: Path) -> None:
+    """Whatever becomes of what is compiled beside it."""
+    installed = checkout / ".venv" / ".installed"
+    installed.unlink()
+    code, _, called = make(checkout, failing, ".venv/.installed", "PYTHON=.venv/bin/python")
+    fails = failing in ("torch numpy", "--editable")
+    assert (code != 0) == fails and installed.exists() != fails
+    assert called.count("compileall") == {"torch numpy": 0, "--editable": 1}.get(failing, 2)

@@ -14,6 +14,7 @@ addresses a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.planner.policies import DEFAULT
 from splitkv.reference import apply_sink_logits, scaled
 from splitkv.runtime.call_cache import layout
+from splitkv.runtime.growing_call import keep
 from splitkv.runtime.schedule import Schedule, make_schedule
 
 DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names an environment variable, as engines pass no options
@@ -34,6 +36,7 @@ LEAST_BOUND = 256
 # New tokens of a step's prompts from which on one call for all sequences is considered: with fewer,
 # two calls took less (measurements/prefill.md#steps-of-an-engine).
 LEAST_PROMPT = 1024
+MAX_PLANS = 1024  # kept of a layer and of layers alike; past it, the first are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,7 @@ class Plans:
 
     def __init__(self, policy: str = "", calls: Collection[str] = ("decode", "rest")) -> None:
         self.policy, self.calls = policy, calls
-        self._made: dict[Any, Plan | None] = {}
+        self._made: OrderedDict[Any, Plan | None] = OrderedDict()
 
     def policy_of(self, call: str) -> str:
         """The policy of one of `calls` by name; "": the default."""
@@ -229,11 +232,13 @@ class Plans:
         """
         if kind[0] not in self.calls or not (self.policy or kind[0] == "decode"):
             return None
-        if kind not in self._made:
-            made = plan_of_layers_alike(self.policy or DEFAULT, kind, tensors, arguments)
-            needed = self.policy or made.config.schedule in SCHEDULED
-            self._made[kind] = made if needed else None
-        return self._made[kind]
+        if kind in self._made:
+            return self._made[kind]
+        made = plan_of_layers_alike(self.policy or DEFAULT, kind, tensors, arguments)
+        needed = self.policy or made.config.schedule in SCHEDULED
+        found = made if needed else None
+        keep(self._made, kind, found, MAX_PLANS)
+        return found
 
 
 DEFAULT_PLANS = Plans(calls=())
@@ -254,12 +259,14 @@ def plan_of_layers_alike(
     tensors are laid out alike, and whose other arguments are equal."""
     values = *tensors, *arguments.values()
     key = policy, kind, *arguments, *(layout(x) if isinstance(x, Tensor) else x for x in values)
-    if key not in _planned:
-        _planned[key] = plan(*tensors, policy=policy, **arguments)
-    return _planned[key]
+    made = _planned.get(key)
+    if made is None:
+        made = plan(*tensors, policy=policy, **arguments)
+        keep(_planned, key, made, MAX_PLANS)
+    return made
 
 
-_planned: dict[Any, Plan] = {}
+_planned: OrderedDict[Any, Plan] = OrderedDict()
 
 
 def attend(
@@ -340,12 +347,14 @@ def is_one_launch(
     batch = every.cache_seqlens.shape[0].bit_length()
     layer = q.shape[1:], q.dtype, k.shape[1:], k.dtype, q.device
     key = step.max_seqlen_q, step.max_seqlen_k, batch, *layer, *told
-    if key not in _one_launch:
-        _one_launch[key] = plan(*tensors, **arguments).config.schedule == "items"
-    return _one_launch[key]
+    found = _one_launch.get(key)
+    if found is None:
+        found = plan(*tensors, **arguments).config.schedule == "items"
+        keep(_one_launch, key, found, MAX_PLANS)
+    return found
 
 
-_one_launch: dict[Any, bool] = {}
+_one_launch: OrderedDict[Any, bool] = OrderedDict()
 
 
 def attend_packed(

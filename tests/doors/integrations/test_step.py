@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_layers_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_plan(DECODE, GPUS["h200"])
 
     monkeypatch.setattr(serving, "plan", plan)
-    monkeypatch.setattr(serving, "_planned", {})
+    monkeypatch.setattr(serving, "_planned", OrderedDict())
     kind = "decode", (4, 1), True, 64
 
     def of_a_layer(left: int, heads: int) -> Plan | None:
@@ -120,6 +121,47 @@ def test_layers_alike_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(-1, -1), (127, -1), (127, -1)]
 
 
+def test_as_many_plans_are_kept_as_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts of every length, as `batch_invariant` has a plan of each; the first go first."""
+    asked: list[int] = []
+
+    def plan(tokens: int, *, policy: str) -> Plan:
+        asked.append(tokens)
+        return make_plan(DECODE, GPUS["h200"])
+
+    monkeypatch.setattr(serving, "plan", plan)
+    monkeypatch.setattr(serving, "_planned", OrderedDict())
+    monkeypatch.setattr(serving, "MAX_PLANS", 3)
+    layers = Plans("batch_invariant"), Plans("batch_invariant")
+    for tokens in (1, 2, 3, 4, 5, 5, 4, 3):
+        made = [plans.of(("rest", tokens), tokens) for plans in layers]
+        assert made[0] is not None and made[0] is made[1]
+        assert all(len(plans._made) <= 3 for plans in layers) and len(serving._planned) <= 3
+    assert asked == [1, 2, 3, 4, 5]
+    layers[0].of(("rest", 1), 1)
+    assert asked[5:] == [1] and len(serving._planned) == 3
+
+
+def test_steps_in_one_launch_are_remembered_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def plan(*_: Any, **__: Any) -> Plan:
+        asked.append(1)
+        return make_plan(DECODE, GPUS["h200"])
+
+    monkeypatch.setattr(serving, "plan", plan)
+    monkeypatch.setattr(serving, "_one_launch", OrderedDict())
+    monkeypatch.setattr(serving, "MAX_PLANS", 3)
+    lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    every = serving.Rest(torch.zeros(3, dtype=torch.int32), lengths, table)
+    q = torch.zeros(4, 1, 64)
+    for keys in (1, 2, 3, 4, 5, 5, 4, 3):
+        step = Step(0, 1, 4, 2, keys, True, lengths, table, every, every)
+        assert not serving.is_one_launch(step, every, (q, q), {})
+        assert len(serving._one_launch) <= 3
+    assert len(asked) == 5
+
+
 def test_the_default_plans_those_that_have_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that layers make it once a step; of the rest none, which decides by itself."""
     large = replace(DECODE, batch=64, seqlen_k=32768)
@@ -131,7 +173,7 @@ def test_the_default_plans_those_that_have_a_schedule(monkeypatch: pytest.Monkey
         return made[name]
 
     monkeypatch.setattr(serving, "plan", plan)
-    monkeypatch.setattr(serving, "_planned", {})
+    monkeypatch.setattr(serving, "_planned", OrderedDict())
     plans = Plans("", ["decode", "rest"])
     for _ in range(2):
         assert plans.of(("decode", 64), "large") is made["large"]

@@ -332,11 +332,9 @@ class SequenceLauncher(ABC):
             rows = self.splits.rows_of(self.problem.num_heads, sizes)
             self.splits.expect_arrivals(sizes.grid[0])
             partials = workspace.layout(rows * self.problem.head_dim_v, rows)
-        if self.combine is None:
-            pass
-        elif isinstance(self.combine, ItemMerge):
+        if isinstance(self.combine, ItemMerge):
             items = self.combine.relaunch_all(merged, sizes)
-        elif merged is not None:
+        elif isinstance(self.combine, CombineLaunch) and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
         results = sizes.results
         return Sequences(launch, merge, items, self.memory, (results.out, results.lse), partials)

@@ -201,8 +201,8 @@ def stored_of(operands: Operands) -> Stored:
         return NOTHING
     scaled = (x.q_scale, x.q), (x.k_scale, x.k), (x.v_scale, x.v)
     strides = (Strides(*scale_strides(*pair)) for pair in scaled)
-    # where there is no key, there is no scale of one to be read either
-    of_tokens = 1 if x.k_scale.numel() != 1 and x.k_scale.dim() == x.k.dim() - 1 else None
+    # of a single key, too: where it is not visible, its scale is not read
+    of_tokens = 1 if x.k_scale.dim() == x.k.dim() - 1 else None
     return Stored(x.q_scale, x.k_scale, x.v_scale, *strides, of_tokens)
 
 

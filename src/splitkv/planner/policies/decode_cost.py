@@ -32,7 +32,7 @@ from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, ceil_div
 from splitkv.planner.policies import short_queries
-from splitkv.planner.policies.shared import ROUNDED, WHOLE_SEQUENCES, num_tiles, slowest
+from splitkv.planner.policies.shared import ROUNDED, WHOLE_SEQUENCES, TiledKeys, slowest
 from splitkv.planner.policies.variants import gathers, has_producer_warp, may_copy_scales_in_bulk
 
 # (tile_n, num_warps, num_stages) worth weighing: nearly always one of these was the fastest or
@@ -281,12 +281,12 @@ class Cost(NamedTuple):
         return ceil_div(self.num_ctas, self.slots)
 
 
-class Batch:
+class Batch(TiledKeys):
     """The sequences of a problem on a device: what does not depend on the tile shape."""
 
     def __init__(self, problem: Problem, device: Device, constants: Constants) -> None:
-        c, self.problem, self.device, self.constants = constants, problem, device, constants
-        self.page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
+        super().__init__(problem)
+        c, self.device, self.constants = constants, device, constants
         paged = self.page_size > 0
         self.widened, self.scaled = problem.codec != AS_IS, problem.codec.granularity == "token"
         self.dims = problem.head_dim + problem.head_dim_v
@@ -302,15 +302,7 @@ class Batch:
         partial_bytes = 2 * 4 * all_rows * (problem.head_dim_v + 2)  # written and read
         self.merge_part = c.merge_part + partial_bytes / self.peak
         self.merge_shared = c.merge_shared * all_rows * problem.head_dim_v
-        self._tiles: dict[int, int] = {}
         self._shapes: dict[tuple[int, ...], Shape] = {}
-
-    def tiles(self, tile_n: int) -> int:
-        """Tiles of a sequence: `num_tiles`."""
-        found = self._tiles.get(tile_n)
-        if found is None:
-            found = self._tiles[tile_n] = num_tiles(self.problem, tile_n)
-        return found
 
     def shape(self, config: Config) -> Shape:
         """The tile shape of a config; made once where the way of cutting keys does not matter."""

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import takewhile
 
 from splitkv.core.device import Device
+from splitkv.core.kv import Paged
 from splitkv.core.plan import Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import ceil_div
@@ -69,6 +70,23 @@ def num_tiles(problem: Problem, tile_n: int) -> int:
         else:
             tiles += ceil_div(hi, tile_n) - lo // tile_n
     return max(1, min(tiles, ceil_div(problem.seqlen_k, tile_n)))
+
+
+class TiledKeys:
+    """The keys of a problem as models of time see them: their tiles, which are counted once for
+    each `tile_n`, and the size of their pages; 0: they lie in none."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
+        self._tiles: dict[int, int] = {}
+
+    def tiles(self, tile_n: int) -> int:
+        """Tiles of a sequence: `num_tiles`."""
+        found = self._tiles.get(tile_n)
+        if found is None:
+            found = self._tiles[tile_n] = num_tiles(self.problem, tile_n)
+        return found
 
 
 def row_tiles(problem: Problem, tile_m: int) -> int:

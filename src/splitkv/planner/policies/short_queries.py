@@ -37,6 +37,7 @@ from splitkv.planner.policies.shared import (
     ROUNDED,
     WHOLE_SEQUENCES,
     Policy,
+    TiledKeys,
     clusters,
     count,
     num_tiles,
@@ -187,13 +188,14 @@ def units(problem: Problem, config: Config, constants: Constants = H200) -> int:
     return problem.batch * problem.num_heads // packed * tiles
 
 
-class Queries:
+class Queries(TiledKeys):
     """The query rows of a problem on a device: what does not depend on the tile shape."""
 
     def __init__(self, problem: Problem, device: Device, constants: Constants) -> None:
         c, self.constants, self.device = constants, constants, device
         self.begun = c.before(problem, device) + c.start
-        self.problem = problem = c.attended(problem)
+        problem = c.attended(problem)
+        super().__init__(problem)
         self.dims, self.batch = problem.head_dim + problem.head_dim_v, problem.batch
         self.bandwidth = c.bandwidth_share * device.bandwidth
         rows = problem.batch * problem.seqlen_q * problem.num_heads
@@ -201,16 +203,7 @@ class Queries:
         self.part_bytes = 2 * rows * (problem.head_dim_v + 2) * 4  # written and read
         self.key_bytes = self.dims * c.element_bytes(problem)
         self.flops = c.sm_flops if problem.element_bytes == 2 else c.sm_flops_fp32
-        self.page_size = problem.place.page_size if isinstance(problem.place, Paged) else 0
-        self._tiles: dict[int, int] = {}
         self._models: dict[tuple[int, int, int, int, bool], RowsModel] = {}
-
-    def tiles(self, tile_n: int) -> int:
-        """Tiles of a sequence: `num_tiles`."""
-        found = self._tiles.get(tile_n)
-        if found is None:
-            found = self._tiles[tile_n] = num_tiles(self.problem, tile_n)
-        return found
 
     def model(self, config: Config) -> RowsModel:
         """The model of a config's tile shape, made once."""
