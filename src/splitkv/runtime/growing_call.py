@@ -633,10 +633,12 @@ def step_around(number: int, edge: int, within: bool) -> tuple[int, int]:
 def layouts_at(here: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> SequenceLayouts:
     """The SequenceLayouts of tensors; here: of `layout_of`."""
     (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
-    total = q_shape[0] if len(q_shape) == 3 else q_shape[0] * q_shape[1]
-    lengths = SequenceLengths(queries, keys, total, batch)
+    total = q_shape[0] if len(q_shape) == 3 else batch * queries
+    of_keys = k_shape, of_k
+    of_values = of_keys if of_v == of_k and v.shape == k_shape else (v.shape, of_v)
     given = None if out is None else (out.shape, out.stride())
-    return SequenceLayouts(lengths, (q_shape, of_q), (k_shape, of_k), (v.shape, of_v), given)
+    lengths = SequenceLengths(queries, keys, total, batch)
+    return SequenceLayouts(lengths, (q_shape, of_q), of_keys, of_values, given)
 
 
 def following(bucket: Bucket, before: Any, lengths: tuple[int, int, int]) -> Bucket | None:

@@ -171,7 +171,8 @@ def make_maps(
 
 OperandBox = tuple[int, "Tile", Any]
 """(operand, tile, box): which of (q, k, v, out) a descriptor is of, the tile that the kernel is
-compiled for, and a box, whose `layout(shape, strides)` gives both as TMA is to see them."""
+compiled for, and a box, whose `layout(shape, strides)` gives both as TMA is to see them, alike for
+all of one `length`."""
 OperandMaps = tuple[dict["OperandAddresses", tuple[Any, ...]], Sequence[Layout]]
 """(known, layouts): what the kernel takes of operands that are known by their addresses; and the
 layouts of q, k, v and out, for others."""
@@ -217,13 +218,17 @@ def make_operand_maps(
     them: each as of `TensorMaps`, or None."""
     known, layouts = maps
     made: list[Any] = []
+    before = of = seen = None
     for described in boxes:
         if described is None:
             made.append(None)
-        else:
-            operand, (fill, tile), box = described
-            shape, strides = box.layout(*layouts[operand])
-            made += fill(at[operand], *tile, shape, strides, 0), *shape, *strides
+            continue
+        operand, (fill, (swizzle, size, element, tile)), box = described
+        given, length = layouts[operand], box.length
+        if seen is None or given is not before or length != of:
+            before, of, seen = given, length, box.layout(*given)
+        shape, strides = seen
+        made += fill(at[operand], swizzle, size, element, tile, shape, strides, 0), *shape, *strides
     if len(known) >= MAX_OPERANDS:
         known.clear()
     found = known[at] = tuple(made)
@@ -577,6 +582,7 @@ class Allocations:
         self.buffers, self.make_buffer = workspace.buffers(device.index), workspace.make_buffer
         self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
+        self.unread: int | None = None  # where results go that nobody reads, see workspace.py
 
     def take_buffer(
         self, stream: int, captured: Any, layout: tuple[int, int, int] | None = None
@@ -782,7 +788,7 @@ class Sequences:
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
     items    ItemLaunches in the place of `merge`, or None
     memory   that calls of every length share
-    results  layouts of out and lse
+    results  layouts of out and lse, this None where nobody reads it: then it goes where all such go
     layout   of the partials, see `workspace.layout`
 
     There may be one of each length, so each has little of its own.
@@ -796,7 +802,7 @@ class Sequences:
         merge: Launch | None,
         items: ItemLaunches | None,
         memory: Allocations,
-        results: tuple[Layout, Layout],
+        results: tuple[Layout, Layout | None],
         layout: tuple[int, int, int],
     ) -> None:
         self.launch, self.merge, self.memory = launch, merge, memory
@@ -824,7 +830,7 @@ class Sequences:
         v_scale,
         scale,
         softcap,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_cu_q = at_cu_k = at_lens = at_table = at_sink = at_slopes = None
@@ -862,8 +868,11 @@ class Sequences:
         memory, merge = self.memory, self.merge
         if out is None:
             out = memory.empty(*self.out, memory.dtype)
-        lse = memory.empty(*self.lse, torch.float32)
-        at_out, at_lse = out.data_ptr(), lse.data_ptr()
+        lse, at_lse = None, memory.unread
+        if self.lse is not None:
+            lse = memory.empty(*self.lse, torch.float32)
+            at_lse = lse.data_ptr()
+        at_out = out.data_ptr()
         stream = memory.current_stream(memory.device)
         operands, final = (at_q, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths = at_cu_q, at_cu_k, at_lens, at_table, None

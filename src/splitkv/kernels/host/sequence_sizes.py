@@ -82,23 +82,26 @@ def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None)
     shape   of q
     given   the layout of the caller's output, if there is one
     """
-    dim, step_b, out, lse = problem.head_dim_v, 0, given, given
-    tokens, heads = shape[-3], shape[-2]
-    step = heads * dim
+    dim, heads = problem.head_dim_v, problem.num_heads
+    step, step_b, out, lse = heads * dim, 0, given, given
     if len(shape) == 3:
+        tokens = shape[0]
         lse = (heads, tokens), (tokens, 1)
-        if out is None:
+        if given is None:
             out = (tokens, heads, dim), (step, dim, 1)
         lse_strides = 0, tokens
     else:
-        batch, rows = shape[0], heads * tokens
+        batch, tokens = shape[0], shape[1]
+        rows = heads * tokens
         lse = (batch, heads, tokens), (rows, tokens, 1)
-        if out is None:
-            out = (batch, tokens, heads, dim), (tokens * step, step, dim, 1)
-            step_b = tokens * step if batch > 1 else 0
+        if given is None:
+            whole = tokens * step
+            out = (batch, tokens, heads, dim), (whole, step, dim, 1)
+            step_b = whole if batch > 1 else 0
         lse_strides = rows, tokens
-    strides = step_b, step, dim if heads > 1 else 0
-    if given is not None:
+    if given is None:
+        strides = step_b, step, dim if heads > 1 else 0
+    else:
         strides = strides_of_layout(*given)
     return ResultLayouts(out, lse, strides, lse_strides)
 

@@ -24,10 +24,12 @@ from splitkv.kernels.host.relaunch import (
     NO_PARTIALS,
     Allocations,
     Launch,
+    Layout,
     Sequences,
     launch_of,
     observed,
 )
+from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.host.sequence_sizes import (
     SequenceLayouts,
     SequenceSizes,
@@ -278,7 +280,8 @@ class SequenceLauncher(ABC):
 
     @abstractmethod
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out, lse), whatever the problem says of a gradient or the LSE; seed: of dropout."""
+        """(out, lse), whatever the problem says of a gradient; lse may be None where neither that
+        nor the LSE is wanted; seed: of dropout."""
 
     @abstractmethod
     def sizes(self, layouts: SequenceLayouts) -> SequenceSizes:
@@ -314,6 +317,8 @@ class SequenceLauncher(ABC):
         self.compiled, results = (compiled, merged), self.results
         shapes = results.out, results.lse
         self.memory = Allocations(None, operands.q.device, results.dtype, *shapes, 0, 0)
+        if not (self.problem.return_lse or self.problem.needs_grad):
+            self.memory.unread = workspace.unread(operands.q)
         self.again = self.at_layouts(layouts_of_call(self.problem, operands))
         if self.again is None:
             self.compiled = None
@@ -327,10 +332,11 @@ class SequenceLauncher(ABC):
         launch = self.relaunch(compiled, sizes, layouts)
         if launch is None:
             return None
-        merge, items, partials = None, None, NO_PARTIALS
-        if self.splits.rows:
-            rows = self.splits.rows_of(self.problem.num_heads, sizes)
-            self.splits.expect_arrivals(sizes.grid[0])
+        merge, items, partials, splits = None, None, NO_PARTIALS, self.splits
+        if splits.rows:
+            rows = splits.rows_of(self.problem.num_heads, sizes)
+            if splits.merge == "last":
+                splits.expect_arrivals(sizes.grid[0])
             partials = workspace.layout(rows * self.problem.head_dim_v, rows)
         if self.combine is None:
             pass
@@ -338,5 +344,8 @@ class SequenceLauncher(ABC):
             items = self.combine.relaunch_all(merged, sizes)
         elif merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        results = sizes.results
-        return Sequences(launch, merge, items, self.memory, (results.out, results.lse), partials)
+        results, memory = sizes.results, self.memory
+        lse: Layout | None = results.lse
+        if memory.unread and sizes.lengths.total_q * self.problem.num_heads <= MOST_UNREAD:
+            lse = None
+        return Sequences(launch, merge, items, memory, (results.out, lse), partials)

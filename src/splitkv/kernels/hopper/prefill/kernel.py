@@ -253,12 +253,13 @@ def item_tilings_of(plan: Plan, kv_bytes: int) -> Callable[[SequenceLengths], It
         if packed:
             tiles = lengths.total_q * pack // tile_m + lengths.batch + 1
         else:
-            tiles = ceil_div(lengths.seqlen_q * pack, tile_m)
+            tiles = -(-lengths.seqlen_q * pack // tile_m)
         items = tiles * lanes
         if further_splits:  # of the row tiles whose keys are split
             row_tiles = ceil_div(cut_tokens_of(lengths.seqlen_q) * pack, tile_m)
             items += further_splits * row_tiles * lengths.batch * heads
-        return ItemTiling(tiles, lanes, width, items)
+        tiled = tiles, lanes, width, items
+        return tiled
 
     return tiling
 
@@ -285,14 +286,18 @@ def bind_warpgroups(
         schedule = ItemSchedule(plan, rule_of(plan, pack, ROWS.value), operands.q.is_cuda)
         splits = scheduled_splits(problem, schedule.rule)
 
+    most = config.programs
+
     def sizes(layouts: SequenceLayouts) -> SequenceSizes:
         lengths = layouts.lengths
         if schedule is None:
             tiled = tiling(lengths)
         else:
             entries, lanes = schedule.entries(lengths), schedule.rule.lanes
-            tiled = ItemTiling(entries, lanes, lanes, entries * lanes)
-        programs = min(tiled.items, config.programs or tiled.items)
+            tiled = entries, lanes, lanes, entries * lanes
+        programs = items = tiled[3]
+        if most and most < items:
+            programs = most
         return hopper_sizes(problem, layouts, tiled, (programs, 1, 1), schedule)
 
     splits.expect_arrivals(sizes(layouts_of_call(problem, operands)).grid[0])

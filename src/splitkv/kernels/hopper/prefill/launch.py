@@ -147,14 +147,10 @@ def boxes_of_plan(
     }
 
 
-class ItemTiling(NamedTuple):
-    """The row tiles of a launch: of a lane, lanes, lanes that go together, and, of all lanes, row
-    tiles and the further splits of their keys; None: a program has one."""
-
-    tiles: int
-    lanes: int
-    width: int
-    items: Any
+ItemTiling = tuple[int, int, int, Any]
+"""The row tiles of a launch: of a lane, lanes, lanes that go together, and, of all lanes, row tiles
+and the further splits of their keys; None: a program has one. A plain tuple, as one is made for
+every length."""
 
 
 def hopper_size_arguments(
@@ -191,14 +187,13 @@ def hopper_sizes(
     """The SequenceSizes of a call; the arguments are those that `hopper_size_arguments` leaves
     out."""
     lengths, results = layouts.lengths, result_layouts(problem, layouts.q[0], layouts.out)
-    if schedule is None:
+    if schedule is not None:
+        max_tokens = schedule.rule.short
+    elif problem.kind == "varlen":
         max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
     else:
-        max_tokens = schedule.rule.short
-    arguments = (
-        *(*lengths, *results.lse_strides, *tiling, max_tokens),
-        *results.out_strides,
-    )
+        max_tokens = lengths.seqlen_q
+    arguments = *lengths, *results.lse_strides, *tiling, max_tokens, *results.out_strides
     return SequenceSizes(grid, arguments, lengths, max_tokens, results)
 
 

@@ -59,7 +59,6 @@ from splitkv.kernels.hopper.prefill.launch import (
     BoundKernel,
     Box,
     HopperLauncher,
-    ItemTiling,
     boxes_of_plan,
     hopper_size_arguments,
     hopper_sizes,
@@ -389,10 +388,10 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     def sizes(layouts: SequenceLayouts) -> SequenceSizes:
         lengths = layouts.lengths
         tiled = tiling(lengths)
-        programs = min(tiled.items, config.programs or tiled.items)
+        programs = min(tiled[3], config.programs or tiled[3])
         places = grid_of_places(plan, lengths.batch) if by_grid else None
-        grid, items = places or ((programs, 1, 1), tiled.items)
-        return hopper_sizes(problem, layouts, ItemTiling(*tiled[:3], items), grid)
+        grid, items = places or ((programs, 1, 1), tiled[3])
+        return hopper_sizes(problem, layouts, (*tiled[:3], items), grid)
 
     splits.expect_arrivals(sizes(layouts_of_call(problem, operands)).grid[0])
     num_warps = config.tile_m // ROWS_OF_WARP.value
