@@ -73,8 +73,9 @@ from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import (
     Launch,
     LaunchMemory,
+    LaunchOn,
     OperandAddresses,
-    bind,
+    bind_to_grids,
 )
 from splitkv.kernels.host.sequence_sizes import (
     SequenceLayouts,
@@ -371,6 +372,8 @@ class PrefillLauncher(SequenceLauncher):
         self.options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
         self.combine = combine_launch(plan, self.splits, early)
         self.of_scales = stored_of(operands)[3:]  # compiled for by value
+        # what is compiled, and what binds launches of that
+        self.launches: tuple[Any, LaunchOn | None] = (None, None)
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -442,8 +445,14 @@ class PrefillLauncher(SequenceLauncher):
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
     ) -> Launch | None:
-        launch = bind(compiled, sizes.grid, self.tail.changed(sizes.arguments))
-        return None if launch is None else with_addresses(launch, self.of_scales)
+        known, launch_on = self.launches
+        if known is not compiled:
+            launch_on = bind_to_grids(compiled)
+            self.launches = compiled, launch_on
+        if launch_on is None:
+            return None
+        launch = launch_on(sizes.grid, self.tail.changed(sizes.arguments))
+        return with_addresses(launch, self.of_scales)
 
 
 def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:

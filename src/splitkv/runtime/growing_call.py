@@ -39,8 +39,8 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.sequence_sizes import (
     LOG2_E,
-    SequenceLayouts,
-    SequenceLengths,
+    CallLayout,
+    layouts_at,
     result_layouts,
     strides_of,
 )
@@ -529,7 +529,12 @@ class GrowingSequences(Growing):
         if again is None:
             bucket, launcher = self.in_bucket(here, tensors)
             if launcher is not None:
-                again = launcher.at_layouts(layouts_at(here, *tensors[:4]))
+                v, out = tensors[2], tensors[3]
+                if out is None:
+                    again = launcher.at_lengths(here, v.shape)
+                else:
+                    given = out.shape, out.stride()
+                    again = launcher.at_layouts(layouts_at(here, v.shape, given))
             if again is not None:
                 keep(self.known, here, again, MAX_AGAIN)
                 ahead = following(bucket, before, here[0])
@@ -598,8 +603,7 @@ optional_of = attrgetter(*(field.name for field in fields(Operands)[3:16]))
 def layout_of(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: tuple[Any, Any]
 ) -> tuple[Any, ...]:
-    """The layout of a call, by which what launches it is known: ((greatest lengths of queries and
-    keys, sequences), (shapes of q and k), (strides of q, k and v)).
+    """The CallLayout of tensors.
 
     starts    of packed queries
     longest   of these the greatest lengths
@@ -628,17 +632,6 @@ def step_around(number: int, edge: int, within: bool) -> tuple[int, int]:
     are to be within it, else more."""
     first, last = rounded_alike(number)
     return (first, min(last, edge)) if within else (max(first, edge + 1), last)
-
-
-def layouts_at(here: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> SequenceLayouts:
-    """The SequenceLayouts of tensors; here: of `layout_of`."""
-    (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
-    total = q_shape[0] if len(q_shape) == 3 else batch * queries
-    of_keys = k_shape, of_k
-    of_values = of_keys if of_v == of_k and v.shape == k_shape else (v.shape, of_v)
-    given = None if out is None else (out.shape, out.stride())
-    lengths = SequenceLengths(queries, keys, total, batch)
-    return SequenceLayouts(lengths, (q_shape, of_q), of_keys, of_values, given)
 
 
 def following(bucket: Bucket, before: Any, lengths: tuple[int, int, int]) -> Bucket | None:

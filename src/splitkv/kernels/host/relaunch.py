@@ -76,6 +76,29 @@ def bind(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) ->
     return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
+Grid = tuple[int, int, int]
+LaunchOn = Callable[[Grid, Sequence[Any]], Launch]
+"""`launch_on(grid, tail)`: a launch on the grid whose last arguments are always `tail`."""
+
+
+def bind_to_grids(compiled: Any) -> LaunchOn | None:
+    """Binds launches of a kernel on every grid and with every last arguments, see `bind`. None: no
+    way is known. Whoever keeps one holds the kernel, see `holding`."""
+    calling = _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+
+    def one_by_one(grid: Grid, tail: Sequence[Any], stream: int, *args: Any) -> None:
+        function(*grid, stream, *fixed, *args, *tail)
+
+    def in_a_tuple(grid: Grid, tail: Sequence[Any], stream: int, *args: Any) -> None:
+        function(*grid, stream, *fixed, (*args, *tail))
+
+    # made for every length: less than functions of it
+    return partial(partial, holding(compiled, in_a_tuple if as_tuple else one_by_one))
+
+
 LaunchWith = Callable[[Sequence[Any], Any, Any], Launch]
 """`launch_with(tail, k_maps, v_maps)`: a launch whose last arguments are always `tail`, and which
 takes K and V as the items of these maps of their addresses."""
@@ -176,7 +199,7 @@ all of one `length`."""
 OperandMaps = tuple[dict["OperandAddresses", tuple[Any, ...]], Sequence[Layout]]
 """(known, layouts): what the kernel takes of operands that are known by their addresses; and the
 layouts of q, k, v and out, for others."""
-LaunchLayout = tuple[tuple[int, int, int], Sequence[Any], OperandMaps]
+LaunchLayout = tuple[Grid, Sequence[Any], OperandMaps]
 """(grid, tail, maps): the last arguments of a launch on the grid are always `tail`. A plain tuple,
 as one is made for every length."""
 LaunchAt = Callable[[LaunchLayout], Launch]

@@ -149,6 +149,24 @@ def layouts_of_call(problem: Problem, operands: Operands) -> SequenceLayouts:
     return SequenceLayouts(lengths_of(problem, x), q, k, v, out)
 
 
+CallLayout = tuple[tuple[int, int, int], tuple[Any, Any], tuple[Any, Any, Any]]
+"""The layout of a call, by which what launches it is known: ((greatest lengths of queries and keys,
+sequences), (shapes of q and k), (strides of q, k and v)). A plain tuple, as every call makes it."""
+
+
+def layouts_at(here: CallLayout, v_shape: Sequence[int], out: Layout | None) -> SequenceLayouts:
+    """The SequenceLayouts of tensors.
+
+    v_shape   of values; out: the layout of the output, if that is given
+    """
+    (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+    total = q_shape[0] if len(q_shape) == 3 else q_shape[0] * q_shape[1]
+    of_keys = k_shape, of_k
+    of_values = of_keys if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
+    lengths = SequenceLengths(queries, keys, total, batch)
+    return SequenceLayouts(lengths, (q_shape, of_q), of_keys, of_values, out)
+
+
 class SequenceSizes(NamedTuple):
     """The sizes of a launch that follow from the lengths of its call.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from splitkv.kernels.host.relaunch import (
     Launch,
     Layout,
     Sequences,
+    bind_to_grids,
     launch_of,
     observed,
 )
@@ -33,6 +34,8 @@ from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.host.sequence_sizes import (
     SequenceLayouts,
     SequenceSizes,
+    CallLayout,
+    layouts_at,
     layouts_of_call,
     lse_shape,
 )
@@ -160,6 +163,7 @@ class CombineLaunch:
     columns: int
     fixed: tuple[tuple[str, Any], ...]
     options: Mapping[str, Any]
+    launches: dict[str, Any] = field(default_factory=dict)  # what binds the latest kernel's
 
     def arguments(self, sizes: SequenceSizes) -> tuple[int, ...]:
         """Arguments that follow from the lengths of a call, in the order of OF_LENGTHS."""
@@ -186,7 +190,15 @@ class CombineLaunch:
 
     def relaunch(self, compiled: Any, sizes: SequenceSizes) -> Launch:
         """A function that launches it again: see `Sequences`."""
-        return launch_of(compiled, self.grid(sizes), self.tail.changed(self.arguments(sizes)))
+        lengths, tokens, out = sizes.lengths, sizes.max_tokens, sizes.results.out_strides
+        rows = lengths.batch * tokens
+        tail = self.tail.changed((rows, tokens, lengths.total_q, *out))
+        known, launch_on = self.launches.get("latest", (None, None))
+        if known is not compiled:
+            launch_on = bind_to_grids(compiled)
+            self.launches["latest"] = compiled, launch_on
+        grid = rows * self.heads, 1, self.columns
+        return launch_of(compiled, grid, tail) if launch_on is None else launch_on(grid, tail)
 
     @cached_property
     def tail(self) -> Tail:
@@ -322,6 +334,10 @@ class SequenceLauncher(ABC):
         self.again = self.at_layouts(layouts_of_call(self.problem, operands))
         if self.again is None:
             self.compiled = None
+
+    def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
+        """As `at_layouts`, of a call whose output is made; v_shape: of its values."""
+        return self.at_layouts(layouts_at(here, v_shape, None))
 
     def at_layouts(self, layouts: SequenceLayouts) -> Sequences | None:
         """A launch of the compiled kernels for calls of other lengths, for whose strides Triton
