@@ -425,7 +425,9 @@ class PrefillLauncher(SequenceLauncher):
         results = result_layouts(self.problem, q[0], layouts.out)
         max_tokens = self.problem.cut_tokens_of(lengths.seqlen_q)
         tiles, lanes, width = self.tiling(lengths)
-        programs = tiles * lanes + split_programs(self.plan, lengths.batch, max_tokens)
+        programs = tiles * lanes
+        if self.splits.num_splits is not None:
+            programs += split_programs(self.plan, lengths.batch, max_tokens)
         arguments = (
             *lengths,
             *(strides_of_layout(*q), strides_of_layout(*k), strides_of_layout(*v)),
@@ -614,4 +616,6 @@ class Attention(torch.autograd.Function):
 
 apply_in_no_transform = super(torch.autograd.Function, Attention).apply
 """`Attention.apply` without what that asks in Python on every call for the sake of functorch."""
+# torch's own `apply` of the backward asks whether there is a `vjp`, in every call
+vars(Attention)["_backward_cls"].apply = Attention.backward
 functorch_is_active = torch._C._are_functorch_transforms_active
