@@ -87,8 +87,8 @@ from splitkv.kernels.host.sequence_sizes import (
     result_layouts,
     scale_and_softcap,
     scoring_of,
+    steps_of,
     stride_slope,
-    strides_of_layout,
     tiles_and_lanes,
 )
 from splitkv.kernels.host.sequences import (
@@ -363,7 +363,7 @@ class PrefillLauncher(SequenceLauncher):
         self.fixed = {
             **size_arguments(problem, operands),
             **of_lengths,
-            "out_strides": Strides(*self.first_sizes.results.out_strides),
+            **{name: Strides(*of_lengths[name]) for name in STRIDES},
             "num_splits": self.splits.num_splits,
             "split_tiles": self.splits.split_tiles,
             "CONFIG": compile_time_config(plan, operands, self.splits, early),
@@ -430,7 +430,7 @@ class PrefillLauncher(SequenceLauncher):
             programs += split_programs(self.plan, lengths.batch, max_tokens)
         arguments = (
             *lengths,
-            *(strides_of_layout(*q), strides_of_layout(*k), strides_of_layout(*v)),
+            *(steps_of(*q), steps_of(*k), steps_of(*v)),
             *(results.out_strides, *results.lse_strides, tiles, lanes, width, max_tokens),
         )
         return SequenceSizes((programs, 1, 1), arguments, lengths, max_tokens, results)
@@ -485,8 +485,8 @@ def tilings_of(plan: Plan) -> Callable[[SequenceLengths], tuple[int, int, int]]:
         lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
 
     def tiling(lengths: SequenceLengths) -> tuple[int, int, int]:
-        tokens = lengths.total_q, lengths.batch
-        return tiles_and_lanes(problem, device, *tokens, rows, tile, lane_bytes)
+        total, batch = lengths.total_q, lengths.batch
+        return tiles_and_lanes(problem, device, total, batch, rows, tile, lane_bytes)
 
     return tiling
 

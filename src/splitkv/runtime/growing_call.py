@@ -39,7 +39,6 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.sequence_sizes import (
     LOG2_E,
-    CallLayout,
     layouts_at,
     result_layouts,
     strides_of,

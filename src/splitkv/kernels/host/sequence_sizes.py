@@ -57,13 +57,18 @@ def strides_of(x: Tensor) -> Strides:
 
 def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
     """The Strides of a tensor with such a shape and strides, as of an operand."""
+    return Strides(*steps_of(shape, strides))
+
+
+def steps_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """The items of `strides_of_layout`, a plain tuple, as they are asked for with every length."""
     if len(shape) == 3:
         (n, h, _), (step_n, step_h, _), step_b = shape, strides, 0
     else:
         (b, n, h, _), (step_b, step_n, step_h, _) = shape, strides
         if b == 1:
             step_b = 0
-    return Strides(step_b, 0 if n == 1 and step_n == 1 else step_n, 0 if h == 1 else step_h)
+    return step_b, 0 if n == 1 and step_n == 1 else step_n, 0 if h == 1 else step_h
 
 
 class ResultLayouts(NamedTuple):
@@ -102,7 +107,7 @@ def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None)
     if given is None:
         strides = step_b, step, dim if heads > 1 else 0
     else:
-        strides = strides_of_layout(*given)
+        strides = steps_of(*given)
     return ResultLayouts(out, lse, strides, lse_strides)
 
 

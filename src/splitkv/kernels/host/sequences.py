@@ -30,15 +30,15 @@ from splitkv.kernels.host.relaunch import (
     launch_of,
     observed,
 )
-from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.host.sequence_sizes import (
+    CallLayout,
     SequenceLayouts,
     SequenceSizes,
-    CallLayout,
     layouts_at,
     layouts_of_call,
     lse_shape,
 )
+from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.schedule_items import ItemRule
 from splitkv.kernels.tile.merge import MOST_ARRIVALS, parts_a_step, rows_a_step
 
