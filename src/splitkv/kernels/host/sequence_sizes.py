@@ -81,6 +81,9 @@ class ResultLayouts(NamedTuple):
     lse_strides: tuple[int, int]
 
 
+NO_LAYOUT: Layout = ((), ())
+
+
 def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None) -> ResultLayouts:
     """The ResultLayouts of a call that has queries.
 
@@ -88,10 +91,10 @@ def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None)
     given   the layout of the caller's output, if there is one
     """
     dim, heads = problem.head_dim_v, problem.num_heads
-    step, step_b, out, lse = heads * dim, 0, given, given
+    step, step_b, out = heads * dim, 0, given or NO_LAYOUT
     if len(shape) == 3:
         tokens = shape[0]
-        lse = (heads, tokens), (tokens, 1)
+        lse: Layout = ((heads, tokens), (tokens, 1))
         if given is None:
             out = (tokens, heads, dim), (step, dim, 1)
         lse_strides = 0, tokens

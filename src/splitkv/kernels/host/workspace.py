@@ -11,8 +11,8 @@ threads on one stream are therefore never in one buffer, whenever the interprete
 them: the second finds none and makes its own. While a graph is being captured the partials come
 from the graph's own pool instead, so that a replay cannot meet a call of another stream.
 
-What kernels write and nobody reads, the LSE of a call that is not asked for it, goes to one place of
-a device, in all streams, if it is not much. That is kept, as graphs may know it, too.
+What kernels write and nobody reads, the LSE of a call that is not asked for it, goes to one place
+of a device, in all streams, if it is not much. That is kept, as graphs may know it, too.
 
 A launch that merges parts itself counts arrivals. Each stream has counters for that, as launches on
 it follow each other, and so has each launch that a graph captured; they are not given back.
