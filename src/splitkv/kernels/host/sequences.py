@@ -292,8 +292,7 @@ class SequenceLauncher(ABC):
 
     @abstractmethod
     def forward(self, operands: Operands, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out, lse), whatever the problem says of a gradient; lse may be None where neither that
-        nor the LSE is wanted; seed: of dropout."""
+        """(out, lse), whatever the problem says of a gradient or the LSE; seed: of dropout."""
 
     @abstractmethod
     def sizes(self, layouts: SequenceLayouts) -> SequenceSizes:
@@ -329,11 +328,11 @@ class SequenceLauncher(ABC):
         self.compiled, results = (compiled, merged), self.results
         shapes = results.out, results.lse
         self.memory = Allocations(None, operands.q.device, results.dtype, *shapes, 0, 0)
-        if not (self.problem.return_lse or self.problem.needs_grad):
-            self.memory.unread = workspace.unread(operands.q)
         self.again = self.at_layouts(layouts_of_call(self.problem, operands))
         if self.again is None:
             self.compiled = None
+        elif not (self.problem.return_lse or self.problem.needs_grad):
+            self.memory.unread = workspace.unread(operands.q)  # for calls of `at_layouts`
 
     def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
         """As `at_layouts`, of a call whose output is made; v_shape: of its values."""
@@ -341,7 +340,8 @@ class SequenceLauncher(ABC):
 
     def at_layouts(self, layouts: SequenceLayouts) -> Sequences | None:
         """A launch of the compiled kernels for calls of other lengths, for whose strides Triton
-        would compile the same; None where none is known."""
+        would compile the same; None where none is known. It gives no LSE that the problem does not
+        ask for."""
         if self.compiled is None:
             return None
         (compiled, merged), sizes = self.compiled, self.sizes(layouts)
