@@ -71,13 +71,16 @@ from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import (
+    Grid,
     Launch,
     LaunchMemory,
     LaunchOn,
     OperandAddresses,
+    Sequences,
     bind_to_grids,
 )
 from splitkv.kernels.host.sequence_sizes import (
+    CallLayout,
     SequenceLayouts,
     SequenceLengths,
     SequenceSizes,
@@ -374,6 +377,8 @@ class PrefillLauncher(SequenceLauncher):
         self.of_scales = stored_of(operands)[3:]  # compiled for by value
         # what is compiled, and what binds launches of that
         self.launches: tuple[Any, LaunchOn | None] = (None, None)
+        # the latest layout of `at_lengths` but for the number of keys, and what launches it
+        self.latest: tuple[Any, Sequences | None] = (None, None)
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -453,12 +458,33 @@ class PrefillLauncher(SequenceLauncher):
             self.launches = compiled, launch_on
         if launch_on is None:
             return None
-        launch = launch_on(sizes.grid, self.tail.changed(sizes.arguments))
-        return with_addresses(launch, self.of_scales)
+        tail = self.tail.changed(sizes.arguments)
+        return with_addresses((launch_on, sizes.grid, tail), self.of_scales)
+
+    def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
+        """As of SequenceLauncher. Of a call that differs from the one before in the number of keys
+        alone, as one query against ever more of them does, only that is put into what is there."""
+        (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+        steps = steps_of(k_shape, of_k), steps_of(v_shape, of_v)
+        but_for_keys = queries, batch, q_shape, of_q, steps
+        before, made = self.latest
+        if made is None or before != but_for_keys:
+            made = super().at_lengths(here, v_shape)
+            self.latest = but_for_keys, made
+            return made
+        launch_on, grid, tail = made.launch.bound_to  # type: ignore[attr-defined]
+        at = self.tail.place["seqlen_k"]
+        bound_to = launch_on, grid, (*tail[:at], keys, *tail[at + 1 :])
+        return made.with_launch(with_addresses(bound_to, self.of_scales))
 
 
-def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
-    """A launch as `Sequences` has it; of_scales: the items of Stored behind its pointers."""
+def with_addresses(
+    bound_to: tuple[LaunchOn, Grid, Sequence[Any]], of_scales: Sequence[Any]
+) -> Launch:
+    """A launch as `Sequences` has it, with what it is bound to; of_scales: the items of Stored
+    behind its pointers."""
+    launch_on, grid, tail = bound_to
+    launch = launch_on(grid, tail)
 
     def again(
         stream: int,
@@ -473,6 +499,7 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
         written = stored, *memory[:3]
         launch(stream, *at[:3], *memory[3][:4], *written, *row, None, None, scoring)
 
+    again.__dict__["bound_to"] = bound_to
     return again
 
 

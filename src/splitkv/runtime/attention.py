@@ -30,7 +30,7 @@ from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autoca
 from splitkv.runtime.autograd import NAMES, attention_op
 from splitkv.runtime.call_cache import BoundCall, Result, current_device, with_types
 from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad, within_64_bits
-from splitkv.runtime.growing_call import GrowingSequences
+from splitkv.runtime.growing_call import NO_OPTIONAL, GrowingSequences
 from splitkv.runtime.growing_gradients import GrowingGradients
 
 if TYPE_CHECKING:
@@ -46,10 +46,6 @@ _SOFTCAP, _RETURN_LSE, _DROPOUT = map(_SCALARS.index, ("softcap", "return_lse", 
 _TABLE, _STARTS, _LENGTHS = _TENSORS.index("page_table"), _TENSORS.index("cu_seqlens_q"), 2
 """The arguments but q, k, v, the window and the plan, as tuples have them: tensors in the order of
 Operands, and others, the greatest lengths first."""
-
-
-NO_OPTIONAL = (None,) * len(_TENSORS)
-"""The optional tensors of a call that has none."""
 
 
 class _Call(NamedTuple):
@@ -421,7 +417,8 @@ def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> R
     optional, scalars, *_ = call
     launcher, longest = bound.launcher, scalars[:_LENGTHS]
     scale, softcap = bound.softmax_scale, float(scalars[_SOFTCAP])
-    if type(launcher) is GrowingSequences and bound.device in (None, current_device()):
+    device = bound.device
+    if type(launcher) is GrowingSequences and (device is None or device == current_device()):
         return launcher.launch(q, k, v, optional, longest, scale, softcap)
     operands = Operands(q, k, v, *optional)
     operands.seqlen_q, operands.seqlen_k = longest

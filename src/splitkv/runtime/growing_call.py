@@ -504,9 +504,28 @@ class GrowingSequences(Growing):
         if again is None or layout != here:
             again, ahead = self.launch_at(here, (q, k, v, *optional))
         if again is not None:
-            capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
-            lengths_first = optional[0], *optional[3:5], *optional[1:3]
-            done = again.call(q, k, v, *lengths_first, *optional[7:12], *capped)
+            capped, most = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
+            if optional is NO_OPTIONAL:  # the most frequent
+                done = again.call(
+                    q,
+                    k,
+                    v,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    capped,
+                    most,
+                )
+            else:
+                lengths_first = optional[0], *optional[3:5], *optional[1:3]
+                done = again.call(q, k, v, *lengths_first, *optional[7:12], capped, most)
         if done is None:
             x = operands_of((q, k, v, *optional), here)
             x.softmax_scale, x.softcap = scale, softcap
@@ -597,6 +616,8 @@ class GrowingSequences(Growing):
 
 optional_of = attrgetter(*(field.name for field in fields(Operands)[3:16]))
 """The tensors of Operands behind q, k and v."""
+NO_OPTIONAL = (None,) * 13
+"""Those of a call that has none of them."""
 
 
 def layout_of(

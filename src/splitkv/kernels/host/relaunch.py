@@ -836,6 +836,11 @@ class Sequences:
             first = -(-numel // 4) * 4  # 16 bytes
             self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
 
+    def with_launch(self, launch: Launch) -> Sequences:
+        """Another, of which only the first launch differs; this one has no schedule."""
+        results = self.out, self.lse
+        return Sequences(launch, self.merge, None, self.memory, results, self.layout)
+
     def call(
         self,
         q,
