@@ -90,7 +90,7 @@ from splitkv.kernels.host.sequence_sizes import (
     result_layouts,
     scale_and_softcap,
     scoring_of,
-    steps_of,
+    row_steps,
     stride_slope,
     tiles_and_lanes,
 )
@@ -435,7 +435,7 @@ class PrefillLauncher(SequenceLauncher):
             programs += split_programs(self.plan, lengths.batch, max_tokens)
         arguments = (
             *lengths,
-            *(steps_of(*q), steps_of(*k), steps_of(*v)),
+            *(row_steps(*q), row_steps(*k), row_steps(*v)),
             *(results.out_strides, *results.lse_strides, tiles, lanes, width, max_tokens),
         )
         return SequenceSizes((programs, 1, 1), arguments, lengths, max_tokens, results)
@@ -462,10 +462,11 @@ class PrefillLauncher(SequenceLauncher):
         return with_addresses((launch_on, sizes.grid, tail), self.of_scales)
 
     def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
-        """As of SequenceLauncher. Of a call that differs from the one before in the number of keys
-        alone, as one query against ever more of them does, only that is put into what is there."""
+        """Makes what SequenceLauncher does. Of a call that differs from the one before in the number
+        of keys alone, as one query against ever more of them does, only that is put into what is
+        there."""
         (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
-        steps = steps_of(k_shape, of_k), steps_of(v_shape, of_v)
+        steps = row_steps(k_shape, of_k), row_steps(v_shape, of_v)
         but_for_keys = queries, batch, q_shape, of_q, steps
         before, made = self.latest
         if made is None or before != but_for_keys:

@@ -349,7 +349,7 @@ class ItemSchedule:
         return self.entries_of(of.total_q, of.batch)
 
     def entries_of(self, total_q: int, batch: int) -> int:
-        """As `entries`, of so many tokens of so many sequences."""
+        """Computes the entries for so many tokens of so many sequences."""
         return total_q * self.rule.pack // self.tile_m + batch + 1 + self.rule.further
 
     def numel(self, sizes: SequenceSizes) -> int:

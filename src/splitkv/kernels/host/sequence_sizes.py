@@ -57,10 +57,10 @@ def strides_of(x: Tensor) -> Strides:
 
 def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
     """The Strides of a tensor with such a shape and strides, as of an operand."""
-    return Strides(*steps_of(shape, strides))
+    return Strides(*row_steps(shape, strides))
 
 
-def steps_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+def row_steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
     """The items of `strides_of_layout`, a plain tuple, as they are asked for with every length."""
     if len(shape) == 3:
         (n, h, _), (step_n, step_h, _), step_b = shape, strides, 0
@@ -110,7 +110,7 @@ def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None)
     if given is None:
         strides = step_b, step, dim if heads > 1 else 0
     else:
-        strides = steps_of(*given)
+        strides = row_steps(*given)
     return ResultLayouts(out, lse, strides, lse_strides)
 
 

@@ -335,7 +335,7 @@ class SequenceLauncher(ABC):
             self.memory.unread = workspace.unread(operands.q)  # for calls of `at_layouts`
 
     def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
-        """As `at_layouts`, of a call whose output is made; v_shape: of its values."""
+        """Does what `at_layouts` does, for a call whose output is made; v_shape: of its values."""
         return self.at_layouts(layouts_at(here, v_shape, None))
 
     def at_layouts(self, layouts: SequenceLayouts) -> Sequences | None:

@@ -332,7 +332,7 @@ class HopperLauncher(SequenceLauncher):
             self.one_launch = launch_at
 
     def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
-        """As of SequenceLauncher, of which it is what one launch alone needs, written out."""
+        """Makes what SequenceLauncher does; where there is one launch alone, of what that needs."""
         launch_at = self.one_launch
         if launch_at is None:
             return super().at_lengths(here, v_shape)
