@@ -88,9 +88,9 @@ from splitkv.kernels.host.sequence_sizes import (
     layouts_of_call,
     offset_type,
     result_layouts,
+    row_steps,
     scale_and_softcap,
     scoring_of,
-    row_steps,
     stride_slope,
     tiles_and_lanes,
 )
@@ -462,9 +462,8 @@ class PrefillLauncher(SequenceLauncher):
         return with_addresses((launch_on, sizes.grid, tail), self.of_scales)
 
     def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
-        """Makes what SequenceLauncher does. Of a call that differs from the one before in the number
-        of keys alone, as one query against ever more of them does, only that is put into what is
-        there."""
+        """Makes what SequenceLauncher does. Of a call that differs from the one before in its keys
+        alone, as one query against ever more of them does, only that is put into what is there."""
         (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
         steps = row_steps(k_shape, of_k), row_steps(v_shape, of_v)
         but_for_keys = queries, batch, q_shape, of_q, steps
