@@ -643,6 +643,4 @@ class Attention(torch.autograd.Function):
 
 apply_in_no_transform = super(torch.autograd.Function, Attention).apply
 """`Attention.apply` without what that asks in Python on every call for the sake of functorch."""
-# torch's own `apply` of the backward asks whether there is a `vjp`, in every call
-vars(Attention)["_backward_cls"].apply = Attention.backward
 functorch_is_active = torch._C._are_functorch_transforms_active
