@@ -336,7 +336,7 @@ def test_a_launch_with_descriptors_first(
     of_triton = compiled_with(installed(function), [META, META])
     q_tile, k_tile = (relaunch.tile_of(of_triton, i) for i in range(2))
     compiled = compiled_with(launcher(function), [META, META])
-    seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides))
+    seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides), length=None)
     boxes = [(0, q_tile, seen), None, (1, k_tile, seen), None, None, (3, q_tile, seen)]
     launch_at = relaunch.bind_to_descriptors(compiled, boxes)
     assert launch_at is not None
@@ -362,7 +362,7 @@ def test_maps_of_operands_are_bounded(
 ) -> None:
     monkeypatch.setattr(relaunch, "MAX_OPERANDS", 5)
     tile = relaunch.tile_of(compiled_with(installed(CFunction()), [META]), 0)
-    seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides))
+    seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides), length=None)
     known: dict[Any, tuple[Any, ...]] = {}
     for at in range(16, 320, 16):
         layouts = [((8, 128), (128, 1))]

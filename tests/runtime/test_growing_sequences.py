@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from fake_gpu import Recorded, compilations, fake_gpu, functions_called
 from torch import Tensor
 
 import splitkv
-from splitkv.kernels.host import relaunch
+from splitkv.kernels.hopper.prefill import launch
+from splitkv.kernels.host import relaunch, sequences, workspace
 from splitkv.planner import registry
 from splitkv.runtime import attention as attention_call
 from splitkv.runtime import dispatch, growing_call
@@ -29,7 +31,7 @@ from splitkv.runtime.growing_call import GrowingSequences
 HEADS, KV_HEADS, DIM, BATCH = 8, 2, 64, 2
 LEAST_ADDRESS = 1 << 24
 LENGTHS = [200, 201, 1, 2, 208, 209, 16, 17, 33, 64, 65, 127, 128, 190, 224, 225, 300, 512, 513]
-MOST_CALLS = 155  # functions that Python calls for a new length, C functions counted
+MOST_CALLS = 120  # functions that Python calls for a new length, C functions counted
 A_LAUNCH = 35  # of them, those of a third launch
 Given = dict[str, Any]
 
@@ -152,10 +154,17 @@ def with_out(given: Given) -> Given:
     return given | {"out": torch.zeros_like(given["q"], memory_format=torch.contiguous_format)}
 
 
+def one_of(given: Given) -> Given:
+    """The first sequence of a batch."""
+    return given | {name: given[name][:1] for name in "qkv"}
+
+
 SLOPES, SINKS = torch.ones(HEADS), torch.zeros(HEADS)
 GROWTHS: dict[str, tuple[str, Callable[[int], Given]]] = {
     "prompts": ("h200", lambda n: prompt(n, causal=True)),
     "prompts, heads first": ("h200", lambda n: dense(n, n, "heads")),
+    "one prompt": ("h200", lambda n: one_of(prompt(n, causal=True))),
+    "one prompt, heads first": ("h200", lambda n: one_of(dense(n, n, "heads"))),
     "one query": ("h200", lambda n: dense(1, n, "heads")),
     "three queries": ("h200", lambda n: dense(3, n) | {"causal": True, "return_lse": True}),
     "more queries, as many keys": ("h200", lambda n: dense(n, 300) | {"causal": True}),
@@ -384,6 +393,52 @@ def test_lengths_that_come_again_are_known(gpu: Recorded, monkeypatch: pytest.Mo
         run(prompt(n))
         run(prompt(n - 90))
     assert 0 < len(launcher.known) <= 5
+
+
+@pytest.mark.parametrize("given_of", [prompt, packed, step])
+def test_an_lse_that_nobody_reads_takes_no_memory(
+    given_of: Callable[[int], Given], gpu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them go to one place, but for those of many rows; one that is asked for is new."""
+    grown(given_of)
+    unread = workspace.unread(torch.zeros(1))
+    for n in (241, 250, 241):
+        gpu.calls.clear()
+        out = run(given_of(n))
+        assert written_to(gpu) == (out.data_ptr(), unread)
+    grown(partial(with_lse, given_of))
+    gpu.calls.clear()
+    out, lse = run(with_lse(given_of, 241))
+    assert written_to(gpu) == (out.data_ptr(), lse.data_ptr()) and lse.data_ptr() != unread
+    monkeypatch.setattr(sequences, "MOST_UNREAD", 100)
+    monkeypatch.setattr(launch, "MOST_UNREAD", 100)
+    gpu.calls.clear()
+    run(given_of(270))
+    assert written_to(gpu)[1] != unread
+
+
+def with_lse(given_of: Callable[[int], Given], n: int) -> Given:
+    return given_of(n) | {"return_lse": True}
+
+
+def written_to(recorded: Recorded) -> tuple[int, int]:
+    """The addresses of out and LSE that the only call had its first kernel write to."""
+    (found,) = {
+        x[:2]
+        for name, args in recorded.calls
+        for x in args
+        if "prefill" in name and type(x) is tuple and len(x) == 3 and x[2] is None and x[0]
+    }
+    out, lse = found
+    return out, lse
+
+
+def test_nothing_is_made_for_an_unread_lse_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    like = SimpleNamespace(device="a GPU", is_cuda=True)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    assert workspace.unread(like) is None
 
 
 def test_scales_of_each_token_have_the_length_of_their_keys(gpu: Recorded) -> None:

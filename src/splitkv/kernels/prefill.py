@@ -71,12 +71,16 @@ from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.partition import padded_dims
 from splitkv.kernels.host.relaunch import (
+    Grid,
     Launch,
     LaunchMemory,
+    LaunchOn,
     OperandAddresses,
-    bind,
+    Sequences,
+    bind_to_grids,
 )
 from splitkv.kernels.host.sequence_sizes import (
+    CallLayout,
     SequenceLayouts,
     SequenceLengths,
     SequenceSizes,
@@ -84,10 +88,10 @@ from splitkv.kernels.host.sequence_sizes import (
     layouts_of_call,
     offset_type,
     result_layouts,
+    row_steps,
     scale_and_softcap,
     scoring_of,
     stride_slope,
-    strides_of_layout,
     tiles_and_lanes,
 )
 from splitkv.kernels.host.sequences import (
@@ -362,7 +366,7 @@ class PrefillLauncher(SequenceLauncher):
         self.fixed = {
             **size_arguments(problem, operands),
             **of_lengths,
-            "out_strides": Strides(*self.first_sizes.results.out_strides),
+            **{name: Strides(*of_lengths[name]) for name in STRIDES},
             "num_splits": self.splits.num_splits,
             "split_tiles": self.splits.split_tiles,
             "CONFIG": compile_time_config(plan, operands, self.splits, early),
@@ -371,6 +375,10 @@ class PrefillLauncher(SequenceLauncher):
         self.options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
         self.combine = combine_launch(plan, self.splits, early)
         self.of_scales = stored_of(operands)[3:]  # compiled for by value
+        # what is compiled, and what binds launches of that
+        self.launches: tuple[Any, LaunchOn | None] = (None, None)
+        # the latest layout of `at_lengths` but for the number of keys, and what launches it
+        self.latest: tuple[Any, Sequences | None] = (None, None)
 
     def __call__(self, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None), on the current stream; writes `operands.out` where given."""
@@ -422,10 +430,12 @@ class PrefillLauncher(SequenceLauncher):
         results = result_layouts(self.problem, q[0], layouts.out)
         max_tokens = self.problem.cut_tokens_of(lengths.seqlen_q)
         tiles, lanes, width = self.tiling(lengths)
-        programs = tiles * lanes + split_programs(self.plan, lengths.batch, max_tokens)
+        programs = tiles * lanes
+        if self.splits.num_splits is not None:
+            programs += split_programs(self.plan, lengths.batch, max_tokens)
         arguments = (
             *lengths,
-            *(strides_of_layout(*q), strides_of_layout(*k), strides_of_layout(*v)),
+            *(row_steps(*q), row_steps(*k), row_steps(*v)),
             *(results.out_strides, *results.lse_strides, tiles, lanes, width, max_tokens),
         )
         return SequenceSizes((programs, 1, 1), arguments, lengths, max_tokens, results)
@@ -442,12 +452,39 @@ class PrefillLauncher(SequenceLauncher):
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
     ) -> Launch | None:
-        launch = bind(compiled, sizes.grid, self.tail.changed(sizes.arguments))
-        return None if launch is None else with_addresses(launch, self.of_scales)
+        known, launch_on = self.launches
+        if known is not compiled:
+            launch_on = bind_to_grids(compiled)
+            self.launches = compiled, launch_on
+        if launch_on is None:
+            return None
+        tail = self.tail.changed(sizes.arguments)
+        return with_addresses((launch_on, sizes.grid, tail), self.of_scales)
+
+    def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
+        """Makes what SequenceLauncher does. Of a call that differs from the one before in its keys
+        alone, as one query against ever more of them does, only that is put into what is there."""
+        (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+        steps = row_steps(k_shape, of_k), row_steps(v_shape, of_v)
+        but_for_keys = queries, batch, q_shape, of_q, steps
+        before, made = self.latest
+        if made is None or before != but_for_keys:
+            made = super().at_lengths(here, v_shape)
+            self.latest = but_for_keys, made
+            return made
+        launch_on, grid, tail = made.launch.bound_to  # type: ignore[attr-defined]
+        at = self.tail.place["seqlen_k"]
+        bound_to = launch_on, grid, (*tail[:at], keys, *tail[at + 1 :])
+        return made.with_launch(with_addresses(bound_to, self.of_scales))
 
 
-def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
-    """A launch as `Sequences` has it; of_scales: the items of Stored behind its pointers."""
+def with_addresses(
+    bound_to: tuple[LaunchOn, Grid, Sequence[Any]], of_scales: Sequence[Any]
+) -> Launch:
+    """A launch as `Sequences` has it, with what it is bound to; of_scales: the items of Stored
+    behind its pointers."""
+    launch_on, grid, tail = bound_to
+    launch = launch_on(grid, tail)
 
     def again(
         stream: int,
@@ -462,6 +499,7 @@ def with_addresses(launch: Launch, of_scales: Sequence[Any]) -> Launch:
         written = stored, *memory[:3]
         launch(stream, *at[:3], *memory[3][:4], *written, *row, None, None, scoring)
 
+    again.__dict__["bound_to"] = bound_to
     return again
 
 
@@ -474,8 +512,8 @@ def tilings_of(plan: Plan) -> Callable[[SequenceLengths], tuple[int, int, int]]:
         lane_bytes = problem.kv_bytes // max(problem.batch * problem.num_kv_heads, 1)
 
     def tiling(lengths: SequenceLengths) -> tuple[int, int, int]:
-        tokens = lengths.total_q, lengths.batch
-        return tiles_and_lanes(problem, device, *tokens, rows, tile, lane_bytes)
+        total, batch = lengths.total_q, lengths.batch
+        return tiles_and_lanes(problem, device, total, batch, rows, tile, lane_bytes)
 
     return tiling
 

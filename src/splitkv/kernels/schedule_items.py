@@ -346,7 +346,11 @@ class ItemSchedule:
 
     def entries(self, of: SequenceLengths) -> int:
         """Entries of the list of a call: there is room for all row tiles, and for all pieces."""
-        return of.total_q * self.rule.pack // self.tile_m + of.batch + 1 + self.rule.further
+        return self.entries_of(of.total_q, of.batch)
+
+    def entries_of(self, total_q: int, batch: int) -> int:
+        """Computes the entries for so many tokens of so many sequences."""
+        return total_q * self.rule.pack // self.tile_m + batch + 1 + self.rule.further
 
     def numel(self, sizes: SequenceSizes) -> int:
         """32-bit integers of the list."""

@@ -30,7 +30,7 @@ from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autoca
 from splitkv.runtime.autograd import NAMES, attention_op
 from splitkv.runtime.call_cache import BoundCall, Result, current_device, with_types
 from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad, within_64_bits
-from splitkv.runtime.growing_call import GrowingSequences
+from splitkv.runtime.growing_call import NO_OPTIONAL, GrowingSequences
 from splitkv.runtime.growing_gradients import GrowingGradients
 
 if TYPE_CHECKING:
@@ -177,14 +177,30 @@ def attention(
     sequence_sink_tokens = None
     if isinstance(sink_tokens, Tensor):  # as `apart`
         sequence_sink_tokens, sink_tokens = sink_tokens, 0
-    optional = (
-        *(out, None, None, None, None, None, sequence_sink_tokens),
-        *(sink_logits, alibi_slopes, q_scale, k_scale, v_scale, out_scale),
-    )
+    if (
+        out is sequence_sink_tokens is sink_logits is alibi_slopes is None
+        and q_scale is k_scale is v_scale is out_scale is None
+    ):
+        optional = NO_OPTIONAL
+    else:
+        optional = (
+            *(out, None, None, None, None, None, sequence_sink_tokens),
+            *(sink_logits, alibi_slopes, q_scale, k_scale, v_scale, out_scale),
+        )
     scalars = (
-        *(None, None, causal, sink_tokens, max_sink_tokens, attention_chunk, softmax_scale),
-        *(softcap, return_lse, products, dropout_p, deterministic),
-    )
+        None,
+        None,
+        causal,
+        sink_tokens,
+        max_sink_tokens,
+        attention_chunk,
+        softmax_scale,
+        softcap,
+        return_lse,
+        products,
+        dropout_p,
+        deterministic,
+    )  # one tuple written out takes a third of one of others
     return _attention(q, k, v, _Call(optional, scalars, window_size, plan))
 
 
@@ -289,8 +305,9 @@ def attention_varlen(
     [num_heads, total_q] fp32.
     Equivalent PyTorch: `attention` on each sequence, the results concatenated. Raises as that.
     """
-    expect_tensor("cu_seqlens_q", cu_seqlens_q)
-    if page_table is None:
+    if not _is_plain_strided(cu_seqlens_q):
+        expect_tensor("cu_seqlens_q", cu_seqlens_q)
+    if page_table is None and not _is_plain_strided(cu_seqlens_k):
         expect_tensor("cu_seqlens_k", cu_seqlens_k)
     sequence_sink_tokens = None
     if isinstance(sink_tokens, Tensor):  # as `apart`
@@ -305,6 +322,12 @@ def attention_varlen(
         *(attention_chunk, softmax_scale, softcap, return_lse, products, dropout_p, deterministic),
     )
     return _attention(q, k, v, _Call(optional, scalars, window_size, plan))
+
+
+def _is_plain_strided(x: Any) -> bool:
+    """Whether there is nothing to look at more closely: what `expect_tensor` lets pass most often,
+    in a fraction of the time."""
+    return type(x) is Tensor and not x.is_nested and x.layout is torch.strided
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor | tuple[Tensor, Tensor]:
@@ -353,11 +376,12 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | No
     """Finds (the bound call that serves a kind of call or None, the kind)."""
     window = call.window_size
     tensors, present = [q, k, v], 0  # a bit for each of the optional ones
-    for x in call.optional:
-        present += present
-        if x is not None:
-            tensors.append(x)
-            present += 1
+    if call.optional is not NO_OPTIONAL:
+        for x in call.optional:
+            present += present
+            if x is not None:
+                tensors.append(x)
+                present += 1
     options: tuple[Any, ...]
     try:
         left, right = window
@@ -367,11 +391,11 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | No
         )
     except (TypeError, ValueError):  # describing says which option is not right
         options = ([],)  # which no cache holds
-    known, packed = dispatch.calls.match(options, tensors), None
+    known, packed = None, _options_of_any_length(k, call, options)
+    if packed is not None:
+        known = dispatch.calls.match(packed, tensors, any_first=True)
     if known is None:
-        packed = _options_of_any_length(k, call, options)
-        if packed is not None:
-            known = dispatch.calls.match(packed, tensors, any_first=True)
+        known = dispatch.calls.match(options, tensors)
     return known, (tensors, options, packed)
 
 
@@ -393,7 +417,8 @@ def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> R
     optional, scalars, *_ = call
     launcher, longest = bound.launcher, scalars[:_LENGTHS]
     scale, softcap = bound.softmax_scale, float(scalars[_SOFTCAP])
-    if type(launcher) is GrowingSequences and bound.device in (None, current_device()):
+    device = bound.device
+    if type(launcher) is GrowingSequences and (device is None or device == current_device()):
         return launcher.launch(q, k, v, optional, longest, scale, softcap)
     operands = Operands(q, k, v, *optional)
     operands.seqlen_q, operands.seqlen_k = longest
@@ -410,10 +435,12 @@ def _options_of_any_length(
 
     options   by which it is known itself
     """
-    table, starts = call.optional[_TABLE], call.optional[_STARTS]
-    longest_q, longest_k = call.scalars[:_LENGTHS]
-    if starts is None or call.plan is not None or len(options) == 1:
+    optional = call.optional
+    if optional is NO_OPTIONAL or optional[_STARTS] is None:
         return None
+    if call.plan is not None or len(options) == 1:
+        return None
+    table, (longest_q, longest_k) = optional[_TABLE], call.scalars[:_LENGTHS]
     if not type(longest_q) is type(longest_k) is int:
         return None
     room = MAX_SIZE if table is None else growing_call.capacity_of(k, table)

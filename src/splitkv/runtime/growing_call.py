@@ -39,8 +39,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import CacheLayout
 from splitkv.kernels.host.sequence_sizes import (
     LOG2_E,
-    SequenceLayouts,
-    SequenceLengths,
+    layouts_at,
     result_layouts,
     strides_of,
 )
@@ -505,9 +504,28 @@ class GrowingSequences(Growing):
         if again is None or layout != here:
             again, ahead = self.launch_at(here, (q, k, v, *optional))
         if again is not None:
-            capped = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
-            lengths_first = optional[0], *optional[3:5], *optional[1:3]
-            done = again.call(q, k, v, *lengths_first, *optional[7:12], *capped)
+            capped, most = (scale / softcap, softcap) if softcap else (scale * LOG2_E, None)
+            if optional is NO_OPTIONAL:  # the most frequent
+                done = again.call(
+                    q,
+                    k,
+                    v,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    capped,
+                    most,
+                )
+            else:
+                lengths_first = optional[0], *optional[3:5], *optional[1:3]
+                done = again.call(q, k, v, *lengths_first, *optional[7:12], capped, most)
         if done is None:
             x = operands_of((q, k, v, *optional), here)
             x.softmax_scale, x.softcap = scale, softcap
@@ -529,7 +547,12 @@ class GrowingSequences(Growing):
         if again is None:
             bucket, launcher = self.in_bucket(here, tensors)
             if launcher is not None:
-                again = launcher.at_layouts(layouts_at(here, *tensors[:4]))
+                v, out = tensors[2], tensors[3]
+                if out is None:
+                    again = launcher.at_lengths(here, v.shape)
+                else:
+                    given = out.shape, out.stride()
+                    again = launcher.at_layouts(layouts_at(here, v.shape, given))
             if again is not None:
                 keep(self.known, here, again, MAX_AGAIN)
                 ahead = following(bucket, before, here[0])
@@ -593,13 +616,14 @@ class GrowingSequences(Growing):
 
 optional_of = attrgetter(*(field.name for field in fields(Operands)[3:16]))
 """The tensors of Operands behind q, k and v."""
+NO_OPTIONAL = (None,) * 13
+"""Those of a call that has none of them."""
 
 
 def layout_of(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: tuple[Any, Any]
 ) -> tuple[Any, ...]:
-    """The layout of a call, by which what launches it is known: ((greatest lengths of queries and
-    keys, sequences), (shapes of q and k), (strides of q, k and v)).
+    """The CallLayout of tensors.
 
     starts    of packed queries
     longest   of these the greatest lengths
@@ -628,15 +652,6 @@ def step_around(number: int, edge: int, within: bool) -> tuple[int, int]:
     are to be within it, else more."""
     first, last = rounded_alike(number)
     return (first, min(last, edge)) if within else (max(first, edge + 1), last)
-
-
-def layouts_at(here: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> SequenceLayouts:
-    """The SequenceLayouts of tensors; here: of `layout_of`."""
-    (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
-    total = q_shape[0] if len(q_shape) == 3 else q_shape[0] * q_shape[1]
-    lengths = SequenceLengths(queries, keys, total, batch)
-    given = None if out is None else (out.shape, out.stride())
-    return SequenceLayouts(lengths, (q_shape, of_q), (k_shape, of_k), (v.shape, of_v), given)
 
 
 def following(bucket: Bucket, before: Any, lengths: tuple[int, int, int]) -> Bucket | None:

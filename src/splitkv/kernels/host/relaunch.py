@@ -76,6 +76,29 @@ def bind(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = ()) ->
     return holding(compiled, in_a_tuple if as_tuple else one_by_one)
 
 
+Grid = tuple[int, int, int]
+LaunchOn = Callable[[Grid, Sequence[Any]], Launch]
+"""`launch_on(grid, tail)`: a launch on the grid whose last arguments are always `tail`."""
+
+
+def bind_to_grids(compiled: Any) -> LaunchOn | None:
+    """Binds launches of a kernel on every grid and with every last arguments, see `bind`. None: no
+    way is known. Whoever keeps one holds the kernel, see `holding`."""
+    calling = _calling(compiled)
+    if calling is None:
+        return None
+    function, fixed, as_tuple = calling
+
+    def one_by_one(grid: Grid, tail: Sequence[Any], stream: int, *args: Any) -> None:
+        function(*grid, stream, *fixed, *args, *tail)
+
+    def in_a_tuple(grid: Grid, tail: Sequence[Any], stream: int, *args: Any) -> None:
+        function(*grid, stream, *fixed, (*args, *tail))
+
+    # made for every length: less than functions of it
+    return partial(partial, holding(compiled, in_a_tuple if as_tuple else one_by_one))
+
+
 LaunchWith = Callable[[Sequence[Any], Any, Any], Launch]
 """`launch_with(tail, k_maps, v_maps)`: a launch whose last arguments are always `tail`, and which
 takes K and V as the items of these maps of their addresses."""
@@ -171,11 +194,12 @@ def make_maps(
 
 OperandBox = tuple[int, "Tile", Any]
 """(operand, tile, box): which of (q, k, v, out) a descriptor is of, the tile that the kernel is
-compiled for, and a box, whose `layout(shape, strides)` gives both as TMA is to see them."""
+compiled for, and a box, whose `layout(shape, strides)` gives both as TMA is to see them, alike for
+all of one `length`."""
 OperandMaps = tuple[dict["OperandAddresses", tuple[Any, ...]], Sequence[Layout]]
 """(known, layouts): what the kernel takes of operands that are known by their addresses; and the
 layouts of q, k, v and out, for others."""
-LaunchLayout = tuple[tuple[int, int, int], Sequence[Any], OperandMaps]
+LaunchLayout = tuple[Grid, Sequence[Any], OperandMaps]
 """(grid, tail, maps): the last arguments of a launch on the grid are always `tail`. A plain tuple,
 as one is made for every length."""
 LaunchAt = Callable[[LaunchLayout], Launch]
@@ -217,13 +241,17 @@ def make_operand_maps(
     them: each as of `TensorMaps`, or None."""
     known, layouts = maps
     made: list[Any] = []
+    before = of = seen = None
     for described in boxes:
         if described is None:
             made.append(None)
-        else:
-            operand, (fill, tile), box = described
-            shape, strides = box.layout(*layouts[operand])
-            made += fill(at[operand], *tile, shape, strides, 0), *shape, *strides
+            continue
+        operand, (fill, (swizzle, size, element, tile)), box = described
+        given, length = layouts[operand], box.length
+        if seen is None or given is not before or length != of:
+            before, of, seen = given, length, box.layout(*given)
+        shape, strides = seen
+        made += fill(at[operand], swizzle, size, element, tile, shape, strides, 0), *shape, *strides
     if len(known) >= MAX_OPERANDS:
         known.clear()
     found = known[at] = tuple(made)
@@ -577,6 +605,7 @@ class Allocations:
         self.buffers, self.make_buffer = workspace.buffers(device.index), workspace.make_buffer
         self.counter = workspace.counter
         self.m_at, self.l_at, self.numel = workspace.layout(acc, rows)
+        self.unread: int | None = None  # where results go that nobody reads, see workspace.py
 
     def take_buffer(
         self, stream: int, captured: Any, layout: tuple[int, int, int] | None = None
@@ -782,7 +811,7 @@ class Sequences:
     merge    merge(stream, partial, (at_out, at_lse, None), at_cu_seqlens_q, at_sink)
     items    ItemLaunches in the place of `merge`, or None
     memory   that calls of every length share
-    results  layouts of out and lse
+    results  layouts of out and lse, this None where nobody reads it: then it goes where all such go
     layout   of the partials, see `workspace.layout`
 
     There may be one of each length, so each has little of its own.
@@ -796,7 +825,7 @@ class Sequences:
         merge: Launch | None,
         items: ItemLaunches | None,
         memory: Allocations,
-        results: tuple[Layout, Layout],
+        results: tuple[Layout, Layout | None],
         layout: tuple[int, int, int],
     ) -> None:
         self.launch, self.merge, self.memory = launch, merge, memory
@@ -806,6 +835,11 @@ class Sequences:
             m_at, l_at, numel = layout
             first = -(-numel // 4) * 4  # 16 bytes
             self.items_at, self.layout = 4 * first, (m_at, l_at, first + items.numel)
+
+    def with_launch(self, launch: Launch) -> Sequences:
+        """Another, of which only the first launch differs; this one has no schedule."""
+        results = self.out, self.lse
+        return Sequences(launch, self.merge, None, self.memory, results, self.layout)
 
     def call(
         self,
@@ -824,7 +858,7 @@ class Sequences:
         v_scale,
         scale,
         softcap,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         given = at_q | at_k | at_v
         at_cu_q = at_cu_k = at_lens = at_table = at_sink = at_slopes = None
@@ -862,8 +896,11 @@ class Sequences:
         memory, merge = self.memory, self.merge
         if out is None:
             out = memory.empty(*self.out, memory.dtype)
-        lse = memory.empty(*self.lse, torch.float32)
-        at_out, at_lse = out.data_ptr(), lse.data_ptr()
+        lse, at_lse = None, memory.unread
+        if self.lse is not None:
+            lse = memory.empty(*self.lse, torch.float32)
+            at_lse = lse.data_ptr()
+        at_out = out.data_ptr()
         stream = memory.current_stream(memory.device)
         operands, final = (at_q, at_k, at_v, at_out), (at_out, at_lse, None)
         lengths = at_cu_q, at_cu_k, at_lens, at_table, None

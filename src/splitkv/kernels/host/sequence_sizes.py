@@ -57,13 +57,18 @@ def strides_of(x: Tensor) -> Strides:
 
 def strides_of_layout(shape: Sequence[int], strides: Sequence[int]) -> Strides:
     """The Strides of a tensor with such a shape and strides, as of an operand."""
+    return Strides(*row_steps(shape, strides))
+
+
+def row_steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """The items of `strides_of_layout`, a plain tuple, as they are asked for with every length."""
     if len(shape) == 3:
         (n, h, _), (step_n, step_h, _), step_b = shape, strides, 0
     else:
         (b, n, h, _), (step_b, step_n, step_h, _) = shape, strides
         if b == 1:
             step_b = 0
-    return Strides(step_b, 0 if n == 1 and step_n == 1 else step_n, 0 if h == 1 else step_h)
+    return step_b, 0 if n == 1 and step_n == 1 else step_n, 0 if h == 1 else step_h
 
 
 class ResultLayouts(NamedTuple):
@@ -76,30 +81,36 @@ class ResultLayouts(NamedTuple):
     lse_strides: tuple[int, int]
 
 
+NO_LAYOUT: Layout = ((), ())
+
+
 def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None) -> ResultLayouts:
     """The ResultLayouts of a call that has queries.
 
     shape   of q
     given   the layout of the caller's output, if there is one
     """
-    dim, step_b, out, lse = problem.head_dim_v, 0, given, given
-    tokens, heads = shape[-3], shape[-2]
-    step = heads * dim
+    dim, heads = problem.head_dim_v, problem.num_heads
+    step, step_b, out = heads * dim, 0, given or NO_LAYOUT
     if len(shape) == 3:
-        lse = (heads, tokens), (tokens, 1)
-        if out is None:
+        tokens = shape[0]
+        lse: Layout = ((heads, tokens), (tokens, 1))
+        if given is None:
             out = (tokens, heads, dim), (step, dim, 1)
         lse_strides = 0, tokens
     else:
-        batch, rows = shape[0], heads * tokens
+        batch, tokens = shape[0], shape[1]
+        rows = heads * tokens
         lse = (batch, heads, tokens), (rows, tokens, 1)
-        if out is None:
-            out = (batch, tokens, heads, dim), (tokens * step, step, dim, 1)
-            step_b = tokens * step if batch > 1 else 0
+        if given is None:
+            whole = tokens * step
+            out = (batch, tokens, heads, dim), (whole, step, dim, 1)
+            step_b = whole if batch > 1 else 0
         lse_strides = rows, tokens
-    strides = step_b, step, dim if heads > 1 else 0
-    if given is not None:
-        strides = strides_of_layout(*given)
+    if given is None:
+        strides = step_b, step, dim if heads > 1 else 0
+    else:
+        strides = row_steps(*given)
     return ResultLayouts(out, lse, strides, lse_strides)
 
 
@@ -144,6 +155,24 @@ def layouts_of_call(problem: Problem, operands: Operands) -> SequenceLayouts:
     q, k, v = ((t.shape, t.stride()) for t in (x.q, x.k, x.v))
     out = None if x.out is None else (x.out.shape, x.out.stride())
     return SequenceLayouts(lengths_of(problem, x), q, k, v, out)
+
+
+CallLayout = tuple[tuple[int, int, int], tuple[Any, Any], tuple[Any, Any, Any]]
+"""The layout of a call, by which what launches it is known: ((greatest lengths of queries and keys,
+sequences), (shapes of q and k), (strides of q, k and v)). A plain tuple, as every call makes it."""
+
+
+def layouts_at(here: CallLayout, v_shape: Sequence[int], out: Layout | None) -> SequenceLayouts:
+    """The SequenceLayouts of tensors.
+
+    v_shape   of values; out: the layout of the output, if that is given
+    """
+    (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+    total = q_shape[0] if len(q_shape) == 3 else q_shape[0] * q_shape[1]
+    of_keys = k_shape, of_k
+    of_values = of_keys if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
+    lengths = SequenceLengths(queries, keys, total, batch)
+    return SequenceLayouts(lengths, (q_shape, of_q), of_keys, of_values, out)
 
 
 class SequenceSizes(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -24,16 +24,21 @@ from splitkv.kernels.host.relaunch import (
     NO_PARTIALS,
     Allocations,
     Launch,
+    Layout,
     Sequences,
+    bind_to_grids,
     launch_of,
     observed,
 )
 from splitkv.kernels.host.sequence_sizes import (
+    CallLayout,
     SequenceLayouts,
     SequenceSizes,
+    layouts_at,
     layouts_of_call,
     lse_shape,
 )
+from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.schedule_items import ItemRule
 from splitkv.kernels.tile.merge import MOST_ARRIVALS, parts_a_step, rows_a_step
 
@@ -158,6 +163,7 @@ class CombineLaunch:
     columns: int
     fixed: tuple[tuple[str, Any], ...]
     options: Mapping[str, Any]
+    launches: dict[str, Any] = field(default_factory=dict)  # what binds the latest kernel's
 
     def arguments(self, sizes: SequenceSizes) -> tuple[int, ...]:
         """Arguments that follow from the lengths of a call, in the order of OF_LENGTHS."""
@@ -184,7 +190,15 @@ class CombineLaunch:
 
     def relaunch(self, compiled: Any, sizes: SequenceSizes) -> Launch:
         """A function that launches it again: see `Sequences`."""
-        return launch_of(compiled, self.grid(sizes), self.tail.changed(self.arguments(sizes)))
+        lengths, tokens, out = sizes.lengths, sizes.max_tokens, sizes.results.out_strides
+        rows = lengths.batch * tokens
+        tail = self.tail.changed((rows, tokens, lengths.total_q, *out))
+        known, launch_on = self.launches.get("latest", (None, None))
+        if known is not compiled:
+            launch_on = bind_to_grids(compiled)
+            self.launches["latest"] = compiled, launch_on
+        grid = rows * self.heads, 1, self.columns
+        return launch_of(compiled, grid, tail) if launch_on is None else launch_on(grid, tail)
 
     @cached_property
     def tail(self) -> Tail:
@@ -317,24 +331,35 @@ class SequenceLauncher(ABC):
         self.again = self.at_layouts(layouts_of_call(self.problem, operands))
         if self.again is None:
             self.compiled = None
+        elif not (self.problem.return_lse or self.problem.needs_grad):
+            self.memory.unread = workspace.unread(operands.q)  # for calls of `at_layouts`
+
+    def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
+        """Does what `at_layouts` does, for a call whose output is made; v_shape: of its values."""
+        return self.at_layouts(layouts_at(here, v_shape, None))
 
     def at_layouts(self, layouts: SequenceLayouts) -> Sequences | None:
         """A launch of the compiled kernels for calls of other lengths, for whose strides Triton
-        would compile the same; None where none is known."""
+        would compile the same; None where none is known. It gives no LSE that the problem does not
+        ask for."""
         if self.compiled is None:
             return None
         (compiled, merged), sizes = self.compiled, self.sizes(layouts)
         launch = self.relaunch(compiled, sizes, layouts)
         if launch is None:
             return None
-        merge, items, partials = None, None, NO_PARTIALS
-        if self.splits.rows:
-            rows = self.splits.rows_of(self.problem.num_heads, sizes)
-            self.splits.expect_arrivals(sizes.grid[0])
+        merge, items, partials, splits = None, None, NO_PARTIALS, self.splits
+        if splits.rows:
+            rows = splits.rows_of(self.problem.num_heads, sizes)
+            if splits.merge == "last":
+                splits.expect_arrivals(sizes.grid[0])
             partials = workspace.layout(rows * self.problem.head_dim_v, rows)
         if isinstance(self.combine, ItemMerge):
             items = self.combine.relaunch_all(merged, sizes)
         elif isinstance(self.combine, CombineLaunch) and merged is not None:
             merge = self.combine.relaunch(merged, sizes)
-        results = sizes.results
-        return Sequences(launch, merge, items, self.memory, (results.out, results.lse), partials)
+        results, memory = sizes.results, self.memory
+        lse: Layout | None = results.lse
+        if memory.unread and sizes.lengths.total_q * self.problem.num_heads <= MOST_UNREAD:
+            lse = None
+        return Sequences(launch, merge, items, memory, (results.out, lse), partials)

@@ -11,6 +11,9 @@ threads on one stream are therefore never in one buffer, whenever the interprete
 them: the second finds none and makes its own. While a graph is being captured the partials come
 from the graph's own pool instead, so that a replay cannot meet a call of another stream.
 
+What kernels write and nobody reads, the LSE of a call that is not asked for it, goes to one place
+of a device, in all streams, if it is not much. That is kept, as graphs may know it, too.
+
 A launch that merges parts itself counts arrivals. Each stream has counters for that, as launches on
 it follow each other, and so has each launch that a graph captured; they are not given back.
 """
@@ -32,11 +35,13 @@ Buffer = tuple[int, int, torch.Tensor]
 """Address, number of fp32 elements, and the memory itself."""
 
 MAX_COUNTERS = 1 << 11  # of a device, before more are made
+MOST_UNREAD = 1 << 18  # 32-bit elements of what a call writes and nobody reads
 WIDTH = 4  # elements of each, those of tile/merge.py
 _buffers: dict[int, dict[int, Buffer]] = {}  # by device, then by stream
 _counters: dict[int, Iterator[torch.Tensor]] = {}  # by device: those that nobody has yet
 _all_counters: list[torch.Tensor] = []  # kept, as graphs know only addresses
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+_unread: dict[torch.device, torch.Tensor] = {}
 
 
 def layout(acc: int, rows: int) -> tuple[int, int, int]:
@@ -107,6 +112,21 @@ def _zeros(device: int, numel: int, captured: bool) -> torch.Tensor:
     if device >= 0 and not captured:  # once in MAX_COUNTERS times
         torch.cuda.current_stream(device).synchronize()
     return made
+
+
+def unread(like: torch.Tensor) -> int | None:
+    """The address of memory on `like`'s device for up to MOST_UNREAD elements that nobody reads;
+    None: there is none yet, and a graph is being captured."""
+    device = like.device
+    found = _unread.get(device)
+    if found is None:
+        if like.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        made = torch.empty(MOST_UNREAD, dtype=torch.float32, device=device)
+        if like.is_cuda:  # other streams write to it, too, and what was there before may be read
+            torch.cuda.current_stream(device).synchronize()
+        found = _unread.setdefault(device, made)
+    return found.data_ptr()
 
 
 def held_bytes() -> int:

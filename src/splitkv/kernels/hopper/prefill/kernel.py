@@ -52,7 +52,6 @@ from splitkv.kernels.hopper.prefill.launch import (
     ItemTiling,
     boxes_of_plan,
     hopper_size_arguments,
-    hopper_sizes,
     launches_early,
     page_size,
 )
@@ -76,12 +75,7 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
 from splitkv.kernels.hopper.primitives.tma_ring import allocate
-from splitkv.kernels.host.sequence_sizes import (
-    SequenceLayouts,
-    SequenceLengths,
-    SequenceSizes,
-    layouts_of_call,
-)
+from splitkv.kernels.host.relaunch import Grid
 from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
 from splitkv.kernels.schedule_items import ItemSchedule, rule_of
@@ -231,8 +225,8 @@ def hopper_prefill(
         merge_splits(work, results, CONFIG)
 
 
-def item_tilings_of(plan: Plan, kv_bytes: int) -> Callable[[SequenceLengths], ItemTiling]:
-    """Gives what computes the ItemTiling of a plan for queries of such lengths.
+def item_tilings_of(plan: Plan, kv_bytes: int) -> Callable[[int, int, int], ItemTiling]:
+    """Gives what computes the ItemTiling of a plan: tiling(seqlen_q, total_q, batch).
 
     Lanes go together, as many as have their keys and values in half of the L2, which is in two
     halves that hold the same.
@@ -240,25 +234,26 @@ def item_tilings_of(plan: Plan, kv_bytes: int) -> Callable[[SequenceLengths], It
     kv_bytes   of the plan's keys and values as they are multiplied
     """
     problem, config = plan.problem, plan.config
-    pack, tile_m, batch = packed_heads(problem, config), config.tile_m, problem.batch
+    pack, tile_m = packed_heads(problem, config), config.tile_m
     heads, lanes_of_group = problem.num_heads // pack, problem.group // pack
-    lanes, packed = (heads, True) if problem.kind == "varlen" else (batch * heads, False)
+    lanes, packed = (heads, True) if problem.kind == "varlen" else (problem.batch * heads, False)
     width = lanes
     if not packed:
-        room = plan.device.l2_bytes // 2 * batch * problem.num_kv_heads
+        room = plan.device.l2_bytes // 2 * problem.batch * problem.num_kv_heads
         width = max(1, min(room // max(kv_bytes, 1) * lanes_of_group, lanes))
     further_splits, cut_tokens_of = config.num_splits - 1, problem.cut_tokens_of
 
-    def tiling(lengths: SequenceLengths) -> ItemTiling:
+    def tiling(seqlen_q: int, total_q: int, batch: int) -> ItemTiling:
         if packed:
-            tiles = lengths.total_q * pack // tile_m + lengths.batch + 1
+            tiles = total_q * pack // tile_m + batch + 1
         else:
-            tiles = ceil_div(lengths.seqlen_q * pack, tile_m)
+            tiles = -(-seqlen_q * pack // tile_m)
         items = tiles * lanes
         if further_splits:  # of the row tiles whose keys are split
-            row_tiles = ceil_div(cut_tokens_of(lengths.seqlen_q) * pack, tile_m)
-            items += further_splits * row_tiles * lengths.batch * heads
-        return ItemTiling(tiles, lanes, width, items)
+            row_tiles = ceil_div(cut_tokens_of(seqlen_q) * pack, tile_m)
+            items += further_splits * row_tiles * batch * heads
+        tiled = tiles, lanes, width, items
+        return tiled
 
     return tiling
 
@@ -285,17 +280,17 @@ def bind_warpgroups(
         schedule = ItemSchedule(plan, rule_of(plan, pack, ROWS.value), operands.q.is_cuda)
         splits = scheduled_splits(problem, schedule.rule)
 
-    def sizes(layouts: SequenceLayouts) -> SequenceSizes:
-        lengths = layouts.lengths
-        if schedule is None:
-            tiled = tiling(lengths)
-        else:
-            entries, lanes = schedule.entries(lengths), schedule.rule.lanes
-            tiled = ItemTiling(entries, lanes, lanes, entries * lanes)
-        programs = min(tiled.items, config.programs or tiled.items)
-        return hopper_sizes(problem, layouts, tiled, (programs, 1, 1), schedule)
+    most = config.programs
 
-    splits.expect_arrivals(sizes(layouts_of_call(problem, operands)).grid[0])
+    def on_grid(seqlen_q: int, total_q: int, batch: int) -> tuple[Grid, ItemTiling]:
+        if schedule is None:
+            tiled = tiling(seqlen_q, total_q, batch)
+        else:
+            entries, lanes = schedule.entries_of(total_q, batch), schedule.rule.lanes
+            tiled = entries, lanes, lanes, entries * lanes
+        items = tiled[3]
+        return (most if most and most < items else items, 1, 1), tiled
+
     num_warps = ROWS.value // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
     own, mma_roles = variant.out == "own_tiles", config.tile_m // ROWS.value
@@ -325,7 +320,7 @@ def bind_warpgroups(
     fixed = hopper_size_arguments(plan, operands, splits, pack)
     return BoundKernel(
         kernel=kernel,
-        sizes=sizes,
+        tiling=on_grid,
         fixed={**fixed, **(more or {}), "CONFIG": compiled},
         num_warps=num_warps,
         boxes=boxes_of_plan(plan, operands, rows, out_box, ordered_values=ordered_values),

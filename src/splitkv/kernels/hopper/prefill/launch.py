@@ -21,14 +21,20 @@ from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.relaunch import (
+    NO_PARTIALS,
+    Grid,
     Launch,
     LaunchAt,
+    Layout,
     OperandBox,
+    OperandMaps,
+    Sequences,
     bind_to_descriptors,
     in_clusters,
     tile_of,
 )
 from splitkv.kernels.host.sequence_sizes import (
+    CallLayout,
     SequenceLayouts,
     SequenceSizes,
     bounds_of,
@@ -43,6 +49,7 @@ from splitkv.kernels.host.sequences import (
     combine_launch,
     result_shapes,
 )
+from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.schedule_items import ItemSchedule
 
 PANEL_BYTES = 128  # of the columns in TMA's widest swizzle
@@ -54,11 +61,17 @@ PER_CALL = (
 """The arguments of these kernels that change from call to call, in the order of `Sequences`."""
 
 
+ItemTiling = tuple[int, int, int, Any]
+"""The row tiles of a launch: of a lane, lanes, lanes that go together, and, of all lanes, row tiles
+and the further splits of their keys; None: a program has one. A plain tuple, as one is made for
+every length."""
+
+
 class BoundKernel(NamedTuple):
     """A kernel for whole sequences bound to one plan and one memory layout.
 
     kernel         gives the jit function
-    sizes          gives SequenceSizes of a call; their arguments are SIZES
+    tiling         tiling(seqlen_q, total_q, batch): the grid of a call, and its ItemTiling
     fixed          the arguments that never change, by name
     num_warps      of the first role; the others are the kernel's own
     boxes          of operands and out, by the names of descriptors
@@ -69,7 +82,7 @@ class BoundKernel(NamedTuple):
     """
 
     kernel: Callable[[], Any]
-    sizes: Callable[[SequenceLayouts], SequenceSizes]
+    tiling: Callable[[int, int, int], tuple[Grid, ItemTiling]]
     fixed: dict[str, Any]
     num_warps: int
     boxes: dict[str, Box | None]
@@ -147,16 +160,6 @@ def boxes_of_plan(
     }
 
 
-class ItemTiling(NamedTuple):
-    """The row tiles of a launch: of a lane, lanes, lanes that go together, and, of all lanes, row
-    tiles and the further splits of their keys; None: a program has one."""
-
-    tiles: int
-    lanes: int
-    width: int
-    items: Any
-
-
 def hopper_size_arguments(
     plan: Plan, operands: Operands, splits: SequenceSplits, packed_heads: int
 ) -> dict[str, Any]:
@@ -182,23 +185,13 @@ SIZES = (
 
 
 def hopper_sizes(
-    problem: Problem,
-    layouts: SequenceLayouts,
-    tiling: ItemTiling,
-    grid: tuple[int, int, int],
-    schedule: ItemSchedule | None = None,
+    problem: Problem, layouts: SequenceLayouts, tiled: tuple[Grid, ItemTiling], max_tokens: int
 ) -> SequenceSizes:
     """The SequenceSizes of a call; the arguments are those that `hopper_size_arguments` leaves
-    out."""
+    out, in the order of SIZES."""
     lengths, results = layouts.lengths, result_layouts(problem, layouts.q[0], layouts.out)
-    if schedule is None:
-        max_tokens = problem.cut_tokens_of(lengths.seqlen_q)
-    else:
-        max_tokens = schedule.rule.short
-    arguments = (
-        *(*lengths, *results.lse_strides, *tiling, max_tokens),
-        *results.out_strides,
-    )
+    grid, tiling = tiled
+    arguments = *lengths, *results.lse_strides, *tiling, max_tokens, *results.out_strides
     return SequenceSizes(grid, arguments, lengths, max_tokens, results)
 
 
@@ -225,7 +218,13 @@ class HopperLauncher(SequenceLauncher):
     ) -> None:
         self.plan, self.problem, self.device = plan, plan.problem, plan.device
         self.bound, self.refit, self.splits = bound, refit, bound.splits
-        self.first_sizes = bound.sizes(layouts_of_call(plan.problem, operands))
+        problem = plan.problem
+        self.packed = problem.kind == "varlen"
+        heads, dim = problem.num_heads, problem.head_dim_v
+        self.row = heads, dim, heads * dim  # of the output
+        self.one_launch: LaunchAt | None = None  # what binds launches of a kernel that is all
+        self.first_sizes = self.sizes(layouts_of_call(plan.problem, operands))
+        bound.splits.expect_arrivals(self.first_sizes.grid[0])
         self.fixed = bound.fixed | dict(zip(SIZES, self.first_sizes.arguments, strict=True))
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.PrefillLauncher | None = None
@@ -307,7 +306,14 @@ class HopperLauncher(SequenceLauncher):
         return clustered
 
     def sizes(self, layouts: SequenceLayouts) -> SequenceSizes:
-        return self.bound.sizes(layouts)
+        lengths, schedule = layouts.lengths, self.bound.schedule
+        tiled = self.bound.tiling(lengths.seqlen_q, lengths.total_q, lengths.batch)
+        max_tokens = lengths.seqlen_q
+        if schedule is not None:
+            max_tokens = schedule.rule.short
+        elif self.packed:
+            max_tokens = self.problem.cut_tokens_of(max_tokens)
+        return hopper_sizes(self.problem, layouts, tiled, max_tokens)
 
     @cached_property
     def tail(self) -> Tail:
@@ -317,6 +323,46 @@ class HopperLauncher(SequenceLauncher):
         bound, merge = self.bound, None if self.combine is None else self.combine.variant()
         parts = bool(self.splits.rows), self.splits.in_kernel, bound.cluster_size
         return self.tail.variant(), (bound.num_warps, parts), merge
+
+    def keep(self, compiled: Any, merged: Any, operands: Operands) -> None:
+        super().keep(compiled, merged, operands)
+        launch_at = self.launches[1]
+        alone = self.combine is None and not self.splits.rows
+        if self.compiled is not None and launch_at is not None and alone:
+            self.one_launch = launch_at
+
+    def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
+        """Makes what SequenceLauncher does; where there is one launch alone, of what that needs."""
+        launch_at = self.one_launch
+        if launch_at is None:
+            return super().at_lengths(here, v_shape)
+        (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+        heads, dim, row = self.row
+        max_tokens = queries
+        if self.packed:
+            total, rows, apart = q_shape[0], 0, 0
+            out: Layout = (total, heads, dim), (row, dim, 1)
+            lse: Layout | None = ((heads, total), (total, 1))
+            of_lse, max_tokens = total, self.problem.cut_tokens_of(queries)
+        else:
+            total, rows, apart, of_lse = batch * queries, heads * queries, queries * row, queries
+            out = (batch, queries, heads, dim), (apart, row, dim, 1)
+            lse = (batch, heads, queries), (rows, queries, 1)
+            if batch == 1:
+                apart = 0
+        grid, tiling = self.bound.tiling(queries, total, batch)
+        arguments = (
+            *(queries, keys, total, batch, rows, of_lse),
+            *(*tiling, max_tokens, apart, row, dim if heads > 1 else 0),
+        )
+        keys_seen = k_shape, of_k
+        values_seen = keys_seen if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
+        maps: OperandMaps = {}, ((q_shape, of_q), keys_seen, values_seen, out)
+        memory = self.memory
+        if memory.unread and total * heads <= MOST_UNREAD:
+            lse = None
+        launch = launch_at((grid, self.tail.changed(arguments), maps))
+        return Sequences(launch, None, None, memory, (out, lse), NO_PARTIALS)
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts

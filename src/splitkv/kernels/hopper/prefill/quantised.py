@@ -62,7 +62,6 @@ from splitkv.kernels.hopper.prefill.launch import (
     ItemTiling,
     boxes_of_plan,
     hopper_size_arguments,
-    hopper_sizes,
     launches_early,
     page_size,
 )
@@ -86,11 +85,7 @@ from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.primitives.tma_ring import allocate, arrivals
-from splitkv.kernels.host.sequence_sizes import (
-    SequenceLayouts,
-    SequenceSizes,
-    layouts_of_call,
-)
+from splitkv.kernels.host.relaunch import Grid
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads
 from splitkv.kernels.limits.hopper_prefill_quantised import (
@@ -386,15 +381,15 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     assert by_grid or not cluster, "a cluster has the splits of one row tile"
     tiling = item_tilings_of(plan, problem.kv_bytes)
 
-    def sizes(layouts: SequenceLayouts) -> SequenceSizes:
-        lengths = layouts.lengths
-        tiled = tiling(lengths)
-        programs = min(tiled.items, config.programs or tiled.items)
-        places = grid_of_places(plan, lengths.batch) if by_grid else None
-        grid, items = places or ((programs, 1, 1), tiled.items)
-        return hopper_sizes(problem, layouts, ItemTiling(*tiled[:3], items), grid)
+    def on_grid(seqlen_q: int, total_q: int, batch: int) -> tuple[Grid, ItemTiling]:
+        tiled = tiling(seqlen_q, total_q, batch)
+        places = grid_of_places(plan, batch) if by_grid else None
+        if places is None:
+            programs = min(tiled[3], config.programs or tiled[3])
+            return (programs, 1, 1), tiled
+        grid, rounds = places
+        return grid, (*tiled[:3], rounds)
 
-    splits.expect_arrivals(sizes(layouts_of_call(problem, operands)).grid[0])
     num_warps = config.tile_m // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
     cluster_size = PAIR.value if cluster else 0
@@ -427,7 +422,7 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
     rows = Box(config.tile_m // pack, pack, problem.head_dim_v)
     bound = BoundKernel(
         kernel=lambda: hopper_prefill_quantised,
-        sizes=sizes,
+        tiling=on_grid,
         fixed=fixed,
         num_warps=num_warps,
         boxes=boxes_of_plan(plan, operands, rows, rows),
