@@ -137,6 +137,12 @@ class LayerOptions(NamedTuple):
         return cls(**own)
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether the sequences of a batch without padding are said, or some of what says them."""
+        offsets = self.cu_seq_lens_q is not None or self.cu_seq_lens_k is not None
+        return offsets or self.max_length_q is not None or self.max_length_k is not None
+
+    @property
     def lengths(self) -> dict[str, Any]:
         """The sequences of a batch without padding: all of these, or none."""
         names = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
@@ -164,23 +170,21 @@ def _forward(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if not (q.dtype is k.dtype is v.dtype) or q.dtype is torch.float32:
         q, k, v = _in_one_type(module, q, k, v)
+    batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     seen = attention_mask
     if seen is None:
-        sizes = (*q.shape[:2], k.shape[1])
+        sizes = batch, queries, keys
         seen = _without_a_mask(module, sizes, given.is_causal, given.sliding_window)
     elif not isinstance(seen, Visibility):
         raise unsupported(
             f"attention_mask: expected [batch, positions] at the model, got {shown(seen)}; "
             "masks that are not causal, windows, chunks or padding need another implementation"
         )
-    expect(
-        seen.shape == (q.shape[0], 1, q.shape[1], k.shape[1]),
-        "attention_mask",
-        f"[{q.shape[0]}, 1, {q.shape[1]}, {k.shape[1]}], as the queries and keys of the layer",
-        list(seen.shape),
-    )
+    if seen.shape != (batch, 1, queries, keys):
+        expected = f"[{batch}, 1, {queries}, {keys}], as the queries and keys of the layer"
+        expect(False, "attention_mask", expected, list(seen.shape))
     expect_no_ulysses()
-    if any(x is not None for x in given.lengths.values()):
+    if given.has_lengths:
         seen = _with_lengths(seen, given.lengths)
     elif seen.packing is not None and getattr(given.position_ids, "ndim", 0) == 2:
         seen = _packed(seen, seen.packing.segments(given.position_ids))
@@ -197,16 +201,15 @@ def _forward(
         t is not None and t.requires_grad for t in (query, key, value, given.s_aux)
     )
     dropout = given.dropout
-    training: dict[str, Any] = {"dropout_p": dropout, "deterministic": bool(given.deterministic)}
-    if seen.segments is not None:
-        return _varlen(q, k, v, seen.segments, seen.length, {**options, **training})
-    if seen.cache_seqlens is not None or (
-        may_decode(q.shape[1], k.shape[1]) and not needs_grad and not dropout
-    ):
+    decodes = may_decode(queries, keys) and not needs_grad and not dropout
+    if seen.segments is None and (decodes or seen.cache_seqlens is not None):
         expect(not dropout, "dropout", "0.0 with a key-value cache", dropout)
         return _decode(q, k, v, seen, options)
+    options |= {"dropout_p": dropout, "deterministic": bool(given.deterministic)}
+    if seen.segments is not None:
+        return _varlen(q, k, v, seen.segments, seen.length, options)
     k, v = k[:, : seen.length], v[:, : seen.length]
-    out: Any = splitkv.attention(q, k, v, **options, **training)
+    out: Any = splitkv.attention(q, k, v, **options)
     return out
 
 

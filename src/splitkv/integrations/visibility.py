@@ -259,6 +259,8 @@ def visible_keys(
     if attention_mask is None and whole and not clipped:
         looks = pattern.causal and 1 < q_length == kv_length
         return replace(plain, packing=Packing()) if looks else plain
+    if whole and not clipped and _hides_nothing(attention_mask, kv_offset, plain.length):
+        return plain
 
     slot = torch.arange(plain.length, device=device)
     valid = (slot < filled).expand(batch_size, -1)
@@ -332,6 +334,15 @@ def _padding(attention_mask: Tensor, kv_offset: int, length: int) -> Tensor:
     expect(attention_mask.ndim == 2, "attention_mask", "[batch, positions]", attention_mask)
     mask = attention_mask[:, kv_offset : kv_offset + length].bool()
     return torch.nn.functional.pad(mask, (0, length - mask.shape[1]))
+
+
+def _hides_nothing(attention_mask: Tensor | None, kv_offset: int, length: int) -> bool:
+    """Whether the host can know that no slot is padding: one look, as sdpa's mask function takes,
+    in the place of all that describes padding. Generation asks before every token."""
+    if attention_mask is None or attention_mask.ndim != 2 or is_tracing(attention_mask):
+        return False
+    mask = attention_mask[:, kv_offset : kv_offset + length]
+    return mask.shape[1] == length and bool(mask.all())
 
 
 @torch.compiler.disable(reason="whether sequences are packed is data: pass an attention_mask")

@@ -275,11 +275,15 @@ def tune(
     ] = None,
     time_limit: TimeLimit = None,
     jobs: Jobs = JOBS,
+    like: Annotated[
+        Path | None, typer.Option(help="Problems and plans of this table, of a GPU much like it.")
+    ] = None,
 ) -> None:
     """Measure problems on this GPU and write the table of the policy `tuned`."""
     with one_line_errors():
         from splitkv.lab.tune import table as lab
         from splitkv.lab.tune.problems import Draw, share_of
+        from splitkv.planner.policies import tuned
 
         status = lab.tune(
             Draw(problems, seed, max_bytes, share_of(share), mixes),
@@ -289,11 +293,13 @@ def tune(
             command=f"splitkv tune --problems {problems} --seed {seed} --max-bytes {max_bytes:g} "
             f"--candidates {candidates} --rounds {rounds} --share {share}"
             + f" --mixes {mixes}" * (mixes > 0)
+            + ("" if like is None else f" --like {like.name}")
             + ("" if known else " --no-known"),
             jobs=jobs,
             json_path=json_path,
             time_limit=time_limit,
             console=console,
+            like=None if like is None else tuned.load(like),
         )
     raise typer.Exit(status)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import fake_gpu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
@@ -256,6 +257,30 @@ def test_decode_after_right_padding_skips_the_gap() -> None:
         return torch.cat(logits, 1)[mask.bool()]
 
     assert_same_logits(make_model("llama"), run)
+
+
+def test_a_mask_that_hides_nothing_is_looked_at_once() -> None:
+    """Generation has such a mask before every token: what describes padding is not worked out."""
+
+    class Count(TorchDispatchMode):
+        asked = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.asked += 1
+            return func(*args, **(kwargs or {}))
+
+    mask = torch.ones(4, 96, dtype=torch.bool)
+    with torch.no_grad(), Count() as count:
+        seen = visibility.visible_keys(4, 1, 96, 95, attention_mask=mask)
+    assert (seen.cache_seqlens, seen.slots, seen.segments, seen.length) == (None, None, None, 96)
+    assert count.asked <= 4
+    mask[2, :5] = False
+    with torch.no_grad():
+        seen = visibility.visible_keys(4, 1, 96, 95, attention_mask=mask)
+    assert seen.cache_seqlens is not None
+    assert seen.cache_seqlens.tolist() == [96, 96, 91, 96]
 
 
 def test_padding_in_the_middle_raises_where_it_cannot_be_honoured() -> None:

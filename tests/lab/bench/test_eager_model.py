@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
 
@@ -17,20 +18,40 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         "NEW_TOKENS": 3,
         "WARM_SHAPE": (1, 4),
         "STEPS": 2,
+        "TURNS": 1,
+        "TURN_TOKENS": 2,
         "STEP_TOKENS": 8,
     }.items():
         monkeypatch.setattr(lab, name, small)
     monkeypatch.setattr(lab, "SHAPES", ((1, 5), (2, 7)))
     integration.register()
+    lab.register_nothing()
     model = make_model("llama")
     off = lab.logits_off(model)
     assert set(off) == set(lab.NAMES) and max(off.values()) < 1e-3
     lab.generate_table(model)
     lab.training_table(model)
     said = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in said if " x " in line and "training" not in line]
+    in_turns = [line for line in said if "in turns" in line or "training" in line]
+    rows = [line.split() for line in said if " x " in line and line not in in_turns]
     assert [(row[0], row[2], row[3]) for row in rows] == [
         (batch, tokens, name) for batch, tokens in (("1", "5"), ("2", "7")) for name in lab.NAMES
     ]
     assert all(len(row) == 4 + 2 * lab.RUNS and float(row[4]) > 0 for row in rows)
-    assert said[-1].startswith("training step of 1 x 8, ms: splitkv ")
+    assert said[-1].startswith("training step of 1 x 8: splitkv ")
+    assert len(in_turns) == 3 and all("; splitkv / sdpa " in line for line in in_turns)
+
+
+def test_nothing_leaves_the_rest_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model runs and trains, and its logits are not those of attention."""
+    lab.register_nothing()
+    model, ids = make_model("llama").train(), torch.arange(12)[None]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(ids).logits
+    model.set_attn_implementation(lab.NOTHING)
+    logits = model(ids, attention_mask=torch.ones_like(ids), labels=ids).logits
+    assert (logits - expected).abs().max() > 1e-3
+    logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    lab.generation(model, 2, 5, new=3)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from splitkv.core.problem import Problem
 from splitkv.lab.harness import space
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.tune import problems, studies, table
-from splitkv.lab.tune.problems import Draw
+from splitkv.lab.tune.problems import Draw, case_of
 from splitkv.lab.tune.studies import Effort
 from splitkv.planner.policies import tuned
 
@@ -104,6 +105,41 @@ def test_without_a_time_there_is_no_table(tmp_path: Path, monkeypatch: pytest.Mo
 
 def plan(splits: int = 4, tile_n: int = 64, problem: Problem = CASE.problem) -> Plan:
     return Plan(problem, H200, "test", "decode_split", Config(splits, 16, tile_n, 4, 2), "")
+
+
+@pytest.mark.usefixtures("h200")
+def test_tune_goes_by_another_table(tmp_path: Path) -> None:
+    """Its problems that fit, in a drawn order, and of each the plans that it has."""
+    other = tmp_path / "other.json"
+    assert tuned_with(other, 12)[0] == 0
+    like = tuned.load(other)
+    sizes = sorted(case_of(m.problem).kv_bytes for m in like.measured)
+    draw = Draw(4, 3, sizes[-3])
+    drawn = table.drawn_from(like, draw)
+    assert len(drawn) == 4 and max(case.kv_bytes for case in drawn) <= sizes[-3]
+    assert drawn == table.drawn_from(like, draw)
+    assert drawn != table.drawn_from(like, replace(draw, seed=4))
+    parts = [table.drawn_from(like, replace(draw, share=(part, 2))) for part in (1, 2)]
+    assert sorted(c.name for part in parts for c in part) == sorted(c.name for c in drawn)
+
+    FakeSession.entered.clear()
+    path, (out, screen) = tmp_path / "h200.json", console()
+    given: dict[str, Any] = {"effort": Effort(2, 3), "with_known": False, "jobs": 0}
+    given |= {"table_path": path, "command": "splitkv tune", "json_path": None, "time_limit": None}
+    assert table.tune(draw, **given, console=out, like=like) == 0, screen.getvalue()
+    written = tuned.load(path)
+    assert [m.problem for m in written.measured] == [case.problem for case in drawn]
+    theirs = {m.problem: m.plans for m in like.measured}
+    for measured in written.measured:
+        assert theirs[measured.problem][0].config in {plan.config for plan in measured.plans}
+
+    foreign = replace(like, measured=[replace(m, plans=(FOREIGN, *m.plans)) for m in like.measured])
+    listed = table.plans_of(foreign)(drawn[0].problem, H200, 9)
+    assert listed and FOREIGN.config not in [choice.config for choice in listed]
+    assert {choice.why for choice in listed} == {"as on NVIDIA H200"}
+
+
+FOREIGN = tuned.Timed("hopper_decode_split", Config(1, 16, 48, 4, 2), 1.0)  # a tile of no kernel
 
 
 @pytest.mark.usefixtures("h200")

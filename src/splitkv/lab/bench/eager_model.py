@@ -4,9 +4,13 @@
 
 The model has the shape of Llama-3 8B with `LAYERS` layers and random weights in bf16. `generate`
 has its default cache, which grows by concatenation, and runs three times for each shape, in a
-process that has run another shape before: the first run shows what a new shape costs. A training
-step is a forward and a backward, implementations in turns. Logits are compared first: those of
-splitkv are to be about as far from those of eager attention as sdpa's.
+process that has run another shape before: the first run shows what a new shape costs. After these
+come runs in turns, so that a host whose cores change does not favour one. A training step is a
+forward and a backward, implementations in turns. Logits are compared first: those of splitkv are to
+be about as far from those of eager attention as sdpa's.
+
+In turns runs `nothing`, too: attention that computes nothing and gives the queries back. What it
+takes is the rest of the model, which no implementation of attention can take less than.
 """
 
 from __future__ import annotations
@@ -18,14 +22,46 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from splitkv.lab.bench.model_step import make_model
 
 NAMES = ("splitkv", "sdpa")
+NOTHING = "nothing"
+IN_TURNS = (*NAMES, NOTHING)
 LAYERS, RUNS, NEW_TOKENS = 8, 3, 200
+TURNS, TURN_TOKENS = 5, 100
 WARM_SHAPE = (2, 500)
 SHAPES = ((1, 1000), (4, 3000))  # sequences, tokens of each prompt
-STEPS, STEP_TOKENS = 15, 512
+STEPS, STEP_TOKENS = 30, 512
+
+
+class Nothing(torch.autograd.Function):
+    """Attention that launches nothing: the queries, and gradients that nobody wrote."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries `[B, H, S, D]` as an output `[B, S, H, D]`."""
+        ctx.sizes = k.shape, v.shape
+        return q.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The output's gradient, and room for those of keys and values."""
+        k, v = (grads[0].new_empty(size) for size in ctx.sizes)
+        return grads[0].transpose(1, 2), k, v
+
+
+def register_nothing() -> None:
+    """Make `attn_implementation=NOTHING` an attention that computes nothing, and no mask."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def forward(_: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
+        return Nothing.apply(q, k, v), None
+
+    AttentionInterface.register(NOTHING, forward)
+    AttentionMaskInterface.register(NOTHING, lambda *_, **__: None)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -57,7 +93,7 @@ def logits_off(model: Any) -> dict[str, float]:
 
 
 def generate_table(model: Any) -> None:
-    """Milliseconds a token of three runs in a row, and what compiled in each."""
+    """Milliseconds a token of runs in a row, and what compiled in each; then medians in turns."""
     compiled = list[str]()
     for name in NAMES:
         model.set_attn_implementation(name)
@@ -74,28 +110,42 @@ def generate_table(model: Any) -> None:
                     taken = seconds(work) / NEW_TOKENS * 1e3
                     row += f"{taken:9.3f} ({len(compiled)})"
                 print(f"  {batch} x {tokens:5d} {name:8s}{row}", flush=True)
+            works = {name: generation(model, batch, tokens, TURN_TOKENS) for name in IN_TURNS}
+            ms = {name: 1 / TURN_TOKENS * x for name, x in in_turns(model, works, TURNS).items()}
+            print(f"  {batch} x {tokens:5d} in turns: {told(ms)}", flush=True)
 
 
 def training_table(model: Any) -> None:
     """Milliseconds of a forward and a backward, the median of steps in turns."""
     model.train()
     ids = torch.randint(0, model.config.vocab_size, (1, STEP_TOKENS), device=model.device)
-    taken: dict[str, list[float]] = {name: [] for name in NAMES}
 
     def step() -> None:
         model(ids, labels=ids).loss.backward()
         model.zero_grad()
 
-    for n in range(STEPS + 2):
-        for name in NAMES:
+    ms = in_turns(model, dict.fromkeys(IN_TURNS, step), STEPS)
+    print(f"training step of 1 x {STEP_TOKENS}: {told(ms)}", flush=True)
+
+
+def in_turns(model: Any, works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Milliseconds of each implementation's work, the median of so many rounds after one that does
+    not count."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for n in range(rounds + 1):
+        for name, work in works.items():
             model.set_attn_implementation(name)
-            ms = seconds(step) * 1e3
-            if n >= 2:
+            ms = seconds(work) * 1e3
+            if n:
                 taken[name].append(ms)
-    medians = {name: median(times) for name, times in taken.items()}
-    told = ", ".join(f"{name} {ms:.2f}" for name, ms in medians.items())
-    ratio = medians["splitkv"] / medians["sdpa"]
-    print(f"training step of 1 x {STEP_TOKENS}, ms: {told}; {ratio:.3f}", flush=True)
+    return {name: median(times) for name, times in taken.items()}
+
+
+def told(ms: dict[str, float]) -> str:
+    """Milliseconds of each, and those of all as shares of sdpa's."""
+    listed = ", ".join(f"{name} {x:.3f}" for name, x in ms.items())
+    shares = ", ".join(f"{n} / sdpa {x / ms['sdpa']:.3f}" for n, x in ms.items() if n != "sdpa")
+    return f"{listed} ms; {shares}"
 
 
 def main() -> None:
@@ -104,6 +154,7 @@ def main() -> None:
     from splitkv.integrations import transformers as integration
 
     integration.register()
+    register_nothing()
     model = make_model(num_hidden_layers=LAYERS)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {transformers.__version__}")
     off = ", ".join(f"{name} {x:.3f}" for name, x in logits_off(model).items())
