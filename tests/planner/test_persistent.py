@@ -11,7 +11,7 @@ import schedules
 import splitkv
 from splitkv.core.device import GPUS
 from splitkv.core.errors import UnsupportedProblem
-from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
@@ -267,6 +267,31 @@ def test_where_whole_sequences_would_leave_sms_idle_or_were_not_timed(
     problem = replace(LARGE, **changed)
     kernel = registry.kernel_named("hopper_decode_split")
     assert persistent.of_whole_sequences(problem, GPUS["h200"], kernel) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "by_schedule"),
+    [
+        ({}, True),
+        ({"place": Contiguous()}, False),
+        ({"place": Contiguous(), "seqlen_k": 4096}, True),
+        ({"place": Paged(128)}, False),
+        ({"codec": AS_IS}, True),
+        ({"codec": AS_IS, "seqlen_k": 256}, False),
+        ({"head_dim": 128, "head_dim_v": 128}, False),
+        ({"num_heads": 8, "num_kv_heads": 1, "seqlen_k": 8192}, False),
+        ({"batch": 16, "seqlen_k": 8192}, False),
+    ],
+    ids=str,
+)
+def test_splits_of_small_heads_drift_apart(changed: dict[str, Any], by_schedule: bool) -> None:
+    """Several KV heads of 64 in more than one wave of splits: measurements/mixes.md has some."""
+    sizes = {"batch": 128, "seqlen_k": 1472, "head_dim": 64, "head_dim_v": 64}
+    small = replace(LARGE, place=Paged(16), codec=Codec("fp8", "head"), **sizes)
+    plan = registry.make_plan(replace(small, **changed), GPUS["h200"])
+    assert (plan.config.schedule in SCHEDULED) == by_schedule
+    less = "us less than" in plan.why
+    assert not less or by_schedule
 
 
 def test_the_model_agrees_that_it_costs_little() -> None:
