@@ -11,7 +11,7 @@ import schedules
 import splitkv
 from splitkv.core.device import GPUS
 from splitkv.core.errors import UnsupportedProblem
-from splitkv.core.kv import Codec, Contiguous, Paged
+from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
@@ -83,7 +83,7 @@ def test_balanced_problems_that_have_no_schedule(changed: dict[str, Any], reason
 
 # Batches that take long enough to read that a schedule is the default, and as they are served.
 LARGE = replace(DECODE, batch=64, seqlen_k=32768)
-BOUNDS = range(1 << 11, 1 << 15, 1 << 8)  # of lengths: with each a schedule costs less beside them
+BOUNDS = range(1 << 11, 1 << 15, 1 << 7)  # of lengths: with each a schedule costs less beside them
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_default_where_a_schedule_costs_little(
     [
         (
             {"batch": 4, "seqlen_k": 4096},
-            "at equal lengths 6.0 us more of 14 us that reading takes",
+            "at equal lengths 4.3 us longer than 20 us without: expected at most 2%",
         ),
         ({"batch": 8192, "seqlen_k": 128}, "at equal lengths"),  # as many splits
         ({"mask": Mask(True, 1023)}, "at equal lengths"),
@@ -151,7 +151,12 @@ def test_the_default_says_why_it_has_no_schedule(changed: dict[str, Any], reason
 def test_new_tokens_that_a_schedule_has_a_launch_more_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where programs of one write none, of what would write them itself."""
     monkeypatch.setattr(appending, "decide", decide_apart)
-    constants = decode_cost.H200_HOPPER
+    constants, of_equal = decode_cost.H200_HOPPER, waves.for_equal_lengths()
+    kernel = registry.kernel_named("hopper_decode_split")
+
+    def without(problem: Problem) -> float:
+        config = of_equal(problem, GPUS["h200"], [kernel]).config
+        return decode_cost.cost(problem, GPUS["h200"], config, constants).seconds
 
     def by_schedule(problem: Problem) -> bool:
         plan = registry.make_plan(problem, GPUS["h200"])
@@ -164,8 +169,8 @@ def test_new_tokens_that_a_schedule_has_a_launch_more_for(monkeypatch: pytest.Mo
             given = changed if new else {n: x for n, x in changed.items() if n == "codec"}
             problem = replace(LARGE, **given)
             last[new] = max(n for n in BOUNDS if not by_schedule(replace(problem, seqlen_k=n)))
-        read = {new: replace(problem, seqlen_k=n).kv_bytes for new, n in last.items()}
-        longer = persistent.MOST_LONGER * (read[True] - read[False]) / GPUS["h200"].bandwidth
+        took = {new: without(replace(problem, seqlen_k=n)) for new, n in last.items()}
+        longer = persistent.MOST_LONGER * (took[True] - took[False])
         assert longer == pytest.approx(launches * constants.append, rel=0.15), changed
 
 
@@ -237,15 +242,15 @@ def test_from_some_length_on_there_is_a_schedule(gpu: str) -> None:
     assert 100e-6 < seconds < 500e-6
 
 
-@pytest.mark.parametrize("batch", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("batch", [16, 32, 48, 64])
 def test_whole_sequences_where_a_schedule_that_cuts_them_costs_too_much(batch: int) -> None:
     """One program an SM, and of equal lengths nothing is merged."""
-    problem = replace(LARGE, batch=batch, seqlen_k=64 * 4096 // batch)
+    problem = replace(LARGE, batch=batch, seqlen_k=64 * 3072 // batch)
     plan = registry.make_plan(problem, GPUS["h200"])
     assert plan.config.schedule == "head_ranges" and plan.config.programs == 16
-    tiles = [64] * batch
+    tiles = [48] * batch
     splits = schedules.ranges(tiles, 1, plan.config.programs)
-    assert all(split.count == 64 for split in splits)
+    assert all(split.count == 48 for split in splits)
     expect_legal(plan)
     best = registry.make_plan(problem, GPUS["h200"], policy="balanced").config
     assert best.programs == 33
@@ -262,6 +267,31 @@ def test_where_whole_sequences_would_leave_sms_idle_or_were_not_timed(
     problem = replace(LARGE, **changed)
     kernel = registry.kernel_named("hopper_decode_split")
     assert persistent.of_whole_sequences(problem, GPUS["h200"], kernel) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "by_schedule"),
+    [
+        ({}, True),
+        ({"place": Contiguous()}, False),
+        ({"place": Contiguous(), "seqlen_k": 4096}, True),
+        ({"place": Paged(128)}, False),
+        ({"codec": AS_IS}, True),
+        ({"codec": AS_IS, "seqlen_k": 256}, False),
+        ({"head_dim": 128, "head_dim_v": 128}, False),
+        ({"num_heads": 8, "num_kv_heads": 1, "seqlen_k": 8192}, False),
+        ({"batch": 16, "seqlen_k": 8192}, False),
+    ],
+    ids=str,
+)
+def test_splits_of_small_heads_drift_apart(changed: dict[str, Any], by_schedule: bool) -> None:
+    """Several KV heads of 64 in more than one wave of splits: measurements/mixes.md has some."""
+    sizes = {"batch": 128, "seqlen_k": 1472, "head_dim": 64, "head_dim_v": 64}
+    small = replace(LARGE, place=Paged(16), codec=Codec("fp8", "head"), **sizes)
+    plan = registry.make_plan(replace(small, **changed), GPUS["h200"])
+    assert (plan.config.schedule in SCHEDULED) == by_schedule
+    less = "us less than" in plan.why
+    assert not less or by_schedule
 
 
 def test_the_model_agrees_that_it_costs_little() -> None:

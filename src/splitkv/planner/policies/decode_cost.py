@@ -52,6 +52,7 @@ HOPPER_DECODE = "hopper_decode_split"
 FEW_ROWS = 8  # of which the kernel for Hopper works out no more
 # Tiles of a part until what works on them and what brings them no longer wait for each other.
 BEGINNING = 8
+DRIFTING_DIM = 64  # of which splits were timed that lose by drifting apart
 SHARE_STEP = 256  # sequences in the time of `Constants.share`
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
 SMEM_RESERVED = 6 * KiB
@@ -144,6 +145,9 @@ class Constants:
                    in the place of all of it where splits are whole sequences, and whole_split for
                    each of those. All of the kernel for Hopper, the greatest that were measured, as
                    they are to be a bound
+    drift          of the time that memory takes, what splits of heads of up to `DRIFTING_DIM` lose
+                   beside it in more than one wave, as neighbouring heads are no longer read at the
+                   same time; drift_widened: of 8 bits; drift_apart: and where a warp asks for them
     append         launching `append` before the kernel, which writes few new tokens
     longest_part   most bytes of keys and values in one part, where lengths are the device's
     registers      (problem, config) -> those of a thread
@@ -195,12 +199,15 @@ class Constants:
     in_flight_apart: int = MiB
     in_flight_scales: int = MiB
     programs_apart: int = 0
-    walk: float = 2.9e-6
+    walk: float = 1.6e-6
     walk_split: float = 0.15e-6
     walk_whole: float = 1.9e-6
     whole_split: float = 0.3e-6
-    merge_slots: float = 1.7e-6
+    merge_slots: float = 1.3e-6
     share: float = 1.1e-6
+    drift: float = 0.0
+    drift_widened: float = 0.0
+    drift_apart: float = 0.0
     append: float = 2.0e-6
     longest_part: float = 4.25 * MiB
     registers: Callable[[Problem, Config], float] = registers
@@ -249,6 +256,9 @@ H200_HOPPER = Constants(
     merge=1.06e-6,
     merge_part=0.571e-8,
     pair_widening=0.65e-6,
+    drift=0.04,
+    drift_widened=0.06,
+    drift_apart=0.14,
     in_flight=128 * KiB,
     in_flight_apart=96 * KiB,
     in_flight_scales=128 * KiB,
@@ -370,6 +380,10 @@ class Shape:
         # The row tiles of a KV head read the same keys: the memory gives them once, then the L2.
         self.shared_reads = problem.num_kv_heads / self.head_tiles
         self.merge_part, self.merge_shared = batch.merge_part, batch.merge_shared
+        self.drift = 0.0
+        if problem.num_kv_heads > 1 and batch.wider <= DRIFTING_DIM:
+            of_8_bits = c.drift_apart if apart else c.drift_widened
+            self.drift = of_8_bits if widened else c.drift
         self.cluster_part = c.cluster_row * (min(tile_m, batch.rows) * problem.head_dim_v / 128)
         self._seconds: dict[int, float] = {}
 
@@ -444,8 +458,7 @@ class Shape:
         programs = self.scheduled_programs(config)
         per = ceil_div(self.batch * self.head_tiles * self.tiles, programs)
         told = self.cost_of(programs, per, 1, None)
-        seconds = told.split_seconds + self.program * self.batch * self.head_tiles
-        seconds += self.finding_splits(config)
+        seconds = told.split_seconds + self.finding_splits(config)
         return told._replace(split_seconds=seconds, merge_seconds=self.constants.merge_slots)
 
     def scheduled_programs(self, config: Config) -> int:
@@ -470,6 +483,11 @@ class Shape:
         idle = self.uneven * (on_one_sm * self.num_sms - programs) / programs
         read = self.batch * self.tiles * self.head_tiles * self.read_bytes * self.shared_reads
         return self.finding_splits(config) + c.merge_slots + idle * read / self.peak
+
+    def lost_by_drift(self, told: Cost) -> float:
+        """Seconds that splits of their own lose beside programs that stay, in several waves."""
+        read = self.batch * self.tiles * self.head_tiles * self.read_bytes * self.shared_reads
+        return self.drift * read / self.peak if told.waves > 1 else 0.0
 
     def mixed(self, full_parts: int) -> Cost:
         """The cost with one sequence as long as it may be and the others `OTHERS` of that."""

@@ -35,9 +35,8 @@ Schedule = Literal["ranges", "head_ranges", "proportional"]
 IN_FLIGHT = 96 * KiB  # of keys and values on their way to an SM
 PROPORTIONAL_WAVES = 2  # programs of proportional splits for each place on the GPU
 
-# What a schedule may take longer where lengths are equal after all, of the time in which the GPU
-# reads keys and values of the greatest lengths: of what follows, too, see
-# measurements/thresholds.md#schedules.
+# What a schedule may take longer where lengths are equal after all, of the time that the cost model
+# has for the plan without: of what follows, too, see measurements/thresholds.md#schedules.
 MOST_LONGER = 0.02
 # What schedules were timed on: the kernel, packed rows, head_dim.
 TIMED_KERNEL, TIMED_ROWS, TIMED_DIM = "hopper_decode_split", 16, 256
@@ -142,18 +141,20 @@ def where_it_costs_little(
         against.append(f"{own.kernel} is faster where lengths are equal")
     against += [] if against else not_timed(kernel, problem)
     if not against:
-        reading, costs = problem.kv_bytes / device.bandwidth, ""
         known = best_known(problem, device, kernel), *of_whole_sequences(problem, device, kernel)
-        batch = batch_of(problem, device, constants)
+        batch, costs = batch_of(problem, device, constants), ""
+        without = batch.shape(own.config)
+        told = without.cut(own.config)
         for choice in known:
             shape = batch.shape(choice.config)
-            longer = shape.longer_by_schedule(choice.config)
+            longer = shape.longer_by_schedule(choice.config) - without.lost_by_drift(told)
             appends, by_schedule = (
                 appending.decide(problem, kernel, x.config)[0].appends for x in (own, choice)
             )
             longer += constants.append * (appends and not by_schedule)
-            costs = f"{longer * 1e6:.1f} us more of {reading * 1e6:.0f} us that reading takes"
-            if longer > MOST_LONGER * reading:
+            than = "longer" if longer > 0 else "less"
+            costs = f"{abs(longer) * 1e6:.1f} us {than} than {told.seconds * 1e6:.0f} us without"
+            if longer > MOST_LONGER * told.seconds:
                 continue
             programs = f"{count(choice.config.programs, 'program')} for each of "
             programs += count(shape.head_tiles, "head tile")

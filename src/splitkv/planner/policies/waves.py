@@ -8,8 +8,8 @@ whichever kernel; of another than the first only where it promises to be `OTHER`
 Sequences whose lengths only the device knows may be much shorter than planned for, all but one. So
 no part may be longer than `longest_part` bytes, which one SM reads in a time that may be waited
 for; where that would take more than a wave of programs, the device shares one out by the lengths
-(`schedule="batch"`). Where a schedule of the step costs hardly anything beside reading that many
-keys, it is taken in the place of either: `persistent.where_it_costs_little`.
+(`schedule="batch"`). Where a schedule of the step costs hardly anything should lengths
+be equal, it is taken in the place of either: `persistent.where_it_costs_little`.
 """
 
 from __future__ import annotations
