@@ -44,14 +44,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from differences import Run, compare_runs, compare_with_fp32
 from engine_runs import add_options, saved_by, start, tell
 from small_models import (
+    ENCODERS,
     LENGTHS,
     MODELS,
     SHAPES,
     VOCABULARY,
     compare,
+    compare_states,
     prompts,
+    save_encoder,
     save_model,
     save_shape,
 )
@@ -116,10 +120,12 @@ def engine(o: argparse.Namespace, **more: Any) -> Any:
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
         }
+    if o.ranks > 1:  # which share the keys of the one KV head that they all have
+        options |= {"tensor_parallel_size": o.ranks, "decode_context_parallel_size": o.ranks}
+        options |= {"disable_custom_all_reduce": True}
+    options |= {"skip_tokenizer_init": True, "max_model_len": o.max_model_len}
     return LLM(
         model=o.model,
-        skip_tokenizer_init=True,
-        max_model_len=o.max_model_len,
         kv_cache_dtype=o.kv,
         dtype=o.dtype,
         block_size=o.page,
@@ -128,34 +134,14 @@ def engine(o: argparse.Namespace, **more: Any) -> Any:
     )
 
 
-def run_engine(o: argparse.Namespace) -> None:
-    """One engine: its tokens and log-probabilities into a file, or its times printed."""
-    from vllm import SamplingParams
+FIXED: dict[str, Any] = {"temperature": 0, "detokenize": False, "ignore_eos": True}
 
-    fixed = {"temperature": 0, "detokenize": False, "ignore_eos": True}
-    if o.save and not o.requests:
-        llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
-        asked = given(prompts(list(LENGTHS), o.shared))
-        told = SamplingParams(max_tokens=o.tokens, logprobs=1, **fixed)
-        if o.shared:  # so that the others find its blocks
-            llm.generate(asked[:1], told, use_tqdm=False)
-        done = [x.outputs[0] for x in llm.generate(asked, told, use_tqdm=False)]
-        ids = [list(x.token_ids) for x in done]
-        logprobs = [
-            [step[token].logprob for step, token in zip(x.logprobs, chosen, strict=True)]
-            for x, chosen in zip(done, ids, strict=True)
-        ]
-        impl = impl_of(llm)
-        told_of = [x["prompt_token_ids"] for x in asked]
-        Path(o.save).write_text(json.dumps([told_of, ids, logprobs, impl]))
-        return
-    if o.requests:
-        more = {"num_gpu_blocks_override": o.blocks} if o.blocks else {}
-        llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=o.most, **more)
-        asked, lengths = requests(o)
-        told = [SamplingParams(max_tokens=n, **fixed) for n in lengths]
-        done = llm.generate(asked, told, use_tqdm=False)
-        Path(o.save).write_text(json.dumps([list(x.outputs[0].token_ids) for x in done]))
+
+def run_engine(o: argparse.Namespace) -> None:
+    """One engine: what it makes of requests into a file, or its times printed."""
+    if o.save:
+        run = answers if o.requests else states if is_encoder(o.model) else tokens
+        Path(o.save).write_text(json.dumps(run(o)))
         return
     llm = engine(
         o, load_format="dummy", max_num_seqs=max(o.most, 8), max_num_batched_tokens=o.max_tokens
@@ -164,6 +150,59 @@ def run_engine(o: argparse.Namespace) -> None:
         row = {"backend": o.backend, "policy": os.environ.get("SPLITKV_DECODE_POLICY", "")}
         row |= {"shape": o.shape, "case": case, "kv": o.kv, "page": o.page}
         tell(o, row | Serving(llm.llm_engine, case, o).times())
+
+
+def is_encoder(model: str) -> bool:
+    return Path(model).name in ENCODERS
+
+
+def tokens(o: argparse.Namespace) -> list[Any]:
+    """[prompts, of each the tokens that follow, and their log-probabilities, what attends, what else there is to
+    tell]"""
+    from vllm import SamplingParams
+
+    llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
+    asked = prompts(list(LENGTHS), o.shared)
+    told = SamplingParams(max_tokens=o.tokens, logprobs=1, **FIXED)
+    if o.shared and not o.together:  # so that the others find its blocks
+        llm.generate(given(asked[:1]), told, use_tqdm=False)
+    made = llm.generate(given(asked), told, use_tqdm=False)
+    done, cached = [x.outputs[0] for x in made], [x.num_cached_tokens for x in made]
+    ids = [list(x.token_ids) for x in done]
+    logprobs = [
+        [step[token].logprob for step, token in zip(x.logprobs, chosen, strict=True)]
+        for x, chosen in zip(done, ids, strict=True)
+    ]
+    return [asked, ids, logprobs, impl_of(llm), {"cached": sum(cached)} if o.shared else {}]
+
+
+def states(o: argparse.Namespace) -> list[Any]:
+    """[prompts, of each the states of its tokens, what attends, nothing]"""
+    from vllm import PoolingParams
+    from vllm.config import PoolerConfig
+
+    more = {"runner": "pooling", "pooler_config": PoolerConfig(task="token_embed")}
+    llm = engine(o, skip_tokenizer_init=False, max_model_len=512, max_num_seqs=8, **more)
+    asked, told = prompts(list(LENGTHS)), PoolingParams(use_activation=False)
+    done = llm.encode(given(asked), told, pooling_task="token_embed", use_tqdm=False)
+    return [asked, [x.outputs.data.tolist() for x in done], impl_of(llm), {}]
+
+
+def answers(o: argparse.Namespace) -> list[Any]:
+    """Of each request of `soak` its tokens, as a run of differences.py."""
+    from vllm import SamplingParams
+
+    more = {"num_gpu_blocks_override": o.blocks} if o.blocks else {}
+    llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=o.most, **more)
+    asked, lengths = requests(o)
+    told = [SamplingParams(max_tokens=n, logprobs=2, **FIXED) for n in lengths]
+    run = []
+    for x in llm.generate(given(asked), told, use_tqdm=False):
+        ids, steps = list(x.outputs[0].token_ids), x.outputs[0].logprobs
+        chosen = [step[token].logprob for step, token in zip(steps, ids, strict=True)]
+        best = [sorted((y.logprob for y in step.values()), reverse=True) for step in steps]
+        run.append({"ids": ids, "logprobs": chosen, "gaps": [x[0] - x[1] for x in best]})
+    return run
 
 
 class Serving:
@@ -269,18 +308,18 @@ def impl_of(llm: Any) -> str:
     return str(llm.llm_engine.collective_rpc(ask)[0])
 
 
-def requests(o: argparse.Namespace) -> tuple[list[dict[str, list[int]]], list[int]]:
+def requests(o: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
     """(prompts, how many tokens are asked for after each): a third has one of four beginnings."""
     draw = random.Random(2)
 
-    def tokens(most: int) -> list[int]:
+    def drawn(most: int) -> list[int]:
         return [draw.randrange(3, VOCABULARY) for _ in range(draw.randrange(1, most))]
 
     longest = o.max_model_len - o.tokens
-    beginnings, asked = [tokens(longest // 2) for _ in range(4)], []
+    beginnings, asked = [drawn(longest // 2) for _ in range(4)], []
     for number in range(o.requests):
         shared = beginnings[draw.randrange(4)] if number % 3 == 0 else []
-        asked.append({"prompt_token_ids": shared + tokens(longest // 2)})
+        asked.append(shared + drawn(longest // 2))
     return asked, [draw.randrange(1, o.tokens + 1) for _ in asked]
 
 
@@ -290,39 +329,33 @@ def soak(o: argparse.Namespace) -> int:
     name, most = o.models.split(",")[0], o.most or 64
     model, reference = save_model(name, folder, o.dtype), backends[1]
     again = f"{reference} in other batches"
-    runs: dict[str, list[list[int]]] = {}
+    asked = requests(o)[0][: o.against]
+    runs: dict[str, Run] = {}
     shares: dict[str, float] = {}
     for number, run in enumerate((*backends, again)):
         how = {"backend": reference if run == again else run, "model": model, "shared": 1}
         how["most"] = most // 3 if run == again else most
         saved = saved_by(__file__, o, folder / f"soak-{number}.json", **how)
+        row = {"soak": name, "requests": o.requests, "run": run}
         if saved is None:
-            tell(o, {"soak": name, "run": run, "failed": "did not run"})
+            tell(o, row | {"failed": "did not run"})
             continue
         runs[run] = saved
+        tell(o, row | compare_with_fp32(model, asked, saved))
         for other in [x for x in runs if reference in runs and x not in (reference, *shares)]:
-            shares[other] = share_before_a_difference(runs[other], runs[reference])
-            tokens = sum(map(len, runs[other]))
-            row = {"soak": name, "requests": o.requests, "tokens": tokens, "run": other}
-            tell(o, row | {"as": reference, "share": shares[other]})
+            found = compare_runs(runs[other], runs[reference])
+            shares[other] = found["share"]
+            tell(o, row | {"run": other, "as": reference} | found)
     ours = shares.pop(backends[0], 0.0)
     return int(len(shares) < len(backends) - 1 or ours < min(shares.values()) - 0.02)
-
-
-def share_before_a_difference(found: list[list[int]], reference: list[list[int]]) -> float:
-    """What share of the tokens come before the first of their request that is another."""
-    same = 0
-    for x, y in zip(found, reference, strict=True):
-        pairs = enumerate(zip(x, y, strict=True))
-        same += next((n for n, (one, other) in pairs if one != other), len(x))
-    return round(same / sum(map(len, found)), 4)
 
 
 def check(o: argparse.Namespace) -> int:
     """Compares every backend with transformers; how many are not as they should be."""
     wrong, folder = 0, Path(o.folder)
     for name in o.models.split(","):
-        model = save_model(name, folder, o.dtype)
+        encoder = name in ENCODERS
+        model = (save_encoder if encoder else save_model)(name, folder, o.dtype)
         found: dict[str, float] = {}
         for backend in o.backends.split(","):
             row = {"model": name, "backend": backend, "kv": o.kv, "page": o.page}
@@ -332,11 +365,16 @@ def check(o: argparse.Namespace) -> int:
                 tell(o, row | {"failed": "did not run"})
                 wrong += backend == "CUSTOM"
                 continue
-            *results, impl = saved
-            right, tokens, worst = compare(model, o.kv, *results)
-            found[backend] = right / tokens
-            row |= {"impl": impl, "right": right, "tokens": tokens}
-            tell(o, row | {"logprobs_within": round(worst, 5)})
+            *results, impl, more = saved
+            row |= {"impl": impl} | more
+            if encoder:
+                worst = compare_states(model, *results)
+                tell(o, row | {"states_within": round(worst, 5)})
+            else:
+                right, tokens, worst = compare(model, o.kv, *results)
+                found[backend] = right / tokens
+                row |= {"right": right, "tokens": tokens}
+                tell(o, row | {"logprobs_within": round(worst, 5)})
             wrong += backend == "CUSTOM" and (worst > o.tolerance or impl != "SplitKVImpl")
         ours = found.pop("CUSTOM", 1.0)
         wrong += any(ours < other - 0.02 for other in found.values())
@@ -347,7 +385,7 @@ def main() -> int:
     said = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=said)
     parser.add_argument("verb", choices=("check", "bench", "soak", "engine"))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join((*MODELS, *ENCODERS)))
     parser.add_argument("--backends", default="CUSTOM")
     parser.add_argument("--backend", default="CUSTOM")
     parser.add_argument("--model", default="")
@@ -363,6 +401,9 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--speculate", type=int, default=0)
     parser.add_argument("--shared", type=int, default=0)
+    parser.add_argument("--together", type=int, default=0, help="no request before the others")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the keys")
+    parser.add_argument("--against", type=int, default=200, help="requests beside fp32")
     parser.add_argument("--tolerance", type=float, default=1e-2)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--shape", choices=SHAPES, default="llama8b")
