@@ -12,7 +12,9 @@ backend stands in the place of CPU_ATTN, which is the only one that is taken the
 in fp32 would choose, and the largest difference of their log-probabilities; it exits with 1 where
 splitkv is further off than --tolerance, or has fewer tokens right than another backend less 2 %.
 With a cache in 8 bits, transformers' keys and values are rounded to it as they are stored, so that
-what is left is not of the cache.
+what is left is not of the cache. Of an encoder it is the states of its tokens that are compared.
+With --shared all prompts begin alike, and find those blocks cached: written before, or --together,
+by a request of the same step. With --ranks so many GPUs share the keys (the model `mqa`).
 
 `bench` makes a model of the shape of --shape, random weights, and prints for every case of --cases
 a line of JSON: milliseconds a step in which all requests decode, the least of --repeats runs of
@@ -23,8 +25,9 @@ beside requests that decode, and its first token is what counts.
 
 `soak` serves requests of random lengths, some behind the same beginning, with so few blocks that
 some have to wait and begin anew, by every backend of the list, and by the second in other batches,
-too. It prints what share of the tokens of each run is before the first that differs from the
-second's, and exits with 1 where the first backend's is smaller than that of every other, less 2 %.
+too. It prints how far each is from transformers in fp32, and what share of its tokens is before the
+first that differs from the second's, see differences.py, and exits with 1 where the first backend's
+is smaller than that of every other, less 2 %.
 
 Every row is printed, and with --rows FILE appended to that, as soon as it is there; a backend that
 does not run, or has no end after --limit seconds, leaves the others to run.
@@ -157,8 +160,8 @@ def is_encoder(model: str) -> bool:
 
 
 def tokens(o: argparse.Namespace) -> list[Any]:
-    """[prompts, of each the tokens that follow, and their log-probabilities, what attends, what else there is to
-    tell]"""
+    """[prompts, of each the tokens that follow, and their log-probabilities, what attends, what
+    else there is to tell]"""
     from vllm import SamplingParams
 
     llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
