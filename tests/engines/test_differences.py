@@ -1,4 +1,4 @@
-"""What is told of two runs, by runs of which it is known."""
+"""What is told of runs and times, by such of which it is known."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from differences import compare_runs, compare_with_fp32  # noqa: E402
+from engine_runs import covered  # noqa: E402
 from small_models import logprobs_of, save_model  # noqa: E402
 
 
@@ -54,3 +55,8 @@ def test_a_run_beside_fp32(tmp_path: Path) -> None:
     assert row["tokens"] == 2 and row["right"] == sum(best == torch.tensor(chosen))
     assert abs(row["off_mean"]) < 1e-4
     assert row["off_rms"] == pytest.approx(0.5, abs=1e-4)
+
+
+def test_time_that_spans_cover() -> None:
+    spans = [[3.0, 4.0], [0.0, 2.0], [1.0, 2.5], [0.5, 1.0], [4.0, 4.5]]
+    assert covered(spans) == 4 and covered(spans[:1]) == 1 and covered([]) == 0

@@ -19,7 +19,8 @@ by a request of the same step. With --ranks so many GPUs share the keys (the mod
 `bench` makes a model of the shape of --shape, random weights, and prints for every case of --cases
 a line of JSON: milliseconds a step in which all requests decode, the least of --repeats runs of
 --tokens steps, milliseconds until every request had its first token, and, taken from a profile of
-some more steps, how much of a step kernels of attention and all kernels are busy. A case is
+some more steps, how long in a step any kernel is busy, and how long none but of attention: one
+that begins early waits beside the one before. A case is
 `BATCHxKEYS` or a name of MIXES: requests of different lengths; `beside` has a prompt in chunks
 beside requests that decode, and its first token is what counts.
 
@@ -48,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from differences import Run, compare_runs, compare_with_fp32
-from engine_runs import add_options, saved_by, start, tell
+from engine_runs import add_options, covered, saved_by, start, tell
 from small_models import (
     ENCODERS,
     LENGTHS,
@@ -185,6 +186,7 @@ def states(o: argparse.Namespace) -> list[Any]:
     from vllm.config import PoolerConfig
 
     more = {"runner": "pooling", "pooler_config": PoolerConfig(task="token_embed")}
+    o.graphs = ""  # an encoder has no steps that decode
     llm = engine(o, skip_tokenizer_init=False, max_model_len=512, max_num_seqs=8, **more)
     asked, told = prompts(list(LENGTHS)), PoolingParams(use_activation=False)
     done = llm.encode(given(asked), told, pooling_task="token_embed", use_tqdm=False)
@@ -277,12 +279,16 @@ class Serving:
             return {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             self.until([name], PROFILED)
-        busy = {x.key: x.self_device_time_total / PROFILED / 1e3 for x in seen.key_averages()}
-        attending = {name: ms for name, ms in busy.items() if ATTENDS.search(name)}
-        row: dict[str, Any] = {"ms_attention": sum(attending.values())}
-        row["ms_kernels"] = sum(busy.values())
+        on_gpu = (x for x in seen.events() if x.device_type.name == "CUDA")
+        busy = [(x.name, x.time_range.start, x.time_range.end) for x in on_gpu]
+        kernels = covered([span for _, *span in busy])
+        others = covered([span for name, *span in busy if not ATTENDS.search(name)])
+        row: dict[str, Any] = {"ms_kernels": kernels / PROFILED / 1e3}
+        row["ms_attention"] = (kernels - others) / PROFILED / 1e3
         if self.options.kernels:
-            row["kernels"] = {name[:60]: ms for name, ms in attending.items()}
+            attending = [x for x in seen.key_averages() if ATTENDS.search(x.key)]
+            total = {x.key[:60]: x.self_device_time_total / PROFILED / 1e3 for x in attending}
+            row["kernels"] = total
         return row
 
 

@@ -393,9 +393,10 @@ def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> R
     optional, scalars, *_ = call
     launcher, longest = bound.launcher, scalars[:_LENGTHS]
     scale, softcap = bound.softmax_scale, float(scalars[_SOFTCAP])
-    if type(launcher) is GrowingSequences:
-        if bound.device is None or bound.device == current_device():  # which a driver is asked for
-            return launcher.launch(q, k, v, optional, longest, scale, softcap)
+    if type(launcher) is GrowingSequences and (
+        bound.device is None or bound.device == current_device()  # which needs a driver
+    ):
+        return launcher.launch(q, k, v, optional, longest, scale, softcap)
     operands = Operands(q, k, v, *optional)
     operands.seqlen_q, operands.seqlen_k = longest
     operands.softmax_scale, operands.softcap = scale, softcap

@@ -102,7 +102,9 @@ def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("codec", [AS_IS, Codec("int8", "token")], ids=str)
-def test_processes_that_compile_ask_no_driver(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_compile_ask_no_driver(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They have none, before a kernel of a call is compiled and after that."""
 
     def current() -> int:
