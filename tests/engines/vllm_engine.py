@@ -368,6 +368,7 @@ def check(o: argparse.Namespace) -> int:
         found: dict[str, float] = {}
         for backend in o.backends.split(","):
             row = {"model": name, "backend": backend, "kv": o.kv, "page": o.page}
+            row |= {"draft": o.speculate, "ranks": o.ranks}
             save = folder / f"{name}-{backend}.json"
             saved = saved_by(__file__, o, save, backend=backend, model=model)
             if saved is None:
