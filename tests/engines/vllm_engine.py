@@ -91,7 +91,7 @@ HEADROOM = 1024  # tokens that a request may be given past its prompt
 BESIDE = 32000  # tokens of the prompt that is computed beside the requests of `beside`
 ATTENDS = re.compile(
     "decode_|combine|schedule|append_kv|prefill|merge_states|flash|reshape_and_cache|unified_attention"
-    "|reduce_segments|prepare_varlen"
+    "|reduce_segments|prepare_varlen|mha|PagedKVCache|MergeStates"
 )
 """Finds the names of kernels that attend, merge, plan or write the cache, of all backends."""
 
