@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -55,3 +56,12 @@ def saved_by(tool: str, o: argparse.Namespace, save: Path, **changed: Any) -> An
     save.unlink(missing_ok=True)
     code = start(tool, o, save=str(save), **changed)
     return json.loads(save.read_text()) if code == 0 and save.exists() else None
+
+
+def covered(spans: list[list[float]]) -> float:
+    """How much of time these spans cover, each [begin, end], where several overlap once."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(end - max(begin, until), 0.0)
+        until = max(until, end)
+    return total

@@ -145,15 +145,17 @@ def times(made: Any, o: argparse.Namespace, shape: str) -> dict[str, Any]:
 
     lengths = lengths_of(shape)
     first = []
-    for number in range(1 + o.repeats):  # the first compiles what was not warmed up
+    for number in range(o.prompts or 1 + o.repeats):  # the first compiles what was not warmed up
         made.flush_cache()
         asked = prompts(lengths, seed=number)
         first.append(seconds(1, asked))
     seconds(8, asked)
     few, many = (min(seconds(n, asked) for _ in range(o.repeats)) for n in (8, 8 + o.tokens))
     row: dict[str, Any] = {"backend": o.backend, "shape": shape, "kv": o.kv, "page": o.page}
+    row |= {"policy": os.environ.get("SPLITKV_DECODE_POLICY", "")}
     row |= {"ms_first_time": round(first[0] * 1e3, 3)}
-    row |= {"ms_to_first_token": round(min(first[1:]) * 1e3, 3)}
+    if first[1:]:
+        row |= {"ms_to_first_token": round(min(first[1:]) * 1e3, 3)}
     return row | {"ms_a_step": round((many - few) / o.tokens * 1e3, 4)}
 
 
@@ -233,6 +235,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--shapes", default="1x8192,8x8192,32x2048,1x32768+15x1024")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=0, help="times; 0: one more than --repeats")
     parser.add_argument("--shape", choices=SHAPES, default="llama8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--log", default="error")

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from splitkv.rounding import quantize, scale_of
 
@@ -39,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_act": "gelu_pytorch_tanh"},
     ),
     "bloom": ("BloomConfig", {"n_head": 4, "n_layer": 2, "tie_word_embeddings": True}),
+    "mqa": ("LlamaConfig", {"head_dim": 32, "num_key_value_heads": 1}),
     "gpt_oss": (
         "GptOssConfig",
         {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -46,6 +49,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Of each model the class of its configuration and what it has beside COMMON."""
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertConfig", {"max_position_embeddings": 512}),
+}
+"""Models without a cache, whose result is a state of each token."""
 
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama8b": (
@@ -80,6 +87,20 @@ def save_model(name: str, folder: Path, dtype: str = "float32") -> str:
         if key.endswith("sinks"):
             torch.nn.init.normal_(x)
     model.to(getattr(torch, dtype)).save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def save_encoder(name: str, folder: Path, dtype: str) -> str:
+    """Writes a small encoder in this type, and a tokenizer, which vLLM asks for; the folder."""
+    torch.manual_seed(0)
+    config_class, own = ENCODERS[name]
+    config = getattr(transformers, config_class)(**COMMON | own)
+    model = transformers.AutoModel.from_config(config, add_pooling_layer=False)
+    model.to(getattr(torch, dtype)).save_pretrained(folder / name)
+    words = {str(n): n for n in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    named = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0")
+    named.save_pretrained(folder / name)
     return str(folder / name)
 
 
@@ -127,6 +148,18 @@ def stored_in(kv: str) -> Any:
     return Rounding()
 
 
+def logprobs_of(
+    loaded: Any, prompt: list[int], chosen: list[int], cache: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what a model of transformers has as log-probabilities of the tokens chosen after a prompt,
+    the tokens that it would choose there)."""
+    with torch.no_grad():
+        given = torch.tensor([prompt + chosen], device=loaded.device)
+        logits = loaded(given, past_key_values=cache).logits[0].cpu()
+    of_chosen = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return of_chosen.gather(1, torch.tensor(chosen)[:, None])[:, 0], of_chosen.argmax(-1)
+
+
 def compare(
     model: str, kv: str, asked: list[list[int]], ids: list[list[int]], logprobs: list[list[float]]
 ) -> tuple[int, int, float]:
@@ -140,12 +173,23 @@ def compare(
     )
     worst, right, tokens = 0.0, 0, 0
     for prompt, chosen, own in zip(asked, ids, logprobs, strict=True):
-        with torch.no_grad():
-            given = torch.tensor([prompt + chosen])
-            logits = loaded(given, past_key_values=stored_in(kv)).logits[0]
-        of_chosen = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        wanted = of_chosen.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+        wanted, best = logprobs_of(loaded, prompt, chosen, stored_in(kv))
         worst = max(worst, (wanted - torch.tensor(own)).abs().max().item())
-        right += int((of_chosen.argmax(-1) == torch.tensor(chosen)).sum())
+        right += int((best == torch.tensor(chosen)).sum())
         tokens += len(chosen)
     return right, tokens, worst
+
+
+def compare_states(model: str, asked: list[list[int]], states: list[list[list[float]]]) -> float:
+    """The largest difference of an encoder's states from those of transformers in fp32, as a share
+    of the largest of a token."""
+    loaded = AutoModel.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager", add_pooling_layer=False
+    )
+    worst = 0.0
+    for prompt, own in zip(asked, states, strict=True):
+        with torch.no_grad():
+            wanted = loaded(torch.tensor([prompt])).last_hidden_state[0]
+        apart = (wanted - torch.tensor(own)).abs().amax(1) / wanted.abs().amax(1)
+        worst = max(worst, apart.max().item())
+    return worst

@@ -38,6 +38,8 @@ RUNS = {
     "models": ("--models", "llama,qwen2,mistral,gemma2,bloom,gpt_oss"),
     "blocks of 64": ("--models", "llama", "--page", "64"),
     "a cached prefix": ("--models", "llama", "--shared", "64"),
+    "a prefix written in the same step": ("--models", "llama", "--shared", "96", "--together", "1"),
+    "an encoder": ("--models", "bert"),
     "drafts": ("--models", "llama", "--speculate", "4"),
     "int8": ("--models", "llama,gpt_oss", "--kv", "int8_per_token_head"),
     "fp8": ("--models", "llama,gpt_oss", "--kv", "fp8"),

@@ -12,19 +12,23 @@ backend stands in the place of CPU_ATTN, which is the only one that is taken the
 in fp32 would choose, and the largest difference of their log-probabilities; it exits with 1 where
 splitkv is further off than --tolerance, or has fewer tokens right than another backend less 2 %.
 With a cache in 8 bits, transformers' keys and values are rounded to it as they are stored, so that
-what is left is not of the cache.
+what is left is not of the cache. Of an encoder it is the states of its tokens that are compared.
+With --shared all prompts begin alike, and find those blocks cached: written before, or --together,
+by a request of the same step. With --ranks so many GPUs share the keys (the model `mqa`).
 
 `bench` makes a model of the shape of --shape, random weights, and prints for every case of --cases
 a line of JSON: milliseconds a step in which all requests decode, the least of --repeats runs of
 --tokens steps, milliseconds until every request had its first token, and, taken from a profile of
-some more steps, how much of a step kernels of attention and all kernels are busy. A case is
+some more steps, how long in a step any kernel is busy, and how long none but of attention: one
+that begins early waits beside the one before. A case is
 `BATCHxKEYS` or a name of MIXES: requests of different lengths; `beside` has a prompt in chunks
 beside requests that decode, and its first token is what counts.
 
 `soak` serves requests of random lengths, some behind the same beginning, with so few blocks that
 some have to wait and begin anew, by every backend of the list, and by the second in other batches,
-too. It prints what share of the tokens of each run is before the first that differs from the
-second's, and exits with 1 where the first backend's is smaller than that of every other, less 2 %.
+too. It prints how far each is from transformers in fp32, and what share of its tokens is before the
+first that differs from the second's, see differences.py, and exits with 1 where the first backend's
+is smaller than that of every other, less 2 %.
 
 Every row is printed, and with --rows FILE appended to that, as soon as it is there; a backend that
 does not run, or has no end after --limit seconds, leaves the others to run.
@@ -44,14 +48,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine_runs import add_options, saved_by, start, tell
+from differences import Run, compare_runs, compare_with_fp32
+from engine_runs import add_options, covered, saved_by, start, tell
 from small_models import (
+    ENCODERS,
     LENGTHS,
     MODELS,
     SHAPES,
     VOCABULARY,
     compare,
+    compare_states,
     prompts,
+    save_encoder,
     save_model,
     save_shape,
 )
@@ -83,7 +91,7 @@ HEADROOM = 1024  # tokens that a request may be given past its prompt
 BESIDE = 32000  # tokens of the prompt that is computed beside the requests of `beside`
 ATTENDS = re.compile(
     "decode_|combine|schedule|append_kv|prefill|merge_states|flash|reshape_and_cache|unified_attention"
-    "|reduce_segments|prepare_varlen"
+    "|reduce_segments|prepare_varlen|mha|PagedKVCache|MergeStates"
 )
 """Finds the names of kernels that attend, merge, plan or write the cache, of all backends."""
 
@@ -116,10 +124,12 @@ def engine(o: argparse.Namespace, **more: Any) -> Any:
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
         }
+    if o.ranks > 1:  # which share the keys of the one KV head that they all have
+        options |= {"tensor_parallel_size": o.ranks, "decode_context_parallel_size": o.ranks}
+        options |= {"disable_custom_all_reduce": True}
+    options |= {"skip_tokenizer_init": True, "max_model_len": o.max_model_len}
     return LLM(
         model=o.model,
-        skip_tokenizer_init=True,
-        max_model_len=o.max_model_len,
         kv_cache_dtype=o.kv,
         dtype=o.dtype,
         block_size=o.page,
@@ -128,34 +138,14 @@ def engine(o: argparse.Namespace, **more: Any) -> Any:
     )
 
 
-def run_engine(o: argparse.Namespace) -> None:
-    """One engine: its tokens and log-probabilities into a file, or its times printed."""
-    from vllm import SamplingParams
+FIXED: dict[str, Any] = {"temperature": 0, "detokenize": False, "ignore_eos": True}
 
-    fixed = {"temperature": 0, "detokenize": False, "ignore_eos": True}
-    if o.save and not o.requests:
-        llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
-        asked = given(prompts(list(LENGTHS), o.shared))
-        told = SamplingParams(max_tokens=o.tokens, logprobs=1, **fixed)
-        if o.shared:  # so that the others find its blocks
-            llm.generate(asked[:1], told, use_tqdm=False)
-        done = [x.outputs[0] for x in llm.generate(asked, told, use_tqdm=False)]
-        ids = [list(x.token_ids) for x in done]
-        logprobs = [
-            [step[token].logprob for step, token in zip(x.logprobs, chosen, strict=True)]
-            for x, chosen in zip(done, ids, strict=True)
-        ]
-        impl = impl_of(llm)
-        told_of = [x["prompt_token_ids"] for x in asked]
-        Path(o.save).write_text(json.dumps([told_of, ids, logprobs, impl]))
-        return
-    if o.requests:
-        more = {"num_gpu_blocks_override": o.blocks} if o.blocks else {}
-        llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=o.most, **more)
-        asked, lengths = requests(o)
-        told = [SamplingParams(max_tokens=n, **fixed) for n in lengths]
-        done = llm.generate(asked, told, use_tqdm=False)
-        Path(o.save).write_text(json.dumps([list(x.outputs[0].token_ids) for x in done]))
+
+def run_engine(o: argparse.Namespace) -> None:
+    """One engine: what it makes of requests into a file, or its times printed."""
+    if o.save:
+        run = answers if o.requests else states if is_encoder(o.model) else tokens
+        Path(o.save).write_text(json.dumps(run(o)))
         return
     llm = engine(
         o, load_format="dummy", max_num_seqs=max(o.most, 8), max_num_batched_tokens=o.max_tokens
@@ -164,6 +154,60 @@ def run_engine(o: argparse.Namespace) -> None:
         row = {"backend": o.backend, "policy": os.environ.get("SPLITKV_DECODE_POLICY", "")}
         row |= {"shape": o.shape, "case": case, "kv": o.kv, "page": o.page}
         tell(o, row | Serving(llm.llm_engine, case, o).times())
+
+
+def is_encoder(model: str) -> bool:
+    return Path(model).name in ENCODERS
+
+
+def tokens(o: argparse.Namespace) -> list[Any]:
+    """[prompts, of each the tokens that follow, and their log-probabilities, what attends, what
+    else there is to tell]"""
+    from vllm import SamplingParams
+
+    llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=8)
+    asked = prompts(list(LENGTHS), o.shared)
+    told = SamplingParams(max_tokens=o.tokens, logprobs=1, **FIXED)
+    if o.shared and not o.together:  # so that the others find its blocks
+        llm.generate(given(asked[:1]), told, use_tqdm=False)
+    made = llm.generate(given(asked), told, use_tqdm=False)
+    done, cached = [x.outputs[0] for x in made], [x.num_cached_tokens for x in made]
+    ids = [list(x.token_ids) for x in done]
+    logprobs = [
+        [step[token].logprob for step, token in zip(x.logprobs, chosen, strict=True)]
+        for x, chosen in zip(done, ids, strict=True)
+    ]
+    return [asked, ids, logprobs, impl_of(llm), {"cached": sum(cached)} if o.shared else {}]
+
+
+def states(o: argparse.Namespace) -> list[Any]:
+    """[prompts, of each the states of its tokens, what attends, nothing]"""
+    from vllm import PoolingParams
+    from vllm.config import PoolerConfig
+
+    more = {"runner": "pooling", "pooler_config": PoolerConfig(task="token_embed")}
+    o.graphs = ""  # an encoder has no steps that decode
+    llm = engine(o, skip_tokenizer_init=False, max_model_len=512, max_num_seqs=8, **more)
+    asked, told = prompts(list(LENGTHS)), PoolingParams(use_activation=False)
+    done = llm.encode(given(asked), told, pooling_task="token_embed", use_tqdm=False)
+    return [asked, [x.outputs.data.tolist() for x in done], impl_of(llm), {}]
+
+
+def answers(o: argparse.Namespace) -> list[Any]:
+    """Of each request of `soak` its tokens, as a run of differences.py."""
+    from vllm import SamplingParams
+
+    more = {"num_gpu_blocks_override": o.blocks} if o.blocks else {}
+    llm = engine(o, max_num_batched_tokens=o.max_tokens, max_num_seqs=o.most, **more)
+    asked, lengths = requests(o)
+    told = [SamplingParams(max_tokens=n, logprobs=2, **FIXED) for n in lengths]
+    run = []
+    for x in llm.generate(given(asked), told, use_tqdm=False):
+        ids, steps = list(x.outputs[0].token_ids), x.outputs[0].logprobs
+        chosen = [step[token].logprob for step, token in zip(steps, ids, strict=True)]
+        best = [sorted((y.logprob for y in step.values()), reverse=True) for step in steps]
+        run.append({"ids": ids, "logprobs": chosen, "gaps": [x[0] - x[1] for x in best]})
+    return run
 
 
 class Serving:
@@ -235,12 +279,16 @@ class Serving:
             return {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             self.until([name], PROFILED)
-        busy = {x.key: x.self_device_time_total / PROFILED / 1e3 for x in seen.key_averages()}
-        attending = {name: ms for name, ms in busy.items() if ATTENDS.search(name)}
-        row: dict[str, Any] = {"ms_attention": sum(attending.values())}
-        row["ms_kernels"] = sum(busy.values())
+        on_gpu = (x for x in seen.events() if x.device_type.name == "CUDA")
+        busy = [(x.name, x.time_range.start, x.time_range.end) for x in on_gpu]
+        kernels = covered([span for _, *span in busy])
+        others = covered([span for name, *span in busy if not ATTENDS.search(name)])
+        row: dict[str, Any] = {"ms_kernels": kernels / PROFILED / 1e3}
+        row["ms_attention"] = (kernels - others) / PROFILED / 1e3
         if self.options.kernels:
-            row["kernels"] = {name[:60]: ms for name, ms in attending.items()}
+            attending = [x for x in seen.key_averages() if ATTENDS.search(x.key)]
+            total = {x.key[:60]: x.self_device_time_total / PROFILED / 1e3 for x in attending}
+            row["kernels"] = total
         return row
 
 
@@ -269,18 +317,18 @@ def impl_of(llm: Any) -> str:
     return str(llm.llm_engine.collective_rpc(ask)[0])
 
 
-def requests(o: argparse.Namespace) -> tuple[list[dict[str, list[int]]], list[int]]:
+def requests(o: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
     """(prompts, how many tokens are asked for after each): a third has one of four beginnings."""
     draw = random.Random(2)
 
-    def tokens(most: int) -> list[int]:
+    def drawn(most: int) -> list[int]:
         return [draw.randrange(3, VOCABULARY) for _ in range(draw.randrange(1, most))]
 
     longest = o.max_model_len - o.tokens
-    beginnings, asked = [tokens(longest // 2) for _ in range(4)], []
+    beginnings, asked = [drawn(longest // 2) for _ in range(4)], []
     for number in range(o.requests):
         shared = beginnings[draw.randrange(4)] if number % 3 == 0 else []
-        asked.append({"prompt_token_ids": shared + tokens(longest // 2)})
+        asked.append(shared + drawn(longest // 2))
     return asked, [draw.randrange(1, o.tokens + 1) for _ in asked]
 
 
@@ -290,53 +338,53 @@ def soak(o: argparse.Namespace) -> int:
     name, most = o.models.split(",")[0], o.most or 64
     model, reference = save_model(name, folder, o.dtype), backends[1]
     again = f"{reference} in other batches"
-    runs: dict[str, list[list[int]]] = {}
+    asked = requests(o)[0][: o.against]
+    runs: dict[str, Run] = {}
     shares: dict[str, float] = {}
     for number, run in enumerate((*backends, again)):
         how = {"backend": reference if run == again else run, "model": model, "shared": 1}
         how["most"] = most // 3 if run == again else most
         saved = saved_by(__file__, o, folder / f"soak-{number}.json", **how)
+        row = {"soak": name, "requests": o.requests, "run": run}
         if saved is None:
-            tell(o, {"soak": name, "run": run, "failed": "did not run"})
+            tell(o, row | {"failed": "did not run"})
             continue
         runs[run] = saved
+        tell(o, row | compare_with_fp32(model, asked, saved))
         for other in [x for x in runs if reference in runs and x not in (reference, *shares)]:
-            shares[other] = share_before_a_difference(runs[other], runs[reference])
-            tokens = sum(map(len, runs[other]))
-            row = {"soak": name, "requests": o.requests, "tokens": tokens, "run": other}
-            tell(o, row | {"as": reference, "share": shares[other]})
+            found = compare_runs(runs[other], runs[reference])
+            shares[other] = found["share"]
+            tell(o, row | {"run": other, "as": reference} | found)
     ours = shares.pop(backends[0], 0.0)
     return int(len(shares) < len(backends) - 1 or ours < min(shares.values()) - 0.02)
-
-
-def share_before_a_difference(found: list[list[int]], reference: list[list[int]]) -> float:
-    """What share of the tokens come before the first of their request that is another."""
-    same = 0
-    for x, y in zip(found, reference, strict=True):
-        pairs = enumerate(zip(x, y, strict=True))
-        same += next((n for n, (one, other) in pairs if one != other), len(x))
-    return round(same / sum(map(len, found)), 4)
 
 
 def check(o: argparse.Namespace) -> int:
     """Compares every backend with transformers; how many are not as they should be."""
     wrong, folder = 0, Path(o.folder)
     for name in o.models.split(","):
-        model = save_model(name, folder, o.dtype)
+        encoder = name in ENCODERS
+        model = (save_encoder if encoder else save_model)(name, folder, o.dtype)
         found: dict[str, float] = {}
         for backend in o.backends.split(","):
             row = {"model": name, "backend": backend, "kv": o.kv, "page": o.page}
+            row |= {"draft": o.speculate, "ranks": o.ranks}
             save = folder / f"{name}-{backend}.json"
             saved = saved_by(__file__, o, save, backend=backend, model=model)
             if saved is None:
                 tell(o, row | {"failed": "did not run"})
                 wrong += backend == "CUSTOM"
                 continue
-            *results, impl = saved
-            right, tokens, worst = compare(model, o.kv, *results)
-            found[backend] = right / tokens
-            row |= {"impl": impl, "right": right, "tokens": tokens}
-            tell(o, row | {"logprobs_within": round(worst, 5)})
+            *results, impl, more = saved
+            row |= {"impl": impl} | more
+            if encoder:
+                worst = compare_states(model, *results)
+                tell(o, row | {"states_within": round(worst, 5)})
+            else:
+                right, tokens, worst = compare(model, o.kv, *results)
+                found[backend] = right / tokens
+                row |= {"right": right, "tokens": tokens}
+                tell(o, row | {"logprobs_within": round(worst, 5)})
             wrong += backend == "CUSTOM" and (worst > o.tolerance or impl != "SplitKVImpl")
         ours = found.pop("CUSTOM", 1.0)
         wrong += any(ours < other - 0.02 for other in found.values())
@@ -347,7 +395,7 @@ def main() -> int:
     said = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=said)
     parser.add_argument("verb", choices=("check", "bench", "soak", "engine"))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join((*MODELS, *ENCODERS)))
     parser.add_argument("--backends", default="CUSTOM")
     parser.add_argument("--backend", default="CUSTOM")
     parser.add_argument("--model", default="")
@@ -363,6 +411,9 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--speculate", type=int, default=0)
     parser.add_argument("--shared", type=int, default=0)
+    parser.add_argument("--together", type=int, default=0, help="no request before the others")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the keys")
+    parser.add_argument("--against", type=int, default=200, help="requests beside fp32")
     parser.add_argument("--tolerance", type=float, default=1e-2)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--shape", choices=SHAPES, default="llama8b")

@@ -187,8 +187,10 @@ def rest_of(
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether what is launched where x lies goes into a CUDA graph now."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether what is launched where x lies goes into a CUDA graph now: not in a process that only
+    compiles, which may have no driver to ask."""
+    cuda = torch.cuda
+    return x.is_cuda and cuda.is_initialized() and cuda.is_current_stream_capturing()
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -244,12 +246,12 @@ class Plans:
 DEFAULT_PLANS = Plans(calls=())
 
 
-def plans_of_engine(default: str, same_bits: bool) -> Plans:
+def plans_of_engine(same_bits: bool) -> Plans:
     """The plans of an engine's layer: with `same_bits` those of `batch_invariant`, else for steps
-    that decode of the policy that DECODE_POLICY names, or of `default`."""
+    that decode of the policy that DECODE_POLICY names, or of `balanced`."""
     if same_bits:
         return Plans("batch_invariant")
-    return Plans(os.environ.get(DECODE_POLICY, default), ["decode"])
+    return Plans(os.environ.get(DECODE_POLICY, "balanced"), ["decode"])
 
 
 def plan_of_layers_alike(

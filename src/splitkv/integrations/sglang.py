@@ -206,7 +206,7 @@ class SplitKVAttnBackend(AttentionBackend):
             device=torch.device(self.device),
             arguments={name: options[name] for name in ("window_size", "softcap")},
             apart=True,
-            policy=plans_of_engine("", self.same_bits).policy,
+            policy=plans_of_engine(self.same_bits).policy,
         )
 
     # The metadata of a batch
@@ -369,7 +369,7 @@ class SplitKVAttnBackend(AttentionBackend):
         into = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         plans = self.plans.get(layer.layer_id)
         if plans is None:
-            plans = self.plans[layer.layer_id] = plans_of_engine("", self.same_bits)
+            plans = self.plans[layer.layer_id] = plans_of_engine(self.same_bits)
         attend(rows, self.pages_of(layer), step, into, options, plans)
         return out
 

@@ -535,7 +535,7 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
             "sink_logits": given.sinks,
         }
         self.ranks = self.context_parallel() if self.dcp_world_size > 1 else None
-        self.plans = plans_of_engine("balanced", envs.VLLM_BATCH_INVARIANT)
+        self.plans = plans_of_engine(envs.VLLM_BATCH_INVARIANT)
         self._bound_to: tuple[Tensor, Tensor] | None = None  # the cache and scale of these pages
         self._pages: Pages | None = None
 

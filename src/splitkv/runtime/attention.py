@@ -417,7 +417,7 @@ def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> R
     optional, scalars, *_ = call
     launcher, longest = bound.launcher, scalars[:_LENGTHS]
     scale, softcap = bound.softmax_scale, float(scalars[_SOFTCAP])
-    device = bound.device
+    device = bound.device  # None where there is but one; to ask for the current one needs a driver
     if type(launcher) is GrowingSequences and (device is None or device == current_device()):
         return launcher.launch(q, k, v, optional, longest, scale, softcap)
     operands = Operands(q, k, v, *optional)

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import compilations, fake_gpu
+from uncompiled import uncompiled
 
 from splitkv.core.device import Device
-from splitkv.core.kv import AS_IS
+from splitkv.core.kv import AS_IS, Codec
 from splitkv.integrations import engine_warmup, serving
 from splitkv.integrations.engine_warmup import Layer, Sizes, bounds, powers, shapes_of
 from splitkv.integrations.serving import (
@@ -29,21 +30,22 @@ from splitkv.integrations.serving import (
     bound_of,
     bound_of_new,
 )
-from splitkv.runtime import compile_pool, compile_worker
+from splitkv.runtime import attention, call_cache, compile_pool, compile_worker
+from splitkv.runtime.compile_worker import Task
 
 SIZES = Sizes(batch_sizes=(1, 2), max_tokens=64, max_sequences=2, max_seqlen_k=1024)
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
 POLICY = "balanced"
 
 
-def layer() -> Layer:
+def layer(codec: Codec = AS_IS) -> Layer:
     return Layer(
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         head_dim_v=DIM,
         dtype=torch.bfloat16,
-        codec=AS_IS,
+        codec=codec,
         page_size=PAGE,
         longest=SIZES.max_seqlen_k,
         device=torch.device("cpu"),
@@ -97,6 +99,26 @@ def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.Monke
             for _ in range(150):
                 attend_a_step(draw)
         assert compiled == []
+
+
+@pytest.mark.parametrize("codec", [AS_IS, Codec("int8", "token")], ids=str)
+def test_processes_that_compile_ask_no_driver(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have none, before a kernel of a call is compiled and after that."""
+
+    def current() -> int:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    for module in (attention, call_cache):
+        monkeypatch.setattr(module, "current_device", current)
+    model = replace(layer(codec), gpu=Device.named("h200"))
+    shapes = list(shapes_of(replace(SIZES, batch_sizes=(2,), appends=False)))
+    with uncompiled(), torch.no_grad():
+        found = compile_worker.answer(Task(model, shapes))
+        wanted = frozenset(found.asked)
+        for task in (Task(model, shapes, wanted), Task(model, shapes)):
+            assert compile_worker.answer(task).failures == []
 
 
 def test_slots_are_of_the_type_that_engines_give() -> None:

@@ -253,18 +253,17 @@ def test_graphs(page_size: int) -> None:
         engine.run(x, new)
 
 
-@pytest.mark.parametrize("policy", [None, "balanced"])
-def test_the_policy_of_requests_that_decode(
-    policy: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("policy", ["", "waves"])
+def test_the_policy_of_requests_that_decode(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`balanced`, as in vLLM, or that of the environment."""
     if policy:
         monkeypatch.setenv("SPLITKV_DECODE_POLICY", policy)
     engine = Engine()
     engine.step(ForwardMode.EXTEND, {0: 5, 3: 40})
     engine.step(ForwardMode.DECODE, {0: 1, 3: 1})
     (plans,) = engine.backend.plans.values()
-    assert {made.policy for made in plans._made.values() if made} <= {policy}
-    assert plans.policy_of("decode") == (policy or "") and not plans.policy_of("rest")
+    made = [(plan.policy, plan.problem.kind) for plan in plans._made.values() if plan]
+    assert made == [(policy or "balanced", "decode")]
 
 
 def test_graphs_of_other_batches_are_refused() -> None:

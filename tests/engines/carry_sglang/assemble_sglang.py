@@ -37,7 +37,7 @@ GLIBC = range(5, 40)
 
 FLASH = "sgl_kernel/flash_ops.abi3.so"
 OPERATORS = "sgl_kernel/sm90/common_ops.abi3.so"
-ALWAYS = "__init__.py", "registry.py", "utils.py"
+ALWAYS = "__init__.py", "registry.py", "utils.py", "deepseek_v2.py"  # drafts import the last
 MODELS = "sglang/srt/models/"
 LEAVE = (
     *("sglang/multimodal_gen/*", "sglang/test/*", "sglang/benchmark/*", "sglang/eval/*"),
@@ -176,7 +176,7 @@ def extents(path: str, data: bytes) -> Iterator[Entry]:
 
 
 def models_of(wheel: zipfile.ZipFile, names: list[str]) -> set[str]:
-    """These models' files, and those of models that they import."""
+    """These models' files, and those of models that they import, folders of models whole."""
     found: set[str] = set()
     left = [MODELS + x for x in (*ALWAYS, *(f"{name}.py" for name in names))]
     there = set(wheel.namelist())
@@ -186,7 +186,8 @@ def models_of(wheel: zipfile.ZipFile, names: list[str]) -> set[str]:
             found.add(path)
             source = wheel.read(path).decode()
             for name in re.findall(r"sglang\.srt\.models\.([\w.]+)", source):
-                left += [f"{MODELS}{name.replace('.', '/')}.py"]
+                own = MODELS + name.split(".")[0]
+                left += [f"{own}.py", *(x for x in there if x.startswith(f"{own}/"))]
     return found
 
 
