@@ -278,6 +278,8 @@ def test_where_whole_sequences_would_leave_sms_idle_or_were_not_timed(
         ({"place": Paged(128)}, False),
         ({"codec": AS_IS}, True),
         ({"codec": AS_IS, "seqlen_k": 256}, False),
+        ({"num_heads": 32}, False),
+        ({"num_heads": 8}, False),
         ({"head_dim": 128, "head_dim_v": 128}, False),
         ({"num_heads": 8, "num_kv_heads": 1, "seqlen_k": 8192}, False),
         ({"batch": 16, "seqlen_k": 8192}, False),

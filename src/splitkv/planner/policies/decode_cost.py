@@ -52,7 +52,8 @@ HOPPER_DECODE = "hopper_decode_split"
 FEW_ROWS = 8  # of which the kernel for Hopper works out no more
 # Tiles of a part until what works on them and what brings them no longer wait for each other.
 BEGINNING = 8
-DRIFTING_DIM = 64  # of which splits were timed that lose by drifting apart
+# Of heads so wide, with so many packed rows, splits were timed that lose by drifting apart.
+DRIFTING_DIM, DRIFTING_ROWS = 64, 8
 SHARE_STEP = 256  # sequences in the time of `Constants.share`
 # Of shared memory CUDA takes 1 KiB with each block and a kernel about 5 KiB for its rows.
 SMEM_RESERVED = 6 * KiB
@@ -145,7 +146,7 @@ class Constants:
                    in the place of all of it where splits are whole sequences, and whole_split for
                    each of those. All of the kernel for Hopper, the greatest that were measured, as
                    they are to be a bound
-    drift          of the time that memory takes, what splits of heads of up to `DRIFTING_DIM` lose
+    drift          of the time that memory takes, what splits of heads of `DRIFTING_DIM` lose
                    beside it in more than one wave, as neighbouring heads are no longer read at the
                    same time; drift_widened: of 8 bits; drift_apart: and where a warp asks for them
     append         launching `append` before the kernel, which writes few new tokens
@@ -381,7 +382,8 @@ class Shape:
         self.shared_reads = problem.num_kv_heads / self.head_tiles
         self.merge_part, self.merge_shared = batch.merge_part, batch.merge_shared
         self.drift = 0.0
-        if problem.num_kv_heads > 1 and batch.wider <= DRIFTING_DIM:
+        timed = batch.wider == DRIFTING_DIM and batch.rows == DRIFTING_ROWS
+        if problem.num_kv_heads > 1 and timed:
             of_8_bits = c.drift_apart if apart else c.drift_widened
             self.drift = of_8_bits if widened else c.drift
         self.cluster_part = c.cluster_row * (min(tile_m, batch.rows) * problem.head_dim_v / 128)
