@@ -25,7 +25,7 @@ from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import finish, finite_or_zero
 from splitkv.kernels.tile.step_share import SEQUENCES, share_of
-from splitkv.kernels.tile.walk import DecodeStep, slots_to_merge
+from splitkv.kernels.tile.walk import DecodeStep, head_tile_of_share, slots_to_merge
 
 TILE_R, TILE_P, TILE_V, WARPS = 2, 32, 32, 1  # rows, splits a step, columns, warps of a program
 FEW = tl.constexpr(4)  # splits that take one step of so many
@@ -92,7 +92,7 @@ def combine_slots(
     right,
     sink_tokens,
     chunk,
-    head_tiles,  # that a share goes through
+    head_tiles,  # that a share goes through, or None: one
     programs,
     seqlen_new,  # of the new tokens, or None
     capacity,
@@ -128,7 +128,7 @@ def combine_slots(
             tl.extra.cuda.gdc_wait()
     if start.merged == 0:
         return
-    head_tile = group * head_tiles + start.head_tile
+    head_tile = head_tile_of_share(step, group, start.head_tile)
     r = head_tile % row_tiles * TILE_M + rows_of_slot
     ok = (rows_of_slot < ROWS) & (r < rows)  # [TILE_R]
     t = r // GROUP

@@ -71,6 +71,7 @@ from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
 from splitkv.kernels.tile.walk import (
     DecodeStep,
     first_walk,
+    head_tile_of_share,
     next_split,
     slot_of_split,
     split_length,
@@ -101,7 +102,7 @@ def decode_persistent(
     right,
     sink_tokens,
     chunk,
-    head_tiles,  # that a share goes through
+    head_tiles,  # that a share goes through, or None: one
     programs,
     q_strides,  # Strides: of a sequence, a token, a head
     k_strides,  # of a sequence or a page, a key, a head
@@ -159,7 +160,7 @@ def decode_persistent(
     while walk.left > 0:
         b = walk.sequence
         keys = walk.keys
-        head_tile = group * head_tiles + walk.head_tile
+        head_tile = head_tile_of_share(step, group, walk.head_tile)
         h = head_tile // row_tiles
         first_pos = keys - seqlen_q
 

@@ -45,7 +45,7 @@ def schedule_step(
     right,
     sink_tokens,
     chunk,
-    head_tiles,
+    head_tiles,  # that a share goes through, or None: one
     programs,
     RULE: tl.constexpr,  # ShareRule
     TILE_N: tl.constexpr,  # of decode
@@ -68,7 +68,7 @@ def schedule_arguments(plan: Plan, early: bool) -> dict[str, Any]:
         "seqlen_q": problem.seqlen_q,
         "batch": problem.batch,
         **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
-        "head_tiles": head_tiles_of_share(plan),
+        "head_tiles": head_tiles_argument(plan),
         "programs": config.programs,
         "RULE": RULES[config.schedule],
         "TILE_N": config.tile_n,
@@ -81,6 +81,11 @@ def head_tiles_of_share(plan: Plan) -> int:
     if plan.config.schedule != "ranges":
         return 1
     return plan.problem.num_kv_heads * packed_rows(plan.problem, plan.config)[0]
+
+
+def head_tiles_argument(plan: Plan) -> int | None:
+    """The same for kernels by a schedule, to which one is None: nothing is divided by it then."""
+    return head_tiles_of_share(plan) if plan.config.schedule == "ranges" else None
 
 
 def buffer_shape(plan: Plan) -> tuple[int, int]:

@@ -39,7 +39,7 @@ from splitkv.kernels.host.relaunch import (
     launch_of,
     observed,
 )
-from splitkv.kernels.schedule import head_tiles_of_share
+from splitkv.kernels.schedule import head_tiles_argument, head_tiles_of_share
 from splitkv.kernels.tile.step_share import RULES
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def step_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
     arguments = split_arguments(plan, operands)
     for name in ("seqlen_k", "parts", "size"):
         del arguments[name]
-    arguments["head_tiles"] = head_tiles_of_share(plan)
+    arguments["head_tiles"] = head_tiles_argument(plan)
     arguments["programs"] = plan.config.programs
     return arguments | new_arguments(plan, operands)
 
@@ -135,7 +135,7 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
         **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
-        "head_tiles": head_tiles_of_share(plan),
+        "head_tiles": head_tiles_argument(plan),
         "programs": config.programs,
         "seqlen_new": new["seqlen_new"],
         "capacity": new["capacity"],

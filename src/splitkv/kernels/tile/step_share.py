@@ -91,10 +91,25 @@ def program_of_place(place, each, more):
 
 
 @triton.jit
+def of_head_tiles(step, places):
+    """So many places of each head tile that a share goes through, together."""
+    if step.head_tiles is not None:
+        places *= step.head_tiles
+    return places
+
+
+@triton.jit
+def shared_out(total, programs):
+    """(How many of `total` places every program has, how many programs have one more)."""
+    each = (total.to(tl.uint32) // programs.to(tl.uint32)).to(tl.int32)
+    return each, total - each * programs
+
+
+@triton.jit
 def places_of_sequences(step, offs_b, TILE_N: tl.constexpr):
     """Places that sequences `offs_b` take in all of their head tiles, 0 beyond the batch."""
     tiles = tiles_of_sequences(step, offs_b, TILE_N)
-    return tl.where(offs_b < step.batch, (tiles + SPLIT_TILES) * step.head_tiles, 0)
+    return tl.where(offs_b < step.batch, of_head_tiles(step, tiles + SPLIT_TILES), 0)
 
 
 @triton.jit
@@ -109,14 +124,13 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
     """The Start of a program that has a range of all places."""
     if step.batch <= lanes.shape[0]:
         places = places_of_sequences(step, lanes, TILE_N)
-        total = tl.sum(places, 0)
-        each, more = total // step.programs, total % step.programs
+        each, more = shared_out(tl.sum(places, 0), step.programs)
         first = first_of_range(program, each, more)
         sequence, begin = behind_place(places, tl.cumsum(places, 0), first)
     else:
         tiles = tiles_of_batch(step, lanes, TILE_N)
-        total = (tiles + step.batch * SPLIT_TILES) * step.head_tiles
-        each, more = total // step.programs, total % step.programs
+        total = of_head_tiles(step, tiles + step.batch * SPLIT_TILES)
+        each, more = shared_out(total, step.programs)
         first = first_of_range(program, each, more)
         sequence = program * 0
         begin = program * 0
@@ -131,7 +145,9 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
 
     # the head tile that the range starts in, and its first tile among the range's places
     tiles, keys = tiles_of_sequence(step, sequence, first < last, TILE_N)
-    head_tile = (first - begin) // (tiles + SPLIT_TILES)
+    head_tile = program * 0
+    if step.head_tiles is not None:
+        head_tile = (first - begin) // (tiles + SPLIT_TILES)
     begin += head_tile * (tiles + SPLIT_TILES) + SPLIT_TILES  # of its tiles
     tile = tl.maximum(first - begin, 0)
     count = tl.maximum(last - begin - tile, 0)
@@ -142,7 +158,7 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
     is_second = here & (tile > 0) & (first_of_range(program - 1, each, more) <= begin)
     merged = program_of_place(begin + tiles - 1, each, more) - program + 2
     merged = tl.where(is_second, merged, 0)
-    return Start(sequence, head_tile, tile, program * 0 + 1, count, tiles, keys, merged)
+    return Start(sequence, head_tile, tile, 1, count, tiles, keys, merged)
 
 
 # --- proportional ------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class DecodeStep(NamedTuple):
     """A decode step whose tiles are shared out over programs.
 
     lens_ptr    [batch] int32 keys of each sequence; bounds: of the mask
-    head_tiles  that a share goes through
+    head_tiles  that a share goes through; None: one
     programs    how many shares there are
     growth      Growth, where programs write new tokens: the lengths are those before them, of which
                 there are seqlen_new of a sequence; capacity: keys that it has room for; or None
@@ -160,16 +160,29 @@ def tiles_of_split(walk, bounds, seqlen_q, TILE_N: tl.constexpr):
 def next_split(walk, step, TILE_N: tl.constexpr):
     """The Walk behind a split of a DecodeStep; without meaning where the share ends."""
     left = walk.left - split_length(walk) - SPLIT_TILES
-    head_tile = walk.head_tile + 1
+    head_tile = walk.head_tile
     sequence = walk.sequence
     keys = walk.keys
     tiles = walk.tiles
-    if head_tile == step.head_tiles:
+    ends = True
+    if step.head_tiles is not None:
+        head_tile += 1
+        ends = head_tile == step.head_tiles
+    if ends:
         head_tile = head_tile * 0
         sequence += 1
         keys = keys_of_step(step, sequence, sequence < step.batch)
         tiles = counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N)
     return Walk(sequence, head_tile, walk.tile * 0, walk.by, left, tiles, keys)
+
+
+@triton.jit
+def head_tile_of_share(step, group, head_tile):
+    """Which of a sequence's head tiles a head tile of a share is, of programs of `group`."""
+    found = group
+    if step.head_tiles is not None:
+        found = group * step.head_tiles + head_tile
+    return found
 
 
 @triton.jit

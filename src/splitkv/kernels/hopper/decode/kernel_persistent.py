@@ -61,7 +61,7 @@ def decode_walk(
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
-    head_tiles,  # that a share goes through
+    head_tiles,  # that a share goes through, or None: one
     programs,
     q_strides,  # Strides, as out_strides
     out_strides,

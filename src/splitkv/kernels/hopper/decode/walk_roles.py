@@ -49,6 +49,7 @@ from splitkv.kernels.tile.new import start_of
 from splitkv.kernels.tile.step_share import SEQUENCES, share_of
 from splitkv.kernels.tile.walk import (
     first_walk,
+    head_tile_of_share,
     next_split,
     slot_of_split,
     split_length,
@@ -137,7 +138,7 @@ def tiles_in(tiles):
 @gluon.jit
 def head_tile_of(walk, shares):
     """The head tile of a split among all of a sequence."""
-    return shares.group * shares.step.head_tiles + walk.head_tile
+    return head_tile_of_share(shares.step, shares.group, walk.head_tile)
 
 
 @gluon.jit
@@ -262,8 +263,9 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
     turn = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
-        # its length comes while this split is issued
-        following = next_split(walk, shares.step, CONFIG.tile_n)
+        following = walk
+        if kv.table_ptr is not None:  # its length comes while this split is issued
+            following = next_split(walk, shares.step, CONFIG.tile_n)
         if shares.step.seqlen_new is None:
             issue_split(behind(ring, before), kv, split, following, shares, CONFIG)
         else:
@@ -275,6 +277,8 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
             rest = behind(ring, before + tiles_in(ahead.tiles))
             issue_split(rest, kv, with_new, following, shares, CONFIG)
         before += tiles_in(split.tiles)
+        if kv.table_ptr is None:  # no copy waits for that length
+            following = next_split(walk, shares.step, CONFIG.tile_n)
         walk = following
 
 
