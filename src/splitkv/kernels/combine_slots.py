@@ -49,32 +49,72 @@ class MergedRows(NamedTuple):
     splits: Any
 
 
+class Addresses(NamedTuple):
+    """Where a step of partials is: m, l [TILE_P, TILE_R], acc [TILE_P, TILE_R, TILE_V], and which
+    of them exist."""
+
+    m: Any
+    l: Any
+    acc: Any
+    ok: Any
+    acc_ok: Any
+
+
+class Merged(NamedTuple):
+    """What splits leave together: m and l [TILE_R], acc [TILE_R, TILE_V]."""
+
+    m: Any
+    l: Any
+    acc: Any
+
+
 @triton.jit
-def merge_slots(partial, of_rows, offs_v, HEAD_DIM_V: tl.constexpr, TILE_P: tl.constexpr):
-    """Merges all splits of MergedRows, TILE_P a step: m and l [TILE_R], acc [TILE_R, TILE_V]."""
+def locate_step(partial, of_rows, offs_p, offs_v, HEAD_DIM_V: tl.constexpr):
+    """The Addresses of splits `offs_p` of MergedRows."""
+    slots = slots_to_merge(offs_p, of_rows.program, of_rows.programs, of_rows.group)
+    rows = slots.to(tl.int64)[:, None] * of_rows.slot_rows + of_rows.rows[None, :]
+    ok = (offs_p < of_rows.splits)[:, None] & of_rows.ok[None, :]  # [TILE_P, TILE_R]
+    acc_ptrs = partial.acc_ptr + rows[:, :, None] * HEAD_DIM_V + offs_v[None, None, :]
+    acc_ok = ok[:, :, None] & (offs_v < HEAD_DIM_V)[None, None, :]
+    return Addresses(partial.m_ptr + rows, partial.l_ptr + rows, acc_ptrs, ok, acc_ok)
+
+
+@triton.jit
+def merge_step(merged, at):
+    """Merged with the partials at Addresses."""
+    m_p = tl.load(at.m, mask=at.ok, other=float("-inf"))
+    l_p = tl.load(at.l, mask=at.ok, other=0.0)
+    acc_p = tl.load(at.acc, mask=at.acc_ok, other=0.0)
+    acc_p = tl.where(m_p[:, :, None] == float("-inf"), 0.0, acc_p)  # absent: anything
+    m = tl.maximum(merged.m, tl.max(m_p, 0))
+    top = finite_or_zero(m)
+    weight = tl.exp2(m_p - top[None, :])
+    shrink = tl.exp2(merged.m - top)
+    l = merged.l * shrink + tl.sum(weight * l_p, 0)
+    acc = merged.acc * shrink[:, None] + tl.sum(acc_p * weight[:, :, None], 0)
+    return Merged(m, l, acc)
+
+
+@triton.jit
+def merge_slots(partial, of_rows, offs_v, AFTER: tl.constexpr, HEAD_DIM_V: tl.constexpr, TILE_P: tl.constexpr):
+    """Merges all splits of MergedRows, TILE_P a step, when decode has ended: Merged. Where a step
+    has all of them, what it needs no partials for is done before."""
     TILE_R: tl.constexpr = of_rows.rows.shape[0]
-    m = tl.full([TILE_R], float("-inf"), tl.float32)
-    l = tl.zeros([TILE_R], tl.float32)
-    acc = tl.zeros([TILE_R, offs_v.shape[0]], tl.float32)
-    for first in range(0, of_rows.splits, TILE_P):
-        offs_p = first + tl.arange(0, TILE_P)
-        slots = slots_to_merge(offs_p, of_rows.program, of_rows.programs, of_rows.group)
-        rows = slots.to(tl.int64)[:, None] * of_rows.slot_rows + of_rows.rows[None, :]
-        ok = (offs_p < of_rows.splits)[:, None] & of_rows.ok[None, :]  # [TILE_P, TILE_R]
-        m_p = tl.load(partial.m_ptr + rows, mask=ok, other=float("-inf"))
-        l_p = tl.load(partial.l_ptr + rows, mask=ok, other=0.0)
-        acc_ptrs = partial.acc_ptr + rows[:, :, None] * HEAD_DIM_V + offs_v[None, None, :]
-        acc_ok = ok[:, :, None] & (offs_v < HEAD_DIM_V)[None, None, :]
-        acc_p = tl.load(acc_ptrs, mask=acc_ok, other=0.0)  # [TILE_P, TILE_R, TILE_V]
-        acc_p = tl.where(m_p[:, :, None] == float("-inf"), 0.0, acc_p)  # absent: anything
-        m_new = tl.maximum(m, tl.max(m_p, 0))
-        top = finite_or_zero(m_new)
-        weight = tl.exp2(m_p - top[None, :])
-        shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(weight * l_p, 0)
-        acc = acc * shrink[:, None] + tl.sum(acc_p * weight[:, :, None], 0)
-        m = m_new
-    return m, l, acc
+    none = tl.full([TILE_R], float("-inf"), tl.float32)
+    merged = Merged(none, tl.zeros([TILE_R], tl.float32), tl.zeros([TILE_R, offs_v.shape[0]], tl.float32))
+    offs_p = tl.arange(0, TILE_P)
+    if TILE_P == FEW:
+        at = locate_step(partial, of_rows, offs_p, offs_v, HEAD_DIM_V)
+        if AFTER == "early":
+            tl.extra.cuda.gdc_wait()
+        merged = merge_step(merged, at)
+    else:
+        if AFTER == "early":
+            tl.extra.cuda.gdc_wait()
+        for first in range(0, of_rows.splits, TILE_P):
+            at = locate_step(partial, of_rows, first + offs_p, offs_v, HEAD_DIM_V)
+            merged = merge_step(merged, at)
+    return merged
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -122,11 +162,10 @@ def combine_slots(
     step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
     # all that it reads was there before decode_persistent
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
-    if AFTER == "early":  # one program waits anyway: this grid ends after decode_persistent
-        is_first = tl.program_id(0) + program + tl.program_id(2) == 0
-        if is_first | (start.merged > 0):
-            tl.extra.cuda.gdc_wait()
     if start.merged == 0:
+        if AFTER == "early":  # one waits anyway: this grid ends after decode_persistent
+            if tl.program_id(0) + program + tl.program_id(2) == 0:
+                tl.extra.cuda.gdc_wait()
         return
     head_tile = head_tile_of_share(step, group, start.head_tile)
     r = head_tile % row_tiles * TILE_M + rows_of_slot
@@ -140,10 +179,10 @@ def combine_slots(
         sink_log2 = sink * 1.4426950408889634
     of_rows = MergedRows(program, programs, group, rows_of_slot, ok, ROWS, start.merged)
     if start.merged <= FEW:
-        m, l, acc = merge_slots(partial, of_rows, offs_v, HEAD_DIM_V, FEW)
+        merged = merge_slots(partial, of_rows, offs_v, AFTER, HEAD_DIM_V, FEW)
     else:
-        m, l, acc = merge_slots(partial, of_rows, offs_v, HEAD_DIM_V, TILE_P)
-    out, lse = finish(acc, m, l, sink_log2)
+        merged = merge_slots(partial, of_rows, offs_v, AFTER, HEAD_DIM_V, TILE_P)
+    out, lse = finish(merged.acc, merged.m, merged.l, sink_log2)
 
     b = start.sequence.to(tl.int64)
     out_rows = b * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
