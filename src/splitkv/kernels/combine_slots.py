@@ -145,6 +145,7 @@ def combine_slots(
     TILE_M: tl.constexpr,  # of decode_persistent
     TILE_N: tl.constexpr,
     RULE: tl.constexpr,  # ShareRule
+    SPLIT_TILES: tl.constexpr,  # of a DecodeStep
     TILE_R: tl.constexpr,  # rows of a program
     TILE_P: tl.constexpr,
     TILE_V: tl.constexpr,
@@ -159,7 +160,8 @@ def combine_slots(
     program = tl.program_id(1)
     bounds = Bounds(left, right, sink_tokens, chunk)
     added = growth, seqlen_new, capacity
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
+    sizes = seqlen_q, batch, head_tiles, programs
+    step = DecodeStep(lens_ptr, bounds, *sizes, SPLIT_TILES, *added)
     # all that it reads was there before decode_persistent
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     if start.merged == 0:

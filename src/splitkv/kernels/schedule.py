@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from splitkv.core.plan import Plan
+from splitkv.core.tiles import split_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import compile_options
 from splitkv.kernels.host.partition import packed_rows
@@ -48,13 +49,14 @@ def schedule_step(
     head_tiles,  # that a share goes through, or None: one
     programs,
     RULE: tl.constexpr,  # ShareRule
+    SPLIT_TILES: tl.constexpr,  # of a DecodeStep
     TILE_N: tl.constexpr,  # of decode
     DEPENDENTS: tl.constexpr,  # early: decode is launched before this grid has ended; or in_order
 ):
     if DEPENDENTS == "early":  # it waits for this grid before it reads anything
         tl.extra.cuda.gdc_launch_dependents()
     bounds = Bounds(left, right, sink_tokens, chunk)
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, SPLIT_TILES)
     program = tl.program_id(0)
     start = RULE.find(step, program, tl.arange(0, SEQUENCES), TILE_N)
     store_start(starts_ptr, program, start)
@@ -71,6 +73,7 @@ def schedule_arguments(plan: Plan, early: bool) -> dict[str, Any]:
         "head_tiles": head_tiles_argument(plan),
         "programs": config.programs,
         "RULE": RULES[config.schedule],
+        "SPLIT_TILES": split_tiles(problem.codec),
         "TILE_N": config.tile_n,
         "DEPENDENTS": "early" if early else "in_order",
     }

@@ -4,7 +4,7 @@ Computes, for program p of P, a Start (walk.py). With T[b] the tiles that sequen
 least, and H the head tiles that a share goes through:
 
     range_share         every head tile of sequence b is C + T[b] places: C that a split costs
-                        (`SPLIT_TILES`), then its tiles. All of them, one behind the other, are
+                        (`split_tiles`), then its tiles. All of them, one behind the other, are
                         W = H * sum_b (C + T[b]); program p has the tiles among those from
                         p * (W / P) on: each as many places as any other, or one more
     proportional_share  sequence b has splits in proportion to T[b], rounded up; split s of n has
@@ -26,7 +26,6 @@ import triton.language as tl
 
 from splitkv.kernels.compile_time import CompileTimeRecord
 from splitkv.kernels.tile.walk import (
-    SPLIT_TILES,
     Start,
     counted_tiles,
     keys_of_step,
@@ -109,7 +108,7 @@ def shared_out(total, programs):
 def places_of_sequences(step, offs_b, TILE_N: tl.constexpr):
     """Places that sequences `offs_b` take in all of their head tiles, 0 beyond the batch."""
     tiles = tiles_of_sequences(step, offs_b, TILE_N)
-    return tl.where(offs_b < step.batch, of_head_tiles(step, tiles + SPLIT_TILES), 0)
+    return tl.where(offs_b < step.batch, of_head_tiles(step, tiles + step.split_tiles), 0)
 
 
 @triton.jit
@@ -129,7 +128,7 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
         sequence, begin = behind_place(places, tl.cumsum(places, 0), first)
     else:
         tiles = tiles_of_batch(step, lanes, TILE_N)
-        total = of_head_tiles(step, tiles + step.batch * SPLIT_TILES)
+        total = of_head_tiles(step, tiles + step.batch * step.split_tiles)
         each, more = shared_out(total, step.programs)
         first = first_of_range(program, each, more)
         sequence = program * 0
@@ -147,8 +146,8 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
     tiles, keys = tiles_of_sequence(step, sequence, first < last, TILE_N)
     head_tile = program * 0
     if step.head_tiles is not None:
-        head_tile = (first - begin) // (tiles + SPLIT_TILES)
-    begin += head_tile * (tiles + SPLIT_TILES) + SPLIT_TILES  # of its tiles
+        head_tile = (first - begin) // (tiles + step.split_tiles)
+    begin += head_tile * (tiles + step.split_tiles) + step.split_tiles  # of its tiles
     tile = tl.maximum(first - begin, 0)
     count = tl.maximum(last - begin - tile, 0)
     here = count > 0

@@ -18,7 +18,7 @@ from splitkv.core.errors import UnsupportedProblem, expect_at_least, expect_one_
 from splitkv.core.kv import AS_IS
 from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import SPLIT_TILES, WIDE
+from splitkv.core.tiles import WIDE, split_tiles
 from splitkv.planner.policies import appending
 from splitkv.planner.policies.decode_cost import Constants, batch_of
 from splitkv.planner.policies.shared import (
@@ -199,7 +199,7 @@ def why_not_several(kernel: Kernel, problem: Problem, device: Device) -> list[st
     if not reasons:
         config = best_known(problem, device, kernel).config
         tiles = problem.batch * problem.num_kv_heads * row_tiles(problem, config.tile_m)
-        tiles *= num_tiles(problem, config.tile_n) + SPLIT_TILES
+        tiles *= num_tiles(problem, config.tile_n) + split_tiles(problem.codec)
         if tiles >= MAX_TILES:
             reasons.append(f"{tiles} tiles: expected fewer than {MAX_TILES}")
     return reasons

@@ -90,7 +90,8 @@ def decode_walk(
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
     added = growth, seqlen_new, capacity
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
+    sizes = seqlen_q, batch, head_tiles, programs
+    step = DecodeStep(lens_ptr, bounds, *sizes, CONFIG.split_tiles, *added)
     shares = StepShares(starts_ptr, step, group, program)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
