@@ -56,7 +56,6 @@ from splitkv.kernels.tile.walk import (
     tiles_of_split,
 )
 
-LINE_BYTES = gl.constexpr(128)  # of the L1
 WRITING_WARPS = gl.constexpr(2)  # that Triton would add to the load roles anyway
 
 
@@ -170,6 +169,7 @@ def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
     before = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
+        # its length comes while this split is worked on
         following = next_split(walk, step, CONFIG.tile_n)
         kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
         first_token, last_token = token_range(row_tile, step.seqlen_q, CONFIG.group, CONFIG.tile_m)
@@ -196,7 +196,6 @@ def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
             q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, rotation
         )
         q = load_mma_queries(queries, CONFIG)
-        prefetch_queries(inputs, following, shares, CONFIG)
         of_split = behind(ring, before)
         terms = inputs.terms
         softmax = attend_tiles(
@@ -206,25 +205,6 @@ def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
         write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
         before += tiles_in(split.tiles)
         walk = following
-
-
-@gluon.jit
-def prefetch_queries(inputs, walk, shares, CONFIG: gl.constexpr):
-    """Prefetches the rows of q of the next split; its keys are already being copied, q would be
-    waited for."""
-    step = shares.step
-    BYTES: gl.constexpr = inputs.q_ptr.dtype.element_ty.primitive_bitwidth // 8
-    LINES: gl.constexpr = max(1, CONFIG.head_dim * BYTES // LINE_BYTES)
-    lines: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
-    line = gl.arange(0, CONFIG.tile_m * LINES, layout=lines)
-    row = row_tile * CONFIG.tile_m + line // LINES
-    row = gl.minimum(row, step.seqlen_q * CONFIG.group - 1)
-    sequence = gl.minimum(walk.sequence, step.batch - 1).to(gl.int64)
-    ptrs = inputs.q_ptr + sequence * inputs.q_strides.b
-    ptrs += row // CONFIG.group * inputs.q_strides.t
-    ptrs += (kv_head * CONFIG.group + row % CONFIG.group) * inputs.q_strides.h
-    act("prefetch.global.L1 [$1];", "l", (ptrs + line % LINES * (LINE_BYTES // BYTES),))
 
 
 @gluon.jit
