@@ -32,9 +32,7 @@ def num_tiles(mask: Mask, keys: int, seqlen_q: int, tile_n: int) -> int:
     return max(1, len(seen))
 
 
-def ranges(
-    tiles: Sequence[int], head_tiles: int, programs: int, of_split: int
-) -> list[Split]:
+def ranges(tiles: Sequence[int], head_tiles: int, programs: int, of_split: int) -> list[Split]:
     """The splits of all programs by contiguous ranges; tiles [batch], one at least. What a split
     costs stands before its tiles."""
     places = [

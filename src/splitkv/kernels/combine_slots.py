@@ -96,12 +96,16 @@ def merge_step(merged, at):
 
 
 @triton.jit
-def merge_slots(partial, of_rows, offs_v, AFTER: tl.constexpr, HEAD_DIM_V: tl.constexpr, TILE_P: tl.constexpr):
+def merge_slots(
+    partial, of_rows, offs_v, AFTER: tl.constexpr, HEAD_DIM_V: tl.constexpr, TILE_P: tl.constexpr
+):
     """Merges all splits of MergedRows, TILE_P a step, when decode has ended: Merged. Where a step
     has all of them, what it needs no partials for is done before."""
     TILE_R: tl.constexpr = of_rows.rows.shape[0]
     none = tl.full([TILE_R], float("-inf"), tl.float32)
-    merged = Merged(none, tl.zeros([TILE_R], tl.float32), tl.zeros([TILE_R, offs_v.shape[0]], tl.float32))
+    merged = Merged(
+        none, tl.zeros([TILE_R], tl.float32), tl.zeros([TILE_R, offs_v.shape[0]], tl.float32)
+    )
     offs_p = tl.arange(0, TILE_P)
     if TILE_P == FEW:
         at = locate_step(partial, of_rows, offs_p, offs_v, HEAD_DIM_V)

@@ -67,8 +67,8 @@ def tiles_of(problem: Problem, config: Config, length: int) -> int:
 def programs_of(
     tiles: Sequence[int], head_tiles: int, config: Config, of_split: int
 ) -> Iterator[Program]:
-    """The programs of a launch in their order, of sequences of so many tiles; of_split: what a split
-    counts as beside them."""
+    """The programs of a launch in their order, of sequences of so many tiles; of_split: what a
+    split counts as beside them."""
     if config.schedule == "ranges":
         yield from ranges(tiles, head_tiles, config.programs, of_split)
         return

@@ -101,8 +101,8 @@ def best_known(problem: Problem, device: Device, kernel: Kernel) -> Choice:
     """The schedule that measured best, of a kernel that has them for the problem.
 
     Programs of neighbouring heads read neighbouring keys; with several KV heads two of them share
-    an SM: measurements/thresholds.md#schedules. With one, in e4m3, larger tiles are faster, as it is
-    not memory that its programs wait for: measurements/mixes.md#where-programs-are-when.
+    an SM: measurements/thresholds.md#schedules. With one, in e4m3, larger tiles are faster, as it
+    is not memory that its programs wait for: measurements/mixes.md#where-programs-are-when.
     """
     if problem.num_kv_heads > 1:
         return with_schedule("head_ranges", 2)(problem, device, [kernel])

@@ -294,9 +294,6 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
     """Issues the copies of all tiles of a split of a contiguous cache, of the last tile of a
     sequence those boxes that have keys of it."""
     TILE_N: gl.constexpr = CONFIG.tile_n
-    BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
-    BOXES: gl.constexpr = TILE_N // BOX
-    BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
     tiles = split.tiles
     stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase  # all stages are empty in the beginning
@@ -304,14 +301,33 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
         first_n = tile_at_place(tiles, i) * TILE_N
         keys = split.num_keys - first_n
         mbarrier.wait(ring.empty.index(stage), phase)
-        full = ring.full.index(stage)
-        expect_boxes(full, keys, BOX, BOXES, BYTES)
-        for n in gl.static_range(BOXES):
-            at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
-            there = True if n == 0 else keys > n * BOX
-            async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n), pred=there)
-            async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n), pred=there)
+        if CONFIG.dequantize is None:
+            issue_boxes(ring, kv, split, stage, first_n, False, CONFIG)
+        elif keys >= TILE_N:  # in 8 bits asking for every box takes longer than it saves
+            issue_boxes(ring, kv, split, stage, first_n, True, CONFIG)
+        else:
+            issue_boxes(ring, kv, split, stage, first_n, False, CONFIG)
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+
+
+@gluon.jit
+def issue_boxes(ring, kv, split, stage, first_n, WHOLE: gl.constexpr, CONFIG: gl.constexpr):
+    """Issues the copies of a tile: of all of its boxes where it is whole, else of those that have
+    keys."""
+    BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
+    BOXES: gl.constexpr = CONFIG.tile_n // BOX
+    BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
+    keys = split.num_keys - first_n
+    full = ring.full.index(stage)
+    if WHOLE:
+        mbarrier.expect(full, BOXES * BYTES)
+    else:
+        expect_boxes(full, keys, BOX, BOXES, BYTES)
+    for n in gl.static_range(BOXES):
+        at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
+        there = True if n == 0 or WHOLE else keys > n * BOX
+        async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n), pred=there)
+        async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n), pred=there)
 
 
 @gluon.jit
