@@ -49,7 +49,7 @@ class MergedRows(NamedTuple):
     splits: Any
 
 
-class Addresses(NamedTuple):
+class PartialAddresses(NamedTuple):
     """Where a step of partials is: m, l [TILE_P, TILE_R], acc [TILE_P, TILE_R, TILE_V], and which
     of them exist."""
 
@@ -60,7 +60,7 @@ class Addresses(NamedTuple):
     acc_ok: Any
 
 
-class Merged(NamedTuple):
+class MergedParts(NamedTuple):
     """What splits leave together: m and l [TILE_R], acc [TILE_R, TILE_V]."""
 
     m: Any
@@ -70,18 +70,18 @@ class Merged(NamedTuple):
 
 @triton.jit
 def locate_step(partial, of_rows, offs_p, offs_v, HEAD_DIM_V: tl.constexpr):
-    """The Addresses of splits `offs_p` of MergedRows."""
+    """The PartialAddresses of splits `offs_p` of MergedRows."""
     slots = slots_to_merge(offs_p, of_rows.program, of_rows.programs, of_rows.group)
     rows = slots.to(tl.int64)[:, None] * of_rows.slot_rows + of_rows.rows[None, :]
     ok = (offs_p < of_rows.splits)[:, None] & of_rows.ok[None, :]  # [TILE_P, TILE_R]
     acc_ptrs = partial.acc_ptr + rows[:, :, None] * HEAD_DIM_V + offs_v[None, None, :]
     acc_ok = ok[:, :, None] & (offs_v < HEAD_DIM_V)[None, None, :]
-    return Addresses(partial.m_ptr + rows, partial.l_ptr + rows, acc_ptrs, ok, acc_ok)
+    return PartialAddresses(partial.m_ptr + rows, partial.l_ptr + rows, acc_ptrs, ok, acc_ok)
 
 
 @triton.jit
 def merge_step(merged, at):
-    """Merged with the partials at Addresses."""
+    """MergedParts with the partials at PartialAddresses."""
     m_p = tl.load(at.m, mask=at.ok, other=float("-inf"))
     l_p = tl.load(at.l, mask=at.ok, other=0.0)
     acc_p = tl.load(at.acc, mask=at.acc_ok, other=0.0)
@@ -92,18 +92,18 @@ def merge_step(merged, at):
     shrink = tl.exp2(merged.m - top)
     l = merged.l * shrink + tl.sum(weight * l_p, 0)
     acc = merged.acc * shrink[:, None] + tl.sum(acc_p * weight[:, :, None], 0)
-    return Merged(m, l, acc)
+    return MergedParts(m, l, acc)
 
 
 @triton.jit
 def merge_slots(
     partial, of_rows, offs_v, AFTER: tl.constexpr, HEAD_DIM_V: tl.constexpr, TILE_P: tl.constexpr
 ):
-    """Merges all splits of MergedRows, TILE_P a step, when decode has ended: Merged. Where a step
-    has all of them, what it needs no partials for is done before."""
+    """Merges all splits of MergedRows, TILE_P a step, when decode has ended: MergedParts. A step of
+    few has all of them; what it needs no partials for is done before."""
     TILE_R: tl.constexpr = of_rows.rows.shape[0]
     none = tl.full([TILE_R], float("-inf"), tl.float32)
-    merged = Merged(
+    merged = MergedParts(
         none, tl.zeros([TILE_R], tl.float32), tl.zeros([TILE_R, offs_v.shape[0]], tl.float32)
     )
     offs_p = tl.arange(0, TILE_P)

@@ -301,7 +301,7 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
         first_n = tile_at_place(tiles, i) * TILE_N
         keys = split.num_keys - first_n
         mbarrier.wait(ring.empty.index(stage), phase)
-        if CONFIG.dequantize is None:
+        if CONFIG.dequantize is None or CONFIG.head_dim > 128:
             issue_boxes(ring, kv, split, stage, first_n, False, CONFIG)
         elif keys >= TILE_N:  # in 8 bits asking for every box takes longer than it saves
             issue_boxes(ring, kv, split, stage, first_n, True, CONFIG)
