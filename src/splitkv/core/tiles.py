@@ -18,7 +18,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def split_tiles(codec: Codec) -> int:
-    """What a split costs beside its tiles, in tiles."""
+    """Counts the tiles that a split costs beside its own."""
     return SPLIT_TILES if codec == AS_IS else SPLIT_TILES_IN_8_BITS
 
 

@@ -87,8 +87,12 @@ def head_tiles_of_share(plan: Plan) -> int:
 
 
 def head_tiles_argument(plan: Plan) -> int | None:
-    """The same for kernels by a schedule, to which one is None: nothing is divided by it then."""
-    return head_tiles_of_share(plan) if plan.config.schedule == "ranges" else None
+    """The same for kernels by a schedule, to which one is None: nothing is divided by it then. Not
+    where they write new tokens or heads are wide: a thread would spill."""
+    problem, config = plan.problem, plan.config
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    known = config.schedule != "ranges" and not config.appends and narrow
+    return None if known else head_tiles_of_share(plan)
 
 
 def buffer_shape(plan: Plan) -> tuple[int, int]:

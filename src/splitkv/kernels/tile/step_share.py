@@ -98,10 +98,12 @@ def of_head_tiles(step, places):
 
 
 @triton.jit
-def shared_out(total, programs):
+def shared_out(step, total):
     """(How many of `total` places every program has, how many programs have one more)."""
-    each = (total.to(tl.uint32) // programs.to(tl.uint32)).to(tl.int32)
-    return each, total - each * programs
+    each = total // step.programs
+    if step.head_tiles is None:
+        each = (total.to(tl.uint32) // step.programs.to(tl.uint32)).to(tl.int32)
+    return each, total - each * step.programs
 
 
 @triton.jit
@@ -123,13 +125,13 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
     """The Start of a program that has a range of all places."""
     if step.batch <= lanes.shape[0]:
         places = places_of_sequences(step, lanes, TILE_N)
-        each, more = shared_out(tl.sum(places, 0), step.programs)
+        each, more = shared_out(step, tl.sum(places, 0))
         first = first_of_range(program, each, more)
         sequence, begin = behind_place(places, tl.cumsum(places, 0), first)
     else:
         tiles = tiles_of_batch(step, lanes, TILE_N)
         total = of_head_tiles(step, tiles + step.batch * step.split_tiles)
-        each, more = shared_out(total, step.programs)
+        each, more = shared_out(step, total)
         first = first_of_range(program, each, more)
         sequence = program * 0
         begin = program * 0
@@ -157,7 +159,8 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
     is_second = here & (tile > 0) & (first_of_range(program - 1, each, more) <= begin)
     merged = program_of_place(begin + tiles - 1, each, more) - program + 2
     merged = tl.where(is_second, merged, 0)
-    return Start(sequence, head_tile, tile, 1, count, tiles, keys, merged)
+    by = 1 if step.head_tiles is None else program * 0 + 1
+    return Start(sequence, head_tile, tile, by, count, tiles, keys, merged)
 
 
 # --- proportional ------------------------------------------------------------------------------

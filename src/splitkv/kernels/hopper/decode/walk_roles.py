@@ -237,6 +237,7 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
 @gluon.jit
 def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
     """The load role: issues the copies of split after split; one warp."""
+    AFTER: gl.constexpr = kv.table_ptr is None and shares.step.head_tiles is None
     declare_page_id(0)
     walk = first_walk(first_start(shares, 1, CONFIG))
     before = walk.tile * 0
@@ -244,7 +245,7 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
         following = walk
-        if kv.table_ptr is not None:  # its length comes while this split is issued
+        if not AFTER:  # its length comes while this split is issued
             following = next_split(walk, shares.step, CONFIG.tile_n)
         if shares.step.seqlen_new is None:
             issue_split(behind(ring, before), kv, split, following, shares, CONFIG)
@@ -257,7 +258,7 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
             rest = behind(ring, before + tiles_in(ahead.tiles))
             issue_split(rest, kv, with_new, following, shares, CONFIG)
         before += tiles_in(split.tiles)
-        if kv.table_ptr is None:  # no copy waits for that length
+        if AFTER:  # no copy waits for that length
             following = next_split(walk, shares.step, CONFIG.tile_n)
         walk = following
 
