@@ -61,7 +61,7 @@ class PartialAddresses(NamedTuple):
 
 
 class MergedParts(NamedTuple):
-    """What splits leave together: m and l [TILE_R], acc [TILE_R, TILE_V]."""
+    """The sums of splits together: m and l [TILE_R], acc [TILE_R, TILE_V]."""
 
     m: Any
     l: Any

@@ -87,7 +87,7 @@ def head_tiles_of_share(plan: Plan) -> int:
 
 
 def head_tiles_argument(plan: Plan) -> int | None:
-    """The same for kernels by a schedule, to which one is None: nothing is divided by it then. Not
+    """Head tiles of a share for kernels, to which one is None: nothing is divided by it then. Not
     where they write new tokens or heads are wide: a thread would spill."""
     problem, config = plan.problem, plan.config
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128

@@ -313,7 +313,7 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
 
 @gluon.jit
 def issue_boxes(ring, kv, split, stage, first_n, WHOLE: gl.constexpr, CONFIG: gl.constexpr):
-    """Issues the copies of a tile: of all of its boxes where it is whole, else of those that have
+    """Issues the copies of a tile: of all of its boxes where it is WHOLE, else of those that have
     keys."""
     BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
     BOXES: gl.constexpr = CONFIG.tile_n // BOX
