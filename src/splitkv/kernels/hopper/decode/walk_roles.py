@@ -303,30 +303,30 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
         keys = split.num_keys - first_n
         mbarrier.wait(ring.empty.index(stage), phase)
         if CONFIG.dequantize is None or CONFIG.head_dim > 128:
-            issue_boxes(ring, kv, split, stage, first_n, False, CONFIG)
+            issue_boxes(ring, kv, split, stage, first_n, "with_keys", CONFIG)
         elif keys >= TILE_N:  # in 8 bits asking for every box takes longer than it saves
-            issue_boxes(ring, kv, split, stage, first_n, True, CONFIG)
+            issue_boxes(ring, kv, split, stage, first_n, "all", CONFIG)
         else:
-            issue_boxes(ring, kv, split, stage, first_n, False, CONFIG)
+            issue_boxes(ring, kv, split, stage, first_n, "with_keys", CONFIG)
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)
 
 
 @gluon.jit
-def issue_boxes(ring, kv, split, stage, first_n, WHOLE: gl.constexpr, CONFIG: gl.constexpr):
-    """Issues the copies of a tile: of all of its boxes where it is WHOLE, else of those that have
+def issue_boxes(ring, kv, split, stage, first_n, WHICH: gl.constexpr, CONFIG: gl.constexpr):
+    """Issues the copies of a tile; WHICH: all of its boxes, where it is whole, or those that have
     keys."""
     BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
     BOXES: gl.constexpr = CONFIG.tile_n // BOX
     BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
     keys = split.num_keys - first_n
     full = ring.full.index(stage)
-    if WHOLE:
+    if WHICH == "all":
         mbarrier.expect(full, BOXES * BYTES)
     else:
         expect_boxes(full, keys, BOX, BOXES, BYTES)
     for n in gl.static_range(BOXES):
         at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
-        there = True if n == 0 or WHOLE else keys > n * BOX
+        there = True if n == 0 or WHICH == "all" else keys > n * BOX
         async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n), pred=there)
         async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n), pred=there)
 
