@@ -12,10 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splitkv.core.device import GPUS
+from splitkv.core.kv import AS_IS, Codec
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import SPLIT_TILES
+from splitkv.core.tiles import split_tiles
 from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
 
 # The interpreter uses what NumPy will drop.
@@ -47,12 +48,12 @@ def starts_of(plan: Plan, lengths: Sequence[int]) -> list[list[int]]:
 
 def walked(plan: Plan, starts: list[list[int]], tiles: Sequence[int]) -> list[schedules.Split]:
     """What programs work on that start so: tile/walk.py on the host."""
-    found = []
+    found, of_split = [], split_tiles(plan.problem.codec)
     for program, (b, head_tile, tile, by, left, *_) in enumerate(starts):
         while left > 0:
             count = min(len(range(tile, tiles[b], by)), left)
             found.append(schedules.Split(program, b, head_tile, tile, count, by))
-            left, tile, head_tile = left - count - SPLIT_TILES, 0, head_tile + 1
+            left, tile, head_tile = left - count - of_split, 0, head_tile + 1
             if head_tile == head_tiles_of_share(plan):
                 b, head_tile = b + 1, 0
     return found
@@ -60,12 +61,12 @@ def walked(plan: Plan, starts: list[list[int]], tiles: Sequence[int]) -> list[sc
 
 def expect_shares_alike(plan: Plan, found: Sequence[schedules.Split], tiles: Sequence[int]) -> None:
     """No program has more than its part of all tiles and of what splits cost."""
-    programs = plan.config.programs
-    most = -(-sum(n + SPLIT_TILES for n in tiles) * head_tiles_of_share(plan) // programs)
+    programs, of_split = plan.config.programs, split_tiles(plan.problem.codec)
+    most = -(-sum(n + of_split for n in tiles) * head_tiles_of_share(plan) // programs)
     for program in range(programs):
         own = [x for x in found if x.program == program]
         after_another = max(len(own) - 1, 0)
-        assert sum(x.count for x in own) + SPLIT_TILES * after_another <= most
+        assert sum(x.count for x in own) + of_split * after_another <= most
 
 
 def hold(plan: Plan, lengths: Sequence[int]) -> None:
@@ -78,7 +79,9 @@ def hold(plan: Plan, lengths: Sequence[int]) -> None:
     if config.schedule == "proportional":
         expected = schedules.proportional(tiles, config.programs)
     else:
-        expected = schedules.ranges(tiles, head_tiles_of_share(plan), config.programs)
+        expected = schedules.ranges(
+            tiles, head_tiles_of_share(plan), config.programs, split_tiles(problem.codec)
+        )
     assert found == expected
     if config.schedule != "proportional":
         expect_shares_alike(plan, found, tiles)
@@ -100,15 +103,17 @@ LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from((0, 1, 16, 17, 700)))
     seqlen_q=st.sampled_from((1, 4)),
     schedule=st.sampled_from(("ranges", "head_ranges", "proportional")),
     more=st.integers(1, 20),
+    codec=st.sampled_from((AS_IS, Codec("fp8", "head"))),
 )
-@example([0], MASKS[0], 1, "ranges", 1)
-@example([0, 0, 0], MASKS[0], 1, "proportional", 5)
-@example([5, 700, 0, 16], MASKS[3], 4, "ranges", 3)
+@example([0], MASKS[0], 1, "ranges", 1, AS_IS)
+@example([0, 0, 0], MASKS[0], 1, "proportional", 5, AS_IS)
+@example([5, 700, 0, 16], MASKS[3], 4, "ranges", 3, Codec("int8", "token"))
 def test_every_tile_is_one_programs(
-    lengths: list[int], mask: Mask, seqlen_q: int, schedule: str, more: int
+    lengths: list[int], mask: Mask, seqlen_q: int, schedule: str, more: int, codec: Codec
 ) -> None:
     programs = more + len(lengths) * (schedule == "proportional")
-    hold(plan_of(schedule, len(lengths), programs, mask=mask, seqlen_q=seqlen_q), lengths)
+    sizes = {"mask": mask, "seqlen_q": seqlen_q, "codec": codec}
+    hold(plan_of(schedule, len(lengths), programs, **sizes), lengths)
 
 
 @pytest.mark.parametrize("schedule", ["ranges", "head_ranges", "proportional"])
@@ -128,7 +133,8 @@ def test_sequences_as_long_as_there_can_be(schedule: str) -> None:
     tiles = [-(-n // 16) for n in lengths]
     starts = starts_of(plan, lengths)
     head_tiles = head_tiles_of_share(plan)
-    of_head_tile = [SPLIT_TILES + n for n in tiles]
+    of_split = split_tiles(plan.problem.codec)
+    of_head_tile = [of_split + n for n in tiles]
     total = sum(of_head_tile) * head_tiles
     each, more = divmod(total, 100)
     firsts = [n * each + min(n, more) for n in range(101)]
@@ -136,8 +142,8 @@ def test_sequences_as_long_as_there_can_be(schedule: str) -> None:
         firsts, firsts[1:], starts, strict=False
     ):
         begin = sum(of_head_tile[:b]) * head_tiles + head_tile * of_head_tile[b]
-        found = begin + SPLIT_TILES + tile
-        assert found == (first if tile else max(first, begin + SPLIT_TILES))
+        found = begin + of_split + tile
+        assert found == (first if tile else max(first, begin + of_split))
         assert found + count == last
 
 

@@ -59,7 +59,8 @@ HOPPER_AXES: cases.Axes = {
     "extras": (False, True),
     "programs_per_sm": (1, 2),
 }
-LAUNCHES = {"decode": ["wait", "launch_dependents"], "combine_slots": ["wait"]}
+# Of combine: the program that has nothing to merge and waits, those of few partials, those of many.
+LAUNCHES = {"decode": ["wait", "launch_dependents"], "combine_slots": ["wait"] * 3}
 MOST_REGISTERS = {"decode_persistent": 255, "combine_slots": 128}
 
 

@@ -32,13 +32,20 @@ def seconds(plan: Plan, lengths: list[int]) -> float:
     return mixes.seconds_of_mix(plan.problem, plan.device, kernel, plan.config, lengths)
 
 
-@given(tiles=TILES, head_tiles=st.integers(1, 3), programs=st.integers(1, 30))
-def test_ranges_are_those_of_the_schedule(tiles: list[int], head_tiles: int, programs: int) -> None:
+@given(
+    tiles=TILES,
+    head_tiles=st.integers(1, 3),
+    programs=st.integers(1, 30),
+    of_split=st.integers(0, 4),
+)
+def test_ranges_are_those_of_the_schedule(
+    tiles: list[int], head_tiles: int, programs: int, of_split: int
+) -> None:
     """The splits and tiles of each program, of those that have any."""
     config = Config(schedule="ranges", programs=programs)
-    found = sorted(mixes.programs_of(tiles, head_tiles, config))
+    found = sorted(mixes.programs_of(tiles, head_tiles, config, of_split))
     own: dict[int, list[int]] = {}
-    for split in schedules.ranges(tiles, head_tiles, programs):
+    for split in schedules.ranges(tiles, head_tiles, programs, of_split):
         own.setdefault(split.program, []).append(split.count)
     assert found == sorted((len(counts), sum(counts)) for counts in own.values())
 
@@ -47,7 +54,7 @@ def test_ranges_are_those_of_the_schedule(tiles: list[int], head_tiles: int, pro
 def test_proportional_splits_are_those_of_the_schedule(tiles: list[int], more: int) -> None:
     config = Config(schedule="proportional", programs=len(tiles) + more)
     expected = [split.count for split in schedules.proportional(tiles, len(tiles) + more)]
-    found = list(mixes.programs_of(tiles, 1, config))
+    found = list(mixes.programs_of(tiles, 1, config, 1))
     assert sorted(found) == sorted((1, count) for count in expected)
 
 
@@ -56,7 +63,7 @@ def test_every_schedule_has_every_tile(schedule: Any) -> None:
     tiles = [250, 7, 1, 33]
     sizes = {"programs": 40, "split_size": 640, "num_splits": 5}
     config = Config(schedule=schedule, tile_n=64, **sizes)  # type: ignore[arg-type]
-    found = list(mixes.programs_of(tiles, 8, config))
+    found = list(mixes.programs_of(tiles, 8, config, 3))
     assert sum(count for _, count in found) == 8 * sum(tiles)
 
 

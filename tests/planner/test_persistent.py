@@ -13,6 +13,7 @@ from splitkv.core.device import GPUS
 from splitkv.core.errors import UnsupportedProblem
 from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
+from splitkv.core.tiles import SPLIT_TILES
 from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
 from splitkv.planner.legality import expect_config
@@ -249,7 +250,7 @@ def test_whole_sequences_where_a_schedule_that_cuts_them_costs_too_much(batch: i
     plan = registry.make_plan(problem, GPUS["h200"])
     assert plan.config.schedule == "head_ranges" and plan.config.programs == 16
     tiles = [48] * batch
-    splits = schedules.ranges(tiles, 1, plan.config.programs)
+    splits = schedules.ranges(tiles, 1, plan.config.programs, SPLIT_TILES)
     assert all(split.count == 48 for split in splits)
     expect_legal(plan)
     best = registry.make_plan(problem, GPUS["h200"], policy="balanced").config

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitkv.core.masks import Mask
-from splitkv.core.tiles import SPLIT_TILES
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,14 @@ def num_tiles(mask: Mask, keys: int, seqlen_q: int, tile_n: int) -> int:
     return max(1, len(seen))
 
 
-def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> list[Split]:
+def ranges(tiles: Sequence[int], head_tiles: int, programs: int, of_split: int) -> list[Split]:
     """The splits of all programs by contiguous ranges; tiles [batch], one at least. What a split
     costs stands before its tiles."""
     places = [
         (b, h, tile)
         for b, n in enumerate(tiles)
         for h in range(head_tiles)
-        for tile in range(-SPLIT_TILES, n)
+        for tile in range(-of_split, n)
     ]
     each, more = divmod(len(places), programs)
     found, first = [], 0

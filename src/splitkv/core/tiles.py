@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from splitkv.core.kv import Paged
+from splitkv.core.kv import AS_IS, Codec, Paged
 from splitkv.core.problem import Problem
 
 WIDE = 64  # packed rows of a tile of decode on Hopper that a warpgroup multiplies by wgmma
 # What a split costs beside its tiles, in tiles, where a schedule of the step shares them out: its
 # q, its result and the wait for its first keys. Of 0, 1/4, 1/2, 1, 2, 3 and 4 the fastest over
-# mixes of lengths: measurements/mixes.md.
-SPLIT_TILES = 1
+# mixes of lengths, of 16 bits and of 8: measurements/mixes.md.
+SPLIT_TILES, SPLIT_TILES_IN_8_BITS = 1, 3
 
 
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def split_tiles(codec: Codec) -> int:
+    """Counts the tiles that a split costs beside its own."""
+    return SPLIT_TILES if codec == AS_IS else SPLIT_TILES_IN_8_BITS
 
 
 def next_power_of_2(n: int) -> int:

@@ -31,6 +31,7 @@ import triton.language as tl
 from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
+from splitkv.core.tiles import split_tiles
 from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
 from splitkv.kernels.host.append_arguments import TokenTiles, token_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
@@ -71,6 +72,7 @@ from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of
 from splitkv.kernels.tile.walk import (
     DecodeStep,
     first_walk,
+    head_tile_of_share,
     next_split,
     slot_of_split,
     split_length,
@@ -101,7 +103,7 @@ def decode_persistent(
     right,
     sink_tokens,
     chunk,
-    head_tiles,  # that a share goes through
+    head_tiles,  # that a share goes through, or None: one
     programs,
     q_strides,  # Strides: of a sequence, a token, a head
     k_strides,  # of a sequence or a page, a key, a head
@@ -135,6 +137,7 @@ def decode_persistent(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
     RULE: tl.constexpr,  # ShareRule
+    SPLIT_TILES: tl.constexpr,  # of a DecodeStep
     ROTARY_DIM: tl.constexpr,
     PAIR: tl.constexpr,
     TILE_T: tl.constexpr,  # new tokens that are written at once
@@ -153,13 +156,14 @@ def decode_persistent(
     offs_d = tl.arange(0, DIM)
     offs_v = tl.arange(0, DIM_V)
     added = growth, seqlen_new, capacity
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
+    sizes = seqlen_q, batch, head_tiles, programs
+    step = DecodeStep(lens_ptr, bounds, *sizes, SPLIT_TILES, *added)
     start = share_of(starts_ptr, step, program, tl.arange(0, SEQUENCES), RULE.find, TILE_N)
     walk = first_walk(start)
     while walk.left > 0:
         b = walk.sequence
         keys = walk.keys
-        head_tile = group * head_tiles + walk.head_tile
+        head_tile = head_tile_of_share(step, group, walk.head_tile)
         h = head_tile // row_tiles
         first_pos = keys - seqlen_q
 
@@ -271,6 +275,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         # an indirect load takes Triton's pipeline two stages a tile in flight
         "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
         "RULE": RULES[config.schedule],
+        "SPLIT_TILES": split_tiles(problem.codec),
         "ROTARY_DIM": tokens.rotary_dim,
         "PAIR": tokens.pair,
         "TILE_T": tokens.tile_t,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from splitkv.core.plan import Plan
+from splitkv.core.tiles import split_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import compile_options
 from splitkv.kernels.host.partition import packed_rows
@@ -45,16 +46,17 @@ def schedule_step(
     right,
     sink_tokens,
     chunk,
-    head_tiles,
+    head_tiles,  # that a share goes through, or None: one
     programs,
     RULE: tl.constexpr,  # ShareRule
+    SPLIT_TILES: tl.constexpr,  # of a DecodeStep
     TILE_N: tl.constexpr,  # of decode
     DEPENDENTS: tl.constexpr,  # early: decode is launched before this grid has ended; or in_order
 ):
     if DEPENDENTS == "early":  # it waits for this grid before it reads anything
         tl.extra.cuda.gdc_launch_dependents()
     bounds = Bounds(left, right, sink_tokens, chunk)
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs)
+    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, SPLIT_TILES)
     program = tl.program_id(0)
     start = RULE.find(step, program, tl.arange(0, SEQUENCES), TILE_N)
     store_start(starts_ptr, program, start)
@@ -68,9 +70,10 @@ def schedule_arguments(plan: Plan, early: bool) -> dict[str, Any]:
         "seqlen_q": problem.seqlen_q,
         "batch": problem.batch,
         **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
-        "head_tiles": head_tiles_of_share(plan),
+        "head_tiles": head_tiles_argument(plan),
         "programs": config.programs,
         "RULE": RULES[config.schedule],
+        "SPLIT_TILES": split_tiles(problem.codec),
         "TILE_N": config.tile_n,
         "DEPENDENTS": "early" if early else "in_order",
     }
@@ -81,6 +84,15 @@ def head_tiles_of_share(plan: Plan) -> int:
     if plan.config.schedule != "ranges":
         return 1
     return plan.problem.num_kv_heads * packed_rows(plan.problem, plan.config)[0]
+
+
+def head_tiles_argument(plan: Plan) -> int | None:
+    """Head tiles of a share for kernels, to which one is None: nothing is divided by it then. Not
+    where they write new tokens or heads are wide: a thread would spill."""
+    problem, config = plan.problem, plan.config
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    known = config.schedule != "ranges" and not config.appends and narrow
+    return None if known else head_tiles_of_share(plan)
 
 
 def buffer_shape(plan: Plan) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import triton
 from splitkv.core.errors import expect
 from splitkv.core.plan import Plan, shares_of
 from splitkv.core.problem import Operands
+from splitkv.core.tiles import split_tiles
 from splitkv.kernels.combine import Final, Partial, final_of
 from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
 from splitkv.kernels.host import launcher
@@ -39,7 +40,7 @@ from splitkv.kernels.host.relaunch import (
     launch_of,
     observed,
 )
-from splitkv.kernels.schedule import head_tiles_of_share
+from splitkv.kernels.schedule import head_tiles_argument, head_tiles_of_share
 from splitkv.kernels.tile.step_share import RULES
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def step_arguments(plan: Plan, operands: Operands) -> dict[str, Any]:
     arguments = split_arguments(plan, operands)
     for name in ("seqlen_k", "parts", "size"):
         del arguments[name]
-    arguments["head_tiles"] = head_tiles_of_share(plan)
+    arguments["head_tiles"] = head_tiles_argument(plan)
     arguments["programs"] = plan.config.programs
     return arguments | new_arguments(plan, operands)
 
@@ -135,7 +136,7 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads,
         **dict(zip(BOUNDS, problem.mask.bounds, strict=True)),
-        "head_tiles": head_tiles_of_share(plan),
+        "head_tiles": head_tiles_argument(plan),
         "programs": config.programs,
         "seqlen_new": new["seqlen_new"],
         "capacity": new["capacity"],
@@ -148,6 +149,7 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
         "RULE": RULES[config.schedule],
+        "SPLIT_TILES": split_tiles(problem.codec),
         "TILE_R": of_program,
         "TILE_P": TILE_P,
         "TILE_V": columns,

@@ -4,7 +4,7 @@ Computes, for program p of P, a Start (walk.py). With T[b] the tiles that sequen
 least, and H the head tiles that a share goes through:
 
     range_share         every head tile of sequence b is C + T[b] places: C that a split costs
-                        (`SPLIT_TILES`), then its tiles. All of them, one behind the other, are
+                        (`split_tiles`), then its tiles. All of them, one behind the other, are
                         W = H * sum_b (C + T[b]); program p has the tiles among those from
                         p * (W / P) on: each as many places as any other, or one more
     proportional_share  sequence b has splits in proportion to T[b], rounded up; split s of n has
@@ -26,7 +26,6 @@ import triton.language as tl
 
 from splitkv.kernels.compile_time import CompileTimeRecord
 from splitkv.kernels.tile.walk import (
-    SPLIT_TILES,
     Start,
     counted_tiles,
     keys_of_step,
@@ -91,10 +90,27 @@ def program_of_place(place, each, more):
 
 
 @triton.jit
+def of_head_tiles(step, places):
+    """So many places of each head tile that a share goes through, together."""
+    if step.head_tiles is not None:
+        places *= step.head_tiles
+    return places
+
+
+@triton.jit
+def shared_out(step, total):
+    """(How many of `total` places every program has, how many programs have one more)."""
+    each = total // step.programs
+    if step.head_tiles is None:
+        each = (total.to(tl.uint32) // step.programs.to(tl.uint32)).to(tl.int32)
+    return each, total - each * step.programs
+
+
+@triton.jit
 def places_of_sequences(step, offs_b, TILE_N: tl.constexpr):
     """Places that sequences `offs_b` take in all of their head tiles, 0 beyond the batch."""
     tiles = tiles_of_sequences(step, offs_b, TILE_N)
-    return tl.where(offs_b < step.batch, (tiles + SPLIT_TILES) * step.head_tiles, 0)
+    return tl.where(offs_b < step.batch, of_head_tiles(step, tiles + step.split_tiles), 0)
 
 
 @triton.jit
@@ -109,14 +125,13 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
     """The Start of a program that has a range of all places."""
     if step.batch <= lanes.shape[0]:
         places = places_of_sequences(step, lanes, TILE_N)
-        total = tl.sum(places, 0)
-        each, more = total // step.programs, total % step.programs
+        each, more = shared_out(step, tl.sum(places, 0))
         first = first_of_range(program, each, more)
         sequence, begin = behind_place(places, tl.cumsum(places, 0), first)
     else:
         tiles = tiles_of_batch(step, lanes, TILE_N)
-        total = (tiles + step.batch * SPLIT_TILES) * step.head_tiles
-        each, more = total // step.programs, total % step.programs
+        total = of_head_tiles(step, tiles + step.batch * step.split_tiles)
+        each, more = shared_out(step, total)
         first = first_of_range(program, each, more)
         sequence = program * 0
         begin = program * 0
@@ -131,8 +146,10 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
 
     # the head tile that the range starts in, and its first tile among the range's places
     tiles, keys = tiles_of_sequence(step, sequence, first < last, TILE_N)
-    head_tile = (first - begin) // (tiles + SPLIT_TILES)
-    begin += head_tile * (tiles + SPLIT_TILES) + SPLIT_TILES  # of its tiles
+    head_tile = program * 0
+    if step.head_tiles is not None:
+        head_tile = (first - begin) // (tiles + step.split_tiles)
+    begin += head_tile * (tiles + step.split_tiles) + step.split_tiles  # of its tiles
     tile = tl.maximum(first - begin, 0)
     count = tl.maximum(last - begin - tile, 0)
     here = count > 0
@@ -142,7 +159,8 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
     is_second = here & (tile > 0) & (first_of_range(program - 1, each, more) <= begin)
     merged = program_of_place(begin + tiles - 1, each, more) - program + 2
     merged = tl.where(is_second, merged, 0)
-    return Start(sequence, head_tile, tile, program * 0 + 1, count, tiles, keys, merged)
+    by = 1 if step.head_tiles is None else program * 0 + 1
+    return Start(sequence, head_tile, tile, by, count, tiles, keys, merged)
 
 
 # --- proportional ------------------------------------------------------------------------------

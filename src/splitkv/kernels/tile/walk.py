@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from splitkv.core import tiles as host
 from splitkv.kernels.tile.band import visited_tiles
 from splitkv.kernels.tile.new import Tiles, keys_of
 
-SPLIT_TILES = tl.constexpr(host.SPLIT_TILES)
 START_FIELDS = tl.constexpr(8)  # 32-bit integers of a program in the memory of a schedule
 
 
@@ -29,7 +27,7 @@ class Start(NamedTuple):
     head_tile   number of the head tile among those that the share goes through
     tile        first of the tiles that the sequence's rows visit
     by          how far apart the tiles of a split are
-    count       tiles of the whole share, and `SPLIT_TILES` for every split after the first
+    count       tiles of the whole share, and `split_tiles` for every split after the first
     tiles       tiles of the sequence; keys: its keys
     merged      splits of this head tile that are merged, where this program has the second of them;
                 else 0
@@ -49,8 +47,9 @@ class DecodeStep(NamedTuple):
     """A decode step whose tiles are shared out over programs.
 
     lens_ptr    [batch] int32 keys of each sequence; bounds: of the mask
-    head_tiles  that a share goes through
+    head_tiles  that a share goes through; None: one
     programs    how many shares there are
+    split_tiles what a split costs beside its tiles: `core.tiles.split_tiles`
     growth      Growth, where programs write new tokens: the lengths are those before them, of which
                 there are seqlen_new of a sequence; capacity: keys that it has room for; or None
     """
@@ -61,6 +60,7 @@ class DecodeStep(NamedTuple):
     batch: Any
     head_tiles: Any
     programs: Any
+    split_tiles: Any
     growth: Any = None
     seqlen_new: Any = None
     capacity: Any = None
@@ -159,17 +159,30 @@ def tiles_of_split(walk, bounds, seqlen_q, TILE_N: tl.constexpr):
 @triton.jit
 def next_split(walk, step, TILE_N: tl.constexpr):
     """The Walk behind a split of a DecodeStep; without meaning where the share ends."""
-    left = walk.left - split_length(walk) - SPLIT_TILES
-    head_tile = walk.head_tile + 1
+    left = walk.left - split_length(walk) - step.split_tiles
+    head_tile = walk.head_tile
     sequence = walk.sequence
     keys = walk.keys
     tiles = walk.tiles
-    if head_tile == step.head_tiles:
+    ends = True
+    if step.head_tiles is not None:
+        head_tile += 1
+        ends = head_tile == step.head_tiles
+    if ends:
         head_tile = head_tile * 0
         sequence += 1
         keys = keys_of_step(step, sequence, sequence < step.batch)
         tiles = counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N)
     return Walk(sequence, head_tile, walk.tile * 0, walk.by, left, tiles, keys)
+
+
+@triton.jit
+def head_tile_of_share(step, group, head_tile):
+    """Which of a sequence's head tiles a head tile of a share is, of programs of `group`."""
+    found = group
+    if step.head_tiles is not None:
+        found = group * step.head_tiles + head_tile
+    return found
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from splitkv.core.device import Device
 from splitkv.core.errors import expect, expect_in_range, expect_one_of
 from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import SPLIT_TILES, ceil_div
+from splitkv.core.tiles import ceil_div, split_tiles
 from splitkv.planner.policies.decode_cost import SHARE_STEP, batch_of, constants_of
 from splitkv.planner.policies.shared import num_tiles, row_tiles, slowest
 
@@ -39,7 +39,7 @@ def seconds_of_mix(
     shape = batch_of(problem, device, constants).shape(config)
     tiles = [tiles_of(problem, config, length) for length in lengths]
     head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
-    programs = list(programs_of(tiles, head_tiles, config))
+    programs = list(programs_of(tiles, head_tiles, config, split_tiles(problem.codec)))
     most = max(count for _, count in programs)
     alone = shape.wave(1, most) / most  # a tile of a program that has the memory for itself
     together = shape.wave(shape.slots, most) / most / shape.slots
@@ -64,13 +64,16 @@ def tiles_of(problem: Problem, config: Config, length: int) -> int:
     return num_tiles(one, config.tile_n)
 
 
-def programs_of(tiles: Sequence[int], head_tiles: int, config: Config) -> Iterator[Program]:
-    """The programs of a launch in their order, of sequences of so many tiles."""
+def programs_of(
+    tiles: Sequence[int], head_tiles: int, config: Config, of_split: int
+) -> Iterator[Program]:
+    """The programs of a launch in their order, of sequences of so many tiles; of_split: what a
+    split counts as beside them."""
     if config.schedule == "ranges":
-        yield from ranges(tiles, head_tiles, config.programs)
+        yield from ranges(tiles, head_tiles, config.programs, of_split)
         return
     if config.schedule == "head_ranges":
-        own = list(ranges(tiles, 1, config.programs))
+        own = list(ranges(tiles, 1, config.programs, of_split))
     else:
         own = [(1, count) for count in splits_of(tiles, config)]
         if config.schedule == "proportional":
@@ -80,10 +83,12 @@ def programs_of(tiles: Sequence[int], head_tiles: int, config: Config) -> Iterat
             yield program
 
 
-def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> Iterator[Program]:
+def ranges(
+    tiles: Sequence[int], head_tiles: int, programs: int, of_split: int
+) -> Iterator[Program]:
     """Programs with as many places each, one behind the other, to within one: what each split costs
     and its tiles; of those that have tiles: tile/step_share.py on the host."""
-    each, more = divmod(head_tiles * (sum(tiles) + SPLIT_TILES * len(tiles)), programs)
+    each, more = divmod(head_tiles * (sum(tiles) + of_split * len(tiles)), programs)
     items = (count for count in tiles for _ in range(head_tiles))
     left = 0  # places of the head tile that the last range ended in
     tiles_left = 0  # and its tiles, which are the last of them
@@ -93,7 +98,7 @@ def ranges(tiles: Sequence[int], head_tiles: int, programs: int) -> Iterator[Pro
         while wanted > 0:
             if not left:
                 tiles_left = next(items)
-                left = SPLIT_TILES + tiles_left
+                left = of_split + tiles_left
             taken = min(left, wanted)
             wanted, left = wanted - taken, left - taken
             own = max(tiles_left - left, 0)

@@ -15,10 +15,10 @@ from typing import Literal
 
 from splitkv.core.device import Device, KiB
 from splitkv.core.errors import UnsupportedProblem, expect_at_least, expect_one_of
-from splitkv.core.kv import AS_IS
+from splitkv.core.kv import AS_IS, Contiguous
 from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import SPLIT_TILES, WIDE
+from splitkv.core.tiles import WIDE, split_tiles
 from splitkv.planner.policies import appending
 from splitkv.planner.policies.decode_cost import Constants, batch_of
 from splitkv.planner.policies.shared import (
@@ -100,10 +100,22 @@ def best_known(problem: Problem, device: Device, kernel: Kernel) -> Choice:
     """The schedule that measured best, of a kernel that has them for the problem.
 
     Programs of neighbouring heads read neighbouring keys; with several KV heads two of them share
-    an SM: measurements/thresholds.md#schedules.
+    an SM: measurements/thresholds.md#schedules. With one, in e4m3, larger tiles are faster, as it
+    is not memory that its programs wait for: measurements/mixes.md#where-programs-are-when.
     """
-    programs_per_sm = 1 if problem.num_kv_heads == 1 else 2
-    return with_schedule("head_ranges", programs_per_sm)(problem, device, [kernel])
+    if problem.num_kv_heads > 1:
+        return with_schedule("head_ranges", 2)(problem, device, [kernel])
+    tile_n = 128 if in_larger_tiles(problem, kernel) else 64
+    return with_schedule("head_ranges", 1, tile_n)(problem, device, [kernel])
+
+
+def in_larger_tiles(problem: Problem, kernel: Kernel) -> bool:
+    """Whether tiles of 128 keys are known to be faster by a schedule than those of 64, with one KV
+    head: as they were timed."""
+    codec, dims = problem.codec, {problem.head_dim, problem.head_dim_v}
+    shared = codec.name == "fp8" and codec.granularity != "token"
+    timed = kernel.name == TIMED_KERNEL and problem.rows <= TIMED_ROWS and dims == {TIMED_WHOLE_DIM}
+    return shared and timed and problem.place == Contiguous()
 
 
 def of_whole_sequences(problem: Problem, device: Device, kernel: Kernel) -> list[Choice]:
@@ -200,7 +212,7 @@ def why_not_several(kernel: Kernel, problem: Problem, device: Device) -> list[st
     if not reasons:
         config = best_known(problem, device, kernel).config
         tiles = problem.batch * problem.num_kv_heads * row_tiles(problem, config.tile_m)
-        tiles *= num_tiles(problem, config.tile_n) + SPLIT_TILES
+        tiles *= num_tiles(problem, config.tile_n) + split_tiles(problem.codec)
         if tiles >= MAX_TILES:
             reasons.append(f"{tiles} tiles: expected fewer than {MAX_TILES}")
     return reasons

@@ -61,7 +61,7 @@ def decode_walk(
     left,  # the mask's bounds, or None
     right,
     sink_tokens,
-    head_tiles,  # that a share goes through
+    head_tiles,  # that a share goes through, or None: one
     programs,
     q_strides,  # Strides, as out_strides
     out_strides,
@@ -90,7 +90,8 @@ def decode_walk(
     bounds = Bounds(left, right, sink_tokens)
     group, program = gl.program_id(0), gl.program_id(1)
     added = growth, seqlen_new, capacity
-    step = DecodeStep(lens_ptr, bounds, seqlen_q, batch, head_tiles, programs, *added)
+    sizes = seqlen_q, batch, head_tiles, programs
+    step = DecodeStep(lens_ptr, bounds, *sizes, CONFIG.split_tiles, *added)
     shares = StepShares(starts_ptr, step, group, program)
     kv = KVCache(k, v, table_ptr, stride_table, None, None)
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)

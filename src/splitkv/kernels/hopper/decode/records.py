@@ -37,6 +37,7 @@ class DecodeConfig(CompileTimeRecord):
     rotary_pair   columns between the two of a rotated pair
     tile_t        new tokens that are written at once
     find_share    as `find` of a ShareRule, of programs that stay; else None
+    split_tiles   of their DecodeStep; else 0
     allocate, load_queries, mainloop   device functions of tiles of this height: mma or wgmma
     """
 
@@ -65,6 +66,7 @@ class DecodeConfig(CompileTimeRecord):
     rotary_pair: int
     tile_t: int
     find_share: Any
+    split_tiles: int
     allocate: Any
     load_queries: Any
     mainloop: Any

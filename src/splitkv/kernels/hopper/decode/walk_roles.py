@@ -49,13 +49,13 @@ from splitkv.kernels.tile.new import start_of
 from splitkv.kernels.tile.step_share import SEQUENCES, share_of
 from splitkv.kernels.tile.walk import (
     first_walk,
+    head_tile_of_share,
     next_split,
     slot_of_split,
     split_length,
     tiles_of_split,
 )
 
-LINE_BYTES = gl.constexpr(128)  # of the L1
 WRITING_WARPS = gl.constexpr(2)  # that Triton would add to the load roles anyway
 
 
@@ -137,7 +137,7 @@ def tiles_in(tiles):
 @gluon.jit
 def head_tile_of(walk, shares):
     """The head tile of a split among all of a sequence."""
-    return shares.group * shares.step.head_tiles + walk.head_tile
+    return head_tile_of_share(shares.step, shares.group, walk.head_tile)
 
 
 @gluon.jit
@@ -169,6 +169,7 @@ def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
     before = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
+        # its length comes while this split is worked on
         following = next_split(walk, step, CONFIG.tile_n)
         kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
         first_token, last_token = token_range(row_tile, step.seqlen_q, CONFIG.group, CONFIG.tile_m)
@@ -195,7 +196,6 @@ def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
             q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, rotation
         )
         q = load_mma_queries(queries, CONFIG)
-        prefetch_queries(inputs, following, shares, CONFIG)
         of_split = behind(ring, before)
         terms = inputs.terms
         softmax = attend_tiles(
@@ -205,25 +205,6 @@ def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
         write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
         before += tiles_in(split.tiles)
         walk = following
-
-
-@gluon.jit
-def prefetch_queries(inputs, walk, shares, CONFIG: gl.constexpr):
-    """Prefetches the rows of q of the next split; its keys are already being copied, q would be
-    waited for."""
-    step = shares.step
-    BYTES: gl.constexpr = inputs.q_ptr.dtype.element_ty.primitive_bitwidth // 8
-    LINES: gl.constexpr = max(1, CONFIG.head_dim * BYTES // LINE_BYTES)
-    lines: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
-    line = gl.arange(0, CONFIG.tile_m * LINES, layout=lines)
-    row = row_tile * CONFIG.tile_m + line // LINES
-    row = gl.minimum(row, step.seqlen_q * CONFIG.group - 1)
-    sequence = gl.minimum(walk.sequence, step.batch - 1).to(gl.int64)
-    ptrs = inputs.q_ptr + sequence * inputs.q_strides.b
-    ptrs += row // CONFIG.group * inputs.q_strides.t
-    ptrs += (kv_head * CONFIG.group + row % CONFIG.group) * inputs.q_strides.h
-    act("prefetch.global.L1 [$1];", "l", (ptrs + line % LINES * (LINE_BYTES // BYTES),))
 
 
 @gluon.jit
@@ -256,14 +237,16 @@ def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.const
 @gluon.jit
 def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
     """The load role: issues the copies of split after split; one warp."""
+    AFTER: gl.constexpr = kv.table_ptr is None and shares.step.head_tiles is None
     declare_page_id(0)
     walk = first_walk(first_start(shares, 1, CONFIG))
     before = walk.tile * 0
     turn = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
-        # its length comes while this split is issued
-        following = next_split(walk, shares.step, CONFIG.tile_n)
+        following = walk
+        if not AFTER:  # its length comes while this split is issued
+            following = next_split(walk, shares.step, CONFIG.tile_n)
         if shares.step.seqlen_new is None:
             issue_split(behind(ring, before), kv, split, following, shares, CONFIG)
         else:
@@ -275,6 +258,8 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
             rest = behind(ring, before + tiles_in(ahead.tiles))
             issue_split(rest, kv, with_new, following, shares, CONFIG)
         before += tiles_in(split.tiles)
+        if AFTER:  # no copy waits for that length
+            following = next_split(walk, shares.step, CONFIG.tile_n)
         walk = following
 
 
@@ -310,9 +295,6 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
     """Issues the copies of all tiles of a split of a contiguous cache, of the last tile of a
     sequence those boxes that have keys of it."""
     TILE_N: gl.constexpr = CONFIG.tile_n
-    BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
-    BOXES: gl.constexpr = TILE_N // BOX
-    BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
     tiles = split.tiles
     stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase  # all stages are empty in the beginning
@@ -320,14 +302,33 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
         first_n = tile_at_place(tiles, i) * TILE_N
         keys = split.num_keys - first_n
         mbarrier.wait(ring.empty.index(stage), phase)
-        full = ring.full.index(stage)
-        expect_boxes(full, keys, BOX, BOXES, BYTES)
-        for n in gl.static_range(BOXES):
-            at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
-            there = True if n == 0 else keys > n * BOX
-            async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n), pred=there)
-            async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n), pred=there)
+        if CONFIG.dequantize is None or CONFIG.head_dim > 128:
+            issue_boxes(ring, kv, split, stage, first_n, "with_keys", CONFIG)
+        elif keys >= TILE_N:  # in 8 bits asking for every box takes longer than it saves
+            issue_boxes(ring, kv, split, stage, first_n, "all", CONFIG)
+        else:
+            issue_boxes(ring, kv, split, stage, first_n, "with_keys", CONFIG)
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+
+
+@gluon.jit
+def issue_boxes(ring, kv, split, stage, first_n, WHICH: gl.constexpr, CONFIG: gl.constexpr):
+    """Issues the copies of a tile; WHICH: all of its boxes, where it is whole, or those that have
+    keys."""
+    BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
+    BOXES: gl.constexpr = CONFIG.tile_n // BOX
+    BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
+    keys = split.num_keys - first_n
+    full = ring.full.index(stage)
+    if WHICH == "all":
+        mbarrier.expect(full, BOXES * BYTES)
+    else:
+        expect_boxes(full, keys, BOX, BOXES, BYTES)
+    for n in gl.static_range(BOXES):
+        at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
+        there = True if n == 0 or WHICH == "all" else keys > n * BOX
+        async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n), pred=there)
+        async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n), pred=there)
 
 
 @gluon.jit
