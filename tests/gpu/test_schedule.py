@@ -252,7 +252,9 @@ def test_the_schedule_is_that_of_plain_python(schedule: str, batch: int) -> None
     if schedule == "proportional":
         expected = schedules.proportional(tiles, plan.config.programs)
     else:
-        expected = schedules.ranges(tiles, head_tiles_of_share(plan), plan.config.programs)
+        config = plan.config
+        head_tiles = head_tiles_of_share(plan)
+        expected = schedules.ranges(tiles, head_tiles, config.programs, config.split_tiles)
     firsts: dict[int, schedules.Split] = {}
     for split in expected:
         firsts.setdefault(split.program, split)

@@ -16,7 +16,6 @@ from splitkv.core.kv import AS_IS, Codec
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import split_tiles
 from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
 
 # The interpreter uses what NumPy will drop.
@@ -48,7 +47,7 @@ def starts_of(plan: Plan, lengths: Sequence[int]) -> list[list[int]]:
 
 def walked(plan: Plan, starts: list[list[int]], tiles: Sequence[int]) -> list[schedules.Split]:
     """What programs work on that start so: tile/walk.py on the host."""
-    found, of_split = [], split_tiles(plan.problem.codec)
+    found, of_split = [], plan.config.split_tiles
     for program, (b, head_tile, tile, by, left, *_) in enumerate(starts):
         while left > 0:
             count = min(len(range(tile, tiles[b], by)), left)
@@ -61,7 +60,7 @@ def walked(plan: Plan, starts: list[list[int]], tiles: Sequence[int]) -> list[sc
 
 def expect_shares_alike(plan: Plan, found: Sequence[schedules.Split], tiles: Sequence[int]) -> None:
     """No program has more than its part of all tiles and of what splits cost."""
-    programs, of_split = plan.config.programs, split_tiles(plan.problem.codec)
+    programs, of_split = plan.config.programs, plan.config.split_tiles
     most = -(-sum(n + of_split for n in tiles) * head_tiles_of_share(plan) // programs)
     for program in range(programs):
         own = [x for x in found if x.program == program]
@@ -80,7 +79,7 @@ def hold(plan: Plan, lengths: Sequence[int]) -> None:
         expected = schedules.proportional(tiles, config.programs)
     else:
         expected = schedules.ranges(
-            tiles, head_tiles_of_share(plan), config.programs, split_tiles(problem.codec)
+            tiles, head_tiles_of_share(plan), config.programs, config.split_tiles
         )
     assert found == expected
     if config.schedule != "proportional":
@@ -133,7 +132,7 @@ def test_sequences_as_long_as_there_can_be(schedule: str) -> None:
     tiles = [-(-n // 16) for n in lengths]
     starts = starts_of(plan, lengths)
     head_tiles = head_tiles_of_share(plan)
-    of_split = split_tiles(plan.problem.codec)
+    of_split = plan.config.split_tiles
     of_head_tile = [of_split + n for n in tiles]
     total = sum(of_head_tile) * head_tiles
     each, more = divmod(total, 100)

@@ -42,8 +42,8 @@ def test_ranges_are_those_of_the_schedule(
     tiles: list[int], head_tiles: int, programs: int, of_split: int
 ) -> None:
     """The splits and tiles of each program, of those that have any."""
-    config = Config(schedule="ranges", programs=programs)
-    found = sorted(mixes.programs_of(tiles, head_tiles, config, of_split))
+    config = Config(schedule="ranges", programs=programs, split_tiles=of_split)
+    found = sorted(mixes.programs_of(tiles, head_tiles, config))
     own: dict[int, list[int]] = {}
     for split in schedules.ranges(tiles, head_tiles, programs, of_split):
         own.setdefault(split.program, []).append(split.count)
@@ -54,16 +54,16 @@ def test_ranges_are_those_of_the_schedule(
 def test_proportional_splits_are_those_of_the_schedule(tiles: list[int], more: int) -> None:
     config = Config(schedule="proportional", programs=len(tiles) + more)
     expected = [split.count for split in schedules.proportional(tiles, len(tiles) + more)]
-    found = list(mixes.programs_of(tiles, 1, config, 1))
+    found = list(mixes.programs_of(tiles, 1, config))
     assert sorted(found) == sorted((1, count) for count in expected)
 
 
 @pytest.mark.parametrize("schedule", ["even", "batch", "fixed", *SCHEDULED])
 def test_every_schedule_has_every_tile(schedule: Any) -> None:
     tiles = [250, 7, 1, 33]
-    sizes = {"programs": 40, "split_size": 640, "num_splits": 5}
+    sizes = {"programs": 40, "split_size": 640, "num_splits": 5, "split_tiles": 3}
     config = Config(schedule=schedule, tile_n=64, **sizes)  # type: ignore[arg-type]
-    found = list(mixes.programs_of(tiles, 8, config, 3))
+    found = list(mixes.programs_of(tiles, 8, config))
     assert sum(count for _, count in found) == 8 * sum(tiles)
 
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from splitkv.core.device import Device
 from splitkv.core.errors import expect
 from splitkv.core.problem import Operands, Problem
+from splitkv.core.tiles import SPLIT_TILES
 from splitkv.core.values import Value
 from splitkv.core.variants import Gradients, Plain, Variant
 
@@ -41,6 +42,7 @@ class Config(Value):
     merge        combine: the parts of a row are merged by a second kernel; cluster: by the programs
                  that made them, which run together; last: by those that come last, in one launch
     appends      the kernel writes new tokens itself; without it `append` runs before the kernel
+    split_tiles  what a split costs beside its tiles, in tiles, where ranges are cut
     variant      what the kernel alone can choose: core/variants.py; Plain of one that has several:
                  chosen where a plan is made or taken
     """
@@ -57,6 +59,7 @@ class Config(Value):
     merge: Literal["combine", "cluster", "last"] = "combine"
     appends: bool = False
     variant: Variant = Plain()
+    split_tiles: int = SPLIT_TILES
 
     @property
     def shape(self) -> Config:
@@ -84,13 +87,15 @@ def tile_config(
 @lru_cache(maxsize=4096)  # policies ask for it of the same few configs with every cost they weigh
 def _shape_of(config: Config) -> Config:
     whole = replace(config, num_splits=1, merge="combine", appends=False, variant=Plain())
+    whole = replace(whole, split_tiles=SPLIT_TILES)
     return replace(whole, schedule="even", split_size=0) if config.schedule == "items" else whole
 
 
 def shares_of(config: Config) -> str:
     """The numbers of a config that a schedule of the step was made for."""
     tile = f"tiles of {config.tile_m} x {config.tile_n}"
-    return f"{config.schedule} of {config.programs} programs, {tile}"
+    split = f"a split counts as {config.split_tiles}"
+    return f"{config.schedule} of {config.programs} programs, {tile}, {split}"
 
 
 @dataclass(frozen=True, slots=True)

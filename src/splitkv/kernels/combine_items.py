@@ -77,10 +77,10 @@ def combine_items(
         behind_first = lane * slots + item.slot + 1
         of_rows = MergedRows(behind_first, 0, 0, r, ok, slot_rows, item.splits)
         if item.splits <= FEW:
-            m, l, acc = merge_slots(partial, of_rows, offs_v, HEAD_DIM_V, FEW)
+            merged = merge_slots(partial, of_rows, offs_v, "in_order", HEAD_DIM_V, FEW)
         else:
-            m, l, acc = merge_slots(partial, of_rows, offs_v, HEAD_DIM_V, TILE_P)
-        out, lse = finish(acc, m, l, sink_log2)
+            merged = merge_slots(partial, of_rows, offs_v, "in_order", HEAD_DIM_V, TILE_P)
+        out, lse = finish(merged.acc, merged.m, merged.l, sink_log2)
         out_rows = t.to(tl.int64) * stride_ot + head * stride_oh
         out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
         tl.store(out_ptrs, encode_out(out, final), mask=ok[:, None] & v_ok[None, :])

@@ -31,7 +31,6 @@ import triton.language as tl
 from splitkv.core.kv import Paged
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
-from splitkv.core.tiles import split_tiles
 from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
 from splitkv.kernels.host.append_arguments import TokenTiles, token_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
@@ -275,7 +274,7 @@ def bind_split(plan: Plan, operands: Operands) -> SplitKernel:
         # an indirect load takes Triton's pipeline two stages a tile in flight
         "STAGES": (1 if operands.page_table is None else 2) * config.num_stages + 1,
         "RULE": RULES[config.schedule],
-        "SPLIT_TILES": split_tiles(problem.codec),
+        "SPLIT_TILES": config.split_tiles,
         "ROTARY_DIM": tokens.rotary_dim,
         "PAIR": tokens.pair,
         "TILE_T": tokens.tile_t,

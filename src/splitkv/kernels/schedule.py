@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from splitkv.core.plan import Plan
-from splitkv.core.tiles import split_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
 from splitkv.kernels.host.launcher import compile_options
 from splitkv.kernels.host.partition import packed_rows
@@ -73,7 +72,7 @@ def schedule_arguments(plan: Plan, early: bool) -> dict[str, Any]:
         "head_tiles": head_tiles_argument(plan),
         "programs": config.programs,
         "RULE": RULES[config.schedule],
-        "SPLIT_TILES": split_tiles(problem.codec),
+        "SPLIT_TILES": config.split_tiles,
         "TILE_N": config.tile_n,
         "DEPENDENTS": "early" if early else "in_order",
     }

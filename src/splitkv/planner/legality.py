@@ -142,8 +142,10 @@ def _expect_shape(kernel: Kernel, problem: Problem, device: Device, config: Conf
 def _expect_scheduled(problem: Problem, config: Config) -> None:
     """A schedule of the step, whose tiles are counted in 32 bits."""
     name = "plan.config"
+    expect_at_least(f"{name}.split_tiles", config.split_tiles, 0)
     head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
     tiles = problem.batch * head_tiles * num_tiles(problem, config.tile_n)
+    tiles += problem.batch * head_tiles * config.split_tiles
     expect(tiles < MAX_TILES, f"{name}.schedule", f"fewer than {MAX_TILES} tiles", tiles)
     early = problem.early_kv
     expect(not early, f"{name}.schedule", "'even' or 'batch' with early_kv", config.schedule)

@@ -14,7 +14,6 @@ import triton
 from splitkv.core.errors import expect
 from splitkv.core.plan import Plan, shares_of
 from splitkv.core.problem import Operands
-from splitkv.core.tiles import split_tiles
 from splitkv.kernels.combine import Final, Partial, final_of
 from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
 from splitkv.kernels.host import launcher
@@ -149,7 +148,7 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
         "RULE": RULES[config.schedule],
-        "SPLIT_TILES": split_tiles(problem.codec),
+        "SPLIT_TILES": config.split_tiles,
         "TILE_R": of_program,
         "TILE_P": TILE_P,
         "TILE_V": columns,

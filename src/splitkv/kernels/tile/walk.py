@@ -49,7 +49,7 @@ class DecodeStep(NamedTuple):
     lens_ptr    [batch] int32 keys of each sequence; bounds: of the mask
     head_tiles  that a share goes through; None: one
     programs    how many shares there are
-    split_tiles what a split costs beside its tiles: `core.tiles.split_tiles`
+    split_tiles what a split costs beside its tiles: of a Config
     growth      Growth, where programs write new tokens: the lengths are those before them, of which
                 there are seqlen_new of a sequence; capacity: keys that it has room for; or None
     """

@@ -19,7 +19,7 @@ from splitkv.core.device import Device
 from splitkv.core.errors import expect, expect_in_range, expect_one_of
 from splitkv.core.plan import SCHEDULED, Config, Kernel
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import ceil_div, split_tiles
+from splitkv.core.tiles import ceil_div
 from splitkv.planner.policies.decode_cost import SHARE_STEP, batch_of, constants_of
 from splitkv.planner.policies.shared import num_tiles, row_tiles, slowest
 
@@ -39,7 +39,7 @@ def seconds_of_mix(
     shape = batch_of(problem, device, constants).shape(config)
     tiles = [tiles_of(problem, config, length) for length in lengths]
     head_tiles = problem.num_kv_heads * row_tiles(problem, config.tile_m)
-    programs = list(programs_of(tiles, head_tiles, config, split_tiles(problem.codec)))
+    programs = list(programs_of(tiles, head_tiles, config))
     most = max(count for _, count in programs)
     alone = shape.wave(1, most) / most  # a tile of a program that has the memory for itself
     together = shape.wave(shape.slots, most) / most / shape.slots
@@ -64,11 +64,9 @@ def tiles_of(problem: Problem, config: Config, length: int) -> int:
     return num_tiles(one, config.tile_n)
 
 
-def programs_of(
-    tiles: Sequence[int], head_tiles: int, config: Config, of_split: int
-) -> Iterator[Program]:
-    """The programs of a launch in their order, of sequences of so many tiles; of_split: what a
-    split counts as beside them."""
+def programs_of(tiles: Sequence[int], head_tiles: int, config: Config) -> Iterator[Program]:
+    """The programs of a launch in their order, of sequences of so many tiles."""
+    of_split = config.split_tiles
     if config.schedule == "ranges":
         yield from ranges(tiles, head_tiles, config.programs, of_split)
         return

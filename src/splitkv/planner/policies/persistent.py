@@ -86,7 +86,12 @@ def with_schedule(
         programs = places if schedule == "ranges" else max(1, places // head_tiles)
         if schedule == "proportional":
             programs = problem.batch + PROPORTIONAL_WAVES * programs
-        config = replace(shape, schedule=schedule, programs=programs)
+        config = replace(
+            shape,
+            schedule=schedule,
+            programs=programs,
+            split_tiles=split_tiles(problem.codec),
+        )
         why = f"{schedule}, as asked: {count(programs, 'program')}"
         if schedule != "ranges":
             why += f" for each of {count(head_tiles, 'head tile')}"
@@ -212,7 +217,7 @@ def why_not_several(kernel: Kernel, problem: Problem, device: Device) -> list[st
     if not reasons:
         config = best_known(problem, device, kernel).config
         tiles = problem.batch * problem.num_kv_heads * row_tiles(problem, config.tile_m)
-        tiles *= num_tiles(problem, config.tile_n) + split_tiles(problem.codec)
+        tiles *= num_tiles(problem, config.tile_n) + config.split_tiles
         if tiles >= MAX_TILES:
             reasons.append(f"{tiles} tiles: expected fewer than {MAX_TILES}")
     return reasons

@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from splitkv.core.kv import AS_IS, Paged
 from splitkv.core.plan import SCHEDULED, Config, Plan
 from splitkv.core.problem import Operands, Problem
-from splitkv.core.tiles import WIDE, box_rows, split_tiles
+from splitkv.core.tiles import WIDE, box_rows
 from splitkv.core.variants import HopperDecode
 from splitkv.kernels.hopper.decode.byte_pairs import from_e4m3, from_e5m2, from_int8, pairs_of
 from splitkv.kernels.hopper.decode.mma_loop import mma_loop
@@ -203,7 +203,7 @@ def device_config(
         rotary_pair=tokens.pair,
         tile_t=tokens.tile_t,
         find_share=find_share_of(config),
-        split_tiles=split_tiles(problem.codec) if config.schedule in SCHEDULED else 0,
+        split_tiles=config.split_tiles if config.schedule in SCHEDULED else 0,
         allocate=allocate_panels if wide else allocate,
         load_queries=load_wgmma_queries if wide else load_mma_queries,
         mainloop=mainloop_of(config),
