@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splitkv.core.device import GPUS
-from splitkv.core.kv import AS_IS, Codec
 from splitkv.core.masks import Mask
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import SPLIT_TILES
 from splitkv.kernels.schedule import ScheduleKernel, buffer_shape, head_tiles_of_share
 
 # The interpreter uses what NumPy will drop.
@@ -33,9 +33,11 @@ HUGE = (1 << 28) - 1  # keys of a sequence
 DECODE = Problem("decode", 3, 4, 2, 16, 16, 1, HUGE, mask=Mask(causal=True), lengths="device")
 
 
-def plan_of(schedule: str, batch: int, programs: int, **sizes: object) -> Plan:
+def plan_of(
+    schedule: str, batch: int, programs: int, of_split: int = SPLIT_TILES, **sizes: object
+) -> Plan:
     problem = replace(DECODE, batch=batch, **sizes)
-    config = Config(tile_n=16, schedule=schedule, programs=programs)
+    config = Config(tile_n=16, schedule=schedule, programs=programs, split_tiles=of_split)
     return Plan(problem, GPUS["h200"], "fixed", "decode_split", config, "a test")
 
 
@@ -102,17 +104,17 @@ LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from((0, 1, 16, 17, 700)))
     seqlen_q=st.sampled_from((1, 4)),
     schedule=st.sampled_from(("ranges", "head_ranges", "proportional")),
     more=st.integers(1, 20),
-    codec=st.sampled_from((AS_IS, Codec("fp8", "head"))),
+    of_split=st.sampled_from((0, 1, 3)),
 )
-@example([0], MASKS[0], 1, "ranges", 1, AS_IS)
-@example([0, 0, 0], MASKS[0], 1, "proportional", 5, AS_IS)
-@example([5, 700, 0, 16], MASKS[3], 4, "ranges", 3, Codec("int8", "token"))
+@example([0], MASKS[0], 1, "ranges", 1, 1)
+@example([0, 0, 0], MASKS[0], 1, "proportional", 5, 1)
+@example([5, 700, 0, 16], MASKS[3], 4, "ranges", 3, 3)
 def test_every_tile_is_one_programs(
-    lengths: list[int], mask: Mask, seqlen_q: int, schedule: str, more: int, codec: Codec
+    lengths: list[int], mask: Mask, seqlen_q: int, schedule: str, more: int, of_split: int
 ) -> None:
     programs = more + len(lengths) * (schedule == "proportional")
-    sizes = {"mask": mask, "seqlen_q": seqlen_q, "codec": codec}
-    hold(plan_of(schedule, len(lengths), programs, **sizes), lengths)
+    sizes = {"mask": mask, "seqlen_q": seqlen_q}
+    hold(plan_of(schedule, len(lengths), programs, of_split, **sizes), lengths)
 
 
 @pytest.mark.parametrize("schedule", ["ranges", "head_ranges", "proportional"])

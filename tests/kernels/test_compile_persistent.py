@@ -21,6 +21,7 @@ from splitkv.core.kv import AS_IS, Codec, Contiguous, Paged
 from splitkv.core.masks import Mask
 from splitkv.core.plan import SCHEDULED, Config, Kernel, Plan
 from splitkv.core.problem import Problem
+from splitkv.core.tiles import split_tiles
 from splitkv.core.variants import Plain
 from splitkv.kernels import records
 from splitkv.kernels.hopper.decode.kernel import BOX_AT_END
@@ -90,7 +91,8 @@ def plan_of(values: cases.Values, kernel: Kernel = records.DECODE_SPLIT) -> Plan
     schedule = values.get("schedule", "ranges")
     groups = 1 if schedule == "ranges" else 2 * -(-problem.rows // shape.tile_m)
     programs = device.num_sms * values.get("programs_per_sm", 1) // groups
-    config: Config = replace(shape, schedule=schedule, programs=programs)
+    of_split = split_tiles(problem.codec)
+    config: Config = replace(shape, schedule=schedule, programs=programs, split_tiles=of_split)
     plan = completed(Plan(problem, device, "fixed", kernel.name, config, "a test"))
     expect_config(kernel, problem, device, plan.config)
     return plan
