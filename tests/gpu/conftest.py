@@ -107,6 +107,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     counts["failed"] += len(reporter.stats.get("error", ()))
     if config.option.collectonly or not sum(counts.values()):
         return
+    if sum(counts.values()) < number_of_tests(session):
+        return
     part, parts = shard(config)
     record = added(
         json.loads(RECORD.read_text()),
@@ -116,6 +118,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         versions(),
     )
     RECORD.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def number_of_tests(session: pytest.Session) -> int:
+    """Tests that were to run. Fewer have run where a run was interrupted, of which the exit status
+    of processes that share tests out need not tell."""
+    shared = session.config.pluginmanager.get_plugin("dsession")
+    return len(session.items if shared is None else shared.sched.collection)
 
 
 def added(
