@@ -132,7 +132,7 @@ OF_METADATA: dict[str, list[Any]] = {
     "sm_margin": [-1, 10**6, 1 << 70],
     **{n: VALUES[n] for n in ("causal", "window_size", "attention_chunk", "num_splits")},
     "pack_gqa": [1],
-    "policy": ["fastest", 3, None, []],
+    "policy": ["fastest", 3, 1.5, []],
 }
 OF_COMBINE: dict[str, list[Any]] = {
     "out_partial": [floats(3, 5, 16), floats(0, 2, 5, 4, 16), ints(1), None],

@@ -431,15 +431,25 @@ def test_programs_of_the_policy() -> None:
 def test_metadata_is_a_schedule_where_programs_follow_one(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the default policy it is a Plan, whose calls make the schedule that it may have: what
-    served all steps does so."""
+    """Where no policy is named it is a Plan of `balanced`, whose calls find their shares: one made
+    once serves all steps."""
     sizes, padding = (2, 1, 256, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
     monkeypatch.setattr(scheduler, "device_of", lambda x: GPUS["h200"])
     monkeypatch.setattr(schedules, "device_of", lambda x: GPUS["h200"])
-    assert isinstance(scheduler.get_scheduler_metadata(*sizes, LENGTHS), Plan)
+    small = scheduler.get_scheduler_metadata(*sizes, LENGTHS, causal=True)
+    assert isinstance(small, Plan) and small.policy == "balanced"
+    assert small.config.schedule in SCHEDULED
     policy = persistent.with_schedule()
     large = scheduler.get_scheduler_metadata(*(2, 1, 1 << 22, 8, 2, 64), LENGTHS, causal=True)
     assert isinstance(large, Plan) and large.config.schedule == "head_ranges"
+    in_e4m3 = replace(large.problem, codec=Codec("fp8", "tensor"))
+    balanced = registry.make_plan(in_e4m3, GPUS["h200"], policy="balanced")
+    assert scheduler.fitted(large, in_e4m3).config == balanced.config != large.config
+    own = scheduler.get_scheduler_metadata(*sizes, LENGTHS, causal=True, policy=policy)
+    assert isinstance(own, splitkv.Schedule)
+    in_e4m3 = replace(own.plan.problem, codec=Codec("fp8", "tensor"))
+    assert scheduler.fitted(own.plan, in_e4m3).config == own.plan.config
+    launched.clear()
     appending = scheduler.fitted(large, replace(large.problem, seqlen_new=1, rotary=True))
     assert appending.config == replace(large.config, appends=True) and appending.problem.appends
     named = scheduler.get_scheduler_metadata(*sizes, LENGTHS, causal=True, policy="balanced")

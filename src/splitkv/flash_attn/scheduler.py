@@ -28,7 +28,7 @@ from splitkv.core.scores import Score
 from splitkv.core.variants import Plain
 from splitkv.flash_attn.options import expect_hints, window_of
 from splitkv.planner.legality import is_legal
-from splitkv.planner.policies import DEFAULT, Policy, appending
+from splitkv.planner.policies import DEFAULT, POLICIES, Policy, appending
 from splitkv.planner.registry import kernel_named, make_plan
 from splitkv.runtime.dispatch import device_of
 from splitkv.runtime.schedule import Schedule, make_schedule
@@ -64,25 +64,26 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     *,
-    policy: str | Policy = DEFAULT,
+    policy: str | Policy | None = None,
 ) -> Plan | Schedule:
     """The value that `flash_attn_with_kvcache(scheduler_metadata=...)` takes and then decides
-    nothing: a Plan, or a Schedule where a policy that is named has the programs follow one.
+    nothing: a Plan of the policy "balanced", for lengths that differ, or what a policy that is
+    named makes: a Schedule where it has the programs follow one.
 
     max_seqlen_k   bound of the keys before the new ones; longer sequences are undefined
     cache_seqlens  [batch_size] int32, the keys before the new ones; for a Plan only its device is
-                   looked at, as lengths are balanced on the device in every step. So one Plan
-                   serves all steps and layers of a shape, and graphs may be replayed with other
-                   lengths. A Schedule is of these lengths: it serves all layers of one step. The
-                   default policy gives a Plan always, under which programs find their shares, if
-                   it has any
+                   looked at, as programs find their shares on the device in every call. So one
+                   Plan serves all steps and layers of a shape, and graphs may be replayed with
+                   other lengths. A Schedule is of these lengths: it serves all layers of one step
     max_seqlen_k_new  new tokens of every sequence, or with cu_seqlens_k_new their bound; 0: calls
                    append nothing. A Schedule is of the keys with these, for all of which the cache
                    has room, and serves calls that append as many
     sm_margin      SMs left to others: the plan is made for a device without them
     num_splits     above 0: parts of the keys of each sequence
     pack_gqa       checked; query heads of a KV head always share a program
-    policy         of `splitkv.plan`; "balanced" makes a Schedule, wherever there is one
+    policy         of `splitkv.plan`, whose Schedule is made wherever it has one; None: the Plan of
+                   "balanced". Calls without metadata are planned by the default policy, for equal
+                   lengths
 
     Sizes and lengths are less than 2**30. Raises ValueError for what is malformed.
     """
@@ -118,7 +119,8 @@ def get_scheduler_metadata(
     expect_int("attention_chunk", attention_chunk)
     expect_at_least("attention_chunk", attention_chunk, 0)
     expect_hints(num_splits, pack_gqa, sm_margin)
-    expect(isinstance(policy, str) or callable(policy), "policy", "a name or a function", policy)
+    named = policy is None or isinstance(policy, str) or callable(policy)
+    expect(named, "policy", "a name, a function or None", policy)
     device = device_of(cache_seqlens)
     expect(sm_margin < device.num_sms, "sm_margin", f"less than {device.num_sms}", sm_margin)
     left, right = map(int, window_size)
@@ -142,8 +144,8 @@ def get_scheduler_metadata(
         seqlen_new=int(max_seqlen_k_new),
     )
     for_device = replace(device, num_sms=device.num_sms - int(sm_margin))
-    plan = _plan(problem, for_device, int(num_splits), policy)
-    if plan.config.schedule not in SCHEDULED or policy == DEFAULT:
+    plan = _plan(problem, for_device, int(num_splits), "balanced" if policy is None else policy)
+    if plan.config.schedule not in SCHEDULED or policy is None:
         return plan
     keys = cache_seqlens
     if cu_seqlens_k_new is not None:
@@ -174,7 +176,7 @@ def fitted_schedule(schedule: Schedule, problem: Problem, packed_new: bool = Fal
     hint = "say max_seqlen_k_new to get_scheduler_metadata"
     said = f"one for {new} new keys of a sequence"
     expect(alike, "scheduler_metadata", said, f"one for {made_for}", hint)
-    plan = fitted(schedule.plan, problem)
+    plan = _of_call(schedule.plan, problem)
     ours, theirs = (f"{x.kernel}, {shares_of(x.config)}" for x in (plan, schedule.plan))
     expect(ours == theirs, "scheduler_metadata", f"one for {ours}", theirs)
     return Schedule(plan, schedule.starts)
@@ -182,32 +184,51 @@ def fitted_schedule(schedule: Schedule, problem: Problem, packed_new: bool = Fal
 
 @lru_cache(maxsize=4096)
 def fitted(plan: Plan, problem: Problem) -> Plan:
-    """Fits the plan to a call: what metadata cannot know of it is taken from its problem.
-
-    Where its kernel cannot run that, or not with the plan's config, the decision is made again, for
-    the plan's own device.
+    """The plan of a call by metadata: where its keys are stored otherwise than metadata can know,
+    which tiles depend on, what a policy that has a name decides for them.
     """
-    of_call = replace(
-        plan.problem,
-        place=problem.place,
-        codec=problem.codec,
-        products=problem.products,
-        q_granularity=problem.q_granularity,
-        score=Score(plan.problem.score.softcap, problem.score.alibi),
-        sink_logits=problem.sink_logits,
-        return_lse=problem.return_lse,
-        seqlen_new=problem.seqlen_new,
-        rotary=problem.rotary,
-    )
+    stored_otherwise = problem.codec != plan.problem.codec
+    again = stored_otherwise and plan.policy in POLICIES
+    return _decided_again(plan, problem) if again else _of_call(plan, problem)
+
+
+def _of_call(plan: Plan, problem: Problem) -> Plan:
+    """The plan with what metadata cannot know of a call, or another where its kernel cannot run
+    that, or not with the plan's config."""
+    of_call = _with_details(plan.problem, problem)
     kernel = kernel_named(plan.kernel)
     config = appending.decide(of_call, kernel, plan.config)[0]
     if config.merge != plan.config.merge:  # another variant may be for it
         config = replace(config, variant=Plain())
     unsupported = kernel.unsupported(of_call, plan.device)
     if unsupported or not is_legal(kernel, of_call, plan.device, config):
-        forced = plan.config.num_splits if plan.policy == "fixed" else 0
-        return make_plan(of_call, plan.device, num_splits=forced)
+        return _decided_again(plan, problem)
     return replace(plan, problem=of_call, config=config)
+
+
+def _decided_again(plan: Plan, problem: Problem) -> Plan:
+    """What the policy of a plan decides for a call on the plan's own device, or the default where
+    that policy has no name."""
+    forced = plan.config.num_splits if plan.policy == "fixed" else 0
+    policy = plan.policy if plan.policy in POLICIES else DEFAULT
+    of_call = _with_details(plan.problem, problem)
+    return make_plan(of_call, plan.device, policy=policy, num_splits=forced)
+
+
+def _with_details(known: Problem, call: Problem) -> Problem:
+    """The problem that metadata were made for with what only a call says."""
+    return replace(
+        known,
+        place=call.place,
+        codec=call.codec,
+        products=call.products,
+        q_granularity=call.q_granularity,
+        score=Score(known.score.softcap, call.score.alibi),
+        sink_logits=call.sink_logits,
+        return_lse=call.return_lse,
+        seqlen_new=call.seqlen_new,
+        rotary=call.rotary,
+    )
 
 
 def _expect_index(name: str, x: Tensor, like: Tensor, **dims: int) -> None:
