@@ -130,11 +130,11 @@ class LayerOptions(NamedTuple):
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> LayerOptions:
         """Takes the arguments that a layer gave; raises for those that would change its result."""
-        own = {name: arguments.pop(name) for name in cls._fields if name in arguments}
-        for name, given in arguments.items():
-            if name not in INERT and given is not None and given is not False:
-                raise unsupported(f"{name}: expected None, got {shown(given)}")
-        return cls(**own)
+        if not arguments.keys() <= _KNOWN:
+            for name, given in arguments.items():
+                if name not in _KNOWN and given is not None and given is not False:
+                    raise unsupported(f"{name}: expected None, got {shown(given)}")
+        return cls(*map(arguments.get, cls._fields, _DEFAULTS))
 
     @property
     def has_lengths(self) -> bool:
@@ -147,6 +147,10 @@ class LayerOptions(NamedTuple):
         """The sequences of a batch without padding: all of these, or none."""
         names = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
         return {name: getattr(self, name) for name in names}
+
+
+_DEFAULTS = LayerOptions()
+_KNOWN = INERT.union(LayerOptions._fields)
 
 
 def _forward(
@@ -187,7 +191,9 @@ def _forward(
     if given.has_lengths:
         seen = _with_lengths(seen, given.lengths)
     elif seen.packing is not None and getattr(given.position_ids, "ndim", 0) == 2:
-        seen = _packed(seen, seen.packing.segments(given.position_ids))
+        segments = seen.packing.segments(given.position_ids)
+        if segments is not None:
+            seen = _packed(seen, segments)
 
     options: dict[str, Any] = {
         "causal": seen.causal,
@@ -197,8 +203,12 @@ def _forward(
         "softcap": 0.0 if given.softcap is None else given.softcap,
         "sink_logits": given.s_aux,
     }
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (query, key, value, given.s_aux)
+    sinks = given.s_aux
+    needs_grad = torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (sinks is not None and sinks.requires_grad)
     )
     dropout = given.dropout
     decodes = may_decode(queries, keys) and not needs_grad and not dropout
@@ -208,7 +218,8 @@ def _forward(
     options |= {"dropout_p": dropout, "deterministic": bool(given.deterministic)}
     if seen.segments is not None:
         return _varlen(q, k, v, seen.segments, seen.length, options)
-    k, v = k[:, : seen.length], v[:, : seen.length]
+    if seen.length != keys:
+        k, v = k[:, : seen.length], v[:, : seen.length]
     out: Any = splitkv.attention(q, k, v, **options)
     return out
 
@@ -265,9 +276,9 @@ def _without_a_mask(
     return Visibility((batch, 1, queries, keys), causal, (-1, -1), keys)
 
 
-def _packed(seen: Visibility, segments: Segments | None) -> Visibility:
+def _packed(seen: Visibility, segments: Segments) -> Visibility:
     """Keeps sequences apart that only `position_ids` tell apart."""
-    if segments is not None and seen.chunk:
+    if seen.chunk:
         raise unsupported(
             f"position_ids: expected one sequence a row with chunks of {seen.chunk}, which count "
             "from the start of a row, got packed sequences"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
@@ -136,14 +137,18 @@ class Packing:
         self._of: Tensor | None = None
         self._segments: Segments | None = None
 
-    @torch.compiler.disable(reason="whether sequences are packed is data: pass an attention_mask")
     def segments(self, position_ids: Tensor) -> Segments | None:
         """The sequences that `position_ids` `[batch, length]` begin anew; None: rows are whole."""
-        if self._of is not position_ids:
-            begins = position_ids.diff(dim=-1) <= 0
-            ids = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
-            self._of, self._segments = position_ids, _segments_of(ids)
+        if is_compiling() or self._of is not position_ids:
+            self._look_at(position_ids)
         return self._segments
+
+    @torch.compiler.disable(reason="whether sequences are packed is data: pass an attention_mask")
+    def _look_at(self, position_ids: Tensor) -> None:
+        begins = position_ids.diff(dim=-1) <= 0
+        self._of, self._segments = position_ids, None
+        if begins.any():  # the one look that rows take that are whole
+            self._segments = _segments_of(torch.nn.functional.pad(begins.cumsum(-1), (1, 0)))
 
 
 @dataclass(frozen=True)

@@ -259,18 +259,31 @@ def test_decode_after_right_padding_skips_the_gap() -> None:
     assert_same_logits(make_model("llama"), run)
 
 
+class Count(TorchDispatchMode):
+    """Counts operations, and those whose result the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = self.read = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked += 1
+        self.read += func in (aten._local_scalar_dense.default, aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_positions_of_whole_rows_are_looked_at_once() -> None:
+    """Training has them in every forward, and the GPU waits for whoever looks."""
+    packing, whole = visibility.Packing(), torch.arange(SEQLEN).expand(3, -1)
+    with Count() as count:
+        assert all(packing.segments(whole) is None for _ in range(8))
+    assert count.read == 1 and count.asked <= 8
+    found = packing.segments(torch.arange(8).repeat(2)[None])
+    assert found is not None and found.cu_seqlens_q.tolist() == [0, 8, 16]
+
+
 def test_a_mask_that_hides_nothing_is_looked_at_once() -> None:
     """Generation has such a mask before every token: what describes padding is not worked out."""
-
-    class Count(TorchDispatchMode):
-        asked = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.asked += 1
-            return func(*args, **(kwargs or {}))
-
     mask = torch.ones(4, 96, dtype=torch.bool)
     with torch.no_grad(), Count() as count:
         seen = visibility.visible_keys(4, 1, 96, 95, attention_mask=mask)
