@@ -268,6 +268,7 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.asked += 1
+        aten = torch.ops.aten
         self.read += func in (aten._local_scalar_dense.default, aten.nonzero.default)
         return func(*args, **(kwargs or {}))
 
