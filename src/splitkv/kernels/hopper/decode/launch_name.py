@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "hopper_decode_split"
-
 
 def named_for_profilers(specialization: Any) -> str:
     """The name of every entry point, whichever it is."""
-    return NAME
+    return "hopper_decode_split"

@@ -21,7 +21,6 @@ from splitkv.kernels.hopper.decode.attend import attend_tiles
 from splitkv.kernels.hopper.decode.epilogue import locate_partial_rows, per_row
 from splitkv.kernels.hopper.decode.key_scales import copy_scales
 from splitkv.kernels.hopper.decode.mma_loop import mma_loop
-from splitkv.kernels.hopper.decode.prefetch_role import prefetch_early_tile
 from splitkv.kernels.hopper.decode.producer_warp import (
     copy_scale_rounds,
     declare_page_id,
@@ -356,12 +355,10 @@ def prefetch_pages(kv, walk, step, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_scales_walk(kv, ring, scales, shares, CONFIG: gl.constexpr):
-    """The load role of scales of each key; one warp. Where keys have none, a tile is prefetched."""
-    declare_page_id(1)
-    tl.extra.cuda.gdc_wait()
-    if scales.pointers is None:
-        prefetch_early_tile(kv, shares, 0, CONFIG)
-    else:
+    """The load role of scales of each key, where keys have any; one warp."""
+    if scales.pointers is not None:
+        declare_page_id(1)
+        tl.extra.cuda.gdc_wait()
         walk = first_walk(first_start(shares, 1, CONFIG))
         before = walk.tile * 0
         while walk.left > 0:
