@@ -52,8 +52,9 @@ def share_of(starts_ptr, step, program, lanes, FIND: tl.constexpr, TILE_N: tl.co
 @triton.jit
 def tiles_of_sequences(step, offs_b, TILE_N: tl.constexpr):
     """Tiles of sequences `offs_b`, 0 beyond the batch."""
-    tiles, keys = tiles_of_sequence(step, tl.minimum(offs_b, step.batch - 1), True, TILE_N)
-    return tl.where(offs_b < step.batch, tiles, 0)
+    here = offs_b < step.batch
+    keys = keys_of_step(step, offs_b, here)
+    return tl.where(here, counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N), 0)
 
 
 @triton.jit
@@ -107,31 +108,26 @@ def shared_out(step, total):
 
 @triton.jit
 def places_of_sequences(step, offs_b, TILE_N: tl.constexpr):
-    """(Places, keys) of sequences `offs_b`: places in all of their head tiles, 0 beyond the batch."""
-    # without a predicate, so that all of them are loaded at once
-    tiles, keys = tiles_of_sequence(step, tl.minimum(offs_b, step.batch - 1), True, TILE_N)
-    places = of_head_tiles(step, tiles + step.split_tiles)
-    return tl.where(offs_b < step.batch, places, 0), keys
+    """Places that sequences `offs_b` take in all of their head tiles, 0 beyond the batch."""
+    tiles = tiles_of_sequences(step, offs_b, TILE_N)
+    return tl.where(offs_b < step.batch, of_head_tiles(step, tiles + step.split_tiles), 0)
 
 
 @triton.jit
-def with_place(offs_b, places, end, keys, place):
-    """(Sequence, its first place, its keys) of that of sequences `offs_b` which has a place, and
-    whose places end where `end` says; 0 of each where none has."""
-    has = (end > place) & (end - places <= place)
-    sequence = tl.sum(tl.where(has, offs_b, 0), 0)
-    begin = tl.sum(tl.where(has, end - places, 0), 0)
-    return sequence, begin, tl.sum(tl.where(has, keys, 0), 0)
+def behind_place(places, end, place):
+    """(Sequences, their places) of those of [.] places that end where a place is, or before."""
+    behind = (end <= place) & (places > 0)
+    return tl.sum(behind.to(tl.int32), 0), tl.sum(tl.where(behind, places, 0), 0)
 
 
 @triton.jit
 def range_share(step, program, lanes, TILE_N: tl.constexpr):
     """The Start of a program that has a range of all places."""
     if step.batch <= lanes.shape[0]:
-        places, keys_b = places_of_sequences(step, lanes, TILE_N)
+        places = places_of_sequences(step, lanes, TILE_N)
         each, more = shared_out(step, tl.sum(places, 0))
         first = first_of_range(program, each, more)
-        sequence, begin, keys = with_place(lanes, places, tl.cumsum(places, 0), keys_b, first)
+        sequence, begin = behind_place(places, tl.cumsum(places, 0), first)
     else:
         tiles = tiles_of_batch(step, lanes, TILE_N)
         total = of_head_tiles(step, tiles + step.batch * step.split_tiles)
@@ -139,21 +135,17 @@ def range_share(step, program, lanes, TILE_N: tl.constexpr):
         first = first_of_range(program, each, more)
         sequence = program * 0
         begin = program * 0
-        keys = program * 0
         before = program * 0
         for passed in range(0, step.batch, lanes.shape[0]):
-            offs_b = passed + lanes
-            places, keys_b = places_of_sequences(step, offs_b, TILE_N)
-            end = before + tl.cumsum(places, 0)
-            which, its_begin, its_keys = with_place(offs_b, places, end, keys_b, first)
-            sequence += which
-            begin += its_begin
-            keys += its_keys
+            places = places_of_sequences(step, passed + lanes, TILE_N)
+            many, theirs = behind_place(places, before + tl.cumsum(places, 0), first)
+            sequence += many
+            begin += theirs
             before += tl.sum(places, 0)
     last = first_of_range(program + 1, each, more)
 
     # the head tile that the range starts in, and its first tile among the range's places
-    tiles = counted_tiles(step.bounds, keys, step.seqlen_q, TILE_N)
+    tiles, keys = tiles_of_sequence(step, sequence, first < last, TILE_N)
     head_tile = program * 0
     if step.head_tiles is not None:
         head_tile = (first - begin) // (tiles + step.split_tiles)
