@@ -10,6 +10,7 @@ producer warp asks for those tiles when it is told that they are written.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -111,5 +112,7 @@ def decode_walk(
         written = arrivals(WRITTEN_AHEAD, 1)
         taken = arrivals(WRITTEN_AHEAD, 1)
         tokens = AppendedTokens(new, turn, strides, angles, slabs, q_step, written, taken)
+    tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
+    tl.extra.cuda.gdc_launch_dependents()  # combine, which reads a schedule that is given at once
     inputs = WalkInputs(q_ptr, q_strides, terms, output)
     run_roles(kv, ring, scales, inputs, shares, tokens, CONFIG)

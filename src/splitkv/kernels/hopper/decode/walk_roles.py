@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -164,10 +163,9 @@ def behind(ring, before):
 @gluon.jit
 def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
     """The mma role: attends to split after split, and writes what each leaves."""
-    tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
-    tl.extra.cuda.gdc_launch_dependents()  # combine, which reads a schedule that is given at once
     step = shares.step
-    walk = first_walk(first_start(shares, gl.num_warps(), CONFIG))
+    start = first_start(shares, gl.num_warps(), CONFIG)
+    walk = first_walk(start)
     before = walk.tile * 0
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
@@ -241,7 +239,6 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
     """The load role: issues the copies of split after split; one warp."""
     AFTER: gl.constexpr = kv.table_ptr is None and shares.step.head_tiles is None
     declare_page_id(0)
-    tl.extra.cuda.gdc_wait()
     walk = first_walk(first_start(shares, 1, CONFIG))
     before = walk.tile * 0
     turn = walk.tile * 0
@@ -283,7 +280,6 @@ def write_walk(kv, shares, tokens, CONFIG: gl.constexpr):
     """The write role: writes the new tokens of split after split, where there are any."""
     step = shares.step
     if step.seqlen_new is not None:
-        tl.extra.cuda.gdc_wait()
         walk = first_walk(first_start(shares, gl.num_warps(), CONFIG))
         turn = walk.tile * 0
         while walk.left > 0:
@@ -358,7 +354,6 @@ def load_scales_walk(kv, ring, scales, shares, CONFIG: gl.constexpr):
     """The load role of scales of each key, where keys have any; one warp."""
     if scales.pointers is not None:
         declare_page_id(1)
-        tl.extra.cuda.gdc_wait()
         walk = first_walk(first_start(shares, 1, CONFIG))
         before = walk.tile * 0
         while walk.left > 0:
