@@ -307,8 +307,7 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
 
 @gluon.jit
 def issue_boxes(ring, kv, split, stage, first_n, CONFIG: gl.constexpr):
-    """Issues the copies of those boxes of a tile that have keys, of the first one anyway. One
-    after the other in a loop: a program starts sooner with fewer instructions to fetch."""
+    """Issues the copies of those boxes of a tile that have keys, of the first one anyway."""
     BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
     BOXES: gl.constexpr = CONFIG.tile_n // BOX
     BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
