@@ -307,7 +307,7 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
 
 @gluon.jit
 def issue_boxes(ring, kv, split, stage, first_n, CONFIG: gl.constexpr):
-    """Issues the copies of those boxes of a tile that have keys, of the first one anyway."""
+    """Issues the copies of those boxes of a tile that have keys; the first one has."""
     BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
     BOXES: gl.constexpr = CONFIG.tile_n // BOX
     BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
@@ -317,17 +317,16 @@ def issue_boxes(ring, kv, split, stage, first_n, CONFIG: gl.constexpr):
         mbarrier.expect(full, BOXES * BYTES)
     else:
         expect_boxes(full, keys, BOX, BOXES, BYTES)
-    many = gl.minimum(gl.maximum((keys + BOX - 1) // BOX, 1), BOXES)
-    for n in range(many):
-        at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
-        async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n))
-        async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n))
+    for n in range(0, gl.minimum(keys, CONFIG.tile_n), BOX):
+        at = [split.sequence, split.kv_head, 0, first_n + n, 0]
+        async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n // BOX))
+        async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n // BOX))
 
 
 @gluon.jit
 def expect_boxes(full, keys, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Has the barrier of a stage expect the boxes of a tile that have one of so many keys, fewer
-    than all of them and the first one anyway; BYTES: of K and V in a box."""
+    """Has the barrier of a stage expect the boxes of a tile that have one of so many keys, of which
+    the last box has none; BYTES: of K and V in a box."""
     for n in gl.static_range(BOXES - 1):
         some = True if n == 0 else keys > n * BOX
         last = keys <= (n + 1) * BOX
