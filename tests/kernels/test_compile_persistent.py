@@ -176,7 +176,8 @@ def test_programs_for_hopper(values: cases.Values) -> None:
     assert ("cp.async.c" in kernel.ptx) == of_keys, "else by TMA alone"
     if isinstance(plan.problem.place, Contiguous):
         boxes = plan.config.tile_n // BOX_AT_END
-        assert kernel.ptx.count("cp.async.bulk.tensor.5d") == 2 * boxes, "a sequence ends in any"
+        assert kernel.ptx.count("cp.async.bulk.tensor.5d") == 2, "a loop over boxes"
+        assert kernel.ptx.count("expect_tx") == boxes, "a sequence ends in any"
 
 
 # --- new tokens --------------------------------------------------------------------------------

@@ -300,44 +300,36 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
     phase = 1 - phase  # all stages are empty in the beginning
     for i in range(tiles.first, tiles.last, tiles.by):
         first_n = tile_at_place(tiles, i) * TILE_N
-        keys = split.num_keys - first_n
         mbarrier.wait(ring.empty.index(stage), phase)
-        if CONFIG.dequantize is None or CONFIG.head_dim > 128:
-            issue_boxes(ring, kv, split, stage, first_n, "with_keys", CONFIG)
-        elif keys >= TILE_N:  # in 8 bits asking for every box takes longer than it saves
-            issue_boxes(ring, kv, split, stage, first_n, "all", CONFIG)
-        else:
-            issue_boxes(ring, kv, split, stage, first_n, "with_keys", CONFIG)
+        issue_boxes(ring, kv, split, stage, first_n, CONFIG)
         stage, phase = next_slot(stage, phase, CONFIG.num_stages)
 
 
 @gluon.jit
-def issue_boxes(ring, kv, split, stage, first_n, WHICH: gl.constexpr, CONFIG: gl.constexpr):
-    """Issues the copies of a tile; WHICH: all of its boxes, where it is whole, or those that have
-    keys."""
+def issue_boxes(ring, kv, split, stage, first_n, CONFIG: gl.constexpr):
+    """Issues the copies of those boxes of a tile that have keys; the first one has."""
     BOX: gl.constexpr = keys_of_box(kv.k.block_type.shape)
     BOXES: gl.constexpr = CONFIG.tile_n // BOX
     BYTES: gl.constexpr = kv.k.block_type.nbytes + kv.v.block_type.nbytes
     keys = split.num_keys - first_n
     full = ring.full.index(stage)
-    if WHICH == "all":
+    if keys > CONFIG.tile_n - BOX:
         mbarrier.expect(full, BOXES * BYTES)
     else:
         expect_boxes(full, keys, BOX, BOXES, BYTES)
-    for n in gl.static_range(BOXES):
-        at = [split.sequence, split.kv_head, 0, first_n + n * BOX, 0]
-        there = True if n == 0 or WHICH == "all" else keys > n * BOX
-        async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n), pred=there)
-        async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n), pred=there)
+    for n in range(0, gl.minimum(keys, CONFIG.tile_n), BOX):
+        at = [split.sequence, split.kv_head, 0, first_n + n, 0]
+        async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n // BOX))
+        async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n // BOX))
 
 
 @gluon.jit
 def expect_boxes(full, keys, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Has the barrier of a stage expect the boxes of a tile that have one of so many keys, the
-    first one anyway; BYTES: of K and V in a box."""
-    for n in gl.static_range(BOXES):
+    """Has the barrier of a stage expect the boxes of a tile that have one of so many keys, of which
+    the last box has none; BYTES: of K and V in a box."""
+    for n in gl.static_range(BOXES - 1):
         some = True if n == 0 else keys > n * BOX
-        last = True if n == BOXES - 1 else keys <= (n + 1) * BOX
+        last = keys <= (n + 1) * BOX
         mbarrier.expect(full, (n + 1) * BYTES, pred=some & last)
 
 
