@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,14 @@ from splitkv.core.tiles import SPLIT_TILES
 from splitkv.core.variants import HopperDecode
 from splitkv.planner import registry
 from splitkv.planner.legality import expect_config
-from splitkv.planner.policies import appending, decode_cost, persistent, waves
+from splitkv.planner.policies import (
+    appending,
+    balanced,
+    decode_cost,
+    mixes,
+    persistent,
+    waves,
+)
 from splitkv.testing import Mask, Problem
 
 DECODE = Problem("decode", 3, 64, 8, 128, 128, 1, 8192, mask=Mask(causal=True), lengths="device")
@@ -313,11 +321,65 @@ def test_the_model_agrees_that_it_costs_little() -> None:
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 @pytest.mark.parametrize(("num_kv_heads", "programs_per_sm"), [(1, 1), (8, 2)])
 def test_balanced(gpu: str, num_kv_heads: int, programs_per_sm: int) -> None:
-    problem = replace(DECODE, num_kv_heads=num_kv_heads, num_heads=8 * num_kv_heads)
+    problem = replace(LARGE, num_kv_heads=num_kv_heads, num_heads=8 * num_kv_heads)
     plan = registry.make_plan(problem, GPUS[gpu], policy="balanced")
     how = {"schedule": "head_ranges", "programs_per_sm": programs_per_sm}
     assert plan.config == plan_of(problem, gpu, **how).config
     assert plan.policy == "balanced"
+
+
+SMALL = replace(DECODE, batch=8, num_heads=16, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
+def test_balanced_keeps_even_splits_that_no_mix_delays_by_what_a_schedule_costs(
+    place: Any,
+) -> None:
+    """So it is with few keys, and no longer with many."""
+    kernel, gpu = registry.kernel_named("hopper_decode_split"), GPUS["h200"]
+    seen = []
+    for seqlen_k in (1 << n for n in range(8, 18)):
+        problem = replace(SMALL, seqlen_k=seqlen_k, place=place)
+        plan = registry.make_plan(problem, gpu, policy="balanced")
+        even = registry.make_plan(problem, gpu).config
+        best = persistent.best_known(problem, gpu, kernel).config
+        late, costs = balanced.late_and_costs(even, best, problem, gpu, kernel)
+        wanted = even if late < costs and even.schedule == "even" else best
+        assert replace(plan.config, variant=wanted.variant) == wanted
+        assert (even.schedule == "even") >= ("delay even splits by at most" in plan.why)
+        seen.append(plan.config.schedule)
+    assert seen == sorted(seen) and {*seen} == {"even", "head_ranges"}
+
+
+def test_the_model_bounds_what_a_mix_delays() -> None:
+    """Even splits of a mix take no longer, by the cost model, than its bytes and the longest."""
+    kernel, gpu = registry.kernel_named("hopper_decode_split"), GPUS["h200"]
+    draw = random.Random(5)
+    for _ in range(40):
+        batch, seqlen_k = draw.randint(2, 64), draw.randint(64, 4096)
+        problem = replace(SMALL, batch=batch, seqlen_k=seqlen_k)
+        config = registry.make_plan(problem, gpu).config
+        lengths = [*(draw.randint(1, seqlen_k) for _ in range(batch - 1)), seqlen_k]
+        equal = [sum(lengths) // batch] * batch
+        mix, same = (
+            mixes.seconds_of_mix(problem, gpu, kernel, config, x) for x in (lengths, equal)
+        )
+        best = persistent.best_known(problem, gpu, kernel).config
+        late, _ = balanced.late_and_costs(config, best, problem, gpu, kernel)
+        assert config.schedule == "even" and mix <= same + late + 1e-6
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100", "rtx4090"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("codec", [Codec(), Codec("fp8", "tensor")], ids=str)
+def test_all_programs_of_a_schedule_run_at_a_time(gpu: str, head_dim: int, codec: Codec) -> None:
+    """Those behind would begin when the first have ended, with as much to do."""
+    dims = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "head_dim_v": head_dim}
+    problem = replace(LARGE, codec=codec, **dims)
+    plan = registry.make_plan(problem, GPUS[gpu], policy="balanced")
+    assert plan.config.schedule == "head_ranges"
+    kernel = registry.kernel_named(plan.kernel)
+    assert persistent.all_at_once(plan.config, problem, GPUS[gpu], kernel)
 
 
 @pytest.mark.parametrize(

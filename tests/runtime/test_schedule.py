@@ -428,12 +428,15 @@ def test_programs_of_the_policy() -> None:
 # --- scheduler metadata ------------------------------------------------------------------------
 
 
+KEYS = 1 << 16  # a bound, with which a schedule may be worth what it costs
+
+
 def test_metadata_is_a_schedule_where_programs_follow_one(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no policy is named it is a Plan of `balanced`, whose calls find their shares: one made
     once serves all steps."""
-    sizes, padding = (2, 1, 256, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
+    sizes, padding = (2, 1, KEYS, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
     monkeypatch.setattr(scheduler, "device_of", lambda x: GPUS["h200"])
     monkeypatch.setattr(schedules, "device_of", lambda x: GPUS["h200"])
     small = scheduler.get_scheduler_metadata(*sizes, LENGTHS, causal=True)
@@ -477,7 +480,7 @@ def test_metadata_is_of_the_keys_with_new_ones(
     """As decode reads them: without padding, and with as many new ones as each sequence has."""
     monkeypatch.setattr(scheduler, "device_of", lambda x: GPUS["h200"])
     monkeypatch.setattr(schedules, "device_of", lambda x: GPUS["h200"])
-    sizes, padding = (2, 1, 256, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
+    sizes, padding = (2, 1, KEYS, 8, 2, 64), torch.tensor([1, 2], dtype=torch.int32)
     ends = torch.tensor([0, 3, 4], dtype=torch.int32)
     how = {"causal": True, "policy": "balanced"}
     for given, keys in (
@@ -490,7 +493,7 @@ def test_metadata_is_of_the_keys_with_new_ones(
         lens = launched.pop()[1]
         assert lens.tolist() == keys and lens.dtype == torch.int32
         assert made.plan.problem.seqlen_new == given["max_seqlen_k_new"]
-        assert made.plan.problem.seqlen_k == 256 + given["max_seqlen_k_new"]
+        assert made.plan.problem.seqlen_k == KEYS + given["max_seqlen_k_new"]
 
 
 @pytest.mark.parametrize(

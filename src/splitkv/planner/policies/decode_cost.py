@@ -473,6 +473,12 @@ class Shape:
         splits = ceil_div(self.batch * self.head_tiles, self.scheduled_programs(config)) + 1
         return c.walk + c.walk_split * splits + c.share * ceil_div(self.batch, SHARE_STEP)
 
+    def longest_alone(self, config: Config) -> float:
+        """Seconds of a split of the longest sequence there may be, whose program has the GPU for
+        itself: lengths that differ delay even splits by no more, beside as many bytes that are
+        shared out evenly (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969)."""
+        return self.wave(1, ceil_div(self.tiles, config.num_splits))
+
     def longer_by_schedule(self, config: Config) -> float:
         """Seconds that equal lengths take longer by a schedule of the step than by splits that the
         memory is as busy with: finding them, the merge, and SMs that have a program less; where no

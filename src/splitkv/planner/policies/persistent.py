@@ -20,7 +20,7 @@ from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
 from splitkv.core.tiles import WIDE, split_tiles
 from splitkv.planner.policies import appending
-from splitkv.planner.policies.decode_cost import Constants, batch_of
+from splitkv.planner.policies.decode_cost import Constants, batch_of, constants_of
 from splitkv.planner.policies.shared import (
     MAX_TILES,
     Policy,
@@ -106,12 +106,23 @@ def best_known(problem: Problem, device: Device, kernel: Kernel) -> Choice:
 
     Programs of neighbouring heads read neighbouring keys; with several KV heads two of them share
     an SM: measurements/thresholds.md#schedules. With one, in e4m3, larger tiles are faster, as it
-    is not memory that its programs wait for: measurements/mixes.md#where-programs-are-when.
+    is not memory that its programs wait for: measurements/mixes.md#where-programs-are-when. Where
+    an SM has no room for them, they have smaller tiles or fewer stages.
     """
-    if problem.num_kv_heads > 1:
-        return with_schedule("head_ranges", 2)(problem, device, [kernel])
+    programs_per_sm = 2 if problem.num_kv_heads > 1 else 1
     tile_n = 128 if in_larger_tiles(problem, kernel) else 64
-    return with_schedule("head_ranges", 1, tile_n)(problem, device, [kernel])
+    choice = with_schedule("head_ranges", programs_per_sm, tile_n)(problem, device, [kernel])
+    for smaller in ((programs_per_sm, 32, 0), (programs_per_sm, 32, 2), (1, 32, 2)):
+        if all_at_once(choice.config, problem, device, kernel):
+            break
+        choice = with_schedule("head_ranges", *smaller)(problem, device, [kernel])
+    return choice
+
+
+def all_at_once(config: Config, problem: Problem, device: Device, kernel: Kernel) -> bool:
+    """Whether the GPU has room for all programs of a schedule at a time."""
+    shape = batch_of(problem, device, constants_of(kernel)).shape(config)
+    return all_programs(problem, config) <= shape.slots
 
 
 def in_larger_tiles(problem: Problem, kernel: Kernel) -> bool:
