@@ -21,7 +21,7 @@ from splitkv.kernels.backward.records import Saved
 from splitkv.kernels.hopper.backward import launcher as hopper_backward
 from splitkv.kernels.hopper.backward.launches import Workspace
 from splitkv.kernels.hopper.backward.relaunch import BackwardRelaunch
-from splitkv.kernels.host import relaunch, workspace
+from splitkv.kernels.host import workspace
 
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 128, 16
 LEAST_ADDRESS = 1 << 24
@@ -176,7 +176,7 @@ def test_a_launch_hook_sees_every_launch(gpu: Recorded, monkeypatch: pytest.Monk
     grad = torch.randn_like(forward().detach())
     for _ in range(2):
         torch.autograd.grad(forward(), leaves, grad)
-    monkeypatch.setattr(relaunch, "observed", lambda: True)
+    monkeypatch.setattr("splitkv.kernels.host.sequence_repeat.observed", lambda: True)
     for module in ("launcher", "relaunch"):
         monkeypatch.setattr(f"splitkv.kernels.hopper.backward.{module}.observed", lambda: True)
     gpu.through_triton = 0

@@ -25,7 +25,8 @@ from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial
 from splitkv.kernels.combine_slots import FEW, MergedRows, merge_slots
 from splitkv.kernels.host.arguments import Tail, in_order
-from splitkv.kernels.host.relaunch import ItemLaunches, launch_of
+from splitkv.kernels.host.launch import launch_of
+from splitkv.kernels.host.sequence_repeat import ItemLaunches
 from splitkv.kernels.host.sequence_sizes import SequenceSizes
 from splitkv.kernels.schedule_items import ItemSchedule, load_item
 from splitkv.kernels.tile.encode import encode_out

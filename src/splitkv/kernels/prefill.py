@@ -67,18 +67,12 @@ from splitkv.kernels.backward.records import Saved
 from splitkv.kernels.combine import FINISHED, final_of, write_absent
 from splitkv.kernels.gradients import Differentiable, backward_for, backward_of
 from splitkv.kernels.host.arguments import Tail, in_order
+from splitkv.kernels.host.launch import Grid, Launch, LaunchOn, bind_to_grids
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.lengths import relaunched
+from splitkv.kernels.host.map_launch import OperandAddresses
 from splitkv.kernels.host.partition import padded_dims
-from splitkv.kernels.host.relaunch import (
-    Grid,
-    Launch,
-    LaunchMemory,
-    LaunchOn,
-    OperandAddresses,
-    Sequences,
-    bind_to_grids,
-)
+from splitkv.kernels.host.sequence_repeat import LaunchMemory, Sequences
 from splitkv.kernels.host.sequence_sizes import (
     CallLayout,
     SequenceLayouts,

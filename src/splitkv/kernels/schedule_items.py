@@ -35,7 +35,7 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
 from splitkv.core.tiles import ceil_div
 from splitkv.kernels.host.arguments import Tail, in_order
-from splitkv.kernels.host.relaunch import Launch, launch_of
+from splitkv.kernels.host.launch import Launch, launch_of
 from splitkv.kernels.host.sequence_sizes import SequenceLengths, SequenceSizes
 from splitkv.kernels.tile.band import Bounds, visited_tiles
 

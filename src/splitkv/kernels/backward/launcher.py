@@ -17,8 +17,8 @@ from splitkv.kernels.backward.queries import backward_queries
 from splitkv.kernels.backward.records import BackwardConfig, Gradients, GradientTensors, Stats
 from splitkv.kernels.backward.rows import statistics
 from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.launch import launch_by_name
 from splitkv.kernels.host.partition import padded_dims
-from splitkv.kernels.host.relaunch import launch_by_name
 from splitkv.kernels.host.sequence_sizes import (
     lengths_of,
     offset_type,

@@ -16,10 +16,10 @@ from torch import Tensor
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
+from splitkv.kernels.host.lengths import Layout
 from splitkv.kernels.tile.strides import Strides
 
 if TYPE_CHECKING:
-    from splitkv.kernels.host.relaunch import Layout
     from splitkv.kernels.tile.weight import Scoring
 
 LOG2_E = math.log2(math.e)

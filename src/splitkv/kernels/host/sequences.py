@@ -19,17 +19,11 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import UNUSED, Final, Partial, combine, merge_tiles
 from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.host import workspace
+from splitkv.kernels.host.allocations import NO_PARTIALS, Allocations
 from splitkv.kernels.host.arguments import Tail, in_order
-from splitkv.kernels.host.relaunch import (
-    NO_PARTIALS,
-    Allocations,
-    Launch,
-    Layout,
-    Sequences,
-    bind_to_grids,
-    launch_of,
-    observed,
-)
+from splitkv.kernels.host.launch import Launch, bind_to_grids, launch_of, observed
+from splitkv.kernels.host.lengths import Layout
+from splitkv.kernels.host.sequence_repeat import Sequences
 from splitkv.kernels.host.sequence_sizes import (
     CallLayout,
     SequenceLayouts,

@@ -37,7 +37,7 @@ from splitkv.kernels.hopper.backward.queries import hopper_backward_queries
 from splitkv.kernels.hopper.backward.records import HopperBackwardConfig
 from splitkv.kernels.hopper.backward.shared_memory import SUM_COLUMNS
 from splitkv.kernels.hopper.backward.sinks import threads_with_ds
-from splitkv.kernels.host.relaunch import KernelLaunch
+from splitkv.kernels.host.address_kernel import KernelLaunch
 from splitkv.kernels.host.sequence_sizes import (
     LOG2_E,
     SequenceLengths,

@@ -12,13 +12,13 @@ from torch import Tensor
 from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.hopper.backward.launches import GradientCall, Sizes, Workspace
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.relaunch import (
+from splitkv.kernels.host.address_kernel import (
     AddressKernel,
     AddressLaunch,
     KernelLaunch,
     address_kernel,
-    observed,
 )
+from splitkv.kernels.host.launch import observed
 from splitkv.kernels.host.workspace import allocation
 
 GIVEN = ("q", "k", "v", "grad", "out", "lse", "grad_lse", "sink", "cu_q", "cu_k")

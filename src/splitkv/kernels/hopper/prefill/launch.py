@@ -17,22 +17,13 @@ from splitkv.core.tiles import box_rows
 from splitkv.kernels import prefill
 from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
+from splitkv.kernels.host.allocations import NO_PARTIALS
 from splitkv.kernels.host.arguments import Tail, in_order
+from splitkv.kernels.host.launch import Grid, Launch, in_clusters
 from splitkv.kernels.host.launcher import aligned
-from splitkv.kernels.host.lengths import relaunched
-from splitkv.kernels.host.relaunch import (
-    NO_PARTIALS,
-    Grid,
-    Launch,
-    LaunchAt,
-    Layout,
-    OperandBox,
-    OperandMaps,
-    Sequences,
-    bind_to_descriptors,
-    in_clusters,
-    tile_of,
-)
+from splitkv.kernels.host.lengths import Layout, relaunched
+from splitkv.kernels.host.map_launch import LaunchAt, OperandBox, OperandMaps, bind_to_descriptors
+from splitkv.kernels.host.sequence_repeat import Sequences
 from splitkv.kernels.host.sequence_sizes import (
     CallLayout,
     SequenceLayouts,
@@ -49,6 +40,7 @@ from splitkv.kernels.host.sequences import (
     combine_launch,
     result_shapes,
 )
+from splitkv.kernels.host.tensor_maps import tile_of
 from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.schedule_items import ItemSchedule
 
